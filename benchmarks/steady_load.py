@@ -124,7 +124,7 @@ def _receive(address: str, topic: str, parent: Connection) -> None:
     """Is sent how many rows there are, when no more are added; sends the rows, when each came (ms), and how many
     acknowledgements were ignored."""
     batches: list[tarry.Batch] = []
-    answers: list[Future[int]] = []
+    answers: list[Future[tarry.Ignored]] = []
     came, owed, deadline_s = 0, None, float("inf")
     with (
         tarry.Client(address) as client,

@@ -59,7 +59,7 @@ class Drain:
     def __init__(self, rows: int) -> None:
         self._wanted = rows
         self.batches: list[tarry.Batch] = []
-        self._answers: list[Future[int]] = []
+        self._answers: list[Future[tarry.Ignored]] = []
         self.first_received_s = 0.0
         self.durable_s = 0.0
         self.last_received_at_ms = 0

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from daemon.call_values import Ignored, NackOutcome
+from tarry.results import Ignored as IgnoredPositions
+from tarry.results import Nacked
 
 
 class Counts(NamedTuple):
@@ -23,3 +27,9 @@ async def ignored_by(request: Callable[..., Awaitable[Ignored]], *arguments: Any
 async def counts_of(request: Callable[..., Awaitable[NackOutcome]], *arguments: Any) -> Counts:
     outcome = await request(*arguments)
     return Counts(len(outcome.ignored), outcome.dead_lettered)
+
+
+def nack_result(ignored: int, dead_lettered: int) -> Nacked:
+    """What a client is told, without which and why: it equals an answer with these numbers."""
+    nothing = np.empty(0, np.int64)
+    return Nacked(IgnoredPositions(ignored, nothing, nothing, ignored), dead_lettered)

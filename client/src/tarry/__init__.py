@@ -7,7 +7,7 @@ Does not own: anything of the daemon; this package lives in other people's envir
 """
 
 from tarry import aio
-from tarry.batch import Batch, Leased
+from tarry.batch import Batch, HandedOut, Leased
 from tarry.channels import DEFAULT_TARGET
 from tarry.columns import NO_BATCH_INDEX, Positions
 from tarry.consumer_stats import (
@@ -40,6 +40,7 @@ from tarry.deletions import (
     SweepStep,
     SweptObjects,
 )
+from tarry.delivery_ids import DELIVERY_ID_HEADER, REDELIVERY_COUNT_HEADER, DeliveryId
 from tarry.errors import (
     Aborted,
     AlreadyExists,
@@ -58,6 +59,7 @@ from tarry.errors import (
     TarryError,
     Unauthenticated,
     Unavailable,
+    Unsupported,
 )
 from tarry.hashing import key_hash
 from tarry.inspection import (
@@ -99,6 +101,8 @@ from tarry.results import (
     EntryRanges,
     Garbage,
     GarbageCount,
+    Ignored,
+    IgnoredReason,
     Merged,
     Nacked,
     RebuildNeeded,
@@ -120,8 +124,10 @@ from tarry.threads.subscription import Subscription
 
 __all__ = [
     "DEFAULT_TARGET",
+    "DELIVERY_ID_HEADER",
     "HELD",
     "NO_BATCH_INDEX",
+    "REDELIVERY_COUNT_HEADER",
     "Aborted",
     "AddResult",
     "AddStream",
@@ -160,14 +166,18 @@ __all__ = [
     "DeletionPage",
     "DeletionState",
     "DeletionStats",
+    "DeliveryId",
     "DrainingHash",
     "EntryRanges",
     "ExponentialDelay",
     "Garbage",
     "GarbageCount",
+    "HandedOut",
     "HashRange",
     "HashSelector",
     "Histogram",
+    "Ignored",
+    "IgnoredReason",
     "InUseRecorded",
     "Internal",
     "InvalidArgument",
@@ -228,6 +238,7 @@ __all__ = [
     "TopicSummary",
     "Unauthenticated",
     "Unavailable",
+    "Unsupported",
     "Withdrawn",
     "aio",
     "key_hash",

@@ -15,7 +15,10 @@ import dataclasses
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import grpc
+
 from tarry import errors, retry
+from tarry.v1 import cluster_pb2
 
 T = TypeVar("T")
 Response = TypeVar("Response")
@@ -52,19 +55,45 @@ Plan: TypeAlias = Generator[Step, Any, T]
 """Steps to perform, and in the end the result."""
 
 
+VERSION = Method("/tarry.v1.Cluster/GetVersion", cluster_pb2.GetVersionResponse.FromString)
+HANDOUT_NAMES = "handout_names"
+"""A feature of daemons: they know hand-outs by their redelivery counts, and `forwarded`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Need:
+    """What a request asks for, in the caller's words, and the feature of a daemon that it needs."""
+
+    what: str
+    feature: str
+
+
 class Owners:
-    """Whom to ask for a topic. Threads may share it: every method is one operation of a dictionary."""
+    """Whom to ask for a topic, and what daemons can do. Threads may share it: every method is one operation of a
+    dictionary.
+    """
 
     def __init__(self, target: str) -> None:
         self.target = target
         self._owners: dict[str, str] = {}
+        self._features: dict[str, frozenset[str]] = {}
+
+    def features(self, address: str) -> frozenset[str] | None:
+        """What the daemon at an address has said that it can do; None: it is to be asked."""
+        return self._features.get(address)
+
+    def learn_features(self, address: str, features: frozenset[str]) -> None:
+        self._features[address] = features
 
     def address(self, topic: str | None) -> str:
         """The topic's owner if it is known, otherwise the target."""
         return self.target if topic is None else self._owners.get(topic, self.target)
 
     def learn(self, topic: str | None, error: errors.TarryError) -> None:
-        """Takes from a failure whom to ask next: the owner that it names, otherwise the target again."""
+        """Takes from a failure whom to ask next: the owner that it names, otherwise the target again. Behind the
+        address that was asked there may be another daemon from now on.
+        """
+        self._features.pop(self.address(topic), None)
         if topic is None:
             return
         if isinstance(error, errors.NotOwner) and error.owner_address:
@@ -82,17 +111,28 @@ class Asking:
     deadline: retry.Deadline
 
     def ask(
-        self, method: Method[Response], request: bytes | Callable[[], bytes], *, topic: str | None
+        self,
+        method: Method[Response],
+        request: bytes | Callable[[], bytes],
+        *,
+        topic: str | None,
+        needs: Need | None = None,
     ) -> Plan[Response]:
-        """Sends an idempotent request until it is answered. `request` may be made anew for each attempt.
+        """Sends an idempotent request until it is answered. `request` may be made anew for each attempt. `needs`: what
+        the daemon is asked first whether it can.
 
-        Raises the failure that a retry does not cure, DeadlineExceeded, Closed.
+        Raises the failure that a retry does not cure, DeadlineExceeded, Closed; Unsupported: the daemon cannot.
         """
-        response, _ = yield from self.ask_and_tell(method, request, topic=topic)
+        response, _ = yield from self.ask_and_tell(method, request, topic=topic, needs=needs)
         return response
 
     def ask_and_tell(
-        self, method: Method[Response], request: bytes | Callable[[], bytes], *, topic: str | None
+        self,
+        method: Method[Response],
+        request: bytes | Callable[[], bytes],
+        *,
+        topic: str | None,
+        needs: Need | None = None,
     ) -> Plan[tuple[Response, bool]]:
         """Asks as `ask` does; also tells whether an earlier attempt may have been carried out, its answer lost."""
         last: errors.TarryError | None = None
@@ -102,6 +142,8 @@ class Asking:
             attempt += 1
             encoded = request if isinstance(request, bytes) else request()
             try:
+                if needs is not None:
+                    yield from self._check_can(needs, self.owners.address(topic), remaining_s)
                 response: Response = yield Send(method, encoded, self.owners.address(topic), remaining_s)
                 return response, may_have_landed
             except errors.TarryError as failure:
@@ -125,3 +167,20 @@ class Asking:
                 break
             yield Wait(delay_s)
         raise self.deadline.exceeded(last, attempts=attempt)
+
+    def _check_can(self, needs: Need, address: str, remaining_s: float) -> Plan[None]:
+        """Raises Unsupported, and what asking ends with."""
+        features = self.owners.features(address)
+        if features is None:
+            try:
+                version = yield Send(VERSION, b"", address, remaining_s)
+                features = frozenset(version.feature)
+            except errors.TarryError as error:
+                if error.code is not grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+                features = frozenset()
+            self.owners.learn_features(address, features)
+        if needs.feature not in features:
+            raise errors.Unsupported(
+                f"{needs.what}: the daemon at {address} does not know it (feature {needs.feature}); update the daemon"
+            )

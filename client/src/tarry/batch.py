@@ -13,7 +13,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import columns, results, wire
+from tarry import columns, delivery_ids, results, wire
 from tarry.v1 import dispatch_pb2
 
 
@@ -45,7 +45,20 @@ class Batch:
     @property
     def positions(self) -> columns.Positions:
         """The columns that an acknowledgement names; a tuple."""
-        return columns.Positions(self.ledger_id, self.entry_id, self.deliver_at_ms, self.batch_index)
+        return columns.Positions(
+            self.ledger_id, self.entry_id, self.deliver_at_ms, self.batch_index, self.redelivery_count
+        )
+
+    def delivery_id(self, row: int) -> str:
+        """The name of a hand-out, as text: `<ledger>-<entry>[.<batch index>]-<deliver_at_ms>-<redelivery count>`.
+
+        It is the same when the same hand-out comes again, after a broken stream or a crash, and another one after each
+        negative acknowledgement and ack time-out. An output that drops what it has under an id, behind a prefix for
+        topic and subscription, has each hand-out once. `tarry.DeliveryId.parse` reads it.
+
+        Example: `headers[tarry.DELIVERY_ID_HEADER] = batch.delivery_id(row)`
+        """
+        return str(delivery_ids.DeliveryId.of(self.positions, row))
 
     @property
     def lateness_ms(self) -> NDArray[np.int64]:
@@ -99,8 +112,10 @@ HandedOut: TypeAlias = (
     Batch
     | tuple[columns.Column, columns.Column, columns.Column]
     | tuple[columns.Column, columns.Column, columns.Column, columns.Column | None]
+    | tuple[columns.Column, columns.Column, columns.Column, columns.Column | None, columns.Column | None]
 )
-"""A batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index])."""
+"""A batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index[, redelivery_count]]). A batch
+names its hand-outs by their redelivery counts; columns without counts mean any hand-out."""
 
 
 _NO_ROWS = np.empty(0, dtype=np.uint64)
@@ -113,7 +128,8 @@ def positions_of(given: HandedOut, batch_index: columns.Column | None = None) ->
     Raises InvalidArgument.
     """
     if batch_index is not None:
-        return columns.positions(*(given.positions if isinstance(given, Batch) else given)[:3], batch_index)
+        named = given.positions if isinstance(given, Batch) else given
+        return columns.positions(*named[:3], batch_index, *named[4:])
     return given.positions if isinstance(given, Batch) else columns.positions(*given)
 
 
@@ -216,6 +232,10 @@ def concatenate(parts: list[columns.Positions]) -> columns.Positions:
         None
         if all(part.batch_index is None for part in parts)
         else np.concatenate([part.batch_indexes() for part in parts]),
+        # Where one of them means any hand-out, hand-outs are not told apart.
+        np.concatenate([part.redelivery_count for part in parts if part.redelivery_count is not None])
+        if all(part.redelivery_count is not None for part in parts)
+        else None,
     )
 
 

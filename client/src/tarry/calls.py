@@ -239,27 +239,27 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
 
     def ack(
         self, topic: str, subscription: str, given: batch.HandedOut, *, timeout_s: float | None
-    ) -> attempts.Plan[int]:
+    ) -> attempts.Plan[results.Ignored]:
         asking = self.asking(timeout_s)
         names = wire.utf8("topic", topic), wire.utf8("subscription", subscription)
-        ignored = 0
+        answers = []
         for part in columns.parts(batch.positions_of(given), self.rows_max):
             message = yield from asking.ask(ACKNOWLEDGE, wire.encode_acknowledge_request(*names, part), topic=topic)
-            ignored += message.ignored
-        return ignored
+            answers.append(results.Ignored.from_message(message, part.rows))
+        return results.Ignored.merge(answers)
 
     def extend_lease(
         self, topic: str, subscription: str, given: batch.HandedOut, lease_ms: int, *, timeout_s: float | None
-    ) -> attempts.Plan[int]:
+    ) -> attempts.Plan[results.Ignored]:
         asking = self.asking(timeout_s)
         names = wire.utf8("topic", topic), wire.utf8("subscription", subscription)
         columns.check_unsigned("lease_ms", lease_ms, bits=64)
-        ignored = 0
+        answers = []
         for part in columns.parts(batch.positions_of(given), self.rows_max):
             request = wire.encode_extend_lease(*names, part, lease_ms)
             message = yield from asking.ask(EXTEND_LEASE, request, topic=topic)
-            ignored += message.ignored
-        return ignored
+            answers.append(results.Ignored.from_message(message, part.rows))
+        return results.Ignored.merge(answers)
 
     def create_subscription(
         self, topic: str, subscription: str, policy: policies.SubscriptionPolicy | None, *, timeout_s: float | None

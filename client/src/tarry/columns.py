@@ -40,6 +40,8 @@ class Positions(NamedTuple):
     deliver_at_ms: NDArray[np.uint64]
     batch_index: NDArray[np.uint32] | None = None
     """The message of its batch that each row is, or `NO_BATCH_INDEX`; None when all rows are entries as a whole."""
+    redelivery_count: NDArray[np.uint32] | None = None
+    """Which hand-out of it each row is, by its redelivery count; None: any."""
 
     @property
     def rows(self) -> int:
@@ -164,18 +166,24 @@ def entry_columns(ledger_id: Column, entry_id: Column, last_entry_id: Column | N
 
 
 def positions(
-    ledger_id: Column, entry_id: Column, deliver_at_ms: Column, batch_index: Column | None = None
+    ledger_id: Column,
+    entry_id: Column,
+    deliver_at_ms: Column,
+    batch_index: Column | None = None,
+    redelivery_count: Column | None = None,
 ) -> Positions:
     """Checks and converts positions that were handed out. Raises InvalidArgument as `add_columns`."""
     ledger, entry = u64("ledger_id", ledger_id), u64("entry_id", entry_id)
     due = u64("deliver_at_ms", deliver_at_ms)
     index = None if batch_index is None else u32("batch_index", batch_index)
-    rows = _rows_of(ledger_id=ledger, entry_id=entry, deliver_at_ms=due, batch_index=index)
+    count = None if redelivery_count is None else u32("redelivery_count", redelivery_count)
+    rows = _rows_of(ledger_id=ledger, entry_id=entry, deliver_at_ms=due, batch_index=index, redelivery_count=count)
     return Positions(
         np.broadcast_to(ledger, rows),
         np.broadcast_to(entry, rows),
         np.broadcast_to(due, rows),
         None if index is None else np.broadcast_to(index, rows),
+        None if count is None else np.broadcast_to(count, rows),
     )
 
 
@@ -189,7 +197,8 @@ def parts(given: Positions, rows_max: int) -> Iterator[Positions]:
 class NackColumns:
     """Positions that are negatively acknowledged, and how. Beside them columns of their length or of length 1.
 
-    Without `delay_ms`, `delay_level` and `reject` the subscription's policy says when they come back.
+    Without `delay_ms`, `delay_level` and `reject` the subscription's policy says when they come back. `forwarded`: what
+    was acknowledged already comes back, too.
     """
 
     positions: Positions
@@ -198,6 +207,7 @@ class NackColumns:
     key_hash: NDArray[np.uint32] | None
     reject: bool
     reason: str
+    forwarded: bool = False
 
     def requests(self, rows_max: int) -> Iterator[NackColumns]:
         """Cuts them into requests of at most so many rows."""
@@ -226,6 +236,7 @@ def nack_columns(
     key_hash: Column | None = None,
     reject: bool = False,
     reason: str = "",
+    forwarded: bool = False,
 ) -> NackColumns:
     """Checks and converts what goes with positions. Raises InvalidArgument: both delays, columns of another length."""
     if delay_ms is not None and delay_level is not None:
@@ -238,7 +249,7 @@ def nack_columns(
             raise errors.InvalidArgument(
                 f"{name} has {len(column)} rows; it must have 1 or {given.rows}, as the positions"
             )
-    return NackColumns(given, delay, level, hashes, reject, reason)
+    return NackColumns(given, delay, level, hashes, reject, reason, forwarded)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

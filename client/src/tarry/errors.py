@@ -140,6 +140,12 @@ class Internal(TarryError):
     code = grpc.StatusCode.INTERNAL
 
 
+class Unsupported(TarryError):
+    """The daemon does not know something that the request asks for; nothing was sent. The message names it."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
 class Unauthenticated(TarryError):
     """No valid credentials."""
 

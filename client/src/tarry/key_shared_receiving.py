@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import batch, columns, errors, key_shared, receiving, retry, streams, wire
+from tarry import batch, columns, errors, key_shared, receiving, results, retry, streams, wire
 from tarry.receiving import Answer, Settled
 from tarry.v1 import dispatch_pb2
 
@@ -452,7 +452,7 @@ def _planned_positions(asked: columns.PlanColumns) -> columns.Positions:
     return columns.Positions(ledger_id, entry_id, np.zeros(len(asked), np.uint64))
 
 
-def _nothing(done: dispatch_pb2.Done) -> None:
+def _nothing(done: dispatch_pb2.Done, ignored: results.Ignored) -> None:
     return None
 
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tarry import batch, columns, errors, results, retry, streams, wire
 from tarry.v1 import dispatch_pb2
@@ -79,13 +80,15 @@ class Request(Generic[Answer]):
     rows: Any
     """What `encode` encodes; of no use where the request names no positions."""
     answer: Answer
-    read: Callable[[dispatch_pb2.Done], object]
+    read: Callable[[dispatch_pb2.Done, results.Ignored], object]
     positions: columns.Positions = batch.NOTHING
     size_rows: int = 0
     """Positions that it had at first."""
     leaving: list[tuple[int, batch.Batch]] = dataclasses.field(default_factory=list)
     """What is held no longer because of it, by receiver."""
     attempt: int = 1
+    places: NDArray[np.int64] | None = None
+    """Which of the positions that it had at first it has; None: all."""
 
     def message(self) -> bytes:
         return self.encode(self.request_id, self.rows)
@@ -100,11 +103,14 @@ class Request(Generic[Answer]):
         stays = ~batch.members(self.positions, taken_back)
         if not stays.all():
             self.rows, self.positions = self.rows.take(stays), self.positions.take(stays)
+            self.places = (np.arange(self.size_rows) if self.places is None else self.places)[stays]
             self.leaving = without(self.leaving, taken_back)
 
     def settled(self, done: dispatch_pb2.Done) -> Settled[Answer]:
-        done.ignored += self.size_rows - self.positions.rows
-        return streams.Settled(self.request_id, self.answer, self.read(done), None)
+        ignored = results.Ignored.from_message(done, self.positions.rows)
+        if self.places is not None:
+            ignored = ignored.placed(self.places, self.size_rows)
+        return streams.Settled(self.request_id, self.answer, self.read(done, ignored), None)
 
 
 def without(held: list[tuple[int, batch.Batch]], positions: columns.Positions) -> list[tuple[int, batch.Batch]]:
@@ -122,8 +128,12 @@ def distinct(held: list[tuple[int, batch.Batch]]) -> list[tuple[int, batch.Batch
     return [(receiver, part.take(rows)) for (receiver, part), rows in zip(held, np.split(last, begins), strict=True)]
 
 
-def _ignored(done: dispatch_pb2.Done) -> int:
-    return done.ignored
+def _ignored(done: dispatch_pb2.Done, ignored: results.Ignored) -> results.Ignored:
+    return ignored
+
+
+def _nacked(done: dispatch_pb2.Done, ignored: results.Ignored) -> results.Nacked:
+    return results.Nacked(ignored, done.dead_lettered)
 
 
 class Receiving(abc.ABC, Generic[Answer, Received]):
@@ -222,7 +232,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         )
         self._check_open()
         requests = [
-            self._name_positions(wire.encode_nack, part, part.positions, results.Nacked.from_message, promise())
+            self._name_positions(wire.encode_nack, part, part.positions, _nacked, promise())
             for part in nack.requests(self._rows_max)
         ]
         # Of a message of a batch the entry as a whole stays here.
@@ -327,7 +337,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         encode: Callable[[int, Rows], bytes],
         rows: Rows,
         positions: columns.Positions,
-        read: Callable[[dispatch_pb2.Done], object],
+        read: Callable[[dispatch_pb2.Done, results.Ignored], object],
         answer: Answer,
     ) -> Request[Answer]:
         """Sends a request about positions."""

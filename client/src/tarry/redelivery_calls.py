@@ -41,6 +41,7 @@ class RedeliveryCalls(planning.Planning):
         delay_level: columns.Column | None = None,
         reject: bool = False,
         reason: str = "",
+        forwarded: bool = False,
         timeout_s: float | None,
     ) -> attempts.Plan[results.Nacked]:
         asking = self.asking(timeout_s)
@@ -52,11 +53,15 @@ class RedeliveryCalls(planning.Planning):
             key_hash=key_hash,
             reject=reject,
             reason=reason,
+            forwarded=forwarded,
         )
         answers = []
         for part in rows.requests(self.rows_max):
-            message = yield from asking.ask(NACK, wire.encode_nack_request(*names, part), topic=topic)
-            answers.append(results.Nacked.from_message(message))
+            request = wire.encode_nack_request(*names, part)
+            # A daemon of before would take it for one that is not.
+            needs = attempts.Need("forwarded", attempts.HANDOUT_NAMES) if forwarded else None
+            message = yield from asking.ask(NACK, request, topic=topic, needs=needs)
+            answers.append(results.Nacked.from_message(message, part.positions.rows))
         return results.Nacked.merge(answers)
 
     def dead_letters_page(

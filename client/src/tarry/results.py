@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,24 +70,103 @@ class AddResult:
         )
 
 
+class IgnoredReason(enum.IntEnum):
+    """Why nothing happened to a position that a request named."""
+
+    NOT_THERE = dispatch_pb2.IGNORED_REASON_NOT_THERE
+    """The subscription is owed no row of it."""
+    NOT_DUE = dispatch_pb2.IGNORED_REASON_NOT_DUE
+    """Its row is not due yet, by the daemon's clock: it comes by itself."""
+    OTHER_TIME = dispatch_pb2.IGNORED_REASON_OTHER_TIME
+    """Its row has another time."""
+    OTHER_DELIVERY = dispatch_pb2.IGNORED_REASON_OTHER_DELIVERY
+    """It is that row, and another hand-out of it."""
+    TAKEN_BACK = dispatch_pb2.IGNORED_REASON_TAKEN_BACK
+    """It was taken back, since it is behind a row of its key that was negatively acknowledged."""
+    NOT_HELD = dispatch_pb2.IGNORED_REASON_NOT_HELD
+    """Of an extension: it is not in flight at this stream, or not leased."""
+
+
+AnswerOnIgnored: TypeAlias = (
+    dispatch_pb2.Done
+    | dispatch_pb2.AcknowledgeResponse
+    | dispatch_pb2.NegativeAcknowledgeResponse
+    | dispatch_pb2.ExtendLeaseResponse
+)
+
+
+class Ignored(int):
+    """How many positions of a request were ignored: a number, with which and why.
+
+    Example: `for row, why in (await subscription.ack(batch)).items(): print(batch.delivery_id(row), why.name)`
+    """
+
+    index: NDArray[np.int64]
+    """Their rows in what was given, ascending. Empty where the daemon is of before it told."""
+    reason: NDArray[np.int64]
+    """Of each an `IgnoredReason`, or the number of one that this version does not know."""
+    rows: int
+    """How many positions were given."""
+
+    def __new__(cls, ignored: int, index: NDArray[np.int64], reason: NDArray[np.int64], rows: int) -> Ignored:
+        made = super().__new__(cls, ignored)
+        made.index, made.reason, made.rows = index, np.broadcast_to(reason, index.shape), rows
+        return made
+
+    def items(self) -> Iterator[tuple[int, IgnoredReason | int]]:
+        """Each ignored row with its reason."""
+        known = {int(each): each for each in IgnoredReason}
+        for row, reason in zip(self.index.tolist(), self.reason.tolist(), strict=True):
+            yield row, known.get(reason, reason)
+
+    @staticmethod
+    def from_message(message: AnswerOnIgnored, rows: int) -> Ignored:
+        """What a request of so many positions was answered with."""
+        index, reason = wire.decode_indexes(message.ignored_index), wire.decode_indexes(message.ignored_reason)
+        return Ignored(message.ignored, index, reason if len(reason) else np.zeros(1, np.int64), rows)
+
+    @staticmethod
+    def merge(parts: Sequence[Ignored]) -> Ignored:
+        """The result of a batch from those of its requests, in their order."""
+        firsts = np.cumsum([0, *(part.rows for part in parts)])
+        nothing = np.empty(0, np.int64)
+        return Ignored(
+            sum(parts),
+            np.concatenate([nothing, *(part.index + first for part, first in zip(parts, firsts, strict=False))]),
+            np.concatenate([nothing, *(part.reason for part in parts)]),
+            int(firsts[-1]),
+        )
+
+    def placed(self, places: NDArray[np.int64], rows: int) -> Ignored:
+        """As of a request of `rows` positions that was sent without those that are not among `places`: these were taken
+        back before.
+        """
+        taken_back = np.setdiff1d(np.arange(rows), places)
+        index = np.concatenate([places[self.index], taken_back])
+        reason = np.concatenate([self.reason, np.full(len(taken_back), IgnoredReason.TAKEN_BACK, np.int64)])
+        order = np.argsort(index)
+        return Ignored(self + len(taken_back), index[order], reason[order], rows)
+
+
 @dataclasses.dataclass(frozen=True)
 class Nacked:
     """What became of positions that were negatively acknowledged. All others come back later, durably."""
 
-    ignored: int
-    """Not in the backlog with that time: nothing happened to them."""
+    ignored: Ignored
+    """Nothing happened to them: how many, which, and why."""
     dead_lettered: int
     """Dead letters now, durably: rejected, or redelivered as often as the policy allows."""
 
     @staticmethod
-    def from_message(message: dispatch_pb2.NegativeAcknowledgeResponse | dispatch_pb2.Done) -> Nacked:
-        return Nacked(ignored=message.ignored, dead_lettered=message.dead_lettered)
+    def from_message(message: dispatch_pb2.NegativeAcknowledgeResponse, rows: int) -> Nacked:
+        return Nacked(ignored=Ignored.from_message(message, rows), dead_lettered=message.dead_lettered)
 
     @staticmethod
     def merge(parts: Sequence[Nacked]) -> Nacked:
         """The result of a batch from those of its requests."""
         return Nacked(
-            ignored=sum(part.ignored for part in parts), dead_lettered=sum(part.dead_lettered for part in parts)
+            ignored=Ignored.merge([part.ignored for part in parts]),
+            dead_lettered=sum(part.dead_lettered for part in parts),
         )
 
 

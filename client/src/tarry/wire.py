@@ -101,6 +101,8 @@ def encode_open(
     """The bytes of a `SubscribeRequest` that holds an `Open`; both names are UTF-8, `kind` is the enum's number."""
     pieces = [*_field(1, topic), *_field(2, subscription), _number(3, kind)]
     pieces += _positions(4, held)
+    if held.redelivery_count is not None:
+        pieces += _column(11, held.redelivery_count)
     if by_key is not None:
         for consumer in by_key.consumers:
             pieces += _field(8, consumer.SerializeToString())
@@ -120,7 +122,7 @@ def encode_flow(permits: int, consumer_id: int = 0) -> bytes:
 
 def encode_acknowledge(request_id: int, positions: columns.Positions) -> bytes:
     """The bytes of a `SubscribeRequest` that holds an `Acknowledge`."""
-    return _message(3, [*_request_id(request_id), *_positions(2, positions)])
+    return _message(3, [*_request_id(request_id), *_positions(2, positions), *_counts(6, positions)])
 
 
 def encode_nack(request_id: int, nack: columns.NackColumns) -> bytes:
@@ -175,7 +177,7 @@ def encode_contains(topic: bytes, subscription: bytes, rows: columns.EntryColumn
 
 def encode_acknowledge_request(topic: bytes, subscription: bytes, positions: columns.Positions) -> bytes:
     """The bytes of an `AcknowledgeRequest`; both names are UTF-8."""
-    return b"".join((*_field(1, topic), *_field(2, subscription), *_positions(3, positions)))
+    return b"".join((*_field(1, topic), *_field(2, subscription), *_positions(3, positions), *_counts(7, positions)))
 
 
 def encode_extend_lease(topic: bytes, subscription: bytes, positions: columns.Positions, lease_ms: int) -> bytes:
@@ -310,10 +312,18 @@ def _signed_column(number: int, column: I32Column) -> tuple[_Piece, ...]:
 def _positions(first: int, positions: columns.Positions) -> list[_Piece]:
     """Their columns, as fields from that number on."""
     pieces: list[_Piece] = []
-    for number, column in enumerate(positions, start=first):
+    for number, column in enumerate(positions[:4], start=first):
         if column is not None:
             pieces += _column(number, column)
     return pieces
+
+
+def _counts(number: int, positions: columns.Positions) -> tuple[_Piece, ...]:
+    """Which hand-outs they are: one count where all have the same."""
+    counts = positions.redelivery_count
+    if counts is None or not len(counts):
+        return ()
+    return _column(number, counts[:1] if (counts == counts[0]).all() else counts)
 
 
 def _nack(first: int, nack: columns.NackColumns) -> list[_Piece]:
@@ -329,6 +339,9 @@ def _nack(first: int, nack: columns.NackColumns) -> list[_Piece]:
         pieces += _field(first + 7, utf8("reason", nack.reason))
     if nack.key_hash is not None:
         pieces += _column(first + 8, nack.key_hash)
+    pieces += _counts(first + 9, nack.positions)
+    if nack.forwarded:
+        pieces.append(_number(first + 10, 1))
     return pieces
 
 

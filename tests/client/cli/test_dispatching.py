@@ -182,7 +182,13 @@ def test_what_get_prints_can_be_acknowledged(
     path.write_text(taken)
     for source, stdin in ((str(path), None), ("-", taken)):
         result = run("ack", "t", "s", "--file", source, "--json", stdin=stdin)
-        assert json.loads(result.stdout) == {"topic": "t", "subscription": "s", "given": 5, "ignored": 2}
+        assert json.loads(result.stdout) == {
+            "topic": "t",
+            "subscription": "s",
+            "given": 5,
+            "ignored": 2,
+            "ignored_rows": [],
+        }
     assert [list(each.entry_id) for each in daemon.requests("Acknowledge")] == [[0, 1, 2], [3, 4]] * 2
 
 

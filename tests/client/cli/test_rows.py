@@ -73,7 +73,7 @@ def test_times_in_the_past_may_be_told_from_now_where_they_make_sense() -> None:
 
 def test_positions_of_a_huge_range_are_made_as_they_are_needed() -> None:
     entries = rows.EntryRange().convert(f"0-{2**64 - 1}", None, None)
-    first = next(rows.positions_from_options(7, entries, 9, batch_index=None, batch_rows=2))
+    first = next(rows.positions_from_options(7, entries, 9, batch_index=None, redelivery_count=None, batch_rows=2))
     assert [column.tolist() for column in first[:3]] == [[7, 7], [0, 1], [9, 9]]
 
 

@@ -12,6 +12,7 @@ import pytest
 import tarry
 import tarry.aio
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tests._support.outcomes import nack_result
 from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 from tests.client.conformance._support.deletion_calls import DELETION_CALLS
 from tests.client.conformance._support.every_call import (
@@ -162,7 +163,7 @@ async def test_long_columns_are_several_requests_and_one_count(daemon: FakeDaemo
     ]
     assert [list(request.ledger_id) for request in daemon.requests("TrimMessages")] == [[0, 1], [2]]
     daemon.script("NegativeAcknowledge", answer(dispatch_pb2.NegativeAcknowledgeResponse(ignored=1, dead_lettered=2)))
-    assert await client.nack("t", "s", (7, range(5), 0), delay_ms=[1, 2, 3, 4, 5]) == tarry.Nacked(3, 6)
+    assert await client.nack("t", "s", (7, range(5), 0), delay_ms=[1, 2, 3, 4, 5]) == nack_result(3, 6)
     assert [list(request.delay_ms) for request in daemon.requests("NegativeAcknowledge")] == [[1, 2], [3, 4], [5]]
 
 

@@ -12,6 +12,7 @@ from google.rpc import code_pb2
 import tarry
 import tarry.aio
 from tarry.v1 import dispatch_pb2
+from tests._support.outcomes import nack_result
 from tests.client._support.fake_daemon import (
     WAIT_S,
     FakeDaemon,
@@ -206,7 +207,7 @@ async def test_messages_are_planned(daemon: FakeDaemon, client: tarry.aio.Client
         assert (of_b.consumer, of_b.entry_id.tolist(), hashes(of_b)) == (b, [0, 2], [5, 5])
         assert subscription.held == 3
         assert await subscription.ack(of_b) == 0
-        assert await subscription.nack(of_a) == tarry.Nacked(0, 0)
+        assert await subscription.nack(of_a) == nack_result(0, 0)
         assert (await event(subscription, tarry.ConsumerBatch)).consumer is a
         await subscription.mark_delete(9, 3)
         _ = subscription.ack((9, 3, 0))

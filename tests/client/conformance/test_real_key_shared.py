@@ -11,6 +11,7 @@ import pytest
 import tarry
 import tarry.aio
 from examples import processes
+from tests._support.outcomes import nack_result
 from tests._support.patience import awaited_within_some_time
 from tests.client.conformance._support.keyed_batches import PATIENCE_S, batches
 from tests.client.conformance._support.threaded import in_thread
@@ -83,7 +84,7 @@ async def test_later_messages_of_a_key_wait_for_the_nacked_one(client: tarry.aio
             assert isinstance(event, tarry.TakenBack)
             taken += event.positions.entry_id.tolist()
         assert taken == [2, 3]
-        assert await nacked == tarry.Nacked(0, 0)
+        assert await nacked == nack_result(0, 0)
         assert subscription.held == 1
         assert await subscription.ack((7, [2, 3], received[0].deliver_at_ms[0])) == 2
         assert await subscription.ack((7, 0, received[0].deliver_at_ms[0])) == 0

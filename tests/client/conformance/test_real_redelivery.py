@@ -11,6 +11,7 @@ import pytest
 import tarry
 import tarry.aio
 from examples import processes
+from tests._support.outcomes import nack_result
 from tests.client.conformance._support.threaded import in_thread
 from tests.client.conformance.conftest import Connect
 
@@ -63,7 +64,7 @@ async def test_what_is_nacked_on_a_stream_comes_at_its_time_with_its_count(
             batch = await subscription.receive(PATIENCE_S)
             assert batch is not None
         nacked_ms = now_ms()
-        assert await subscription.nack(batch.take([0, 1]), delay_ms=[2 * FAR_MS, FAR_MS]) == tarry.Nacked(0, 0)
+        assert await subscription.nack(batch.take([0, 1]), delay_ms=[2 * FAR_MS, FAR_MS]) == nack_result(0, 0)
         assert await subscription.ack(batch.take([2, 3])) == 0
         backlog = await client.backlog_page(topic, "sub")
         assert backlog.state.tolist() == [tarry.BacklogState.NACKED] * 2
@@ -72,7 +73,7 @@ async def test_what_is_nacked_on_a_stream_comes_at_its_time_with_its_count(
         (stats,) = (await client.stats(topic)).subscriptions
         assert (stats.backlog, stats.nacked, stats.next_redelivery_ms) == (2, 2, int(backlog.redeliver_at_ms.min()))
         nacked_ms = now_ms()
-        assert await client.nack(topic, "sub", batch.take([0, 1]), delay_ms=[400, 200]) == tarry.Nacked(0, 0)
+        assert await client.nack(topic, "sub", batch.take([0, 1]), delay_ms=[400, 200]) == nack_result(0, 0)
         assert sorted(await received(subscription, 2)) == [(0, 1, None), (1, 1, None)]
         assert now_ms() >= nacked_ms + 400
     await nothing_is_left(client, topic)
@@ -91,7 +92,7 @@ async def test_a_policy_says_when_and_how_often_until_it_is_a_dead_letter(client
         leased = await client.get(topic, "sub", wait_ms=60_000)
         assert leased.redelivery_count.tolist() == [count]
         answers.append(await client.nack(topic, "sub", leased))
-    assert answers == [tarry.Nacked(0, 0), tarry.Nacked(0, 0), tarry.Nacked(0, 1)]
+    assert answers == [nack_result(0, 0), nack_result(0, 0), nack_result(0, 1)]
     (page,) = [each async for each in client.dead_letters(topic, "sub")]
     assert (page.dead_letter_id.tolist(), page.entry_id.tolist(), page.redelivery_count.tolist()) == ([1], [1], [3])
     assert (page.reason.tolist(), page.key_hash.tolist()) == ([tarry.DeadLetterReason.TOO_OFTEN], [5])
@@ -107,19 +108,43 @@ async def test_a_nack_that_is_sent_again_gives_the_delay_anew_and_counts_once(
     leased = await client.get(topic, "sub", wait_ms=60_000)
     await client.nack(topic, "sub", leased, delay_ms=FAR_MS)
     # As after a lost answer; and a shorter one wakes the daemon sooner.
-    assert await client.nack(topic, "sub", leased, delay_ms=100) == tarry.Nacked(0, 0)
+    assert await client.nack(topic, "sub", leased, delay_ms=100) == nack_result(0, 0)
     again = await client.get(topic, "sub", wait_ms=60_000)
     assert again.redelivery_count.tolist() == [1]
     await client.nack(topic, "sub", again, delay_ms=FAR_MS)
+    ignored = await client.ack(topic, "sub", again)
+    assert (ignored, [*ignored.items()]) == (1, [(0, tarry.IgnoredReason.OTHER_DELIVERY)])
+    assert await client.ack(topic, "sub", again.positions[:3]) == 0, "any hand-out of it"
+    nacked = await client.nack(topic, "sub", again)
+    assert nacked == nack_result(ignored=1, dead_lettered=0)
+    assert [*nacked.ignored.items()] == [(0, tarry.IgnoredReason.NOT_THERE)]
+    await nothing_is_left(client, topic)
+
+
+async def test_what_was_acknowledged_when_it_was_passed_on_comes_again_by_a_late_nack(
+    client: tarry.aio.Client, topic: str
+) -> None:
+    await client.create_subscription(topic, "sub", EXACT)
+    await client.add(topic, 7, [1, 2, 3], deliver_at_ms=now_ms())
+    leased = await client.get(topic, "sub", wait_ms=60_000)
+    named = [leased.delivery_id(row) for row in range(len(leased))]
+    assert await client.ack(topic, "sub", leased) == 0
+    failed = tarry.DeliveryId.parse(named[1])
+    late = await client.nack(topic, "sub", failed.positions, delay_ms=0)
+    assert [*late.ignored.items()] == [(0, tarry.IgnoredReason.NOT_THERE)]
+    assert await client.nack(topic, "sub", failed.positions, delay_ms=0, forwarded=True) == nack_result(0, 0)
+    again = await client.get(topic, "sub", wait_ms=60_000)
+    assert [again.delivery_id(row) for row in range(len(again))] == [named[1][:-1] + "1"]
+    assert await client.ack(topic, "sub", failed.positions) == 1, "a late acknowledgement of the first hand-out"
     assert await client.ack(topic, "sub", again) == 0
-    assert await client.nack(topic, "sub", again) == tarry.Nacked(ignored=1, dead_lettered=0)
+    assert await client.reject(topic, "sub", failed.positions, "too late", forwarded=True) == nack_result(0, 1)
     await nothing_is_left(client, topic)
 
 
 async def test_messages_that_never_were_in_tarry_come_back_with_their_key(client: tarry.aio.Client, topic: str) -> None:
     await client.create_subscription(topic, "sub", EXACT)
     nacked_ms = now_ms()
-    assert await client.nack(topic, "sub", (9, [4, 5], 0), delay_ms=100, key_hash=[6, 7]) == tarry.Nacked(0, 0)
+    assert await client.nack(topic, "sub", (9, [4, 5], 0), delay_ms=100, key_hash=[6, 7]) == nack_result(0, 0)
     leased = await client.get(topic, "sub", wait_ms=60_000)
     assert now_ms() >= nacked_ms + 100
     assert leased.key_hash is not None
@@ -141,9 +166,9 @@ async def test_messages_of_a_batch_come_back_by_themselves_beside_their_entry(
         await subscription.nack((7, [1, 1], due_ms), batch_index=[3, 4], delay_ms=100)
         assert subscription.held == 1
         assert sorted(await received(subscription, 2)) == [(1, 1, 3), (1, 1, 4)]
-        # The entry as a whole ends what is left of its messages.
         await subscription.nack(entry, batch_index=5, delay_ms=FAR_MS)
-        assert await subscription.ack(entry) == 0
+        # Any hand-out of the entry as a whole: what is left of its messages ends with it.
+        assert await subscription.ack(entry.positions[:3]) == 0
     await nothing_is_left(client, topic)
 
 
@@ -151,7 +176,7 @@ async def test_what_is_rejected_is_listed_filtered_replayed_and_purged(client: t
     await client.create_subscription(topic, "sub", EXACT)
     begun_ms = now_ms()
     for ledger, reason in ((7, "no such gate"), (8, "unreadable")):
-        assert await client.reject(topic, "sub", (ledger, range(3), 0), reason) == tarry.Nacked(0, 3)
+        assert await client.reject(topic, "sub", (ledger, range(3), 0), reason) == nack_result(0, 3)
     first = await client.dead_letters_page(topic, "sub", page_size=4)
     assert (first.dead_letter_id.tolist(), first.texts[first.text_index[3]]) == ([1, 2, 3, 4], "unreadable")
     rest = await client.dead_letters_page(topic, "sub", page_token=first.next_page_token, page_size=4)
@@ -295,7 +320,7 @@ async def test_after_a_kill_what_is_nacked_comes_at_its_time_with_its_count_and_
         unanswered = [subscription.nack(batch, delay_ms=5_000) for batch in batches]
         await in_thread(mortal_daemon.start_serving)
         for answer in unanswered:
-            assert await answer == tarry.Nacked(0, 0)
+            assert await answer == nack_result(0, 0)
         (stats,) = (await client.stats(topic)).subscriptions
         # On a busy machine they may be on their way again.
         assert stats.nacked == 6 or now_ms() >= nacked_ms + 5_000

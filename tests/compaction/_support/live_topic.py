@@ -269,14 +269,14 @@ class LiveTopic:
             subscription.flush(PATIENCE_S)
         assert sum(future.result() for future in answers) == 0, "answers were ignored"
 
-    def _answer(self, subscription: tarry.Subscription, batch: tarry.Batch) -> Iterator[Future[int]]:
+    def _answer(self, subscription: tarry.Subscription, batch: tarry.Batch) -> Iterator[Future[tarry.Ignored]]:
         mask = np.array([self._rng.random() < _NACK_SHARE for _ in range(len(batch))], np.bool_)
         if self._calm.is_set():
             mask[:] = False
         if mask.any():
             back, delay_ms = batch.take(mask), self._rng.randint(*_NACK_MS)
             self.account.nacking(_rows(back), not_before_ms=now_ms() + delay_ms)
-            nacked: Future[int] = Future()
+            nacked: Future[tarry.Ignored] = Future()
             subscription.nack(back, delay_ms=delay_ms).add_done_callback(
                 lambda done: nacked.set_result(done.result().ignored)
             )

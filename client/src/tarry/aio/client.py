@@ -313,12 +313,12 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
 
     async def ack(
         self, topic: str, subscription: str, given: batch.HandedOut, *, timeout_s: float | None = None
-    ) -> int:
-        """Acknowledges a batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index]).
+    ) -> results.Ignored:
+        """Acknowledges a batch, a part of one, or columns (`tarry.HandedOut`).
 
-        It is durable on return. Returns how many positions were ignored because they were not in the backlog with that
-        time. After a lost answer it is sent again, and counts as ignored what the first try had acknowledged. Raises
-        NotFound.
+        It is durable on return. A batch names its hand-outs: what came again since, after a negative acknowledgement,
+        is not acknowledged by it. Returns how many positions were ignored, which and why. After a lost answer it is
+        sent again, and what the first try had acknowledged is ignored. Raises NotFound.
 
         Example: `await client.ack("flights", "departures", batch.take(slice(0, 10)))`
         """
@@ -334,6 +334,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         delay_level: columns.Column | None = None,
         batch_index: columns.Column | None = None,
         key_hash: columns.Column | None = None,
+        forwarded: bool = False,
         timeout_s: float | None = None,
     ) -> results.Nacked:
         """Negatively acknowledges a batch, a part of one, or columns: the positions come back later; durable on return.
@@ -344,8 +345,11 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         `batch_index`: only these messages of entries that hold a batch, one for each row or one for all; each comes
         back by itself, and the entry as a whole stays as it is.
         Also positions that Tarry never handed out: columns with 0 as `deliver_at_ms`, and their `key_hash`.
+        `forwarded`: what was acknowledged when it was passed on, and failed behind that, comes again, too, under the
+        next redelivery count; name the hand-out (`tarry.DeliveryId`). Without it such a position is ignored.
         After a lost answer it is sent again: what waits for its redelivery already gets the time anew, and is not
-        counted again. Raises NotFound, OutOfRange: a delay over the limit.
+        counted again. Raises NotFound, OutOfRange: a delay over the limit, Unsupported: the daemon does not know
+        `forwarded`.
 
         Example: `(await client.nack("flights", "departures", batch.take([0]), delay_ms=10_000)).dead_lettered`
         """
@@ -358,6 +362,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
                 delay_level=delay_level,
                 batch_index=batch_index,
                 key_hash=key_hash,
+                forwarded=forwarded,
                 timeout_s=timeout_s,
             )
         )
@@ -371,6 +376,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         *,
         batch_index: columns.Column | None = None,
         key_hash: columns.Column | None = None,
+        forwarded: bool = False,
         timeout_s: float | None = None,
     ) -> results.Nacked:
         """Makes positions dead letters now, durably; the rest as `nack`.
@@ -390,6 +396,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
                 reason=reason,
                 batch_index=batch_index,
                 key_hash=key_hash,
+                forwarded=forwarded,
                 timeout_s=timeout_s,
             )
         )
@@ -402,10 +409,10 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         lease_ms: int,
         *,
         timeout_s: float | None = None,
-    ) -> int:
+    ) -> results.Ignored:
         """Moves the end of leases to `lease_ms` from now, at most 12 hours; 0 = the lease is over.
 
-        Returns how many positions were ignored because they are not leased with that time. Raises NotFound.
+        Returns how many positions were ignored because they are not leased with that time, and which. Raises NotFound.
 
         Example: `await client.extend_lease("flights", "departures", batch, 60_000)`
         """

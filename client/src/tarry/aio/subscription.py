@@ -91,18 +91,19 @@ class Receiver(Generic[Received]):
             await self._changed.wait_for(lambda: self._receiving.has_news, timeout_s)
             return self._receiving.take()
 
-    def ack(self, given: batch.HandedOut) -> Future[int]:
-        """Acknowledges a batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index]).
+    def ack(self, given: batch.HandedOut) -> Future[results.Ignored]:
+        """Acknowledges a batch, a part of one, or columns (`tarry.HandedOut`).
 
-        The future is settled when it is durable, with the number of positions that were ignored because they were not
-        in the backlog with that time. After a reconnect it may count positions that the first try had acknowledged.
+        The future is settled when it is durable, with how many positions were ignored, which and why. A batch names its
+        hand-outs: what came again since, after a negative acknowledgement, is not acknowledged by it. After a reconnect
+        the positions that the first try had acknowledged may be ignored.
         Raises InvalidArgument, Closed, or the failure that ended the subscription.
 
         Example: `ignored = await subscription.ack(batch)`
         """
         with self._changed:
             parts = self._receiving.acknowledge(given, on_event_loop.promise)
-        return futures.whole(parts, sum)
+        return futures.whole(parts, results.Ignored.merge)
 
     def nack(
         self,
@@ -148,16 +149,16 @@ class Receiver(Generic[Received]):
             )
         return futures.whole(parts, results.Nacked.merge)
 
-    def extend(self, given: batch.HandedOut) -> Future[int]:
+    def extend(self, given: batch.HandedOut) -> Future[results.Ignored]:
         """Begins the ack time-out of positions anew. Only where the policy has one (`ack_timeout_ms`) it matters.
 
-        The future has the number of positions that were ignored because they are not in flight at this stream.
+        The future has how many positions were ignored because they are not in flight at this stream, and which.
 
         Example: `ignored = await subscription.extend(batch)`
         """
         with self._changed:
             parts = self._receiving.extend(given, on_event_loop.promise)
-        return futures.whole(parts, sum)
+        return futures.whole(parts, results.Ignored.merge)
 
     def ack_unconfirmed(self, given: batch.HandedOut) -> None:
         """Acknowledges without an answer: nothing is repeated, and what is lost on the way is handed out again."""

@@ -14,10 +14,20 @@ from typing import Any
 
 import click
 
-from tarry import batch, columns, hashing, key_shared, results
+from tarry import batch, columns, delivery_ids, hashing, key_shared, results
 from tarry.cli import connection, output, rows
 from tarry.threads import client, subscription
 
+# Lines about what was ignored.
+IGNORED_LINES_MAX = 20
+_WHY = {
+    "NOT_THERE": "the subscription is owed no row of it",
+    "NOT_DUE": "it is not due yet",
+    "OTHER_TIME": "its row has another time",
+    "OTHER_DELIVERY": "it was handed out again since, or is about to be",
+    "TAKEN_BACK": "it was taken back, behind a position of its key that was negatively acknowledged",
+    "NOT_HELD": "it is not in flight here",
+}
 # Of `tarry ack` and `tarry nack`.
 POSITIONS_IN_REQUEST = 50_000
 # The low 16 bits of a key's hash are the unit of order.
@@ -242,6 +252,12 @@ def _position_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Only this message of the batch that each entry holds.",
         ),
         click.option(
+            "--count",
+            "redelivery_count",
+            type=click.IntRange(0, (1 << 32) - 2),
+            help="Which hand-out, by its redelivery count; without it any. A file names its hand-outs.",
+        ),
+        click.option(
             "--at",
             "--deliver-at",
             "deliver_at_ms",
@@ -261,6 +277,7 @@ def _given(
     entries: range | None,
     deliver_at_ms: int | None,
     batch_index: int | None,
+    redelivery_count: int | None,
     source: str | None,
     *,
     timed: bool,
@@ -274,12 +291,19 @@ def _given(
             needed = "--ledger, --entries and --at" if timed else "--ledger and --entries"
             raise click.UsageError(f"give {needed}, or --file")
         given = rows.positions_from_options(
-            ledger, entries, deliver_at_ms or 0, batch_index=batch_index, batch_rows=POSITIONS_IN_REQUEST
+            ledger,
+            entries,
+            deliver_at_ms or 0,
+            batch_index=batch_index,
+            redelivery_count=redelivery_count,
+            batch_rows=POSITIONS_IN_REQUEST,
         )
         yield given, entries.stop - entries.start
         return
-    if any(option is not None for option in (ledger, entries, deliver_at_ms, batch_index)):
-        raise click.UsageError("--file has the positions: leave out --ledger, --entries, --at and --batch-index")
+    if any(option is not None for option in (ledger, entries, deliver_at_ms, batch_index, redelivery_count)):
+        raise click.UsageError(
+            "--file has the positions: leave out --ledger, --entries, --at, --batch-index and --count"
+        )
     with click.open_file(source, encoding="utf-8-sig") as lines:
         # Counted before anything of them is read: counting goes back to the beginning of the file.
         total = rows.lines_of(lines, header=False)
@@ -301,31 +325,64 @@ def ack(
     entries: range | None,
     deliver_at_ms: int | None,
     batch_index: int | None,
+    redelivery_count: int | None,
     source: str | None,
     as_json: bool,
 ) -> None:
     """Acknowledge positions, each with the time that it was handed out with.
 
-    A position that is not in the backlog with that time is ignored and counted.
+    With --count, and from a file, only that hand-out is acknowledged: not one that came again since. Each position that
+    is ignored is printed with the reason.
 
     \b
     Examples:
       tarry ack flights departures --ledger 1 --entries 7 --at 1896091200000
       tarry get flights departures --json | tarry ack flights departures --file -
     """
-    given = ignored = 0
+    given, ignored = 0, _Ignored()
     with (
-        _given(ledger, entries, deliver_at_ms, batch_index, source, timed=True) as (parts, total),
+        _given(ledger, entries, deliver_at_ms, batch_index, redelivery_count, source, timed=True) as (parts, total),
         output.progress(f"acknowledging {topic}", total=total, quiet=as_json) as shown,
     ):
         for positions in parts:
-            ignored += connected.ack(topic, subscription, positions)
+            ignored.add(positions, connected.ack(topic, subscription, positions))
             given += positions.rows
             shown.advance(positions.rows)
     if as_json:
-        output.as_json({"topic": topic, "subscription": subscription, "given": given, "ignored": ignored})
+        output.as_json({"topic": topic, "subscription": subscription, "given": given, **ignored.as_json()})
     else:
-        click.echo(f"acknowledged {output.rows_text(given - ignored)}, ignored {ignored:,}")
+        click.echo(f"acknowledged {output.rows_text(given - ignored.count)}, ignored {ignored.count:,}")
+        ignored.note()
+
+
+class _Ignored:
+    """What requests of a command ignored."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, positions: columns.Positions, ignored: results.Ignored) -> None:
+        self.count += ignored
+        for row, reason in ignored.items():
+            name = reason.name if isinstance(reason, results.IgnoredReason) else f"reason {reason}"
+            delivery = delivery_ids.DeliveryId.of(positions, row)
+            shown = {"ledger_id": delivery.ledger_id, "entry_id": delivery.entry_id}
+            if delivery.batch_index is not None:
+                shown["batch_index"] = delivery.batch_index
+            self._rows.append({**shown, "reason": name})
+
+    def as_json(self) -> dict[str, Any]:
+        return {"ignored": self.count, "ignored_rows": self._rows}
+
+    def note(self) -> None:
+        """Which and why, a line each, as far as they fit a screen."""
+        for row in self._rows[:IGNORED_LINES_MAX]:
+            part = f".{row['batch_index']}" if "batch_index" in row else ""
+            why = _WHY.get(row["reason"], row["reason"])
+            output.note(f"ignored: ledger {row['ledger_id']} entry {row['entry_id']}{part}: {why}")
+        if len(self._rows) > IGNORED_LINES_MAX:
+            output.note(f"... and {len(self._rows) - IGNORED_LINES_MAX:,} more; --json prints them all")
 
 
 @click.command()
@@ -337,6 +394,7 @@ def ack(
 @click.option("--reject", is_flag=True, help="Make them dead letters instead: they do not come back.")
 @click.option("--reason", help="Why they are rejected; it is shown with the dead letters.")
 @click.option("--key", help="Ordering key of positions that were not handed out by Tarry.")
+@click.option("--forwarded", is_flag=True, help="They were acknowledged when they were passed on, and failed since.")
 @connection.connected
 def nack(
     *,
@@ -347,20 +405,23 @@ def nack(
     entries: range | None,
     deliver_at_ms: int | None,
     batch_index: int | None,
+    redelivery_count: int | None,
     source: str | None,
     delay_ms: int | None,
     delay_level: int | None,
     reject: bool,
     reason: str | None,
     key: str | None,
+    forwarded: bool,
     as_json: bool,
 ) -> None:
     """Negatively acknowledge positions: SUBSCRIPTION gets them again later.
 
     Without --delay and --level the policy of SUBSCRIPTION says when they come back. The policy also says how often a
     position comes back before it becomes a dead letter. Without --at the positions are messages that Tarry did not hand
-    out: they came straight from the log. With --batch-index only that message of each entry comes back. A position that
-    is not in the backlog with the time of --at is ignored and counted.
+    out: they came straight from the log. With --batch-index only that message of each entry comes back. With --count,
+    and from a file, only that hand-out is meant. With --forwarded also what was acknowledged already comes back. Each
+    position that is ignored is printed with the reason.
 
     \b
     Examples:
@@ -369,6 +430,7 @@ def nack(
       tarry nack flights departures --ledger 9 --entries 0-4 --delay 1m
       tarry nack flights departures --ledger 9 --entries 5 --batch-index 2
       tarry nack flights departures --ledger 9 --entries 6 --reject --reason unreadable
+      tarry nack flights departures --ledger 1 --entries 7 --at 1896091200000 --count 0 --forwarded
     """
     if delay_ms is not None and delay_level is not None:
         raise click.UsageError("give at most one of --delay and --level")
@@ -379,27 +441,38 @@ def nack(
     if key is not None and (source is not None or deliver_at_ms is not None):
         raise click.UsageError("--key is for positions that Tarry did not hand out: it knows the key of all others")
     hashes = None if key is None else hashing.key_hash(key)
-    given = 0
+    given, ignored = 0, _Ignored()
     answers: list[results.Nacked] = []
     with (
-        _given(ledger, entries, deliver_at_ms, batch_index, source, timed=False) as (parts, total),
+        _given(ledger, entries, deliver_at_ms, batch_index, redelivery_count, source, timed=False) as (parts, total),
         output.progress(f"negatively acknowledging {topic}", total=total, quiet=as_json) as shown,
     ):
         for positions in parts:
             if reject:
-                answer = connected.reject(topic, subscription, positions, reason or "", key_hash=hashes)
+                answer = connected.reject(
+                    topic, subscription, positions, reason or "", key_hash=hashes, forwarded=forwarded
+                )
             else:
                 answer = connected.nack(
-                    topic, subscription, positions, delay_ms=delay_ms, delay_level=delay_level, key_hash=hashes
+                    topic,
+                    subscription,
+                    positions,
+                    delay_ms=delay_ms,
+                    delay_level=delay_level,
+                    key_hash=hashes,
+                    forwarded=forwarded,
                 )
+            ignored.add(positions, answer.ignored)
             answers.append(answer)
             given += positions.rows
             shown.advance(positions.rows)
     became = results.Nacked.merge(answers)
     if as_json:
-        output.as_json({"topic": topic, "subscription": subscription, "given": given, **vars(became)})
+        counts = {"dead_lettered": became.dead_lettered, **ignored.as_json()}
+        output.as_json({"topic": topic, "subscription": subscription, "given": given, **counts})
     else:
         click.echo(_what_became_of_nacked(given, became))
+        ignored.note()
 
 
 def _what_became_of_nacked(given: int, became: results.Nacked) -> str:

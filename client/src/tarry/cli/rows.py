@@ -31,8 +31,10 @@ _UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", re.ASCII)
 _NAME_WITH_SLOTS = re.compile(r"(.+)=(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)", re.ASCII | re.DOTALL)
 _COLUMNS = ("ledger", "entry", "deliver_at_ms", "key")
-_POSITION_FIELDS = ("ledger_id", "entry_id", "deliver_at_ms", "batch_index")
+_POSITION_FIELDS = ("ledger_id", "entry_id", "deliver_at_ms", "batch_index", "redelivery_count")
 _BATCH_INDEX_MAX = 2**16 - 1
+# The largest batch index, and the largest redelivery count.
+_MOST = (_BATCH_INDEX_MAX, (1 << 32) - 2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -279,30 +281,38 @@ def lines_of(source: IO[str], *, header: bool) -> int | None:
 
 
 def positions_from_options(
-    ledger: int, entries: range, deliver_at_ms: int, *, batch_index: int | None, batch_rows: int
+    ledger: int,
+    entries: range,
+    deliver_at_ms: int,
+    *,
+    batch_index: int | None,
+    redelivery_count: int | None,
+    batch_rows: int,
 ) -> Iterator[columns.Positions]:
     """Consecutive entries of one ledger that were handed out with one time; with a batch index one message of each."""
     for batch in from_options(
         ledger, entries, deliver_at_ms=deliver_at_ms, delay_ms=None, key=None, batch_rows=batch_rows
     ):
-        yield columns.positions(ledger, batch.entry_id, deliver_at_ms, batch_index)
+        yield columns.positions(ledger, batch.entry_id, deliver_at_ms, batch_index, redelivery_count)
 
 
 def positions_from_json(
     lines: Iterable[str], *, name: str, batch_rows: int, timed: bool = True
 ) -> Iterator[columns.Positions]:
-    """Objects with ledger_id, entry_id, deliver_at_ms and perhaps batch_index, one a line; other names are ignored.
+    """Objects with ledger_id, entry_id, deliver_at_ms and perhaps batch_index and redelivery_count, one a line; other
+    names are ignored. Where one has no count, any hand-out is meant of all that are sent with it.
 
     `timed` false: also without deliver_at_ms, which is 0 then. Raises click.UsageError, which names the line.
     """
-    optional = ("batch_index",) if timed else ("deliver_at_ms", "batch_index")
+    optional = ("batch_index", "redelivery_count", *(() if timed else ("deliver_at_ms",)))
     positions: list[list[int | None]] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             place = f"{name}, line {number}"
             positions.append(_position(line, place, _POSITION_FIELDS, optional=optional))
-            if (positions[-1][3] or 0) > _BATCH_INDEX_MAX:
-                raise click.UsageError(f"{place}: batch_index is {positions[-1][3]}; it is at most {_BATCH_INDEX_MAX}")
+            for field, value, most in zip(("batch_index", "redelivery_count"), positions[-1][3:], _MOST, strict=True):
+                if (value or 0) > most:
+                    raise click.UsageError(f"{place}: {field} is {value}; it is at most {most}")
         if len(positions) == batch_rows:
             yield _position_columns(positions)
             positions = []
@@ -329,7 +339,7 @@ def _position(line: str, place: str, fields: Sequence[str], *, optional: Sequenc
 
 
 def _position_columns(positions: list[list[int | None]]) -> columns.Positions:
-    ledger_id, entry_id, deliver_at_ms, batch_index = zip(*positions, strict=True)
+    ledger_id, entry_id, deliver_at_ms, batch_index, counts = zip(*positions, strict=True)
     whole = columns.NO_BATCH_INDEX
     return columns.positions(
         np.array(ledger_id, np.uint64),
@@ -338,6 +348,7 @@ def _position_columns(positions: list[list[int | None]]) -> columns.Positions:
         None
         if all(each is None for each in batch_index)
         else np.array([whole if each is None else each for each in batch_index], np.uint32),
+        None if any(each is None for each in counts) else np.array(counts, np.uint32),
     )
 
 

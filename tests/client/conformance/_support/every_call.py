@@ -14,6 +14,7 @@ import numpy as np
 import tarry
 import tarry.aio
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, policy_pb2
+from tests._support.outcomes import nack_result
 
 HANDED_OUT = ([7, 7], [1, 2], [10, 11])
 
@@ -369,7 +370,7 @@ CALLS = [
             key_hash=[6],
         ),
         dispatch_pb2.NegativeAcknowledgeResponse(ignored=1, dead_lettered=2),
-        tarry.Nacked(1, 2),
+        nack_result(1, 2),
     ),
     Call(
         "NegativeAcknowledge",
@@ -384,7 +385,7 @@ CALLS = [
             reason="why",
         ),
         dispatch_pb2.NegativeAcknowledgeResponse(dead_lettered=2),
-        tarry.Nacked(0, 2),
+        nack_result(0, 2),
     ),
     Call(
         "ListDeadLetters",
