@@ -17,6 +17,9 @@ from storage_backends.formats.row_columns import U32, U64
 
 PAGE_ROWS_DEFAULT = 1_000
 PAGE_ROWS_MAX = 10_000
+# A time of today in seconds is from here on, which is 2001, and in ms a time of 2001 at least is not below there.
+SECONDS_FROM = 10**9
+SECONDS_BELOW = 978_307_200_000
 # Spread positions over 64 bits, so that two of them rarely fall together.
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _ANOTHER_ODD = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -115,7 +118,8 @@ def check_batch_index(entry_id: U64, batch_index: U32 | None) -> None:
 def absolute_times(deliver_at_ms: U64 | None, delay_ms: U64 | None, *, now_ms: int, delay_max_ms: int) -> U64:
     """The absolute times of a request that gives one of the two columns, u64[n], Unix ms.
 
-    Raises DelayTooLong when a row is further ahead than the limit.
+    Raises DelayTooLong when a row is further ahead than the limit, InvalidArgument when a time can only be meant in
+    seconds.
     """
     if delay_ms is not None:
         check_delay("delay_ms", delay_ms, delay_max_ms)
@@ -123,7 +127,22 @@ def absolute_times(deliver_at_ms: U64 | None, delay_ms: U64 | None, *, now_ms: i
     if deliver_at_ms is None:
         raise InvalidArgument("deliver_at_ms and delay_ms are both missing; give one of them")
     _check_delay("deliver_at_ms", deliver_at_ms, int(deliver_at_ms.max()), now_ms + delay_max_ms, delay_max_ms)
+    _check_unit("deliver_at_ms", deliver_at_ms, now_ms)
     return deliver_at_ms
+
+
+def _check_unit(field: str, deliver_at_ms: U64, now_ms: int) -> None:
+    """Raises InvalidArgument for a time that is one of our days in seconds: in ms it is long past, and would be "at
+    once". Smaller ones are meant so.
+    """
+    if now_ms < SECONDS_BELOW or int(deliver_at_ms.min()) >= SECONDS_BELOW:
+        return
+    seconds = np.flatnonzero((deliver_at_ms >= np.uint64(SECONDS_FROM)) & (deliver_at_ms < np.uint64(SECONDS_BELOW)))
+    if len(seconds):
+        row = int(seconds[0])
+        raise InvalidArgument(
+            f"{field}[{row}] is {deliver_at_ms[row]}, a time in seconds; give Unix time in ms: a thousand times as much"
+        )
 
 
 def check_delay(field: str, delay_ms: U64, delay_max_ms: int) -> None:

@@ -103,3 +103,22 @@ def test_a_position_that_is_named_twice_is_refused_by_both_rows(
 ) -> None:
     with pytest.raises(InvalidArgument, match=message):
         limits.check_distinct(times(*ledgers), times(*entries))
+
+
+TODAY_MS = 1_795_000_000_000
+
+
+@pytest.mark.parametrize("seconds", [10**9, TODAY_MS // 1000, 978_307_199_999])
+def test_a_time_in_seconds_is_refused_by_name(seconds: int) -> None:
+    with pytest.raises(InvalidArgument, match=rf"deliver_at_ms\[1\] is {seconds}, a time in seconds"):
+        limits.absolute_times(times(TODAY_MS, seconds), None, now_ms=TODAY_MS, delay_max_ms=500)
+
+
+def test_other_times_that_are_past_mean_at_once() -> None:
+    past = times(0, 1, 10**9 - 1, 978_307_200_000, TODAY_MS)
+    assert limits.absolute_times(past, None, now_ms=TODAY_MS, delay_max_ms=500) is past
+
+
+def test_a_clock_that_is_not_set_yet_tells_no_seconds() -> None:
+    early = times(10**9, 5 * 10**9)
+    assert limits.absolute_times(early, None, now_ms=10**10, delay_max_ms=500) is early

@@ -77,7 +77,9 @@ class AddMessagesRequest(_message.Message):
 
     @_builtins.property
     def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Unix time in ms; one per row, or one for all rows."""
+        """Unix time in ms; one per row, or one for all rows. A time that is past means at once, but one that can only be meant in
+        seconds (10^9 to 978,307,199,999) is INVALID_ARGUMENT.
+        """
 
     @_builtins.property
     def delay_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -315,7 +317,7 @@ class RescheduleMessagesRequest(_message.Message):
     def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Unix time in ms; one per position, or one for all."""
+        """Unix time in ms, as in `AddMessagesRequest`; one per position, or one for all."""
 
     @_builtins.property
     def delay_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
