@@ -15,8 +15,6 @@ import dataclasses
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeAlias, TypeVar
 
-import grpc
-
 from tarry import errors, retry
 from tarry.v1 import cluster_pb2
 
@@ -176,7 +174,7 @@ class Asking:
                 version = yield Send(VERSION, b"", address, remaining_s)
                 features = frozenset(version.feature)
             except errors.TarryError as error:
-                if error.code is not grpc.StatusCode.UNIMPLEMENTED:
+                if not errors.is_unknown_call(error):
                     raise
                 features = frozenset()
             self.owners.learn_features(address, features)

@@ -203,6 +203,11 @@ def is_retryable(error: TarryError) -> bool:
     return isinstance(error, (Unavailable, Aborted, OutcomeUnknown, NotOwner))
 
 
+def is_unknown_call(error: TarryError) -> bool:
+    """Whether the daemon does not know the call: it is of before it."""
+    return error.code is grpc.StatusCode.UNIMPLEMENTED
+
+
 def ends_stream(error: TarryError) -> bool:
     """Whether a stream of a topic is not opened again after the failure. What is damaged ends only the streams that
     were told that it is their topic.
