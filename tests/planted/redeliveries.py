@@ -143,7 +143,9 @@ def a_nack_is_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> No
 
 
 def a_position_that_is_about_to_wait_is_decided_again(patch: pytest.MonkeyPatch) -> None:
-    async def decidable(self: engine_acknowledging.Acknowledging, state: SubscriptionState, named: Any) -> None:
+    async def decidable(
+        self: engine_acknowledging.Acknowledging, state: SubscriptionState, named: Any, **_: Any
+    ) -> None:
         await self._topic.gate.passed()
         self._topic.check_there(state)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from daemon.core.ignored import Ignored
 from daemon.core.subscription_state import SubscriptionState
 from daemon.owner import takeover
 from daemon.shard import group_commit, slot_put
@@ -186,7 +187,7 @@ def slots_are_answered_however_old_the_confirmation(patch: pytest.MonkeyPatch) -
 
 
 def acknowledgements_are_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:
-    async def at_once(self: Acknowledging, ignored: int) -> None:
+    async def at_once(self: Acknowledging, ignored: Ignored) -> None:
         if ignored:
             await self._topic.shard.commits.confirmed()
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from daemon.core import batch_parts, redelivering
+from daemon.core.ignored import Ignored
 from daemon.core.in_flight import InFlight
 from daemon.core.redelivering import Redelivering
 from daemon.core.subscription_state import SubscriptionState
@@ -94,7 +95,7 @@ def there_is_one_look_for_what_is_overdue(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_ignored_is_said_without_asking_the_store(patch: pytest.MonkeyPatch) -> None:
-    async def at_once(self: Acknowledging, ignored: int) -> None:
+    async def at_once(self: Acknowledging, ignored: Ignored) -> None:
         return
 
     patch.setattr(Acknowledging, "answerable", at_once)
