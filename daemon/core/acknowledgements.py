@@ -14,7 +14,7 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core import batch_parts, entitlement
-from daemon.core.claims import HeldPositions, are_owed, matched
+from daemon.core.claims import HeldPositions, are_owed, claimed_in
 from daemon.core.ignored import are_kept_back
 from daemon.core.in_flight import Mask
 from daemon.core.index import Index
@@ -77,23 +77,20 @@ class Acknowledging:
         """Acknowledges rows of the backlog that `find_in_backlog` found, where the count fits: (the records to journal,
         the claims that are left).
         """
-        records: list[AcknowledgeRecord] = []
-        if not len(found):
-            return (), claims
         kept_back = are_kept_back(state, found)
-        for index in self._indexes.serving(state.subscription_id):
-            keys = claims.keys_in(index)
-            _, here = matched(keys, claims.deliver_at_ms, found)
-            ended = state.are_ended_by(keys, claims.redelivery_count)
-            if ended is not None:
-                here &= ended
-            here &= ~contained(keys, kept_back | state.acknowledging)
-            hits = np.flatnonzero(here)
-            hits = hits[np.sort(np.unique(keys[hits], return_index=True)[1])]
-            if len(hits):
-                state.claim(bitmap_of(keys[hits]))
-                records += self._leave(state, index, claims.take(hits), keys[hits])
-                claims = claims.take(np.delete(np.arange(len(claims)), hits))
+
+        def fits(rows: KeyedRows, named: HeldPositions) -> Mask:
+            # Messages may be leaving with an entry that is named, too.
+            free = ~contained(rows.keys, kept_back | state.acknowledging)
+            ended = state.are_ended_by(rows.keys, named.redelivery_count)
+            return free if ended is None else free & ended
+
+        records: list[AcknowledgeRecord] = []
+        for index in self._indexes.serving(state.subscription_id) if len(found) else ():
+            rows, taken, claims = claimed_in(index, claims, found, fits)
+            if len(rows):
+                state.claim(bitmap_of(rows.keys))
+                records += self._leave(state, index, taken, rows.keys)
         return tuple(records), claims
 
     def _leave(

@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from daemon.core.bucket import Bucket
 from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.positions import KeyedRows
+from daemon.core.positions import KeyedRows, firsts
 from daemon.core.runs import LAST_PLACE, Place, SortedRun, TieredRuns, take_before
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentCursor, SegmentRange
@@ -124,7 +122,7 @@ class BacklogReader:
         """Each of the rows once: the cursor may find what came late."""
         if bucket.name not in self._late:
             return rows
-        return rows.take(np.sort(np.unique(rows.keys, return_index=True)[1]))
+        return rows.take(firsts(rows.keys))
 
     def _take_once(
         self,

@@ -7,7 +7,7 @@ Does not own: what is in hand (`in_flight`), and what an acknowledgement does (`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from pyroaring import BitMap64
@@ -15,7 +15,7 @@ from pyroaring import BitMap64
 from daemon.core import entitlement
 from daemon.core.in_flight import Mask, Places
 from daemon.core.index import Index, SeenRows, are_of_time
-from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained
+from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained, firsts
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, part_entry_id
@@ -154,6 +154,26 @@ def are_owed(indexes: Sequence[Index], state: SubscriptionState, entries: HeldPo
         there = entitlement.owed_among(index, asked, state.subscription_id) | (index.staged.keys & asked)
         owed |= contained(keys, there)
     return owed
+
+
+# Which rows the claims, each for one of them, may be for.
+Fits = Callable[[KeyedRows, HeldPositions], Mask]
+
+
+def claimed_in(
+    index: Index, claims: HeldPositions, found: KeyedRows, fits: Fits
+) -> tuple[KeyedRows, HeldPositions, HeldPositions]:
+    """Of claims those that are for rows of an index: (these rows, their claims, the claims that are left).
+
+    `found`: of `find_in_backlog`. Of claims for one row the first one that fits counts.
+    """
+    rows, here = matched(claims.keys_in(index), claims.deliver_at_ms, found)
+    places = np.flatnonzero(here)
+    fitting = np.flatnonzero(fits(rows, claims.take(places)))
+    fitting = fitting[firsts(rows.keys[fitting])]
+    left = np.ones(len(claims), np.bool_)
+    left[places[fitting]] = False
+    return rows.take(fitting), claims.take(~left), claims.take(left)
 
 
 def matched(keys: U64, deliver_at_ms: U64, found: KeyedRows, *, any_time: bool = False) -> tuple[KeyedRows, Mask]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from daemon.core.claims import HeldPositions, matched
+from daemon.core.claims import HeldPositions, claimed_in
 from daemon.core.ignored import are_kept_back
 from daemon.core.in_flight import Mask, Places
 from daemon.core.index import Index
@@ -42,19 +42,18 @@ def rows_claimed(
     `indexes`: those that the rows may be in, in the order in which they are asked. `found`: of `find_in_backlog`. Of
     claims for one row the first one counts.
     """
-    parts, named = [KeyedRows.empty()], [np.empty(0, np.intp)]
-    left = claims
     kept_back = are_kept_back(state, found)
+
+    def fits(rows: KeyedRows, named: HeldPositions) -> Mask:
+        free = ~contained(rows.keys, kept_back)
+        if named.redelivery_count is None:
+            return free
+        same: Mask = state.counted(rows).counts() == named.redelivery_count
+        return free & same
+
+    parts, places, left = [KeyedRows.empty()], [np.empty(0, np.intp)], claims
     for index in indexes:
-        keys = left.keys_in(index)
-        _, here = matched(keys, left.deliver_at_ms, found)
-        here &= ~contained(keys, kept_back)
-        if left.redelivery_count is not None:
-            counts = state.counts.of(keys)
-            here &= left.redelivery_count == (0 if counts is None else counts)
-        hits = np.flatnonzero(here)
-        hits = hits[np.sort(np.unique(keys[hits], return_index=True)[1])]
-        parts.append(matched(keys[hits], left.deliver_at_ms[hits], found)[0])
-        named.append(left.places()[hits])
-        left = left.take(np.delete(np.arange(len(left)), hits))
-    return Claimed(KeyedRows.concat(parts), np.concatenate(named), len(claims))
+        rows, taken, left = claimed_in(index, left, found, fits)
+        parts.append(rows)
+        places.append(taken.places())
+    return Claimed(KeyedRows.concat(parts), np.concatenate(places), len(claims))

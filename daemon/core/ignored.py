@@ -74,6 +74,8 @@ def why_ignored(
     """Why the positions that are left of a request are ignored. `indexes`: those that their rows may be in. `found`,
     `any_time`: of `find_in_backlog`.
     """
+    if not len(left):
+        return Ignored.nothing()
     reason = np.full(len(left), IgnoredReason.NOT_THERE, np.uint8)
     early: Mask = left.deliver_at_ms > np.uint64(now_ms)
     if any_time:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
+from daemon.core.positions import KeyedRows, bitmap_of, contained, firsts, keys_of
 from daemon.core.runs import earliest, first_time_ms
 from storage_backends.formats.row_columns import U32, U64
 
@@ -427,7 +427,7 @@ def _found(run: _Run, keys: U64, deliver_at_ms: U64) -> tuple[Places, Places]:
     named = places[hits]
     if not (named[1:] > named[:-1]).all():
         # Of a key that is named twice the first counts.
-        hits = hits[np.sort(np.unique(named, return_index=True)[1])]
+        hits = hits[firsts(keys[hits])]
     return hits, places[hits]
 
 

@@ -25,7 +25,7 @@ from daemon.core.bucket_counts import BucketCounts
 from daemon.core.level_rows import LevelRows
 from daemon.core.merging import MergedBucket
 from daemon.core.mutable_bucket import MutableBucket, MutableRows
-from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained, pages_of
+from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained, firsts, pages_of
 from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.runs import SortedRun
 from daemon.core.sealed_bucket import SealedBucket
@@ -218,8 +218,7 @@ class Index:
         if not present and len(asked) == len(keys):
             return None
         chosen = np.flatnonzero(~contained(keys, present)) if present else np.arange(len(keys))
-        _, first = np.unique(keys[chosen], return_index=True)
-        return chosen[np.sort(first)]
+        return chosen[firsts(keys[chosen])]
 
     # ---- changes
 

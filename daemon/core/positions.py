@@ -102,6 +102,11 @@ def contained(keys: U64, bitmap: BitMap64) -> npt.NDArray[np.bool_]:
     return np.equal(hits[places], keys)
 
 
+def firsts(keys: U64) -> npt.NDArray[np.intp]:
+    """The places of the keys, ascending, of each key the first one."""
+    return np.sort(np.unique(keys, return_index=True)[1])
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class KeyedRows:
     """Rows with the keys of their positions, u64[n].

@@ -228,8 +228,6 @@ class Redelivering:
                 strange &= ~state.key_shared.plans.are_planned(entries.ledger_id, entries.entry_id)
             records += self._decide_strange(state, left.take(strange), terms)
             left = left.take(~strange)
-        if not len(left):
-            return tuple(records), Ignored.nothing()
         indexes = self._indexes.serving(state.subscription_id)
         ignored = why_ignored(indexes, state, left.positions, found, now_ms=terms.now_ms, any_time=True)
         return tuple(records), ignored

@@ -178,8 +178,6 @@ class Topic:
 
     def why_ignored(self, state: SubscriptionState, left: HeldPositions, found: KeyedRows, *, now_ms: int) -> Ignored:
         """Why the claims that are left of an acknowledgement are ignored. `found`: of `find_in_backlog`."""
-        if not len(left):
-            return Ignored.nothing()
         return why_ignored(self.indexes.serving(state.subscription_id), state, left, found, now_ms=now_ms)
 
     def hold(self, state: SubscriptionState, dispatcher: int, found: KeyedRows, *, elapsed_ms: int = 0) -> Mask:

@@ -28,6 +28,8 @@ class Cluster:
 
     def __init__(self, engine: Engine, settings: config.Config) -> None:
         self._requests = engine.requests
+        # Read once: it stands in a file.
+        self._version = importlib.metadata.version("tarryd")
         self._handler = unary.Frame(settings).handler
 
     def handlers(self) -> dict[str, unary.Handler]:
@@ -40,4 +42,4 @@ class Cluster:
         return records.as_message(pb.LookupTopicResponse, await self._requests.lookup(request.topic))
 
     async def _get_version(self, _: pb.GetVersionRequest) -> pb.GetVersionResponse:
-        return pb.GetVersionResponse(version=importlib.metadata.version("tarryd"), api=API, feature=FEATURES)
+        return pb.GetVersionResponse(version=self._version, api=API, feature=FEATURES)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon import call_values
+from daemon.grpc_services import wire_columns
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 U64 = npt.NDArray[np.uint64]
@@ -30,8 +31,6 @@ _SHIFT_MAX = 56
 # The largest and the longest varint of a sint32.
 _LEVEL_FOLDED_MAX = (1 << 32) - 1
 _LEVEL_BYTES_MAX = 5
-# A count that is refused.
-_COUNT_NONE = (1 << 32) - 1
 
 _StreamAdd = delayed_delivery_pb2.StreamAddMessagesRequest
 _Add = delayed_delivery_pb2.AddMessagesRequest
@@ -235,7 +234,7 @@ def _counts(data: bytes, field: tuple[int, int] | None, rows: int) -> U32 | None
     start, size = field
     counts = np.full(rows, int.from_bytes(data[start : start + 4], "little"), np.uint32) if size == 4 else None
     counts = _u32(data, field, rows) if counts is None else counts
-    if (counts == _COUNT_NONE).any():
+    if (counts == wire_columns.COUNT_NONE).any():
         raise _NotPlainError
     return counts
 

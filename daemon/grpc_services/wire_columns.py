@@ -214,17 +214,12 @@ def redelivery_count(field: str, values: Sequence[int], rows: int) -> U32 | None
     if not values:
         return None
     counts = row_column(field, values, rows, np.uint32)
-    check_counts(field, counts)
-    return counts
-
-
-def check_counts(field: str, counts: U32) -> None:
-    """Raises `InvalidArgument` for a count that no hand-out has."""
     strange = np.flatnonzero(counts == COUNT_NONE)
     if len(strange):
         raise errors.InvalidArgument(
             f"{field}[{strange[0]}]: {COUNT_NONE}; it must be at most {COUNT_NONE - 1}, as handed out"
         )
+    return counts
 
 
 def nack(request: dispatch_pb2.NegativeAcknowledge | dispatch_pb2.NegativeAcknowledgeRequest) -> call_values.Nack:

@@ -226,7 +226,7 @@ class Requests:
     async def extend_lease(
         self, topic: str, subscription: str, claims: call_values.HeldPositions, lease_ms: int
     ) -> call_values.Ignored:
-        """Positions stay leased for `lease_ms` from now on, 0 ends it; how many were not leased with that time."""
+        """Positions stay leased for `lease_ms` from now on, 0 ends it; those that were not leased with that time."""
         self._check_names(topic, subscription)
         leases.check_lease(lease_ms)
         async with self._served(topic) as (_, served):

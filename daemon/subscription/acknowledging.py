@@ -98,13 +98,12 @@ class Acknowledging:
             raise Unavailable(f"topic {self._topic.core.name}: {what} for {STALL_ANSWER_S:.0f} s; try again") from None
 
     async def find(
-        self, state: SubscriptionState, claims: HeldPositions, named: HeldPositions, *, is_forwarded: bool | None = None
+        self, state: SubscriptionState, claims: HeldPositions, named: HeldPositions, *, is_forwarded: bool = False
     ) -> KeyedRows:
         """Claimed rows that are due: READY, NACKED, held over from an earlier stream, or IN_FLIGHT.
 
         When this returns, a request that names the positions may be decided, as after `decidable`. `is_forwarded`: as
-        there, of a negative acknowledgement: with time 0 a row of any time is meant. Raises Unavailable when what is
-        due cannot be read.
+        there; with time 0 a row of any time is meant then. Raises Unavailable when what is due cannot be read.
         """
         # What a former owner handed out may not have been passed here.
         async with self._in_time("what is due could not be read"):
@@ -112,11 +111,10 @@ class Acknowledging:
         seen: SeenRows = {}
         while True:
             # Also where nothing will be found: of that some requests decide something.
-            await self.decidable(state, named, is_forwarded=bool(is_forwarded))
+            await self.decidable(state, named, is_forwarded=is_forwarded)
             if not len(self._topic.core.in_backlog(state, claims)):
                 return KeyedRows.empty()
-            any_time = is_forwarded is not None
-            found, missing = self._topic.core.find_in_backlog(state, claims, seen, any_time=any_time)
+            found, missing = self._topic.core.find_in_backlog(state, claims, seen, any_time=is_forwarded)
             if not missing:
                 return found
             await self._topic.load(missing)

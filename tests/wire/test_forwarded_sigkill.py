@@ -8,7 +8,7 @@ import collections
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,15 +100,6 @@ def consume_until(output: Output, done: Callable[[], bool]) -> None:
         return done()
 
     wait_until(consumed, "not everything has come", timeout_s=PATIENCE_S)
-
-
-@pytest.fixture
-def daemons(tmp_path: Path) -> Iterator[Daemons]:
-    made = Daemons(tmp_path)
-    try:
-        yield made
-    finally:
-        made.end()
 
 
 @pytest.mark.parametrize("rows", [1_500, pytest.param(10_000, marks=pytest.mark.long)])

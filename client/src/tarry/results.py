@@ -110,7 +110,7 @@ class Ignored(int):
 
     def __new__(cls, ignored: int, index: NDArray[np.int64], reason: NDArray[np.int64], rows: int) -> Ignored:
         made = super().__new__(cls, ignored)
-        made.index, made.reason, made.rows = index, np.broadcast_to(reason, index.shape), rows
+        made.index, made.reason, made.rows = index, reason, rows
         return made
 
     def items(self) -> Iterator[tuple[int, IgnoredReason | int]]:
@@ -123,7 +123,10 @@ class Ignored(int):
     def from_message(message: AnswerOnIgnored, rows: int) -> Ignored:
         """What a request of so many positions was answered with."""
         index, reason = wire.decode_indexes(message.ignored_index), wire.decode_indexes(message.ignored_reason)
-        return Ignored(message.ignored, index, reason if len(reason) else np.zeros(1, np.int64), rows)
+        if len(reason) != len(index):
+            # One for all, or none that is told.
+            reason = np.full(len(index), reason[0] if len(reason) else 0, np.int64)
+        return Ignored(message.ignored, index, reason, rows)
 
     @staticmethod
     def merge(parts: Sequence[Ignored]) -> Ignored:

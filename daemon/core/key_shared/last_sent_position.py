@@ -27,7 +27,7 @@ import numpy.typing as npt
 from daemon.core.in_flight import Mask, Places
 from daemon.core.key_shared.hash_slots import U16
 from daemon.core.ordered_keys import KeyOrder
-from daemon.core.positions import PageTable
+from daemon.core.positions import PageTable, firsts
 from storage_backends.formats.row_columns import U64
 
 Position = tuple[int, int]
@@ -74,7 +74,7 @@ class LastSentPosition:
         more: it will be delivered again."""
         keys = self._pages.intern(ledger_id, entry_id)
         if (keys[1:] <= keys[:-1]).any():
-            keys = keys[np.sort(np.unique(keys, return_index=True)[1])]
+            keys = keys[firsts(keys)]
         known = self._places(keys)
         self._is_acknowledged[known] = False
         if len(known):

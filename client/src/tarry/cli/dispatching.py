@@ -254,7 +254,7 @@ def _position_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--count",
             "redelivery_count",
-            type=click.IntRange(0, (1 << 32) - 2),
+            type=click.IntRange(0, rows.REDELIVERY_COUNT_MAX),
             help="Which hand-out, by its redelivery count; without it any. A file names its hand-outs.",
         ),
         click.option(

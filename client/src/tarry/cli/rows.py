@@ -33,8 +33,9 @@ _NAME_WITH_SLOTS = re.compile(r"(.+)=(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)", re.ASCII
 _COLUMNS = ("ledger", "entry", "deliver_at_ms", "key")
 _POSITION_FIELDS = ("ledger_id", "entry_id", "deliver_at_ms", "batch_index", "redelivery_count")
 _BATCH_INDEX_MAX = 2**16 - 1
-# The largest batch index, and the largest redelivery count.
-_MOST = (_BATCH_INDEX_MAX, (1 << 32) - 2)
+REDELIVERY_COUNT_MAX = 2**32 - 2
+# Of a position's last two fields.
+_MOST = (_BATCH_INDEX_MAX, REDELIVERY_COUNT_MAX)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
