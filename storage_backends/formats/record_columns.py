@@ -36,6 +36,8 @@ class DeadLetterReason(enum.IntEnum):
     TOO_OFTEN = 1
     # A dispatcher rejected it.
     REJECTED = 2
+    # Its log was trimmed.
+    TRIMMED = 3
 
 
 class _OfRows:

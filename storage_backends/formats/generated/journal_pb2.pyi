@@ -259,12 +259,16 @@ class DeadLetter(_message.Message):
         TOO_OFTEN: DeadLetter._Reason.ValueType  # 1
         """Negatively acknowledged too often."""
         REJECTED: DeadLetter._Reason.ValueType  # 2
+        TRIMMED: DeadLetter._Reason.ValueType  # 3
+        """Its log was trimmed."""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     UNSPECIFIED: DeadLetter.Reason.ValueType  # 0
     TOO_OFTEN: DeadLetter.Reason.ValueType  # 1
     """Negatively acknowledged too often."""
     REJECTED: DeadLetter.Reason.ValueType  # 2
+    TRIMMED: DeadLetter.Reason.ValueType  # 3
+    """Its log was trimmed."""
 
     SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
     INDEX_ID_FIELD_NUMBER: _builtins.int

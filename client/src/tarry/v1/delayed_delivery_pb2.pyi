@@ -44,6 +44,56 @@ ALREADY_DUE_RETURN: AlreadyDue.ValueType  # 2
 """The row is not stored; its index is returned: the caller is about to send the message itself."""
 Global___AlreadyDue: _TypeAlias = AlreadyDue  # noqa: Y015
 
+class _OnInvalid:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OnInvalidEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnInvalid.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ON_INVALID_UNSPECIFIED: _OnInvalid.ValueType  # 0
+    """The same as REFUSE."""
+    ON_INVALID_REFUSE: _OnInvalid.ValueType  # 1
+    """The whole request is refused."""
+    ON_INVALID_RETURN: _OnInvalid.ValueType  # 2
+    """The row is not stored; its index is returned, and why. The others are stored."""
+
+class OnInvalid(_OnInvalid, metaclass=_OnInvalidEnumTypeWrapper):
+    """What happens to a row that cannot be stored with the time that is asked for."""
+
+ON_INVALID_UNSPECIFIED: OnInvalid.ValueType  # 0
+"""The same as REFUSE."""
+ON_INVALID_REFUSE: OnInvalid.ValueType  # 1
+"""The whole request is refused."""
+ON_INVALID_RETURN: OnInvalid.ValueType  # 2
+"""The row is not stored; its index is returned, and why. The others are stored."""
+Global___OnInvalid: _TypeAlias = OnInvalid  # noqa: Y015
+
+class _RefusedReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RefusedReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusedReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REFUSED_REASON_UNSPECIFIED: _RefusedReason.ValueType  # 0
+    REFUSED_REASON_DELAY_TOO_LONG: _RefusedReason.ValueType  # 1
+    """It is further ahead than the largest delay."""
+    REFUSED_REASON_TIME_IN_SECONDS: _RefusedReason.ValueType  # 2
+    """The time can only be meant in seconds."""
+    REFUSED_REASON_DELAY_LEVEL: _RefusedReason.ValueType  # 3
+    """There is no such delay level."""
+
+class RefusedReason(_RefusedReason, metaclass=_RefusedReasonEnumTypeWrapper):
+    """Why a row was not stored (ON_INVALID_RETURN)."""
+
+REFUSED_REASON_UNSPECIFIED: RefusedReason.ValueType  # 0
+REFUSED_REASON_DELAY_TOO_LONG: RefusedReason.ValueType  # 1
+"""It is further ahead than the largest delay."""
+REFUSED_REASON_TIME_IN_SECONDS: RefusedReason.ValueType  # 2
+"""The time can only be meant in seconds."""
+REFUSED_REASON_DELAY_LEVEL: RefusedReason.ValueType  # 3
+"""There is no such delay level."""
+Global___RefusedReason: _TypeAlias = RefusedReason  # noqa: Y015
+
 @_typing.final
 class AddMessagesRequest(_message.Message):
     """`ledger_id` and `entry_id` name the positions. Exactly one of `deliver_at_ms`, `delay_ms` and `delay_level` is given."""
@@ -59,6 +109,7 @@ class AddMessagesRequest(_message.Message):
     ALREADY_DUE_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
     DELAY_LEVEL_FIELD_NUMBER: _builtins.int
+    ON_INVALID_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """UTF-8, 1 to 1,024 bytes."""
     already_due: Global___AlreadyDue.ValueType
@@ -67,6 +118,8 @@ class AddMessagesRequest(_message.Message):
     says `shared_index = false`, to that of each subscription that there is (the shared one while there is none).
     NOT_FOUND: no such subscription.
     """
+    on_invalid: Global___OnInvalid.ValueType
+    """Feature `on_invalid`."""
     @_builtins.property
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One per row, or one for all rows."""
@@ -107,10 +160,11 @@ class AddMessagesRequest(_message.Message):
         already_due: Global___AlreadyDue.ValueType = ...,
         subscription: _builtins.str = ...,
         delay_level: _abc.Iterable[_builtins.int] | None = ...,
+        on_invalid: Global___OnInvalid.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_due", b"already_due", "delay_level", b"delay_level", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_due", b"already_due", "delay_level", b"delay_level", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "on_invalid", b"on_invalid", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -126,6 +180,8 @@ class AddMessagesResponse(_message.Message):
     LATE_ON_ARRIVAL_FIELD_NUMBER: _builtins.int
     RAISED_INDEX_FIELD_NUMBER: _builtins.int
     RAISED_DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    REFUSED_INDEX_FIELD_NUMBER: _builtins.int
+    REFUSED_REASON_FIELD_NUMBER: _builtins.int
     accepted: _builtins.int
     """Rows that are now stored, in one index at least."""
     duplicates: _builtins.int
@@ -144,6 +200,14 @@ class AddMessagesResponse(_message.Message):
 
     @_builtins.property
     def raised_deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def refused_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indexes of rows that were not stored since their time or level is invalid (ON_INVALID_RETURN), ascending, and why:
+        one reason for all where all agree.
+        """
+
+    @_builtins.property
+    def refused_reason(self) -> _containers.RepeatedScalarFieldContainer[Global___RefusedReason.ValueType]: ...
     def __init__(
         self,
         *,
@@ -153,10 +217,12 @@ class AddMessagesResponse(_message.Message):
         late_on_arrival: _builtins.int = ...,
         raised_index: _abc.Iterable[_builtins.int] | None = ...,
         raised_deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        refused_index: _abc.Iterable[_builtins.int] | None = ...,
+        refused_reason: _abc.Iterable[Global___RefusedReason.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "duplicates", b"duplicates", "late_on_arrival", b"late_on_arrival", "raised_deliver_at_ms", b"raised_deliver_at_ms", "raised_index", b"raised_index", "returned_index", b"returned_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "duplicates", b"duplicates", "late_on_arrival", b"late_on_arrival", "raised_deliver_at_ms", b"raised_deliver_at_ms", "raised_index", b"raised_index", "refused_index", b"refused_index", "refused_reason", b"refused_reason", "returned_index", b"returned_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -533,11 +599,16 @@ class TrimMessagesRequest(_message.Message):
     LEDGER_ID_FIELD_NUMBER: _builtins.int
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     ALL_LOWER_LEDGERS_FIELD_NUMBER: _builtins.int
+    DEAD_LETTER_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     """Empty: for the whole topic."""
     all_lower_ledgers: _builtins.bool
     """Also drops all rows of ledgers with a lower id (a mark-delete position of Pulsar). Only with one ledger."""
+    dead_letter: _builtins.bool
+    """What the subscription is owed of them becomes dead letters (TRIMMED), which have no `deliver_at_ms` and no `key_hash`:
+    both are 0. Only with `subscription`. At most 100,000 rows a request: see `more`. Feature `retention`.
+    """
     @_builtins.property
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -552,10 +623,11 @@ class TrimMessagesRequest(_message.Message):
         ledger_id: _abc.Iterable[_builtins.int] | None = ...,
         entry_id: _abc.Iterable[_builtins.int] | None = ...,
         all_lower_ledgers: _builtins.bool = ...,
+        dead_letter: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_lower_ledgers", b"all_lower_ledgers", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_lower_ledgers", b"all_lower_ledgers", "dead_letter", b"dead_letter", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -566,16 +638,24 @@ class TrimMessagesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRIMMED_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERED_FIELD_NUMBER: _builtins.int
     trimmed: _builtins.int
     """Rows that were dropped, or that the subscription is owed no longer."""
+    more: _builtins.bool
+    """With `dead_letter`: there are more rows. Ask again."""
+    dead_lettered: _builtins.int
+    """Of `trimmed`, rows that are dead letters now."""
     def __init__(
         self,
         *,
         trimmed: _builtins.int = ...,
+        more: _builtins.bool = ...,
+        dead_lettered: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["trimmed", b"trimmed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_lettered", b"dead_lettered", "more", b"more", "trimmed", b"trimmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,6 +79,9 @@ class DelayedDeliveryStub:
     """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
     is in the index when it is decided; what is added later is not affected. Answered when durable.
 
+    A large trim goes in portions; other requests pass between them, and what these add is not affected either. UNKNOWN, and a
+    connection that is lost: some portions may be durable; a retry drops the rest.
+
     INVALID_ARGUMENT: no ledgers, more than 1,000, one named twice, columns of another length, `all_lower_ledgers` with
     several ledgers.
     NOT_FOUND: no such topic or subscription.
@@ -136,6 +139,9 @@ class DelayedDeliveryAsyncStub(DelayedDeliveryStub):
     TrimMessages: _aio.UnaryUnaryMultiCallable[_delayed_delivery_pb2.TrimMessagesRequest, _delayed_delivery_pb2.TrimMessagesResponse]  # type: ignore[assignment]
     """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
     is in the index when it is decided; what is added later is not affected. Answered when durable.
+
+    A large trim goes in portions; other requests pass between them, and what these add is not affected either. UNKNOWN, and a
+    connection that is lost: some portions may be durable; a retry drops the rest.
 
     INVALID_ARGUMENT: no ledgers, more than 1,000, one named twice, columns of another length, `all_lower_ledgers` with
     several ledgers.
@@ -227,6 +233,9 @@ class DelayedDeliveryServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_delayed_delivery_pb2.TrimMessagesResponse, _abc.Awaitable[_delayed_delivery_pb2.TrimMessagesResponse]]:
         """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
         is in the index when it is decided; what is added later is not affected. Answered when durable.
+
+        A large trim goes in portions; other requests pass between them, and what these add is not affected either. UNKNOWN, and a
+        connection that is lost: some portions may be durable; a retry drops the rest.
 
         INVALID_ARGUMENT: no ledgers, more than 1,000, one named twice, columns of another length, `all_lower_ledgers` with
         several ledgers.

@@ -56,6 +56,8 @@ class _DeadLetterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dead
     """It was negatively acknowledged, or timed out, more often than the policy's `max_redeliver_count`."""
     DEAD_LETTER_REASON_REJECTED: _DeadLetterReason.ValueType  # 2
     """A dispatcher rejected it."""
+    DEAD_LETTER_REASON_TRIMMED: _DeadLetterReason.ValueType  # 3
+    """It was trimmed with `dead_letter`: the log does not have it any more."""
 
 class DeadLetterReason(_DeadLetterReason, metaclass=_DeadLetterReasonEnumTypeWrapper):
     """Why a position became a dead letter."""
@@ -65,7 +67,85 @@ DEAD_LETTER_REASON_TOO_OFTEN: DeadLetterReason.ValueType  # 1
 """It was negatively acknowledged, or timed out, more often than the policy's `max_redeliver_count`."""
 DEAD_LETTER_REASON_REJECTED: DeadLetterReason.ValueType  # 2
 """A dispatcher rejected it."""
+DEAD_LETTER_REASON_TRIMMED: DeadLetterReason.ValueType  # 3
+"""It was trimmed with `dead_letter`: the log does not have it any more."""
 Global___DeadLetterReason: _TypeAlias = DeadLetterReason  # noqa: Y015
+
+@_typing.final
+class GetRetentionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    page_size: _builtins.int
+    """At most this many ledgers; 0 = 1,000, at most 10,000."""
+    page_token: _builtins.str
+    """The `next_page_token` of the page before; empty for the first."""
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of these ledgers, no id twice, at most 1,000; none: of all. An asked one that is not answered holds nothing."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ledger_id", b"ledger_id", "page_size", b"page_size", "page_token", b"page_token", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRetentionRequest: _TypeAlias = GetRetentionRequest  # noqa: Y015
+
+@_typing.final
+class GetRetentionResponse(_message.Message):
+    """Columns of one length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    LOWEST_ENTRY_ID_FIELD_NUMBER: _builtins.int
+    UNCERTAIN_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    AS_OF_MS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    as_of_ms: _builtins.int
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ascending."""
+
+    @_builtins.property
+    def lowest_entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def uncertain(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerRange]:
+        """Ledgers of damaged buckets: rows of them were lost and are to be added again, so all of their entries are needed. The
+        same on every page; whatever ledgers were asked for.
+        """
+
+    def __init__(
+        self,
+        *,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        lowest_entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        uncertain: _abc.Iterable[Global___LedgerRange] | None = ...,
+        next_page_token: _builtins.str = ...,
+        as_of_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "ledger_id", b"ledger_id", "lowest_entry_id", b"lowest_entry_id", "next_page_token", b"next_page_token", "uncertain", b"uncertain"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRetentionResponse: _TypeAlias = GetRetentionResponse  # noqa: Y015
 
 @_typing.final
 class ListConsumersRequest(_message.Message):
@@ -787,7 +867,7 @@ class ListDeadLettersResponse(_message.Message):
     def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As it was handed out last."""
+        """As it was handed out last; 0 of one that was trimmed."""
 
     @_builtins.property
     def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -971,6 +1051,8 @@ class GetTopicStatsResponse(_message.Message):
     REBUILD_NEEDED_FIELD_NUMBER: _builtins.int
     LAST_DUE_MS_FIELD_NUMBER: _builtins.int
     MERGES_FIELD_NUMBER: _builtins.int
+    LOWEST_POSITION_FIELD_NUMBER: _builtins.int
+    LEDGERS_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     shard: _builtins.int
@@ -996,11 +1078,19 @@ class GetTopicStatsResponse(_message.Message):
     """No row that is not due yet is due later; 0 when there is none. Exact until a row is cancelled or rescheduled."""
     merges: _builtins.int
     """Merges that are under way."""
+    ledgers: _builtins.int
+    """Ledgers of which there are rows."""
     @_builtins.property
     def subscriptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionStats]: ...
     @_builtins.property
     def rebuild_needed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RebuildNeeded]:
         """Ranges of which rows were lost with a damaged bucket: add them again."""
+
+    @_builtins.property
+    def lowest_position(self) -> Global___Position:
+        """No row, waiting or due, and none that was lost with a damaged bucket, is of a lower position; absent when there is none.
+        Of a look at most a minute old, as `ledgers` is. Feature `retention`.
+        """
 
     def __init__(
         self,
@@ -1023,10 +1113,12 @@ class GetTopicStatsResponse(_message.Message):
         rebuild_needed: _abc.Iterable[Global___RebuildNeeded] | None = ...,
         last_due_ms: _builtins.int = ...,
         merges: _builtins.int = ...,
+        lowest_position: Global___Position | None = ...,
+        ledgers: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lowest_position", b"lowest_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_slot", b"applied_slot", "as_of_ms", b"as_of_ms", "bucket_bytes", b"bucket_bytes", "buckets", b"buckets", "epoch", b"epoch", "incarnation", b"incarnation", "last_due_ms", b"last_due_ms", "loaded_rows", b"loaded_rows", "merges", b"merges", "mutable_rows", b"mutable_rows", "next_due_ms", b"next_due_ms", "oldest_due_ms", b"oldest_due_ms", "pending", b"pending", "rebuild_needed", b"rebuild_needed", "shard", b"shard", "subscriptions", b"subscriptions", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_slot", b"applied_slot", "as_of_ms", b"as_of_ms", "bucket_bytes", b"bucket_bytes", "buckets", b"buckets", "epoch", b"epoch", "incarnation", b"incarnation", "last_due_ms", b"last_due_ms", "ledgers", b"ledgers", "loaded_rows", b"loaded_rows", "lowest_position", b"lowest_position", "merges", b"merges", "mutable_rows", b"mutable_rows", "next_due_ms", b"next_due_ms", "oldest_due_ms", b"oldest_due_ms", "pending", b"pending", "rebuild_needed", b"rebuild_needed", "shard", b"shard", "subscriptions", b"subscriptions", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

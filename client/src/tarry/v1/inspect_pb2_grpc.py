@@ -80,6 +80,11 @@ class InspectStub(object):
                 request_serializer=tarry_dot_v1_dot_inspect__pb2.ListConsumersRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_inspect__pb2.ListConsumersResponse.FromString,
                 _registered_method=True)
+        self.GetRetention = channel.unary_unary(
+                '/tarry.v1.Inspect/GetRetention',
+                request_serializer=tarry_dot_v1_dot_inspect__pb2.GetRetentionRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_inspect__pb2.GetRetentionResponse.FromString,
+                _registered_method=True)
 
 
 class InspectServicer(object):
@@ -155,6 +160,15 @@ class InspectServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRetention(self, request, context):
+        """What a topic still needs of its log: of each ledger the lowest entry that has a row, waiting or due, in any index. A
+        log may be cut below it, as far as what is in it has been added. Dead letters need nothing. Feature `retention`.
+        INVALID_ARGUMENT: more than 1,000 ledgers, one named twice, a page token of another request. NOT_FOUND: no such topic.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InspectServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -202,6 +216,11 @@ def add_InspectServicer_to_server(servicer, server):
                     servicer.ListConsumers,
                     request_deserializer=tarry_dot_v1_dot_inspect__pb2.ListConsumersRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_inspect__pb2.ListConsumersResponse.SerializeToString,
+            ),
+            'GetRetention': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRetention,
+                    request_deserializer=tarry_dot_v1_dot_inspect__pb2.GetRetentionRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_inspect__pb2.GetRetentionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -448,6 +467,33 @@ class Inspect(object):
             '/tarry.v1.Inspect/ListConsumers',
             tarry_dot_v1_dot_inspect__pb2.ListConsumersRequest.SerializeToString,
             tarry_dot_v1_dot_inspect__pb2.ListConsumersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRetention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Inspect/GetRetention',
+            tarry_dot_v1_dot_inspect__pb2.GetRetentionRequest.SerializeToString,
+            tarry_dot_v1_dot_inspect__pb2.GetRetentionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -62,6 +62,11 @@ class InspectStub:
     """Consumers of a KEY_SHARED subscription in the order in which they joined, and what its keys wait for. NOT_FOUND: no such
     topic or subscription.
     """
+    GetRetention: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.GetRetentionRequest, _inspect_pb2.GetRetentionResponse]
+    """What a topic still needs of its log: of each ledger the lowest entry that has a row, waiting or due, in any index. A
+    log may be cut below it, as far as what is in it has been added. Dead letters need nothing. Feature `retention`.
+    INVALID_ARGUMENT: more than 1,000 ledgers, one named twice, a page token of another request. NOT_FOUND: no such topic.
+    """
 
 @_typing.type_check_only
 class InspectAsyncStub(InspectStub):
@@ -96,6 +101,11 @@ class InspectAsyncStub(InspectStub):
     ListConsumers: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListConsumersRequest, _inspect_pb2.ListConsumersResponse]  # type: ignore[assignment]
     """Consumers of a KEY_SHARED subscription in the order in which they joined, and what its keys wait for. NOT_FOUND: no such
     topic or subscription.
+    """
+    GetRetention: _aio.UnaryUnaryMultiCallable[_inspect_pb2.GetRetentionRequest, _inspect_pb2.GetRetentionResponse]  # type: ignore[assignment]
+    """What a topic still needs of its log: of each ledger the lowest entry that has a row, waiting or due, in any index. A
+    log may be cut below it, as far as what is in it has been added. Dead letters need nothing. Feature `retention`.
+    INVALID_ARGUMENT: more than 1,000 ledgers, one named twice, a page token of another request. NOT_FOUND: no such topic.
     """
 
 class InspectServicer(metaclass=_abc_1.ABCMeta):
@@ -182,6 +192,17 @@ class InspectServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inspect_pb2.ListConsumersResponse, _abc.Awaitable[_inspect_pb2.ListConsumersResponse]]:
         """Consumers of a KEY_SHARED subscription in the order in which they joined, and what its keys wait for. NOT_FOUND: no such
         topic or subscription.
+        """
+
+    @_abc_1.abstractmethod
+    def GetRetention(
+        self,
+        request: _inspect_pb2.GetRetentionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inspect_pb2.GetRetentionResponse, _abc.Awaitable[_inspect_pb2.GetRetentionResponse]]:
+        """What a topic still needs of its log: of each ledger the lowest entry that has a row, waiting or due, in any index. A
+        log may be cut below it, as far as what is in it has been added. Dead letters need nothing. Feature `retention`.
+        INVALID_ARGUMENT: more than 1,000 ledgers, one named twice, a page token of another request. NOT_FOUND: no such topic.
         """
 
 def add_InspectServicer_to_server(servicer: InspectServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
