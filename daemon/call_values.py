@@ -22,6 +22,7 @@ from daemon.core.key_shared.hash_slots import HashRange
 from daemon.core.key_shared.stats import ConsumerStats, KeySharedStats
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.quotas import Caller
+from daemon.core.retention import Survey
 from daemon.core.scan import Place
 from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
@@ -66,12 +67,14 @@ __all__ = [
     "Replayed",
     "RescheduleBatch",
     "RescheduleOutcome",
+    "RetentionPage",
     "ScheduledPage",
     "Sealed",
     "SubscriptionCreated",
     "SubscriptionPage",
     "SubscriptionPolicy",
     "SubscriptionStats",
+    "Survey",
     "TakenBack",
     "TopicDelayLevels",
     "TopicDeleted",
@@ -82,6 +85,7 @@ __all__ = [
     "TopicPolicy",
     "TopicStats",
     "TopicSummary",
+    "Trimmed",
     "View",
 ]
 
@@ -217,6 +221,17 @@ class Merged:
     merges: int
     merged_buckets: int
     buckets: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trimmed:
+    """Rows that a trim dropped. `dead_lettered`: of these, rows that became dead letters. `more`: there may be further
+    ones, which were left for another request.
+    """
+
+    rows: int
+    dead_lettered: int
+    more: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -413,6 +428,21 @@ class TopicStats:
     rebuild_needed: tuple[RebuildNeeded, ...]
     last_due_ms: int
     merges: int
+    survey: Survey
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class RetentionPage:
+    """Ledgers that have rows, ascending, and of each the lowest entry that has one: u64[n] each. `uncertain`: the first
+    and the last ledger of damaged buckets of which rows are missing. `next_after`: the ledger to go on after, None on
+    the last page.
+    """
+
+    ledger_id: U64
+    lowest_entry_id: U64
+    uncertain: tuple[tuple[int, int], ...]
+    next_after: int | None
+    as_of_ms: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

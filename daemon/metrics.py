@@ -131,7 +131,7 @@ class Metrics:
         )
         self._dead_lettered = counter(
             "tarry_dead_lettered_rows",
-            "Positions that became dead letters, by reason: too_often or rejected.",
+            "Positions that became dead letters, by reason: too_often, rejected or trimmed.",
             "topic",
             "reason",
         )
@@ -381,7 +381,7 @@ class Metrics:
         if rows:
             self._leases_over.labels(self._labels.label(topic)).inc(rows)
 
-    def dead_lettered(self, topic: str, reason: Literal["too_often", "rejected"], *, rows: int) -> None:
+    def dead_lettered(self, topic: str, reason: Literal["too_often", "rejected", "trimmed"], *, rows: int) -> None:
         """Positions of a subscription became dead letters."""
         if rows:
             self._dead_lettered.labels(self._labels.label(topic), reason).inc(rows)

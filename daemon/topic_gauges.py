@@ -47,6 +47,9 @@ class TopicNumbers:
     oldest_due_age_s: float
     # Pending rows by delay level, of levels that have any.
     pending_by_level: Mapping[int, int]
+    # Ledgers that have rows, and the lowest position that the log is needed from, None: it is not.
+    ledgers: int
+    lowest: tuple[int, int] | None
 
 
 class TopicLabels:
@@ -70,7 +73,9 @@ class TopicLabels:
 
 
 class TopicGauges(Collector):
-    """The gauges of topics; topics that share a label are summed, ages are the largest of them."""
+    """The gauges of topics; topics that share a label are summed, ages are the largest of them, and positions, which
+    are of different logs, are left out.
+    """
 
     def __init__(self, snapshot: Callable[[], Sequence[TopicNumbers]], labels: TopicLabels) -> None:
         self._snapshot = snapshot
@@ -83,7 +88,10 @@ class TopicGauges(Collector):
     def collect(self) -> Iterable[metrics_core.Metric]:
         sums: dict[str, dict[str, float]] = {}
         levels: dict[tuple[str, str], int] = {}
+        lowest: dict[str, tuple[int, int]] = {}
         for numbers in self._snapshot():
+            if numbers.lowest is not None and self._labels.label(numbers.topic) == numbers.topic:
+                lowest[numbers.topic] = numbers.lowest
             for level, rows in numbers.pending_by_level.items():
                 key = (self._labels.label(numbers.topic), str(level))
                 levels[key] = levels.get(key, 0) + rows
@@ -97,6 +105,9 @@ class TopicGauges(Collector):
                 families[field].add_metric([label], value)
         for key, rows in levels.items():
             families[_LEVELS].add_metric(key, rows)
+        for topic, position in lowest.items():
+            for field, value in zip(_LOWEST, position, strict=True):
+                families[field].add_metric([topic], value)
         return families.values()
 
 
@@ -131,6 +142,7 @@ _TOPIC_GAUGES = {
         "tarry_key_shared_nack_blocked_hashes",
         "Hashes that wait for a row that was negatively acknowledged.",
     ),
+    "ledgers": ("tarry_retained_ledgers", "Ledgers of which there are rows, as of a minute ago at most."),
     "oldest_due_age_s": (
         "tarry_oldest_due_seconds",
         "Age of the oldest row that is due, not handed out, and not waiting for redelivery; 0 when there is none.",
@@ -139,12 +151,19 @@ _TOPIC_GAUGES = {
 
 
 _LEVELS = "pending_by_level"
+_LOWEST = {
+    "lowest_ledger": (
+        "tarry_retained_lowest_ledger",
+        "The lowest ledger of which the log is needed, as of a minute ago at most; topics with a label of their own.",
+    ),
+    "lowest_entry": ("tarry_retained_lowest_entry", "The lowest entry of that ledger of which the log is needed."),
+}
 
 
 def _topic_families() -> dict[str, metrics_core.GaugeMetricFamily]:
     families = {
         field: metrics_core.GaugeMetricFamily(name, meaning, labels=["topic"])
-        for field, (name, meaning) in _TOPIC_GAUGES.items()
+        for field, (name, meaning) in {**_TOPIC_GAUGES, **_LOWEST}.items()
     }
     meaning = "Rows that are not due yet and were added by a delay level."
     families[_LEVELS] = metrics_core.GaugeMetricFamily("tarry_level_pending_rows", meaning, labels=["topic", "level"])

@@ -1,25 +1,26 @@
 """Dead letters of a topic: positions that a subscription gave up, until they are delivered again or purged.
 
 Owns: the records by which they come and leave, the ids that they get, and applying these records to the lists.
-Does not own: which positions become dead letters (`redelivering`), the lists themselves (`dead_letter_rows`), and that
-the rows leave the backlog (`acknowledgements`).
+Does not own: which positions become dead letters (`redelivering`, `trimming`), the lists themselves
+(`dead_letter_rows`), and that the rows leave the backlog (`acknowledgements`, `departures`).
 
     a decision -> an id, staged -(its slot is applied)-> in the list -(replay, purge: staged)-> leaving -> a row, or not
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from daemon.core.dead_letter_rows import DeadLetterRows
+from daemon.core.departures import Departure
 from daemon.core.indexes import Indexes
-from daemon.core.positions import bitmap_of, contained, pages_of
+from daemon.core.positions import bitmap_of, contained, keys_of, pages_of
 from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, batch_parts_of, is_of_batch_parts, of_part, part_entry_id
 from storage_backends.formats.row_columns import U32, U64, Rows
-from storage_backends.formats.slot_format import DeadLetterReason, DeadLetterRecord, PurgeRecord, ReplayRecord
+from storage_backends.formats.slot_format import DeadLetterReason, DeadLetterRecord, PurgeRecord, Record, ReplayRecord
 
 
 class DeadLettering:
@@ -61,6 +62,28 @@ class DeadLettering:
             reason,
             text,
         )
+
+    def stage_trimmed(
+        self, state: SubscriptionState, departure: Departure, *, now_ms: int
+    ) -> Iterator[tuple[Record, ...]]:
+        """What leaves the backlog of a subscription by a trim becomes dead letters: the records of one slot, none when
+        nothing leaves. No row is read, so the dead letters have no time and no key hash.
+        """
+        keys = keys_of(departure.gone | departure.waived)
+        if not len(keys):
+            return
+        ledger_id, entry_id = departure.pages.positions(keys)
+        counts = state.counts.of(keys)
+        listed = self.stage(
+            state,
+            departure.index_id,
+            Rows(np.zeros(len(keys), np.uint64), ledger_id, entry_id),
+            np.zeros(len(keys), np.uint32) if counts is None else counts,
+            reason=DeadLetterReason.TRIMMED,
+            text="",
+            now_ms=now_ms,
+        )
+        yield (*departure.records(), listed)
 
     def stage_replay(
         self, state: SubscriptionState, rows: DeadLetterRows, deliver_at_ms: int

@@ -95,6 +95,7 @@ class Index:
         self.levels = LevelRows(self.present_among)
         self.mutable = self._new_mutable(now_ms)
         self._left_out: set[str] = set()
+        self._noted_added: list[BitMap64] = []
 
     def _new_mutable(self, now_ms: int) -> MutableBucket:
         bucket = MutableBucket(self.pages, horizon_ms=now_ms, index_id=self.index_id, counts=self._counts)
@@ -170,6 +171,10 @@ class Index:
         """The buckets that positions of a page, by its ordinal, may be in."""
         return [*self._of_page.get(page, {}).values(), *self.sealing, self.mutable]
 
+    def tracked_of_page(self, page: int) -> list[Bucket]:
+        """The buckets that positions of a page may be in, or are missing with."""
+        return [*self.that_may_have_page(page), *[each for each in self.quarantined.values() if page in each.pages]]
+
     def find_loaded(
         self, keys: U64, deliver_at_ms: U64, seen: SeenRows, *, any_time: bool = False
     ) -> tuple[KeyedRows, list[SegmentRange]]:
@@ -231,8 +236,7 @@ class Index:
         in_order_rows = self.mutable.add(keyed, added, elapsed_ms=elapsed_ms)
         if level:
             self.levels.add(level, added)
-        quarantine.added_again(self.quarantined.values(), added, slot)
-        self.staged.applied(added)
+        self._came(added, slot)
         return in_order_rows
 
     def add_due(self, rows: Rows, slot: int, *, elapsed_ms: int) -> None:
@@ -242,8 +246,23 @@ class Index:
         keyed = KeyedRows(rows, self.pages.intern(rows.ledger_id, rows.entry_id))
         added = bitmap_of(keyed.keys)
         self.mutable.add_due(keyed, added, elapsed_ms=elapsed_ms)
+        self._came(added, slot)
+
+    def _came(self, added: BitMap64, slot: int) -> None:
         quarantine.added_again(self.quarantined.values(), added, slot)
         self.staged.applied(added)
+        for noted in self._noted_added:
+            noted.update(added)
+
+    @contextlib.contextmanager
+    def noting_added(self) -> Iterator[BitMap64]:
+        """The set of the positions that are added from now on; it grows."""
+        noted = BitMap64()
+        self._noted_added.append(noted)
+        try:
+            yield noted
+        finally:
+            self._noted_added = [each for each in self._noted_added if each is not noted]
 
     @contextlib.contextmanager
     def named(self, positions: Iterable[PositionBitmap]) -> Iterator[BitMap64]:

@@ -46,6 +46,8 @@ _ONE_CONTAINER = struct.Struct("<II2xH")
 _ONE_CONTAINER_BYTES = 16
 _CONTAINERS_WITHOUT_OFFSETS = 4
 _BITSET_BYTES = 8192
+# Pages that are looked through at once.
+_PAGES_A_STEP = 1 << 16
 # A table may have so many places for a value, before sorting is cheaper.
 _TABLE_SPAN_PER_VALUE = 16
 
@@ -199,6 +201,28 @@ class PagePlaces:
     def ledgers(self, ordinals: npt.NDArray[np.int64]) -> U64:
         return self._ledgers[ordinals]
 
+    def owner_of(self, ordinal: int) -> int:
+        """The owner of the table that a page is of."""
+        return int(self._owners[ordinal])
+
+    def of_owner(self, owner: int, first: int, end: int, below_ledger_id: int | None) -> list[int]:
+        """The ordinals of an owner from `first` until before `end`, of lower ledgers, None: of all."""
+        chosen = self._owners[first:end] == np.uint64(owner)
+        if below_ledger_id is not None:
+            chosen &= self._ledgers[first:end] < np.uint64(below_ledger_id)
+        ordinals: list[int] = (np.flatnonzero(chosen) + first).tolist()
+        return ordinals
+
+    def in_order(self, pages: int, after_ledger_id: int | None) -> npt.NDArray[np.int64]:
+        """The first so many ordinals, those of ledgers after one, by ledger and page. O(pages); may run in another
+        thread when `pages` was taken in this one.
+        """
+        ledgers = self._ledgers[:pages]
+        first = np.uint64(0 if after_ledger_id is None else after_ledger_id + 1)
+        chosen = np.flatnonzero(ledgers >= first)
+        order = np.lexsort((self._pages[chosen], ledgers[chosen]))
+        return chosen[order]
+
 
 class PageTable:
     """The pages of one index and their ordinals.
@@ -287,15 +311,22 @@ class PageTable:
                 ranges.append((base | first, base | last))
         return ranges
 
-    def ordinals_of(self, first_ledger_id: int, last_ledger_id: int) -> list[int]:
-        """The ordinals of all pages of a range of ledgers, both ends included. O(pages)."""
-        ordinals = np.fromiter(self._ordinals.values(), np.int64, len(self._ordinals))
-        ledgers = self.places.ledgers(ordinals)
-        chosen = (ledgers >= np.uint64(first_ledger_id)) & (ledgers <= np.uint64(last_ledger_id))
-        return [int(ordinal) for ordinal in ordinals[chosen]]
+    def held_below(self, ledger_id: int | None) -> Iterator[int]:
+        """The ordinals of the pages of lower ledgers, None: of all, of those that are known now and that a bucket holds
+        when it is their turn.
+        """
+        pages = len(self.places)
+        for first in range(0, pages, _PAGES_A_STEP):
+            for ordinal in self.places.of_owner(self._owner, first, min(first + _PAGES_A_STEP, pages), ledger_id):
+                if ordinal in self._holders:
+                    yield ordinal
 
     def ledger_of(self, ordinal: int) -> int:
         return self.places.page_of(ordinal)[0]
+
+    def is_held(self, ordinal: int) -> bool:
+        """Whether a bucket holds the page."""
+        return ordinal in self._holders
 
     def _keys(self, ledger_id: U64, entry_id: U64, ordinal_of: object) -> U64:
         if not len(ledger_id):

@@ -14,7 +14,8 @@ negative acknowledgement names nothing else does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from pyroaring import BitMap64
@@ -51,6 +52,7 @@ from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import (
     AcknowledgeRecord,
     AddRecord,
+    DeadLetterReason,
     DeadLetterRecord,
     GoneReason,
     GoneRecord,
@@ -229,7 +231,8 @@ class Topic:
             case NackRecord() if record.subscription_id in self.subscriptions:
                 self.redelivery.nacked(record, slot, elapsed_ms=elapsed_ms)
             case DeadLetterRecord():
-                self.acknowledging.acknowledged(record, slot)
+                if record.reason is not DeadLetterReason.TRIMMED:
+                    self.acknowledging.acknowledged(record, slot)
                 if record.subscription_id in self.subscriptions:
                     self.dead_lettering.buried(record)
             case ReplayRecord() if record.subscription_id in self.subscriptions:
@@ -278,25 +281,71 @@ class Topic:
 
     # ---- trims
 
-    def trim(self, ranges: LedgerRanges | None, subscription_id: int | None) -> list[Departure]:
-        """The decisions to drop what is present of the ranges, None: of everything, one for each index; for one
-        subscription only what it is owed.
+    def trim(
+        self, ranges: LedgerRanges | None, subscription_id: int | None, *, dead_letter: bool = False
+    ) -> Generator[Departure | None, None, None]:
+        """The decisions to drop what is present of the ranges, None: of everything; for one subscription only what it
+        is owed. In portions, each of one index; None: others may have their turn first. `dead_letter`: what leaves will
+        be listed, which what nobody knows cannot be.
 
-        Call while no request passes and nothing is staged, until the records are applied.
+        Take a portion while no request passes and nothing is staged, until its records are applied. Between two of them
+        requests may pass; what they add stays.
         """
-        indexes = self.indexes.values() if subscription_id is None else self.indexes.serving(subscription_id)
-        others = [number for number in self.subscriptions if number != subscription_id]
-        return [
-            trimming.departure(
-                index,
-                ranges,
-                None if index is not self.index else subscription_id,
-                others,
-                topic_id=self.topic_id,
-                incarnation=self.incarnation,
+        rows_max = trimming.DEAD_LETTER_PORTION_ROWS if dead_letter else trimming.PORTION_ROWS
+        indexes = list(self.indexes.values() if subscription_id is None else self.indexes.serving(subscription_id))
+        with contextlib.ExitStack() as noting:
+            noted = [noting.enter_context(index.noting_added()) for index in indexes]
+            for index, added in zip(indexes, noted, strict=True):
+                asked = ranges.of_batch_parts() if ranges is not None and index.of_batch_parts else ranges
+                for parts in trimming.portions(index, asked, rows_max):
+                    if self.indexes.get(index.index_id) is not index:
+                        break
+                    yield None if parts is None else self._departure(index, parts, added, subscription_id)
+                if not dead_letter:
+                    yield from self._departure_of_stand_ins(index, asked, subscription_id)
+
+    def _departure(
+        self, index: Index, parts: trimming.Parts, added: BitMap64, subscription_id: int | None
+    ) -> Departure:
+        parts = [(bucket, keys - added) for bucket, keys in parts] if added else parts
+        if index is self.index and subscription_id is not None:
+            gone, waived = trimming.split(parts, subscription_id, self._others(subscription_id))
+        else:
+            gone, waived = BitMap64.union(BitMap64(), *[keys for _, keys in parts]), BitMap64()
+        return Departure(
+            self.topic_id,
+            self.incarnation,
+            index.pages,
+            gone,
+            GoneReason.TRIMMED,
+            waived,
+            subscription_id or 0,
+            len(gone) + len(waived),
+            index_id=index.index_id,
+        )
+
+    def _departure_of_stand_ins(
+        self, index: Index, ranges: LedgerRanges | None, subscription_id: int | None
+    ) -> Iterator[Departure]:
+        """What is missing with damaged buckets and nobody knows, where nobody else is owed it."""
+        if index is self.index and subscription_id is not None and self._others(subscription_id):
+            return
+        stand_ins = trimming.stand_ins(index, ranges)
+        if stand_ins:
+            gone = BitMap64.union(*[keys for keys, _ in stand_ins])
+            rows = sum(missing_rows for _, missing_rows in stand_ins)
+            yield Departure(
+                self.topic_id,
+                self.incarnation,
+                index.pages,
+                gone,
+                GoneReason.TRIMMED,
+                rows=rows,
+                index_id=index.index_id,
             )
-            for index in indexes
-        ]
+
+    def _others(self, subscription_id: int | None) -> list[int]:
+        return [number for number in self.subscriptions if number != subscription_id]
 
     # ---- subscriptions
 
@@ -334,7 +383,7 @@ class Topic:
 
     def gone_with_subscription(self, subscription_id: int) -> list[GoneRecord]:
         """The decisions that make gone what only this subscription is owed, to be applied before it is removed."""
-        others = [number for number in self.subscriptions if number != subscription_id]
+        others = self._others(subscription_id)
         return self._gone(entitlement.owed_to_none_of(self.index, others), GoneReason.NO_SUBSCRIPTION)
 
     def remove_subscription(self, subscription_id: int) -> None:

@@ -1,24 +1,35 @@
 """Trimming: which positions of an index leave it, or the backlog of one subscription.
 
-Owns: what ledgers and entries a trim names, choosing what is present now, and whom it leaves.
-Does not own: the records that say so (`departures`), and applying them (`topic`).
+Owns: what ledgers and entries a trim names, choosing what is present in portions of bounded work, and whom it leaves.
+Does not own: the records that say so (`departures`), when a portion is decided (`daemon.shard.topic_changes`), and
+applying them (`topic`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterator
 
 import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket
-from daemon.core.departures import Departure
 from daemon.core.index import Index
-from daemon.core.positions import PAGE_BITS, KeyRange, PageTable, within
+from daemon.core.positions import PAGE_BITS, KeyRange, PageTable, bitmap_of
 from storage_backends.formats.index_ids import BATCH_INDEX_MAX, BATCHED_ENTRY_ID_MAX, part_entry_id
 from storage_backends.formats.row_columns import U64
-from storage_backends.formats.slot_format import GoneReason
+
+# What is decided, written and applied at a time: in between everybody else has a turn.
+PORTION_ROWS = 100_000
+PORTION_PAGES = 2_000
+# What leaves is looked for in every bucket, page by page: so many looks take some 20 ms.
+_BUCKET_PAGES_MAX = 40_000
+# Pages of buckets that are looked at before others have their turn.
+LOOKS_A_TURN = 1_000
+_MEMBERS_A_STEP = 4_096
+# A portion of dead letters stands in one slot with a column for each of their fields.
+DEAD_LETTER_PORTION_ROWS = 20_000
 
 _U64_MAX = (1 << 64) - 1
 _PAGE_KEYS = 1 << PAGE_BITS
@@ -42,14 +53,9 @@ class LedgerRanges:
         return dataclasses.replace(self, last_entry_id=last_part)
 
     def key_ranges(self, pages: PageTable) -> list[KeyRange]:
-        """The keys of the pages that are known."""
-        ranges = []
-        for ledger_id, last_entry_id in zip(self.ledger_id.tolist(), self.last_entry_id.tolist(), strict=True):
-            ranges += pages.key_ranges(ledger_id, 0, last_entry_id)
-            if self.all_lower_ledgers and ledger_id:
-                bases = (ordinal << PAGE_BITS for ordinal in pages.ordinals_of(0, ledger_id - 1))
-                ranges += [(base, base + _PAGE_KEYS - 1) for base in bases]
-        return ranges
+        """The keys of the ledgers that are named, of the pages that are known."""
+        named = zip(self.ledger_id.tolist(), self.last_entry_id.tolist(), strict=True)
+        return [keys for ledger_id, last in named for keys in pages.key_ranges(ledger_id, 0, last)]
 
     def cover(self, first_ledger_id: int, last_ledger_id: int) -> bool:
         """Whether every position of these ledgers is in the ranges."""
@@ -63,56 +69,96 @@ class LedgerRanges:
         return all(ledger_id in entire for ledger_id in _counted(first_ledger_id, last_ledger_id, len(entire)))
 
 
-def chosen(index: Index, ranges: LedgerRanges | None) -> list[tuple[Bucket, BitMap64]]:
-    """What is present of the ranges, or of everything, by bucket; damaged buckets included."""
-    every: list[Bucket] = [*index.buckets, *index.quarantined.values()]
-    if ranges is None:
-        return [(bucket, bucket.present) for bucket in every if bucket.present_rows]
-    by_page: dict[int, KeyRange] = {first >> PAGE_BITS: (first, last) for first, last in ranges.key_ranges(index.pages)}
-    found = []
-    for bucket in every:
-        pages = bucket.pages if len(bucket.pages) < len(by_page) else by_page.keys()
-        hit = within(bucket.present, [by_page[page] for page in pages if page in by_page])
-        if hit:
-            found.append((bucket, hit))
-    return found
+Parts = list[tuple[Bucket, BitMap64]]
 
 
-def departure(
-    index: Index,
-    ranges: LedgerRanges | None,
-    subscription_id: int | None,
-    others: Collection[int],
-    *,
-    topic_id: str,
-    incarnation: int,
-) -> Departure:
-    """What is to leave an index: what is present of the ranges, None: everything; of the shared one, for a subscription
-    what it is owed. `others`: the other subscriptions.
+def portions(index: Index, ranges: LedgerRanges | None, rows_max: int) -> Iterator[Parts | None]:
+    """What is present of the ranges, None: of everything, by bucket, damaged ones included; at most `rows_max`
+    positions at a time, of few pages. None: much was looked at, others may have their turn.
+
+    A portion is what is there when it is taken: nothing may be applied from the step before on.
     """
-    if ranges is not None and index.of_batch_parts:
-        ranges = ranges.of_batch_parts()
-    parts = chosen(index, ranges)
-    if subscription_id is None:
-        gone, waived = BitMap64.union(BitMap64(), *[keys for _, keys in parts]), BitMap64()
-    else:
-        gone, waived = split(parts, subscription_id, others)
-    rows = len(gone) + len(waived)
-    if subscription_id is None or not others:
-        for keys, missing_rows in stand_ins(index, ranges):
-            gone |= keys
-            rows += missing_rows
-    return Departure(
-        topic_id,
-        incarnation,
-        index.pages,
-        gone,
-        GoneReason.TRIMMED,
-        waived,
-        subscription_id or 0,
-        rows,
-        index_id=index.index_id,
-    )
+    portion = _Portion(rows_max, pages_max=max(1, min(PORTION_PAGES, _BUCKET_PAGES_MAX // len(index.tracked))))
+    looks = 0
+    for first, last in _key_ranges(index, ranges):
+        while first <= last:
+            buckets = [each for each in index.tracked_of_page(first >> PAGE_BITS) if each.present_rows]
+            first = portion.take(buckets, first, last)
+            looks += len(buckets)
+            if portion.is_full:
+                yield portion.parts()
+            elif looks >= LOOKS_A_TURN:
+                looks = 0
+                yield None
+    if parts := portion.parts():
+        yield parts
+
+
+class _Portion:
+    """A portion as it grows: of each bucket the keys that were taken, and how much there is room for."""
+
+    def __init__(self, rows_max: int, pages_max: int) -> None:
+        self._rows_max = rows_max
+        self._pages_max = pages_max
+        self._taken: dict[Bucket, list[U64]] = {}
+        self._rows = self._pages = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._rows >= self._rows_max or self._pages >= self._pages_max
+
+    def take(self, buckets: Collection[Bucket], first: int, last: int) -> int:
+        """Takes the first of the keys of a range within one page, as many as there is room for. Returns the first key
+        that was not looked at, which is behind the range where everything was taken.
+        """
+        room = self._rows_max - self._rows
+        found = [(bucket, _members(bucket.present, first, last, room)) for bucket in buckets]
+        rows = sum(len(keys) for _, keys in found)
+        if rows >= room:
+            # A bucket may have more, so that only what comes before the last of every one's is known.
+            last = int(np.partition(np.concatenate([keys for _, keys in found]), room - 1)[room - 1])
+            found = [(bucket, keys[: np.searchsorted(keys, np.uint64(last), side="right")]) for bucket, keys in found]
+            rows = room
+        for bucket, keys in found:
+            if len(keys):
+                self._taken.setdefault(bucket, []).append(keys)
+        self._rows += rows
+        self._pages += bool(rows)
+        return last + 1
+
+    def parts(self) -> Parts:
+        """What was taken; the portion is empty then."""
+        parts = [(bucket, bitmap_of(np.concatenate(keys))) for bucket, keys in self._taken.items()]
+        self._taken, self._rows, self._pages = {}, 0, 0
+        return parts
+
+
+def _members(present: BitMap64, first: int, last: int, most: int) -> U64:
+    """The first of the members of a set in a range. As much work as there are, however large the set is: cutting it
+    would copy all of it.
+    """
+    found: list[U64] = []
+    rows = 0
+    members = present.iter_equal_or_larger(first)
+    while rows < most:
+        some = np.fromiter(itertools.islice(members, min(_MEMBERS_A_STEP, most - rows)), np.uint64)
+        inside = int(np.searchsorted(some, np.uint64(last), side="right"))
+        found.append(some[:inside])
+        rows += inside
+        if inside < _MEMBERS_A_STEP:
+            break
+    return np.concatenate(found) if found else np.empty(0, np.uint64)
+
+
+def _key_ranges(index: Index, ranges: LedgerRanges | None) -> Iterator[KeyRange]:
+    """The keys that ranges name, None: all of them, one range for each page that a bucket holds now."""
+    if ranges is not None:
+        yield from ranges.key_ranges(index.pages)
+        if not ranges.all_lower_ledgers:
+            return
+    below = None if ranges is None else int(ranges.ledger_id[0])
+    for page in index.pages.held_below(below):
+        yield page << PAGE_BITS, (page << PAGE_BITS) + _PAGE_KEYS - 1
 
 
 def stand_ins(index: Index, ranges: LedgerRanges | None) -> list[tuple[BitMap64, int]]:

@@ -70,8 +70,10 @@ class DelayedDelivery:
 
     async def _trim(self, request: pb.TrimMessagesRequest) -> pb.TrimMessagesResponse:
         ranges = wire_columns.ledger_ranges(request)
-        trimmed = await self._engine.requests.trim(request.topic, request.subscription or None, ranges)
-        return pb.TrimMessagesResponse(trimmed=trimmed)
+        trimmed = await self._engine.requests.trim(
+            request.topic, request.subscription or None, ranges, dead_letter=request.dead_letter
+        )
+        return pb.TrimMessagesResponse(trimmed=trimmed.rows, more=trimmed.more, dead_lettered=trimmed.dead_lettered)
 
     async def _clear(self, request: pb.ClearMessagesRequest) -> pb.ClearMessagesResponse:
         cleared = await self._engine.requests.clear(request.topic, request.subscription or None)

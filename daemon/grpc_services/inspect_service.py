@@ -9,6 +9,8 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
 from daemon import call_values, config
 from daemon.grpc_services import consumer_messages, dead_letter_messages, page_tokens, records, unary, wire_columns
 from daemon.grpc_services.pipeline import Context
@@ -26,6 +28,7 @@ _ROW = struct.Struct("<QQQQ")
 _DEAD_LETTER_ID = struct.Struct("<Q")
 # The number of a consumer.
 _CONSUMER = struct.Struct("<Q")
+_LEDGER = struct.Struct("<Q")
 
 
 # Requests for a page that goes on from a place.
@@ -54,6 +57,7 @@ class Inspect:
             "ListBacklog": self._cancelled_handler(pb.ListBacklogRequest, self._list_backlog),
             "ListConsumers": self._cancelled_handler(pb.ListConsumersRequest, self._list_consumers),
             "ListDeadLetters": self._cancelled_handler(pb.ListDeadLettersRequest, self._list_dead_letters),
+            "GetRetention": self._cancelled_handler(pb.GetRetentionRequest, self._retention),
         }
 
     async def _list_topics(self, request: pb.ListTopicsRequest) -> pb.ListTopicsResponse:
@@ -72,6 +76,8 @@ class Inspect:
             stats,
             subscriptions=records.subscription_stats(stats.subscriptions),
             rebuild_needed=records.rebuild_needed(stats.rebuild_needed),
+            lowest_position=_position(stats.survey.lowest),
+            ledgers=stats.survey.ledgers,
         )
 
     async def _list_buckets(self, request: pb.ListBucketsRequest) -> pb.ListBucketsResponse:
@@ -137,6 +143,23 @@ class Inspect:
         token = page_tokens.of_place(after, request, page_tokens.List.DEAD_LETTERS, _DEAD_LETTER_ID)
         rest = pb.ListDeadLettersResponse(next_page_token=token, as_of_ms=page.as_of_ms)
         return dead_letter_messages.page_response(page, rest)
+
+    async def _retention(self, request: pb.GetRetentionRequest, _: Context) -> pb.GetRetentionResponse:
+        after = page_tokens.place_in(request, request.page_token, page_tokens.List.RETENTION, _LEDGER)
+        asked = np.array(request.ledger_id, np.uint64) if request.ledger_id else None
+        page = await self._requests.retained(request.topic, asked, request.page_size, after[0] if after else None)
+        next_after = None if page.next_after is None else (page.next_after,)
+        return pb.GetRetentionResponse(
+            ledger_id=page.ledger_id.tolist(),
+            lowest_entry_id=page.lowest_entry_id.tolist(),
+            uncertain=[pb.LedgerRange(first_ledger_id=first, last_ledger_id=last) for first, last in page.uncertain],
+            next_page_token=page_tokens.of_place(next_after, request, page_tokens.List.RETENTION, _LEDGER),
+            as_of_ms=page.as_of_ms,
+        )
+
+
+def _position(position: tuple[int, int] | None) -> pb.Position | None:
+    return None if position is None else pb.Position(ledger_id=position[0], entry_id=position[1])
 
 
 def _view(request: pb.ListScheduledRequest | pb.GetHistogramRequest) -> call_values.View:

@@ -33,6 +33,7 @@ class List(enum.Enum):
     PENDING_DELETES = b"\x08"
     DEAD_DELETES = b"\x09"
     ENDED_DELETES = b"\x0a"
+    RETENTION = b"\x0b"
 
 
 class Paged(Protocol):

@@ -34,8 +34,8 @@ from storage_backends.formats.row_columns import U64
 if TYPE_CHECKING:
     from daemon.shard.shard import ServedShard
 
-# Ledgers that one trim may name: each costs a few microseconds on the loop.
-TRIM_LEDGERS_MAX = 1_000
+# Ledgers that one request may name: each costs a few microseconds on the loop.
+LEDGERS_MAX = 1_000
 # Topics that are looked at before hand-outs and requests have their turn.
 TOPICS_A_TURN = 20
 # A scrape that takes longer than this, in seconds, fails.
@@ -148,19 +148,30 @@ class Requests:
         async with self._truthful(shard):
             return await served.contains(asked, subscription)
 
-    async def trim(self, topic: str, subscription: str | None, ranges: call_values.LedgerRanges) -> int:
-        """Drops rows of ledgers at or before an entry, of the topic or of one subscription; how many."""
+    async def trim(
+        self,
+        topic: str,
+        subscription: str | None,
+        ranges: call_values.LedgerRanges,
+        *,
+        dead_letter: bool = False,
+    ) -> call_values.Trimmed:
+        """Drops rows of ledgers at or before an entry, of the topic or of one subscription. `dead_letter`: they become
+        dead letters of the subscription. Raises NotFound.
+        """
         self._check_names(topic, subscription)
-        limits.check_rows("ledger_id", len(ranges.ledger_id), min(TRIM_LEDGERS_MAX, self._limits.rows_max))
+        if dead_letter and subscription is None:
+            raise InvalidArgument("dead_letter is set, and subscription is empty; dead letters are of a subscription")
+        limits.check_rows("ledger_id", len(ranges.ledger_id), min(LEDGERS_MAX, self._limits.rows_max))
         _check_ledgers(ranges)
         async with self._served(topic) as (shard, served):
-            return await shard.changes.trim(served, subscription, ranges)
+            return await shard.changes.trim(served, subscription, ranges, dead_letter=dead_letter)
 
     async def clear(self, topic: str, subscription: str | None) -> int:
         """Drops every row of the topic or of one subscription; how many."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (shard, served):
-            return await shard.changes.trim(served, subscription, None)
+            return (await shard.changes.trim(served, subscription, None)).rows
 
     # ---- dispatch
 
@@ -377,7 +388,22 @@ class Requests:
         applied_slot = shard.topics[topic].commits.manifest.applied
         merges = int(shard.topics[topic].life.merging.under_way)
         now_ms = self._environment.clock.now_ms()
-        return topic_inspection.stats(served, applied_slot=applied_slot, merges=merges, now_ms=now_ms)
+        survey = await served.retention.survey(served.last_changed_slot)
+        return topic_inspection.stats(served, survey, applied_slot=applied_slot, merges=merges, now_ms=now_ms)
+
+    async def retained(
+        self, topic: str, ledger_ids: U64 | None, page_size: int, after: int | None
+    ) -> call_values.RetentionPage:
+        """What a topic needs of its log: of each ledger, of those given or, None, of all, the lowest entry that has a
+        row. `after`: `next_after` of the page before. Raises NotFound.
+        """
+        self._check_topic(topic)
+        if ledger_ids is not None:
+            limits.check_rows("ledger_id", len(ledger_ids), LEDGERS_MAX)
+            _check_ledger_once(ledger_ids)
+        size = limits.page_rows(page_size)
+        async with self._served(topic) as (_, served):
+            return await served.retained(ledger_ids, size, after)
 
     async def list_buckets(self, topic: str, page_size: int, after: str) -> call_values.BucketPage:
         """Sealed buckets of a topic after the place `after`, `next_after` of the page before."""
@@ -443,7 +469,8 @@ class Requests:
         topics = [topic.served for shard in self._engine.shards.values() for topic in shard.topics.values()]
         numbers = []
         for count, topic in enumerate(topics, 1):
-            numbers.append(topic_inspection.numbers(topic, now_ms))
+            survey = await topic.retention.survey(topic.last_changed_slot)
+            numbers.append(topic_inspection.numbers(topic, survey, now_ms))
             if count % TOPICS_A_TURN == 0:
                 await asyncio.sleep(0)
         return numbers
@@ -532,6 +559,10 @@ def _check_ledgers(ranges: call_values.LedgerRanges) -> None:
     ledgers = len(ranges.ledger_id)
     if ranges.all_lower_ledgers and ledgers != 1:
         raise InvalidArgument(f"all_lower_ledgers is set, and ledger_id has {ledgers} ledgers; it must have 1")
-    known, count = np.unique(ranges.ledger_id, return_counts=True)
-    if len(known) < ledgers:
+    _check_ledger_once(ranges.ledger_id)
+
+
+def _check_ledger_once(ledger_id: U64) -> None:
+    known, count = np.unique(ledger_id, return_counts=True)
+    if len(known) < len(ledger_id):
         raise InvalidArgument(f"ledger_id names ledger {known[count > 1][0]} twice; once is enough")

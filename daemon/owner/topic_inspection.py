@@ -20,6 +20,7 @@ from daemon.call_values import (
     ConsumerSummary,
     SubscriptionPage,
     SubscriptionStats,
+    Survey,
     TopicLevels,
     TopicStats,
     TopicSummary,
@@ -89,7 +90,7 @@ def pending_by_level(topic: Topic) -> dict[int, int]:
     return level_rows.pending_rows(index.levels for index in topic.indexes.values())
 
 
-def stats(topic: ServedTopic, *, applied_slot: int, merges: int, now_ms: int) -> TopicStats:
+def stats(topic: ServedTopic, survey: Survey, *, applied_slot: int, merges: int, now_ms: int) -> TopicStats:
     core, indexes = topic.core, topic.core.indexes
     return TopicStats(
         topic=core.name,
@@ -110,6 +111,7 @@ def stats(topic: ServedTopic, *, applied_slot: int, merges: int, now_ms: int) ->
         rebuild_needed=core.rebuild_needed(),
         last_due_ms=indexes.last_due_ms(),
         merges=merges,
+        survey=survey,
     )
 
 
@@ -223,7 +225,7 @@ def name_of(core: Topic, index_id: int) -> str:
     return "" if state is None else state.stored.name
 
 
-def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:
+def numbers(topic: ServedTopic, survey: Survey, now_ms: int) -> TopicNumbers:
     """The topic at a scrape."""
     core, indexes = topic.core, topic.core.indexes
     states = core.subscriptions.values()
@@ -248,6 +250,8 @@ def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:
         draining_hashes=sum(len(key_shared_stats.draining_hashes(each)) for each in shared),
         nack_blocked_hashes=sum(key_shared_stats.nack_blocked_hashes(each) for each in shared),
         pending_by_level=pending_by_level(core),
+        ledgers=survey.ledgers,
+        lowest=survey.lowest,
     )
 
 

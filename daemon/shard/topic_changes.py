@@ -5,19 +5,24 @@ Owns: the order of such a change against the topic's requests, hand-outs, seals 
 Does not own: what leaves and who is owed what (`daemon.core.topic`), the manifest's operations
 (`storage_backends.topic_manifest`) and the limits of a policy (`topic_settings`).
 
-A change closes the topic's gate, so that every slot is either before it or after it; the manifest says at which slot.
+A change closes the topic's gate, so that every slot is either before it or after it; the manifest says at which slot. A
+trim closes it for each of its portions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from daemon.call_values import Merged, Sealed, SubscriptionCreated, TopicDeleted
+from daemon.call_values import Merged, Sealed, SubscriptionCreated, TopicDeleted, Trimmed
+from daemon.core import trimming
 from daemon.core.delay_levels import DelayLevels
+from daemon.core.departures import Departure
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.trimming import LedgerRanges
 from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.shard.owned_topic import OwnedTopic
@@ -41,6 +46,8 @@ log = logging.getLogger(__name__)
 # A seal may wait for those before it, and each writes an object.
 SEAL_ANSWER_S = 60.0
 SUBSCRIPTIONS_RETRY_MS = 60_000
+# A request makes at most 100,000 rows dead letters: none is begun that could be more.
+_ENOUGH_DEAD_LETTERS = 100_000 - trimming.DEAD_LETTER_PORTION_ROWS
 
 
 class ShardOfChanges(Protocol):
@@ -82,30 +89,56 @@ class TopicChanges:
         self._shard = shard
         self._environment = environment
 
-    async def trim(self, topic: ServedTopic, subscription: str | None, ranges: LedgerRanges | None) -> int:
-        """Drops rows of the topic or of one subscription, None: all of them; how many. Raises NotFound."""
-        rows = await topic.gate.change(lambda: self._trim(topic, subscription, ranges))
+    async def trim(
+        self, topic: ServedTopic, subscription: str | None, ranges: LedgerRanges | None, *, dead_letter: bool = False
+    ) -> Trimmed:
+        """Drops rows of the topic or of one subscription, None: all of them. Raises NotFound.
+
+        Goes in portions; requests pass between them, and what these add stays. `dead_letter`: what the subscription is
+        owed becomes dead letters, some of it where it is much.
+        """
+        state = None if subscription is None else topic.subscription(subscription)
+        portions = topic.core.trim(ranges, None if state is None else state.subscription_id, dead_letter=dead_letter)
+        rows, more = 0, True
+        with contextlib.closing(portions):
+            while more and not (dead_letter and rows > _ENOUGH_DEAD_LETTERS):
+                dropped = await topic.gate.change(lambda: self._drop(topic, state, portions, dead_letter))
+                rows, more = rows + (dropped or 0), dropped is not None
         # A former owner may hand out what has left.
         await self._shard.alone()
-        if rows:
-            self._environment.metrics.trimmed(topic.core.name, rows=rows, of_subscription=subscription is not None)
-        else:
+        if not rows:
             await self._shard.commits.confirmed()
-        return rows
+        return Trimmed(rows, dead_lettered=rows if dead_letter else 0, more=more)
 
-    async def _trim(self, topic: ServedTopic, subscription: str | None, ranges: LedgerRanges | None) -> int:
+    async def _drop(
+        self,
+        topic: ServedTopic,
+        state: SubscriptionState | None,
+        portions: Iterator[Departure | None],
+        dead_letter: bool,
+    ) -> int | None:
+        """Drops the next portion; how many rows, None when there is no more."""
         commits = self._shard.commits
-        state = None if subscription is None else topic.subscription(subscription)
-        subscription_id = None if state is None else state.subscription_id
-        withheld = topic.core.subscriptions if subscription_id is None else (subscription_id,)
-        with topic.withholding(withheld):
+        if state is not None:
+            topic.check_there(state)
+        with topic.withholding(topic.core.subscriptions if state is None else (state.subscription_id,)):
             commits.check_accepting()
-            departures = topic.core.trim(ranges, subscription_id)
-            for departure in departures:
-                for records in departure.slots():
-                    # Others of the slot wait for it too: it must not be cancelled with this.
-                    await asyncio.shield(commits.stage_together(records))
-        return sum(departure.rows for departure in departures)
+            departure = await _next_of(portions)
+            if departure is None:
+                return None
+            slots = departure.slots()
+            if state is not None and dead_letter:
+                now_ms = self._environment.clock.now_ms()
+                slots = topic.core.dead_lettering.stage_trimmed(state, departure, now_ms=now_ms)
+            for records in slots:
+                # Others of the slot wait for it too: it must not be cancelled with this.
+                await asyncio.shield(commits.stage_together(records))
+        metrics = self._environment.metrics
+        if departure.rows:
+            metrics.trimmed(topic.core.name, rows=departure.rows, of_subscription=state is not None)
+        if dead_letter:
+            metrics.dead_lettered(topic.core.name, "trimmed", rows=departure.rows)
+        return departure.rows
 
     async def seal(self, topic: ServedTopic) -> Sealed:
         """Seals the mutable bucket; returns when that is committed."""
@@ -314,3 +347,12 @@ class TopicChanges:
             await self._shard.topics[name].commits.commit(operation)
         except commit.Refused as refused:
             raise await self._shard.superseded(refused) from refused
+
+
+async def _next_of(portions: Iterator[Departure | None]) -> Departure | None:
+    """The next portion, None when there is no more; others have their turn where it is due."""
+    for departure in portions:
+        if departure is not None:
+            return departure
+        await asyncio.sleep(0)
+    return None

@@ -4,7 +4,8 @@ Owns: adding and asking for rows, its wake-ups, and loading its segments.
 Does not own: decisions (`daemon.core.topic`), who listens to a subscription and what is handed out
 (`served_subscription`), how streams open (`stream_opening`), requests on what was handed out (`acknowledging`,
 `negative_acknowledging`), the moment of a cancellation (`topic_withdrawing`), slots (`group_commit`), seals and drops
-(`bucket_life`), changes of the topic as a whole (`topic_changes`), and what is shown of it (`topic_inspection`).
+(`bucket_life`), changes of the topic as a whole (`topic_changes`), and what is shown of it (`topic_inspection`,
+`topic_retention`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from daemon.call_values import RetentionPage
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.positions import KeyedRows
@@ -38,11 +40,13 @@ from daemon.surroundings.failure_scope import TopicFailed
 from daemon.surroundings.pace import Pace
 from daemon.topic.segment_loading import SegmentLoader
 from daemon.topic.topic_gate import TopicGate
+from daemon.topic.topic_retention import TopicRetention
 from daemon.topic.topic_withdrawing import Withdrawing
 from daemon.topic_terms import topic_settings
 from daemon.topic_terms.topic_quotas import TopicQuotas
 from daemon.topic_terms.topic_staging import TopicStaging
 from storage_backends.formats.manifest import TopicDelayLevels, TopicPolicy
+from storage_backends.formats.row_columns import U64
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +107,7 @@ class ServedTopic:
         self.redelivery = TopicRedelivery(self, environment)
         self.withdrawing = Withdrawing(self, environment)
         self.dead_letters = TopicDeadLetters(self, environment)
+        self.retention = TopicRetention(topic, environment)
         self.wake_at_ms: int | None = None
         # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
         self.last_changed_slot = 0
@@ -175,6 +180,14 @@ class ServedTopic:
         found = self.core.contains(asked, state, ranges_max=CONTAINED_RANGES_MAX)
         await self.shard.commits.confirmed()
         return found
+
+    async def retained(self, ledger_ids: U64 | None, page_size: int, after: int | None) -> RetentionPage:
+        """What the topic needs of its log: a read of what is applied. See `topic_retention`."""
+        if self._ended is not None:
+            raise self._ended
+        page = await self.retention.page(ledger_ids, page_size, after)
+        await self.shard.commits.confirmed()
+        return page
 
     async def get_scheduled(self, state: SubscriptionState, *, max_rows: int, lease_ms: int, wait_ms: int) -> KeyedRows:
         """Due rows, leased. Empty when none came in time."""

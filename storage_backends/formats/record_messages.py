@@ -51,6 +51,7 @@ _GONE_REASONS = {
 _DEAD_LETTER_REASONS = {
     DeadLetterReason.TOO_OFTEN: journal_pb2.DeadLetter.TOO_OFTEN,
     DeadLetterReason.REJECTED: journal_pb2.DeadLetter.REJECTED,
+    DeadLetterReason.TRIMMED: journal_pb2.DeadLetter.TRIMMED,
 }
 
 

@@ -195,9 +195,18 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             return known.contains(asked, known.owed, now_ms)
         return known.contains(asked, self.find(topic, subscription).owes, now_ms)
 
-    async def trim(self, topic: str, subscription: str | None, ranges: call_values.LedgerRanges) -> int:
-        await self._begin()
+    async def trim(
+        self,
+        topic: str,
+        subscription: str | None,
+        ranges: call_values.LedgerRanges,
+        *,
+        dead_letter: bool = False,
+    ) -> call_values.Trimmed:
+        now_ms = await self._begin()
         self._check_names(topic, subscription)
+        if dead_letter and subscription is None:
+            raise errors.InvalidArgument("dead_letter is set, and subscription is empty")
         limits.check_rows("ledger_id", len(ranges.ledger_id), self.settings.limits.rows_per_request_max)
         ledgers = ranges.ledger_id.tolist()
         if ranges.all_lower_ledgers and len(ledgers) > 1:
@@ -207,7 +216,14 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
                 raise errors.InvalidArgument(f"ledger_id names ledger {ledger_id} twice; once is enough")
         last = dict(zip(ledgers, ranges.last_entry_id.tolist(), strict=True))
         lower = ledgers[0] if ranges.all_lower_ledgers else 0
-        return self._drop(topic, subscription, lambda each: each[0] < lower or each[1] <= last.get(each[0], -1))
+
+        def chosen(position: Position) -> bool:
+            return position[0] < lower or position[1] <= last.get(position[0], -1)
+
+        if dead_letter and subscription is not None:
+            rows = self._topic(topic).dead_letter(self.find(topic, subscription), chosen, now_ms)
+            return call_values.Trimmed(rows, dead_lettered=rows, more=False)
+        return call_values.Trimmed(self._drop(topic, subscription, chosen), dead_lettered=0, more=False)
 
     async def clear(self, topic: str, subscription: str | None) -> int:
         await self._begin()

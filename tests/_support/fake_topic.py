@@ -34,7 +34,7 @@ class Lease:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeadLetter:
-    """`reason`: 1 too often, 2 rejected."""
+    """`reason`: 1 too often, 2 rejected, 3 trimmed."""
 
     row: Row
     redelivery_count: int
@@ -258,6 +258,22 @@ class Topic:
             for row in rows:
                 del self.rows[row[1:]]
         return len(rows)
+
+    def dead_letter(self, subscription: Subscription, chosen: Callable[[Position], bool], now_ms: int) -> int:
+        """What one subscription is owed becomes dead letters."""
+        rows = [row for row in self.in_order() if chosen(row[1:]) and subscription.owes(row)]
+        for row in rows:
+            count = subscription.counts.get(row, 0)
+            subscription.bury(DeadLetter(row=row, redelivery_count=count, dead_at_ms=now_ms, reason=3))
+        return len(rows)
+
+    def lowest_entries(self) -> dict[int, int]:
+        """By ledger the lowest entry that has a row."""
+        lowest: dict[int, int] = {}
+        for table in self.tables(None):
+            for ledger_id, entry_id, *_ in table:
+                lowest[ledger_id] = min(entry_id, lowest.get(ledger_id, entry_id))
+        return lowest
 
     def bucket(self, name: str, now_ms: int) -> call_values.BucketSummary:
         positions = self.buckets[name]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import abc
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from daemon import call_values, errors
+from daemon.core import limits
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.row_columns import U64, Rows
 from tests._support.fake_topic import EPOCH, Subscription, Topic
 
 PAGE_DEFAULT, PAGE_MAX, BARS_MAX = 1_000, 10_000, 10_000
@@ -80,6 +81,24 @@ class FakeViews(abc.ABC):
             rebuild_needed=self.rebuild_needed,
             last_due_ms=max((row[0] for row in known.scheduled(None, self.now_ms())), default=0),
             merges=0,
+            survey=_survey(known.lowest_entries()),
+        )
+
+    async def retained(
+        self, topic: str, ledger_ids: U64 | None, page_size: int, after: int | None
+    ) -> call_values.RetentionPage:
+        known = self._topic(topic)
+        lowest = known.lowest_entries()
+        _check_asked(ledger_ids)
+        asked = sorted(lowest) if ledger_ids is None else sorted(set(lowest) & set(ledger_ids.tolist()))
+        left = [ledger_id for ledger_id in asked if after is None or ledger_id > after]
+        page = left[: limits.page_rows(page_size)]
+        return call_values.RetentionPage(
+            ledger_id=np.array(page, np.uint64),
+            lowest_entry_id=np.array([lowest[ledger_id] for ledger_id in page], np.uint64),
+            uncertain=tuple((needed.first_ledger_id, needed.last_ledger_id) for needed in self.rebuild_needed),
+            next_after=page[-1] if len(page) < len(left) else None,
+            as_of_ms=self.now_ms(),
         )
 
     async def list_subscriptions(self, topic: str, page_size: int, after: str) -> call_values.SubscriptionPage:
@@ -221,3 +240,17 @@ def _columns(known: Topic, rows: list[Shown]) -> Rows:
 def _page(names: Iterable[str], page_size: int, after: str) -> tuple[list[str], str | None]:
     rest = sorted(name for name in names if name > after)
     return rest[:page_size], rest[page_size - 1] if len(rest) > page_size else None
+
+
+def _check_asked(ledger_ids: U64 | None) -> None:
+    if ledger_ids is None:
+        return
+    limits.check_rows("ledger_id", len(ledger_ids), 1_000)
+    asked = ledger_ids.tolist()
+    for ledger_id in asked:
+        if asked.count(ledger_id) > 1:
+            raise errors.InvalidArgument(f"ledger_id names ledger {ledger_id} twice; once is enough")
+
+
+def _survey(lowest: Mapping[int, int]) -> call_values.Survey:
+    return call_values.Survey(min(lowest.items(), default=None), len(lowest))

@@ -38,6 +38,8 @@ def numbers(topic: str, *, pending: int = 1, oldest_due_age_s: float = 0.0) -> t
         nack_blocked_hashes=16,
         oldest_due_age_s=oldest_due_age_s,
         pending_by_level={5: 12},
+        ledgers=17,
+        lowest=(18, 19),
     )
 
 
@@ -62,6 +64,7 @@ def used() -> metrics.Metrics:
     everything.lease_over("t", rows=3)
     everything.dead_lettered("t", "too_often", rows=4)
     everything.dead_lettered("t", "rejected", rows=2)
+    everything.dead_lettered("t", "trimmed", rows=1)
     everything.dead_letters_left("t", "replayed", rows=3)
     everything.dead_letters_left("t", "purged", rows=1)
     everything.topic_deleted()
@@ -112,6 +115,7 @@ def test_events_are_counted() -> None:
         assert sample("tarry_reschedule_rows_total", {"topic": "t", "result": result}) == count
     assert sample("tarry_dead_lettered_rows_total", {"topic": "t", "reason": "too_often"}) == 4
     assert sample("tarry_dead_lettered_rows_total", {"topic": "t", "reason": "rejected"}) == 2
+    assert sample("tarry_dead_lettered_rows_total", {"topic": "t", "reason": "trimmed"}) == 1
     assert sample("tarry_dead_letter_replayed_rows_total", {"topic": "t"}) == 3
     assert sample("tarry_dead_letter_purged_rows_total", {"topic": "t"}) == 1
     for outcome, rows in (("sent", 4), ("held", 2)):
@@ -154,6 +158,9 @@ def test_gauges_of_topics_are_read_when_prometheus_asks() -> None:
     assert sample("tarry_delayed_message_index_bucket_total", {"topic": "t"}) == 4
     assert sample("tarry_delayed_message_index_loaded", {"topic": "t"}) == 3
     assert sample("tarry_delayed_message_index_bucket_snapshot_size_bytes", {"topic": "t"}) == 5
+    assert sample("tarry_retained_ledgers", {"topic": "t"}) == 17
+    assert sample("tarry_retained_lowest_ledger", {"topic": "t"}) == 18
+    assert sample("tarry_retained_lowest_entry", {"topic": "t"}) == 19
 
 
 def test_the_engine_is_not_asked_when_its_gauges_are_registered() -> None:

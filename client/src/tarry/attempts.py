@@ -56,6 +56,8 @@ Plan: TypeAlias = Generator[Step, Any, T]
 VERSION = Method("/tarry.v1.Cluster/GetVersion", cluster_pb2.GetVersionResponse.FromString)
 HANDOUT_NAMES = "handout_names"
 """A feature of daemons: they know hand-outs by their redelivery counts, and `forwarded`."""
+RETENTION = "retention"
+"""A feature of daemons: they say what a topic needs of its log, and trim to dead letters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ LIST_SUBSCRIPTIONS = attempts.Method(
 LIST_CONSUMERS = attempts.Method("/tarry.v1.Inspect/ListConsumers", inspect_pb2.ListConsumersResponse.FromString)
 LIST_SCHEDULED = attempts.Method("/tarry.v1.Inspect/ListScheduled", inspect_pb2.ListScheduledResponse.FromString)
 GET_HISTOGRAM = attempts.Method("/tarry.v1.Inspect/GetHistogram", inspect_pb2.GetHistogramResponse.FromString)
+RETENTION = attempts.Method("/tarry.v1.Inspect/GetRetention", inspect_pb2.GetRetentionResponse.FromString)
 LIST_BACKLOG = attempts.Method("/tarry.v1.Inspect/ListBacklog", inspect_pb2.ListBacklogResponse.FromString)
 SET_TOPIC_POLICY = attempts.Method("/tarry.v1.Admin/SetTopicPolicy", admin_pb2.SetTopicPolicyResponse.FromString)
 GET_TOPIC_POLICY = attempts.Method("/tarry.v1.Admin/GetTopicPolicy", admin_pb2.GetTopicPolicyResponse.FromString)
@@ -181,12 +182,14 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         entry_id: columns.Column,
         *,
         all_lower_ledgers: bool,
+        dead_letter: bool,
         subscription: str | None,
         timeout_s: float | None,
-    ) -> attempts.Plan[int]:
+    ) -> attempts.Plan[results.Trimmed]:
         asking = self.asking(timeout_s)
         planning.check_names(topic, subscription or "")
-        trimmed = 0
+        needs = attempts.Need("dead_letter", attempts.RETENTION) if dead_letter else None
+        answers = []
         for part in columns.entry_columns(ledger_id, entry_id).requests(self.rows_max, self.bytes_max):
             request = delayed_delivery_pb2.TrimMessagesRequest(
                 topic=topic,
@@ -194,10 +197,14 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
                 ledger_id=part.ledger_id.tolist(),
                 entry_id=part.entry_id.tolist(),
                 all_lower_ledgers=all_lower_ledgers,
-            )
-            message = yield from asking.ask(TRIM, request.SerializeToString(), topic=topic)
-            trimmed += message.trimmed
-        return trimmed
+                dead_letter=dead_letter,
+            ).SerializeToString()
+            more = True
+            while more:
+                message, retried = yield from asking.ask_and_tell(TRIM, request, topic=topic, needs=needs)
+                answers.append(results.Trimmed.from_message(message, may_have_landed=retried))
+                more = message.more
+        return results.Trimmed.merge(answers)
 
     def clear(self, topic: str, *, subscription: str | None, timeout_s: float | None) -> attempts.Plan[int]:
         planning.check_names(topic, subscription or "")
@@ -388,6 +395,26 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         )
         message = yield from self.asking(timeout_s).ask(GET_HISTOGRAM, request.SerializeToString(), topic=topic)
         return inspection.Histogram.from_message(message)
+
+    def retention(
+        self, topic: str, ledger_id: columns.Column | None, *, timeout_s: float | None
+    ) -> attempts.Plan[inspection.Retention]:
+        planning.check_names(topic)
+        asking = self.asking(timeout_s)
+        needs = attempts.Need("retention", attempts.RETENTION)
+        asked = [[]] if ledger_id is None else columns.id_parts("ledger_id", ledger_id, RETENTION_LEDGERS_MAX)
+        messages = []
+        for ledgers in asked:
+            page_token, more = "", True
+            while more:
+                request = inspect_pb2.GetRetentionRequest(
+                    topic=topic, ledger_id=ledgers, page_size=RETENTION_PAGE, page_token=page_token
+                )
+                message = yield from asking.ask(RETENTION, request.SerializeToString(), topic=topic, needs=needs)
+                messages.append(message)
+                page_token = message.next_page_token
+                more = bool(page_token)
+        return inspection.Retention.from_messages(messages)
 
     def backlog_page(
         self,

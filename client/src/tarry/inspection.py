@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -19,6 +20,10 @@ from tarry.results import RebuildNeeded
 from tarry.v1 import inspect_pb2
 
 T = TypeVar("T")
+
+
+def _position(message: inspect_pb2.Position) -> tuple[int, int]:
+    return message.ledger_id, message.entry_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +122,11 @@ class TopicStats:
     """No row that is not due yet is due later. Exact until a row is cancelled or rescheduled."""
     merges: int = 0
     """Merges that are under way."""
+    lowest_position: tuple[int, int] | None = None
+    """(ledger, entry): no row, and none that was lost with a damaged bucket, is of a lower position, as of a minute ago
+    at most; None when there is none, or the daemon is of before it told."""
+    ledgers: int = 0
+    """Ledgers of which there are rows, as of the same moment."""
 
     @staticmethod
     def from_message(message: inspect_pb2.GetTopicStatsResponse) -> TopicStats:
@@ -139,6 +149,8 @@ class TopicStats:
             rebuild_needed=tuple(RebuildNeeded.from_message(each) for each in message.rebuild_needed),
             last_due_ms=message.last_due_ms or None,
             merges=message.merges,
+            lowest_position=_position(message.lowest_position) if message.HasField("lowest_position") else None,
+            ledgers=message.ledgers,
         )
 
 
@@ -372,6 +384,43 @@ def _rows_of(
         "next_page_token": message.next_page_token,
         "as_of_ms": message.as_of_ms,
     }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Retention:
+    """What a topic needs of its log: of each ledger, ascending, the lowest entry that has a row, waiting or due.
+
+    Example: `{ledger: entry for ledger, entry in await client.retention("flights")}`
+    """
+
+    ledger_id: NDArray[np.uint64]
+    lowest_entry_id: NDArray[np.uint64]
+    uncertain: tuple[tuple[int, int], ...]
+    """The first and the last ledger of damaged buckets: rows of them were lost and are to be added again, so all of their
+    entries are needed."""
+    as_of_ms: int
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Each ledger with its lowest entry."""
+        return zip(self.ledger_id.tolist(), self.lowest_entry_id.tolist(), strict=True)
+
+    @property
+    def lowest_position(self) -> tuple[int, int] | None:
+        """(ledger, entry): nothing that is needed is of a lower position; None when nothing is needed."""
+        known = [next(iter(self))] if len(self.ledger_id) else []
+        return min([*known, *((first, 0) for first, _ in self.uncertain)], default=None)
+
+    @staticmethod
+    def from_messages(messages: Sequence[inspect_pb2.GetRetentionResponse]) -> Retention:
+        """The pages of an answer, in their order."""
+        return Retention(
+            ledger_id=np.concatenate([wire.decode_u64(each.ledger_id) for each in messages]),
+            lowest_entry_id=np.concatenate([wire.decode_u64(each.lowest_entry_id) for each in messages]),
+            uncertain=tuple(
+                sorted({(each.first_ledger_id, each.last_ledger_id) for page in messages for each in page.uncertain})
+            ),
+            as_of_ms=messages[0].as_of_ms,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

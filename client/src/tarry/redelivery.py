@@ -131,6 +131,8 @@ class DeadLetterReason(enum.IntEnum):
     """Negatively acknowledged, or timed out, more often than the policy's `max_redeliver_count`."""
     REJECTED = inspect_pb2.DEAD_LETTER_REASON_REJECTED
     """A dispatcher rejected it."""
+    TRIMMED = inspect_pb2.DEAD_LETTER_REASON_TRIMMED
+    """Its log was trimmed, by a trim with `dead_letter`. It has neither a time nor a key hash."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -250,6 +250,33 @@ def _merged(parts: Sequence[tuple[int, Withdrawn]]) -> dict[str, Any]:
     return indexes | {"may_have_landed": any(part.may_have_landed for _, part in parts)}
 
 
+class Trimmed(int):
+    """How many rows a trim dropped, or the subscription is owed no longer: a number, with what became of them."""
+
+    dead_lettered: int
+    """Of these, dead letters now."""
+    may_have_landed: bool
+    """Whether the answer of an earlier try was lost. If so, that try may have dropped rows that are not counted here."""
+
+    def __new__(cls, trimmed: int, *, dead_lettered: int, may_have_landed: bool) -> Trimmed:
+        made = super().__new__(cls, trimmed)
+        made.dead_lettered, made.may_have_landed = dead_lettered, may_have_landed
+        return made
+
+    @staticmethod
+    def from_message(message: delayed_delivery_pb2.TrimMessagesResponse, *, may_have_landed: bool) -> Trimmed:
+        return Trimmed(message.trimmed, dead_lettered=message.dead_lettered, may_have_landed=may_have_landed)
+
+    @staticmethod
+    def merge(parts: Sequence[Trimmed]) -> Trimmed:
+        """The result of a trim from those of its requests."""
+        return Trimmed(
+            sum(parts),
+            dead_lettered=sum(part.dead_lettered for part in parts),
+            may_have_landed=any(part.may_have_landed for part in parts),
+        )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class EntryRanges:
     """Ranges of entries, columns of one length, both ends included. Iterating gives (ledger, first, last)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 import pytest
@@ -44,12 +44,14 @@ def what_is_trimmed_stays_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_trim_always_takes_lower_ledgers(patch: pytest.MonkeyPatch) -> None:
-    key_ranges = LedgerRanges.key_ranges
-    patch.setattr(
-        LedgerRanges,
-        "key_ranges",
-        lambda self, pages: key_ranges(LedgerRanges(self.ledger_id, self.last_entry_id, True), pages),
-    )
+    portions = trimming.portions
+
+    def of_lower_ones_too(index: Index, ranges: LedgerRanges | None, rows_max: int) -> Iterator[trimming.Parts | None]:
+        if ranges is not None:
+            ranges = LedgerRanges(ranges.ledger_id, ranges.last_entry_id, True)
+        return portions(index, ranges, rows_max)
+
+    patch.setattr(trimming, "portions", of_lower_ones_too)
 
 
 def a_trim_takes_a_ledger_by_its_low_entry_bits(patch: pytest.MonkeyPatch) -> None:

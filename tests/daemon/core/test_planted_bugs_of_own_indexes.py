@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -12,11 +12,13 @@ from daemon.core import adding, containment, feeding
 from daemon.core.acknowledgements import Acknowledging
 from daemon.core.bucket_counts import BucketCounts
 from daemon.core.containment import contained_in
+from daemon.core.departures import Departure
 from daemon.core.index import IndexCut
 from daemon.core.indexes import Indexes
 from daemon.core.mutable_bucket import MutableBucket, SealLimits
 from daemon.core.positions import PagePlaces, PageTable
 from daemon.core.topic import Topic
+from daemon.core.trimming import LedgerRanges
 from daemon.topic import checkpoint_parts
 from storage_backends.formats.checkpoint_format import TopicPart
 from storage_backends.formats.index_ids import SHARED
@@ -163,19 +165,17 @@ def rows_of_the_shared_index_alone_make_a_seal(patch: pytest.MonkeyPatch) -> Non
 
 def a_trim_leaves_own_indexes_alone(patch: pytest.MonkeyPatch) -> None:
     trim = Topic.trim
-    patch.setattr(Topic, "trim", lambda self, *rest: [each for each in trim(self, *rest) if not each.index_id])
+    patch.setattr(Topic, "trim", lambda self, *rest: (each for each in trim(self, *rest) if each and not each.index_id))
 
 
 def a_trim_for_one_subscription_takes_the_own_rows_of_all(patch: pytest.MonkeyPatch) -> None:
     trim = Topic.trim
-    patch.setattr(
-        Topic,
-        "trim",
-        lambda self, ranges, number: [
-            *[each for each in trim(self, ranges, number) if not each.index_id],
-            *[each for each in trim(self, ranges, None) if each.index_id],
-        ],
-    )
+
+    def trimmed(self: Topic, ranges: LedgerRanges | None, number: int | None) -> Iterator[Departure]:
+        yield from (each for each in trim(self, ranges, number) if each and not each.index_id)
+        yield from (each for each in trim(self, ranges, None) if each and each.index_id)
+
+    patch.setattr(Topic, "trim", trimmed)
 
 
 def what_is_contained_is_what_the_shared_index_has(patch: pytest.MonkeyPatch) -> None:

@@ -66,15 +66,17 @@ def test_a_range_of_entries_is_a_range_of_keys_in_each_page_that_is_known(
     table = PageTable()
     keys = bitmap_of(table.intern(*columns(sorted(known | gone))))
     kept_pages = {(each, entry >> 32) for each, entry in known}
-    table.forget_unheld(ordinal for ordinal in pages_of(keys) if table.places.page_of(ordinal) not in kept_pages)
+    table.hold(ordinal for ordinal in pages_of(keys) if table.places.page_of(ordinal) in kept_pages)
+    table.forget_unheld(pages_of(keys))
     first, last = sorted(entries)
     for each in {ledger, *(each for each, _ in known)}:
         found = [within(keys, [keys_range]) for keys_range in table.key_ranges(each, first, last)]
         listed = [entry for part in found for entry in table.positions(keys_of(part))[1].tolist()]
         in_kept_pages = {at for at in known | gone if (at[0], at[1] >> 32) in kept_pages}
         assert listed == sorted(entry for at, entry in in_kept_pages if at == each and first <= entry <= last)
-        below = {table.ledger_of(ordinal) for ordinal in table.ordinals_of(0, each)}
-        assert below == {at for at, _ in kept_pages if at <= each}
+        below = {table.ledger_of(ordinal) for ordinal in table.held_below(each)}
+        assert below == {at for at, _ in kept_pages if at < each}
+    assert len(list(table.held_below(None))) == len(kept_pages)
 
 
 @given(

@@ -9,7 +9,7 @@ import pytest
 from daemon.core.quarantine import RebuildNeeded
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of
 from tests.daemon.core.test_topic import NOW_MS, P, R, all_of, handed, opened, with_subscriptions
-from tests.daemon.core.test_trimming import left_in, upto
+from tests.daemon.core.test_trimming import dead_lettered, left_in, upto
 
 U64_MAX = (1 << 64) - 1
 ROWS = [(7, entry) for entry in range(10)]
@@ -231,3 +231,10 @@ def test_a_trim_for_one_of_two_subscriptions_does_not_take_what_nobody_knows() -
     before = missing(topic)
     topic.trim_at_once(None, 1)
     assert missing(topic) == before
+
+
+def test_what_nobody_knows_of_a_damaged_bucket_becomes_no_dead_letter() -> None:
+    topic, _ = headless()
+    for rows in dead_lettered(topic, None, 1):
+        assert rows.entry_id.tolist() == [100]
+    assert missing(topic) == 7

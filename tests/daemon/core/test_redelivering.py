@@ -481,6 +481,7 @@ def test_a_trim_takes_messages_of_batches_and_nacked_positions() -> None:
     one.handed_out()
     one.nack((1, None, NOW_MS), (2, 3, NOW_MS), (5, None, 0), (9, 1, 0), delay_ms=10)
     for departure in one.topic.trim(LedgerRanges(u64([7]), u64([5])), None):
+        assert departure is not None
         one.apply(departure.records())
     assert (one.state.backlog, len(one.state.nacks)) == (1, 1)
     assert one.handed_out(NOW_MS + 10) == [(9, 1, 0, 1)]

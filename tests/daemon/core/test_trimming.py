@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from daemon.core import departures
+from daemon.core import departures, trimming
+from daemon.core.dead_letter_rows import DeadLetterRows
 from daemon.core.trimming import LedgerRanges
-from storage_backends.formats.slot_format import GoneRecord, WaiveRecord
+from storage_backends.formats.slot_format import DeadLetterReason, GoneRecord, WaiveRecord
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of
 from tests.daemon.core.test_topic import NOW_MS, P, Q, R, all_of, handed, opened, with_subscriptions
 
@@ -185,6 +189,150 @@ def slots_of_a_large_trim_hold(*, rows_max: int, bytes_max: int, slots_min: int)
         }
         assert left_in(topic) == {at for at in rows if at[0] not in gone}
     assert gone == {0, 2, 4, 6, 8}
+
+
+# ---- portions
+
+
+class Portions(NamedTuple):
+    """What one trim drops at a time, at most."""
+
+    rows: int
+    bucket_pages: int
+    looks: int
+
+
+def in_portions(patch: pytest.MonkeyPatch, most: Portions) -> None:
+    patch.setattr(trimming, "PORTION_ROWS", most.rows)
+    patch.setattr(trimming, "DEAD_LETTER_PORTION_ROWS", most.rows)
+    patch.setattr(trimming, "_BUCKET_PAGES_MAX", most.bucket_pages)
+    patch.setattr(trimming, "LOOKS_A_TURN", most.looks)
+    patch.setattr(trimming, "_MEMBERS_A_STEP", 2)
+
+
+portions = st.builds(Portions, st.integers(1, 7), st.sampled_from([1, 4, 40_000]), st.sampled_from([1, 3, 1_000]))
+entries = st.one_of(st.integers(0, 9), st.sampled_from([(1 << 32) + 1, 3 << 32]))
+everywhere = st.sets(st.tuples(st.sampled_from([6, 7, 8]), entries), min_size=1, max_size=20)
+
+
+@given(
+    buckets=st.lists(everywhere, min_size=1, max_size=4),
+    asked=st.one_of(st.none(), st.tuples(st.sampled_from([7, 8]), entries, st.booleans())),
+    most=portions,
+    after=st.data(),
+)
+def test_a_trim_drops_in_portions_what_was_there_and_nothing_that_is_added_between_them(
+    buckets: list[set[Position]], asked: tuple[int, int, bool] | None, most: Portions, after: st.DataObject
+) -> None:
+    topic = with_subscriptions(1)
+    for rows in buckets:
+        topic.add(sorted(rows), NOW_MS + 5)
+        topic.seal()
+    topic.add(sorted(buckets[0]), NOW_MS + 5)
+    before = left_in(topic)
+    ranges = None if asked is None else upto(asked[:2], all_lower=asked[2])
+
+    def is_asked(at: Position) -> bool:
+        if asked is None:
+            return True
+        return (at[0] == asked[0] and at[1] <= asked[1]) or (asked[2] and at[0] < asked[0])
+
+    dropped, added = 0, set[Position]()
+    with pytest.MonkeyPatch.context() as patch:
+        in_portions(patch, most)
+        for departure in topic.trim(ranges, None):
+            assert departure.rows <= most.rows
+            dropped += departure.rows
+            for records in departure.slots():
+                topic.commit_together(records)
+            again = after.draw(st.sets(st.tuples(st.sampled_from([6, 7, 8]), entries), max_size=2))
+            fresh = again - left_in(topic)
+            topic.add(sorted(fresh), NOW_MS + 5) if fresh else None
+            added |= fresh
+    assert dropped == len({at for at in before if is_asked(at)})
+    assert left_in(topic) == {at for at in before if not is_asked(at)} | added
+    topic.crash_and_recover()
+    assert left_in(topic) == {at for at in before if not is_asked(at)} | added
+
+
+def test_an_index_that_is_no_more_has_no_further_portion(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_portions(monkeypatch, Portions(1, 40_000, 1_000))
+    topic = with_subscriptions(2)
+    topic.add([P, Q], NOW_MS + 5, subscription_id=2)
+    trim = topic.trim(None, None)
+    (records,) = next(trim).slots()
+    topic.commit_together(records)
+    topic.delete_subscription(2, topic.gone_with(2))
+    assert list(trim) == []
+
+
+# ---- dead letters
+
+
+def dead_lettered(topic: JournaledTopic, ranges: LedgerRanges | None, number: int) -> list[DeadLetterRows]:
+    """Trims with dead letters; those of the subscription before a crash, and after it."""
+    state = topic.core.subscriptions[number]
+    topic.commit()
+    for departure in topic.core.trim(ranges, number, dead_letter=True):
+        if departure is not None:
+            for records in topic.core.dead_lettering.stage_trimmed(state, departure, now_ms=topic.now_ms):
+                topic.commit_together(records)
+    before = state.dead_letters.freeze().rows()
+    topic.crash_and_recover()
+    return [before, topic.core.subscriptions[number].dead_letters.freeze().rows()]
+
+
+def test_what_a_subscription_is_owed_becomes_dead_letters_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_portions(monkeypatch, Portions(2, 40_000, 1_000))
+    topic = with_subscriptions(2)
+    one, two = opened(topic, 1), opened(topic, 2)
+    topic.add([P, Q, R], [NOW_MS, NOW_MS, NOW_MS + 9])
+    topic.add([(7, 5), (7, 6)], NOW_MS + 9, subscription_id=1)
+    topic.add([(7, 7)], NOW_MS + 9, subscription_id=2)
+    topic.pass_all()
+    topic.catch_up(two)
+    topic.catch_up(one)
+    assert len(one.hand_out(1, 10)) == 2
+    topic.acknowledge(one, [(P, NOW_MS)])
+    for rows in dead_lettered(topic, upto((7, 9)), 1):
+        assert list(zip(rows.ledger_id.tolist(), rows.entry_id.tolist(), strict=True)) == [Q, (7, 5), (7, 6)]
+        assert rows.reason.tolist() == [DeadLetterReason.TRIMMED] * 3
+        assert not rows.deliver_at_ms.any()
+        assert rows.dead_at_ms.tolist() == [NOW_MS] * 3
+    one, two = opened(topic, 1), opened(topic, 2)
+    topic.now_ms += 9
+    assert [row[1:] for row in handed(topic, one)] == [R]
+    assert [row[1:] for row in handed(topic, two)] == [P, Q, (7, 7), R]
+    assert (one.backlog, two.backlog) == (1, 4)
+
+
+def test_with_the_last_subscription_a_dead_letter_is_gone_from_the_index_and_may_be_replayed() -> None:
+    topic = with_subscriptions(1)
+    topic.add([P, Q], NOW_MS)
+    topic.pass_all()
+    for rows in dead_lettered(topic, upto(P), 1):
+        assert rows.entry_id.tolist() == [P[1]]
+    assert left_in(topic) == {Q}
+    one = topic.core.subscriptions[1]
+    letters = one.dead_letters.freeze().rows()
+    records, there = topic.core.dead_lettering.stage_replay(one, letters, NOW_MS + 1)
+    assert there == 0
+    topic.commit_together(records)
+    topic.now_ms += 1
+    assert handed(topic, opened(topic, 1)) == [(NOW_MS, *Q), (NOW_MS + 1, *P)]
+
+
+def test_a_waived_dead_letter_counts_once_when_the_others_are_deleted_before_a_replay_of_the_journal() -> None:
+    topic = with_subscriptions(2)
+    topic.add([P, Q], NOW_MS)
+    topic.pass_all()
+    dead_lettered(topic, upto(P), 1)
+    topic.delete_subscription(2, topic.gone_with(2))
+    topic.crash_and_recover()
+    topic.pass_all()
+    one = opened(topic, 1)
+    assert (one.backlog, len(one.dead_letters)) == (1, 1)
+    assert handed(topic, one) == [(NOW_MS, *Q)]
 
 
 def owed_to_nobody(act: Callable[[JournaledTopic], None] = lambda topic: None) -> JournaledTopic:

@@ -132,6 +132,8 @@ async def of_views(calls: Calls) -> None:
     assert (sum(counted.rows), counted.rows_before, counted.rows_after) == (2, 0, 0)
     due = await calls.call("Inspect/ListBacklog", inspect_pb2.ListBacklogRequest, subscription="s")
     assert (list(due.entry_id), list(due.state)) == ([3], [inspect_pb2.BACKLOG_STATE_READY])
+    retained = await calls.call("Inspect/GetRetention", inspect_pb2.GetRetentionRequest)
+    assert (list(retained.ledger_id), list(retained.lowest_entry_id)) == ([6], [1])
 
 
 async def of_leases(calls: Calls) -> None:
@@ -233,6 +235,7 @@ async def of_topics(calls: Calls) -> None:
     assert (bucket.compatible_form, bucket.quarantined, listed.mutable_rows) == (True, False, 0)
     stats = await calls.call("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest)
     assert (stats.pending, stats.buckets, stats.incarnation) == (2, 1, 1)
+    assert (stats.lowest_position.ledger_id, stats.lowest_position.entry_id, stats.ledgers) == (6, 1, 1)
     merged = await calls.call("Admin/MergeBuckets", admin_pb2.MergeBucketsRequest, buckets_max=1)
     assert (merged.merges, merged.buckets) == (0, 1)
     calls.made.add("Inspect/ListTopics")
@@ -243,7 +246,7 @@ async def of_topics(calls: Calls) -> None:
     calls.made.add("Cluster/GetVersion")
     version = await calls.edge.caller.unary("Cluster/GetVersion", cluster_pb2.GetVersionRequest())
     assert (version.version, version.api) == (importlib.metadata.version("tarryd"), 1)
-    assert list(version.feature) == ["handout_names"]
+    assert list(version.feature) == ["handout_names", "retention"]
     deleted = await calls.call("Admin/DeleteTopic", admin_pb2.DeleteTopicRequest)
     assert (deleted.rows, deleted.incarnation) == (2, 1)
     with pytest.raises(grpc.aio.AioRpcError) as missing:

@@ -643,7 +643,7 @@ class TrimMessagesResponse(_message.Message):
     trimmed: _builtins.int
     """Rows that were dropped, or that the subscription is owed no longer."""
     more: _builtins.bool
-    """With `dead_letter`: there are more rows. Ask again."""
+    """With `dead_letter`: there may be more rows. Ask again."""
     dead_lettered: _builtins.int
     """Of `trimmed`, rows that are dead letters now."""
     def __init__(

@@ -143,8 +143,8 @@ class DelayedDeliveryServicer(object):
         """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
         is in the index when it is decided; what is added later is not affected. Answered when durable.
 
-        A large trim goes in portions; other requests pass between them, and what these add is not affected either. UNKNOWN, and a
-        connection that is lost: some portions may be durable; a retry drops the rest.
+        A large trim goes in portions; other requests pass between them, and what these add is not affected either. UNKNOWN, and
+        a connection that is lost: some portions may be durable; a retry drops the rest.
 
         INVALID_ARGUMENT: no ledgers, more than 1,000, one named twice, columns of another length, `all_lower_ledgers` with
         several ledgers.

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -256,16 +256,17 @@ class JournaledTopic:
 
     # ---- trims and damage
 
-    def trim(self, ranges: LedgerRanges | None, subscription_id: int | None) -> list[Departure]:
+    def trim(self, ranges: LedgerRanges | None, subscription_id: int | None) -> Iterator[Departure]:
         self.commit()
-        return self.core.trim(ranges, subscription_id)
+        return (departure for departure in self.core.trim(ranges, subscription_id) if departure is not None)
 
     def trim_at_once(self, ranges: LedgerRanges | None = None, subscription_id: int | None = None) -> int:
-        departures = self.trim(ranges, subscription_id)
-        for departure in departures:
+        rows = 0
+        for departure in self.trim(ranges, subscription_id):
+            rows += departure.rows
             for records in departure.slots():
                 self.commit_together(records)
-        return sum(departure.rows for departure in departures)
+        return rows
 
     def commit_together(self, records: Iterable[slot_format.Record]) -> None:
         """They are in one slot, with whatever else is staged."""

@@ -52,7 +52,7 @@ class TopicMachine(WithdrawingMachine):
         """`slots`: how many of them are written before a crash."""
         number = None if whole or not self.oracle.subscribers else self.number(pick)
         self.oracle.commit()
-        decided = self.topic.trim(ledger_ranges(ranges), number)
+        decided = list(self.topic.trim(ledger_ranges(ranges), number))
         gone, waived = self.oracle.trimmed(ranges, number)
         assert sum(departure.rows for departure in decided) == len(gone | waived)
         left = gone | waived

@@ -43,7 +43,17 @@ def up_to(last_entry_id: int, *ledger_ids: int, all_lower_ledgers: bool = False)
 def trim(
     daemon: Daemon, ranges: LedgerRanges, *, topic: str = "t", subscription: str | None = None
 ) -> asyncio.Task[int]:
-    return daemon.call(daemon.engine.requests.trim(topic, subscription, ranges))
+    async def rows() -> int:
+        return (await daemon.engine.requests.trim(topic, subscription, ranges)).rows
+
+    return daemon.call(rows())
+
+
+def dead_letter(
+    daemon: Daemon, ranges: LedgerRanges, *, topic: str = "t", subscription: str = "s"
+) -> asyncio.Task[call_values.Trimmed]:
+    """A trim that leaves dead letters."""
+    return daemon.call(daemon.engine.requests.trim(topic, subscription, ranges, dead_letter=True))
 
 
 def clear(daemon: Daemon, *, topic: str = "t", subscription: str | None = None) -> asyncio.Task[int]:

@@ -292,6 +292,7 @@ BAD_CALLS = [
             ("entry_id of another length", {"entry_id": [5]}, ("entry_id", "1", "2")),
             ("too many ledgers", {"ledger_id": range(1001), "entry_id": range(1001)}, ("ledger_id", "1001", "1000")),
             ("all_lower_ledgers with two ledgers", {"all_lower_ledgers": True}, ("all_lower_ledgers", "2", "1")),
+            ("dead_letter of no subscription", {"dead_letter": True}, ("dead_letter", "subscription")),
         ],
     ),
     *names(CLEAR, _clear, TOPIC_NAME, SUBSCRIPTION_NAME, may_be_empty=True),
@@ -381,7 +382,8 @@ COVERED: dict[type[message.Message], set[str]] = {
         "subscription",
     },
     delayed_delivery_pb2.ContainsMessagesRequest: _TOPIC_AND_SUBSCRIPTION | {"ledger_id", "entry_id", "last_entry_id"},
-    delayed_delivery_pb2.TrimMessagesRequest: _TOPIC_AND_SUBSCRIPTION | {"ledger_id", "entry_id", "all_lower_ledgers"},
+    delayed_delivery_pb2.TrimMessagesRequest: _TOPIC_AND_SUBSCRIPTION
+    | {"ledger_id", "entry_id", "all_lower_ledgers", "dead_letter"},
     delayed_delivery_pb2.ClearMessagesRequest: _TOPIC_AND_SUBSCRIPTION,
     dispatch_pb2.Open: _TOPIC_AND_SUBSCRIPTION
     | {"type", "held_ledger_id", "held_entry_id", "held_deliver_at_ms", "held_batch_index"}

@@ -45,7 +45,7 @@ def _filters(method: str, good: message.Message) -> list[Case]:
             ("ids that do not ascend", filtered(dead_letter_id=[7, 3]), ("dead_letter_id[1]", "3", "7")),
             ("too many ids", filtered(dead_letter_id=range(1, 1002)), ("dead_letter_id", "1001", "1000")),
             ("ledgers backwards", filtered(ledgers=_BACKWARDS), ("last_ledger_id", "6", "first_ledger_id", "7")),
-            ("reason unknown", filtered(reason=3), ("reason", "3", "DEAD_LETTER_REASON_REJECTED")),
+            ("reason unknown", filtered(reason=4), ("reason", "4", "DEAD_LETTER_REASON_TRIMMED")),
             (
                 "a range that ends before it begins",
                 filtered(from_ms=1_000, until_ms=999),

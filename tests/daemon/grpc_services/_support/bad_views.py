@@ -1,4 +1,4 @@
-"""Bad requests of the calls that look at rows: what is scheduled, how many come due when, and a backlog."""
+"""Bad requests of the calls that look at rows: what is scheduled, how many come due when, a backlog, and retention."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ from tests.daemon.grpc_services._support.bad_requests import SUBSCRIPTION, TOPIC
 LIST_SCHEDULED = "Inspect/ListScheduled"
 GET_HISTOGRAM = "Inspect/GetHistogram"
 LIST_BACKLOG = "Inspect/ListBacklog"
+GET_RETENTION = "Inspect/GetRetention"
 
 _FROM_MS = 1_000_000
 _BACKWARDS = inspect_pb2.LedgerRange(first_ledger_id=7, last_ledger_id=6)
 
 _scheduled = inspect_pb2.ListScheduledRequest(topic=TOPIC)
 _histogram = inspect_pb2.GetHistogramRequest(topic=TOPIC)
+_retention = inspect_pb2.GetRetentionRequest(topic=TOPIC)
 _backlog = inspect_pb2.ListBacklogRequest(topic=TOPIC, subscription=SUBSCRIPTION)
 
 
-def row_pages(method: str, good: message.Message, token_field: int, kind: int) -> list[Case]:
-    """`kind`: the first byte of a token of this list."""
+def row_pages(
+    method: str, good: message.Message, token_field: int, kind: int, *, other_kind: int, place_bytes: int = 32
+) -> list[Case]:
+    """`kind`: the first byte of a token of this list; `other_kind`: of another one. `place_bytes`: of what follows the
+    digest of a request.
+    """
 
     def token(data: bytes) -> str:
         return base64.urlsafe_b64encode(data).decode()
 
-    of_another = token(bytes([kind]) + bytes(40))
-    short = token(bytes([kind]) + bytes(39))
-    other_list = token(bytes([9 - kind]) + bytes(40))
+    size = 8 + place_bytes
+    of_another = token(bytes([kind]) + bytes(size))
+    short = token(bytes([kind]) + bytes(size - 1))
+    other_list = token(bytes([other_kind]) + bytes(size))
     return [
         *cases(
             method,
@@ -64,7 +71,7 @@ def ledger_ranges(method: str, good: message.Message) -> list[Case]:
 
 BAD_VIEWS = [
     *names(LIST_SCHEDULED, _scheduled, TOPIC_NAME, (5, "subscription", 255), may_be_empty=True),
-    *row_pages(LIST_SCHEDULED, _scheduled, 7, 4),
+    *row_pages(LIST_SCHEDULED, _scheduled, 7, 4, other_kind=5),
     *ledger_ranges(LIST_SCHEDULED, _scheduled),
     *cases(
         LIST_SCHEDULED,
@@ -107,8 +114,18 @@ BAD_VIEWS = [
         ],
     ),
     *names(LIST_BACKLOG, _backlog, TOPIC_NAME, (2, "subscription", 255)),
-    *row_pages(LIST_BACKLOG, _backlog, 5, 5),
+    *row_pages(LIST_BACKLOG, _backlog, 5, 5, other_kind=4),
     *ledger_ranges(LIST_BACKLOG, _backlog),
+    *names(GET_RETENTION, _retention, TOPIC_NAME),
+    *row_pages(GET_RETENTION, _retention, 4, 11, other_kind=6, place_bytes=8),
+    *cases(
+        GET_RETENTION,
+        _retention,
+        [
+            ("ledger_id twice", {"ledger_id": [7, 8, 7]}, ("ledger_id", "7", "twice")),
+            ("too many ledgers", {"ledger_id": range(1001)}, ("ledger_id", "1001", "1000")),
+        ],
+    ),
 ]
 
 VIEWS_COVERED: dict[type[message.Message], set[str]] = {
@@ -123,5 +140,6 @@ VIEWS_COVERED: dict[type[message.Message], set[str]] = {
     },
     inspect_pb2.GetHistogramRequest: {"topic", "from_ms", "until_ms", "width_ms", "ledgers", "subscription"},
     inspect_pb2.ListBacklogRequest: {"topic", "subscription", "ledgers", "page_size", "page_token"},
+    inspect_pb2.GetRetentionRequest: {"topic", "ledger_id", "page_size", "page_token"},
     inspect_pb2.LedgerRange: {"first_ledger_id", "last_ledger_id"},
 }

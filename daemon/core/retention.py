@@ -1,0 +1,135 @@
+"""What a topic needs of its log: of each ledger the lowest entry that has a row.
+
+Owns: looking at the sets of what is present, page by page; what damaged buckets make uncertain.
+Does not own: who asks, and how fresh an answer must be (`daemon.topic.topic_retention`).
+
+All buckets of a page are looked at in one turn, so a row that moves from one to another while others have their turn,
+by a seal, a merge or a reschedule, is found in the one or in the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Iterable, Sequence
+
+import numpy as np
+
+from daemon.core.index import Index
+from daemon.core.indexes import Indexes
+from daemon.core.positions import PAGE_BITS
+from storage_backends.formats.index_ids import BATCH_BITS
+from storage_backends.formats.row_columns import U64
+
+# Pages of buckets that are looked at before others have their turn.
+LOOKS_A_TURN = 2_000
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Retained:
+    """Ledgers that have rows, ascending, and of each the lowest entry that has one: u64[n] each. `is_complete`: there
+    are no further ones.
+    """
+
+    ledger_id: U64
+    lowest_entry_id: U64
+    is_complete: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Survey:
+    """`lowest`: (ledger, entry): no row, and none that was lost with a damaged bucket, is of a lower position; None
+    when there is none. `ledgers`: how many have rows.
+    """
+
+    lowest: tuple[int, int] | None
+    ledgers: int
+
+
+def uncertain(indexes: Indexes) -> list[tuple[int, int]]:
+    """The first and the last ledger of each damaged bucket of which rows are missing, ascending, no range twice."""
+    return sorted({(needed.first_ledger_id, needed.last_ledger_id) for needed in indexes.rebuild_needed()})
+
+
+def pages_of_ledgers(indexes: Indexes, ledger_ids: Iterable[int]) -> list[int]:
+    """The pages of ledgers in all indexes, by ledger and page, as `retained` takes them."""
+    return [
+        first >> PAGE_BITS
+        for ledger_id in sorted(ledger_ids)
+        for index in indexes.values()
+        for first, _ in index.pages.key_ranges(ledger_id, 0, (1 << 64) - 1)
+    ]
+
+
+def retained(indexes: Indexes, pages: Sequence[int], ledgers_max: int) -> Generator[None, None, Retained]:
+    """What there is of pages, given by their ordinals: in the order of ledgers, those of one index and ledger in the
+    order of pages. Returns at most `ledgers_max` ledgers; others may have their turn at each step.
+    """
+    found: dict[int, int] = {}
+    # Indexes of which the lowest row of the ledger is known.
+    known: set[int] = set()
+    ledger_id, looks = -1, 0
+    for page in pages:
+        page_ledger_id, _ = indexes.places.page_of(page)
+        if page_ledger_id != ledger_id:
+            if len(found) == ledgers_max:
+                return _retained(found, is_complete=False)
+            ledger_id = page_ledger_id
+            known.clear()
+        index = indexes.get(indexes.places.owner_of(page))
+        if index is None or index.index_id in known or not index.pages.is_held(page):
+            continue
+        entry_id, page_looks = _lowest(index, page)
+        looks += page_looks
+        if entry_id is not None:
+            known.add(index.index_id)
+            found[ledger_id] = min(entry_id, found.get(ledger_id, entry_id))
+        if looks >= LOOKS_A_TURN:
+            looks = 0
+            yield
+    return _retained(found, is_complete=True)
+
+
+def surveyed(indexes: Indexes) -> Generator[None, None, Survey]:
+    """What there is of the topic as a whole; others may have their turn at each step."""
+    ledgers: set[int] = set()
+    looks = 0
+    for page in range(len(indexes.places)):
+        ledger_id, _ = indexes.places.page_of(page)
+        index = indexes.get(indexes.places.owner_of(page))
+        if index is not None and ledger_id not in ledgers and index.pages.is_held(page):
+            entry_id, page_looks = _lowest(index, page)
+            looks += page_looks
+            if entry_id is not None:
+                ledgers.add(ledger_id)
+        looks += 1
+        if looks >= LOOKS_A_TURN:
+            looks = 0
+            yield
+    lowest = [(first, 0) for first, _ in uncertain(indexes)]
+    if ledgers:
+        # Rows of it may have left in between.
+        found = yield from retained(indexes, pages_of_ledgers(indexes, [min(ledgers)]), 1)
+        entry_id = int(found.lowest_entry_id[0]) if len(found.lowest_entry_id) else 0
+        lowest.append((min(ledgers), entry_id))
+    return Survey(min(lowest, default=None), len(ledgers))
+
+
+def _lowest(index: Index, page: int) -> tuple[int | None, int]:
+    """(The lowest entry of a page that has a row, None when none has; how many buckets were looked at.)"""
+    first, beyond = page << PAGE_BITS, (page + 1) << PAGE_BITS
+    lowest, looks = beyond, 0
+    for bucket in index.that_may_have_page(page):
+        looks += 1
+        # A set that has nothing from there on says so by an error.
+        with contextlib.suppress(ValueError):
+            lowest = min(lowest, bucket.present.next_set_bit(first))
+    if lowest == beyond:
+        return None, looks
+    _, entry_id = index.pages.positions(np.array([lowest], np.uint64))
+    return int(entry_id[0]) >> (BATCH_BITS if index.of_batch_parts else 0), looks
+
+
+def _retained(found: dict[int, int], *, is_complete: bool) -> Retained:
+    ledger_id = np.fromiter(found.keys(), np.uint64, len(found))
+    return Retained(ledger_id, np.fromiter(found.values(), np.uint64, len(found)), is_complete)
