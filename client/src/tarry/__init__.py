@@ -70,6 +70,7 @@ from tarry.inspection import (
     DeadLetterPage,
     Histogram,
     Page,
+    Retention,
     RowsPage,
     ScheduledPage,
     SubscriptionPage,
@@ -114,6 +115,7 @@ from tarry.results import (
     TopicDeleted,
     TopicLocation,
     TopicPolicies,
+    Trimmed,
     Withdrawn,
 )
 from tarry.retry import RetryPolicy
@@ -214,6 +216,7 @@ __all__ = [
     "Replayed",
     "Rescheduled",
     "ResourceExhausted",
+    "Retention",
     "RetryPolicy",
     "RowsPage",
     "ScheduledPage",
@@ -236,6 +239,7 @@ __all__ = [
     "TopicPolicy",
     "TopicStats",
     "TopicSummary",
+    "Trimmed",
     "Unauthenticated",
     "Unavailable",
     "Unsupported",

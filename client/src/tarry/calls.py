@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from tarry import (
     attempts,
     batch,
@@ -62,7 +64,7 @@ LIST_SUBSCRIPTIONS = attempts.Method(
 LIST_CONSUMERS = attempts.Method("/tarry.v1.Inspect/ListConsumers", inspect_pb2.ListConsumersResponse.FromString)
 LIST_SCHEDULED = attempts.Method("/tarry.v1.Inspect/ListScheduled", inspect_pb2.ListScheduledResponse.FromString)
 GET_HISTOGRAM = attempts.Method("/tarry.v1.Inspect/GetHistogram", inspect_pb2.GetHistogramResponse.FromString)
-RETENTION = attempts.Method("/tarry.v1.Inspect/GetRetention", inspect_pb2.GetRetentionResponse.FromString)
+GET_RETENTION = attempts.Method("/tarry.v1.Inspect/GetRetention", inspect_pb2.GetRetentionResponse.FromString)
 LIST_BACKLOG = attempts.Method("/tarry.v1.Inspect/ListBacklog", inspect_pb2.ListBacklogResponse.FromString)
 SET_TOPIC_POLICY = attempts.Method("/tarry.v1.Admin/SetTopicPolicy", admin_pb2.SetTopicPolicyResponse.FromString)
 GET_TOPIC_POLICY = attempts.Method("/tarry.v1.Admin/GetTopicPolicy", admin_pb2.GetTopicPolicyResponse.FromString)
@@ -71,6 +73,9 @@ MERGE = attempts.Method("/tarry.v1.Admin/MergeBuckets", admin_pb2.MergeBucketsRe
 COLLECT_GARBAGE = attempts.Method("/tarry.v1.Admin/CollectGarbage", admin_pb2.CollectGarbageResponse.FromString)
 DELETE_TOPIC = attempts.Method("/tarry.v1.Admin/DeleteTopic", admin_pb2.DeleteTopicResponse.FromString)
 LOOKUP = attempts.Method("/tarry.v1.Cluster/LookupTopic", cluster_pb2.LookupTopicResponse.FromString)
+
+LEDGERS_PER_REQUEST_MAX = 1_000
+RETENTION_PAGE = 10_000
 
 
 class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
@@ -401,20 +406,21 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
     ) -> attempts.Plan[inspection.Retention]:
         planning.check_names(topic)
         asking = self.asking(timeout_s)
+        asked = np.empty(0, np.uint64) if ledger_id is None else np.unique(columns.u64("ledger_id", ledger_id))
+        if ledger_id is not None and not len(asked):
+            raise errors.InvalidArgument("ledger_id names no ledger; give None for all of them")
         needs = attempts.Need("retention", attempts.RETENTION)
-        asked = [[]] if ledger_id is None else columns.id_parts("ledger_id", ledger_id, RETENTION_LEDGERS_MAX)
-        messages = []
-        for ledgers in asked:
-            page_token, more = "", True
-            while more:
-                request = inspect_pb2.GetRetentionRequest(
-                    topic=topic, ledger_id=ledgers, page_size=RETENTION_PAGE, page_token=page_token
-                )
-                message = yield from asking.ask(RETENTION, request.SerializeToString(), topic=topic, needs=needs)
-                messages.append(message)
-                page_token = message.next_page_token
-                more = bool(page_token)
-        return inspection.Retention.from_messages(messages)
+        pages = []
+        for first in range(0, max(1, len(asked)), LEDGERS_PER_REQUEST_MAX):
+            ledgers = asked[first : first + LEDGERS_PER_REQUEST_MAX].tolist()
+            request = inspect_pb2.GetRetentionRequest(topic=topic, ledger_id=ledgers, page_size=RETENTION_PAGE)
+            while True:
+                page = yield from asking.ask(GET_RETENTION, request.SerializeToString(), topic=topic, needs=needs)
+                pages.append(page)
+                request.page_token = page.next_page_token
+                if not request.page_token:
+                    break
+        return inspection.Retention.from_messages(pages)
 
     def backlog_page(
         self,

@@ -396,8 +396,8 @@ class Retention:
     ledger_id: NDArray[np.uint64]
     lowest_entry_id: NDArray[np.uint64]
     uncertain: tuple[tuple[int, int], ...]
-    """The first and the last ledger of damaged buckets: rows of them were lost and are to be added again, so all of their
-    entries are needed."""
+    """The first and the last ledger of damaged buckets: rows of them were lost and are to be added again, so all of
+    their entries are needed."""
     as_of_ms: int
 
     def __iter__(self) -> Iterator[tuple[int, int]]:

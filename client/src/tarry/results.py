@@ -256,7 +256,7 @@ class Trimmed(int):
     dead_lettered: int
     """Of these, dead letters now."""
     may_have_landed: bool
-    """Whether the answer of an earlier try was lost. If so, that try may have dropped rows that are not counted here."""
+    """Whether the answer of an earlier try was lost. If so, that try may have dropped rows that are not counted."""
 
     def __new__(cls, trimmed: int, *, dead_lettered: int, may_have_landed: bool) -> Trimmed:
         made = super().__new__(cls, trimmed)

@@ -49,13 +49,43 @@ def test_that_there_is_no_topic_is_said(daemon: FakeDaemon, run: Run) -> None:
 def test_stats_show_the_topic_and_its_subscriptions(daemon: FakeDaemon, run: Run) -> None:
     message = inspect_pb2.GetTopicStatsResponse(topic="t", pending=5, next_due_ms=1, last_due_ms=2**63, merges=6)
     message.subscriptions.add(subscription="sub", own_pending=4, backlog=3)
+    message.lowest_position.ledger_id, message.lowest_position.entry_id, message.ledgers = 7, 0, 12
     daemon.script("GetTopicStats", answer(message))
     shown = run("stats", "t").stdout
+    assert {"ledgers\t12", "lowest position\t7:0"} <= set(shown.splitlines())
     assert "pending\t5" in shown
     assert {f"last due, at most\t{2**63} ms", "merges under way\t6"} <= set(shown.splitlines())
     assert "sub\t4\t3\t0" in shown
     parsed = json.loads(run("stats", "t", "--json").stdout)
     assert (parsed["pending"], parsed["subscriptions"][0]["backlog"]) == (5, 3)
+    assert (parsed["lowest_position"], parsed["ledgers"]) == ([7, 0], 12)
+
+
+can_say = answer(cluster_pb2.GetVersionResponse(version="1", api=1, feature=["retention"]))
+
+
+def test_what_a_topic_needs_of_its_log_is_shown_by_ledger(daemon: FakeDaemon, run: Run) -> None:
+    first = inspect_pb2.GetRetentionResponse(ledger_id=[7], lowest_entry_id=[4], next_page_token="a")
+    last = inspect_pb2.GetRetentionResponse(ledger_id=[2**64 - 1], lowest_entry_id=[0])
+    last.uncertain.add(first_ledger_id=3, last_ledger_id=5)
+    daemon.script("GetVersion", can_say)
+    daemon.script("GetRetention", answer(first), answer(last), answer(first), answer(last))
+    result = run("retention", "t", "--ledger", "7")
+    assert [line.split("\t") for line in result.stdout.splitlines()[-2:]] == [["7", "4"], [str(2**64 - 1), "0"]]
+    assert "ledgers 3 to 5: rows were lost with a damaged bucket, all of their entries are needed" in result.stderr
+    parsed = json.loads(run("retention", "t", "--json").stdout)
+    assert (parsed["lowest_position"], parsed["ledgers"]) == ([3, 0], [[7, 4], [2**64 - 1, 0]])
+    assert parsed["uncertain"] == [[3, 5]]
+    asked = daemon.requests("GetRetention")
+    assert [list(each.ledger_id) for each in asked] == [[7], [7], [], []]
+    assert [each.page_token for each in asked] == ["", "a"] * 2
+
+
+def test_that_a_topic_needs_nothing_of_its_log_is_said(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("GetVersion", can_say)
+    daemon.script("GetRetention", answer(inspect_pb2.GetRetentionResponse()))
+    assert "t has no rows" in run("retention", "t").stderr
+    assert json.loads(run("retention", "t", "--json").stdout)["lowest_position"] is None
 
 
 def test_stats_say_what_to_add_again(daemon: FakeDaemon, run: Run) -> None:

@@ -12,8 +12,8 @@ import pytest
 from google.rpc import code_pb2
 
 from tarry.cli import output
-from tarry.v1 import delayed_delivery_pb2
-from tests.client._support.fake_daemon import FakeDaemon, Requests, accept_all, answer, refused, status
+from tarry.v1 import cluster_pb2, delayed_delivery_pb2
+from tests.client._support.fake_daemon import FakeDaemon, Requests, accept_all, answer, refuse, refused, status
 from tests.client.cli.conftest import Run
 
 
@@ -173,11 +173,30 @@ def test_a_trim_tells_how_many_rows_it_dropped(daemon: FakeDaemon, run: Run) -> 
     arguments = ("trim", "t", "--ledger", "7", "--entry", "19", "--yes")
     assert run(*arguments).stdout == "dropped 2,000 rows of t\n"
     lower = run(*arguments, "--all-lower-ledgers", "--subscription", "s", "--json")
-    assert json.loads(lower.stdout) == {"topic": "t", "subscription": "s", "trimmed": 2000}
+    assert json.loads(lower.stdout) == {"topic": "t", "subscription": "s", "trimmed": 2000, "dead_lettered": 0}
     whole, of_one = daemon.requests("TrimMessages")
     assert (whole.subscription, whole.all_lower_ledgers) == ("", False)
     assert (list(of_one.ledger_id), list(of_one.entry_id)) == ([7], [19])
     assert (of_one.subscription, of_one.all_lower_ledgers) == ("s", True)
+
+
+def test_a_trim_to_dead_letters_goes_on_while_there_are_more(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("GetVersion", answer(cluster_pb2.GetVersionResponse(version="1", api=1, feature=["retention"])))
+    some = delayed_delivery_pb2.TrimMessagesResponse(trimmed=100_000, dead_lettered=100_000, more=True)
+    rest = delayed_delivery_pb2.TrimMessagesResponse(trimmed=5, dead_lettered=5)
+    daemon.script("TrimMessages", answer(some), answer(rest))
+    arguments = ("trim", "t", "--ledger", "7", "--entry", "19", "--yes", "--dead-letter")
+    assert run(*arguments, "--subscription", "s").stdout == "100,005 rows of t for subscription s became dead letters\n"
+    assert [request.dead_letter for request in daemon.requests("TrimMessages")] == [True, True]
+    assert "--dead-letter needs --subscription" in run(*arguments).stderr
+
+
+def test_a_trim_says_when_an_answer_was_lost(daemon: FakeDaemon, run: Run) -> None:
+    lost = refuse(grpc.StatusCode.UNAVAILABLE, "it stops")
+    daemon.script("TrimMessages", lost, answer(delayed_delivery_pb2.TrimMessagesResponse(trimmed=3)))
+    result = run("trim", "t", "--ledger", "7", "--entry", "19", "--yes")
+    assert result.stdout == "dropped 3 rows of t\n"
+    assert "an answer was lost: rows that an earlier try dropped are not counted" in result.stderr
 
 
 def test_a_clear_tells_how_many_rows_it_dropped(daemon: FakeDaemon, run: Run) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import tarry
 import tarry.aio
-from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests._support.outcomes import nack_result
 from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 from tests.client.conformance._support.deletion_calls import DELETION_CALLS
@@ -165,6 +165,25 @@ async def test_long_columns_are_several_requests_and_one_count(daemon: FakeDaemo
     daemon.script("NegativeAcknowledge", answer(dispatch_pb2.NegativeAcknowledgeResponse(ignored=1, dead_lettered=2)))
     assert await client.nack("t", "s", (7, range(5), 0), delay_ms=[1, 2, 3, 4, 5]) == nack_result(3, 6)
     assert [list(request.delay_ms) for request in daemon.requests("NegativeAcknowledge")] == [[1, 2], [3, 4], [5]]
+
+
+async def test_what_a_topic_needs_of_its_log_is_one_answer(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    daemon.script("GetVersion", answer(cluster_pb2.GetVersionResponse(version="1", api=1, feature=["retention"])))
+    pages = [
+        inspect_pb2.GetRetentionResponse(ledger_id=[7, 9], lowest_entry_id=[4, 0], next_page_token="p", as_of_ms=5),
+        inspect_pb2.GetRetentionResponse(ledger_id=[20], lowest_entry_id=[1]),
+        inspect_pb2.GetRetentionResponse(),
+        inspect_pb2.GetRetentionResponse(ledger_id=[2000], lowest_entry_id=[8]),
+    ]
+    daemon.script("GetRetention", *(answer(page) for page in pages))
+    needed = await client.retention("t", range(2_000, -1, -1))
+    assert list(needed) == [(7, 4), (9, 0), (20, 1), (2000, 8)]
+    assert (needed.lowest_position, needed.as_of_ms, needed.uncertain) == ((7, 4), 5, ())
+    asked = daemon.requests("GetRetention")
+    assert [each.page_token for each in asked] == ["", "p", "", ""]
+    assert [(each.ledger_id[0], len(each.ledger_id)) for each in asked] == [(0, 1_000)] * 2 + [(1000, 1000), (2000, 1)]
+    with pytest.raises(tarry.InvalidArgument, match="names no ledger"):
+        await client.retention("t", [])
 
 
 # Redelivery.

@@ -7,7 +7,7 @@ import pytest
 
 import tarry
 import tarry.aio
-from tarry.v1 import cluster_pb2, dispatch_pb2
+from tarry.v1 import cluster_pb2, delayed_delivery_pb2, dispatch_pb2
 from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 
 FORWARDED = (7, 1, 1_000, None, 0)
@@ -43,3 +43,16 @@ async def test_a_daemon_is_asked_once_and_again_after_it_failed(daemon: FakeDaem
         await client.nack("topic", "sub", FORWARDED, forwarded=True)
     (request, *_) = daemon.requests("NegativeAcknowledge")
     assert (request.forwarded, list(request.redelivery_count)) == (True, [0])
+
+
+async def test_what_a_log_is_needed_for_is_not_asked_of_a_daemon_that_does_not_tell(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    daemon.script("GetVersion", of_before)
+    with pytest.raises(tarry.Unsupported, match=r"dead_letter.*retention.*update the daemon"):
+        await client.trim("topic", 7, 9, dead_letter=True, subscription="sub")
+    with pytest.raises(tarry.Unsupported, match=r"retention.*update the daemon"):
+        await client.retention("topic")
+    assert daemon.count("TrimMessages") == daemon.count("GetRetention") == 0
+    daemon.script("TrimMessages", answer(delayed_delivery_pb2.TrimMessagesResponse(trimmed=3)))
+    assert await client.trim("topic", 7, 9) == 3, "what it knows is sent without asking"

@@ -62,9 +62,29 @@ async def test_rows_are_added_looked_at_trimmed_and_cleared(client: tarry.aio.Cl
     assert await client.trim(topic, 7, 4) == 4
     assert list((await client.contains(topic, 7, 0, last_entry_id=100)).pending) == [(7, 5, 11)]
     await client.add(topic, 9, range(3), delay_ms=FAR_MS)
+    assert list(await client.retention(topic)) == [(7, 5), (9, 0)]
+    assert list(await client.retention(topic, [9, 8])) == [(9, 0)]
     assert await client.trim(topic, 9, 0, all_lower_ledgers=True) == 8
+    assert (await client.retention(topic)).lowest_position == (9, 1)
     assert await client.clear(topic) == 2
+    assert (await client.retention(topic)).lowest_position is None
     assert (await client.stats(topic)).pending == 0
+
+
+async def test_what_is_trimmed_to_dead_letters_is_listed_and_may_be_replayed(
+    client: tarry.aio.Client, topic: str
+) -> None:
+    await client.create_subscription(topic, "s")
+    await client.create_subscription(topic, "other")
+    await client.add(topic, 7, range(5), delay_ms=FAR_MS)
+    trimmed = await client.trim(topic, 7, 2, dead_letter=True, subscription="s")
+    assert (trimmed, trimmed.dead_lettered, trimmed.may_have_landed) == (3, 3, False)
+    pages = [page async for page in client.dead_letters(topic, "s")]
+    assert [(page.entry_id.tolist(), page.deliver_at_ms.tolist()) for page in pages] == [([0, 1, 2], [0, 0, 0])]
+    assert pages[0].reason.tolist() == [tarry.DeadLetterReason.TRIMMED] * 3
+    assert (await client.retention(topic)).lowest_position == (7, 0), "another subscription is owed it"
+    with pytest.raises(tarry.InvalidArgument, match="dead_letter is set, and subscription is empty"):
+        await client.trim(topic, 7, 2, dead_letter=True)
 
 
 async def test_due_rows_are_leased_acknowledged_and_given_back(client: tarry.aio.Client, topic: str) -> None:

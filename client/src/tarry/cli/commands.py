@@ -66,6 +66,7 @@ for command in (
     pending.scheduled,
     pending.histogram,
     pending.backlog,
+    looking.retention,
     looking.lookup,
     whole_topics.policy,
     levels.levels,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from tarry import inspection
-from tarry.cli import connection, output, policy_text
+from tarry.cli import connection, output, policy_text, rows
 from tarry.threads import client
 
 P = TypeVar("P", bound=inspection.Page[Any])
@@ -98,6 +98,8 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
             "rows in memory": counts.loaded_rows,
             "next due": output.time_text(counts.next_due_ms),
             "last due, at most": output.time_text(counts.last_due_ms),
+            "ledgers": counts.ledgers,
+            "lowest position": output.position_text(counts.lowest_position),
             "oldest due, not handed out": output.time_text(counts.oldest_due_ms),
             "shard": counts.shard,
             "epoch": counts.epoch,
@@ -110,6 +112,50 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
     click.echo("")
     _subscription_table(counts.topic, counts.subscriptions)
     output.rebuild_notes(counts.rebuild_needed)
+
+
+@click.command()
+@click.argument("topic")
+@click.option(
+    "--ledger",
+    "ledgers",
+    type=click.IntRange(0, rows.U64_MAX),
+    multiple=True,
+    help="Of this ledger, may be repeated; otherwise of all.",
+)
+@connection.connected
+def retention(*, connected: client.Client, topic: str, ledgers: tuple[int, ...], as_json: bool) -> None:
+    """Show what TOPIC needs of its log: of each ledger the lowest entry that has a row, due or not.
+
+    A log may be cut below the lowest position, as far as what is in it has been added, less what consumers may still
+    negatively acknowledge. Of ledgers that a damaged bucket was of all entries are needed.
+
+    \b
+    Examples:
+      tarry retention flights
+      tarry retention flights --ledger 7 --ledger 8 --json
+    """
+    needed = connected.retention(topic, list(ledgers) or None)
+    if as_json:
+        output.as_json(
+            {
+                "topic": topic,
+                "lowest_position": needed.lowest_position,
+                "ledgers": list(needed),
+                "uncertain": needed.uncertain,
+                "as_of_ms": needed.as_of_ms,
+            }
+        )
+        return
+    output.table(
+        f"What {topic} needs of its log",
+        ("ledger", "lowest entry"),
+        # The ids as text: they are names, not counts.
+        ((str(ledger), str(entry)) for ledger, entry in needed),
+        empty=f"{topic} has no rows" + (" of these ledgers" if ledgers else ""),
+    )
+    for first, last in needed.uncertain:
+        output.note(f"ledgers {first} to {last}: rows were lost with a damaged bucket, all of their entries are needed")
 
 
 def _subscription_table(

@@ -198,6 +198,11 @@ def batch_indexes(given: NDArray[np.uint32] | None, rows: int) -> list[int | Non
     return [None if index == columns.NO_BATCH_INDEX else index for index in given.tolist()]
 
 
+def position_text(position: tuple[int, int] | None) -> str:
+    """`ledger:entry`; `-` when there is none."""
+    return "-" if position is None else f"{position[0]}:{position[1]}"
+
+
 def time_text(at_ms: int | None) -> str:
     """Local time with milliseconds and offset; `-` when there is none."""
     if at_ms is None:

@@ -224,11 +224,19 @@ def contains(
 
 
 def _trim_question(
-    *, topic: str, ledger: int, entry: int, all_lower_ledgers: bool, subscription: str | None, **_: object
+    *,
+    topic: str,
+    ledger: int,
+    entry: int,
+    all_lower_ledgers: bool,
+    dead_letter: bool,
+    subscription: str | None,
+    **_: object,
 ) -> str:
     lower = " and of every lower ledger" if all_lower_ledgers else ""
     about = connection.of_topic(topic, subscription)
-    return f"Drop the rows of {about} up to entry {entry} of ledger {ledger}{lower}?"
+    what = "Make dead letters of" if dead_letter else "Drop"
+    return f"{what} the rows of {about} up to entry {entry} of ledger {ledger}{lower}?"
 
 
 @click.command()
@@ -236,6 +244,9 @@ def _trim_question(
 @click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), required=True, help="Ledger to trim.")
 @click.option("--entry", type=click.IntRange(0, rows.U64_MAX), required=True, help="The last entry that is dropped.")
 @click.option("--all-lower-ledgers", is_flag=True, help="Also every row of ledgers with a lower id.")
+@click.option(
+    "--dead-letter", is_flag=True, help="What the subscription is owed becomes dead letters; needs --subscription."
+)
 @click.option("--subscription", help="For this subscription only; otherwise for the whole topic.")
 @connection.asked_first(_trim_question)
 @connection.connected
@@ -246,21 +257,39 @@ def trim(
     ledger: int,
     entry: int,
     all_lower_ledgers: bool,
+    dead_letter: bool,
     subscription: str | None,
     as_json: bool,
 ) -> None:
     """Drop the rows of a ledger of TOPIC at or before an entry, due or not. What is added later is not affected.
 
+    With --dead-letter the rows are kept as dead letters of the subscription: `tarry dead-letters` lists them.
+
     \b
     Examples:
       tarry trim flights --ledger 7 --entry 1999 --yes
       tarry trim flights --ledger 7 --entry 1999 --all-lower-ledgers --subscription departures
+      tarry trim flights --ledger 7 --entry 1999 --dead-letter --subscription departures
     """
+    if dead_letter and subscription is None:
+        raise click.UsageError("--dead-letter needs --subscription: dead letters are of a subscription")
     about = connection.of_topic(topic, subscription)
     with output.waiting(f"trimming {about}"):
-        trimmed = connected.trim(topic, ledger, entry, all_lower_ledgers=all_lower_ledgers, subscription=subscription)
+        trimmed = connected.trim(
+            topic,
+            ledger,
+            entry,
+            all_lower_ledgers=all_lower_ledgers,
+            dead_letter=dead_letter,
+            subscription=subscription,
+        )
+    if trimmed.may_have_landed:
+        output.note("an answer was lost: rows that an earlier try dropped are not counted")
     if as_json:
-        output.as_json({"topic": topic, "subscription": subscription, "trimmed": trimmed})
+        counts = {"trimmed": int(trimmed), "dead_lettered": trimmed.dead_lettered}
+        output.as_json({"topic": topic, "subscription": subscription, **counts})
+    elif dead_letter:
+        click.echo(f"{output.rows_text(trimmed)} of {about} became dead letters")
     else:
         click.echo(f"dropped {output.rows_text(trimmed)} of {about}")
 

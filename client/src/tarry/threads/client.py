@@ -203,14 +203,18 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         entry_id: columns.Column,
         *,
         all_lower_ledgers: bool = False,
+        dead_letter: bool = False,
         subscription: str | None = None,
         timeout_s: float | None = None,
-    ) -> int:
+    ) -> results.Trimmed:
         """Drops the rows of each ledger at or before its entry, for the topic or for one subscription.
 
         `all_lower_ledgers`: also every row of ledgers with a lower id; only with one ledger.
+        `dead_letter`: what the subscription is owed of them becomes dead letters; only with `subscription`.
         Returns how many rows were dropped, or that the subscription is owed no longer; after a lost answer it is
-        sent again and counts only what was left. What is added later is not affected. Raises NotFound.
+        sent again and counts only what was left (`may_have_landed`). A large trim goes in portions: a failure may leave
+        a part of it done. What is added later is not affected. Raises NotFound; Unsupported: the daemon does not know
+        `dead_letter`.
 
         Example: `client.trim("flights", ledger_id=7, entry_id=1_999, all_lower_ledgers=True)`
         """
@@ -220,6 +224,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
                 ledger_id,
                 entry_id,
                 all_lower_ledgers=all_lower_ledgers,
+                dead_letter=dead_letter,
                 subscription=subscription,
                 timeout_s=timeout_s,
             )

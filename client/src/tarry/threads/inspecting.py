@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from tarry import calls, consumer_stats, inspection, redelivery, results
+from tarry import calls, columns, consumer_stats, inspection, redelivery, results
 from tarry.threads import connections
 
 T = TypeVar("T")
@@ -207,6 +207,19 @@ class Inspecting:
                 timeout_s=timeout_s,
             )
         )
+
+    def retention(
+        self, topic: str, ledger_id: columns.Column | None = None, *, timeout_s: float | None = None
+    ) -> inspection.Retention:
+        """What a topic needs of its log: of each ledger the lowest entry that has a row, waiting or due.
+
+        `ledger_id`: of these ledgers; one that is not in the answer holds nothing. None = of all.
+        A log may be cut below the lowest position, as far as what is in the log has been added, less what consumers may
+        still negatively acknowledge. Raises NotFound; Unsupported: the daemon is of before it told.
+
+        Example: `client.retention("flights").lowest_position`
+        """
+        return self._connections.run(self._calls.retention(topic, ledger_id, timeout_s=timeout_s))
 
     def backlog(
         self,
