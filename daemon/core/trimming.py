@@ -27,7 +27,6 @@ PORTION_PAGES = 2_000
 _BUCKET_PAGES_MAX = 40_000
 # Pages of buckets that are looked at before others have their turn.
 LOOKS_A_TURN = 1_000
-_MEMBERS_A_STEP = 4_096
 # A portion of dead letters stands in one slot with a column for each of their fields.
 DEAD_LETTER_PORTION_ROWS = 20_000
 
@@ -137,17 +136,8 @@ def _members(present: BitMap64, first: int, last: int, most: int) -> U64:
     """The first of the members of a set in a range. As much work as there are, however large the set is: cutting it
     would copy all of it.
     """
-    found: list[U64] = []
-    rows = 0
-    members = present.iter_equal_or_larger(first)
-    while rows < most:
-        some = np.fromiter(itertools.islice(members, min(_MEMBERS_A_STEP, most - rows)), np.uint64)
-        inside = int(np.searchsorted(some, np.uint64(last), side="right"))
-        found.append(some[:inside])
-        rows += inside
-        if inside < _MEMBERS_A_STEP:
-            break
-    return np.concatenate(found) if found else np.empty(0, np.uint64)
+    members = itertools.takewhile(last.__ge__, present.iter_equal_or_larger(first))
+    return np.fromiter(itertools.islice(members, most), np.uint64)
 
 
 def _key_ranges(index: Index, ranges: LedgerRanges | None) -> Iterator[KeyRange]:
