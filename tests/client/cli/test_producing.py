@@ -28,7 +28,8 @@ def test_entries_are_added_from_options(daemon: FakeDaemon, run: Run) -> None:
     summary = json.loads(result.stdout)
     assert summary.pop("seconds") >= 0
     assert summary == {
-        "topic": "t", "rows": 5, "accepted": 5, "duplicates": 0, "late_on_arrival": 0, "returned": 0, "raised": 0
+        "topic": "t", "rows": 5, "accepted": 5, "duplicates": 0, "late_on_arrival": 0, "returned": 0, "raised": 0,
+        "refused": 0, "refused_rows": [],
     }  # fmt: skip
     first, second = adds_of(daemon)
     assert (first.topic, list(first.ledger_id), list(first.delay_ms)) == ("t", [3], [90_000])
