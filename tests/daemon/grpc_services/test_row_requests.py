@@ -237,6 +237,31 @@ def test_the_plain_form_of_delay_levels_is_not_left_to_the_runtime(levels: list[
     assert read.columns[4] == (levels * rows if len(levels) == 1 else levels)
 
 
+@pytest.mark.parametrize("already_due", delayed_delivery_pb2.AlreadyDue.values())
+@pytest.mark.parametrize("on_invalid", delayed_delivery_pb2.OnInvalid.values())
+def test_what_is_returned_is_not_left_to_the_runtime(
+    already_due: delayed_delivery_pb2.AlreadyDue.ValueType, on_invalid: delayed_delivery_pb2.OnInvalid.ValueType
+) -> None:
+    add = delayed_delivery_pb2.AddMessagesRequest(
+        topic="t", ledger_id=[1], entry_id=[1], delay_ms=[1], already_due=already_due, on_invalid=on_invalid
+    )
+    data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=1, add=add).SerializeToString()
+    read = add_by_bytes(data)
+    assert read == add_by_runtime(data) is not None
+    assert read is not None
+    assert read.returns == (already_due == 2, on_invalid == 2)
+
+
+def test_a_number_of_an_enum_that_is_not_known_is_left_to_the_runtime() -> None:
+    unknown: list[tuple[str, dict[str, Any]]] = [(field, {field: 3}) for field in ("already_due", "on_invalid")]
+    for field, given_fields in unknown:
+        add = delayed_delivery_pb2.AddMessagesRequest(
+            topic="t", ledger_id=[1], entry_id=[1], delay_ms=[1], **given_fields
+        )
+        data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=1, add=add).SerializeToString()
+        assert add_by_bytes(data) is None, field
+
+
 @pytest.mark.parametrize("request_id", [0, 1, (1 << 40) + 3])
 def test_the_plain_form_of_an_acknowledgement_is_not_left_to_the_runtime(request_id: int) -> None:
     positions = {"ledger_id": [7], "entry_id": range(1000), "deliver_at_ms": range(1000)}
