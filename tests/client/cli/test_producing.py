@@ -82,7 +82,9 @@ def returning(daemon: FakeDaemon, *refused_of_each: tuple[list[int], list[int]])
     def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         for request, (index, reason) in zip(requests, refused_of_each, strict=False):
             added = delayed_delivery_pb2.AddMessagesResponse(
-                accepted=len(request.add.entry_id) - len(index), refused_index=index, refused_reason=reason
+                accepted=len(request.add.entry_id) - len(index),
+                refused_index=index,
+                refused_reason=reason,  # type: ignore[arg-type]
             )
             yield delayed_delivery_pb2.StreamAddMessagesResponse(request_id=request.request_id, added=added)
 
