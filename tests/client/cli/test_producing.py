@@ -109,6 +109,18 @@ def test_rows_that_are_refused_are_printed_by_line_with_the_reason(daemon: FakeD
     assert [add.on_invalid for add in adds_of(daemon)] == [delayed_delivery_pb2.ON_INVALID_RETURN] * 2
 
 
+def test_refused_rows_are_in_the_order_of_the_file_whatever_is_answered_first(daemon: FakeDaemon, run: Run) -> None:
+    def backwards(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+        for request in reversed([requests.take() for _ in range(2)]):
+            added = delayed_delivery_pb2.AddMessagesResponse(refused_index=[0, 1], refused_reason=[1])
+            yield delayed_delivery_pb2.StreamAddMessagesResponse(request_id=request.request_id, added=added)
+
+    returning(daemon)
+    daemon.script("StreamAddMessages", backwards)
+    result = run("add", "t", "--file", "-", "--batch-rows", "2", "--on-invalid", "return", "--json", stdin=ROWS)
+    assert [row["line"] for row in json.loads(result.stdout)["refused_rows"]] == [2, 4, 5, 6]
+
+
 def test_refused_rows_are_listed_as_json(daemon: FakeDaemon, run: Run) -> None:
     returning(daemon, ([0, 2], [3]))
     arguments = ("--ledger", "9", "--entries", "5-7", "--level", "99", "--on-invalid", "return")

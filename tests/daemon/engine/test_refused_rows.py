@@ -61,3 +61,11 @@ async def test_quotas_count_the_valid_rows_alone(machines: EngineFixture) -> Non
         await add(one, [60_000], first=100, client="b")
     with pytest.raises(QuotaExceeded, match="client 'a' is 0 ahead"):
         await add(one, [60_000], first=100, client="a")
+
+
+async def test_a_new_topic_is_born_where_its_valid_rows_fit_into_the_limit_of_all_topics(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one", "limits.pending_rows_max=2")
+    assert (await add(one, [60_000, TOO_LONG_MS, 60_000, TOO_LONG_MS])).accepted == 2
+    assert await pending(one) == 2
