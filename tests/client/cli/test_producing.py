@@ -112,7 +112,10 @@ def test_rows_that_are_refused_are_printed_by_line_with_the_reason(daemon: FakeD
 def test_refused_rows_are_in_the_order_of_the_file_whatever_is_answered_first(daemon: FakeDaemon, run: Run) -> None:
     def backwards(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         for request in reversed([requests.take() for _ in range(2)]):
-            added = delayed_delivery_pb2.AddMessagesResponse(refused_index=[0, 1], refused_reason=[1])
+            added = delayed_delivery_pb2.AddMessagesResponse(
+                refused_index=[0, 1],
+                refused_reason=[delayed_delivery_pb2.REFUSED_REASON_DELAY_TOO_LONG],
+            )
             yield delayed_delivery_pb2.StreamAddMessagesResponse(request_id=request.request_id, added=added)
 
     returning(daemon)
