@@ -22,6 +22,7 @@ from daemon.core.key_shared.hash_slots import HashRange
 from daemon.core.key_shared.stats import ConsumerStats, KeySharedStats
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.quotas import Caller
+from daemon.core.refusals import Refused, RefusedReason
 from daemon.core.retention import Survey
 from daemon.core.scan import Place
 from daemon.core.trimming import LedgerRanges
@@ -64,6 +65,8 @@ __all__ = [
     "Place",
     "Planned",
     "RebuildNeeded",
+    "Refused",
+    "RefusedReason",
     "Replayed",
     "RescheduleBatch",
     "RescheduleOutcome",

@@ -71,7 +71,12 @@ class Metrics:
     def _declare_rows(self) -> None:
         counter = self._counter
         self._add_rows = _Children(
-            counter("tarry_add_rows", "Rows of adds, by result: accepted, duplicate or returned.", "topic", "result")
+            counter(
+                "tarry_add_rows",
+                "Rows of adds, by result: accepted, duplicate, returned or refused.",
+                "topic",
+                "result",
+            )
         )
         self._late = counter(
             "tarry_add_late_on_arrival_rows", "Added rows that were due already when they came.", "topic"
@@ -289,9 +294,12 @@ class Metrics:
         """Exports the gauges of topics; `snapshot` is called at each scrape, in the scrape's thread."""
         self.registry.register(TopicGauges(snapshot, self._labels))
 
-    def added(self, topic: str, *, accepted: int, duplicates: int, returned: int, late_on_arrival: int) -> None:
+    def added(
+        self, topic: str, *, accepted: int, duplicates: int, returned: int, late_on_arrival: int, refused: int = 0
+    ) -> None:
         label = self._labels.label(topic)
-        for result, rows in (("accepted", accepted), ("duplicate", duplicates), ("returned", returned)):
+        results = (("accepted", accepted), ("duplicate", duplicates), ("returned", returned), ("refused", refused))
+        for result, rows in results:
             if rows:
                 self._add_rows(label, result).inc(rows)
         if late_on_arrival:

@@ -17,6 +17,7 @@ from daemon.core import limits
 from daemon.core.delay_levels import DelayLevels
 from daemon.core.index import Index
 from daemon.core.positions import bitmap_of, pages_of
+from daemon.core.refusals import Refused, refused_rows
 from storage_backends.formats.row_columns import U32, U64, Rows
 
 # Raises when the rows, those of each index, may not be added now.
@@ -27,6 +28,7 @@ OfLevel = tuple[int, Rows]
 
 _Places = npt.NDArray[np.intp]
 _NO_ROWS = np.empty(0, np.uint32)
+_COLUMNS = ("ledger_id", "entry_id", "deliver_at_ms", "delay_ms", "key_hash", "delay_level")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -34,7 +36,8 @@ class AddBatch:
     """Positions to add, columns of n rows. Exactly one of `deliver_at_ms`, `delay_ms` and `delay_level` is given.
 
     `return_already_due`: rows whose time has come are not stored but returned. `delay_level`: as asked for, of the
-    table that is in force when that is decided.
+    table that is in force when that is decided. `return_invalid`: rows whose time or level may not be are returned, and
+    the others stored; if not, the whole batch is refused.
     """
 
     ledger_id: U64
@@ -44,6 +47,12 @@ class AddBatch:
     key_hash: U32 | None
     return_already_due: bool
     delay_level: npt.NDArray[np.int32] | None = None
+    return_invalid: bool = False
+
+    def take(self, places: U32) -> AddBatch:
+        """Some of the rows."""
+        given = ((name, getattr(self, name)) for name in _COLUMNS)
+        return dataclasses.replace(self, **{name: column[places] for name, column in given if column is not None})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -51,6 +60,7 @@ class AddOutcome:
     """What became of a batch. `returned_index`, `raised_index`: rows of the request.
 
     `accepted`: rows that were stored in at least one index; `duplicates`: those that every index had a row of.
+    `refused`: those that may not be stored, with `return_invalid`.
     """
 
     accepted: int
@@ -59,6 +69,21 @@ class AddOutcome:
     late_on_arrival: int
     raised_index: U32
     raised_deliver_at_ms: U64
+    refused: Refused = dataclasses.field(default_factory=Refused.nothing)
+
+    @staticmethod
+    def nothing(refused: Refused) -> AddOutcome:
+        """Of a batch of which every row is refused."""
+        return AddOutcome(0, 0, _NO_ROWS, 0, _NO_ROWS, np.empty(0, np.uint64), refused)
+
+    def placed(self, places: U32, refused: Refused) -> AddOutcome:
+        """As of the request of which only the rows at `places`, those that are not refused, were decided on."""
+        return dataclasses.replace(
+            self,
+            returned_index=places[self.returned_index],
+            raised_index=places[self.raised_index],
+            refused=refused,
+        )
 
 
 def admit_all(accepted: Sequence[Rows]) -> None:
@@ -78,9 +103,50 @@ def stage(
     """Which rows each of the indexes accepts, by delay level; they are staged there. `floor_ms`: all of them are stored
     later.
 
-    `admit` is asked before anything changes. Raises DelayTooLong, InvalidArgument for a level that there is not, and
-    what `admit` raises.
+    `admit` is asked before anything changes. Raises what `admit` raises, and, unless the batch has `return_invalid`,
+    DelayTooLong, InvalidArgument for a level that there is not or a time in seconds.
     """
+    refused = refused_of(batch, now_ms=now_ms, request_limits=request_limits, levels=levels)
+    if len(refused) == len(batch.entry_id):
+        return [[] for _ in indexes], AddOutcome.nothing(refused)
+    places = refused.others(len(batch.entry_id)) if len(refused) else None
+    accepted, outcome = _stage_valid(
+        batch if places is None else batch.take(places),
+        indexes,
+        now_ms=now_ms,
+        floor_ms=floor_ms,
+        request_limits=request_limits,
+        levels=levels,
+        admit=admit,
+    )
+    return accepted, outcome if places is None else outcome.placed(places, refused)
+
+
+def refused_of(batch: AddBatch, *, now_ms: int, request_limits: limits.RequestLimits, levels: DelayLevels) -> Refused:
+    """The rows that are returned since they may not be stored; none of a batch that is refused as a whole for them."""
+    if not batch.return_invalid:
+        return Refused.nothing()
+    return refused_rows(
+        batch.deliver_at_ms,
+        batch.delay_ms,
+        batch.delay_level,
+        now_ms=now_ms,
+        delay_max_ms=request_limits.delay_max_ms,
+        levels=levels,
+    )
+
+
+def _stage_valid(
+    batch: AddBatch,
+    indexes: Sequence[Index],
+    *,
+    now_ms: int,
+    floor_ms: int | None,
+    request_limits: limits.RequestLimits,
+    levels: DelayLevels,
+    admit: Admit,
+) -> tuple[list[list[OfLevel]], AddOutcome]:
+    """Stages a batch as a whole. Raises as `stage` for a row that may not be stored."""
     delay_max_ms = request_limits.delay_max_ms
     level, delay_ms = None, batch.delay_ms
     if batch.delay_level is not None:

@@ -68,15 +68,20 @@ class DelayLevels:
         count as that.
         """
         wanted = levels.astype(np.int64)
-        if int(wanted.min(initial=0)) < 0:
-            row = int(wanted.argmin())
+        if self.unknown(wanted) is None:
+            return np.minimum(wanted, self.top)
+        row = int(wanted.argmin())
+        if wanted[row] < 0:
             raise InvalidArgument(f"{field}[{row}] is {wanted[row]}; a level is 0, which is no delay, to {self.top}")
-        if int(wanted.max(initial=0)) <= self.top:
-            return wanted
-        if not self.clamp:
-            row = int(wanted.argmax())
-            raise InvalidArgument(f"{field}[{row}] is {wanted[row]}; the highest level of the table is {self.top}")
-        return np.minimum(wanted, self.top)
+        row = int(wanted.argmax())
+        raise InvalidArgument(f"{field}[{row}] is {wanted[row]}; the highest level of the table is {self.top}")
+
+    def unknown(self, levels: Levels) -> npt.NDArray[np.bool_] | None:
+        """Which levels there are not: those that `effective` refuses; None: none of them."""
+        is_above = not self.clamp and int(levels.max(initial=0)) > self.top
+        if not is_above and int(levels.min(initial=0)) >= 0:
+            return None
+        return (levels < 0) | (levels > self.top) if is_above else levels < 0
 
     def delays_of(self, levels: Levels, field: str = "delay_level") -> U64:
         """The delays of levels in ms, u64[n]. Raises InvalidArgument as `effective`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 
 from daemon.errors import DelayTooLong, InvalidArgument
 from storage_backends.formats.index_ids import BATCH_INDEX_MAX, BATCHED_ENTRY_ID_MAX, NO_BATCH_INDEX
@@ -23,6 +24,8 @@ SECONDS_BELOW = 978_307_200_000
 # Spread positions over 64 bits, so that two of them rarely fall together.
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _ANOTHER_ODD = np.uint64(0xC2B2AE3D27D4EB4F)
+
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ def absolute_times(deliver_at_ms: U64 | None, delay_ms: U64 | None, *, now_ms: i
         return delay_ms + np.uint64(now_ms)
     if deliver_at_ms is None:
         raise InvalidArgument("deliver_at_ms and delay_ms are both missing; give one of them")
-    _check_delay("deliver_at_ms", deliver_at_ms, int(deliver_at_ms.max()), now_ms + delay_max_ms, delay_max_ms)
+    _check_delay("deliver_at_ms", deliver_at_ms, now_ms + delay_max_ms, delay_max_ms)
     _check_unit("deliver_at_ms", deliver_at_ms, now_ms)
     return deliver_at_ms
 
@@ -135,24 +138,35 @@ def _check_unit(field: str, deliver_at_ms: U64, now_ms: int) -> None:
     """Raises InvalidArgument for a time that is one of our days in seconds: in ms it is long past, and would be "at
     once". Smaller ones are meant so.
     """
-    if now_ms < SECONDS_BELOW or int(deliver_at_ms.min()) >= SECONDS_BELOW:
-        return
-    seconds = np.flatnonzero((deliver_at_ms >= np.uint64(SECONDS_FROM)) & (deliver_at_ms < np.uint64(SECONDS_BELOW)))
-    if len(seconds):
-        row = int(seconds[0])
+    seconds = in_seconds(deliver_at_ms, now_ms)
+    if seconds is not None:
+        row = int(seconds.argmax())
         raise InvalidArgument(
             f"{field}[{row}] is {deliver_at_ms[row]}, a time in seconds; give Unix time in ms: a thousand times as much"
         )
 
 
+def in_seconds(deliver_at_ms: U64, now_ms: int) -> Mask | None:
+    """Which times can only be meant in seconds; None: none of them."""
+    if now_ms < SECONDS_BELOW or int(deliver_at_ms.min()) >= SECONDS_BELOW:
+        return None
+    seconds = (deliver_at_ms >= np.uint64(SECONDS_FROM)) & (deliver_at_ms < np.uint64(SECONDS_BELOW))
+    return seconds if seconds.any() else None
+
+
+def above(column: U64, allowed: int) -> Mask | None:
+    """Which values are above what is allowed; None: none of them."""
+    return column > np.uint64(allowed) if int(column.max()) > allowed else None
+
+
 def check_delay(field: str, delay_ms: U64, delay_max_ms: int) -> None:
     """Raises DelayTooLong when a delay is above the limit."""
-    _check_delay(field, delay_ms, int(delay_ms.max()), delay_max_ms, delay_max_ms)
+    _check_delay(field, delay_ms, delay_max_ms, delay_max_ms)
 
 
-def _check_delay(field: str, column: U64, largest: int, allowed: int, delay_max_ms: int) -> None:
-    if largest > allowed:
+def _check_delay(field: str, column: U64, allowed: int, delay_max_ms: int) -> None:
+    if above(column, allowed) is not None:
         row = int(column.argmax())
         raise DelayTooLong(
-            f"{field}[{row}] is {largest}; the largest delay is {delay_max_ms} ms, so it may be at most {allowed}"
+            f"{field}[{row}] is {column[row]}; the largest delay is {delay_max_ms} ms, so it may be at most {allowed}"
         )

@@ -47,9 +47,15 @@ _DELAY_MS = _Add.DELAY_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _KEY_HASH = _Add.KEY_HASH_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _SUBSCRIPTION = _Add.SUBSCRIPTION_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _DELAY_LEVEL = _Add.DELAY_LEVEL_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_ALREADY_DUE = _Add.ALREADY_DUE_FIELD_NUMBER << 3 | _VARINT
+_ALREADY_DUE_KNOWN = frozenset(delayed_delivery_pb2.AlreadyDue.values())
+_ALREADY_DUE_RETURN = delayed_delivery_pb2.ALREADY_DUE_RETURN
+_ON_INVALID = _Add.ON_INVALID_FIELD_NUMBER << 3 | _VARINT
+_ON_INVALID_KNOWN = frozenset(delayed_delivery_pb2.OnInvalid.values())
+_ON_INVALID_RETURN = delayed_delivery_pb2.ON_INVALID_RETURN
 _STREAM_ADD_FIELDS = frozenset((_REQUEST_ID, _ADD))
 _TIMES = frozenset((_DELIVER_AT_MS, _DELAY_MS, _DELAY_LEVEL))
-_ADD_FIELDS = _TIMES | {_TOPIC, _LEDGER_ID, _ENTRY_ID, _KEY_HASH, _SUBSCRIPTION}
+_ADD_FIELDS = _TIMES | {_TOPIC, _LEDGER_ID, _ENTRY_ID, _KEY_HASH, _SUBSCRIPTION, _ALREADY_DUE, _ON_INVALID}
 
 _OF_SUBSCRIBE = dispatch_pb2.SubscribeRequest.ACKNOWLEDGE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _ACKNOWLEDGED_ID = _Acknowledge.REQUEST_ID_FIELD_NUMBER << 3 | _VARINT
@@ -99,8 +105,9 @@ def stream_add(data: bytes) -> tuple[int, str, str | None, call_values.AddBatch]
                 deliver_at_ms=_u64(data, fields[_DELIVER_AT_MS], rows) if _DELIVER_AT_MS in fields else None,
                 delay_ms=_u64(data, fields[_DELAY_MS], rows) if _DELAY_MS in fields else None,
                 key_hash=_u32(data, fields[_KEY_HASH], rows) if _KEY_HASH in fields else None,
-                return_already_due=False,
+                return_already_due=_enum(fields, _ALREADY_DUE, _ALREADY_DUE_KNOWN) == _ALREADY_DUE_RETURN,
                 delay_level=_levels(data, fields[_DELAY_LEVEL], rows) if _DELAY_LEVEL in fields else None,
+                return_invalid=_enum(fields, _ON_INVALID, _ON_INVALID_KNOWN) == _ON_INVALID_RETURN,
             ),
         )
     except (_NotPlainError, KeyError, IndexError, UnicodeDecodeError):
@@ -182,6 +189,16 @@ def _scan(data: bytes, place: int, end: int, known: frozenset[int]) -> _Fields:
     if place != end:
         raise _NotPlainError
     return fields
+
+
+def _enum(fields: _Fields, tag: int, known: frozenset[int]) -> int:
+    """The number of an enum, 0 where it is not given."""
+    if tag not in fields:
+        return 0
+    number = fields[tag][1]
+    if number not in known:
+        raise _NotPlainError
+    return number
 
 
 def _text(data: bytes, field: tuple[int, int]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,9 @@ _REDELIVER_AT_MS = _tag(_BACKLOG.REDELIVER_AT_MS_FIELD_NUMBER, _PACKED)
 _already_due = delayed_delivery_pb2.AlreadyDue
 _ALREADY_DUE = _already_due.DESCRIPTOR
 _ALREADY_DUE_RETURN = _already_due.ALREADY_DUE_RETURN
+_on_invalid = delayed_delivery_pb2.OnInvalid
+_ON_INVALID = _on_invalid.DESCRIPTOR
+_ON_INVALID_RETURN = _on_invalid.ON_INVALID_RETURN
 
 
 class Positions(Protocol):
@@ -139,6 +142,8 @@ def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> call_values.A
     """The request's rows. Raises `InvalidArgument`."""
     if request.already_due:
         parsing.require_known("already_due", request.already_due, _ALREADY_DUE)
+    if request.on_invalid:
+        parsing.require_known("on_invalid", request.on_invalid, _ON_INVALID)
     ledger_id, entry_id = positions(request)
     rows = len(entry_id)
     _require_one_of({name: len(getattr(request, name)) for name in ("deliver_at_ms", "delay_ms", "delay_level")})
@@ -151,6 +156,7 @@ def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> call_values.A
         key_hash=row_column("key_hash", request.key_hash, rows, np.uint32) if request.key_hash else None,
         return_already_due=request.already_due == _ALREADY_DUE_RETURN,
         delay_level=row_column("delay_level", request.delay_level, rows, np.int32) if request.delay_level else None,
+        return_invalid=request.on_invalid == _ON_INVALID_RETURN,
     )
 
 
@@ -341,9 +347,12 @@ def fill_ignored(response: TellsIgnored, ignored: call_values.Ignored) -> None:
         response.ignored = len(ignored)
         order = np.argsort(ignored.index)
         response.ignored_index.extend(ignored.index[order].tolist())
-        reasons = ignored.reason[order]
-        alike = (reasons == reasons[0]).all()
-        response.ignored_reason.extend(reasons[:1].tolist() if alike else reasons.tolist())
+        response.ignored_reason.extend(_one_where_alike(ignored.reason[order]))
+
+
+def _one_where_alike(reasons: npt.NDArray[np.uint8]) -> Any:
+    """A list of the numbers of an enum of the wire: one for each row, or one for all."""
+    return (reasons[:1] if (reasons == reasons[0]).all() else reasons).tolist()
 
 
 def add_response(outcome: call_values.AddOutcome) -> delayed_delivery_pb2.AddMessagesResponse:
@@ -355,6 +364,9 @@ def add_response(outcome: call_values.AddOutcome) -> delayed_delivery_pb2.AddMes
     if len(outcome.raised_index):
         response.raised_index.extend(outcome.raised_index.tolist())
         response.raised_deliver_at_ms.extend(outcome.raised_deliver_at_ms.tolist())
+    if len(outcome.refused):
+        response.refused_index.extend(outcome.refused.index.tolist())
+        response.refused_reason.extend(_one_where_alike(outcome.refused.reason))
     return response
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from daemon import call_values
-from daemon.core import limits
+from daemon.core import adding, limits
 from daemon.errors import AlreadyExists, InvalidArgument, InvariantViolated, NotFound, TarryError
 from daemon.owner import topic_inspection
 from daemon.owner.garbage_collection import Collection
@@ -107,7 +107,10 @@ class Requests:
         shard = self._engine.shard_of(topic)
         if await shard.topic(topic) is None:
             # What is refused bears no topic.
-            shard.pending.check(len(batch.entry_id))
+            refused = self._refused_of_new_topic(batch)
+            if len(refused) == len(batch.entry_id):
+                return call_values.AddOutcome.nothing(refused)
+            shard.pending.check(len(batch.entry_id) - len(refused))
         served = await shard.topic_to_write(topic)
         with served.failing(InvariantViolated):
             return await served.add(batch, None, caller)
@@ -512,6 +515,16 @@ class Requests:
         if served is None:
             raise _no_topic(topic)
         return shard, served
+
+    def _refused_of_new_topic(self, batch: call_values.AddBatch) -> call_values.Refused:
+        """The rows that a topic would return which has the daemon's own settings."""
+        environment = self._environment
+        return adding.refused_of(
+            batch,
+            now_ms=environment.clock.now_ms(),
+            request_limits=self._limits,
+            levels=environment.delay_levels,
+        )
 
     def _check_policy(self, policy: call_values.SubscriptionPolicy, served: ServedTopic | None) -> None:
         request_limits = self._limits if served is None else served.settings.request_limits

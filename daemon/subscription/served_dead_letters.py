@@ -140,7 +140,7 @@ class TopicDeadLetters:
                 letters = await self._portion(state, left, rows_max, topic.check_room)
                 if not len(letters):
                     continue
-                admission = quotas.admission(None, rows=len(letters), now_ms=self._environment.clock.now_ms())
+                admission = quotas.admission(None, now_ms=self._environment.clock.now_ms())
                 times = np.full(len(letters), deliver_at_ms, np.uint64)
                 admission.admit([Rows(times, letters.ledger_id, letters.entry_id)])
                 records, skipped = topic.core.dead_lettering.stage_replay(state, letters, deliver_at_ms)

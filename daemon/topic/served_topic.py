@@ -137,7 +137,7 @@ class ServedTopic:
         self.check_room()
         environment = self._environment
         now_ms = environment.clock.now_ms()
-        admission = self.quotas.admission(caller, rows=len(batch.entry_id), now_ms=now_ms)
+        admission = self.quotas.admission(caller, now_ms=now_ms)
         records, outcome = self.core.stage_add(
             batch,
             now_ms=now_ms,
@@ -148,7 +148,7 @@ class ServedTopic:
             admit=admission.admit,
         )
         slot = commits.stage(*records) if records else None
-        admission.staged(slot)
+        admission.staged(slot, rows=len(batch.entry_id) - len(outcome.refused))
         if slot is not None:
             await asyncio.shield(slot)
         else:
@@ -159,6 +159,7 @@ class ServedTopic:
             duplicates=outcome.duplicates,
             returned=len(outcome.returned_index),
             late_on_arrival=outcome.late_on_arrival,
+            refused=len(outcome.refused),
         )
         return outcome
 

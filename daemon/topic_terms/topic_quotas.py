@@ -67,19 +67,19 @@ class TopicQuotas:
         if self.due is not None and self.due.uncounted:
             await asyncio.shield(self._count())
 
-    def admission(self, caller: Caller | None, *, rows: int, now_ms: int) -> Admission:
-        """For one request of so many rows. `caller`: None for whoever is not limited. Raises QuotaExceeded."""
+    def admission(self, caller: Caller | None, *, now_ms: int) -> Admission:
+        """For one request. `caller`: None for whoever is not limited. Raises QuotaExceeded."""
         if caller is not None:
             try:
                 self._rates.check(caller.client, self._environment.clock.elapsed_s())
             except QuotaExceeded:
                 self._environment.metrics.quota_refused(self._topic.name, "client")
                 raise
-        return Admission(self, caller, rows, now_ms)
+        return Admission(self, caller, now_ms)
 
     def move(self, *, now_ms: int) -> Admission:
         """For one request that gives other times to rows that are pending: they come due in other seconds."""
-        return Admission(self, None, 0, now_ms, are_pending=True)
+        return Admission(self, None, now_ms, are_pending=True)
 
     def charge(self, caller: Caller, rows: int) -> None:
         """The caller's request of so many rows is accepted."""
@@ -183,14 +183,11 @@ class TopicQuotas:
 class Admission:
     """The way of one request's rows into the topic: first `admit`, which changes nothing, then `staged`."""
 
-    def __init__(
-        self, of: TopicQuotas, caller: Caller | None, rows: int, now_ms: int, *, are_pending: bool = False
-    ) -> None:
+    def __init__(self, of: TopicQuotas, caller: Caller | None, now_ms: int, *, are_pending: bool = False) -> None:
         """`are_pending`: the rows are pending now."""
         self._quotas = of
         self._are_pending = are_pending
         self._caller = caller
-        self._request_rows = rows
         self._now_ms = now_ms
         self._pending_rows = 0
         self._coming: RowsOfSeconds | None = None
@@ -205,10 +202,10 @@ class Admission:
         if limits.due_rows_per_second_max:
             self._coming = self._quotas.check_due(_times(accepted), now_ms=self._now_ms)
 
-    def staged(self, slot: asyncio.Future[int] | None) -> None:
-        """The rows are staged; None: none was new."""
+    def staged(self, slot: asyncio.Future[int] | None, *, rows: int = 0) -> None:
+        """The rows are staged; None: none was new. `rows`: what the caller is charged for."""
         if self._caller is not None:
-            self._quotas.charge(self._caller, self._request_rows)
+            self._quotas.charge(self._caller, rows)
         if slot is not None and (self._pending_rows or self._coming is not None):
             self._quotas.take(slot, rows=self._pending_rows, coming=self._coming)
 

@@ -96,6 +96,11 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         request_limits = self.settings.limits
         limits.check_name("topic", topic, request_limits.topic_bytes_max)
         limits.check_rows("entry_id", len(batch.entry_id), request_limits.rows_per_request_max)
+        refused = self.refused_of(topic, batch, now_ms)
+        if len(refused) == len(batch.entry_id):
+            return call_values.AddOutcome.nothing(refused)
+        places = refused.others(len(batch.entry_id))
+        batch = batch.take(places)
         times = limits.absolute_times(
             batch.deliver_at_ms,
             self.delays_of(topic, batch),
@@ -124,7 +129,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             late_on_arrival=late,
             raised_index=np.empty(0, np.uint32),
             raised_deliver_at_ms=np.empty(0, np.uint64),
-        )
+        ).placed(places, refused)
 
     async def cancel(
         self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 
 from daemon import call_values, config
-from daemon.core import delay_levels, limits
+from daemon.core import delay_levels, limits, refusals
 from storage_backends.formats.row_columns import U64
 from tests._support.fake_topic import Topic
 
@@ -44,6 +44,19 @@ class FakeLevels(abc.ABC):
         delay_ms = self.levels_of(topic).delays_of(batch.delay_level)
         limits.check_delay("the delay of delay_level", delay_ms, self.settings.limits.delay_max_ms)
         return delay_ms
+
+    def refused_of(self, topic: str, batch: call_values.AddBatch, now_ms: int) -> call_values.Refused:
+        """The rows of a request to add that it has returned since they are invalid."""
+        if not batch.return_invalid:
+            return call_values.Refused.nothing()
+        return refusals.refused_rows(
+            batch.deliver_at_ms,
+            batch.delay_ms,
+            batch.delay_level,
+            now_ms=now_ms,
+            delay_max_ms=self.settings.limits.delay_max_ms,
+            levels=self.levels_of(topic),
+        )
 
     async def set_delay_levels(self, topic: str, table: call_values.TopicDelayLevels | None) -> call_values.DelayLevels:
         await self._begin()

@@ -68,6 +68,7 @@ class Story:
             key_hash=None,
             delay_level=None,
             already_due=tarry.AlreadyDue.DELIVER,
+            on_invalid=tarry.OnInvalid.REFUSE,
         )
         assert first == 0
         self.answers.append(Answer(entry))

@@ -40,15 +40,26 @@ def adds(draw: st.DrawFn, *, levels: bool = True) -> dict[str, Any]:
     return given_columns
 
 
-@given(topic=st.text(min_size=1), given_columns=adds(), already_due=st.integers(0, 2), request_id=u64)
+@given(
+    topic=st.text(min_size=1),
+    given_columns=adds(),
+    already_due=st.integers(0, 2),
+    on_invalid=st.integers(0, 2),
+    request_id=u64,
+)
 def test_an_add_is_the_message_that_the_generated_code_makes(
-    topic: str, given_columns: dict[str, Any], already_due: int, request_id: int
+    topic: str, given_columns: dict[str, Any], already_due: int, on_invalid: int, request_id: int
 ) -> None:
     rows = columns.add_columns(**given_columns)
-    encoded = wire.encode_stream_add(request_id, wire.encode_add(topic.encode(), rows, already_due))
+    encoded = wire.encode_stream_add(request_id, wire.encode_add(topic.encode(), rows, already_due, b"", on_invalid))
     expected = delayed_delivery_pb2.StreamAddMessagesRequest(
         request_id=request_id,
-        add=delayed_delivery_pb2.AddMessagesRequest(topic=topic, already_due=already_due, **given_columns),  # type: ignore[arg-type]
+        add=delayed_delivery_pb2.AddMessagesRequest(
+            topic=topic,
+            already_due=already_due,  # type: ignore[arg-type]
+            on_invalid=on_invalid,  # type: ignore[arg-type]
+            **given_columns,
+        ),
     )
     assert delayed_delivery_pb2.StreamAddMessagesRequest.FromString(encoded) == expected
 

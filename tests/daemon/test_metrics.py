@@ -47,7 +47,7 @@ def used() -> metrics.Metrics:
     """Metrics with every series in use."""
     everything = metrics.Metrics()
     everything.collect_topics_from(lambda: [numbers("t")])
-    everything.added("t", accepted=5, duplicates=1, returned=2, late_on_arrival=3)
+    everything.added("t", accepted=5, duplicates=1, returned=2, late_on_arrival=3, refused=4)
     everything.added_in_order("t", in_due_order=4, others=1)
     everything.level_handed_out("t", 5, np.array([3, 4, 90]))
     everything.acknowledged("t", acknowledged=4, ignored=1)
@@ -98,6 +98,7 @@ def test_events_are_counted() -> None:
     assert sample("tarry_add_rows_total", {"topic": "t", "result": "accepted"}) == 5
     assert sample("tarry_add_rows_total", {"topic": "t", "result": "duplicate"}) == 1
     assert sample("tarry_add_rows_total", {"topic": "t", "result": "returned"}) == 2
+    assert sample("tarry_add_rows_total", {"topic": "t", "result": "refused"}) == 4
     assert sample("tarry_add_late_on_arrival_rows_total", {"topic": "t"}) == 3
     assert sample("tarry_add_in_due_order_rows_total", {"topic": "t"}) == 4
     assert sample("tarry_add_sorted_rows_total", {"topic": "t"}) == 1

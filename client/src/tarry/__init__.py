@@ -82,6 +82,7 @@ from tarry.inspection import (
 from tarry.key_order import HashRange, HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tarry.key_shared import HELD, Consumer, ConsumerBatch, PlanAgain, TakenBack
 from tarry.policies import BucketForm, DelayLevels, SubscriptionPolicy, TopicPolicy
+from tarry.reasons import OnInvalid, Refused, RefusedReason
 from tarry.redelivery import (
     ConstantDelay,
     DeadLetterFilter,
@@ -197,6 +198,7 @@ __all__ = [
     "NotFound",
     "NotOwner",
     "OffloadContext",
+    "OnInvalid",
     "OrphanedLedger",
     "OutOfRange",
     "OutcomeUnknown",
@@ -212,7 +214,9 @@ __all__ = [
     "RecordedDeletes",
     "RedeliveryPolicy",
     "RefusalReason",
+    "Refused",
     "RefusedDelete",
+    "RefusedReason",
     "Replayed",
     "Rescheduled",
     "ResourceExhausted",

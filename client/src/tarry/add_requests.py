@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Generic, TypeAlias, TypeVar
 
-from tarry import columns, errors, results, retry, streams, wire
+from tarry import attempts, columns, errors, planning, reasons, results, retry, streams, wire
 from tarry.v1 import delayed_delivery_pb2
 
 METHOD = streams.StreamMethod(
@@ -31,6 +31,7 @@ class _InFlight(Generic[Answer]):
     message: bytes
     answer: Answer
     deadline: retry.Deadline
+    needs: attempts.Need | None = None
     attempt: int = 1
 
 
@@ -86,6 +87,7 @@ class AddRequests(Generic[Answer]):
         key_hash: columns.Column | None,
         delay_level: columns.Column | None,
         already_due: results.AlreadyDue,
+        on_invalid: reasons.OnInvalid,
     ) -> Iterator[tuple[int, bytes]]:
         """A batch as requests, each with the index of its first row. Raises InvalidArgument before the first."""
         rows = columns.add_columns(
@@ -96,16 +98,19 @@ class AddRequests(Generic[Answer]):
             key_hash=key_hash,
             delay_level=delay_level,
         )
+        returned = on_invalid if planning.needs_of(on_invalid) else 0
         for first, part in rows.requests(self._rows_max, self._bytes_max):
-            yield first, wire.encode_add(self._topic, part, already_due, self._subscription)
+            yield first, wire.encode_add(self._topic, part, already_due, self._subscription, returned)
 
-    def begin(self, add: bytes, answer: Answer, deadline: retry.Deadline) -> None:
-        """Sends a request. Raises what ended the stream."""
+    def begin(
+        self, add: bytes, answer: Answer, deadline: retry.Deadline, *, needs: attempts.Need | None = None
+    ) -> None:
+        """Sends a request. `needs`: what the daemon was asked first whether it can. Raises what ended the stream."""
         if self.ended is not None:
             raise self.ended
         self._last_request_id += 1
         message = wire.encode_stream_add(self._last_request_id, add)
-        self._in_flight[self._last_request_id] = _InFlight(message, answer, deadline)
+        self._in_flight[self._last_request_id] = _InFlight(message, answer, deadline, needs)
         if self._sending is not None:
             self._sending.put(message)
 
@@ -126,6 +131,19 @@ class AddRequests(Generic[Answer]):
             raise failure
 
     # What happens to the stream.
+
+    @property
+    def needs(self) -> attempts.Need | None:
+        """What the daemon is to be asked whether it can, before what is in flight is sent to it."""
+        return next((request.needs for request in self._in_flight.values() if request.needs is not None), None)
+
+    def unsupported(self, error: errors.Unsupported) -> list[Settled[Answer]]:
+        """The daemon cannot: the requests that need it."""
+        return [
+            self._failed(number, request, error)
+            for number, request in self._in_flight.items()
+            if request.needs is not None
+        ]
 
     def opened(self, sending: streams.Sending) -> None:
         """Everything in flight is sent, in its order."""

@@ -56,6 +56,8 @@ Plan: TypeAlias = Generator[Step, Any, T]
 VERSION = Method("/tarry.v1.Cluster/GetVersion", cluster_pb2.GetVersionResponse.FromString)
 HANDOUT_NAMES = "handout_names"
 """A feature of daemons: they know hand-outs by their redelivery counts, and `forwarded`."""
+ON_INVALID = "on_invalid"
+"""A feature of daemons: they store the other rows of an add of which some are invalid."""
 RETENTION = "retention"
 """A feature of daemons: they say what a topic needs of its log, and trim to dead letters."""
 
@@ -126,6 +128,10 @@ class Asking:
         response, _ = yield from self.ask_and_tell(method, request, topic=topic, needs=needs)
         return response
 
+    def check_can(self, needs: Need, *, topic: str | None) -> Plan[None]:
+        """Asks the daemon whether it can, unless that is known. Raises Unsupported, and as `ask`."""
+        yield from self._repeat(lambda remaining_s: check_can(self.owners, needs, topic, remaining_s), topic)
+
     def ask_and_tell(
         self,
         method: Method[Response],
@@ -135,17 +141,26 @@ class Asking:
         needs: Need | None = None,
     ) -> Plan[tuple[Response, bool]]:
         """Asks as `ask` does; also tells whether an earlier attempt may have been carried out, its answer lost."""
+
+        def attempt(remaining_s: float) -> Plan[Response]:
+            encoded = request if isinstance(request, bytes) else request()
+            if needs is not None:
+                yield from check_can(self.owners, needs, topic, remaining_s)
+            response: Response = yield Send(method, encoded, self.owners.address(topic), remaining_s)
+            return response
+
+        return (yield from self._repeat(attempt, topic))
+
+    def _repeat(self, asked: Callable[[float], Plan[T]], topic: str | None) -> Plan[tuple[T, bool]]:
+        """`asked`: one attempt, by the seconds that are left for it."""
         last: errors.TarryError | None = None
         may_have_landed = False
         attempt = 0
         while remaining_s := self.deadline.remaining_s():
             attempt += 1
-            encoded = request if isinstance(request, bytes) else request()
             try:
-                if needs is not None:
-                    yield from self._check_can(needs, self.owners.address(topic), remaining_s)
-                response: Response = yield Send(method, encoded, self.owners.address(topic), remaining_s)
-                return response, may_have_landed
+                answer = yield from asked(remaining_s)
+                return answer, may_have_landed
             except errors.TarryError as failure:
                 error = failure
             error.attempts = attempt
@@ -168,19 +183,24 @@ class Asking:
             yield Wait(delay_s)
         raise self.deadline.exceeded(last, attempts=attempt)
 
-    def _check_can(self, needs: Need, address: str, remaining_s: float) -> Plan[None]:
-        """Raises Unsupported, and what asking ends with."""
-        features = self.owners.features(address)
-        if features is None:
-            try:
-                version = yield Send(VERSION, b"", address, remaining_s)
-                features = frozenset(version.feature)
-            except errors.TarryError as error:
-                if not errors.is_unknown_call(error):
-                    raise
-                features = frozenset()
-            self.owners.learn_features(address, features)
-        if needs.feature not in features:
-            raise errors.Unsupported(
-                f"{needs.what}: the daemon at {address} does not know it (feature {needs.feature}); update the daemon"
-            )
+
+def check_can(owners: Owners, needs: Need, topic: str | None, timeout_s: float) -> Plan[None]:
+    """Asks the daemon that is asked for a topic once whether it can, unless that is known.
+
+    Raises Unsupported, and what asking ends with.
+    """
+    address = owners.address(topic)
+    features = owners.features(address)
+    if features is None:
+        try:
+            version = yield Send(VERSION, b"", address, timeout_s)
+            features = frozenset(version.feature)
+        except errors.TarryError as error:
+            if not errors.is_unknown_call(error):
+                raise
+            features = frozenset()
+        owners.learn_features(address, features)
+    if needs.feature not in features:
+        raise errors.Unsupported(
+            f"{needs.what}: the daemon at {address} does not know it (feature {needs.feature}); update the daemon"
+        )

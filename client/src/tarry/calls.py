@@ -22,6 +22,7 @@ from tarry import (
     inspection,
     planning,
     policies,
+    reasons,
     redelivery_calls,
     results,
     retry,
@@ -94,6 +95,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         key_hash: columns.Column | None,
         delay_level: columns.Column | None,
         already_due: results.AlreadyDue,
+        on_invalid: reasons.OnInvalid,
         subscription: str | None,
         timeout_s: float | None,
     ) -> attempts.Plan[results.AddResult]:
@@ -107,9 +109,11 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
             key_hash=key_hash,
             delay_level=delay_level,
         )
+        needs = planning.needs_of(on_invalid)
         parts = []
         for first, part in rows.requests(self.rows_max, self.bytes_max):
-            message = yield from asking.ask(ADD, wire.encode_add(name, part, already_due, receiver), topic=topic)
+            request = wire.encode_add(name, part, already_due, receiver, on_invalid if needs else 0)
+            message = yield from asking.ask(ADD, request, topic=topic, needs=needs)
             parts.append((first, results.AddResult.from_message(message)))
         return results.AddResult.merge(parts)
 

@@ -6,7 +6,7 @@ Does not own: the plans (`tarry.calls`, `tarry.redelivery_calls`, `tarry.deletio
 
 from __future__ import annotations
 
-from tarry import attempts, columns, retry, wire
+from tarry import attempts, columns, reasons, retry, wire
 from tarry.v1 import inspect_pb2
 
 
@@ -27,6 +27,13 @@ class Planning:
 
     def asking(self, timeout_s: float | None, *, longer_by_s: float = 0.0) -> attempts.Asking:
         return attempts.Asking(self.owners, self.policy, self.deadline(timeout_s, longer_by_s=longer_by_s))
+
+
+def needs_of(on_invalid: reasons.OnInvalid) -> attempts.Need | None:
+    """What an add needs of a daemon: one of before would refuse the whole request."""
+    if on_invalid is reasons.OnInvalid.RETURN:
+        return attempts.Need("on_invalid", attempts.ON_INVALID)
+    return None
 
 
 def check_names(topic: str, subscription: str = "") -> None:

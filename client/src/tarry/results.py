@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import policies, wire
+from tarry import policies, reasons, wire
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 
 
@@ -43,6 +43,8 @@ class AddResult:
     raised_index: NDArray[np.int64]
     """Rows that were stored with a later time than the one asked for, and below, that time."""
     raised_deliver_at_ms: NDArray[np.uint64]
+    refused: reasons.Refused = dataclasses.field(default_factory=reasons.Refused.nothing)
+    """Rows that were not stored since their time or level is invalid: how many, which, and why (OnInvalid.RETURN)."""
 
     @staticmethod
     def from_message(message: delayed_delivery_pb2.AddMessagesResponse) -> AddResult:
@@ -53,6 +55,7 @@ class AddResult:
             returned_index=wire.decode_indexes(message.returned_index),
             raised_index=wire.decode_indexes(message.raised_index),
             raised_deliver_at_ms=wire.decode_u64(message.raised_deliver_at_ms),
+            refused=reasons.Refused.from_message(message),
         )
 
     @staticmethod
@@ -67,6 +70,7 @@ class AddResult:
             returned_index=np.concatenate([part.returned_index + first for first, part in parts]),
             raised_index=np.concatenate([part.raised_index + first for first, part in parts]),
             raised_deliver_at_ms=np.concatenate([part.raised_deliver_at_ms for _, part in parts]),
+            refused=reasons.Refused.merge([(first, part.refused) for first, part in parts]),
         )
 
 
@@ -95,16 +99,15 @@ AnswerOnIgnored: TypeAlias = (
 )
 
 
-class Ignored(int):
+class Ignored(reasons.RowsWithReasons[IgnoredReason]):
     """How many positions of a request were ignored: a number, with which and why.
 
     Example: `for row, why in (await subscription.ack(batch)).items(): print(batch.delivery_id(row), why.name)`
     """
 
+    known = IgnoredReason
     index: NDArray[np.int64]
     """Their rows in what was given, ascending. Empty where the daemon is of before it told."""
-    reason: NDArray[np.int64]
-    """Of each an `IgnoredReason`, or the number of one that this version does not know."""
     rows: int
     """How many positions were given."""
 
@@ -113,19 +116,10 @@ class Ignored(int):
         made.index, made.reason, made.rows = index, reason, rows
         return made
 
-    def items(self) -> Iterator[tuple[int, IgnoredReason | int]]:
-        """Each ignored row with its reason."""
-        known = {int(each): each for each in IgnoredReason}
-        for row, reason in zip(self.index.tolist(), self.reason.tolist(), strict=True):
-            yield row, known.get(reason, reason)
-
     @staticmethod
     def from_message(message: AnswerOnIgnored, rows: int) -> Ignored:
         """What a request of so many positions was answered with."""
-        index, reason = wire.decode_indexes(message.ignored_index), wire.decode_indexes(message.ignored_reason)
-        if len(reason) != len(index):
-            # One for all, or none that is told.
-            reason = np.full(len(index), reason[0] if len(reason) else 0, np.int64)
+        index, reason = reasons.rows_and_reasons(message.ignored_index, message.ignored_reason)
         return Ignored(message.ignored, index, reason, rows)
 
     @staticmethod

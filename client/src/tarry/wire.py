@@ -45,8 +45,12 @@ def utf8(name: str, text: str) -> bytes:
         raise errors.InvalidArgument(f"{name} is {text!r}; it must be UTF-8 text") from None
 
 
-def encode_add(topic: bytes, rows: columns.AddColumns, already_due: int, subscription: bytes = b"") -> bytes:
-    """The bytes of an `AddMessagesRequest`. Both names are UTF-8; `already_due` is the enum's number."""
+def encode_add(
+    topic: bytes, rows: columns.AddColumns, already_due: int, subscription: bytes = b"", on_invalid: int = 0
+) -> bytes:
+    """The bytes of an `AddMessagesRequest`. Both names are UTF-8; `already_due` and `on_invalid` are numbers of the
+    enums.
+    """
     pieces = [*_field(1, topic), *_column(2, rows.ledger_id), *_column(3, rows.entry_id)]
     if rows.deliver_at_ms is not None:
         pieces += _column(4, rows.deliver_at_ms)
@@ -60,6 +64,8 @@ def encode_add(topic: bytes, rows: columns.AddColumns, already_due: int, subscri
         pieces += _field(8, subscription)
     if rows.delay_level is not None:
         pieces += _signed_column(9, rows.delay_level)
+    if on_invalid:
+        pieces.append(_number(10, on_invalid))
     return b"".join(pieces)
 
 

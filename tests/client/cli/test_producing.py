@@ -28,7 +28,8 @@ def test_entries_are_added_from_options(daemon: FakeDaemon, run: Run) -> None:
     summary = json.loads(result.stdout)
     assert summary.pop("seconds") >= 0
     assert summary == {
-        "topic": "t", "rows": 5, "accepted": 5, "duplicates": 0, "late_on_arrival": 0, "returned": 0, "raised": 0
+        "topic": "t", "rows": 5, "accepted": 5, "duplicates": 0, "late_on_arrival": 0, "returned": 0, "raised": 0,
+        "refused": 0, "refused_rows": [],
     }  # fmt: skip
     first, second = adds_of(daemon)
     assert (first.topic, list(first.ledger_id), list(first.delay_ms)) == ("t", [3], [90_000])
@@ -73,6 +74,76 @@ def test_standard_input_in_any_order_of_columns_is_added(daemon: FakeDaemon, run
         (1, 2, 3),
         (4, 5, 6),
     ]
+
+
+def returning(daemon: FakeDaemon, *refused_of_each: tuple[list[int], list[int]]) -> None:
+    """A daemon that refuses these rows of each request, for these reasons."""
+
+    def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+        for request, (index, reason) in zip(requests, refused_of_each, strict=False):
+            added = delayed_delivery_pb2.AddMessagesResponse(
+                accepted=len(request.add.entry_id) - len(index),
+                refused_index=index,
+                refused_reason=reason,  # type: ignore[arg-type]
+            )
+            yield delayed_delivery_pb2.StreamAddMessagesResponse(request_id=request.request_id, added=added)
+
+    version = cluster_pb2.GetVersionResponse(version="1", api=1, feature=["on_invalid"])
+    daemon.script("GetVersion", answer(version))
+    daemon.script("StreamAddMessages", step)
+
+
+ROWS = "ledger,entry,deliver_at_ms\n1,2,3\n\n1,3,1896091200\n1,4,5\n2,5,18446744073709551615\n"
+
+
+def test_rows_that_are_refused_are_printed_by_line_with_the_reason(daemon: FakeDaemon, run: Run) -> None:
+    returning(daemon, ([1], [2]), ([1], [1]))
+    result = run("add", "t", "--file", "-", "--batch-rows", "2", "--on-invalid", "return", stdin=ROWS)
+    assert result.exit_code == output.EXIT_NOT_ALL
+    assert "accepted\t2" in result.stdout
+    assert "refused\t2" in result.stdout
+    assert result.stderr.splitlines() == [
+        "tarry: refused: line 4, ledger 1 entry 3: its time is in seconds; give Unix time in ms",
+        "tarry: refused: line 6, ledger 2 entry 5: it is further ahead than the largest delay",
+    ]
+    assert [add.on_invalid for add in adds_of(daemon)] == [delayed_delivery_pb2.ON_INVALID_RETURN] * 2
+
+
+def test_refused_rows_are_in_the_order_of_the_file_whatever_is_answered_first(daemon: FakeDaemon, run: Run) -> None:
+    def backwards(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+        for request in reversed([requests.take() for _ in range(2)]):
+            added = delayed_delivery_pb2.AddMessagesResponse(
+                refused_index=[0, 1],
+                refused_reason=[delayed_delivery_pb2.REFUSED_REASON_DELAY_TOO_LONG],
+            )
+            yield delayed_delivery_pb2.StreamAddMessagesResponse(request_id=request.request_id, added=added)
+
+    returning(daemon)
+    daemon.script("StreamAddMessages", backwards)
+    result = run("add", "t", "--file", "-", "--batch-rows", "2", "--on-invalid", "return", "--json", stdin=ROWS)
+    assert [row["line"] for row in json.loads(result.stdout)["refused_rows"]] == [2, 4, 5, 6]
+
+
+def test_refused_rows_are_listed_as_json(daemon: FakeDaemon, run: Run) -> None:
+    returning(daemon, ([0, 2], [3]))
+    arguments = ("--ledger", "9", "--entries", "5-7", "--level", "99", "--on-invalid", "return")
+    result = run("add", "t", *arguments, "--json")
+    assert result.exit_code == output.EXIT_NOT_ALL
+    parsed = json.loads(result.stdout)
+    assert (parsed["accepted"], parsed["refused"]) == (1, 2)
+    assert parsed["refused_rows"] == [
+        {"ledger_id": 9, "entry_id": 5, "reason": "DELAY_LEVEL"},
+        {"ledger_id": 9, "entry_id": 7, "reason": "DELAY_LEVEL"},
+    ]
+    assert not result.stderr
+
+
+def test_of_many_refused_rows_a_screen_of_lines_is_printed(daemon: FakeDaemon, run: Run) -> None:
+    returning(daemon, ([*range(25)], [1]))
+    result = run("add", "t", "--ledger", "9", "--entries", "0-24", "--in", "9999d", "--on-invalid", "return")
+    lines = result.stderr.splitlines()
+    assert len(lines) == output.NOTES_MAX + 1
+    assert lines[-1] == "tarry: ... and 5 more; --json prints them all"
 
 
 @pytest.mark.parametrize(

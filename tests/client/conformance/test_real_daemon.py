@@ -422,3 +422,22 @@ async def test_when_the_owner_is_gone_the_daemon_that_takes_over_is_found(
         assert (await beside.stats(topic)).pending == 1
     finally:
         daemons.end()
+
+
+async def test_invalid_rows_come_back_and_the_others_are_there(client: tarry.aio.Client, topic: str) -> None:
+    long, seconds, level = tarry.RefusedReason
+    due_ms = time.time_ns() // 1_000_000 + FAR_MS
+    times = [due_ms, due_ms // 1000, 2**64 - 1, due_ms]
+    answer = await client.add(topic, 7, range(4), deliver_at_ms=times, on_invalid=tarry.OnInvalid.RETURN)
+    assert (answer.accepted, [*answer.refused.items()]) == (2, [(1, seconds), (2, long)])
+    async with client.add_stream(topic) as stream:
+        levels = await (await stream.add(8, range(3), delay_level=[1, -1, 1], on_invalid=tarry.OnInvalid.RETURN))
+        with pytest.raises(tarry.OutOfRange):
+            await (await stream.add(9, range(2), deliver_at_ms=[due_ms, 2**64 - 1]))
+        stream_failure = stream.flush()
+        with pytest.raises(tarry.OutOfRange):
+            await stream_failure
+    assert (levels.accepted, [*levels.refused.items()]) == (2, [(1, level)])
+    assert [*(await client.contains(topic, [7, 8, 9], 0, last_entry_id=9)).pending] == [
+        (7, 0, 0), (7, 3, 3), (8, 0, 0), (8, 2, 2),
+    ]  # fmt: skip

@@ -52,6 +52,46 @@ async def test_what_was_there_is_counted_as_duplicate_and_what_is_returned_is_na
     assert (answer.accepted, answer.duplicates, list(answer.returned_index), answer.late_on_arrival) == (1, 1, [1], 1)
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_invalid_rows_are_named_with_one_reason_where_all_agree_and_the_others_are_stored(
+    edge: Edge, pipelined: bool
+) -> None:
+    stream = edge.caller.stream(STREAM_ADD)
+
+    async def asked(*entry_ids: int, **changed: object) -> pb.AddMessagesResponse:
+        request = rows(*entry_ids, **{"deliver_at_ms": [], "on_invalid": pb.ON_INVALID_RETURN, **changed})
+        answer: pb.AddMessagesResponse
+        if pipelined:
+            await stream.send(numbered(1, request))
+            answer = (await stream.receive()).added
+        else:
+            answer = await edge.caller.unary(ADD, request)
+        return answer
+
+    long, seconds, level = pb.RefusedReason.values()[1:]
+    times = [FAR_MS, 10**9, (1 << 64) - 1, 1]
+    answer = await asked(1, 2, 3, 4, deliver_at_ms=times, already_due=pb.ALREADY_DUE_RETURN)
+    assert (answer.accepted, list(answer.returned_index)) == (1, [3])
+    assert (list(answer.refused_index), list(answer.refused_reason)) == ([1, 2], [seconds, long])
+    assert edge.engine.topics["t"].rows.keys() == {(1, 1)}
+
+    answer = await asked(5, 6, 7, delay_level=[-1, 1, -5])
+    assert (answer.accepted, list(answer.refused_index), list(answer.refused_reason)) == (1, [0, 2], [level])
+    answer = await asked(8, 9, delay_ms=[1 << 60])
+    assert (answer.accepted, list(answer.refused_index), list(answer.refused_reason)) == (0, [0, 1], [long])
+    assert edge.engine.topics["t"].rows.keys() == {(1, 1), (1, 6)}
+    answer = await asked(8, delay_ms=[1 << 40 >> 3])
+    assert (answer.accepted, list(answer.refused_index), list(answer.refused_reason)) == (1, [], [])
+
+
+async def test_invalid_rows_refuse_the_whole_request_by_default(edge: Edge) -> None:
+    for on_invalid in (pb.ON_INVALID_UNSPECIFIED, pb.ON_INVALID_REFUSE):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await edge.caller.unary(ADD, rows(1, 2, deliver_at_ms=[FAR_MS, (1 << 64) - 1], on_invalid=on_invalid))
+        assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+    assert "t" not in edge.engine.topics
+
+
 async def test_fields_that_are_not_packed_are_read_too(edge: Edge) -> None:
     entry_ids = b"".join(b"\x19" + entry.to_bytes(8, "little") for entry in (5, 6))
     answer = await edge.caller.unary(ADD, rows(4).SerializeToString() + entry_ids)

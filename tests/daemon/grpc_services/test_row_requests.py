@@ -34,6 +34,7 @@ ADDS = st.builds(
         delay_level=LEVELS,
         key_hash=HASHES,
         already_due=st.integers(0, 3),
+        on_invalid=st.integers(0, 3),
         subscription=st.text(max_size=3),
     ),
 )
@@ -74,6 +75,8 @@ SPLICES = st.tuples(
             b"\x1a\x08abcdefgh",
             b"\x38\x01",
             b"\x42\x02ab",
+            b"\x50\x02",
+            b"\x50\x82\x00",
             b"\x4a\x01\x05",
             b"\x4a\x02\x85\x00",
             b"\x4a\x0a" + b"\xff" * 9 + b"\x01",
@@ -94,6 +97,7 @@ class Read:
     topic: str
     subscription: str | None
     columns: list[list[int] | None]
+    returns: tuple[bool, bool] = (False, False)
 
 
 def listed(*columns_read: Any) -> list[list[int] | None]:
@@ -106,9 +110,9 @@ def add_by_runtime(data: bytes) -> Read | None:
         batch = wire_columns.add_batch(request.add)
     except (message.DecodeError, errors.InvalidArgument):
         return None
-    assert not batch.return_already_due or request.add.already_due
-    of_add = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.delay_level, batch.key_hash)
-    return Read(request.request_id, request.add.topic, request.add.subscription or None, listed(*of_add))
+    assert batch.return_already_due == (request.add.already_due == delayed_delivery_pb2.ALREADY_DUE_RETURN)
+    assert batch.return_invalid == (request.add.on_invalid == delayed_delivery_pb2.ON_INVALID_RETURN)
+    return of_add(request.request_id, request.add.topic, request.add.subscription or None, batch)
 
 
 def add_by_bytes(data: bytes) -> Read | None:
@@ -116,9 +120,13 @@ def add_by_bytes(data: bytes) -> Read | None:
     if read is None:
         return None
     request_id, topic, subscription, batch = read
-    assert not batch.return_already_due
-    of_add = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.delay_level, batch.key_hash)
-    return Read(request_id, topic, subscription, listed(*of_add))
+    return of_add(request_id, topic, subscription, batch)
+
+
+def of_add(request_id: int, topic: str, subscription: str | None, batch: call_values.AddBatch) -> Read:
+    columns = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.delay_level, batch.key_hash)
+    returns = (batch.return_already_due, batch.return_invalid)
+    return Read(request_id, topic, subscription, listed(*columns), returns)
 
 
 def acknowledge_by_runtime(data: bytes) -> Read | None:
@@ -227,6 +235,31 @@ def test_the_plain_form_of_delay_levels_is_not_left_to_the_runtime(levels: list[
     assert read == add_by_runtime(data) is not None
     assert read is not None
     assert read.columns[4] == (levels * rows if len(levels) == 1 else levels)
+
+
+@pytest.mark.parametrize("already_due", delayed_delivery_pb2.AlreadyDue.values())
+@pytest.mark.parametrize("on_invalid", delayed_delivery_pb2.OnInvalid.values())
+def test_what_is_returned_is_not_left_to_the_runtime(
+    already_due: delayed_delivery_pb2.AlreadyDue.ValueType, on_invalid: delayed_delivery_pb2.OnInvalid.ValueType
+) -> None:
+    add = delayed_delivery_pb2.AddMessagesRequest(
+        topic="t", ledger_id=[1], entry_id=[1], delay_ms=[1], already_due=already_due, on_invalid=on_invalid
+    )
+    data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=1, add=add).SerializeToString()
+    read = add_by_bytes(data)
+    assert read == add_by_runtime(data) is not None
+    assert read is not None
+    assert read.returns == (already_due == 2, on_invalid == 2)
+
+
+def test_a_number_of_an_enum_that_is_not_known_is_left_to_the_runtime() -> None:
+    unknown: list[tuple[str, dict[str, Any]]] = [(field, {field: 3}) for field in ("already_due", "on_invalid")]
+    for field, given_fields in unknown:
+        add = delayed_delivery_pb2.AddMessagesRequest(
+            topic="t", ledger_id=[1], entry_id=[1], delay_ms=[1], **given_fields
+        )
+        data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=1, add=add).SerializeToString()
+        assert add_by_bytes(data) is None, field
 
 
 @pytest.mark.parametrize("request_id", [0, 1, (1 << 40) + 3])

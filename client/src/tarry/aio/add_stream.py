@@ -10,7 +10,19 @@ from asyncio import Future
 from collections.abc import Iterable
 from types import TracebackType
 
-from tarry import add_requests, calls, columns, errors, on_event_loop, results, retry, streams
+from tarry import (
+    add_requests,
+    attempts,
+    calls,
+    columns,
+    errors,
+    on_event_loop,
+    planning,
+    reasons,
+    results,
+    retry,
+    streams,
+)
 from tarry.aio import connections, futures, session
 from tarry.v1 import delayed_delivery_pb2
 
@@ -33,6 +45,9 @@ class AddStream:
         in_flight: int,
         timeout_s: float | None,
     ) -> None:
+        self._shared = shared
+        self._known = known
+        self._topic = topic
         self._timeout_s = known.timeout_s if timeout_s is None else timeout_s
         # Guards the requests, and is not held while a future is settled. Only the session settles futures and removes
         # requests.
@@ -58,6 +73,7 @@ class AddStream:
         key_hash: columns.Column | None = None,
         delay_level: columns.Column | None = None,
         already_due: results.AlreadyDue = results.AlreadyDue.DELIVER,
+        on_invalid: reasons.OnInvalid = reasons.OnInvalid.REFUSE,
         timeout_s: float | None = None,
     ) -> Future[results.AddResult]:
         """Sends a batch; the future has its AddResult when every accepted row is durable. Arguments as of `Client.add`.
@@ -65,11 +81,16 @@ class AddStream:
         Waits while `in_flight` requests are unanswered. `timeout_s` bounds this wait, and how long a request is sent
         again after failures; an answer that simply does not come is bounded by the caller's `asyncio.timeout`.
         Cancelling the future takes nothing back: the batch is on its way.
-        Raises InvalidArgument, DeadlineExceeded, Closed, or the failure that ended the stream.
+        Raises InvalidArgument, DeadlineExceeded, Closed, Unsupported as `Client.add`, or the failure that ended the
+        stream. Where another daemon takes over that does not know `on_invalid`, the future fails with Unsupported.
 
         Example: `answer = await stream.add(7, np.arange(1_000), deliver_at_ms=due); print((await answer).accepted)`
         """
         deadline = retry.Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+        needs = planning.needs_of(on_invalid)
+        if needs is not None:
+            asking = attempts.Asking(self._known.owners, self._known.policy, deadline)
+            await self._shared.run(asking.check_can(needs, topic=self._topic))
         firsts: list[int] = []
         parts: list[Future[results.AddResult]] = []
         for first, add in self._requests.encode(
@@ -80,9 +101,10 @@ class AddStream:
             key_hash=key_hash,
             delay_level=delay_level,
             already_due=already_due,
+            on_invalid=on_invalid,
         ):
             firsts.append(first)
-            parts.append(await self._send(add, deadline))
+            parts.append(await self._send(add, deadline, needs))
         return futures.whole(parts, lambda answers: results.AddResult.merge(list(zip(firsts, answers, strict=True))))
 
     async def flush(self, timeout_s: float | None = None) -> None:
@@ -115,12 +137,14 @@ class AddStream:
         finally:
             await self.close()
 
-    async def _send(self, add: bytes, deadline: retry.Deadline) -> Future[results.AddResult]:
+    async def _send(
+        self, add: bytes, deadline: retry.Deadline, needs: attempts.Need | None
+    ) -> Future[results.AddResult]:
         answer: Future[results.AddResult] = on_event_loop.promise()
         with self._changed:
             if not await self._changed.wait_for(lambda: self._requests.may_begin, deadline.remaining_s()):
                 raise self._requests.too_many(deadline.timeout_s)
-            self._requests.begin(add, answer, deadline)
+            self._requests.begin(add, answer, deadline, needs=needs)
             if self._requests.wants_stream:
                 self._changed.notify_all()
         return answer
@@ -131,6 +155,22 @@ class AddStream:
         with self._changed:
             await self._changed.wait_for(lambda: self._requests.wants_stream or self._requests.ended is not None)
             return self._requests.ended is None
+
+    async def about_to_open(self) -> None:
+        with self._changed:
+            needs = self._requests.needs
+        if needs is None:
+            return
+        # It may be another daemon than the one that was asked before.
+        asking = attempts.check_can(self._known.owners, needs, self._topic, self._timeout_s)
+        try:
+            await self._shared.run(asking)
+        except errors.Unsupported as error:
+            with self._changed:
+                left = self._requests.unsupported(error)
+            self._settle(left)
+        except errors.DeadlineExceeded as error:
+            raise errors.Unavailable(error.message) from error
 
     def opened(self, sending: streams.Sending) -> None:
         with self._changed:

@@ -18,8 +18,6 @@ from tarry import batch, columns, delivery_ids, hashing, key_shared, results
 from tarry.cli import connection, output, rows
 from tarry.threads import client, subscription
 
-# Lines about what was ignored.
-IGNORED_LINES_MAX = 20
 _WHY = {
     "NOT_THERE": "the subscription is owed no row of it",
     "NOT_DUE": "it is not due yet",
@@ -377,12 +375,13 @@ class _Ignored:
 
     def note(self) -> None:
         """Which and why, a line each, as far as they fit a screen."""
-        for row in self._rows[:IGNORED_LINES_MAX]:
+
+        def line(row: dict[str, Any]) -> str:
             part = f".{row['batch_index']}" if "batch_index" in row else ""
             why = _WHY.get(row["reason"], row["reason"])
-            output.note(f"ignored: ledger {row['ledger_id']} entry {row['entry_id']}{part}: {why}")
-        if len(self._rows) > IGNORED_LINES_MAX:
-            output.note(f"... and {len(self._rows) - IGNORED_LINES_MAX:,} more; --json prints them all")
+            return f"ignored: ledger {row['ledger_id']} entry {row['entry_id']}{part}: {why}"
+
+        output.first_notes(map(line, self._rows), count=len(self._rows))
 
 
 @click.command()

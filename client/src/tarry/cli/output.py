@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import itertools
 import json
 import sys
 import uuid
@@ -41,6 +42,8 @@ EXIT_NOT_ALL = 4
 _WIDTH_MAX = 100_000
 # Of a list a terminal shows so many.
 _SHORT_LIST = 3
+# Lines about rows that nothing was done with.
+NOTES_MAX = 20
 
 
 def as_json(value: object) -> None:
@@ -174,6 +177,14 @@ def _says_something(value: object) -> bool:
 def note(text: str) -> None:
     """A line for people, on stderr: it does not get into what a pipe reads."""
     click.echo(f"tarry: {text}", err=True)
+
+
+def first_notes(texts: Iterable[str], *, count: int) -> None:
+    """A note for each of the first of `count` texts, as far as they fit a screen."""
+    for text in itertools.islice(texts, NOTES_MAX):
+        note(text)
+    if count > NOTES_MAX:
+        note(f"... and {count - NOTES_MAX:,} more; --json prints them all")
 
 
 def rows_text(count: int) -> str:

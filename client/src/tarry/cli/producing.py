@@ -7,6 +7,7 @@ Does not own: reading rows (`tarry.cli.rows`), showing results and failures (`ta
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -14,9 +15,15 @@ from typing import Any
 
 import click
 
-from tarry import results
+from tarry import reasons, results
 from tarry.cli import connection, output, rows
 from tarry.threads import add_stream, client
+
+_WHY = {
+    "DELAY_TOO_LONG": "it is further ahead than the largest delay",
+    "TIME_IN_SECONDS": "its time is in seconds; give Unix time in ms",
+    "DELAY_LEVEL": "there is no such delay level",
+}
 
 
 @click.command()
@@ -49,6 +56,14 @@ from tarry.threads import add_stream, client
     help="What happens to rows that are due already: stored and handed out at once, or left out and counted.",
 )
 @click.option(
+    "--on-invalid",
+    type=click.Choice(["refuse", "return"]),
+    default="refuse",
+    show_default=True,
+    help="What happens to rows whose delay is too long, whose time is in seconds or whose level there is not: their "
+    "whole request fails and nothing more is added, or they are left out and printed, with the exit status 4.",
+)
+@click.option(
     "--batch-rows", type=click.IntRange(1, 100_000), default=10_000, show_default=True, help="Rows a request."
 )
 @click.option("--in-flight", type=click.IntRange(1, 1_000), default=16, show_default=True, help="Requests at a time.")
@@ -66,17 +81,21 @@ def add(
     subscription: str | None,
     source: str | None,
     already_due: str,
+    on_invalid: str,
     batch_rows: int,
     in_flight: int,
     as_json: bool,
 ) -> None:
     """Add positions to TOPIC; done when they are durable.
 
+    With --on-invalid return each row that is refused is printed with the reason, and all others are added.
+
     \b
     Examples:
       tarry add flights --ledger 1 --entries 0-999 --in 5s
       tarry add flights --ledger 1 --entries 7 --at 2030-01-31T12:00:00Z --key N14228
       tarry add flights --file rows.csv
+      tarry add flights --file rows.csv --on-invalid return
       tarry add flights --ledger 1 --entries 9 --level 3
       tarry add flights --ledger 1 --entries 8 --in 1h --subscription departures
       zcat rows.csv.gz | tarry add flights --file - --json
@@ -106,12 +125,34 @@ def add(
                 delay_level=delay_level,
             )
         due = results.AlreadyDue.RETURN if already_due == "return" else results.AlreadyDue.DELIVER
+        invalid = reasons.OnInvalid.RETURN if on_invalid == "return" else reasons.OnInvalid.REFUSE
         stream = connected.add_stream(topic, in_flight=in_flight, subscription=subscription)
-        summary = _add_all(stream, f"adding to {topic}", batches, due, total=total, quiet=as_json)
+        counts, seconds = _add_all(stream, f"adding to {topic}", batches, due, invalid, total=total, quiet=as_json)
+    _show(counts, seconds, topic, subscription, as_json=as_json)
+
+
+def _show(counts: _Counts, seconds: float, topic: str, subscription: str | None, *, as_json: bool) -> None:
+    """What became of the rows; ends with a status of its own when some were refused."""
     if as_json:
-        output.as_json({"topic": topic, **summary})
+        refused_rows = counts.refused_rows()
+        output.as_json({"topic": topic, **counts.values(), "refused_rows": refused_rows, "seconds": seconds})
     else:
+        summary = {**counts.values(), "seconds": seconds}
         output.facts(f"Added to {connection.of_topic(topic, subscription)}", summary)
+        _note_refused(counts.refused_rows())
+    if counts.refused:
+        raise click.exceptions.Exit(output.EXIT_NOT_ALL)
+
+
+def _note_refused(refused_rows: list[dict[str, Any]]) -> None:
+    """Which and why, a line each, as far as they fit a screen."""
+
+    def line(row: dict[str, Any]) -> str:
+        place = f"line {row['line']}, " if "line" in row else ""
+        why = _WHY.get(row["reason"], row["reason"])
+        return f"refused: {place}ledger {row['ledger_id']} entry {row['entry_id']}: {why}"
+
+    output.first_notes(map(line, refused_rows), count=len(refused_rows))
 
 
 def _add_all(
@@ -119,10 +160,11 @@ def _add_all(
     label: str,
     batches: Iterator[rows.RowBatch],
     already_due: results.AlreadyDue,
+    on_invalid: reasons.OnInvalid,
     *,
     total: int | None,
     quiet: bool,
-) -> dict[str, object]:
+) -> tuple[_Counts, float]:
     """Adds until the first failure, which is raised; what became of the rows, and the seconds it took."""
     begun_s = time.monotonic()
     counts = _Counts()
@@ -130,8 +172,8 @@ def _add_all(
         for each in rows.readable(batches):
             if counts.failed.is_set():
                 break
-            _add_batch(stream, each, already_due, counts, shown)
-    return {**counts.values(), "seconds": round(time.monotonic() - begun_s, 3)}
+            _add_batch(stream, each, already_due, on_invalid, counts, shown)
+    return counts, round(time.monotonic() - begun_s, 3)
 
 
 class _Counts:
@@ -146,25 +188,49 @@ class _Counts:
         self.late_on_arrival = 0
         self.returned = 0
         self.raised = 0
+        self.refused = 0
+        # By the number of their batch, since answers come in any order.
+        self._refused_rows: dict[int, list[dict[str, Any]]] = {}
+        self._batches = itertools.count()
 
-    def count(self, rows_answered: int, answer: results.AddResult) -> None:
+    def sent(self) -> int:
+        """The number of the batch that is sent now."""
+        return next(self._batches)
+
+    def count(self, number: int, batch: rows.RowBatch, answer: results.AddResult) -> None:
         with self._lock:
-            self.rows += rows_answered
+            self.rows += len(batch)
             self.accepted += answer.accepted
             self.duplicates += answer.duplicates
             self.late_on_arrival += answer.late_on_arrival
             self.returned += len(answer.returned_index)
             self.raised += len(answer.raised_index)
+            self.refused += answer.refused
+            if answer.refused:
+                self._refused_rows[number] = [_refused_row(batch, *each) for each in answer.refused.items()]
 
     def values(self) -> dict[str, int]:
-        names = ("rows", "accepted", "duplicates", "late_on_arrival", "returned", "raised")
+        names = ("rows", "accepted", "duplicates", "late_on_arrival", "returned", "raised", "refused")
         return {name: getattr(self, name) for name in names}
+
+    def refused_rows(self) -> list[dict[str, Any]]:
+        """In the order in which they were given."""
+        return [row for number in sorted(self._refused_rows) for row in self._refused_rows[number]]
+
+
+def _refused_row(batch: rows.RowBatch, row: int, reason: reasons.RefusedReason | int) -> dict[str, Any]:
+    # A ledger alone is that of all entries.
+    ledger_id = int(batch.ledger_id[row if len(batch.ledger_id) > 1 else 0])
+    shown: dict[str, Any] = {} if batch.lines is None else {"line": int(batch.lines[row])}
+    name = reason.name if isinstance(reason, reasons.RefusedReason) else f"reason {reason}"
+    return {**shown, "ledger_id": ledger_id, "entry_id": int(batch.entry_id[row]), "reason": name}
 
 
 def _add_batch(
     stream: add_stream.AddStream,
     each: rows.RowBatch,
     already_due: results.AlreadyDue,
+    on_invalid: reasons.OnInvalid,
     counts: _Counts,
     shown: output.Progress,
 ) -> None:
@@ -176,14 +242,16 @@ def _add_batch(
         key_hash=each.key_hash,
         delay_level=each.delay_level,
         already_due=already_due,
+        on_invalid=on_invalid,
     )
+    number = counts.sent()
 
     def answered(done: Any) -> None:
         if done.exception() is not None:
             # It is raised when the stream is left.
             counts.failed.set()
             return
-        counts.count(len(each), done.result())
+        counts.count(number, each, done.result())
         shown.advance(len(each))
 
     answer.add_done_callback(answered)

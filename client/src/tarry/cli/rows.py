@@ -40,7 +40,7 @@ _MOST = (_BATCH_INDEX_MAX, REDELIVERY_COUNT_MAX)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowBatch:
-    """Columns for `AddStream.add`; of the times and the level one is not None."""
+    """Columns for `AddStream.add`; of the times and the level one is not None. `lines`: of the file that has them."""
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
@@ -48,6 +48,7 @@ class RowBatch:
     delay_ms: NDArray[np.uint64] | None
     key_hash: NDArray[np.uint32] | None
     delay_level: int | None = None
+    lines: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.entry_id)
@@ -191,6 +192,7 @@ def from_csv(lines: Iterable[str], *, name: str, batch_rows: int, timed: bool = 
     numbered = [column for column in _COLUMNS[:3] if column in where]
     numbers: list[list[int]] = [[] for _ in numbered]
     keys: list[str | None] = []
+    places: list[int] = []
     for row in reader:
         if not row:
             continue
@@ -198,11 +200,12 @@ def from_csv(lines: Iterable[str], *, name: str, batch_rows: int, timed: bool = 
             target.append(_number(row, where[column], column, f"{name}, line {reader.line_num}"))
         if "key" in where:
             keys.append((row[where["key"]] if where["key"] < len(row) else "") or None)
+        places.append(reader.line_num)
         if len(numbers[0]) == batch_rows:
-            yield _batch(numbers, keys)
-            numbers, keys = [[] for _ in numbered], []
+            yield _batch(numbers, keys, places)
+            numbers, keys, places = [[] for _ in numbered], [], []
     if numbers[0]:
-        yield _batch(numbers, keys)
+        yield _batch(numbers, keys, places)
 
 
 def from_file(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[RowBatch]:
@@ -249,10 +252,11 @@ def _number(row: list[str], index: int, column: str, place: str) -> int:
     raise click.UsageError(f"{place}: {column} is {text!r}; it must be an integer from 0 to {U64_MAX}")
 
 
-def _batch(numbers: list[list[int]], keys: list[str | None]) -> RowBatch:
+def _batch(numbers: list[list[int]], keys: list[str | None], places: list[int]) -> RowBatch:
     ledger_id, entry_id, *times = (np.array(column, dtype=np.uint64) for column in numbers)
     key_hash = hashing.key_hash(keys) if any(key is not None for key in keys) else None
-    return RowBatch(ledger_id, entry_id, times[0] if times else None, None, key_hash)
+    lines = np.array(places, dtype=np.int64)
+    return RowBatch(ledger_id, entry_id, times[0] if times else None, None, key_hash, lines=lines)
 
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from tarry import batch, calls, channels, columns, key_shared, policies, results, retry
+from tarry import batch, calls, channels, columns, key_shared, policies, reasons, results, retry
 from tarry.threads import add_stream, connections, deleting, inspecting, operating
 from tarry.threads.key_shared_subscription import KeySharedSubscription
 from tarry.threads.subscription import Receiver, Subscription
@@ -71,6 +71,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         key_hash: columns.Column | None = None,
         delay_level: columns.Column | None = None,
         already_due: results.AlreadyDue = results.AlreadyDue.DELIVER,
+        on_invalid: reasons.OnInvalid = reasons.OnInvalid.REFUSE,
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.AddResult:
@@ -79,6 +80,9 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         Columns are arrays, lists or single numbers; one of length 1 applies to the whole batch. Exactly one of
         `deliver_at_ms` (Unix time in ms), `delay_ms` and `delay_level` (of the topic's table of delays, 0 = none) is
         given. `key_hash` comes from `tarry.key_hash`.
+        `on_invalid`: by default one row whose delay is too long, whose time is in seconds or whose level there is not
+        fails the batch: OutOfRange, InvalidArgument. With RETURN such rows are in `refused` of the result, with the
+        reason, and the others are stored. Raises Unsupported: the daemon cannot do that.
         `subscription`: the rows are for that one alone. Raises NotFound: no such subscription.
         A batch over the limits is sent as several requests: when one fails, those before it are durable.
 
@@ -94,6 +98,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
                 key_hash=key_hash,
                 delay_level=delay_level,
                 already_due=already_due,
+                on_invalid=on_invalid,
                 subscription=subscription,
                 timeout_s=timeout_s,
             )

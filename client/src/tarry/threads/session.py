@@ -25,6 +25,9 @@ class Handler(Protocol[ResponseIn]):
     def wait_until_wanted(self) -> bool:
         """Returns True when a stream is needed, False when the session is closed."""
 
+    def about_to_open(self) -> None:
+        """A stream is going to begin. A TarryError that it raises is as one that ended the stream."""
+
     def opened(self, sending: streams.Sending) -> None:
         """A stream has begun."""
 
@@ -91,6 +94,7 @@ class Session(Generic[Response]):
         sending = in_threads.Outbox()
         call = None
         try:
+            self._handler.about_to_open()
             with self._changed:
                 if self._closed:
                     return self._lifetime.closed()

@@ -212,6 +212,9 @@ class Receiver(Generic[Received]):
     def wait_until_wanted(self) -> bool:
         return not self._receiving.closed
 
+    def about_to_open(self) -> None:
+        """Every daemon knows what it sends."""
+
     def opened(self, sending: streams.Sending) -> None:
         with self._changed:
             self._receiving.opened(sending)

@@ -379,6 +379,7 @@ COVERED: dict[type[message.Message], set[str]] = {
         "delay_level",
         "key_hash",
         "already_due",
+        "on_invalid",
         "subscription",
     },
     delayed_delivery_pb2.ContainsMessagesRequest: _TOPIC_AND_SUBSCRIPTION | {"ledger_id", "entry_id", "last_entry_id"},

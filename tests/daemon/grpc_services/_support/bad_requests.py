@@ -74,6 +74,7 @@ ADDS: list[tuple[str, message.Message | bytes, tuple[str, ...]]] = [
     ("all three time columns", add(delay_ms=[1], delay_level=[1]), ("deliver_at_ms", "delay_ms", "delay_level", "all")),
     ("key_hash of another length", add(key_hash=[1, 2]), ("key_hash", "2", "3")),
     ("already_due unknown", add(already_due=7), ("already_due", "7")),
+    ("on_invalid unknown", add(on_invalid=3), ("on_invalid", "3", "ON_INVALID_RETURN")),
     ("subscription too long", add(subscription="é" * 128), ("subscription", "256", "255")),
     ("subscription not UTF-8", add().SerializeToString() + text(8, b"w\xff"), ("subscription", "UTF-8", "1")),
     ("topic empty", add(topic=""), ("topic", "0", "1024")),
