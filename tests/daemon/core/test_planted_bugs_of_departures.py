@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core import containment, entitlement, feeding, quarantine, trimming
+from daemon.core import containment, entitlement, feeding, quarantine, retention, trimming
 from daemon.core.acknowledgements import Acknowledging
 from daemon.core.bucket import Bucket
+from daemon.core.dead_lettering import DeadLettering
 from daemon.core.departures import Departure
 from daemon.core.in_flight import InFlight, Mask
 from daemon.core.index import Index
@@ -21,7 +24,7 @@ from daemon.core.topic import Topic
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import GoneRecord, Record, WaiveRecord
-from tests.daemon.core import test_containment, test_leases, test_quarantine, test_trimming
+from tests.daemon.core import test_containment, test_leases, test_quarantine, test_retention, test_trimming
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
 from tests.planted import registry
 
@@ -309,6 +312,62 @@ def a_cut_answer_goes_on_behind_the_next_range(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(containment, "_first_ones", skipping)
 
 
+# ---- portions, dead letters, and what a log is needed for
+
+
+def what_is_added_between_portions_is_trimmed(patch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def nothing(self: Index) -> Iterator[BitMap64]:
+        yield BitMap64()
+
+    patch.setattr(Index, "noting_added", nothing)
+
+
+def a_trim_lists_what_is_not_owed(patch: pytest.MonkeyPatch) -> None:
+    stage_trimmed = DeadLettering.stage_trimmed
+
+    def everything(self: DeadLettering, state, departure, *, now_ms):  # type: ignore[no-untyped-def]
+        for *records, listed in stage_trimmed(self, state, departure, now_ms=now_ms):
+            keys = departure.gone | departure.waived | self._indexes.shared.mutable.present
+            whole = dataclasses.replace(departure, waived=keys - departure.gone)
+            ((*_, listed),) = stage_trimmed(self, state, whole, now_ms=now_ms)
+            yield (*records, listed)
+
+    patch.setattr(DeadLettering, "stage_trimmed", everything)
+
+
+def what_nobody_knows_becomes_dead_letters(patch: pytest.MonkeyPatch) -> None:
+    trim = Topic.trim
+
+    def with_stand_ins(self, ranges, subscription_id, *, dead_letter=False):  # type: ignore[no-untyped-def]
+        return trim(self, ranges, subscription_id)
+
+    patch.setattr(Topic, "trim", with_stand_ins)
+
+
+def own_indexes_need_nothing_of_the_log(patch: pytest.MonkeyPatch) -> None:
+    lowest = retention._lowest
+    patch.setattr(retention, "_lowest", lambda index, page: (None, 0) if index.index_id else lowest(index, page))
+
+
+def a_look_at_the_log_goes_by_buckets(patch: pytest.MonkeyPatch) -> None:
+    """Which there were when it began."""
+
+    def those_before(indexes, pages, ledgers_max):  # type: ignore[no-untyped-def]
+        buckets = {page: indexes.shared.that_may_have_page(page) for page in pages}
+        sealed = {page: [bucket for bucket in buckets[page] if bucket.name] for page in pages}
+        patch.setattr(Index, "that_may_have_page", lambda self, page: sealed[page])
+        yield
+        return (yield from retained(indexes, pages, ledgers_max))
+
+    retained = retention.retained
+    patch.setattr(retention, "retained", those_before)
+
+
+def damage_makes_nothing_uncertain(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(retention, "uncertain", lambda indexes: [])
+
+
 BY_ANY_ORDER: tuple[Plant, ...] = (
     what_is_trimmed_stays_in_hand,
     a_trim_always_takes_lower_ledgers,
@@ -392,6 +451,30 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     (
         a_trim_does_not_take_what_nobody_knows,
         lambda: test_quarantine.test_a_trim_of_all_its_ledgers_takes_what_nobody_knows(None, True),
+    ),
+    (
+        what_is_added_between_portions_is_trimmed,
+        test_trimming.test_a_trim_drops_in_portions_what_was_there_and_nothing_that_is_added_between_them,
+    ),
+    (
+        a_trim_lists_what_is_not_owed,
+        test_trimming.test_what_a_subscription_is_owed_becomes_dead_letters_and_nothing_else,
+    ),
+    (
+        what_nobody_knows_becomes_dead_letters,
+        test_quarantine.test_what_nobody_knows_of_a_damaged_bucket_becomes_no_dead_letter,
+    ),
+    (
+        own_indexes_need_nothing_of_the_log,
+        test_retention.test_due_rows_own_ones_and_messages_of_batches_are_needed_and_dead_letters_are_not,
+    ),
+    (
+        a_look_at_the_log_goes_by_buckets,
+        lambda: test_retention.rows_that_move_are_found("seal"),
+    ),
+    (
+        damage_makes_nothing_uncertain,
+        test_retention.test_ledgers_of_damaged_buckets_are_uncertain_until_they_are_added_again,
     ),
     (
         a_trim_of_a_part_takes_all_that_nobody_knows,

@@ -281,8 +281,7 @@ def dead_lettered(topic: JournaledTopic, ranges: LedgerRanges | None, number: in
     return [before, topic.core.subscriptions[number].dead_letters.freeze().rows()]
 
 
-def test_what_a_subscription_is_owed_becomes_dead_letters_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_portions(monkeypatch, Portions(2, 40_000, 1_000))
+def test_what_a_subscription_is_owed_becomes_dead_letters_and_nothing_else() -> None:
     topic = with_subscriptions(2)
     one, two = opened(topic, 1), opened(topic, 2)
     topic.add([P, Q, R], [NOW_MS, NOW_MS, NOW_MS + 9])

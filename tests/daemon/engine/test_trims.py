@@ -6,11 +6,13 @@ import asyncio
 
 import pytest
 
+from daemon import call_values
 from daemon.core.trimming import LedgerRanges
 from daemon.errors import InvalidArgument, NotFound, OutcomeUnknown, TarryError, Unavailable
+from storage_backends.formats.slot_format import DeadLetterReason
 from tests._support.engine_fixture import EngineFixture, Receiver, no_positions
 from tests._support.fault_store import Fault
-from tests.daemon.engine._support.calling import acknowledge, clear, create, get, rows_of, trim, up_to
+from tests.daemon.engine._support.calling import acknowledge, clear, create, dead_letter, get, rows_of, trim, up_to
 
 JOURNAL = "/journal/"
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
@@ -256,6 +258,94 @@ async def test_a_trim_of_more_rows_than_a_slot_names_is_one_trim(
     receiver, other = await one.receiver("t"), await one.receiver("t", "other")
     await other.received(1000)
     assert {row[1] for row in receiver.rows} == set(range(900, 1000))
+
+
+# ---- portions, and dead letters
+
+
+async def test_other_requests_pass_between_the_portions_of_a_trim(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("daemon.core.trimming.PORTION_ROWS", 10)
+    one = await machines.served_by()
+    await one.add("t", 1, range(100), delay_ms=5_000)
+    held = one.pause("put_if_absent", JOURNAL)
+    trimming = trim(one, up_to(89, 1))
+    await held.reached()
+    added = one.add("t", 1, [200, 201], delay_ms=5_000)
+    again = one.add("t", 1, [0, 1], delay_ms=5_000)
+    held.release()
+    assert (await added).accepted == (await again).accepted == 2
+    assert not trimming.done(), "the adds waited for one portion alone"
+    assert await trimming == 90
+    receiver = await one.receiver("t")
+    await receiver.received(14)
+    assert receiver.positions == {(1, entry) for entry in (0, 1, *range(90, 100), 200, 201)}
+
+
+async def test_a_trim_that_fails_in_the_middle_has_done_a_part_and_may_be_repeated(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("daemon.core.trimming.PORTION_ROWS", 10)
+    one = await machines.served_by("one")
+    await one.add("t", 1, range(100), delay_ms=5_000)
+    slots = 0
+
+    def crash_at_the_third(name: str) -> None:
+        nonlocal slots
+        slots += name == "journal.after_put"
+        if slots == 3:
+            one.kill()
+
+    one.at_crash_point = crash_at_the_third
+    trimming = trim(one, up_to(89, 1))
+    await asyncio.wait([trimming])
+    two = await machines.served_by("one")
+    left = two.topic("t").core.index.pending_rows
+    assert 60 <= left <= 80
+    assert await trim(two, up_to(89, 1)) == left - 10
+
+
+async def test_what_is_trimmed_to_dead_letters_is_in_flight_no_longer_and_listed_after_a_crash(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("daemon.core.trimming.DEAD_LETTER_PORTION_ROWS", 7)
+    one = await machines.served_by("one", *SMALL)
+    receiver, other = await one.receiver("t"), await one.receiver("t", "other")
+    await one.add("t", 1, range(30), delay_ms=0)
+    rows = await receiver.received(30)
+    await receiver.acknowledge(rows[:5])
+    trimmed = await dead_letter(one, up_to(19, 1))
+    assert (trimmed.rows, trimmed.dead_lettered, trimmed.more) == (15, 15, False)
+    assert await receiver.acknowledge(rows[5:]) == 15
+    await other.received(30)
+    one.kill()
+    two = await machines.served_by("one", *SMALL)
+    page = await two.call(two.engine.requests.list_dead_letters("t", "s", call_values.DeadLetterFilter(), 100, 0))
+    assert page.rows.entry_id.tolist() == sorted(row[1] for row in rows[5:] if row[1] < 20)
+    assert set(page.rows.reason.tolist()) == {DeadLetterReason.TRIMMED}
+    receiver = await two.receiver("t")
+    await asyncio.sleep(10)
+    assert not receiver.rows
+
+
+async def test_a_request_makes_a_bounded_number_of_dead_letters_and_says_that_there_may_be_more(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("daemon.core.trimming.DEAD_LETTER_PORTION_ROWS", 10)
+    monkeypatch.setattr("daemon.shard.topic_changes._ENOUGH_DEAD_LETTERS", 20)
+    one = await machines.served_by()
+    await create(one)
+    await one.add("t", 1, range(45), delay_ms=5_000)
+    answers = [await dead_letter(one, up_to(99, 1)) for _ in range(3)]
+    assert [(each.dead_lettered, each.more) for each in answers] == [(30, True), (15, False), (0, False)]
+
+
+async def test_dead_letters_of_a_trim_need_a_subscription(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await one.add("t", 1, [1])
+    with pytest.raises(InvalidArgument, match="dead_letter is set, and subscription is empty"):
+        await one.call(one.engine.requests.trim("t", None, up_to(9, 1), dead_letter=True))
 
 
 # ---- crashes
