@@ -65,6 +65,14 @@ class Need:
     what: str
     feature: str
 
+    def unmet(self, where: str) -> errors.Unsupported:
+        """What to raise where a daemon cannot do it."""
+        return errors.Unsupported(f"{self.what}: {where} does not know it (feature {self.feature}); update the daemon")
+
+
+FORWARDED = Need("forwarded", HANDOUT_NAMES)
+"""A daemon of before would take a negative acknowledgement that is `forwarded` for one that is not."""
+
 
 class Owners:
     """Whom to ask for a topic, and what daemons can do. Threads may share it: every method is one operation of a
@@ -179,6 +187,4 @@ class Asking:
                 features = frozenset()
             self.owners.learn_features(address, features)
         if needs.feature not in features:
-            raise errors.Unsupported(
-                f"{needs.what}: the daemon at {address} does not know it (feature {needs.feature}); update the daemon"
-            )
+            raise needs.unmet(f"the daemon at {address}")
