@@ -261,12 +261,14 @@ class _Course:
             self._history.breach(f"nothing fails any more, and {daemon.name} answers {error!r}")
 
     async def _serving(self) -> Daemon | None:
-        """A daemon that serves, with nothing staged."""
+        """A daemon that serves every shard, with nothing staged."""
         deadline_s = self._machines.elapsed_s() + SERVING_AFTER_S
         while self._machines.elapsed_s() < deadline_s:
             await asyncio.sleep(1.0)
             daemon = self._cluster.serving()
-            if daemon is not None and daemon.engine.loaded:
+            # A shard that was lost may still be on its way back.
+            serves_all = daemon is not None and len(daemon.shards) == self._machines.shards_total
+            if daemon is not None and serves_all and daemon.engine.loaded:
                 try:
                     for shard in list(daemon.shards.values()):
                         await daemon.call(shard.commits.flush())
