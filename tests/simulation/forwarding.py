@@ -1,4 +1,5 @@
-"""The world behind the dispatchers of one run: they pass on what they were handed out, and consumers behind them fail.
+"""The world behind the dispatchers of one run: they pass on what they are handed out, before they acknowledge it, and
+consumers behind them fail before or after that.
 
 Owns: an output that remembers for ever by which names it has what, what failed behind it, and that each name that was
 handed back comes again by a later one, which the output does not have yet.
@@ -9,15 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from tests.simulation.oracle import Oracle, TopicTruth
-from tests.simulation.positions import Position, entry_of, named
+from tests.simulation.positions import Position, entry_of, is_part, named, part_of
 
-# So many of what consumers receive fail, and so many of one subscription are handed back at once.
+# The subscriptions whose dispatchers do so.
+SUBSCRIPTIONS = ("a", "b")
+# So many of what consumers receive fail, so many of these only by one message of the entry, of so many; and so many of
+# one subscription are handed back at once.
 FAILURES = 0.4
-AT_ONCE = (1, 1, 3)
+PARTS = 0.2
+BATCH = 4
+AT_ONCE = (1, 1, 2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,16 +69,21 @@ class Output:
         self._failed: list[Failed] = []
         self._owed: dict[Message, Owed] = {}
 
-    def passed_on(self, topic: TopicTruth, subscription_id: int, rows: Mapping[tuple[Position, int], int]) -> None:
-        """Counts by position and time. What the output has by that name it drops."""
-        for (position, deliver_at_ms), count in rows.items():
-            message = Message(topic.name, topic.incarnation, subscription_id, *named(position), deliver_at_ms)
-            if (message, count) in self._has:
-                continue
-            self._has.add((message, count))
-            self._came(message, count)
-            if self.fails and self._draw.random() < FAILURES:
-                self._failed.append(Failed(message, position, count))
+    def passed_on(
+        self, topic: TopicTruth, subscription_id: int, position: Position, deliver_at_ms: int, count: int
+    ) -> None:
+        """What the output has by that name it drops."""
+        stored = topic.subscriptions.get(subscription_id)
+        message = Message(topic.name, topic.incarnation, subscription_id, *named(position), deliver_at_ms)
+        if stored is None or stored.name not in SUBSCRIPTIONS or (message, count) in self._has:
+            return
+        self._has.add((message, count))
+        self._came(message, count)
+        if self.fails and self._draw.random() < FAILURES:
+            if not is_part(position) and self._draw.random() < PARTS:
+                position = part_of(position[:2], self._draw.randrange(BATCH), subscription_id)
+                message = dataclasses.replace(message, batch_index=named(position)[1])
+            self._failed.append(Failed(message, position, count))
 
     def _came(self, message: Message, count: int) -> None:
         """An entry as a whole comes with each of its messages."""

@@ -173,7 +173,7 @@ class Nacking:
         """Late, by a call beside the streams, until it is answered."""
         output = self._promises.output
         while not self._clients.ended:
-            await asyncio.sleep(draw.random() * 2)
+            await asyncio.sleep(draw.random() * 0.5)
             daemon = await self._clients.daemon(draw)
             failed = [] if daemon is None else output.some_failed(topic, draw)
             if daemon is None or not failed:

@@ -263,6 +263,7 @@ class Promises:
         if deliver_at_ms > stream.daemon.latest_ms():
             self._history.breach(f"{what} is handed out at {stream.daemon.latest_ms()}, early")
         topic = self._oracle.topic(stream.topic)
+        self.output.passed_on(topic, stream.subscription_id, position, deliver_at_ms, count)
         row = topic.rows.get(position)
         stream.held[position] = deliver_at_ms
         stream.counts[position] = count
@@ -346,11 +347,9 @@ class Promises:
     def sending_acknowledgement(self, stream: OpenStream, claims: Sequence[Claim]) -> Sent:
         for position, _ in claims:
             stream.held.pop(position, None)
-        topic, counts = self._oracle.topic(stream.topic), tuple(stream.counts_of(claims))
-        if stream.subscription_id in topic.subscriptions:
-            self.output.passed_on(topic, stream.subscription_id, dict(zip(claims, counts, strict=True)))
-        positions = tuple(position for position, _ in claims)
-        return Sent(stream.daemon, topic, positions, applied_slot(stream.daemon, stream.topic), counts=counts)
+        topic, positions = self._oracle.topic(stream.topic), tuple(position for position, _ in claims)
+        slot, counts = applied_slot(stream.daemon, stream.topic), tuple(stream.counts_of(claims))
+        return Sent(stream.daemon, topic, positions, slot, counts=counts)
 
     def acknowledgement_answered(self, stream: OpenStream, sent: Sent, claims: Sequence[Claim], ignored: int) -> None:
         self.check_confirmed(sent)
