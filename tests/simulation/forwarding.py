@@ -20,7 +20,7 @@ from tests.simulation.positions import Position, entry_of, is_part, named, part_
 SUBSCRIPTIONS = ("a", "b")
 # So many of what consumers receive fail, so many of these only by one message of the entry, of so many; and so many of
 # one subscription are handed back at once.
-FAILURES = 0.4
+FAILURES = 0.7
 PARTS = 0.2
 BATCH = 4
 AT_ONCE = (1, 1, 2)
