@@ -22,7 +22,7 @@ from storage_backends.formats.index_ids import BATCH_BITS
 from storage_backends.formats.row_columns import U64
 
 # Pages of buckets that are looked at before others have their turn.
-LOOKS_A_TURN = 2_000
+LOOKS_A_TURN = 1_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

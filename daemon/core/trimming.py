@@ -21,14 +21,14 @@ from storage_backends.formats.index_ids import BATCH_INDEX_MAX, BATCHED_ENTRY_ID
 from storage_backends.formats.row_columns import U64
 
 # What is decided, written and applied at a time: in between everybody else has a turn.
-PORTION_ROWS = 100_000
+PORTION_ROWS = 25_000
 PORTION_PAGES = 2_000
-# What leaves is looked for in every bucket, page by page: so many looks take some 20 ms.
-_BUCKET_PAGES_MAX = 40_000
-# Pages of buckets that are looked at before others have their turn.
-LOOKS_A_TURN = 1_000
+# What leaves is looked for in every bucket, page by page: so many looks take some 10 ms.
+_BUCKET_PAGES_MAX = 10_000
+# Pages of buckets that are looked at before others have their turn: some ms.
+LOOKS_A_TURN = 200
 # A portion of dead letters stands in one slot with a column for each of their fields.
-DEAD_LETTER_PORTION_ROWS = 20_000
+DEAD_LETTER_PORTION_ROWS = 10_000
 
 _U64_MAX = (1 << 64) - 1
 _PAGE_KEYS = 1 << PAGE_BITS

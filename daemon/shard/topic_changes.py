@@ -27,6 +27,7 @@ from daemon.core.trimming import LedgerRanges
 from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.shard.owned_topic import OwnedTopic
 from daemon.surroundings.environment import Environment
+from daemon.surroundings.taking_turns import TakingTurns
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_commits import Operation
 from daemon.topic_terms import topic_settings
@@ -123,7 +124,7 @@ class TopicChanges:
             topic.check_there(state)
         with topic.withholding(topic.core.subscriptions if state is None else (state.subscription_id,)):
             commits.check_accepting()
-            departure = await _next_of(portions)
+            departure = await self._next_of(portions)
             if departure is None:
                 return None
             slots = departure.slots()
@@ -139,6 +140,15 @@ class TopicChanges:
         if dead_letter:
             metrics.dead_lettered(topic.core.name, "trimmed", rows=departure.rows)
         return departure.rows
+
+    async def _next_of(self, portions: Iterator[Departure | None]) -> Departure | None:
+        """The next portion, None when there is no more; others have their turn where it is due."""
+        taking_turns = TakingTurns(self._environment.clock)
+        for departure in portions:
+            if departure is not None:
+                return departure
+            await taking_turns.give_way()
+        return None
 
     async def seal(self, topic: ServedTopic) -> Sealed:
         """Seals the mutable bucket; returns when that is committed."""
@@ -347,12 +357,3 @@ class TopicChanges:
             await self._shard.topics[name].commits.commit(operation)
         except commit.Refused as refused:
             raise await self._shard.superseded(refused) from refused
-
-
-async def _next_of(portions: Iterator[Departure | None]) -> Departure | None:
-    """The next portion, None when there is no more; others have their turn where it is due."""
-    for departure in portions:
-        if departure is not None:
-            return departure
-        await asyncio.sleep(0)
-    return None

@@ -14,6 +14,7 @@ from daemon.call_values import RetentionPage, Survey
 from daemon.core import retention
 from daemon.core.topic import Topic
 from daemon.surroundings.environment import Environment
+from daemon.surroundings.taking_turns import TakingTurns
 from storage_backends.formats.row_columns import U64
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class TopicRetention:
             ordered = retention.pages_of_ledgers(
                 indexes, (each for each in ledger_ids.tolist() if after is None or each > after)
             )
-        found = await _in_turns(retention.retained(indexes, ordered, page_size))
+        found = await self._in_turns(retention.retained(indexes, ordered, page_size))
         return RetentionPage(
             ledger_id=found.ledger_id,
             lowest_entry_id=found.lowest_entry_id,
@@ -60,17 +61,17 @@ class TopicRetention:
             state = (changed_slot, len(self._core.indexes.quarantined))
             is_fresh = now_ms - self._surveyed_ms < SURVEY_MS or state == self._surveyed_state
             if self._survey is None or not is_fresh:
-                self._survey = await _in_turns(retention.surveyed(self._core.indexes))
+                self._survey = await self._in_turns(retention.surveyed(self._core.indexes))
                 self._surveyed_ms, self._surveyed_state = now_ms, state
             return self._survey
 
-
-async def _in_turns(look: Generator[None, None, T]) -> T:
-    """What the look returns; others have their turn at each of its steps."""
-    while True:
-        try:
-            next(look)
-        except StopIteration as done:
-            result: T = done.value
-            return result
-        await asyncio.sleep(0)
+    async def _in_turns(self, look: Generator[None, None, T]) -> T:
+        """What the look returns; others have their turn at each of its steps."""
+        taking_turns = TakingTurns(self._environment.clock)
+        while True:
+            try:
+                next(look)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            await taking_turns.give_way()

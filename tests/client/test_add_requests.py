@@ -77,7 +77,7 @@ class Story:
     def open(self) -> None:
         if self.connection is None and self.requests.wants_stream:
             self.connection = Connection()
-            self.requests.opened(self.connection)
+            assert self.requests.opened(self.connection, frozenset()) == []
             entries = [request.add.entry_id[0] for request in self.connection.requests]
             assert entries == [answer.entry for answer in self.answers if not answer.results], "in their order"
 

@@ -17,7 +17,7 @@ import pytest
 from google.rpc import code_pb2
 
 import tarry
-from tarry import key_shared_receiving, receiving, retry, streams
+from tarry import attempts, key_shared_receiving, receiving, retry, streams
 from tarry.v1 import dispatch_pb2
 from tests.client._support import fake_daemon
 
@@ -25,6 +25,7 @@ DELAYED = 120
 PLANNED = 80
 ROWS = DELAYED + PLANNED
 KEYS = 7
+FEATURES = frozenset({attempts.HANDOUT_NAMES})
 PERMITS = 6
 HASH = 1 << 16
 
@@ -366,7 +367,7 @@ class Story:
     def open(self) -> None:
         if self.daemon.connection is None:
             self.daemon.connection = Connection()
-            self.state.opened(self.daemon.connection)
+            self.state.opened(self.daemon.connection, FEATURES)
 
     def cut(self) -> None:
         if self.daemon.connection is not None:

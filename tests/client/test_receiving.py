@@ -15,10 +15,11 @@ import pytest
 from google.rpc import code_pb2
 
 import tarry
-from tarry import receiving, retry, streams
+from tarry import attempts, receiving, retry, streams
 from tarry.v1 import dispatch_pb2
 from tests.client._support import fake_daemon
 
+FEATURES = frozenset({attempts.HANDOUT_NAMES})
 ROWS = 300
 PERMITS = 8
 
@@ -92,13 +93,17 @@ class Story:
             self.may_come_again |= set(batch.entry_id.tolist())
         else:
             self.answers += self.state.acknowledge(given, Answer)
+            if self.dice.random() < 0.1:
+                # It was passed on, and has failed there.
+                self.answers += self.state.nack(given, Answer, batch_index=None, key_hash=None, forwarded=True)
+                self.may_come_again |= set(batch.entry_id.tolist())
 
     # The network.
 
     def open(self) -> None:
         if self.connection is None:
             self.connection = Connection()
-            self.state.opened(self.connection)
+            self.state.opened(self.connection, FEATURES)
 
     def cut(self) -> None:
         if self.connection is not None:
@@ -150,6 +155,9 @@ class Story:
             self.nacked -= rows
             if kind == "acknowledge":
                 self.done |= rows
+            elif request.negative_acknowledge.forwarded:
+                self.nacked |= rows
+                self.done -= rows
             else:
                 self.nacked |= rows - self.done
 

@@ -282,7 +282,7 @@ BUGS = (
     Bug("progress", a_seal_forgets_what_was_acknowledged_in_its_own_rows, SELDOM, seed=6),
     Bug("progress", what_goes_while_a_bucket_is_sealed_is_forgotten, seed=8),
     Bug("checkpoint", a_checkpoint_forgets_the_mutable_rows, seed=4),
-    Bug("checkpoint", a_checkpoint_forgets_progress, seed=4),
+    Bug("checkpoint", a_checkpoint_forgets_progress, seed=3),
     Bug(
         "checkpoint", a_checkpoint_forgets_the_rows_of_a_seal_under_way, killed("put_if_absent", "00/manifest/"), seed=2
     ),
@@ -290,5 +290,5 @@ BUGS = (
     Bug("journal", acknowledgements_are_not_journaled, seed=3),
     Bug("journal", replay_begins_at_the_manifest_and_not_above_the_checkpoint, seed=11),
     Bug("topic manifest", subscriptions_are_not_committed, seed=3),
-    Bug("topic manifest", a_deleted_topic_keeps_its_incarnation, seed=6),
+    Bug("topic manifest", a_deleted_topic_keeps_its_incarnation, seed=22),
 )

@@ -93,12 +93,13 @@ def entries_of(ranges: EntryRanges) -> list[Position]:
     ]
 
 
-def held_positions(claims: Iterable[tuple[Position, int]]) -> HeldPositions:
-    """Positions with their times, in this order."""
+def held_positions(claims: Iterable[tuple[Position, int]], counts: Iterable[int] | None = None) -> HeldPositions:
+    """Positions with their times, in this order. `counts`: which hand-outs of them; None: any."""
     claims = list(claims)
     names = [named(position) for position, _ in claims]
     batch_index = np.array([number for _, number in names], np.uint32)
     ledger_id, entry_id = columns_of([entry for entry, _ in names])
     deliver_at_ms = np.array([time for _, time in claims], np.uint64)
     whole = bool((batch_index == NO_BATCH_INDEX).all())
-    return HeldPositions(ledger_id, entry_id, deliver_at_ms, None if whole else batch_index)
+    redelivery_count = None if counts is None else np.array(list(counts), np.uint32)
+    return HeldPositions(ledger_id, entry_id, deliver_at_ms, None if whole else batch_index, redelivery_count)

@@ -56,12 +56,13 @@ def key_hashes(positions: Sequence[Position]) -> U32:
 @dataclasses.dataclass(slots=True, eq=False)
 class _Dispatcher:
     """A dispatcher on one stream. `consumers`: those that it has, by their ids; `hashes`: of what was received, by
-    ledger and entry.
+    ledger and entry; `counts`: of what it declares, as it was handed out.
     """
 
     consumer_ids: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
     consumers: dict[int, OpenStream] = dataclasses.field(default_factory=dict)
     hashes: dict[Position, int] = dataclasses.field(default_factory=dict)
+    counts: dict[Position, int] = dataclasses.field(default_factory=dict)
 
     def next_consumer(self, draw: random.Random) -> Consumer:
         number = next(self.consumer_ids)
@@ -114,11 +115,12 @@ class KeySharing:
     async def _receive(self, topic: str, draw: random.Random) -> None:
         held: list[Claim] = []
         hashes: dict[Position, int] = {}
+        counts: dict[Position, int] = {}
         while not self._clients.ended:
             daemon = await self._clients.daemon(draw)
             if daemon is None:
                 continue
-            dispatcher = _Dispatcher()
+            dispatcher = _Dispatcher(counts=counts)
             dispatcher.hashes |= hashes
             consumers = [dispatcher.next_consumer(draw) for _ in range(draw.choice((1, 1, 2, 3)))]
             declared = held if draw.random() < 0.7 else []
@@ -131,6 +133,7 @@ class KeySharing:
             await self._listen(draw, daemon, topic, stream, dispatcher)
             held = sorted(claim for view in dispatcher.consumers.values() for claim in view.held.items())
             hashes = {position[:2]: dispatcher.hashes[position[:2]] for position, _ in held}
+            counts = {each: view.counts[each] for view in dispatcher.consumers.values() for each in view.held}
 
     async def _open(
         self,
@@ -144,7 +147,8 @@ class KeySharing:
         """Runs in the daemon's process: what is held counts from that moment on. `holders`: the consumers of what is
         declared.
         """
-        claims = HeldByConsumers(held_positions(declared), np.array(holders, np.uint32))
+        counts = [dispatcher.counts[position] for position, _ in declared]
+        claims = HeldByConsumers(held_positions(declared, counts), np.array(holders, np.uint32))
         stream = await daemon.engine.requests.open_key_shared(topic, NAME, consumers, claims)
         for consumer in consumers:
             self._joined(daemon, topic, stream, dispatcher, consumer)
@@ -156,6 +160,7 @@ class KeySharing:
             self._promises.opened(view, [position for position, _ in mine])
             for position, deliver_at_ms in mine:
                 view.held[position] = deliver_at_ms
+                view.counts[position] = dispatcher.counts[position]
                 self._keys.has(view, position, dispatcher.hashes[position[:2]])
         return stream
 
@@ -205,7 +210,8 @@ class KeySharing:
             return await self._nacking.some_of(draw, daemon, view, NAME, stream, parts=False)
         claims = sorted(draw.sample(list(view.held.items()), draw.randrange(1, len(view.held) + 1)))
         sent = self._promises.sending_acknowledgement(view, claims)
-        ignored = await self._clients.call(daemon, ignored_by(stream.acknowledge, held_positions(claims)))
+        positions = held_positions(claims, sent.counts)
+        ignored = await self._clients.call(daemon, ignored_by(stream.acknowledge, positions))
         if ignored is not None:
             self._history.note(f"{daemon.name} acknowledged {view.topic} {view.subscription_id} {claims} -> {ignored}")
             self._promises.acknowledgement_answered(view, sent, claims, ignored)

@@ -73,7 +73,7 @@ class Leasing:
         return view
 
     async def _extend(self, draw: random.Random, daemon: Daemon, view: OpenStream) -> None:
-        claims = held_positions(view.held.items())
+        claims = held_positions(view.held.items(), view.counts_of(view.held.items()))
         lease_ms = draw.choice((0, 500, 5_000))
         sent_s = view.ends_s = daemon.elapsed_s()
         extend, name = daemon.engine.requests.extend_lease, self._clients.name_of(view)
@@ -87,7 +87,8 @@ class Leasing:
             return
         sent = self._promises.sending_acknowledgement(view, claims)
         acknowledge, name = daemon.engine.requests.acknowledge, self._clients.name_of(view)
-        ignored = await self._clients.call(daemon, ignored_by(acknowledge, view.topic, name, held_positions(claims)))
+        positions = held_positions(claims, sent.counts)
+        ignored = await self._clients.call(daemon, ignored_by(acknowledge, view.topic, name, positions))
         if ignored is not None:
             self._history.note(f"{daemon.name} acknowledged {view.topic} {view.subscription_id} {claims} -> {ignored}")
             self._promises.acknowledgement_answered(view, sent, claims, ignored)

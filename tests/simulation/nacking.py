@@ -23,6 +23,7 @@ from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from tests._support.engine_fixture import Daemon
 from tests._support.outcomes import Counts, counts_of, ignored_by
 from tests.simulation.columns import held_positions
+from tests.simulation.forwarding import Failed
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, TopicTruth
 from tests.simulation.positions import Position, in_index, is_part, named, owner_of, part_of
@@ -114,7 +115,12 @@ class Nacking:
         """What goes on beside receiving: by name, work of a topic that takes a random generator."""
         if not self.share(topic):
             return {}
-        working = {"stranger": self._strangers, "undertaker": self._dead_letters, "policies": self._change_policies}
+        working: dict[str, Any] = {
+            "stranger": self._strangers,
+            "undertaker": self._dead_letters,
+            "policies": self._change_policies,
+        }
+        working["consumers"] = self._hand_back
         if random.Random(f"levels of {topic} {self._seed}").random() < 0.4:
             working["levels"] = self._change_levels
         return working
@@ -155,9 +161,30 @@ class Nacking:
 
     async def extend(self, draw: random.Random, daemon: Daemon, view: OpenStream, stream: DispatchStream) -> None:
         claims = draw.sample(list(view.held.items()), draw.randrange(1, len(view.held) + 1))
-        ignored = await self._clients.call(daemon, ignored_by(stream.extend, held_positions(claims)))
+        ignored = await self._clients.call(
+            daemon, ignored_by(stream.extend, held_positions(claims, view.counts_of(claims)))
+        )
         if ignored is not None and ignored > len(claims):
             self._history.breach(f"{ignored} of {len(claims)} positions were ignored")
+
+    # ---- what failed behind those who passed it on
+
+    async def _hand_back(self, topic: str, draw: random.Random) -> None:
+        """Late, by a call beside the streams, until it is answered."""
+        output = self._promises.output
+        while not self._clients.ended:
+            await asyncio.sleep(draw.random() * 0.5)
+            daemon = await self._clients.daemon(draw)
+            failed = [] if daemon is None else output.some_failed(topic, draw)
+            if daemon is None or not failed:
+                continue
+            number = failed[0].message.subscription_id
+            stored = self._oracle.topic(topic).subscriptions.get(number)
+            if stored is None or self._oracle.topic(topic).incarnation != failed[0].message.incarnation:
+                continue
+            claims = [(each.position, each.message.deliver_at_ms) for each in failed]
+            if not await self._nack(draw, daemon, topic, stored.name, number, claims, None, None, failed):
+                output.kept(failed)
 
     # ---- what was never handed out, or not to this client
 
@@ -198,25 +225,37 @@ class Nacking:
         claims: Sequence[Claim],
         view: OpenStream | None,
         stream: OpenDispatch | None,
+        failed: Sequence[Failed] = (),
     ) -> bool:
-        """Whether it was answered."""
+        """Whether it was answered. `failed`: what the claims are for, if they are late: they were passed on."""
         answered = False
         if not claims:
             return answered
         how = How.drawn(draw, len(claims))
+        counts = [each.count for each in failed] if failed else None if view is None else view.counts_of(claims)
         nack = Nack(
-            positions=held_positions(claims),
+            positions=held_positions(claims, counts),
             delay_ms=None if how.delays_ms is None else np.array(how.delays_ms, np.uint64),
             delay_level=None if how.levels is None else np.array(how.levels, np.int32),
             reject=how.reject,
             text=how.text,
+            forwarded=bool(failed),
         )
+        output = self._promises.output
+        withdrawn = [output.withdrawn(each) for each in failed]
         for _ in range(draw.choice((1, 1, 2))):
             sent = self._promises.sending(daemon, topic)
             # Of a level nobody knows here what it means.
             delays_ms = (0,) * len(claims) if how.levels is not None else how.delays_ms
             asked = self._promises.redeliveries.sending_nack(
-                sent, number, claims, delays_ms=delays_ms, reject=how.reject, at_least=how.levels is not None
+                sent,
+                number,
+                claims,
+                delays_ms=delays_ms,
+                reject=how.reject,
+                at_least=how.levels is not None,
+                counts=counts,
+                forwarded=bool(failed),
             )
             if asked is None:
                 return answered
@@ -233,6 +272,9 @@ class Nacking:
                 served = daemon.shards.get(shard)
                 epoch = view.epoch if view is not None and stream is not None else 0 if served is None else served.epoch
                 self._promises.redeliveries.nack_answered(asked, shard, epoch, outcome, view)
+                if outcome == Counts(0, 0):
+                    for each, times in zip(failed, withdrawn, strict=True):
+                        output.handed_back(each, times)
             again = await self._clients.daemon(draw)
             if again is None or draw.random() < 0.5:
                 break

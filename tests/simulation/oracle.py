@@ -10,6 +10,7 @@ Does not own: objects (`objects`), answers (`promises`), and what a daemon has i
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
@@ -54,6 +55,11 @@ class Row:
         nacked = self.nacked.get(subscription_id)
         return self.slot, 0 if nacked is None else nacked.slot
 
+    def count(self, subscription_id: int) -> int:
+        """How often the subscription has handed it back."""
+        nacked = self.nacked.get(subscription_id)
+        return 0 if nacked is None else nacked.count
+
     @property
     def earliest_ms(self) -> int:
         return self.deliver_at_ms if self.was_due_ms is None else min(self.was_due_ms, self.deliver_at_ms)
@@ -78,7 +84,8 @@ class TopicTruth:
     `missing`: rows of those that were quarantined, until they are added again. Where a bucket does not say any more
     what it held, nobody can tell which of them a trim removed; `trimmed`: whether there was one. `left`: how the latest
     row of a position left before it was due, if it did. `sharing_changed`: whether the policy has ever said otherwise
-    than before if subscriptions share an index.
+    than before if subscriptions share an index. `withdrawn`: how often rows of an entry left otherwise than by an
+    acknowledgement.
     """
 
     name: str = ""
@@ -100,6 +107,7 @@ class TopicTruth:
     trimmed: bool = False
     sharing_changed: bool = False
     redeliveries: Redeliveries = dataclasses.field(default_factory=Redeliveries)
+    withdrawn: collections.Counter[Position] = dataclasses.field(default_factory=collections.Counter)
 
     @property
     def shared_index(self) -> bool:
@@ -277,6 +285,7 @@ class Oracle:
                 row = topic.rows.get(position)
                 if row is not None and row.deliver_at_ms == deliver_at_ms and row.slot <= sealed_slot:
                     topic.missing[position] = topic.rows.pop(position)
+                    topic.withdrawn[entry_of(position)] += 1
         topic.buckets = {name: slot for name, slot in topic.buckets.items() if name in names_live}
 
     def _slot(self, header: slot_format.SlotHeader, records: Iterable[slot_format.Record]) -> None:
@@ -370,6 +379,7 @@ class Oracle:
 
     def _leave(self, topic: TopicTruth, header: slot_format.SlotHeader, position: Position, row: Row) -> None:
         """A row is cancelled or rescheduled."""
+        topic.withdrawn[entry_of(position)] += 1
         if self.handed_out.get((topic.name, position, row.slot)) == header.epoch:
             self._history.breach(
                 f"topic {topic.name}: {position} of {row.deliver_at_ms} leaves as if it were not due, and was handed "
@@ -387,7 +397,14 @@ class Oracle:
         return deliver_at_ms == raised_ms and any(time is not None and time < raised_ms for time in asked)
 
     def acknowledged(
-        self, topic: TopicTruth, slot: int, subscription_id: int, position: Position, deliver_at_ms: int
+        self,
+        topic: TopicTruth,
+        slot: int,
+        subscription_id: int,
+        position: Position,
+        deliver_at_ms: int,
+        *,
+        died: bool = False,
     ) -> None:
         row = topic.rows.get(position)
         if row is None:
@@ -399,13 +416,15 @@ class Oracle:
             )
         row.acknowledged[subscription_id] = slot
         if not is_part(position):
-            topic.redeliveries.ended[subscription_id, position[:2]] = slot
+            count = row.count(subscription_id)
+            topic.redeliveries.entry_ended(subscription_id, position[:2], slot, count, died=died)
         if all(topic.subscriptions[number].created_slot >= slot for number in topic.owes(row)):
             self._remove(topic, slot, position)
 
     def _gone(self, topic: TopicTruth, header: slot_format.SlotHeader, record: slot_format.GoneRecord) -> None:
         for stored in positions_of(record.positions):
             position = in_index(stored, record.subscription_id)
+            topic.withdrawn[entry_of(position)] += 1
             row = topic.rows.get(position)
             if row is None:
                 missing = topic.missing.get(position)
@@ -449,6 +468,7 @@ class Oracle:
             and not each.cancels
         ]
         for position in positions_of(record.positions):
+            topic.withdrawn[entry_of(position)] += 1
             row = topic.rows.get(position)
             if row is None or record.subscription_id in row.acknowledged:
                 # A row that was trimmed before says so again when it is rescheduled.

@@ -20,6 +20,7 @@ from daemon.core.withdrawals import CancelOutcome, RescheduleOutcome
 from daemon.settings import Redelivery
 from tests._support.engine_fixture import Daemon
 from tests.simulation import positions as place
+from tests.simulation.forwarding import Output
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Row, TopicTruth
 from tests.simulation.positions import Position
@@ -39,8 +40,8 @@ Claim = tuple[Position, int]
 class OpenStream:
     """A dispatcher of one subscription, by a stream or a lease.
 
-    `held`: what it was handed out and has not asked to acknowledge, or to have back later. `handed_out`: of each
-    position the generation of its row.
+    `held`: what it was handed out and has not asked to acknowledge, or to have back later; `counts`: with which
+    redelivery count it was handed out each position last. `handed_out`: of each position the generation of its row.
     """
 
     daemon: Daemon
@@ -50,12 +51,22 @@ class OpenStream:
     epoch: int
     handed_out: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
     held: dict[Position, int] = dataclasses.field(default_factory=dict)
+    counts: dict[Position, int] = dataclasses.field(default_factory=dict)
     ends_s: float = math.inf
     """When what it holds may be handed to others: at its end, or that of its lease."""
 
     @property
     def closed(self) -> bool:
         return self.daemon.elapsed_s() > self.ends_s - ROUNDING_S
+
+    def counts_of(self, claims: Iterable[Claim]) -> list[int]:
+        """By which redelivery counts it names them; a message of an entry that came as a whole by that of the entry."""
+        return [self._count_of(position) for position, _ in claims]
+
+    def _count_of(self, position: Position) -> int:
+        entry = place.entry_of(position)
+        known = (position, entry, place.in_index(entry, self.subscription_id))
+        return next((self.counts[each] for each in known if each in self.counts), 0)
 
     def close(self) -> None:
         self.ends_s = min(self.ends_s, self.daemon.elapsed_s())
@@ -64,7 +75,8 @@ class OpenStream:
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sent:
     """A request under way. `slot`: the last one that the daemon had applied when it was sent. `positions`: ledgers and
-    entries. `indexes`: those that it is about, as it was sent; None for all.
+    entries. `indexes`: those that it is about, as it was sent; None for all. `counts`: of an acknowledgement, which
+    hand-outs it names.
     """
 
     daemon: Daemon
@@ -72,6 +84,7 @@ class Sent:
     positions: tuple[Position, ...]
     slot: int
     indexes: tuple[int, ...] | None = None
+    counts: tuple[int, ...] = ()
 
     def keys(self, position: Position) -> set[Position]:
         """The position in each index that the request is about."""
@@ -93,13 +106,19 @@ class Promises:
     """Holds every answer of a run against the oracle."""
 
     def __init__(
-        self, oracle: Oracle, history: History, live: Callable[[], Iterable[Daemon]], redelivery: Redelivery
+        self,
+        oracle: Oracle,
+        history: History,
+        live: Callable[[], Iterable[Daemon]],
+        redelivery: Redelivery,
+        output: Output,
     ) -> None:
         self._live = live
         self._oracle = oracle
         # A former owner that hands it out makes the answer untrue, whoever hears it.
         oracle.leaving = self.check_former_owners
         self._history = history
+        self.output = output
         self._done: set[tuple[str, Position, int, int]] = set()
         # Rows (topic, position, time) of which it was answered that they left before they were due.
         self._left: set[tuple[str, Position, int]] = set()
@@ -224,6 +243,10 @@ class Promises:
             row = topic.rows.get(key) or topic.missing.get(key)
             if row is not None and row.deliver_at_ms == deliver_at_ms:
                 found.append(key)
+        owed = [key for key in found if self._is_owed(topic, key, stream.subscription_id)]
+        if len(owed) == 1 and not self.is_stale(stream):
+            # The other one was acknowledged, before it was handed back.
+            return owed[0]
         if len(found) == len(keys):
             self._twins.add((stream.topic, position, deliver_at_ms))
             found.sort(key=lambda key: key in stream.held)
@@ -231,13 +254,19 @@ class Promises:
         known = sorted((key for key in keys if key in topic.removed_at_s), key=topic.removed_at_s.__getitem__)
         return (*found, *reversed(known), position)[0]
 
+    @staticmethod
+    def _is_owed(topic: TopicTruth, position: Position, subscription_id: int) -> bool:
+        return position in topic.rows and subscription_id in topic.owes(topic.rows[position])
+
     def _handed_out(self, stream: OpenStream, position: Position, deliver_at_ms: int, count: int) -> None:
         what = f"topic {stream.topic}: {position} of {deliver_at_ms} for subscription {stream.subscription_id}"
         if deliver_at_ms > stream.daemon.latest_ms():
             self._history.breach(f"{what} is handed out at {stream.daemon.latest_ms()}, early")
         topic = self._oracle.topic(stream.topic)
+        self.output.passed_on(topic, stream.subscription_id, position, deliver_at_ms, count)
         row = topic.rows.get(position)
         stream.held[position] = deliver_at_ms
+        stream.counts[position] = count
         if self.has_twin(stream.topic, (position, deliver_at_ms)):
             # It may be either: each of them came with this hand-out, or with the one before.
             twins = (stream.topic, position[:2], deliver_at_ms, stream.subscription_id)
@@ -318,24 +347,29 @@ class Promises:
     def sending_acknowledgement(self, stream: OpenStream, claims: Sequence[Claim]) -> Sent:
         for position, _ in claims:
             stream.held.pop(position, None)
-        positions = tuple(position for position, _ in claims)
-        return Sent(
-            stream.daemon, self._oracle.topic(stream.topic), positions, applied_slot(stream.daemon, stream.topic)
-        )
+        topic, positions = self._oracle.topic(stream.topic), tuple(position for position, _ in claims)
+        slot, counts = applied_slot(stream.daemon, stream.topic), tuple(stream.counts_of(claims))
+        return Sent(stream.daemon, topic, positions, slot, counts=counts)
 
     def acknowledgement_answered(self, stream: OpenStream, sent: Sent, claims: Sequence[Claim], ignored: int) -> None:
         self.check_confirmed(sent)
         topic = sent.topic
         self.check_former_owners(stream.shard, stream.epoch, f"topic {stream.topic}: Done is answered")
         claims = [claim for claim in claims if not self.has_twin(stream.topic, claim)]
-        left = [claim for claim in claims if self._unacknowledged(topic, stream.subscription_id, claim)]
+        left = [claim for claim in claims if self._unacknowledged(sent, stream.subscription_id, claim)]
         if len(left) > ignored:
             self._breach(
                 sent, f"{ignored} of {len(claims)} acknowledgements were ignored, {len(left)} rows are as before"
             )
         # What was damaged cannot be found in the backlog.
         known = [claim for claim in left if claim[0][:2] not in self._oracle.objects.unreadable]
-        mine = [claim for claim in known if stream.handed_out.get(claim[0], (0, 0))[0] == topic.rows[claim[0]].slot]
+        counts = dict(zip(sent.positions, sent.counts, strict=True))
+        mine = [
+            claim
+            for claim in known
+            if stream.handed_out.get(claim[0], (0, 0))[0] == topic.rows[claim[0]].slot
+            and counts[claim[0]] == topic.rows[claim[0]].count(stream.subscription_id)
+        ]
         if mine and not self.is_stale(stream):
             self._breach(sent, f"acknowledgements of rows that the stream was handed out were ignored: {mine}")
         if not ignored:
@@ -498,10 +532,12 @@ class Promises:
                     )
 
     @staticmethod
-    def _unacknowledged(topic: TopicTruth, subscription_id: int, claim: Claim) -> bool:
+    def _unacknowledged(sent: Sent, subscription_id: int, claim: Claim) -> bool:
+        """Also a row that came since with that time is another one."""
         position, deliver_at_ms = claim
+        topic = sent.topic
         row = topic.rows.get(position)
-        if row is None or row.deliver_at_ms != deliver_at_ms:
+        if row is None or row.deliver_at_ms != deliver_at_ms or row.slot > sent.slot:
             return False
         return subscription_id in topic.subscriptions and subscription_id not in row.acknowledged
 

@@ -39,11 +39,9 @@ def compare(truth: TopicTruth, core: Topic, oracle: Oracle, passed: Set[Position
         _compare_counts(truth, core, state, breach)
         ended = truth.redeliveries.ended
         for position, row in truth.rows.items():
-            if (
-                is_part(position)
-                and owner_of(position) == number
-                and ended.get((number, entry_of(position)), 0) > row.slot
-            ):
+            slot, count = ended.get((number, entry_of(position)), (0, 0))
+            is_mine = is_part(position) and owner_of(position) == number
+            if is_mine and slot > row.slot and row.count(number) <= count:
                 breach(f"{position} stays, and its entry has left: {row}")
         shown = list(letters_of(state.dead_letters.freeze().rows()))
         there = _letters(truth, number)

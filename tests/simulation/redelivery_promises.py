@@ -25,7 +25,7 @@ from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy, 
 from tests._support.outcomes import Counts
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Row
-from tests.simulation.positions import Position, in_index, is_part, named
+from tests.simulation.positions import Position, entry_of, in_index, is_part, named
 from tests.simulation.redelivery_truth import DeadLetter, Leaving
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class NackSent:
     """A negative acknowledgement under way. `delays_ms`: of each claim, None: by policy; `at_least`: or longer.
     `sent_ms`: the daemon's clock.
 
-    `asked`: how often each was asked for, this time included; None where somebody else asks at the time.
+    `asked`: how often each was asked for, this time included; None where somebody else asks at the time. `counts`:
+    which hand-outs are named, None: any.
     """
 
     sent: Sent
@@ -52,6 +53,8 @@ class NackSent:
     at_least: bool
     sent_ms: int
     asked: tuple[int | None, ...]
+    counts: tuple[int, ...] | None
+    forwarded: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -107,16 +110,22 @@ class RedeliveryPromises:
         delays_ms: Sequence[int] | None,
         reject: bool,
         at_least: bool = False,
+        counts: Sequence[int] | None = None,
+        forwarded: bool = False,
     ) -> NackSent | None:
-        """None when there is no such subscription any more. `at_least`: the delays may be longer."""
+        """None when there is no such subscription any more. `at_least`: the delays may be longer. `counts`: which
+        hand-outs are named, None: any.
+        """
         topic = sent.topic
         stored = topic.subscriptions.get(subscription_id)
         if stored is None:
             return None
         known, asked = topic.redeliveries, []
-        for position, _ in claims:
+        for number, (position, _) in enumerate(claims):
             key = stored.name, *named(position)
             known.asked[key] += 1
+            if counts is not None:
+                known.named[key].add(counts[number])
             if reject:
                 known.rejected.add(key)
             asked.append(None if known.under_way[key] else known.asked[key])
@@ -133,6 +142,8 @@ class RedeliveryPromises:
             at_least,
             sent_ms,
             tuple(asked),
+            None if counts is None else tuple(counts),
+            forwarded,
         )
 
     def nack_answered(self, nack: NackSent, shard: int, epoch: int, outcome: Counts, stream: OpenStream | None) -> None:
@@ -149,10 +160,13 @@ class RedeliveryPromises:
         if len(left) > outcome.ignored:
             self._breach(nack, f"{nack.claims} were answered with {outcome}, and {left} are as before")
         if stream is not None and self._oracle.epochs[shard] == epoch == stream.epoch:
-            mine = [claim for claim in left if self._holds(nack, stream, claim)]
+            named_counts = dict(zip(nack.claims, nack.counts or (), strict=True))
+            mine = [claim for claim in left if self._holds(nack, stream, claim, named_counts[claim])]
             if mine:
                 self._breach(nack, f"negative acknowledgements of what the stream holds were ignored: {mine}")
         self._check_dead(nack, outcome)
+        if nack.forwarded and nack.counts is not None:
+            self._check_forwarded(nack, nack.counts, outcome)
         if outcome.ignored:
             return
         for (position, _), place in zip(nack.claims, range(len(nack.claims)), strict=True):
@@ -163,11 +177,34 @@ class RedeliveryPromises:
                     self._answered[topic.name, key, row.slot, number] = nacked.slot
                     self._check_time(nack, place, row)
 
+    def _check_forwarded(self, nack: NackSent, counts: Sequence[int], outcome: Counts) -> None:
+        """What was passed on and failed comes again, whether it was acknowledged or not."""
+        applies = [claim for claim, count in zip(nack.claims, counts, strict=True) if self._applies(nack, claim, count)]
+        if len(applies) > len(nack.claims) - outcome.ignored:
+            self._breach(
+                nack, f"{nack.claims} with {counts} were handed back; {applies} apply, answered with {outcome}"
+            )
+
+    def _applies(self, nack: NackSent, claim: Claim, count: int) -> bool:
+        """Whether a claim that is forwarded cannot be ignored: all the time no row was owed, or none but of that
+        hand-out or an earlier one.
+        """
+        (position, deliver_at_ms), topic, number = claim, nack.sent.topic, nack.subscription_id
+        due_ms = min(nack.sent_ms, nack.sent.daemon.now_ms())
+        unreadable = entry_of(position) in self._oracle.objects.unreadable
+        keys = (*self._keys(nack, position), *self._keys(nack, entry_of(position)))
+        changed = any(self._has_changed(nack, key) for key in keys)
+        if changed or unreadable or deliver_at_ms > due_ms or self._promises.has_twin(topic.name, claim):
+            return False
+        owed = {key: topic.rows[key] for key in keys if key in topic.rows and number in topic.owes(topic.rows[key])}
+        rows = [owed[position]] if is_part(position) and position in owed else owed.values()
+        return all(row.deliver_at_ms == deliver_at_ms and row.count(number) <= count for row in rows)
+
     def _breach(self, nack: NackSent, text: str) -> None:
         self._history.breach(f"topic {nack.sent.topic.name}: {text}")
 
-    def _holds(self, nack: NackSent, stream: OpenStream, claim: Claim) -> bool:
-        """Whether the stream was handed out the row, and nothing has become of it since."""
+    def _holds(self, nack: NackSent, stream: OpenStream, claim: Claim, count: int) -> bool:
+        """Whether the stream was handed out the row with that count, and nothing has become of it since."""
         position, deliver_at_ms = claim
         if position[:2] in self._oracle.objects.unreadable:
             # It cannot be found in the backlog.
@@ -175,7 +212,8 @@ class RedeliveryPromises:
         row = nack.sent.topic.rows.get(position)
         if row is None or row.deliver_at_ms != deliver_at_ms or stream.subscription_id not in nack.sent.topic.owes(row):
             return False
-        return stream.handed_out.get(position) == row.generation(stream.subscription_id)
+        handed_out = stream.handed_out.get(position) == row.generation(stream.subscription_id)
+        return handed_out and row.count(stream.subscription_id) == count
 
     @staticmethod
     def _keys(nack: NackSent, position: Position) -> tuple[Position, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -84,20 +85,22 @@ class Leaving:
 class Redeliveries:
     """What is true of one topic's redeliveries.
 
-    `asked`: how many requests named a position so far, `under_way`: how many without an answer; `rejected`: those that
-    a request rejected. `dead_letters`: by subscription and id; `left`: the slots in which those that are no more left.
-    `died`: by subscription and position, the slot of the last dead letter; `ended`: of an entry that left as a whole.
+    `asked`: how many requests named a position so far, `under_way`: how many without an answer; `named`: by which
+    redelivery counts; `rejected`: those that a request rejected. `dead_letters`: by subscription and id; `left`: the
+    slots in which those that are no more left. `died`: by subscription and position, the slot of the last dead letter;
+    `ended`: of an entry that left as a whole, and up to which count messages of it left with it for certain.
     `policies`: every one that a subscription has had. `leaving`: see there.
     """
 
     asked: collections.Counter[Asked] = dataclasses.field(default_factory=collections.Counter)
     under_way: collections.Counter[Asked] = dataclasses.field(default_factory=collections.Counter)
     rejected: set[Asked] = dataclasses.field(default_factory=set)
+    named: dict[Asked, set[int]] = dataclasses.field(default_factory=lambda: collections.defaultdict(set))
     dead_letters: dict[int, dict[int, DeadLetter]] = dataclasses.field(default_factory=dict)
     left: dict[tuple[int, int], tuple[int, DeadLetter]] = dataclasses.field(default_factory=dict)
     last_ids: dict[int, int] = dataclasses.field(default_factory=dict)
     died: dict[tuple[int, Position], int] = dataclasses.field(default_factory=dict)
-    ended: dict[tuple[int, Position], int] = dataclasses.field(default_factory=dict)
+    ended: dict[tuple[int, Position], tuple[int, float]] = dataclasses.field(default_factory=dict)
     policies: dict[int, list[SubscriptionPolicy]] = dataclasses.field(default_factory=dict)
     leaving: dict[int, Leaving] = dataclasses.field(default_factory=dict)
     numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
@@ -106,6 +109,13 @@ class Redeliveries:
         """The shortest ack time-out that has ever been in force."""
         policies = self.policies.get(subscription_id, ())
         return min((each.ack_timeout_ms for each in policies if each.ack_timeout_ms is not None), default=None)
+
+    def entry_ended(self, subscription_id: int, entry: Position, slot: int, count: int, *, died: bool) -> None:
+        """With its messages, but those that came back more often. A time-out counts, and may not have been known to
+        who acknowledged it.
+        """
+        known = count if self.timeout_ms(subscription_id) is None else 0
+        self.ended[subscription_id, entry] = slot, math.inf if died else known
 
     def keep(self, subscriptions: dict[int, SubscriptionPolicy]) -> None:
         """These subscriptions are there, with these policies."""
@@ -205,8 +215,11 @@ class RedeliveryTruth:
         epoch: int,
         what: str,
     ) -> None:
-        """One more than before, or, of what is waiting, as before."""
+        """One more than before, or, of what is waiting, as before; or one more than was named."""
         before = row.nacked.get(number)
+        named_counts = topic.redeliveries.named[topic.asked_as(number, position)]
+        if count - 1 in named_counts and count - 1 >= (base if before is None else before.count):
+            return
         if before is None:
             if count != base + 1:
                 self._breach(f"{what} counts {count} the first time, after {base}")
@@ -250,13 +263,15 @@ class RedeliveryTruth:
             self._breach(f"{what} follows {known.last_ids[number]}")
         known.last_ids[number] = dead_letter_id
         row = topic.rows.get(position)
+        strange = is_part(position) or count - 1 in known.named[topic.asked_as(number, position)]
         if row is not None and number in topic.owes(row):
             self._check_count(topic, row, number, position, count, 0, header.epoch, what)
             self._check_who(topic, number, position, row, what)
-        elif row is not None or (position not in topic.missing and deliver_at_ms and not is_part(position)):
+        elif row is not None or (position not in topic.missing and deliver_at_ms and not strange):
             self._breach(f"{what} is not owed: {row}")
         self._check_reason(topic, record, position, count, what)
         known.died[number, position] = header.slot
+        topic.withdrawn[entry_of(position)] += 1
         letter = DeadLetter(
             dead_letter_id,
             position,
@@ -268,7 +283,7 @@ class RedeliveryTruth:
             header.slot,
         )
         known.dead_letters.setdefault(number, {})[dead_letter_id] = letter
-        self._oracle.acknowledged(topic, header.slot, number, position, deliver_at_ms)
+        self._oracle.acknowledged(topic, header.slot, number, position, deliver_at_ms, died=True)
 
     def _check_reason(
         self, topic: TopicTruth, record: DeadLetterRecord, position: Position, count: int, what: str

@@ -35,6 +35,7 @@ from tests.simulation import nacking, owning, quiet, quiet_deletions
 from tests.simulation.cluster import Cluster, Machines
 from tests.simulation.columns import batch_of, handed_of, held_positions
 from tests.simulation.faults import Faults, Trouble
+from tests.simulation.forwarding import Output
 from tests.simulation.history import History
 from tests.simulation.offloaded import OffloadedStore
 from tests.simulation.oracle import Oracle, TopicTruth, WatchedStore
@@ -215,7 +216,8 @@ class _Course:
         self._cluster = cluster
         self._oracle = oracle
         self._history = history
-        self._promises = Promises(oracle, history, cluster.live.values, machines.config.redelivery)
+        self._output = Output(oracle, history.breach, seed)
+        self._promises = Promises(oracle, history, cluster.live.values, machines.config.redelivery, self._output)
 
     async def run(self) -> None:
         topics = ("t", "u")[: self._draw.choice((1, 2))]
@@ -237,6 +239,7 @@ class _Course:
         self._machines.calm()
         self._cluster.calm()
         await clients.end()
+        self._output.fails = False
         daemon = await self._serving()
         if daemon is None:
             return
@@ -258,12 +261,14 @@ class _Course:
             self._history.breach(f"nothing fails any more, and {daemon.name} answers {error!r}")
 
     async def _serving(self) -> Daemon | None:
-        """A daemon that serves, with nothing staged."""
+        """A daemon that serves every shard, with nothing staged."""
         deadline_s = self._machines.elapsed_s() + SERVING_AFTER_S
         while self._machines.elapsed_s() < deadline_s:
             await asyncio.sleep(1.0)
             daemon = self._cluster.serving()
-            if daemon is not None and daemon.engine.loaded:
+            # A shard that was lost may still be on its way back.
+            serves_all = daemon is not None and len(daemon.shards) == self._machines.shards_total
+            if daemon is not None and serves_all and daemon.engine.loaded:
                 try:
                     for shard in list(daemon.shards.values()):
                         await daemon.call(shard.commits.flush())
@@ -292,6 +297,7 @@ class _Course:
                 await self._drain_subscription(daemon, truth.name, number)
             if truth.missing:
                 await self._heal(daemon, truth)
+        self._output.compare()
         await asyncio.sleep(5.0)
         for truth in self._oracle.topics.values():
             due = [position for position, row in truth.rows.items() if row.deliver_at_ms < daemon.now_ms()]
@@ -355,7 +361,9 @@ class _Course:
             ignored = 0
             for some in (claims[:parts], claims[parts:]):
                 if some:
-                    acknowledging = ignored_by(requests.acknowledge, topic, stored.name, held_positions(some))
+                    counts = self._promises.sending_acknowledgement(view, some).counts
+                    positions = held_positions(some, counts)
+                    acknowledging = ignored_by(requests.acknowledge, topic, stored.name, positions)
                     ignored += await daemon.call(acknowledging)
             if ignored:
                 self._history.breach(f"topic {topic}: {ignored} acknowledgements of rows just handed out were ignored")

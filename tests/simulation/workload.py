@@ -319,17 +319,20 @@ class Clients:
 
     async def _receive(self, topic: str, subscription: str, draw: random.Random) -> None:
         held: dict[Position, int] = {}
+        counts: list[int] = []
         while not self.ended:
             daemon = await self.daemon(draw)
             if daemon is None:
                 continue
             declared = held if draw.random() < 0.7 else {}
-            opening = daemon.engine.requests.open_dispatch(topic, subscription, held_positions(declared.items()))
+            claims = held_positions(declared.items(), counts if declared else None)
+            opening = daemon.engine.requests.open_dispatch(topic, subscription, claims)
             stream = await self.call(daemon, opening)
             if stream is None:
                 await asyncio.sleep(draw.random() * 2)
                 continue
-            held = await self._listen(draw, daemon, topic, subscription, stream, declared)
+            view = await self._listen(draw, daemon, topic, subscription, stream, declared)
+            held, counts = view.held, view.counts_of(view.held.items())
 
     async def _listen(
         self,
@@ -339,8 +342,8 @@ class Clients:
         subscription: str,
         stream: DispatchStream,
         declared: dict[Position, int],
-    ) -> dict[Position, int]:
-        """Receives and acknowledges for a while; what it holds at the end."""
+    ) -> OpenStream:
+        """Receives and acknowledges for a while; what it holds at the end, among others."""
         view = OpenStream(
             daemon=daemon,
             topic=topic,
@@ -367,7 +370,7 @@ class Clients:
         view.close()
         if not daemon.dead:
             stream.close()
-        return view.held
+        return view
 
     async def _take(self, stream: DispatchStream, view: OpenStream) -> None:
         """Runs in the daemon's process: what is handed out counts from that moment on."""
@@ -392,7 +395,7 @@ class Clients:
             (position, deliver_at_ms), *rest = claims
             claims = [(position, deliver_at_ms + 1), *rest]
         sent = self._promises.sending_acknowledgement(view, claims)
-        ignored = await self.call(daemon, ignored_by(stream.acknowledge, held_positions(claims)))
+        ignored = await self.call(daemon, ignored_by(stream.acknowledge, held_positions(claims, sent.counts)))
         if ignored is not None:
             self._history.note(f"{daemon.name} acknowledged {view.topic} {view.subscription_id} {claims} -> {ignored}")
             self._promises.acknowledgement_answered(view, sent, claims, ignored)

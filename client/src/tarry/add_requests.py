@@ -60,6 +60,8 @@ class AddRequests(Generic[Answer]):
         self._in_flight: dict[int, _InFlight[Answer]] = {}
         self._last_request_id = 0
         self._sending: streams.Sending | None = None
+        self._features: frozenset[str] | None = None
+        """What the daemon of the stream can do; None: there is no stream."""
         self._first_failure: errors.TarryError | None = None
         self.ended: errors.TarryError | None = None
 
@@ -105,9 +107,11 @@ class AddRequests(Generic[Answer]):
     def begin(
         self, add: bytes, answer: Answer, deadline: retry.Deadline, *, needs: attempts.Need | None = None
     ) -> None:
-        """Sends a request. `needs`: what the daemon was asked first whether it can. Raises what ended the stream."""
+        """Sends a request. `needs`: what the daemon has to be able to do. Raises Unsupported, what ended the stream."""
         if self.ended is not None:
             raise self.ended
+        if (unmet := self._unmet(needs)) is not None:
+            raise unmet
         self._last_request_id += 1
         message = wire.encode_stream_add(self._last_request_id, add)
         self._in_flight[self._last_request_id] = _InFlight(message, answer, deadline, needs)
@@ -132,24 +136,19 @@ class AddRequests(Generic[Answer]):
 
     # What happens to the stream.
 
-    @property
-    def needs(self) -> attempts.Need | None:
-        """What the daemon is to be asked whether it can, before what is in flight is sent to it."""
-        return next((request.needs for request in self._in_flight.values() if request.needs is not None), None)
-
-    def unsupported(self, error: errors.Unsupported) -> list[Settled[Answer]]:
-        """The daemon cannot: the requests that need it."""
-        return [
-            self._failed(number, request, error)
-            for number, request in self._in_flight.items()
-            if request.needs is not None
-        ]
-
-    def opened(self, sending: streams.Sending) -> None:
-        """Everything in flight is sent, in its order."""
-        for request in self._in_flight.values():
-            sending.put(request.message)
-        self._sending = sending
+    def opened(self, sending: streams.Sending, features: frozenset[str]) -> list[Settled[Answer]]:
+        """A stream has begun: everything in flight is sent, in its order, but for the requests that are returned: the
+        daemon does not know them. `features`: what it can do.
+        """
+        self._sending, self._features = sending, features
+        unmet: list[Settled[Answer]] = []
+        for number, request in self._in_flight.items():
+            error = self._unmet(request.needs)
+            if error is None:
+                sending.put(request.message)
+            else:
+                unmet.append(self._failed(number, request, error))
+        return unmet
 
     def received(self, response: delayed_delivery_pb2.StreamAddMessagesResponse) -> Settled[Answer] | None:
         """The request that is answered now, if any. Raises NotOwner: the stream is of no use any more."""
@@ -163,7 +162,7 @@ class AddRequests(Generic[Answer]):
 
     def interrupted(self, error: errors.TarryError) -> list[Settled[Answer]]:
         """The stream is gone and will be opened again: the requests whose time is over."""
-        self._sending = None
+        self._sending = self._features = None
         return [
             self._given_up(number, request, error)
             for number, request in self._in_flight.items()
@@ -177,7 +176,7 @@ class AddRequests(Generic[Answer]):
 
     def failed(self, error: errors.TarryError) -> list[Settled[Answer]]:
         """There will be no other stream: everything in flight."""
-        self._sending = None
+        self._sending = self._features = None
         if self.ended is None:
             self.ended = error
         return [self._failed(number, request, error) for number, request in self._in_flight.items()]
@@ -185,6 +184,10 @@ class AddRequests(Generic[Answer]):
     def remove(self, request_id: int) -> None:
         """Its answer is settled."""
         del self._in_flight[request_id]
+
+    def _unmet(self, needs: attempts.Need | None) -> errors.Unsupported | None:
+        """The failure of a request that the daemon of the stream does not know."""
+        return None if needs is None else needs.unmet(self._features, f"the daemon of topic {self._topic.decode()!r}")
 
     def _refused(
         self, request_id: int, request: _InFlight[Answer] | None, error: errors.TarryError

@@ -69,6 +69,16 @@ class Need:
     what: str
     feature: str
 
+    def unmet(self, features: frozenset[str] | None, where: str) -> errors.Unsupported | None:
+        """What to raise where a daemon cannot do it; None where it can. `features`: of the daemon, None: not known."""
+        if features is None or self.feature in features:
+            return None
+        return errors.Unsupported(f"{self.what}: {where} does not know it (feature {self.feature}); update the daemon")
+
+
+FORWARDED = Need("forwarded", HANDOUT_NAMES)
+"""A daemon of before would take a negative acknowledgement that is `forwarded` for one that is not."""
+
 
 class Owners:
     """Whom to ask for a topic, and what daemons can do. Threads may share it: every method is one operation of a
@@ -128,10 +138,6 @@ class Asking:
         response, _ = yield from self.ask_and_tell(method, request, topic=topic, needs=needs)
         return response
 
-    def check_can(self, needs: Need, *, topic: str | None) -> Plan[None]:
-        """Asks the daemon whether it can, unless that is known. Raises Unsupported, and as `ask`."""
-        yield from self._repeat(lambda remaining_s: check_can(self.owners, needs, topic, remaining_s), topic)
-
     def ask_and_tell(
         self,
         method: Method[Response],
@@ -141,26 +147,17 @@ class Asking:
         needs: Need | None = None,
     ) -> Plan[tuple[Response, bool]]:
         """Asks as `ask` does; also tells whether an earlier attempt may have been carried out, its answer lost."""
-
-        def attempt(remaining_s: float) -> Plan[Response]:
-            encoded = request if isinstance(request, bytes) else request()
-            if needs is not None:
-                yield from check_can(self.owners, needs, topic, remaining_s)
-            response: Response = yield Send(method, encoded, self.owners.address(topic), remaining_s)
-            return response
-
-        return (yield from self._repeat(attempt, topic))
-
-    def _repeat(self, asked: Callable[[float], Plan[T]], topic: str | None) -> Plan[tuple[T, bool]]:
-        """`asked`: one attempt, by the seconds that are left for it."""
         last: errors.TarryError | None = None
         may_have_landed = False
         attempt = 0
         while remaining_s := self.deadline.remaining_s():
             attempt += 1
+            encoded = request if isinstance(request, bytes) else request()
             try:
-                answer = yield from asked(remaining_s)
-                return answer, may_have_landed
+                if needs is not None:
+                    yield from self._check_can(needs, self.owners.address(topic), remaining_s)
+                response: Response = yield Send(method, encoded, self.owners.address(topic), remaining_s)
+                return response, may_have_landed
             except errors.TarryError as failure:
                 error = failure
             error.attempts = attempt
@@ -183,24 +180,17 @@ class Asking:
             yield Wait(delay_s)
         raise self.deadline.exceeded(last, attempts=attempt)
 
-
-def check_can(owners: Owners, needs: Need, topic: str | None, timeout_s: float) -> Plan[None]:
-    """Asks the daemon that is asked for a topic once whether it can, unless that is known.
-
-    Raises Unsupported, and what asking ends with.
-    """
-    address = owners.address(topic)
-    features = owners.features(address)
-    if features is None:
-        try:
-            version = yield Send(VERSION, b"", address, timeout_s)
-            features = frozenset(version.feature)
-        except errors.TarryError as error:
-            if not errors.is_unknown_call(error):
-                raise
-            features = frozenset()
-        owners.learn_features(address, features)
-    if needs.feature not in features:
-        raise errors.Unsupported(
-            f"{needs.what}: the daemon at {address} does not know it (feature {needs.feature}); update the daemon"
-        )
+    def _check_can(self, needs: Need, address: str, remaining_s: float) -> Plan[None]:
+        """Raises Unsupported, and what asking ends with."""
+        features = self.owners.features(address)
+        if features is None:
+            try:
+                version = yield Send(VERSION, b"", address, remaining_s)
+                features = frozenset(version.feature)
+            except errors.TarryError as error:
+                if not errors.is_unknown_call(error):
+                    raise
+                features = frozenset()
+            self.owners.learn_features(address, features)
+        if (unmet := needs.unmet(features, f"the daemon at {address}")) is not None:
+            raise unmet

@@ -133,6 +133,11 @@ def positions_of(given: HandedOut, batch_index: columns.Column | None = None) ->
     return given.positions if isinstance(given, Batch) else columns.positions(*given)
 
 
+def key_hash_of(given: HandedOut) -> NDArray[np.uint32] | None:
+    """The hashes of their keys; None where they are not known."""
+    return given.key_hash if isinstance(given, Batch) else None
+
+
 def columns_of(received: wire.MessagesColumns) -> dict[str, Any]:
     """What any kind of batch has of them: they are received now."""
     counts = received.redelivery_count

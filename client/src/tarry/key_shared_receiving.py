@@ -165,10 +165,11 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         delay_level: columns.Column | None = None,
         reject: bool = False,
         reason: str = "",
+        forwarded: bool = False,
     ) -> list[Answer]:
         if key_hash is None and isinstance(given, key_shared.ConsumerBatch) and not given.deliver_at_ms.all():
             # A daemon that knows nothing of the plan any more is to know the key all the same.
-            key_hash = given.key_hash
+            key_hash = batch.key_hash_of(given)
         return super().nack(
             given,
             promise,
@@ -178,6 +179,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
             delay_level=delay_level,
             reject=reject,
             reason=reason,
+            forwarded=forwarded,
         )
 
     # What happens to the stream.

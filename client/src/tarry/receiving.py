@@ -14,6 +14,11 @@ SHARED subscription is receiver 0.
 Reopening. `Open` declares every position that is held and every one whose acknowledgement is not known to be durable:
 they stay in flight and are not sent again. After `Opened` these requests are sent again.
 
+Forwarded. A negative acknowledgement that is `forwarded` may name what was acknowledged long ago, or was received by
+another stream: of what it names only what is held here by that very name is given back, or declared. A stream opens
+with what its daemon can do; where that does not know `forwarded`, such requests fail, and what they name is not
+declared: it is handed out again.
+
 Whoever drives it settles what a method returns, and only then calls `remove`: who waits until every request is durable
 finds every answer settled.
 """
@@ -29,7 +34,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import batch, columns, errors, results, retry, streams, wire
+from tarry import attempts, batch, columns, errors, results, retry, streams, wire
 from tarry.v1 import dispatch_pb2
 
 Response: TypeAlias = wire.MessagesColumns | dispatch_pb2.SubscribeResponse
@@ -89,6 +94,8 @@ class Request(Generic[Answer]):
     attempt: int = 1
     places: NDArray[np.int64] | None = None
     """Which of the positions that it had at first it has; None: all."""
+    needs: attempts.Need | None = None
+    """What the daemon has to be able to do."""
 
     def message(self) -> bytes:
         return self.encode(self.request_id, self.rows)
@@ -99,7 +106,13 @@ class Request(Generic[Answer]):
         return bool(self.size_rows) and not self.positions.rows
 
     def leave_out(self, taken_back: columns.Positions) -> None:
-        """The daemon ignores what it took back before it read this: it is not to be repeated."""
+        """The daemon ignores what it took back before it read this: it is not to be repeated.
+
+        But for what is forwarded: it would come again by the name that failed, which who has that does not take twice.
+        """
+        if self.needs is not None:
+            self.leaving = without(self.leaving, taken_back)
+            return
         stays = ~batch.members(self.positions, taken_back)
         if not stays.all():
             self.rows, self.positions = self.rows.take(stays), self.positions.take(stays)
@@ -159,6 +172,8 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         self._last_batch = 0
         self._opening: streams.Sending | None = None
         self._sending: streams.Sending | None = None
+        self._features: frozenset[str] | None = None
+        """What the daemon of the stream can do; None: there is no stream."""
         self.epoch = 0
         self.streams_opened = 0
         self.rebuild_needed: tuple[results.RebuildNeeded, ...] = ()
@@ -224,19 +239,30 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         delay_level: columns.Column | None = None,
         reject: bool = False,
         reason: str = "",
+        forwarded: bool = False,
     ) -> list[Answer]:
-        """Sends negative acknowledgements, as `acknowledge`."""
+        """Sends negative acknowledgements, as `acknowledge`. Raises Unsupported, too."""
         positions = batch.positions_of(given, batch_index)
         nack = columns.nack_columns(
-            positions, delay_ms=delay_ms, delay_level=delay_level, key_hash=key_hash, reject=reject, reason=reason
+            positions,
+            delay_ms=delay_ms,
+            delay_level=delay_level,
+            key_hash=batch.key_hash_of(given) if forwarded and key_hash is None else key_hash,
+            reject=reject,
+            reason=reason,
+            forwarded=forwarded,
         )
         self._check_open()
+        needs = attempts.FORWARDED if forwarded else None
+        if (unmet := self._unmet(needs)) is not None:
+            raise unmet
         requests = [
-            self._name_positions(wire.encode_nack, part, part.positions, _nacked, promise())
+            self._name_positions(wire.encode_nack, part, part.positions, _nacked, promise(), needs)
             for part in nack.requests(self._rows_max)
         ]
-        # Of a message of a batch the entry as a whole stays here.
-        self._give_back(given if batch_index is None else positions, positions, requests)
+        # Of a message of a batch the entry as a whole stays here; a batch that is forwarded may be of another stream.
+        named = batch_index is not None or forwarded
+        self._give_back(positions if named else given, positions, requests)
         return [request.answer for request in requests]
 
     def extend(self, given: batch.HandedOut, promise: Callable[[], Answer]) -> list[Answer]:
@@ -264,10 +290,20 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
 
     # What happens to the stream.
 
-    def opened(self, sending: streams.Sending) -> None:
-        """A stream has begun: it is opened with what is held. Nothing else is sent before it is answered."""
-        self._opening = sending
+    def opened(self, sending: streams.Sending, features: frozenset[str]) -> list[Settled[Answer]]:
+        """A stream has begun: it is opened with what is held. Nothing else is sent before it is answered. `features`:
+        what the daemon can do. The requests that it cannot answer.
+        """
+        self._opening, self._features = sending, features
+        unmet: list[Settled[Answer]] = [
+            streams.Settled(number, request.answer, None, error)
+            for number, request in self._unconfirmed.items()
+            if (error := self._unmet(request.needs)) is not None
+        ]
+        for each in unmet:
+            self._unconfirmed[each.request_id].leaving = []
         sending.put(self._open())
+        return unmet
 
     def received(self, response: Response) -> tuple[bool, list[Settled[Answer]]]:
         """Whether the answer shows progress, and the requests that are settled now.
@@ -294,13 +330,13 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
 
     def interrupted(self, error: errors.TarryError) -> list[Settled[Answer]]:
         """The stream is gone and will be opened again: the requests that cannot be repeated."""
-        self._opening = self._sending = None
+        self._opening = self._sending = self._features = None
         self.last_error = error
         return []
 
     def failed(self, error: errors.TarryError) -> list[Settled[Answer]]:
         """There will be no other stream: every request that is not durable."""
-        self._opening = self._sending = None
+        self._opening = self._sending = self._features = None
         self.ended = error
         return [streams.Settled(number, request.answer, None, error) for number, request in self._unconfirmed.items()]
 
@@ -332,6 +368,10 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
             raise errors.Closed("the subscription is closed")
         self.raise_ended()
 
+    def _unmet(self, needs: attempts.Need | None) -> errors.Unsupported | None:
+        """The failure of a request that the daemon of the stream does not know."""
+        return None if needs is None else needs.unmet(self._features, f"the daemon of topic {self._topic.decode()!r}")
+
     def _name_positions(
         self,
         encode: Callable[[int, Rows], bytes],
@@ -339,10 +379,11 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         positions: columns.Positions,
         read: Callable[[dispatch_pb2.Done, results.Ignored], object],
         answer: Answer,
+        needs: attempts.Need | None = None,
     ) -> Request[Answer]:
         """Sends a request about positions."""
         number = self._next_request_id()
-        return self._send(Request(number, encode, rows, answer, read, positions, positions.rows))
+        return self._send(Request(number, encode, rows, answer, read, positions, positions.rows, needs=needs))
 
     def _next_request_id(self) -> int:
         self._last_request_id += 1

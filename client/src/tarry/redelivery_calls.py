@@ -50,7 +50,7 @@ class RedeliveryCalls(planning.Planning):
             batch.positions_of(given, batch_index),
             delay_ms=delay_ms,
             delay_level=delay_level,
-            key_hash=key_hash,
+            key_hash=batch.key_hash_of(given) if forwarded and key_hash is None else key_hash,
             reject=reject,
             reason=reason,
             forwarded=forwarded,
@@ -58,9 +58,7 @@ class RedeliveryCalls(planning.Planning):
         answers = []
         for part in rows.requests(self.rows_max):
             request = wire.encode_nack_request(*names, part)
-            # A daemon of before would take it for one that is not.
-            needs = attempts.Need("forwarded", attempts.HANDOUT_NAMES) if forwarded else None
-            message = yield from asking.ask(NACK, request, topic=topic, needs=needs)
+            message = yield from asking.ask(NACK, request, topic=topic, needs=attempts.FORWARDED if forwarded else None)
             answers.append(results.Nacked.from_message(message, part.positions.rows))
         return results.Nacked.merge(answers)
 

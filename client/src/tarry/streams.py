@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import grpc
 
 from tarry import attempts, errors, retry
+from tarry.v1 import cluster_pb2
 
 logger = logging.getLogger("tarry")
 
@@ -29,6 +30,10 @@ class StreamMethod(Generic[Response]):
 
     path: str
     read: Callable[[bytes], Response]
+
+
+VERSION: StreamMethod[cluster_pb2.GetVersionResponse] = StreamMethod(attempts.VERSION.path, attempts.VERSION.read)
+"""A call of one request and one answer, read as a stream is: so who closes need not wait for it."""
 
 
 class Sending(Protocol):
@@ -60,6 +65,8 @@ class Lifetime:
         self._policy = policy
         self._topic = topic
         self._failures = 0
+        self.features: frozenset[str] | None = None
+        """What the daemon can do at which a stream is being opened; None: that is not known."""
 
     @property
     def failures(self) -> int:
@@ -70,6 +77,25 @@ class Lifetime:
     def address(self) -> str:
         """Where to open it."""
         return self._owners.address(self._topic)
+
+    def must_ask(self, address: str) -> bool:
+        """Whether it is not known what the daemon there can do."""
+        self.features = self._owners.features(address)
+        return self.features is None
+
+    def told(self, address: str, version: cluster_pb2.GetVersionResponse) -> None:
+        self.features = frozenset(version.feature)
+        self._owners.learn_features(address, self.features)
+
+    def may_open(self, address: str, error: errors.TarryError) -> bool:
+        """Whether a stream may be opened there after the daemon was asked. `error`: with which the asking ended. A
+        daemon that refuses to say what it can do, as those of before, can do nothing of it.
+        """
+        if self.features is None and errors.ends_stream(error):
+            self.features = frozenset()
+            if errors.is_unknown_call(error):
+                self._owners.learn_features(address, self.features)
+        return self.features is not None
 
     def progressed(self) -> None:
         self._failures = 0

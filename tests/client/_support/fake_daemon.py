@@ -30,6 +30,8 @@ from tarry.v1 import (
 )
 
 WAIT_S = 300.0
+OF_TODAY = cluster_pb2.GetVersionResponse(version="1", api=1, feature=["handout_names"])
+"""What a daemon says that can do everything."""
 _FILES = (admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, ledger_deletion_pb2)
 
 Unary: TypeAlias = Callable[[Any, grpc.ServicerContext], Any]
@@ -61,7 +63,7 @@ class FakeDaemon:
     """Each call takes the next step of its method's script; the last step is repeated."""
 
     def __init__(self, address: str = "127.0.0.1:0") -> None:
-        self._scripts: dict[str, list[Callable[..., Any]]] = {}
+        self._scripts: dict[str, list[Callable[..., Any]]] = {"GetVersion": [answer(OF_TODAY)]}
         self._lock = threading.Lock()
         self.calls: list[tuple[str, Any]] = []
         self.client_ids: list[tuple[str, str | None]] = []

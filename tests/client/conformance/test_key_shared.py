@@ -100,7 +100,7 @@ async def test_it_is_created_when_asked(daemon: FakeDaemon, client: tarry.aio.Cl
     daemon.script(METHOD, step)
     async with client.subscribe_key_shared("topic", "sub", consumers=[], create=True):
         pass
-    assert [name for name, _ in daemon.calls] == ["CreateSubscription", METHOD]
+    assert [name for name, _ in daemon.calls] == ["CreateSubscription", "GetVersion", METHOD]
 
 
 async def test_consumers_join_and_leave(daemon: FakeDaemon, client: tarry.aio.Client) -> None:

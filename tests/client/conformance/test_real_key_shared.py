@@ -71,6 +71,24 @@ async def test_a_delayed_message_takes_its_place_when_it_is_due(client: tarry.ai
             assert await subscription.ack(batch) == 0
 
 
+async def test_what_was_passed_on_and_failed_comes_again_with_its_key(client: tarry.aio.Client, topic: str) -> None:
+    await client.create_subscription(topic, "sub", BLOCKING)
+    async with client.subscribe_key_shared(topic, "sub", consumers=[tarry.Consumer("a")]) as subscription:
+        await client.add(topic, 7, range(2), deliver_at_ms=now_ms(), key_hash=KEY)
+        assert (await subscription.plan(7, 5, KEY)).tolist() == [1]
+        received = await batches(subscription, 3)
+        for batch in received:
+            assert await subscription.ack(batch) == 0
+        for batch in received:
+            assert await subscription.nack(batch, delay_ms=100, forwarded=True) == nack_result(0, 0)
+        again = await batches(subscription, 3)
+        assert sorted(entries(again)) == [0, 1, 5]
+        for batch in again:
+            assert batch.key_hash is not None
+            assert (set(batch.redelivery_count.tolist()), set(batch.key_hash.tolist())) == ({1}, {int(KEY[0])})
+            assert await subscription.ack(batch) == 0
+
+
 async def test_later_messages_of_a_key_wait_for_the_nacked_one(client: tarry.aio.Client, topic: str) -> None:
     await client.create_subscription(topic, "sub", BLOCKING)
     async with client.subscribe_key_shared(topic, "sub", consumers=[tarry.Consumer("a")]) as subscription:

@@ -141,6 +141,27 @@ async def test_what_was_acknowledged_when_it_was_passed_on_comes_again_by_a_late
     await nothing_is_left(client, topic)
 
 
+async def test_a_forwarder_acknowledges_and_hands_back_on_its_own_stream(client: tarry.aio.Client, topic: str) -> None:
+    await client.create_subscription(topic, "sub", EXACT)
+    await client.add(topic, 7, [1, 2], deliver_at_ms=now_ms(), key_hash=[11, 12])
+    async with client.subscribe(topic, "sub") as subscription:
+        batch = await subscription.receive(PATIENCE_S)
+        assert batch is not None
+        assert await subscription.ack(batch) == 0
+        assert [*(await subscription.nack(batch)).ignored.items()] == [
+            (0, tarry.IgnoredReason.NOT_THERE),
+            (1, tarry.IgnoredReason.NOT_THERE),
+        ]
+        assert await subscription.nack(batch.take([1]), delay_ms=0, forwarded=True) == nack_result(0, 0)
+        again = await subscription.receive(PATIENCE_S)
+        assert again is not None
+        assert again.key_hash is not None
+        assert (again.entry_id.tolist(), again.redelivery_count.tolist(), again.key_hash.tolist()) == ([2], [1], [12])
+        acknowledging, failing = subscription.ack(again), subscription.reject(again, "full", forwarded=True)
+        assert (await acknowledging, await failing) == (0, nack_result(0, 1)), "it waits for the acknowledgement"
+    await nothing_is_left(client, topic)
+
+
 async def test_messages_that_never_were_in_tarry_come_back_with_their_key(client: tarry.aio.Client, topic: str) -> None:
     await client.create_subscription(topic, "sub", EXACT)
     nacked_ms = now_ms()

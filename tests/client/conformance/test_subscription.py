@@ -96,7 +96,7 @@ async def test_it_is_created_when_asked(daemon: FakeDaemon, client: tarry.aio.Cl
     daemon.script(METHOD, one_batch(range(1)))
     async with client.subscribe("topic", "sub", create=True) as subscription:
         _ = subscription.ack(await receive(subscription))
-    assert [name for name, _ in daemon.calls] == ["CreateSubscription", METHOD]
+    assert [name for name, _ in daemon.calls] == ["CreateSubscription", "GetVersion", METHOD]
 
 
 async def test_opening_is_tried_until_the_deadline(daemon: FakeDaemon, client: tarry.aio.Client) -> None:

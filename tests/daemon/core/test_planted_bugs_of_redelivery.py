@@ -17,6 +17,7 @@ from daemon.core.claims import HeldPositions
 from daemon.core.dead_letter_rows import DeadLetterRows, DeadLetters
 from daemon.core.dead_lettering import DeadLettering
 from daemon.core.holding import Claimed, rows_claimed
+from daemon.core.ignored import Ignored, IgnoredReason
 from daemon.core.in_flight import InFlight, Mask
 from daemon.core.index import Index
 from daemon.core.nack_tracker import NackTracker
@@ -364,7 +365,15 @@ def a_nack_is_applied_to_what_has_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Redelivering, "nacked", anyway)
 
 
+def what_is_ignored_is_said_not_to_be_there(patch: pytest.MonkeyPatch) -> None:
+    def not_there(indexes: Sequence[Index], state: SubscriptionState, left: HeldPositions, *_: Any, **__: Any) -> Any:
+        return Ignored.all_of(left, IgnoredReason.NOT_THERE)
+
+    patch.setattr(redelivering, "why_ignored", not_there)
+
+
 BY_ANY_ORDER: tuple[Plant, ...] = (
+    what_is_ignored_is_said_not_to_be_there,
     times_are_rounded_down,
     what_waits_comes_back_a_tick_early,
     a_dead_letter_is_replayed_at_once,

@@ -173,6 +173,23 @@ async def test_a_position_that_was_never_handed_out_may_be_nacked_with_its_hash(
     assert (entries, hashes) == ([1, 2], [11, 12])
 
 
+@pytest.mark.parametrize("engine", either_engine.ENGINES[1:], indirect=True)
+async def test_what_was_acknowledged_comes_again_by_a_forwarded_nack_of_the_stream(edge: Edge) -> None:
+    await create(edge)
+    stream, _ = await opened(edge)
+    rows = await add(edge, 1, 2)
+    await received(stream, 2)
+    await stream.send(pb.SubscribeRequest(acknowledge=pb.Acknowledge(request_id=1, **columns(rows))))
+    assert (await done_of(stream)).ignored == 0
+    await stream.send(nack(rows[:1], 2, redelivery_count=[0]))
+    assert (await done_of(stream)).ignored_reason == [pb.IGNORED_REASON_NOT_THERE]
+    await stream.send(nack(rows[1:], 3, redelivery_count=[0], forwarded=True))
+    back, done = await received(stream, 1)
+    done = done or [await done_of(stream)]
+    assert back == [(rows[1], 1, NO_BATCH_INDEX)]
+    assert [(each.request_id, each.ignored) for each in done] == [(3, 0)]
+
+
 async def test_a_leased_row_is_nacked_without_a_stream(edge: Edge) -> None:
     await create(edge)
     rows = await add(edge, 1, 2)

@@ -62,6 +62,8 @@ NACKS = st.builds(
         reject=st.booleans(),
         reason=st.text(max_size=3),
         key_hash=HASHES,
+        redelivery_count=HASHES,
+        forwarded=st.booleans(),
     ),
 )
 # What may stand before, after or between fields: others, twice the same, none at all.
@@ -147,7 +149,7 @@ def acknowledge_by_bytes(data: bytes) -> Read | None:
 
 
 def of_positions(positions: call_values.HeldPositions) -> list[list[int] | None]:
-    return listed(positions.ledger_id, positions.entry_id, positions.deliver_at_ms, positions.batch_index)
+    return listed(*(getattr(positions, each.name) for each in dataclasses.fields(positions)))
 
 
 def nack_by_runtime(data: bytes) -> Read | None:
@@ -166,7 +168,7 @@ def nack_by_bytes(data: bytes) -> Read | None:
 
 def read_nack(request_id: int, nack: call_values.Nack) -> Read:
     of_nack = [*of_positions(nack.positions), *listed(nack.delay_ms, nack.delay_level, nack.key_hash)]
-    return Read(request_id, nack.text, str(nack.reject), of_nack)
+    return Read(request_id, nack.text, str((nack.reject, nack.forwarded)), of_nack)
 
 
 def spliced(data: bytes, splice: tuple[int, bytes]) -> bytes:

@@ -1,13 +1,15 @@
 """Reading and writing a bidirectional stream, through its connections.
 
-Owns: opening, reading and closing, one stream after the other.
+Owns: opening, reading and closing, one stream after the other, and asking each daemon before what it can do.
 Does not own: when and where it is opened again (`tarry.streams`); what is sent and what the answers mean: that is the
 handler's (`tarry.aio.add_stream`, `tarry.aio.subscription`).
 """
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
@@ -15,6 +17,7 @@ from tarry import errors, on_event_loop, streams
 from tarry.aio import connections
 
 Response = TypeVar("Response")
+Answer = TypeVar("Answer")
 ResponseIn = TypeVar("ResponseIn", contravariant=True)
 
 
@@ -23,9 +26,6 @@ class Handler(Protocol[ResponseIn]):
 
     async def wait_until_wanted(self) -> bool:
         """Returns True when a stream is needed, False when the session is closed."""
-
-    async def about_to_open(self) -> None:
-        """A stream is going to begin. A TarryError that it raises is as one that ended the stream."""
 
     def opened(self, sending: streams.Sending) -> None:
         """A stream has begun."""
@@ -56,7 +56,7 @@ class Session(Generic[Response]):
         self._handler = handler
         self._changed = on_event_loop.Condition()
         self._closed = False
-        self._call: on_event_loop.StreamCall[Response] | None = None
+        self._call: on_event_loop.StreamCall[Any] | None = None
         self._ending: errors.TarryError = lifetime.closed()
         self._running = on_event_loop.Running(self._run, self._ended, name=lifetime.name)
 
@@ -90,18 +90,36 @@ class Session(Generic[Response]):
 
     async def _read_one_stream(self) -> errors.TarryError:
         """Opens a stream and reads it to its end; the reason of the end."""
+        address = self._lifetime.address
+        if self._lifetime.must_ask(address):
+            told = functools.partial(self._lifetime.told, address)
+            error = await self._read(address, streams.VERSION, _ask, told)
+            if not self._lifetime.may_open(address, error):
+                return error
+        return await self._read(address, self._method, self._handler.opened, self._received)
+
+    def _received(self, response: Response) -> None:
+        if self._handler.received(response):
+            self._lifetime.progressed()
+
+    async def _read(
+        self,
+        address: str,
+        method: streams.StreamMethod[Answer],
+        opened: Callable[[on_event_loop.Outbox], None],
+        received: Callable[[Answer], None],
+    ) -> errors.TarryError:
+        """Makes one call and reads it to its end; the reason of the end."""
         sending = on_event_loop.Outbox()
         call = None
         try:
-            await self._handler.about_to_open()
             with self._changed:
                 if self._closed:
                     return self._lifetime.closed()
-                self._call = call = self._shared.open(self._lifetime.address, self._method, sending)
-            self._handler.opened(sending)
+                self._call = call = self._shared.open(address, method, sending)
+            opened(sending)
             async for response in on_event_loop.answers(call):
-                if self._handler.received(response):
-                    self._lifetime.progressed()
+                received(response)
             return streams.why_ended(None)
         except grpc.RpcError as failure:
             return streams.why_ended(failure)
@@ -111,3 +129,9 @@ class Session(Generic[Response]):
             sending.close()
             if call is not None:
                 call.cancel()
+
+
+def _ask(sending: on_event_loop.Outbox) -> None:
+    """Sends a call's one request, which says nothing."""
+    sending.put(b"")
+    sending.close()

@@ -46,9 +46,6 @@ class AddStream:
         in_flight: int,
         timeout_s: float | None,
     ) -> None:
-        self._shared = shared
-        self._known = known
-        self._topic = topic
         self._timeout_s = known.timeout_s if timeout_s is None else timeout_s
         # Guards the requests, and is not held while a future is settled. Only the session settles futures and removes
         # requests.
@@ -61,8 +58,8 @@ class AddStream:
             bytes_max=known.bytes_max,
             policy=known.policy,
         )
-        lifetime = streams.Lifetime(known.owners, known.policy, topic, f"the add stream of topic {topic!r}")
-        self._session = session.Session(shared, lifetime, add_requests.METHOD, self)
+        self._lifetime = streams.Lifetime(known.owners, known.policy, topic, f"the add stream of topic {topic!r}")
+        self._session = session.Session(shared, self._lifetime, add_requests.METHOD, self)
 
     def add(
         self,
@@ -82,16 +79,13 @@ class AddStream:
         Waits while `in_flight` requests are unanswered. `timeout_s` bounds this wait, and how long a request is sent
         again after failures; an answer that simply does not come is bounded by the caller's `future.result(timeout)`.
         Cancelling the future takes nothing back: the batch is on its way.
-        Raises InvalidArgument, DeadlineExceeded, Closed, Unsupported as `Client.add`, or the failure that ended the
-        stream. Where another daemon takes over that does not know `on_invalid`, the future fails with Unsupported.
+        Raises InvalidArgument, DeadlineExceeded, Closed, or the failure that ended the stream, and, also from the
+        future, Unsupported: the daemon does not know `on_invalid`.
 
         Example: `stream.add(7, np.arange(1_000), deliver_at_ms=due).result().accepted`
         """
         deadline = retry.Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
         needs = planning.needs_of(on_invalid)
-        if needs is not None:
-            asking = attempts.Asking(self._known.owners, self._known.policy, deadline)
-            self._shared.run(asking.check_can(needs, topic=self._topic))
         firsts: list[int] = []
         parts: list[Future[results.AddResult]] = []
         for first, add in self._requests.encode(
@@ -155,25 +149,10 @@ class AddStream:
             self._changed.wait_for(lambda: self._requests.wants_stream or self._requests.ended is not None)
             return self._requests.ended is None
 
-    def about_to_open(self) -> None:
-        with self._changed:
-            needs = self._requests.needs
-        if needs is None:
-            return
-        # It may be another daemon than the one that was asked before.
-        asking = attempts.check_can(self._known.owners, needs, self._topic, self._timeout_s)
-        try:
-            self._shared.run(asking)
-        except errors.Unsupported as error:
-            with self._changed:
-                left = self._requests.unsupported(error)
-            self._settle(left)
-        except errors.DeadlineExceeded as error:
-            raise errors.Unavailable(error.message) from error
-
     def opened(self, sending: streams.Sending) -> None:
         with self._changed:
-            self._requests.opened(sending)
+            refused = self._requests.opened(sending, self._lifetime.features or frozenset())
+        self._settle(refused)
 
     def received(self, response: delayed_delivery_pb2.StreamAddMessagesResponse) -> bool:
         with self._changed:

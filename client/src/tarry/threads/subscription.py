@@ -114,10 +114,13 @@ class Receiver(Generic[Received]):
         delay_level: columns.Column | None = None,
         batch_index: columns.Column | None = None,
         key_hash: columns.Column | None = None,
+        forwarded: bool = False,
     ) -> Future[results.Nacked]:
         """Negatively acknowledges, as `Client.nack`: positions come back later, and hold no permit meanwhile.
 
         The future is settled as that of `ack`. With `batch_index` the entry as a whole stays here: acknowledge it, too.
+        What is `forwarded` may have been acknowledged, here or elsewhere, and received by any stream.
+        Raises what `ack` raises, and, also from the future, Unsupported: the daemon does not know `forwarded`.
 
         Example: `subscription.nack(batch.take([0]), delay_ms=10_000)`
         """
@@ -129,6 +132,7 @@ class Receiver(Generic[Received]):
                 delay_level=delay_level,
                 batch_index=batch_index,
                 key_hash=key_hash,
+                forwarded=forwarded,
             )
         return futures.whole(parts, results.Nacked.merge)
 
@@ -139,6 +143,7 @@ class Receiver(Generic[Received]):
         *,
         batch_index: columns.Column | None = None,
         key_hash: columns.Column | None = None,
+        forwarded: bool = False,
     ) -> Future[results.Nacked]:
         """Makes positions dead letters, as `Client.reject`. The future is settled as that of `nack`.
 
@@ -146,7 +151,13 @@ class Receiver(Generic[Received]):
         """
         with self._changed:
             parts = self._receiving.nack(
-                given, in_threads.promise, reject=True, reason=reason, batch_index=batch_index, key_hash=key_hash
+                given,
+                in_threads.promise,
+                reject=True,
+                reason=reason,
+                batch_index=batch_index,
+                key_hash=key_hash,
+                forwarded=forwarded,
             )
         return futures.whole(parts, results.Nacked.merge)
 
@@ -212,12 +223,10 @@ class Receiver(Generic[Received]):
     def wait_until_wanted(self) -> bool:
         return not self._receiving.closed
 
-    def about_to_open(self) -> None:
-        """Every daemon knows what it sends."""
-
     def opened(self, sending: streams.Sending) -> None:
         with self._changed:
-            self._receiving.opened(sending)
+            refused = self._receiving.opened(sending, self._lifetime.features or frozenset())
+        self._settle(refused)
 
     def received(self, response: receiving.Response) -> bool:
         with self._changed:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from daemon.core.dead_letter_rows import DeadLetterRows
-from daemon.core.ignored import Ignored
+from daemon.core.ignored import Ignored, IgnoredReason
 from daemon.core.redelivering import NackBatch, Terms
 from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import is_of_batch_parts
@@ -26,12 +26,16 @@ from tests.daemon.core._support.redelivery_oracle import DeadLetter, Nack
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decided:
-    """`ids`: of the dead letters."""
+    """`ids`: of the dead letters; `reasons`: of what was ignored, in the order of the request."""
 
     nacks: dict[Place, Nack]
     dead: dict[Place, DeadLetter]
     ids: dict[Place, int]
-    ignored: int = 0
+    reasons: tuple[IgnoredReason, ...] = ()
+
+    @property
+    def ignored(self) -> int:
+        return len(self.reasons)
 
 
 def column(values: Iterable[int]) -> U64:
@@ -78,7 +82,7 @@ def stage_nack(
         found = topic.find_in_backlog(state, redelivery.sought(state, left), any_time=True)
         more, ignored = redelivery.stage_found(state, left, found, on)
         records = (*records, *more)
-    return _staged(topic, records, len(ignored))
+    return _staged(topic, records, ignored)
 
 
 def nack(
@@ -126,8 +130,9 @@ def stage_purge(topic: JournaledTopic, state: SubscriptionState, ids: Iterable[i
     topic.staged.append(record)
 
 
-def _staged(topic: JournaledTopic, records: Iterable[Record], ignored: int = 0) -> Decided:
-    decided = Decided({}, {}, {}, ignored)
+def _staged(topic: JournaledTopic, records: Iterable[Record], ignored: Ignored | None = None) -> Decided:
+    reasons = () if ignored is None else tuple(map(IgnoredReason, ignored.reason.tolist()))
+    decided = Decided({}, {}, {}, reasons)
     for record in records:
         topic.staged.append(record)
         if isinstance(record, NackRecord):

@@ -277,7 +277,8 @@ class RedeliveryMachine(RedeliveryInvariants):
             forwarded=self.forwarded,
         )
         self.check_decided(number, decided, expected)
-        assert decided.ignored == len(expected.ignored)
+        reasons = [self.oracle.why_ignored(number, claim, rules.now_ms) for claim in expected.ignored]
+        assert [reason.name for reason in decided.reasons] == reasons
 
     def agreed(self, policy: Policy) -> tuple[Rules, Terms]:
         """The same for the oracle and for the topic."""

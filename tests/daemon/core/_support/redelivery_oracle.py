@@ -209,6 +209,21 @@ class RedeliveryOracle(Oracle):
                 self.decide(number, *named, rules, outcome, delay_ms=delay, reject=reject, text=text)
         return outcome
 
+    def why_ignored(self, number: int, claim: Claim, now_ms: int) -> str:
+        """Why a negative acknowledgement does nothing, after all else of its request was decided."""
+        reasons = ["NOT_THERE"]
+        for place in places_named(number, claim):
+            row = self.rows.get(place)
+            leaves = place in self.subscribers[number].acknowledging
+            owed = row is not None and not leaves and self.may_be_owed(number, place, row)
+            if row is not None and owed and row.passed:
+                same = claim.deliver_at_ms in (0, row.deliver_at_ms)
+                reasons.append("OTHER_DELIVERY" if same else "OTHER_TIME")
+            elif owed or place in self.staged_adds:
+                early = not claim.deliver_at_ms or claim.deliver_at_ms > now_ms
+                reasons.append("NOT_DUE" if early else "OTHER_TIME")
+        return max(reasons, key=("NOT_THERE", "NOT_DUE", "OTHER_TIME", "OTHER_DELIVERY").index)
+
     def named_by_nack(
         self, number: int, claim: Claim, key_hash: int, now_ms: int, *, forwarded: bool
     ) -> tuple[Place, Row, int] | None:
