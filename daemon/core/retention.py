@@ -9,18 +9,19 @@ by a seal, a merge or a reschedule, is found in the one or in the other.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 
+from daemon.core.bucket import Bucket
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
 from daemon.core.positions import PAGE_BITS
 from storage_backends.formats.index_ids import BATCH_BITS
 from storage_backends.formats.row_columns import U64
 
+_BEYOND = 1 << 64
 # Pages of buckets that are looked at before others have their turn.
 LOOKS_A_TURN = 1_000
 
@@ -98,9 +99,9 @@ def surveyed(indexes: Indexes) -> Generator[None, None, Survey]:
         ledger_id, _ = indexes.places.page_of(page)
         index = indexes.get(indexes.places.owner_of(page))
         if index is not None and ledger_id not in ledgers and index.pages.is_held(page):
-            entry_id, page_looks = _lowest(index, page)
-            looks += page_looks
-            if entry_id is not None:
+            buckets = index.that_may_have_page(page)
+            looks += len(buckets)
+            if any(_first_from(bucket, page << PAGE_BITS) < (page + 1) << PAGE_BITS for bucket in buckets):
                 ledgers.add(ledger_id)
         looks += 1
         if looks >= LOOKS_A_TURN:
@@ -117,17 +118,21 @@ def surveyed(indexes: Indexes) -> Generator[None, None, Survey]:
 
 def _lowest(index: Index, page: int) -> tuple[int | None, int]:
     """(The lowest entry of a page that has a row, None when none has; how many buckets were looked at.)"""
-    first, beyond = page << PAGE_BITS, (page + 1) << PAGE_BITS
-    lowest, looks = beyond, 0
-    for bucket in index.that_may_have_page(page):
-        looks += 1
-        # A set that has nothing from there on says so by an error.
-        with contextlib.suppress(ValueError):
-            lowest = min(lowest, bucket.present.next_set_bit(first))
-    if lowest == beyond:
-        return None, looks
+    buckets = index.that_may_have_page(page)
+    lowest = min(_first_from(bucket, page << PAGE_BITS) for bucket in buckets)
+    if lowest >= (page + 1) << PAGE_BITS:
+        return None, len(buckets)
     _, entry_id = index.pages.positions(np.array([lowest], np.uint64))
-    return int(entry_id[0]) >> (BATCH_BITS if index.of_batch_parts else 0), looks
+    return int(entry_id[0]) >> (BATCH_BITS if index.of_batch_parts else 0), len(buckets)
+
+
+def _first_from(bucket: Bucket, key: int) -> int:
+    """The first position of a bucket that has a row, from a key on; beyond every key where none has."""
+    try:
+        first: int = bucket.present.next_set_bit(key)
+    except ValueError:
+        return _BEYOND
+    return first
 
 
 def _retained(found: dict[int, int], *, is_complete: bool) -> Retained:

@@ -25,8 +25,10 @@ PORTION_ROWS = 25_000
 PORTION_PAGES = 2_000
 # What leaves is looked for in every bucket, page by page: so many looks take some 10 ms.
 _BUCKET_PAGES_MAX = 10_000
-# Pages of buckets that are looked at before others have their turn: some ms.
+# Pages of buckets that are looked at before others have their turn: some ms; and before requests of the topic pass,
+# whatever was found.
 LOOKS_A_TURN = 200
+LOOKS_A_PORTION = 20_000
 # A portion of dead letters stands in one slot with a column for each of their fields.
 DEAD_LETTER_PORTION_ROWS = 10_000
 
@@ -73,9 +75,9 @@ Parts = list[tuple[Bucket, BitMap64]]
 
 def portions(index: Index, ranges: LedgerRanges | None, rows_max: int) -> Iterator[Parts | None]:
     """What is present of the ranges, None: of everything, by bucket, damaged ones included; at most `rows_max`
-    positions at a time, of few pages. None: much was looked at, others may have their turn.
+    positions at a time, of few pages, and nothing where much was looked at for it. None: others may have their turn.
 
-    A portion is what is there when it is taken: nothing may be applied from the step before on.
+    A portion is what is there when it is taken: requests may not pass from the portion before on.
     """
     portion = _Portion(rows_max, pages_max=max(1, min(PORTION_PAGES, _BUCKET_PAGES_MAX // len(index.tracked))))
     looks = 0
@@ -100,11 +102,11 @@ class _Portion:
         self._rows_max = rows_max
         self._pages_max = pages_max
         self._taken: dict[Bucket, list[U64]] = {}
-        self._rows = self._pages = 0
+        self._rows = self._pages = self._looks = 0
 
     @property
     def is_full(self) -> bool:
-        return self._rows >= self._rows_max or self._pages >= self._pages_max
+        return self._rows >= self._rows_max or self._pages >= self._pages_max or self._looks >= LOOKS_A_PORTION
 
     def take(self, buckets: Collection[Bucket], first: int, last: int) -> int:
         """Takes the first of the keys of a range within one page, as many as there is room for. Returns the first key
@@ -123,12 +125,14 @@ class _Portion:
                 self._taken.setdefault(bucket, []).append(keys)
         self._rows += rows
         self._pages += bool(rows)
+        self._looks += len(buckets)
         return last + 1
 
     def parts(self) -> Parts:
         """What was taken; the portion is empty then."""
         parts = [(bucket, bitmap_of(np.concatenate(keys))) for bucket, keys in self._taken.items()]
-        self._taken, self._rows, self._pages = {}, 0, 0
+        self._taken = {}
+        self._rows = self._pages = self._looks = 0
         return parts
 
 

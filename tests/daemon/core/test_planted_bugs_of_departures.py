@@ -346,8 +346,8 @@ def what_nobody_knows_becomes_dead_letters(patch: pytest.MonkeyPatch) -> None:
 
 
 def own_indexes_need_nothing_of_the_log(patch: pytest.MonkeyPatch) -> None:
-    lowest = retention._lowest
-    patch.setattr(retention, "_lowest", lambda index, page: (None, 0) if index.index_id else lowest(index, page))
+    first_from = retention._first_from
+    patch.setattr(retention, "_first_from", lambda bucket, key: 1 << 64 if bucket.index_id else first_from(bucket, key))
 
 
 def a_look_at_the_log_goes_by_buckets(patch: pytest.MonkeyPatch) -> None:
@@ -355,7 +355,8 @@ def a_look_at_the_log_goes_by_buckets(patch: pytest.MonkeyPatch) -> None:
 
     def those_before(indexes, pages, ledgers_max):  # type: ignore[no-untyped-def]
         buckets = {page: indexes.shared.that_may_have_page(page) for page in pages}
-        sealed = {page: [bucket for bucket in buckets[page] if bucket.name] for page in pages}
+        nothing = Bucket("", BitMap64(), None, 0)
+        sealed = {page: [nothing, *[bucket for bucket in buckets[page] if bucket.name]] for page in pages}
         patch.setattr(Index, "that_may_have_page", lambda self, page: sealed[page])
         yield
         return (yield from retained(indexes, pages, ledgers_max))

@@ -207,6 +207,7 @@ def in_portions(patch: pytest.MonkeyPatch, most: Portions) -> None:
     patch.setattr(trimming, "DEAD_LETTER_PORTION_ROWS", most.rows)
     patch.setattr(trimming, "_BUCKET_PAGES_MAX", most.bucket_pages)
     patch.setattr(trimming, "LOOKS_A_TURN", most.looks)
+    patch.setattr(trimming, "LOOKS_A_PORTION", 4 * most.looks)
 
 
 portions = st.builds(Portions, st.integers(1, 7), st.sampled_from([1, 4, 40_000]), st.sampled_from([1, 3, 1_000]))
