@@ -38,6 +38,11 @@ EXIT_INPUT = 2
 EXIT_UNREACHABLE = 3
 EXIT_NOT_ALL = 4
 
+START_OR_NAME_ANOTHER = (
+    "if the daemon does not run, start it with `tarryd`, or name another with --address or TARRY_ADDRESS"
+)
+"""What to do where nothing answers."""
+
 # Wider than any table.
 _WIDTH_MAX = 100_000
 # Of a list a terminal shows so many.
@@ -331,7 +336,7 @@ def _explain(error: errors.TarryError, address: str) -> tuple[str, int]:
 def _when_away(error: errors.Unavailable) -> str:
     if error.retry_after_ms is not None:
         return f"Try again in {error.retry_after_ms / 1000:g} s, or give a longer --timeout."
-    return "If it does not run, start it with `tarryd`, or name another with --address or TARRY_ADDRESS."
+    return f"{START_OR_NAME_ANOTHER[0].upper()}{START_OR_NAME_ANOTHER[1:]}."
 
 
 def _what_next(error: errors.TarryError) -> str:
