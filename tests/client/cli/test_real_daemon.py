@@ -88,7 +88,7 @@ def test_what_cannot_be_dealt_with_comes_back_is_given_up_and_delivered_again(sh
     assert [(each["reason"], each["text"]) for each in listed] == [("too_often", ""), ("rejected", "unreadable")]
     replayed = shell.parsed("dead-letters replay arrivals belts --reason too-often")
     assert (replayed["replayed"], replayed["skipped"]) == (1, 0)
-    assert json.loads(shell.out("watch arrivals belts --count 1 --json"))["redelivery_count"] == 0
+    assert json.loads(shell.out("receive arrivals belts --count 1 --json"))["redelivery_count"] == 0
     unanswered = shell.result("dead-letters purge arrivals belts")
     assert unanswered.returncode == 2
     assert "Forget 1 dead letter of arrivals for subscription belts?" in unanswered.stderr
@@ -101,8 +101,8 @@ def test_the_messages_of_a_key_are_in_order_also_across_one_that_is_handed_back(
     shell.out("subscription create boarding gates --nack-order block-key --nack-precision-bits 0")
     shell.out("add boarding --ledger 7 --entries 0-2 --in 1ms --key N14228")
     shell.out("add boarding --ledger 7 --entries 3-4 --in 1ms --key N24211")
-    with shell.lines("watch boarding gates --consumer gate-1 --consumer gate-2 --no-ack --json") as watched:
-        first = [next(watched) for _ in range(5)]
+    with shell.lines("receive boarding gates --consumer gate-1 --consumer gate-2 --no-ack --json") as received:
+        first = [next(received) for _ in range(5)]
         by_entry = {each["entry_id"]: each for each in first}
         assert [each["entry_id"] for each in first if each["entry_id"] < 3] == [0, 1, 2]
         assert len({each["consumer"] for each in first if each["entry_id"] < 3}) == 1
@@ -113,5 +113,5 @@ def test_the_messages_of_a_key_are_in_order_also_across_one_that_is_handed_back(
         assert (shown["key_shared"]["nack_blocked_hashes"], shown["key_shared"]["waiting"]) == (1, 2)
         assert [(each["name"], each["consumer_id"]) for each in shown["consumers"]] == [("gate-1", 1), ("gate-2", 2)]
         assert shell.parsed(f"{nack} 1ms")["ignored"] == 0
-        again = [next(watched) for _ in range(3)]
+        again = [next(received) for _ in range(3)]
         assert [(each["entry_id"], each["redelivery_count"]) for each in again] == [(0, 1), (1, 0), (2, 0)]

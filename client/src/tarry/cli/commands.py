@@ -24,6 +24,7 @@ from tarry.cli import (
     subscribing,
     sweep,
     upkeep,
+    watching,
     whole_topics,
     withdrawing,
 )
@@ -38,7 +39,7 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
         producing.clear,
     ),
     "Receive": (
-        dispatching.watch,
+        dispatching.receive,
         dispatching.get,
         dispatching.ack,
         dispatching.nack,
@@ -46,6 +47,7 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
         dead_letters.dead_letters,
     ),
     "Look": (
+        watching.watch,
         looking.topics,
         looking.stats,
         looking.subscriptions,
@@ -97,7 +99,7 @@ def tarry(**_: object) -> None:
     \b
     Examples:
       tarry add flights --ledger 1 --entries 0-4 --in 5s
-      tarry watch flights departures --create
+      tarry receive flights departures --create
       tarry --address 10.0.0.5:7461 topics
       tarry histogram flights
 
