@@ -141,6 +141,12 @@ def test_a_daemon_that_is_not_there_is_named(run: Run, daemon: FakeDaemon) -> No
     within_some_time(story)
 
 
+def test_a_port_that_there_is_not_is_refused_at_once(run: Run) -> None:
+    result = run("topics", "--address", "127.0.0.1:65536")
+    assert result.exit_code == output.EXIT_INPUT
+    assert result.stderr == "tarry: --address is '127.0.0.1:65536', and 65536 is no port; it must be at most 65535.\n"
+
+
 TOPICS = inspect_pb2.ListTopicsResponse(topics=[inspect_pb2.TopicSummary(topic="t", pending=2)])
 
 

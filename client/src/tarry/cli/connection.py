@@ -68,6 +68,7 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
         timeout_s = _wherever_given("timeout_s", timeout_s)
         as_json = _wherever_given("as_json", as_json)
         with output.failures(address):
+            channels.check_target(address, name="--address")
             with (
                 client.Client(address, timeout_s=timeout_s, waiting=_say) as opened,
                 _told_when_nothing_listens(address),
