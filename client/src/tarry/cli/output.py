@@ -78,7 +78,7 @@ def _with_names(value: object) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class At:
-    """A time in a table: to the second in a terminal, in full in a pipe."""
+    """A time in a table: to the second in a terminal, in full in a pipe; with the offset of the zone in both."""
 
     at_ms: int | None
 
@@ -87,7 +87,12 @@ class At:
 
     @property
     def short(self) -> str:
-        return str(self)[: len("2030-01-31 12:00:00")]
+        text = str(self)
+        if text[-3:-2] != ":":
+            # No time, or one that no calendar has.
+            return text
+        offset = text[-6:].removesuffix(":00")
+        return text[: len("2030-01-31 12:00:00")] + ("Z" if offset == "+00" else offset)
 
 
 @dataclasses.dataclass(frozen=True)
