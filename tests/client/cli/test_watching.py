@@ -18,8 +18,9 @@ READY, IN_FLIGHT, NACKED = (
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_waits(monkeypatch: pytest.MonkeyPatch, daemon: FakeDaemon) -> None:
     monkeypatch.setattr(watching, "LOOK_EVERY_S", 0.0)
+    daemon.script("ListScheduled", answer(inspect_pb2.ListScheduledResponse()))
 
 
 def page(*entries: int, **fields: Any) -> inspect_pb2.ListBacklogResponse:
@@ -47,7 +48,7 @@ def test_watch_prints_each_position_once_and_takes_none(daemon: FakeDaemon, run:
         "ledger_id": 7, "entry_id": 1, "deliver_at_ms": 1_001, "seen_at_ms": 5_000, "key_hash": None,
         "state": "ready", "redelivery_count": 0, "batch_index": None,
     }  # fmt: skip
-    assert {method for method, _ in daemon.calls} == {"ListBacklog"}
+    assert {method for method, _ in daemon.calls} == {"ListBacklog", "ListScheduled"}
     assert [request.page_token for request in daemon.requests("ListBacklog")] == ["", "a", ""]
 
 
@@ -60,6 +61,24 @@ def test_what_comes_back_is_printed_again_and_not_while_it_waits(daemon: FakeDae
     assert first.endswith("  ready")
     assert second.endswith("  redelivered 1  in flight")
     assert daemon.count("ListBacklog") == 3
+
+
+def waiting(*entries: int) -> inspect_pb2.ListScheduledResponse:
+    return inspect_pb2.ListScheduledResponse(
+        ledger_id=[7] * len(entries), entry_id=entries, deliver_at_ms=[1_000 + entry for entry in entries],
+        key_hash=[9] * len(entries), subscription_index=[0] * len(entries), subscriptions=[""], as_of_ms=900,
+    )  # fmt: skip
+
+
+def test_what_a_dispatcher_takes_between_two_looks_is_seen_as_well(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("ListScheduled", *map(answer, (waiting(1, 2), waiting(2), waiting())))
+    daemon.script("ListBacklog", *map(answer, (page(), page(), page(2))))
+    first, second = (json.loads(line) for line in run("watch", "t", "s", "--count", "2", "--json").stdout.splitlines())
+    assert (first["entry_id"], first["state"], first["seen_at_ms"], first["key_hash"]) == (1, "gone", 5_000, 9)
+    assert (second["entry_id"], second["state"]) == (2, "ready"), "it waited until the look before"
+    asked = daemon.requests("ListScheduled")
+    assert {request.subscription for request in asked} == {"s"}
+    assert asked[1].until_ms > 5_000, "by the daemon's clock, and beyond the next look"
 
 
 def test_only_so_many_as_asked_are_printed(daemon: FakeDaemon, run: Run) -> None:

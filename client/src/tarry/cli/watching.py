@@ -6,6 +6,7 @@ Does not own: taking rows (`tarry.cli.dispatching`), showing results and failure
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from tarry.cli import connection, output, pending
 from tarry.threads import client
 
 LOOK_EVERY_S = 1.0
+# What comes due so long after the next look is foreseen, too: clocks and ticks differ.
+_AHEAD_S = 2.0
 # Between two looks at a long backlog so many times as long nothing is asked.
 _PAUSE_IN_LOOKS = 10
 
@@ -52,42 +55,90 @@ def _options_of_receive(command: Callable[..., None]) -> Callable[..., None]:
 def watch(*, connected: client.Client, topic: str, subscription: str, count: int | None, as_json: bool) -> None:
     """Watch the positions of SUBSCRIPTION come due, and take none of them. Ctrl-C ends it.
 
-    The command looks at the backlog every second, later when the backlog is long. Positions stay where they are, and
-    are handed out to dispatchers as if nobody looked. The command does not see what is acknowledged between two looks.
-    A position that was negatively acknowledged is printed again when it comes back.
+    The command looks every second, and less often when the backlog is long. Positions stay where they are, and are
+    handed out to dispatchers as if nobody looked. `tarry receive` takes the positions and acknowledges them.
 
-    `tarry receive` takes the positions and acknowledges them.
+    The state of a position is ready, in flight, or gone: acknowledged, cancelled or rescheduled before the command
+    looked again. A position that was negatively acknowledged is printed again when it comes back.
 
     \b
     Examples:
       tarry watch flights departures
       tarry watch flights departures --count 100 --json
     """
-    shown: set[_Name] = set()
-    left = count
+    looks = _Looks(connected, topic, subscription)
+    came = itertools.islice(looks.forever(), count)
     try:
-        while True:
-            begun_s = time.monotonic()
-            there: set[_Name] = set()
-            for page in _pages(connected, topic, subscription):
-                rows = [row for row in _due(page) if not _is_shown(row, shown, there)]
-                _print(rows[:left], as_of_ms=page.as_of_ms, as_json=as_json)
-                if left is not None:
-                    left -= len(rows)
-                    if left <= 0:
-                        return
-            shown = there
-            time.sleep(max(LOOK_EVERY_S, _PAUSE_IN_LOOKS * (time.monotonic() - begun_s)))
+        for row in came:
+            click.echo(json.dumps(row) if as_json else f"{output.time_text(row['seen_at_ms'])}  {_text(row)}")
     except KeyboardInterrupt:
         click.echo("", err=True)
 
 
-def _pages(connected: client.Client, topic: str, subscription: str) -> Iterator[inspection.BacklogPage]:
-    return iter(
-        pending.Pages(
-            lambda token, page_size: connected.backlog_page(topic, subscription, token, page_size=page_size), None
+class _Looks:
+    """Looks at one subscription, again and again."""
+
+    def __init__(self, connected: client.Client, topic: str, subscription: str) -> None:
+        self._connected = connected
+        self._topic = topic
+        self._subscription = subscription
+        self._shown: set[_Name] = set()
+        self._coming: dict[_Name, dict[str, Any]] = {}
+        self._as_of_ms = time.time_ns() // 1_000_000
+
+    def forever(self) -> Iterator[dict[str, Any]]:
+        """What has come due since the look before, of the first look all that is due."""
+        pause_s = LOOK_EVERY_S
+        while True:
+            begun_s = time.monotonic()
+            yield from self._look(ahead_s=2 * pause_s + _AHEAD_S)
+            pause_s = max(LOOK_EVERY_S, _PAUSE_IN_LOOKS * (time.monotonic() - begun_s))
+            time.sleep(pause_s)
+
+    def _look(self, *, ahead_s: float) -> Iterator[dict[str, Any]]:
+        # First what waits: what has come due by then and is in no backlog afterwards is gone.
+        waiting = self._waiting(self._as_of_ms + int(ahead_s * 1000))
+        there: set[_Name] = set()
+        for page in self._backlog():
+            self._as_of_ms = page.as_of_ms
+            for row in _due(page):
+                there.add(_name(row))
+                if _name(row) not in self._shown:
+                    yield row
+        for name, row in self._coming.items():
+            if name not in waiting and name not in there:
+                yield row | {"seen_at_ms": self._as_of_ms, "state": "gone"}
+        self._shown, self._coming = there, waiting
+
+    def _waiting(self, until_ms: int) -> dict[_Name, dict[str, Any]]:
+        """The rows that come due before a moment."""
+        pages = pending.Pages(
+            lambda token, page_size: self._connected.scheduled_page(
+                self._topic, token, until_ms=until_ms, subscription=self._subscription, page_size=page_size
+            ),
+            None,
         )
-    )
+        return {_name(row): row for page in pages for row in _not_due(page)}
+
+    def _backlog(self) -> Iterator[inspection.BacklogPage]:
+        return iter(
+            pending.Pages(
+                lambda token, page_size: self._connected.backlog_page(
+                    self._topic, self._subscription, token, page_size=page_size
+                ),
+                None,
+            )
+        )
+
+
+def _name(row: dict[str, Any]) -> _Name:
+    return row["ledger_id"], row["entry_id"], row["batch_index"], row["redelivery_count"]
+
+
+def _not_due(page: inspection.ScheduledPage) -> Iterator[dict[str, Any]]:
+    columns = (page.ledger_id, page.entry_id, page.deliver_at_ms, page.key_hash)
+    for ledger_id, entry_id, deliver_at_ms, key_hash in zip(*(each.tolist() for each in columns), strict=True):
+        yield _row(ledger_id, entry_id, deliver_at_ms, key_hash, page.as_of_ms, "pending", 0, None)
 
 
 def _due(page: inspection.BacklogPage) -> Iterator[dict[str, Any]]:
@@ -104,29 +155,33 @@ def _due(page: inspection.BacklogPage) -> Iterator[dict[str, Any]]:
     )
     for ledger_id, entry_id, deliver_at_ms, key_hash, state, redelivery_count, batch_index in columns:
         if state != inspection.BacklogState.NACKED:
-            yield {
-                "ledger_id": ledger_id,
-                "entry_id": entry_id,
-                "deliver_at_ms": deliver_at_ms,
-                "seen_at_ms": page.as_of_ms,
-                "key_hash": key_hash or None,
-                "state": inspection.BacklogState(state).name.lower(),
-                "redelivery_count": redelivery_count,
-                "batch_index": batch_index,
-            }
+            named = inspection.BacklogState(state).name.lower()
+            yield _row(
+                ledger_id, entry_id, deliver_at_ms, key_hash, page.as_of_ms, named, redelivery_count, batch_index
+            )
 
 
-def _is_shown(row: dict[str, Any], shown: set[_Name], there: set[_Name]) -> bool:
-    """Whether an earlier look has shown it. It is noted as there."""
-    name = (row["ledger_id"], row["entry_id"], row["batch_index"], row["redelivery_count"])
-    there.add(name)
-    return name in shown
-
-
-def _print(rows: list[dict[str, Any]], *, as_of_ms: int, as_json: bool) -> None:
-    if rows:
-        seen = output.time_text(as_of_ms)
-        click.echo("\n".join(json.dumps(row) if as_json else f"{seen}  {_text(row)}" for row in rows))
+def _row(
+    ledger_id: int,
+    entry_id: int,
+    deliver_at_ms: int,
+    key_hash: int,
+    seen_at_ms: int,
+    state: str,
+    redelivery_count: int,
+    batch_index: int | None,
+) -> dict[str, Any]:
+    """As it is printed."""
+    return {
+        "ledger_id": ledger_id,
+        "entry_id": entry_id,
+        "deliver_at_ms": deliver_at_ms,
+        "seen_at_ms": seen_at_ms,
+        "key_hash": key_hash or None,
+        "state": state,
+        "redelivery_count": redelivery_count,
+        "batch_index": batch_index,
+    }
 
 
 def _text(row: dict[str, Any]) -> str:
