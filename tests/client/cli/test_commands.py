@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
+import click.testing
 import pytest
 
 import tarry.cli
@@ -149,3 +150,15 @@ def test_without_the_extra_the_command_says_what_to_install(
         tarry.cli.main()
     assert ended.value.code == 1
     assert "pip install 'tarry[cli]'" in capsys.readouterr().err
+
+
+def test_the_shell_completes_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def completed(words: str) -> list[str]:
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        monkeypatch.setenv("_TARRY_COMPLETE", "bash_complete")
+        shown = click.testing.CliRunner().invoke(commands.tarry, prog_name="tarry").stdout
+        return shown.splitlines()
+
+    assert completed("tarry wa") == ["plain,watch"]
+    assert completed("tarry receive --perm") == ["plain,--permits"]
