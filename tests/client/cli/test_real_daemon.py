@@ -26,7 +26,10 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 # More than a dozen processes, each of which loads its libraries: longer than the time of a test when cores are busy.
 def test_a_topic_lives_from_its_first_row_to_its_deletion(shell: Shell) -> None:
-    assert shell.parsed("add flights --ledger 1 --entries 1-8 --in 1h")["accepted"] == 8
+    added = shell.result("add flights --ledger 1 --entries 1-8 --in 1h --json")
+    assert json.loads(added.stdout)["accepted"] == 8
+    assert "nobody listens: flights has no subscription" in added.stderr
+    assert shell.parsed("stats flights")["due"] == 0
     assert shell.parsed("contains flights --ledger 1 --entries 0-9") == {
         "topic": "flights", "pending": [[1, 1, 8]], "due": []
     }  # fmt: skip
@@ -34,7 +37,8 @@ def test_a_topic_lives_from_its_first_row_to_its_deletion(shell: Shell) -> None:
     assert shell.parsed("buckets flights")["pending"] == 8
 
     shell.out("subscription create flights departures --lease 1m")
-    shell.out("add flights --ledger 2 --entries 0-4 --in 1ms")
+    late = shell.result("add flights --ledger 2 --entries 0-4 --in 1ms")
+    assert late.stderr == "", "somebody listens now"
     taken = shell.out("get flights departures --max 5 --wait 10s --json")
     entries = [json.loads(line)["entry_id"] for line in taken.splitlines()]
     assert set(entries) <= set(range(5))
