@@ -301,7 +301,7 @@ class SubscriptionCreated:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicSummary:
-    """`next_due_ms`: 0 when nothing is pending."""
+    """`next_due_ms`: 0 when nothing is pending. `due`: rows that are due and not gone."""
 
     topic: str
     shard: int
@@ -309,6 +309,7 @@ class TopicSummary:
     buckets: int
     subscriptions: int
     next_due_ms: int
+    due: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -432,6 +433,7 @@ class TopicStats:
     last_due_ms: int
     merges: int
     survey: Survey
+    due: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -7,6 +7,7 @@ Does not own: the settings (`daemon.settings`, `storage_backends.storage_setting
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ from daemon.settings import (
 )
 from storage_backends import settings_file
 from storage_backends.storage_settings import S3, Bucket, Collection, SettingsError, Store, check_bucket, check_store
+
+PORT_MAX = 65_535
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -90,8 +93,8 @@ def load(
 def split_address(address: str) -> tuple[str, int]:
     """`host:port` as host (without brackets) and port. Raises `InvalidArgument`."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        raise errors.InvalidArgument(f"address: {address!r} is not host:port with a port from 0 to 65535")
+    if not host or not port.isdecimal() or int(port) > PORT_MAX:
+        raise errors.InvalidArgument(f"address: {address!r} is not host:port with a port from 0 to {PORT_MAX}")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -104,8 +107,22 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
+def _check_port(name: str, address: str | None) -> None:
+    """Refuses a port that there is not, in host:port and in a URL."""
+    authority = re.split("[/?]", re.sub("^https?://", "", address or ""), maxsplit=1)[0]
+    port = re.search(r":([0-9]+)\Z", authority)
+    if port is not None and int(port[1]) > PORT_MAX:
+        raise errors.InvalidArgument(
+            f"configuration: {name} is {address!r}, and {port[1]} is no port: it must be from 0 to {PORT_MAX}"
+        )
+
+
 def _check(config: Config) -> None:
     """What no single setting shows."""
+    _check_port("daemon.address", config.daemon.address)
+    _check_port("grpc.listen", config.grpc.listen)
+    _check_port("metrics.listen", config.metrics.listen)
+    _check_port("store.s3.endpoint_url", config.store.s3.endpoint_url)
     for name, listen in (("grpc.listen", config.grpc.listen), ("metrics.listen", config.metrics.listen)):
         if not is_loopback(listen) and not config.daemon.insecure:
             raise errors.InvalidArgument(
@@ -147,6 +164,7 @@ def _check_deletion(config: Config) -> None:
 
 
 def _check_object_store(path: str, store: DeletionObjectStore) -> None:
+    _check_port(f"{path}.s3.endpoint_url", store.s3.endpoint_url)
     if store.kind == "local" and not store.path:
         raise errors.InvalidArgument(f"configuration: {path}.path is not set, and {path}.kind is 'local'")
     if store.kind == "local" and store.s3 != S3():
@@ -158,6 +176,8 @@ def _check_object_store(path: str, store: DeletionObjectStore) -> None:
 
 
 def _check_owner(path: str, owner: DeletionOwner) -> None:
+    _check_port(f"{path}.delete_url", owner.delete_url)
+    _check_port(f"{path}.in_use_url", owner.in_use_url)
     if owner.delete_url is None and owner.in_use_url is None:
         raise errors.InvalidArgument(f"configuration: {path} has neither delete_url nor in_use_url")
     if not owner.topic_prefixes and not owner.drivers:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from daemon.core.delay_levels import DEFAULT_TABLE
-from storage_backends.storage_settings import S3, Section
+from storage_backends.storage_settings import S3, WRITTEN_AS, Section
 
 ADDRESS = r"^.+:[0-9]{1,5}\Z"
 # Without credentials, which would end up in logs, and without a fragment.
@@ -20,6 +20,10 @@ URL = r"^https?://[^\s/?#@]+(?:[/?][^\s#]*)?\Z"
 
 # What a name may be that people give to something here.
 _NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\Z"
+
+_AN_ADDRESS = {WRITTEN_AS: "host:port with a port from 0 to 65535, such as 127.0.0.1:7461"}
+_A_URL = {WRITTEN_AS: "a URL that begins with http:// or https://, without user, password and fragment"}
+_A_NAME = {WRITTEN_AS: "1 to 128 letters, digits, `.`, `_` and `-`, and not begin with `.`"}
 
 # 10,000 rows of Messages, the largest answer there is, must fit.
 _MESSAGE_BYTES_LEAST = 1 << 20
@@ -33,6 +37,7 @@ class Daemon(Section, frozen=True):
             str,
             Meta(
                 pattern=_NAME,
+                extra=_A_NAME,
                 description="Names this daemon among those that share a root; letters, digits, `.`, `_` and `-`. The "
                 "id must stay the same over restarts: a daemon takes its own shards back at once. No two daemons may "
                 "use one id at a time. Default: host name and port of `grpc.listen`. Set the id where the host name "
@@ -46,6 +51,7 @@ class Daemon(Section, frozen=True):
             str,
             Meta(
                 pattern=ADDRESS,
+                extra=_AN_ADDRESS,
                 description="host:port at which clients and other daemons reach this daemon. Default: the address that "
                 "is bound, with the host name in place of `0.0.0.0` and `[::]`.",
             ),
@@ -84,7 +90,8 @@ class Grpc(Section, frozen=True):
     """The gRPC server."""
 
     listen: Annotated[
-        str, Meta(pattern=ADDRESS, description="host:port; port 0 takes a free one. IPv6: `[::1]:7461`.")
+        str,
+        Meta(pattern=ADDRESS, extra=_AN_ADDRESS, description="host:port; port 0 takes a free one. IPv6: `[::1]:7461`."),
     ] = "127.0.0.1:7461"
     concurrent_calls_per_connection_max: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Calls and streams that one connection may have open.")
@@ -123,9 +130,9 @@ class Grpc(Section, frozen=True):
 class Metrics(Section, frozen=True):
     """The Prometheus endpoint."""
 
-    listen: Annotated[str, Meta(pattern=ADDRESS, description="host:port of `/metrics`; port 0 takes a free one.")] = (
-        "127.0.0.1:7462"
-    )
+    listen: Annotated[
+        str, Meta(pattern=ADDRESS, extra=_AN_ADDRESS, description="host:port of `/metrics`; port 0 takes a free one.")
+    ] = "127.0.0.1:7462"
     per_topic: Annotated[
         bool, Meta(description='Each topic has its own series. If false, all topics are counted under `topic="_all"`.')
     ] = True
@@ -321,7 +328,9 @@ class DeletionObjectStore(Section, frozen=True):
     have a table here. A local directory must be a store already, so that an unmounted one is not taken for empty.
     """
 
-    name: Annotated[str, Meta(pattern=_NAME, description="Names the store, for `tarry sweep`; required.")]
+    name: Annotated[
+        str, Meta(pattern=_NAME, extra=_A_NAME, description="Names the store, for `tarry sweep`; required.")
+    ]
     drivers: Annotated[
         tuple[Driver, ...],
         Meta(min_length=1, description="Names of drivers whose ledgers are here, such as `aws-s3`; required."),
@@ -334,7 +343,7 @@ class DeletionObjectStore(Section, frozen=True):
 class DeletionOwner(Section, frozen=True):
     """An owner of ledgers, which the daemon asks by HTTP (`docs/LEDGER_OWNERS.md`); a table for each owner."""
 
-    name: Annotated[str, Meta(pattern=_NAME, description="Names the owner, in messages; required.")]
+    name: Annotated[str, Meta(pattern=_NAME, extra=_A_NAME, description="Names the owner, in messages; required.")]
     topic_prefixes: Annotated[
         tuple[str, ...],
         Meta(
@@ -351,12 +360,22 @@ class DeletionOwner(Section, frozen=True):
     ] = ()
     delete_url: (
         Annotated[
-            str, Meta(pattern=URL, description="URL at which the owner is told to delete a ledger. Default: none.")
+            str,
+            Meta(
+                pattern=URL,
+                extra=_A_URL,
+                description="URL at which the owner is told to delete a ledger. Default: none.",
+            ),
         ]
         | None
     ) = None
     in_use_url: (
-        Annotated[str, Meta(pattern=URL, description="URL at which the owner is asked what is in use. Default: none.")]
+        Annotated[
+            str,
+            Meta(
+                pattern=URL, extra=_A_URL, description="URL at which the owner is asked what is in use. Default: none."
+            ),
+        ]
         | None
     ) = None
     authorization_file: (

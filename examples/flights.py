@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -45,6 +46,7 @@ LEAD_MS = {"local": 6_000, "s3": 15_000}
 # A relay that passes a batch on and waits for its receiver.
 HOLD_S = 0.1
 PATIENCE_S = 60.0
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class DemoFailed(Exception):
@@ -73,13 +75,19 @@ class Demo:
     """One run against a daemon that serves."""
 
     def __init__(
-        self, options: Options, log: flights_log.FlightsLog, daemon: processes.DaemonProcess, client: tarry.Client
+        self,
+        options: Options,
+        log: flights_log.FlightsLog,
+        daemon: processes.DaemonProcess,
+        client: tarry.Client,
+        say: Callable[[str], None],
     ) -> None:
         self._options = options
         self._random = random.Random(options.seed)
         self._log = log
         self._daemon = daemon
         self._client = client
+        self._say = say
         self._first_ms = _now_ms() + LEAD_MS[options.store]
         self._due_ms = log.deliver_at_ms(self._first_ms, options.seconds * 1_000)
         self.account = verdict.Account(log.ledger_id, log.entry_id, self._due_ms, log.key_hash)
@@ -150,8 +158,7 @@ class Demo:
         answered = threading.Event()
         sent = [(number, self._send(stream, number)) for number in numbers]
         unanswered = [(number, answer) for number, answer in sent if not answer.done()]
-        at_ms = _now_ms()
-        self._daemon.kill()
+        at_ms = self._kill(f"{len(unanswered)} requests in flight")
         for number, answer in unanswered:
             first = number * ROWS_PER_BATCH
             self.account.note_sent_again(slice(first, first + ROWS_PER_BATCH))
@@ -172,8 +179,7 @@ class Demo:
             lambda stats: stats.buckets > 0 and stats.mutable_rows > 0 and stats.subscriptions[0].in_flight > 0
         )
         self._note_memory()
-        at_ms = _now_ms()
-        self._daemon.kill()
+        at_ms = self._kill(f"{stats.subscriptions[0].in_flight:,} rows handed out and not acknowledged")
         serving_ms = self._start_again()
         if not receiving.wait_until(lambda: receiving.first_received_above_ms(stats.epoch) is not None, PATIENCE_S):
             raise DemoFailed(f"nothing was handed out within {PATIENCE_S:g} s of the restart")
@@ -190,6 +196,13 @@ class Demo:
             if time.monotonic() >= deadline_s:
                 raise DemoFailed(f"the kill never met what it has to: {stats}")
             time.sleep(0.01)
+
+    def _kill(self, while_there_are: str) -> int:
+        """When it was killed."""
+        at_ms = _now_ms()
+        self._daemon.kill()
+        self._say(f"kill -9 tarryd, with {while_there_are}; it is started again")
+        return at_ms
 
     def _start_again(self) -> int:
         self._daemon.start_serving(PATIENCE_S)
@@ -272,7 +285,7 @@ def run(options: Options, console: Console) -> summary.Figures:
             daemon.start_serving(PATIENCE_S)
         client = stack.enter_context(tarry.Client(daemon.address, timeout_s=PATIENCE_S))
         try:
-            demo = Demo(options, log, daemon, client)
+            demo = Demo(options, log, daemon, client, lambda text: console.print(text, markup=False, highlight=False))
             with _progress(console, demo.account):
                 figures = demo.run(stored_bytes)
         except (DemoFailed, tarry.TarryError) as error:
@@ -348,6 +361,9 @@ def main() -> int:
         except processes.ProcessFailed as error:
             console.print(f"failed: {error}", style="red", markup=False, highlight=False)
             return 1
+        except KeyboardInterrupt:
+            console.print("interrupted; tarryd is ended")
+            return EXIT_INTERRUPTED
     if arguments.json:
         print(json.dumps(figures.as_json(), indent=2))
     else:

@@ -37,7 +37,12 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        found: click.Command = getattr(importlib.import_module(_COMMANDS[cmd_name]), cmd_name)
+        try:
+            found: click.Command = getattr(importlib.import_module(_COMMANDS[cmd_name]), cmd_name)
+        except ModuleNotFoundError as error:
+            raise click.ClickException(
+                f"{error.name} is not installed: install the command with: pip install 'tarryd[spark]'"
+            ) from error
         return found
 
     def invoke(self, ctx: click.Context) -> Any:

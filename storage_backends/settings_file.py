@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from storage_backends.storage_settings import SettingsError
+from storage_backends.storage_settings import WRITTEN_AS, SettingsError
 
 ENVIRONMENT_PREFIX = "TARRY_"
 
@@ -53,7 +53,7 @@ def load(
     try:
         return msgspec.convert(data, settings)
     except msgspec.ValidationError as error:
-        raise SettingsError(_explain(error, data)) from error
+        raise SettingsError(_explain(error, data, settings)) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -142,19 +142,79 @@ def _set(data: dict[str, Any], settings: type[msgspec.Struct], source: str, keys
             try:
                 data[name] = msgspec.convert(text, fields[name], strict=False)
             except msgspec.ValidationError as error:
-                raise SettingsError(f"{'.'.join(keys)}{source} is {text!r}: {error}") from error
+                why = _plainly(str(error).partition(" - at `$")[0], fields[name])
+                raise SettingsError(f"{'.'.join(keys)}{source} is {text!r}: {why}") from error
         else:
             data = data.setdefault(name, {})
             section = fields[name]
 
 
-def _explain(error: msgspec.ValidationError, data: dict[str, Any]) -> str:
+def _explain(error: msgspec.ValidationError, data: dict[str, Any], settings: type[msgspec.Struct]) -> str:
     """msgspec says `Expected ... - at `$.journal.slot_bytes_max``; names the setting first, with its value."""
     what, _, where = str(error).partition(" - at `$.")
     value: Any = data
+    declared: Any = settings
     for key, index in re.findall(r"([^.\[\]`]+)|\[(\d+)\]", where):
         if isinstance(value, dict):
             value = value.get(key)
         elif isinstance(value, list) and index:
             value = value[int(index)]
-    return f"{where.rstrip('`')} is {value!r}: {what}"
+        declared = _below(declared, key)
+    return f"{where.rstrip('`')} is {value!r}: {_plainly(what, declared)}"
+
+
+def _below(declared: Any, key: str) -> Any:
+    """The type of what stands under a key; of an array, with an empty key, that of its items."""
+    if _is_section(declared):
+        return _fields(declared).get(key)
+    if typing.get_origin(declared) is tuple:
+        return typing.get_args(declared)[0]
+    # An annotated or an optional one.
+    inner = [each for each in typing.get_args(declared) if not isinstance(each, msgspec.Meta)]
+    return _below(inner[0], key) if inner else None
+
+
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
+
+
+def _plainly(what: str, declared: Any) -> str:
+    """What is allowed, in plain words, where msgspec names types and patterns."""
+    choices = _choices(declared)
+    if what.startswith("Invalid enum value") and choices:
+        return f"it must be {' or '.join(choices)}"
+    missing = re.fullmatch("Object missing required field `(.*)`", what)
+    if missing is not None:
+        return f"{missing[1]} is not set"
+    expected = re.match(r"Expected `([a-z]+)[^`]*`(.*)", what)
+    if expected is None or expected[1] not in _KINDS:
+        return what
+    limit = expected[2].partition(", got ")[0]
+    if "matching regex" in limit:
+        return f"it must be {_allowed(declared)}"
+    return f"it must be {_KINDS[expected[1]]}{limit}"
+
+
+def _choices(declared: Any) -> list[str]:
+    """The values of a setting that has a few to choose from."""
+    inner = typing.get_args(declared)
+    if typing.get_origin(declared) is typing.Literal:
+        return [str(each) for each in inner]
+    return [choice for each in inner for choice in _choices(each)]
+
+
+def _allowed(declared: Any) -> str:
+    """What the declaration says of a pattern in words (`storage_settings.WRITTEN_AS`)."""
+    for each in typing.get_args(declared):
+        if isinstance(each, msgspec.Meta) and each.extra and WRITTEN_AS in each.extra:
+            return str(each.extra[WRITTEN_AS])
+        found = _allowed(each)
+        if found:
+            return found
+    return ""

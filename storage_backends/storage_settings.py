@@ -16,6 +16,9 @@ from msgspec import Meta
 from storage_backends.formats.manifest import TopicPolicy
 from storage_backends.formats.segment import SegmentLimits
 
+WRITTEN_AS = "written_as"
+"""In `Meta.extra` of a setting with a pattern: what the pattern allows, in words that go on from "it must be"."""
+
 
 class SettingsError(ValueError):
     """A setting is unknown, out of its range, or contradicts another one; the message names it and where it was set."""
@@ -32,7 +35,15 @@ class S3(Section, frozen=True):
     prefix: Annotated[str, Meta(description="Key prefix of the root; empty: the bucket is the root.")] = ""
     region: Annotated[str, Meta(min_length=1, description="Region of the bucket.")] = "us-east-1"
     endpoint_url: (
-        Annotated[str, Meta(pattern=r"^https?://", description="For S3-compatible stores. Default: AWS.")] | None
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^https?://",
+                extra={WRITTEN_AS: "a URL that begins with http:// or https://"},
+                description="For S3-compatible stores. Default: AWS.",
+            ),
+        ]
+        | None
     ) = None
     addressing: Annotated[
         Literal["auto", "path", "virtual"],

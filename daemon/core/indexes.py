@@ -170,6 +170,11 @@ class Indexes(Mapping[int, Index]):
         return sum(index.pending_rows for index in self._by_id.values())
 
     @property
+    def due_rows(self) -> int:
+        """Rows that are due and not gone, whether there is a subscription that is owed them or not."""
+        return sum(bucket.passed_rows for index in self._by_id.values() for bucket in index.buckets)
+
+    @property
     def present_rows(self) -> int:
         """Rows that are not gone, waiting or due."""
         return sum(bucket.present_rows for index in self._by_id.values() for bucket in index.buckets)

@@ -71,6 +71,7 @@ def summary(topic: ServedTopic) -> TopicSummary:
         buckets=len(indexes.sealed),
         subscriptions=len(topic.core.subscriptions),
         next_due_ms=indexes.next_due_ms() or 0,
+        due=indexes.due_rows,
     )
 
 
@@ -112,6 +113,7 @@ def stats(topic: ServedTopic, survey: Survey, *, applied_slot: int, merges: int,
         last_due_ms=indexes.last_due_ms(),
         merges=merges,
         survey=survey,
+        due=indexes.due_rows,
     )
 
 

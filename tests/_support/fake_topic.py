@@ -223,6 +223,9 @@ class Topic:
     def pending(self, now_ms: int) -> int:
         return sum(due > now_ms for due, _ in self.rows.values())
 
+    def due(self, now_ms: int) -> int:
+        return len(self.rows) - self.pending(now_ms)
+
     def next_due_ms(self, now_ms: int) -> int:
         nacked = (due for each in self.subscriptions.values() for due in each.nacked.values())
         return min((due for due in (*nacked, *(due for due, _ in self.rows.values())) if due > now_ms), default=0)

@@ -51,6 +51,7 @@ class FakeViews(abc.ABC):
                     buckets=len(self.topics[name].buckets),
                     subscriptions=len(self.topics[name].subscriptions),
                     next_due_ms=self.topics[name].next_due_ms(self.now_ms()),
+                    due=self.topics[name].due(self.now_ms()),
                 )
                 for name in page
             ),
@@ -82,6 +83,7 @@ class FakeViews(abc.ABC):
             last_due_ms=max((row[0] for row in known.scheduled(None, self.now_ms())), default=0),
             merges=0,
             survey=_survey(known.lowest_entries()),
+            due=known.due(self.now_ms()),
         )
 
     async def retained(

@@ -48,3 +48,27 @@ def test_the_time_for_which_a_former_owner_may_act_is_not_the_caller_s() -> None
         again = plan.send(None)
         assert isinstance(again, attempts.Send)
         assert again.timeout_s > FORMER_S
+
+
+def test_what_is_of_no_topic_is_asked_of_the_owner_that_a_standby_names() -> None:
+    asked = asking(timeout_s=5.0)
+    plan = asked.ask(attempts.Method("m", len), b"r", topic=None)
+    next(plan)
+    assert plan.throw(tarry.NotOwner("this daemon stands by", owner_address=NEW)) == attempts.Wait(0.0)
+    second = plan.send(None)
+    assert isinstance(second, attempts.Send)
+    assert second.address == NEW
+    again = next(asked.ask(attempts.Method("m", len), b"r", topic=None))
+    assert isinstance(again, attempts.Send)
+    assert again.address == NEW, "the next page is asked there at once"
+
+
+def test_when_the_owner_of_what_is_of_no_topic_fails_the_target_is_asked_again() -> None:
+    plan = asking(timeout_s=5.0).ask(attempts.Method("m", len), b"r", topic=None)
+    next(plan)
+    plan.throw(tarry.NotOwner("this daemon stands by", owner_address=NEW))
+    plan.send(None)
+    plan.throw(tarry.Unavailable("gone"))
+    third = plan.send(None)
+    assert isinstance(third, attempts.Send)
+    assert third.address == OLD

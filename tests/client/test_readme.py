@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from collections.abc import Iterator
@@ -64,3 +65,10 @@ def test_it_runs(daemon: processes.DaemonProcess, monkeypatch: pytest.MonkeyPatc
         client_before.create_subscription("flights", "departures")
         client_before.add("flights", 2_000, range(10), deliver_at_ms=time.time_ns() // 1_000_000)
     exec(compile(example, f"example {number + 1} of {README.name}", "exec"), {"__name__": "example"})
+
+
+def test_the_calls_that_are_iterators_on_an_event_loop_are_named() -> None:
+    methods = inspect.getmembers(tarry.aio.Client, inspect.isfunction)
+    iterators = {name for name, each in methods if str(each.__annotations__.get("return")).startswith("AsyncIterator")}
+    (listed,) = re.findall(r"^- (.*?) are asynchronous iterators", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"`([a-z_]+)`", listed)) == iterators

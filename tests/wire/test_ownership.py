@@ -65,6 +65,10 @@ def test_a_second_daemon_stands_by_says_for_whom_and_claims_when_the_owners_proc
     assert traffic.code_of(refused.value) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
     assert not standby.is_serving()
     assert owner.is_serving()
+    with tarry.Client(standby.address, timeout_s=600) as client:
+        assert [each.topic for each in client.topics()] == ["topic"], "what is of no topic goes to the owner, too"
+        assert client.deletion_stats().in_flight == 0
+        assert [step.done for step in client.collect_garbage(dry_run=True)][-1]
 
     owner.kill()
     # No heartbeat is missed for minutes: it is the lock of the ended process that lets it claim.

@@ -83,11 +83,14 @@ FORWARDED = Need("forwarded", HANDOUT_NAMES)
 class Owners:
     """Whom to ask for a topic, and what daemons can do. Threads may share it: every method is one operation of a
     dictionary.
+
+    The topic None stands for what is of no topic, such as the list of topics: its owner is the one that a daemon
+    which stands by has named.
     """
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self._owners: dict[str, str] = {}
+        self._owners: dict[str | None, str] = {}
         self._features: dict[str, frozenset[str]] = {}
 
     def features(self, address: str) -> frozenset[str] | None:
@@ -99,15 +102,13 @@ class Owners:
 
     def address(self, topic: str | None) -> str:
         """The topic's owner if it is known, otherwise the target."""
-        return self.target if topic is None else self._owners.get(topic, self.target)
+        return self._owners.get(topic, self.target)
 
     def learn(self, topic: str | None, error: errors.TarryError) -> None:
         """Takes from a failure whom to ask next: the owner that it names, otherwise the target again. Behind the
         address that was asked there may be another daemon from now on.
         """
         self._features.pop(self.address(topic), None)
-        if topic is None:
-            return
         if isinstance(error, errors.NotOwner) and error.owner_address:
             self._owners[topic] = error.owner_address
         else:

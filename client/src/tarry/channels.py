@@ -1,6 +1,6 @@
 """What every connection to a daemon goes by, whoever waits for its answers.
 
-Owns: the default target and time-out, gRPC's options, and the metadata of a call.
+Owns: the default target and time-out, which ports there are, gRPC's options, and the metadata of a call.
 Does not own: the channels themselves (`tarry.aio.connections`).
 """
 
@@ -28,6 +28,8 @@ OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+PORT_MAX = 65_535
+
 CLIENT_ID_KEY = "tarry-client-id"
 CLIENT_ID_MAX_BYTES = 128
 # A call that has to wait for a former owner is answered at once with how long, and waited for here.
@@ -36,6 +38,13 @@ TOLD_OF_FORMER_OWNER = ("tarry-told-of-former-owner", "1")
 
 def unsaid(why: str) -> None:
     """Nobody wants to know what is waited for."""
+
+
+def check_target(target: str, *, name: str = "target") -> None:
+    """Raises InvalidArgument where host:port has a port that there is not. What a gRPC target may be else is gRPC's."""
+    port = re.fullmatch(r"(?:(?:dns|ipv4|ipv6):.*|[^:]+|\[.*\]):([0-9]+)", target)
+    if port is not None and int(port[1]) > PORT_MAX:
+        raise errors.InvalidArgument(f"{name} is {target!r}, and {port[1]} is no port; it must be at most {PORT_MAX}")
 
 
 def metadata_of(client_id: str | None) -> tuple[tuple[str, str], ...]:

@@ -28,7 +28,9 @@ def _position(message: inspect_pb2.Position) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class TopicSummary:
-    """One topic of a daemon. `next_due_ms` is None when nothing is pending."""
+    """One topic of a daemon. `next_due_ms` is None when nothing is pending. `due` rows are due and not acknowledged by
+    every subscription, or wait for the first one; 0 also when the daemon is of before it told.
+    """
 
     topic: str
     shard: int
@@ -36,6 +38,7 @@ class TopicSummary:
     buckets: int
     subscriptions: int
     next_due_ms: int | None
+    due: int = 0
 
     @staticmethod
     def from_message(message: inspect_pb2.TopicSummary) -> TopicSummary:
@@ -46,6 +49,7 @@ class TopicSummary:
             buckets=message.buckets,
             subscriptions=message.subscriptions,
             next_due_ms=message.next_due_ms or None,
+            due=message.due,
         )
 
 
@@ -127,6 +131,9 @@ class TopicStats:
     at most; None when there is none, or the daemon is of before it told."""
     ledgers: int = 0
     """Ledgers of which there are rows, as of the same moment."""
+    due: int = 0
+    """Rows that are due and not acknowledged by every subscription, or wait for the first one; 0 also when the daemon
+    is of before it told."""
 
     @staticmethod
     def from_message(message: inspect_pb2.GetTopicStatsResponse) -> TopicStats:
@@ -151,6 +158,7 @@ class TopicStats:
             merges=message.merges,
             lowest_position=_position(message.lowest_position) if message.HasField("lowest_position") else None,
             ledgers=message.ledgers,
+            due=message.due,
         )
 
 

@@ -6,7 +6,7 @@ Does not own: the plans (`tarry.calls`, `tarry.redelivery_calls`, `tarry.deletio
 
 from __future__ import annotations
 
-from tarry import attempts, columns, reasons, retry, wire
+from tarry import attempts, channels, columns, reasons, retry, wire
 from tarry.v1 import inspect_pb2
 
 
@@ -16,6 +16,8 @@ class Planning:
     def __init__(
         self, target: str, policy: retry.RetryPolicy, *, timeout_s: float, rows_max: int, bytes_max: int
     ) -> None:
+        """Raises InvalidArgument: a port that there is not."""
+        channels.check_target(target)
         self.owners = attempts.Owners(target)
         self.policy = policy
         self.timeout_s = timeout_s

@@ -32,6 +32,8 @@ from tarry.v1 import (
 WAIT_S = 300.0
 OF_TODAY = cluster_pb2.GetVersionResponse(version="1", api=1, feature=["handout_names"])
 """What a daemon says that can do everything."""
+LISTENED_TO = inspect_pb2.ListSubscriptionsResponse(subscriptions=[inspect_pb2.SubscriptionStats(subscription="s")])
+"""What a topic has in a test that is not about it."""
 _FILES = (admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, ledger_deletion_pb2)
 
 Unary: TypeAlias = Callable[[Any, grpc.ServicerContext], Any]
@@ -63,7 +65,10 @@ class FakeDaemon:
     """Each call takes the next step of its method's script; the last step is repeated."""
 
     def __init__(self, address: str = "127.0.0.1:0") -> None:
-        self._scripts: dict[str, list[Callable[..., Any]]] = {"GetVersion": [answer(OF_TODAY)]}
+        self._scripts: dict[str, list[Callable[..., Any]]] = {
+            "GetVersion": [answer(OF_TODAY)],
+            "ListSubscriptions": [answer(LISTENED_TO)],
+        }
         self._lock = threading.Lock()
         self.calls: list[tuple[str, Any]] = []
         self.client_ids: list[tuple[str, str | None]] = []

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
+import click.testing
 import pytest
 
 import tarry.cli
@@ -65,12 +66,27 @@ def test_every_command_that_does_something_takes_the_common_options(run: Run, pa
     assert ("--yes" in shown) == (path in TAKING_AWAY)
 
 
+def test_each_command_is_shown_once_under_a_heading(run: Run) -> None:
+    shown = run("--help").stdout
+    listed = [str(command.name) for group in commands.GROUPS.values() for command in group]
+    assert sorted(listed) == sorted(commands.tarry.commands)
+    assert [heading for heading in commands.GROUPS if f"\n{heading}:\n" in shown] == list(commands.GROUPS)
+    assert re.findall(r"^  ([a-z][a-z-]*)  ", shown, re.MULTILINE) == listed
+
+
+def test_the_options_of_every_command_are_shown_before_any_command_is_named(run: Run) -> None:
+    shown = run("--help").stdout
+    for option in ("--json", "--address", "--timeout", "TARRY_ADDRESS"):
+        assert option in shown
+
+
 def parse(words: Sequence[str]) -> None:
     """Raises click.UsageError for a command line that the command would refuse. Files need not be there."""
     words = [word for word in words if word not in ("--file", "rows.csv", "-")]
     command: click.Command = commands.tarry
     context = click.Context(command, info_name="tarry")
     while isinstance(command, click.Group):
+        _, words, _ = command.make_parser(context).parse_args(args=list(words))
         name, below, words = command.resolve_command(context, words)
         assert below is not None
         context, command = click.Context(below, parent=context, info_name=name), below
@@ -134,3 +150,15 @@ def test_without_the_extra_the_command_says_what_to_install(
         tarry.cli.main()
     assert ended.value.code == 1
     assert "pip install 'tarry[cli]'" in capsys.readouterr().err
+
+
+def test_the_shell_completes_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def completed(words: str) -> list[str]:
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        monkeypatch.setenv("_TARRY_COMPLETE", "bash_complete")
+        shown = click.testing.CliRunner().invoke(commands.tarry, prog_name="tarry").stdout
+        return shown.splitlines()
+
+    assert completed("tarry wa") == ["plain,watch"]
+    assert completed("tarry receive --perm") == ["plain,--permits"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import threading
+
+import click.testing
 import grpc
 import pytest
 
-from tarry.cli import output
+from tarry.cli import commands, connection, output
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests._support.patience import within_some_time
 from tests.client._support import fake_daemon
@@ -135,6 +139,80 @@ def test_a_daemon_that_is_not_there_is_named(run: Run, daemon: FakeDaemon) -> No
         assert f"the daemon at {daemon.address} is unavailable" in result.stderr
 
     within_some_time(story)
+
+
+def test_a_port_that_there_is_not_is_refused_at_once(run: Run) -> None:
+    result = run("topics", "--address", "127.0.0.1:65536")
+    assert result.exit_code == output.EXIT_INPUT
+    assert result.stderr == "tarry: --address is '127.0.0.1:65536', and 65536 is no port; it must be at most 65535.\n"
+
+
+TOPICS = inspect_pb2.ListTopicsResponse(topics=[inspect_pb2.TopicSummary(topic="t", pending=2)])
+
+
+def test_the_options_of_every_command_stand_before_it_too(daemon: FakeDaemon) -> None:
+    daemon.script("ListTopics", answer(TOPICS))
+    nowhere = {"TARRY_ADDRESS": "127.0.0.1:1"}
+    before = click.testing.CliRunner(env=nowhere).invoke(
+        commands.tarry, ["--json", "--address", daemon.address, "--timeout", "60", "topics"]
+    )
+    assert before.exit_code == 0, before.output
+    assert json.loads(before.stdout)["pending"] == 2
+
+
+def test_what_stands_behind_the_command_goes_before_what_stands_before_it(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("ListTopics", answer(TOPICS))
+    result = run("--address", "127.0.0.1:1", "topics", "--address", daemon.address)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_group_of_commands_has_them_from_before_it_as_well(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("CreateSubscription", answer(dispatch_pb2.CreateSubscriptionResponse(subscription_id=3)))
+    result = run("--json", "subscription", "create", "t", "s")
+    assert json.loads(result.stdout)["subscription_id"] == 3
+
+
+def test_where_nothing_listens_a_line_says_so_before_the_time_is_over(
+    run: Run, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.stop()
+    monkeypatch.setattr(connection, "SILENCE_S", 0.01)
+
+    def story(seconds: float) -> None:
+        first, last = run("topics", "--timeout", str(seconds)).stderr.splitlines()
+        assert first.startswith(f"tarry: nothing listens at {daemon.address} yet; if the daemon does not run, start it")
+        assert "is unavailable" in last
+
+    within_some_time(story)
+
+
+def test_what_listens_and_takes_its_time_is_waited_for_in_silence(
+    run: Run, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "SILENCE_S", 0.0)
+    looked = threading.Event()
+    listens = connection._listens
+
+    def look(address: str) -> bool:
+        try:
+            return listens(address)
+        finally:
+            looked.set()
+
+    monkeypatch.setattr(connection, "_listens", look)
+
+    def slow(request: object, context: grpc.ServicerContext) -> inspect_pb2.ListTopicsResponse:
+        looked.wait(fake_daemon.WAIT_S)
+        return TOPICS
+
+    daemon.script("ListTopics", slow)
+    assert run("topics", "--timeout", "600").stderr == ""
+    assert looked.is_set()
+
+
+@pytest.mark.parametrize("target", ["unix:/run/tarry.sock", "dns:///tarry.example:7461", "tarry.example"])
+def test_of_a_target_that_is_no_host_and_port_nothing_is_said(target: str) -> None:
+    assert connection._listens(target)
 
 
 def test_something_that_never_answers_is_named(daemon: FakeDaemon, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""What `watch`, `get`, `ack` and `subscription` send and print."""
+"""What `receive`, `get`, `ack` and `subscription` send and print."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def due(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
                 yield done(request)
 
 
-def test_watch_prints_and_acknowledges_as_many_as_asked(daemon: FakeDaemon, run: Run) -> None:
+def test_receive_prints_and_acknowledges_as_many_as_asked(daemon: FakeDaemon, run: Run) -> None:
     daemon.script("Subscribe", due)
     before_ms = time.time_ns() // 1_000_000
-    result = run("watch", "t", "s", "--count", "3", "--json")
+    result = run("receive", "t", "s", "--count", "3", "--json")
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line["entry_id"] for line in lines] == [0, 1, 2]
@@ -46,10 +46,10 @@ def test_watch_prints_and_acknowledges_as_many_as_asked(daemon: FakeDaemon, run:
     assert [list(each.entry_id) for each in acknowledged] == [[0, 1, 2]]
 
 
-def test_watch_without_acknowledging_only_looks(daemon: FakeDaemon, run: Run) -> None:
+def test_receive_without_acknowledging_gives_back(daemon: FakeDaemon, run: Run) -> None:
     daemon.script("CreateSubscription", answer(dispatch_pb2.CreateSubscriptionResponse()))
     daemon.script("Subscribe", due)
-    result = run("watch", "t", "s", "--count", "5", "--no-ack", "--create")
+    result = run("receive", "t", "s", "--count", "5", "--no-ack", "--create")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert len(lines) == 5
@@ -73,9 +73,9 @@ def shared_by_key(requests: Requests, context: grpc.ServicerContext) -> Iterator
                     yield messages([4], consumer_id=[1])
 
 
-def test_watch_says_which_consumer_has_what(daemon: FakeDaemon, run: Run) -> None:
+def test_receive_says_which_consumer_has_what(daemon: FakeDaemon, run: Run) -> None:
     daemon.script("Subscribe", shared_by_key)
-    result = run("watch", "t", "s", "--consumer", "a", "--consumer", "b=0-99,7", "--permits", "50", "--count", "5")
+    result = run("receive", "t", "s", "--consumer", "a", "--consumer", "b=0-99,7", "--permits", "50", "--count", "5")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert "  a  hash 1  ledger 7  entry 0  due " in lines[0]
@@ -89,9 +89,9 @@ def test_watch_says_which_consumer_has_what(daemon: FakeDaemon, run: Run) -> Non
     assert ranges == [[], [(0, 99), (7, 7)]]
 
 
-def test_watch_in_json_names_the_consumer(daemon: FakeDaemon, run: Run) -> None:
+def test_receive_in_json_names_the_consumer(daemon: FakeDaemon, run: Run) -> None:
     daemon.script("Subscribe", shared_by_key)
-    result = run("watch", "t", "s", "--consumer", "a", "--consumer", "b", "--count", "3", "--json", "--no-ack")
+    result = run("receive", "t", "s", "--consumer", "a", "--consumer", "b", "--count", "3", "--json", "--no-ack")
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(line["consumer"], line["consumer_id"], line["entry_id"]) for line in lines] == [
         ("a", 1, 0), ("a", 1, 2), ("b", 2, 1)
@@ -106,7 +106,7 @@ LOST = inspect_pb2.RebuildNeeded(
 )
 
 
-def test_watch_says_what_was_lost_with_a_bucket(daemon: FakeDaemon, run: Run) -> None:
+def test_receive_says_what_was_lost_with_a_bucket(daemon: FakeDaemon, run: Run) -> None:
     def damaged(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         first = opened()
         first.opened.rebuild_needed.append(LOST)
@@ -118,7 +118,7 @@ def test_watch_says_what_was_lost_with_a_bucket(daemon: FakeDaemon, run: Run) ->
                 yield done(request)
 
     daemon.script("Subscribe", damaged)
-    result = run("watch", "t", "s", "--count", "1", "--json")
+    result = run("receive", "t", "s", "--count", "1", "--json")
     assert len(result.stdout.splitlines()) == 1
     assert "2,000 rows of ledgers 3 to 5 were lost with a damaged bucket (offset 40: bad checksum)" in result.stderr
 

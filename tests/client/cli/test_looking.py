@@ -13,14 +13,14 @@ from tests.client.cli.conftest import Run
 
 
 def test_topics_are_lines_in_a_pipe_and_objects_in_json(daemon: FakeDaemon, run: Run) -> None:
-    topic = inspect_pb2.TopicSummary(topic="a", shard=1, pending=2000, buckets=3, subscriptions=4)
+    topic = inspect_pb2.TopicSummary(topic="a", shard=1, pending=2000, due=7, buckets=3, subscriptions=4)
     daemon.script("ListTopics", answer(inspect_pb2.ListTopicsResponse(topics=[topic])))
     assert run("topics").stdout.splitlines() == [
-        "topic\tshard\tpending\tbuckets\tsubscriptions\tnext due",
-        "a\t1\t2000\t3\t4\t-",
+        "topic\tshard\tpending\tdue\tbuckets\tsubscriptions\tnext due",
+        "a\t1\t2000\t7\t3\t4\t-",
     ]
     assert json.loads(run("topics", "--json").stdout) == {
-        "topic": "a", "shard": 1, "pending": 2000, "buckets": 3, "subscriptions": 4, "next_due_ms": None
+        "topic": "a", "shard": 1, "pending": 2000, "buckets": 3, "subscriptions": 4, "next_due_ms": None, "due": 7
     }  # fmt: skip
 
 
@@ -47,13 +47,13 @@ def test_that_there_is_no_topic_is_said(daemon: FakeDaemon, run: Run) -> None:
 
 
 def test_stats_show_the_topic_and_its_subscriptions(daemon: FakeDaemon, run: Run) -> None:
-    message = inspect_pb2.GetTopicStatsResponse(topic="t", pending=5, next_due_ms=1, last_due_ms=2**63, merges=6)
+    message = inspect_pb2.GetTopicStatsResponse(topic="t", pending=5, due=8, next_due_ms=1, last_due_ms=2**63, merges=6)
     message.subscriptions.add(subscription="sub", own_pending=4, backlog=3)
     message.lowest_position.ledger_id, message.lowest_position.entry_id, message.ledgers = 7, 0, 12
     daemon.script("GetTopicStats", answer(message))
     shown = run("stats", "t").stdout
     assert {"ledgers\t12", "lowest position\t7:0"} <= set(shown.splitlines())
-    assert "pending\t5" in shown
+    assert "pending\t5\ndue\t8\n" in shown
     assert {f"last due, at most\t{2**63} ms", "merges under way\t6"} <= set(shown.splitlines())
     assert "sub\t4\t3\t0" in shown
     parsed = json.loads(run("stats", "t", "--json").stdout)

@@ -6,6 +6,7 @@ import datetime
 import enum
 import json
 import sys
+import time
 
 import pytest
 
@@ -61,6 +62,29 @@ def test_a_table_without_rows_is_a_note(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_time_in_a_table_is_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     output.table("Times", ("at",), [(output.At(1_896_091_200_123),), (output.At(None),)], empty="none")
     assert capsys.readouterr().out.splitlines() == ["at", output.time_text(1_896_091_200_123), "-"]
+
+
+@pytest.mark.parametrize(
+    ("zone", "shown"),
+    [
+        ("UTC", "2030-01-31 12:00:00Z"),
+        ("Asia/Kolkata", "2030-01-31 17:30:00+05:30"),
+        ("America/New_York", "2030-01-31 07:00:00-05"),
+    ],
+)
+def test_a_time_in_a_terminal_has_its_zone(monkeypatch: pytest.MonkeyPatch, zone: str, shown: str) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        assert output.At(1_896_091_200_123).short == shown
+        assert rows.Moment().convert(shown, None, None) == 1_896_091_200_000, "it can be given to an option"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_what_is_no_time_of_a_calendar_is_shown_as_it_is() -> None:
+    assert (output.At(None).short, output.At(2**63).short) == ("-", f"{2**63} ms")
 
 
 def test_a_list_in_a_table_is_whole_in_a_pipe_and_short_in_a_terminal() -> None:

@@ -12,7 +12,7 @@ import pytest
 from google.rpc import code_pb2
 
 from tarry.cli import output
-from tarry.v1 import cluster_pb2, delayed_delivery_pb2
+from tarry.v1 import cluster_pb2, delayed_delivery_pb2, inspect_pb2
 from tests.client._support.fake_daemon import FakeDaemon, Requests, accept_all, answer, refuse, refused, status
 from tests.client.cli.conftest import Run
 
@@ -275,3 +275,21 @@ def test_a_clear_tells_how_many_rows_it_dropped(daemon: FakeDaemon, run: Run) ->
     assert run("clear", "t", "--subscription", "s", "--yes").stdout == "dropped 1 row of t for subscription s\n"
     assert json.loads(run("clear", "t", "--yes", "--json").stdout) == {"topic": "t", "subscription": None, "cleared": 1}
     assert [request.subscription for request in daemon.requests("ClearMessages")] == ["s", ""]
+
+
+def test_adding_to_a_topic_without_a_subscription_says_that_nobody_listens(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("StreamAddMessages", accept_all)
+    daemon.script("ListSubscriptions", answer(inspect_pb2.ListSubscriptionsResponse()))
+    result = run("add", "t", "--ledger", "3", "--entries", "7", "--in", "1s", "--json")
+    assert json.loads(result.stdout)["accepted"] == 1
+    assert result.stderr == (
+        "tarry: nobody listens: t has no subscription, and what comes due waits for the first; "
+        "`tarry subscription create t NAME` makes it\n"
+    )
+
+
+def test_an_add_is_no_failure_when_it_is_not_known_who_listens(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("StreamAddMessages", accept_all)
+    daemon.script("ListSubscriptions", refuse(grpc.StatusCode.INTERNAL, "a bug"))
+    result = run("add", "t", "--ledger", "3", "--entries", "7", "--in", "1s")
+    assert (result.exit_code, result.stderr) == (0, "")

@@ -26,7 +26,10 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 # More than a dozen processes, each of which loads its libraries: longer than the time of a test when cores are busy.
 def test_a_topic_lives_from_its_first_row_to_its_deletion(shell: Shell) -> None:
-    assert shell.parsed("add flights --ledger 1 --entries 1-8 --in 1h")["accepted"] == 8
+    added = shell.result("add flights --ledger 1 --entries 1-8 --in 1h --json")
+    assert json.loads(added.stdout)["accepted"] == 8
+    assert "nobody listens: flights has no subscription" in added.stderr
+    assert shell.parsed("stats flights")["due"] == 0
     assert shell.parsed("contains flights --ledger 1 --entries 0-9") == {
         "topic": "flights", "pending": [[1, 1, 8]], "due": []
     }  # fmt: skip
@@ -34,7 +37,8 @@ def test_a_topic_lives_from_its_first_row_to_its_deletion(shell: Shell) -> None:
     assert shell.parsed("buckets flights")["pending"] == 8
 
     shell.out("subscription create flights departures --lease 1m")
-    shell.out("add flights --ledger 2 --entries 0-4 --in 1ms")
+    late = shell.result("add flights --ledger 2 --entries 0-4 --in 1ms")
+    assert late.stderr == "", "somebody listens now"
     taken = shell.out("get flights departures --max 5 --wait 10s --json")
     entries = [json.loads(line)["entry_id"] for line in taken.splitlines()]
     assert set(entries) <= set(range(5))
@@ -88,7 +92,7 @@ def test_what_cannot_be_dealt_with_comes_back_is_given_up_and_delivered_again(sh
     assert [(each["reason"], each["text"]) for each in listed] == [("too_often", ""), ("rejected", "unreadable")]
     replayed = shell.parsed("dead-letters replay arrivals belts --reason too-often")
     assert (replayed["replayed"], replayed["skipped"]) == (1, 0)
-    assert json.loads(shell.out("watch arrivals belts --count 1 --json"))["redelivery_count"] == 0
+    assert json.loads(shell.out("receive arrivals belts --count 1 --json"))["redelivery_count"] == 0
     unanswered = shell.result("dead-letters purge arrivals belts")
     assert unanswered.returncode == 2
     assert "Forget 1 dead letter of arrivals for subscription belts?" in unanswered.stderr
@@ -101,8 +105,8 @@ def test_the_messages_of_a_key_are_in_order_also_across_one_that_is_handed_back(
     shell.out("subscription create boarding gates --nack-order block-key --nack-precision-bits 0")
     shell.out("add boarding --ledger 7 --entries 0-2 --in 1ms --key N14228")
     shell.out("add boarding --ledger 7 --entries 3-4 --in 1ms --key N24211")
-    with shell.lines("watch boarding gates --consumer gate-1 --consumer gate-2 --no-ack --json") as watched:
-        first = [next(watched) for _ in range(5)]
+    with shell.lines("receive boarding gates --consumer gate-1 --consumer gate-2 --no-ack --json") as received:
+        first = [next(received) for _ in range(5)]
         by_entry = {each["entry_id"]: each for each in first}
         assert [each["entry_id"] for each in first if each["entry_id"] < 3] == [0, 1, 2]
         assert len({each["consumer"] for each in first if each["entry_id"] < 3}) == 1
@@ -113,5 +117,5 @@ def test_the_messages_of_a_key_are_in_order_also_across_one_that_is_handed_back(
         assert (shown["key_shared"]["nack_blocked_hashes"], shown["key_shared"]["waiting"]) == (1, 2)
         assert [(each["name"], each["consumer_id"]) for each in shown["consumers"]] == [("gate-1", 1), ("gate-2", 2)]
         assert shell.parsed(f"{nack} 1ms")["ignored"] == 0
-        again = [next(watched) for _ in range(3)]
+        again = [next(received) for _ in range(3)]
         assert [(each["entry_id"], each["redelivery_count"]) for each in again] == [(0, 1), (1, 0), (2, 0)]

@@ -34,14 +34,14 @@ def test_what_was_redelivered_is_shown_with_its_count_and_message(daemon: FakeDa
             pass
 
     daemon.script("Subscribe", due)
-    first, second, third = run("watch", "t", "s", "--count", "3", "--no-ack").stdout.splitlines()
+    first, second, third = run("receive", "t", "s", "--count", "3", "--no-ack").stdout.splitlines()
     assert "redelivered" not in first
     # It comes as late as it was asked to: that is not lateness.
     assert second.endswith("  redelivered 2")
     assert "late" not in second
     # One that Tarry never had a time for.
     assert third.endswith("  ledger 7  entry 2  batch index 5  redelivered 1")
-    lines = run("watch", "t", "s", "--count", "3", "--no-ack", "--json").stdout.splitlines()
+    lines = run("receive", "t", "s", "--count", "3", "--no-ack", "--json").stdout.splitlines()
     parsed = [json.loads(line) for line in lines]
     assert [(each["redelivery_count"], each["batch_index"]) for each in parsed] == [(0, None), (2, None), (1, 5)]
     assert parsed[2]["lateness_ms"] is None

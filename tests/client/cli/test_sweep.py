@@ -176,10 +176,10 @@ def test_a_store_that_is_not_configured_is_told_with_where_they_are(daemon: Fake
 
 
 def test_a_daemon_that_does_not_own_every_shard_names_who_does(daemon: FakeDaemon, run: Run) -> None:
-    daemon.script("SweepOrphans", refuse(grpc.StatusCode.FAILED_PRECONDITION, "no", owner_address="h:1"))
+    daemon.script("SweepOrphans", refuse(grpc.StatusCode.FAILED_PRECONDITION, "no", owner_address="127.0.0.1:1"))
     result = run("sweep", "archive")
     assert result.exit_code == output.EXIT_REFUSED
-    assert "ask it with --address h:1" in result.stderr
+    assert "ask it with --address 127.0.0.1:1" in result.stderr
 
 
 def test_a_sweep_that_is_under_way_is_waited_for(daemon: FakeDaemon, run: Run) -> None:

@@ -155,7 +155,8 @@ def test_a_collection_that_fails_on_the_way_is_told(daemon: FakeDaemon, run: Run
 
 
 @pytest.mark.parametrize(
-    ("hints", "says"), [({"owner_address": "h:1"}, "not here: ask it with --address h:1\n"), ({}, "not here\n")]
+    ("hints", "says"),
+    [({"owner_address": "127.0.0.1:1"}, "not here: ask it with --address 127.0.0.1:1\n"), ({}, "not here\n")],
 )
 def test_a_daemon_that_may_not_collect_says_who_may(
     daemon: FakeDaemon, run: Run, hints: dict[str, str], says: str

@@ -13,7 +13,7 @@ from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 from tests.client.cli.conftest import Run
 
 EFFECTIVE = policy_pb2.TopicPolicy(
-    delay_max_ms=5, min_index_count_per_bucket=6, bucket_rows_max=7, bucket_bytes_max=8, bucket_age_max_ms=9,
+    delay_max_ms=5_400_000, min_index_count_per_bucket=6, bucket_rows_max=7, bucket_bytes_max=8, bucket_age_max_ms=9,
     max_time_step_per_bucket_snapshot_segment_seconds=10, max_indexes_per_bucket_snapshot_segment=-1,
     min_indexes_per_bucket_snapshot_segment=11, bucket_form=policy_pb2.BUCKET_FORM_COLUMNAR,
     shared_index=True, max_num_buckets=50, merge_buckets_max=10, merge_rows_max=12, tick_ms=13, pending_rows_max=14,
@@ -33,7 +33,7 @@ def with_policy(daemon: FakeDaemon) -> FakeDaemon:
 
 def test_a_policy_is_shown_as_it_was_set_and_as_it_is_in_force(with_policy: FakeDaemon, run: Run) -> None:
     lines = run("policy", "t").stdout.splitlines()
-    assert lines[:3] == ["field\tset\tin force", "delay_max_ms\t5\t5", "min_index_count_per_bucket\t-\t6"]
+    assert lines[:3] == ["field\tset\tin force", "delay_max_ms\t5ms\t1h30m", "min_index_count_per_bucket\t-\t6"]
     assert {"bucket_form\t-\tcolumnar", "shared_index\t-\ttrue"} <= set(lines)
     assert lines[-2:] == ["client_bytes_per_second_max\t-\t0", "two_phase_deletion_enabled\t-\ttrue"]
     parsed = json.loads(run("policy", "t", "--json").stdout)

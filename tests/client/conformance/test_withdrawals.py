@@ -208,6 +208,35 @@ async def test_a_failure_in_the_middle_of_a_collection_is_raised_and_nothing_is_
     assert daemon.count("CollectGarbage") == 1
 
 
+async def test_a_collection_that_a_standby_is_asked_for_is_its_owner_s(
+    daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    daemon.script("CollectGarbage", refuse(CODE.FAILED_PRECONDITION, owner_address=other_daemon.address))
+    other_daemon.script("CollectGarbage", lambda request, context: iter([progress(2, 5, done=True)]))
+    assert [step.done async for step in client.collect_garbage()] == [True]
+    assert (daemon.count("CollectGarbage"), other_daemon.count("CollectGarbage")) == (1, 1)
+
+
+async def test_a_collection_whose_owner_cannot_be_reached_says_who_that_is(
+    daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    other_daemon.stop()
+    daemon.script("CollectGarbage", refuse(CODE.FAILED_PRECONDITION, owner_address=other_daemon.address))
+    with pytest.raises(tarry.NotOwner) as refused:
+        await anext(aiter(client.collect_garbage()))
+    assert refused.value.owner_address == other_daemon.address
+
+
+async def test_daemons_that_name_each_other_are_not_asked_in_turns(
+    daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    daemon.script("CollectGarbage", refuse(CODE.FAILED_PRECONDITION, owner_address=other_daemon.address))
+    other_daemon.script("CollectGarbage", refuse(CODE.FAILED_PRECONDITION, owner_address=daemon.address))
+    with pytest.raises(tarry.NotOwner):
+        await anext(aiter(client.collect_garbage()))
+    assert (daemon.count("CollectGarbage"), other_daemon.count("CollectGarbage")) == (1, 1)
+
+
 async def test_a_collection_that_is_too_slow_for_its_time_ends(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     def step(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         yield progress(1, 4)

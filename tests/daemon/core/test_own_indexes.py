@@ -187,6 +187,9 @@ def test_without_a_shared_index_and_without_a_subscription_rows_wait_in_the_shar
     topic = without_sharing(0)
     topic.add([P], NOW_MS)
     assert waiting_in(topic) == {0: {P}}
+    assert topic.core.indexes.due_rows == 0
+    topic.pass_all()
+    assert (topic.core.indexes.due_rows, topic.core.indexes.pending_rows) == (1, 0), "counted, whoever listens"
     topic.create_subscription()
     assert handed(topic, opened(topic, 1)) == [(NOW_MS, *P)]
 

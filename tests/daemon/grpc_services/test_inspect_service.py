@@ -49,7 +49,7 @@ async def test_stats_show_the_topic_and_its_subscriptions(edge: Edge, topics: li
         "Dispatch/CreateSubscription", dispatch_pb2.CreateSubscriptionRequest(topic=topics[0], subscription="s")
     )
     stats = await edge.caller.unary("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest(topic=topics[0]))
-    assert (stats.topic, stats.pending, stats.next_due_ms) == (topics[0], 2, FAR_MS)
+    assert (stats.topic, stats.pending, stats.due, stats.next_due_ms) == (topics[0], 2, 0, FAR_MS)
     assert [each.subscription for each in stats.subscriptions] == ["s"]
 
 

@@ -7,6 +7,9 @@ Does not own: any rule: requests, retries, permits and what is held are decided 
 
 Each behaviour is written here: `scripts/gen_threads.py` makes the client of threads, `tarry.threads`, from this one.
 
+Calls are awaited. Those that list things (`topics`, `scheduled`, ...), `collect_garbage` and `sweep_orphans` are
+asynchronous iterators instead, for `async for`.
+
 A client belongs to the event loop that it is first used on, and is used by that loop's thread alone.
 
     async with tarry.aio.Client() as client:

@@ -21,7 +21,8 @@ from tarry.aio.subscription import Receiver, Subscription
 class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     """For one event loop; an asynchronous context manager. Nothing is sent before the first call.
 
-    `target`: host:port of a daemon, or any gRPC target; the owner that a daemon names is followed.
+    `target`: host:port of a daemon, or any gRPC target; the owner that a daemon names is followed, also by what is of
+    no topic, such as `topics`. A port above 65535 raises InvalidArgument.
     `timeout_s`: how long a call is tried, retries included, unless the call says otherwise. Every request is
     idempotent: UNAVAILABLE, ABORTED and UNKNOWN are repeated with jittered back-off, RESOURCE_EXHAUSTED after the time
     that the daemon names, and a daemon that is not the owner sends the client to the one that is. When the time is over

@@ -54,13 +54,29 @@ class Connections:
             return result
 
     async def receive(self, step: attempts.Send, result_of: Callable[[Any], T]) -> AsyncIterator[T]:
-        """Sends a request that has many answers, once; each of them as a result. Raises TarryError."""
-        with self._failures():
-            method: grpc.aio.UnaryStreamMultiCallable[bytes, Any] = self._channel(step.address).unary_stream(
-                step.method.path, request_serializer=None, response_deserializer=step.method.read
-            )
-            async for response in method(step.request, timeout=step.timeout_s, metadata=self._metadata):
-                yield result_of(response)
+        """Sends a request that has many answers, once; each of them as a result. Where the daemon stands by and names
+        the owner, that one is asked instead. Raises TarryError; NotOwner also where the owner cannot be reached.
+        """
+        address, answered = step.address, False
+        moved: errors.NotOwner | None = None
+        while True:
+            try:
+                with self._failures():
+                    method: grpc.aio.UnaryStreamMultiCallable[bytes, Any] = self._channel(address).unary_stream(
+                        step.method.path, request_serializer=None, response_deserializer=step.method.read
+                    )
+                    async for response in method(step.request, timeout=step.timeout_s, metadata=self._metadata):
+                        answered = True
+                        yield result_of(response)
+                return
+            except errors.NotOwner as error:
+                if answered or moved is not None or not error.owner_address:
+                    raise
+                moved, address = error, error.owner_address
+            except errors.Unavailable as error:
+                if answered or moved is None:
+                    raise
+                raise moved from error
 
     def open(
         self, address: str, to: streams.StreamMethod[Response], sending: on_event_loop.Outbox

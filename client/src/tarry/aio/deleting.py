@@ -216,9 +216,9 @@ class Deleting:
         `store`: its name in the daemon's configuration. `prefix`: what the objects' names begin with. `grace_ms`:
         younger ones are left alone; None: the daemon's. `delete`: records what was found, when everything was seen, so
         that it is deleted. `unknown_topics`: also those of topics of which nobody has stated what they use. `force`:
-        also when they are more than a fifth of the bytes. The last value has `done`. Nothing is tried again: a failure
-        is raised, and starting again is safe. Raises NotFound: no such store; NotOwner: the daemon does not own every
-        shard.
+        also when they are more than a fifth of the bytes. The last value has `done`. A daemon that stands by is not
+        asked, but the owner that it names. Nothing is tried again: a failure is raised, and starting again is safe.
+        Raises NotFound: no such store; NotOwner: the daemon does not own every shard.
 
         Example: `async for step in client.sweep_orphans("archive"): print(step.counts.orphaned.size_bytes)`
         """

@@ -83,7 +83,8 @@ class Receiver(Generic[Received]):
         return received
 
     async def receive(self, timeout_s: float | None = None) -> Received | None:
-        """What came next; None when nothing came in time, or when the subscription was closed.
+        """What came next; None, and no empty batch, when nothing came within `timeout_s`, or when the subscription was
+        closed: look before you use it. Without `timeout_s` it waits until something comes.
 
         Example: `if (batch := await subscription.receive(1.0)) is not None: await subscription.ack(batch)`
         """

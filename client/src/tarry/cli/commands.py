@@ -1,6 +1,6 @@
 """The commands of `tarry`.
 
-Owns: which there are.
+Owns: which there are, and under which headings they are shown.
 Does not own: what they do (the modules beside this one).
 """
 
@@ -11,6 +11,7 @@ import importlib.metadata
 import click
 
 from tarry.cli import (
+    connection,
     consumers,
     dead_letters,
     deletion_changes,
@@ -23,21 +24,83 @@ from tarry.cli import (
     subscribing,
     sweep,
     upkeep,
+    watching,
     whole_topics,
     withdrawing,
 )
 
+GROUPS: dict[str, tuple[click.Command, ...]] = {
+    "Publish": (
+        producing.add,
+        withdrawing.cancel,
+        withdrawing.reschedule,
+        producing.contains,
+        producing.trim,
+        producing.clear,
+    ),
+    "Receive": (
+        dispatching.receive,
+        dispatching.get,
+        dispatching.ack,
+        dispatching.nack,
+        subscribing.subscription,
+        dead_letters.dead_letters,
+    ),
+    "Look": (
+        watching.watch,
+        looking.topics,
+        looking.stats,
+        looking.subscriptions,
+        consumers.consumers,
+        pending.scheduled,
+        pending.histogram,
+        pending.backlog,
+        looking.buckets,
+        looking.retention,
+        looking.lookup,
+    ),
+    "Operate": (
+        whole_topics.policy,
+        levels.levels,
+        upkeep.seal,
+        upkeep.merge,
+        upkeep.gc,
+        whole_topics.delete,
+    ),
+    "Delete ledgers of other systems": (deletion_listing.deletions_group, sweep.sweep),
+}
+"""The commands by what they are for, as they are shown."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class Grouped(click.Group):
+    """Shows its commands under headings."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes a section for each of `GROUPS`, with the texts below each other."""
+        width = max(map(len, self.commands))
+        for heading, listed in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [
+                        (str(each.name).ljust(width), each.get_short_help_str(formatter.width - width - 6))
+                        for each in listed
+                    ]
+                )
+
+
+@click.group(cls=Grouped, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@connection.common_options
 @click.version_option(importlib.metadata.version("tarry"), prog_name="tarry")
-def tarry() -> None:
+def tarry(**_: object) -> None:
     """Delayed positions: add them, receive them when they are due, look at topics, operate them.
+
+    The options stand before the command or behind it. `tarry COMMAND --help` has examples.
 
     \b
     Examples:
       tarry add flights --ledger 1 --entries 0-4 --in 5s
-      tarry watch flights departures --create
-      tarry topics
+      tarry receive flights departures --create
+      tarry --address 10.0.0.5:7461 topics
       tarry histogram flights
 
     Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon did not answer in time, 4 only a
@@ -45,39 +108,9 @@ def tarry() -> None:
     """
 
 
-for command in (
-    producing.add,
-    withdrawing.cancel,
-    withdrawing.reschedule,
-    producing.contains,
-    producing.trim,
-    producing.clear,
-    dispatching.watch,
-    dispatching.get,
-    dispatching.ack,
-    dispatching.nack,
-    dead_letters.dead_letters,
-    subscribing.subscription,
-    looking.topics,
-    looking.stats,
-    looking.subscriptions,
-    consumers.consumers,
-    looking.buckets,
-    pending.scheduled,
-    pending.histogram,
-    pending.backlog,
-    looking.retention,
-    looking.lookup,
-    whole_topics.policy,
-    levels.levels,
-    upkeep.seal,
-    upkeep.merge,
-    upkeep.gc,
-    deletion_listing.deletions_group,
-    sweep.sweep,
-    whole_topics.delete,
-):
-    tarry.add_command(command)
+for listed in GROUPS.values():
+    for command in listed:
+        tarry.add_command(command)
 
 for command in (deletion_changes.retry, deletion_changes.purge, deletion_changes.record):
     deletion_listing.deletions_group.add_command(command)

@@ -1,6 +1,6 @@
 """What every command shares: the daemon's address, the time to wait, JSON, a client, and being asked.
 
-Owns: these options.
+Owns: these options, which stand before the command or behind it; telling early that nothing listens at the address.
 Does not own: what a command does, and how results are shown (`tarry.cli.output`).
 """
 
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from tarry import channels, errors, inspection
 from tarry.cli import output
@@ -23,32 +26,99 @@ UNTIL_DONE_S = 365 * 86_400.0
 """The time-out of what goes on until somebody ends the command."""
 
 
+SILENCE_S = 1.0
+"""A command that has no answer for so long looks whether anything listens."""
+_CONNECTING_S = 2.0
+
+T = TypeVar("T")
+
+
+def common_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command, or `tarry` itself, the options of every command."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="JSON, for programs."),
+        click.option(
+            "--timeout",
+            "timeout_s",
+            type=click.FloatRange(min=0, min_open=True),
+            default=DEFAULT_TIMEOUT_S,
+            show_default=True,
+            help="Seconds to wait for an answer, retries included.",
+        ),
+        click.option(
+            "--address",
+            envvar="TARRY_ADDRESS",
+            default=channels.DEFAULT_TARGET,
+            show_default=True,
+            show_envvar=True,
+            help="host:port of a daemon.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def connected(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the options of every command, and a client."""
 
-    @click.option(
-        "--address",
-        envvar="TARRY_ADDRESS",
-        default=channels.DEFAULT_TARGET,
-        show_default=True,
-        show_envvar=True,
-        help="host:port of a daemon.",
-    )
-    @click.option(
-        "--timeout",
-        "timeout_s",
-        type=click.FloatRange(min=0, min_open=True),
-        default=DEFAULT_TIMEOUT_S,
-        show_default=True,
-        help="Seconds to wait for an answer, retries included.",
-    )
-    @click.option("--json", "as_json", is_flag=True, help="JSON, for programs.")
+    @common_options
     @functools.wraps(command)
-    def run(*, address: str, timeout_s: float, **arguments: Any) -> None:
-        with output.failures(address), client.Client(address, timeout_s=timeout_s, waiting=_say) as opened:
-            command(connected=opened, **arguments)
+    def run(*, address: str, timeout_s: float, as_json: bool, **arguments: Any) -> None:
+        address = _wherever_given("address", address)
+        timeout_s = _wherever_given("timeout_s", timeout_s)
+        as_json = _wherever_given("as_json", as_json)
+        with output.failures(address):
+            channels.check_target(address, name="--address")
+            with (
+                client.Client(address, timeout_s=timeout_s, waiting=_say) as opened,
+                _told_when_nothing_listens(address),
+            ):
+                command(connected=opened, as_json=as_json, **arguments)
 
     return run
+
+
+def _wherever_given(name: str, value: T) -> T:
+    """The value of an option of every command: what stands behind the command goes before what stands before it, and
+    both go before the environment.
+    """
+    context = click.get_current_context()
+    before = context.find_root()
+    if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        return value
+    if before.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        given: T = before.params[name]
+        return given
+    return value
+
+
+@contextlib.contextmanager
+def _told_when_nothing_listens(address: str) -> Iterator[None]:
+    """A note, once, where a command still runs after a second and nothing listens at the address."""
+    ended = threading.Event()
+
+    def look() -> None:
+        if not ended.wait(SILENCE_S) and not _listens(address) and not ended.is_set():
+            output.note(f"nothing listens at {address} yet; {output.START_OR_NAME_ANOTHER}")
+
+    # It may hang in the network when the command has ended.
+    threading.Thread(target=look, name="listens", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _listens(address: str) -> bool:
+    """Whether something accepts connections; true also where the address is no host:port, and only gRPC could tell."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return True
+    try:
+        socket.create_connection((host.removeprefix("[").removesuffix("]"), int(port)), _CONNECTING_S).close()
+    except (OSError, OverflowError, UnicodeError):
+        return False
+    return True
 
 
 def _say(why: str) -> None:

@@ -1,4 +1,4 @@
-"""Commands of dispatchers: watch, get, ack, nack.
+"""Commands of dispatchers: receive, get, ack, nack.
 
 Owns: their arguments, and what each of them does with the client library.
 Does not own: reading positions (`tarry.cli.rows`), showing results and failures (`tarry.cli.output`).
@@ -39,7 +39,7 @@ HASH_SLOTS = 1 << 16
     "--ack/--no-ack",
     default=True,
     show_default=True,
-    help="Acknowledge what is printed, or only look: then it is handed out again.",
+    help="Acknowledge what is printed, or give it back: then it is handed out again.",
 )
 @click.option("--count", type=click.IntRange(min=1), help="End after so many positions.")
 @click.option("--create", is_flag=True, help="Create the subscription, and the topic, if they do not exist.")
@@ -60,7 +60,7 @@ HASH_SLOTS = 1 << 16
     "ranges with commas.",
 )
 @connection.connected
-def watch(
+def receive(
     *,
     connected: client.Client,
     topic: str,
@@ -72,17 +72,20 @@ def watch(
     consumers: tuple[key_shared.Consumer, ...],
     as_json: bool,
 ) -> None:
-    """Print the positions of SUBSCRIPTION as they come due, with their lateness. Ctrl-C ends it.
+    """Receive the positions of SUBSCRIPTION as they come due: print them with their lateness, and acknowledge them.
+
+    What is printed is taken: no other dispatcher receives it. With --no-ack the position is given back and handed out
+    again. `tarry watch` looks and takes nothing. Ctrl-C ends it.
 
     With --consumer the positions of a key come in order, to one consumer at a time. Each line names the consumer and
     the hash slot of the key.
 
     \b
     Examples:
-      tarry watch flights departures --create
-      tarry watch flights departures --count 100 --json
-      tarry watch flights departures --no-ack
-      tarry watch flights gates --consumer gate-1 --consumer gate-2
+      tarry receive flights departures --create
+      tarry receive flights departures --count 100 --json
+      tarry receive flights departures --no-ack
+      tarry receive flights gates --consumer gate-1 --consumer gate-2
     """
     left = count
     permits = permits if count is None else min(permits, count)
@@ -260,7 +263,7 @@ def _position_options(command: Callable[..., None]) -> Callable[..., None]:
             "--deliver-at",
             "deliver_at_ms",
             type=rows.Moment(),
-            help='The time that the positions were handed out with: `tarry watch` prints it behind "due".',
+            help='The time that the positions were handed out with: `tarry receive` prints it behind "due".',
         ),
         click.option("--entries", type=rows.EntryRange(), metavar="N or FIRST-LAST", help="Entries, both included."),
         click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), help="Ledger of the entries."),

@@ -28,6 +28,9 @@ _BUCKET_COLUMNS = (
 def topics(*, connected: client.Client, as_json: bool) -> None:
     """List the topics of the daemon.
 
+    Pending rows are not due yet. Due rows wait for an acknowledgement or, where there is no subscription, for the first
+    one.
+
     \b
     Examples:
       tarry topics
@@ -41,12 +44,13 @@ def topics(*, connected: client.Client, as_json: bool) -> None:
     else:
         output.table(
             "Topics",
-            ("topic", "shard", "pending", "buckets", "subscriptions", "next due"),
+            ("topic", "shard", "pending", "due", "buckets", "subscriptions", "next due"),
             (
                 (
                     each.topic,
                     each.shard,
                     each.pending,
+                    each.due,
                     each.buckets,
                     each.subscriptions,
                     output.At(each.next_due_ms),
@@ -91,6 +95,7 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
         counts.topic,
         {
             "pending": counts.pending,
+            "due": counts.due,
             "in the mutable bucket": counts.mutable_rows,
             "sealed buckets": counts.buckets,
             "bytes of sealed buckets": counts.bucket_bytes,

@@ -38,6 +38,11 @@ EXIT_INPUT = 2
 EXIT_UNREACHABLE = 3
 EXIT_NOT_ALL = 4
 
+START_OR_NAME_ANOTHER = (
+    "if the daemon does not run, start it with `tarryd`, or name another with --address or TARRY_ADDRESS"
+)
+"""What to do where nothing answers."""
+
 # Wider than any table.
 _WIDTH_MAX = 100_000
 # Of a list a terminal shows so many.
@@ -73,7 +78,7 @@ def _with_names(value: object) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class At:
-    """A time in a table: to the second in a terminal, in full in a pipe."""
+    """A time in a table: to the second in a terminal, in full in a pipe; with the offset of the zone in both."""
 
     at_ms: int | None
 
@@ -82,7 +87,12 @@ class At:
 
     @property
     def short(self) -> str:
-        return str(self)[: len("2030-01-31 12:00:00")]
+        text = str(self)
+        if text[-3:-2] != ":":
+            # No time, or one that no calendar has.
+            return text
+        offset = text[-6:].removesuffix(":00")
+        return text[: len("2030-01-31 12:00:00")] + ("Z" if offset == "+00" else offset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +341,7 @@ def _explain(error: errors.TarryError, address: str) -> tuple[str, int]:
 def _when_away(error: errors.Unavailable) -> str:
     if error.retry_after_ms is not None:
         return f"Try again in {error.retry_after_ms / 1000:g} s, or give a longer --timeout."
-    return "If it does not run, start it with `tarryd`, or name another with --address or TARRY_ADDRESS."
+    return f"{START_OR_NAME_ANOTHER[0].upper()}{START_OR_NAME_ANOTHER[1:]}."
 
 
 def _what_next(error: errors.TarryError) -> str:

@@ -285,7 +285,8 @@ def histogram(
         output.as_json({"topic": topic, "subscription": subscription, **vars(counted), "rows": counted.rows.tolist()})
         return
     about = connection.of_topic(topic, subscription)
-    title = f"Rows of {about} that come due, {output.duration_text(counted.width_ms)} a bar"
+    zone = f", times {output.time_text(counted.from_ms)[-len('+00:00') :]}"
+    title = f"Rows of {about} that come due, {output.duration_text(counted.width_ms)} a bar{zone}"
     empty = f"nothing of {about} comes due in this range"
     within = int(counted.rows.sum())
     if not sys.stdout.isatty():

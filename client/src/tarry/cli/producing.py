@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from tarry import reasons, results
+from tarry import errors, reasons, results
 from tarry.cli import connection, output, rows
 from tarry.threads import add_stream, client
 
@@ -24,6 +24,8 @@ _WHY = {
     "TIME_IN_SECONDS": "its time is in seconds; give Unix time in ms",
     "DELAY_LEVEL": "there is no such delay level",
 }
+# How long it is tried to learn what only a note is made of.
+_ASKING_S = 2.0
 
 
 @click.command()
@@ -129,10 +131,24 @@ def add(
         stream = connected.add_stream(topic, in_flight=in_flight, subscription=subscription)
         counts, seconds = _add_all(stream, f"adding to {topic}", batches, due, invalid, total=total, quiet=as_json)
     _show(counts, seconds, topic, subscription, as_json=as_json)
+    if subscription is None and counts.accepted:
+        _note_when_nobody_listens(connected, topic)
+    if counts.refused:
+        raise click.exceptions.Exit(output.EXIT_NOT_ALL)
+
+
+def _note_when_nobody_listens(connected: client.Client, topic: str) -> None:
+    """A note when the topic has no subscription. What was added is added, whatever becomes of the question."""
+    with contextlib.suppress(errors.TarryError):
+        if not connected.subscriptions_page(topic, page_size=1, timeout_s=_ASKING_S).items:
+            output.note(
+                f"nobody listens: {topic} has no subscription, and what comes due waits for the first; "
+                f"`tarry subscription create {topic} NAME` makes it"
+            )
 
 
 def _show(counts: _Counts, seconds: float, topic: str, subscription: str | None, *, as_json: bool) -> None:
-    """What became of the rows; ends with a status of its own when some were refused."""
+    """What became of the rows."""
     if as_json:
         refused_rows = counts.refused_rows()
         output.as_json({"topic": topic, **counts.values(), "refused_rows": refused_rows, "seconds": seconds})
@@ -140,8 +156,6 @@ def _show(counts: _Counts, seconds: float, topic: str, subscription: str | None,
         summary = {**counts.values(), "seconds": seconds}
         output.facts(f"Added to {connection.of_topic(topic, subscription)}", summary)
         _note_refused(counts.refused_rows())
-    if counts.refused:
-        raise click.exceptions.Exit(output.EXIT_NOT_ALL)
 
 
 def _note_refused(refused_rows: list[dict[str, Any]]) -> None:

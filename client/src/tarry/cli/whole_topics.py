@@ -36,10 +36,10 @@ def policy(
 ) -> None:
     """Show the policy of TOPIC, or change it: what is set, and what is in force.
 
-    A change affects what comes: rows keep their times, buckets keep their form. Fields that end in _ms also take
-    durations such as 7d; bucket_form is columnar or compatible; shared_index and two_phase_deletion_enabled are true or
-    false. Setting a field creates the topic if it is new. A change reads the policy and writes it as a whole, so of two
-    changes at the same time only one is kept.
+    A change affects what comes: rows keep their times, buckets keep their form. Fields that end in _ms are shown as
+    durations such as 7d, with --json in ms, and take both; bucket_form is columnar or compatible; shared_index and
+    two_phase_deletion_enabled are true or false. Setting a field creates the topic if it is new. A change reads the
+    policy and writes it as a whole, so of two changes at the same time only one is kept.
 
     \b
     Examples:
@@ -64,7 +64,7 @@ def policy(
     output.table(
         f"Policy of {topic}",
         ("field", "set", "in force"),
-        ((name, _text(stored_fields[name]), _text(effective[name])) for name in FIELDS),
+        ((name, _text(name, stored_fields[name]), _text(name, effective[name])) for name in FIELDS),
         empty="",
     )
 
@@ -101,10 +101,12 @@ def _value(name: str, text: str) -> Any:
         raise click.UsageError(f"--set {name}={text}: {error.message}; or an integer of ms") from None
 
 
-def _text(value: object) -> str:
+def _text(name: str, value: object) -> str:
     """What can be given to --set."""
     if value is None:
         return "-"
+    if isinstance(value, int) and name.endswith("_ms"):
+        return output.duration_text(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

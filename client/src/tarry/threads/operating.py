@@ -119,11 +119,12 @@ class Operating:
         retry_dead_objects: bool = False,
         timeout_s: float | None = None,
     ) -> Iterator[results.Garbage]:
-        """Deletes what no manifest needs any more, in the shards of the daemon that answers; each step tells how far.
+        """Deletes what no manifest needs any more, in the shards of one daemon; each step tells how far.
 
         `dry_run`: nothing is deleted, and the counts say what would be. `force`: also orphans that are more than a
-        fifth of a shard. `retry_dead_objects`: what was given up is tried again. The last value has `done`. Nothing is
-        tried again: a failure is raised, and starting again is safe.
+        fifth of a shard. `retry_dead_objects`: what was given up is tried again. The last value has `done`. A daemon
+        that stands by is not asked, but the owner that it names. Nothing is tried again: a failure is raised, and
+        starting again is safe.
 
         Example: `for step in client.collect_garbage(dry_run=True): print(step.orphans.size_bytes)`
         """

@@ -985,6 +985,7 @@ class TopicSummary(_message.Message):
     BUCKETS_FIELD_NUMBER: _builtins.int
     SUBSCRIPTIONS_FIELD_NUMBER: _builtins.int
     NEXT_DUE_MS_FIELD_NUMBER: _builtins.int
+    DUE_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     shard: _builtins.int
     pending: _builtins.int
@@ -992,6 +993,8 @@ class TopicSummary(_message.Message):
     subscriptions: _builtins.int
     next_due_ms: _builtins.int
     """Unix time in ms of the row that comes due next; 0 when there is none."""
+    due: _builtins.int
+    """Rows that are due and that a subscription has not acknowledged, or that wait for the first subscription."""
     def __init__(
         self,
         *,
@@ -1001,10 +1004,11 @@ class TopicSummary(_message.Message):
         buckets: _builtins.int = ...,
         subscriptions: _builtins.int = ...,
         next_due_ms: _builtins.int = ...,
+        due: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "next_due_ms", b"next_due_ms", "pending", b"pending", "shard", b"shard", "subscriptions", b"subscriptions", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "due", b"due", "next_due_ms", b"next_due_ms", "pending", b"pending", "shard", b"shard", "subscriptions", b"subscriptions", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1053,6 +1057,7 @@ class GetTopicStatsResponse(_message.Message):
     MERGES_FIELD_NUMBER: _builtins.int
     LOWEST_POSITION_FIELD_NUMBER: _builtins.int
     LEDGERS_FIELD_NUMBER: _builtins.int
+    DUE_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     shard: _builtins.int
@@ -1080,6 +1085,8 @@ class GetTopicStatsResponse(_message.Message):
     """Merges that are under way."""
     ledgers: _builtins.int
     """Ledgers of which there are rows."""
+    due: _builtins.int
+    """Rows that are due and that a subscription has not acknowledged, or that wait for the first subscription."""
     @_builtins.property
     def subscriptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionStats]: ...
     @_builtins.property
@@ -1115,10 +1122,11 @@ class GetTopicStatsResponse(_message.Message):
         merges: _builtins.int = ...,
         lowest_position: Global___Position | None = ...,
         ledgers: _builtins.int = ...,
+        due: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lowest_position", b"lowest_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_slot", b"applied_slot", "as_of_ms", b"as_of_ms", "bucket_bytes", b"bucket_bytes", "buckets", b"buckets", "epoch", b"epoch", "incarnation", b"incarnation", "last_due_ms", b"last_due_ms", "ledgers", b"ledgers", "loaded_rows", b"loaded_rows", "lowest_position", b"lowest_position", "merges", b"merges", "mutable_rows", b"mutable_rows", "next_due_ms", b"next_due_ms", "oldest_due_ms", b"oldest_due_ms", "pending", b"pending", "rebuild_needed", b"rebuild_needed", "shard", b"shard", "subscriptions", b"subscriptions", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_slot", b"applied_slot", "as_of_ms", b"as_of_ms", "bucket_bytes", b"bucket_bytes", "buckets", b"buckets", "due", b"due", "epoch", b"epoch", "incarnation", b"incarnation", "last_due_ms", b"last_due_ms", "ledgers", b"ledgers", "loaded_rows", b"loaded_rows", "lowest_position", b"lowest_position", "merges", b"merges", "mutable_rows", b"mutable_rows", "next_due_ms", b"next_due_ms", "oldest_due_ms", b"oldest_due_ms", "pending", b"pending", "rebuild_needed", b"rebuild_needed", "shard", b"shard", "subscriptions", b"subscriptions", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -148,7 +148,6 @@ DELETION_CALLS = [
         ledger_deletion_pb2.ListDeadDeletesRequest(filter=ledger_deletion_pb2.DeletionFilter()),
         ledger_deletion_pb2.ListDeadDeletesResponse(as_of_ms=8),
         tarry.DeletionPage((), "", 8),
-        topic=False,
     ),
     Call(
         "ListEndedDeletes",
@@ -170,7 +169,6 @@ DELETION_CALLS = [
         ledger_deletion_pb2.RetryDeadDeletesRequest(filter=ledger_deletion_pb2.DeletionFilter(), all=True),
         ledger_deletion_pb2.RetryDeadDeletesResponse(retried=2),
         2,
-        topic=False,
     ),
     Call(
         "PurgeDeadDeletes",
@@ -185,7 +183,6 @@ DELETION_CALLS = [
         ledger_deletion_pb2.PurgeDeadDeletesRequest(filter=ledger_deletion_pb2.DeletionFilter(), all=True),
         ledger_deletion_pb2.PurgeDeadDeletesResponse(purged=2),
         2,
-        topic=False,
     ),
     Call(
         "GetDeletionStats",

@@ -28,7 +28,6 @@ class Call:
     request: Any
     response: Any
     result: Any
-    topic: bool = True
 
 
 def plain(result: Any) -> Any:
@@ -176,7 +175,6 @@ CALLS = [
         inspect_pb2.ListTopicsRequest(page_token="from", page_size=2),
         inspect_pb2.ListTopicsResponse(next_page_token="n", as_of_ms=8, topics_loading=2, topics_damaged=1),
         tarry.TopicPage((), "n", 8, 2, 1),
-        topic=False,
     ),
     Call(
         "ListBuckets",
@@ -261,7 +259,6 @@ CALLS = [
         cluster_pb2.LookupTopicRequest(topic="t"),
         cluster_pb2.LookupTopicResponse(shard=3, owner_address="h:1", owner="d", epoch=9, served_here=True),
         tarry.TopicLocation(3, "h:1", "d", 9, True),
-        topic=False,
     ),
     Call(
         "CancelMessages",
