@@ -68,9 +68,14 @@ class Story:
     # The client's user.
 
     def take(self) -> None:
-        batch = self.state.take()
+        batch = self.state.take(self.dice.choice([1, 2, 3, 100]))
         if batch is not None:
             self.batches.append(batch)
+
+    def join(self) -> None:
+        if len(self.batches) > 1 and self.dice.random() < 0.3:
+            chosen = [self.batches.pop(self.dice.randrange(len(self.batches))) for _ in range(2)]
+            self.batches.append(tarry.Batch.concat(chosen))
 
     def acknowledge(self) -> None:
         if not self.batches:
@@ -184,7 +189,10 @@ class Story:
         assert all(len(answer.results) <= 1 for answer in self.answers)
 
     def step(self, *, calm: bool) -> None:
-        events = [self.take, self.acknowledge, self.open, self.arrive, self.serve, self.hand_out, self.redeliver]
+        events = [
+            *(self.take, self.join, self.acknowledge, self.open, self.arrive),
+            *(self.serve, self.hand_out, self.redeliver),
+        ]
         self.dice.choice(events)()
         if not calm and self.dice.random() < 0.03:
             self.cut()

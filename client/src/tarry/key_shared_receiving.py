@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import batch, columns, errors, key_shared, receiving, results, retry, streams, wire
+from tarry import batch, columns, errors, inbox, key_shared, receiving, results, retry, streams, wire
 from tarry.receiving import Answer, Settled
 from tarry.v1 import dispatch_pb2
 
@@ -94,8 +94,8 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
 
     # What its user does.
 
-    def take(self) -> key_shared.Event | None:
-        event = super().take()
+    def take(self, max_rows: int = inbox.ROWS_MAX) -> key_shared.Event | None:
+        event = super().take(max_rows)
         if isinstance(event, key_shared.PlanAgain):
             self._was_told = True
         return event
@@ -199,7 +199,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         self._plan_in_flight = None
         self._was_told = False
         # It comes again when there is a stream to plan on, behind what that takes back.
-        self._inbox = deque(each for each in self._inbox if not isinstance(each, key_shared.PlanAgain))
+        self._inbox.keep(lambda event: None if isinstance(event, key_shared.PlanAgain) else event)
         if self._has_planned:
             self._has_planned, self._must_plan_anew = False, True
             settled += [streams.Settled(plan.request_id, plan.answer, None, _plan_lost()) for plan in self._plans]
@@ -282,8 +282,8 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
     def _dismiss(self, number: int) -> None:
         self._consumers.pop(number, None)
         self._windows.pop(number, None)
-        self._inbox = deque(
-            each for each in self._inbox if isinstance(each, key_shared.PlanAgain) or each.consumer_id != number
+        self._inbox.keep(
+            lambda event: event if isinstance(event, key_shared.PlanAgain) or event.consumer_id != number else None
         )
 
     def _receiver_of(self, given: batch.Batch) -> int | None:
@@ -355,16 +355,17 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         window = self._windows[number]
         window.held.give_back(taken)
         self._note_holder(taken, 0)
-        inbox: deque[key_shared.Event] = deque()
         told = ~np.zeros(taken.rows, np.bool_)
-        for event in self._inbox:
-            if isinstance(event, key_shared.ConsumerBatch) and event.consumer_id == number:
-                told &= ~batch.members(taken, event.positions)
-                event = event.take(~batch.members(event.positions, taken))
-                if not len(event):
-                    continue
-            inbox.append(event)
-        self._inbox = inbox
+
+        def left_of(event: key_shared.Event) -> key_shared.Event | None:
+            nonlocal told
+            if not isinstance(event, key_shared.ConsumerBatch) or event.consumer_id != number:
+                return event
+            told &= ~batch.members(taken, event.positions)
+            left = event.take(~batch.members(event.positions, taken))
+            return left if len(left) else None
+
+        self._inbox.keep(left_of)
         if told.any():
             consumer = self._consumers[number].consumer
             self._inbox.append(key_shared.TakenBack(consumer, number, taken.take(told), self.epoch))

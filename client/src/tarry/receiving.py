@@ -2,8 +2,8 @@
 
 Owns: the permits, what is held and declared when a stream is opened again, requests until they are durable
 (acknowledgements, negative ones, extensions of the ack time-out), and dropping what a former owner still sends.
-Does not own: the stream (`tarry.streams`); the account of held rows (`tarry.batch`); consumers and plans
-(`tarry.key_shared_receiving`); who waits for what (`tarry.aio.subscription`).
+Does not own: the stream (`tarry.streams`); the account of held rows (`tarry.batch`); what came and was not taken
+(`tarry.inbox`); consumers and plans (`tarry.key_shared_receiving`); who waits for what (`tarry.aio.subscription`).
 
 Permits. `permits` is how many positions may be received and neither acknowledged nor released. They come back when a
 batch is acknowledged, positively or negatively (not only when that is durable), or released; they are granted again in
@@ -27,14 +27,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import attempts, batch, columns, errors, results, retry, streams, wire
+from tarry import attempts, batch, columns, errors, inbox, results, retry, streams, wire
 from tarry.v1 import dispatch_pb2
 
 Response: TypeAlias = wire.MessagesColumns | dispatch_pb2.SubscribeResponse
@@ -165,7 +164,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         self._windows = windows
         self._rows_max = rows_max
         self._policy = policy
-        self._inbox: deque[Received] = deque()
+        self._inbox: inbox.Inbox[Received] = inbox.Inbox()
         self._unconfirmed: dict[int, Request[Answer]] = {}
         self._unconfirmed_rows = 0
         self._last_request_id = 0
@@ -196,14 +195,24 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         """Whether every request is durable, or `raise_ended` tells that it will not be."""
         return not self._unconfirmed or self.ended is not None
 
-    def take(self) -> Received | None:
-        """The next of what came; None when there is none yet, or when it is closed. Raises what ended it."""
+    def take(self, max_rows: int = inbox.ROWS_MAX) -> Received | None:
+        """The next of what came, joined with what came behind it where that may be, at most so many rows; None when
+        there is none yet, or when it is closed. Raises what ended it.
+        """
         if self.closed:
             return None
         if self._inbox:
-            return self._inbox.popleft()
+            return self._inbox.take(max_rows, self._receiver_of)
         self.raise_ended()
         return None
+
+    def is_enough(self, max_rows: int) -> bool:
+        """Whether waiting for more would bring `take` nothing."""
+        return self._inbox.is_enough(max_rows) or self.ended is not None or self.closed
+
+    def lingers_s(self, linger_ms: int, now_ms: int) -> float:
+        """How long what came first is still to wait for more, when it waits so long from its coming on."""
+        return max(0, linger_ms - self._inbox.waited_ms(now_ms)) / 1000
 
     def raise_ended(self) -> None:
         """Raises the failure that ended it, if any."""

@@ -7,12 +7,13 @@ consumers and plans (`tarry.aio.key_shared_subscription`).
 
 from __future__ import annotations
 
+import time
 from asyncio import Future
 from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from tarry import batch, calls, columns, errors, on_event_loop, receiving, results, retry, streams
+from tarry import batch, calls, columns, errors, inbox, on_event_loop, receiving, results, retry, streams
 from tarry.aio import connections, futures, session
 
 Received = TypeVar("Received")
@@ -82,14 +83,30 @@ class Receiver(Generic[Received]):
             raise StopAsyncIteration
         return received
 
-    async def receive(self, timeout_s: float | None = None) -> Received | None:
+    async def receive(
+        self, timeout_s: float | None = None, *, max_rows: int = inbox.ROWS_MAX, linger_ms: int = 0
+    ) -> Received | None:
         """What came next; None when nothing came in time, or when the subscription was closed.
 
-        Example: `if (batch := await subscription.receive(1.0)) is not None: await subscription.ack(batch)`
+        What has arrived is joined into one batch, of one consumer where there are several, of at most `max_rows` rows.
+        `linger_ms`: how long the first of them waits for more, from its coming on and within `timeout_s`, while there
+        are fewer. Iterating receives without lingering. Raises InvalidArgument, or the failure that ended the
+        subscription.
+
+        Example: `batch = await subscription.receive(10, max_rows=1_000, linger_ms=20)`
         """
+        inbox.check(max_rows, linger_ms)
+        state = self._receiving
+        deadline = None if timeout_s is None else retry.Deadline.after(timeout_s)
         with self._changed:
-            await self._changed.wait_for(lambda: self._receiving.has_news, timeout_s)
-            return self._receiving.take()
+            while await self._changed.wait_for(lambda: state.has_news, _left_s(deadline)):
+                if linger_ms:
+                    linger_s = state.lingers_s(linger_ms, time.time_ns() // 1_000_000)
+                    await self._changed.wait_for(lambda: state.is_enough(max_rows), _left_s(deadline, linger_s))
+                if state.has_news:
+                    break
+                # Another caller has taken it meanwhile.
+            return state.take(max_rows)
 
     def ack(self, given: batch.HandedOut) -> Future[results.Ignored]:
         """Acknowledges a batch, a part of one, or columns (`tarry.HandedOut`).
@@ -271,3 +288,9 @@ class Subscription(Receiver[batch.Batch]):
             topic, subscription, permits=permits, rows_max=known.rows_max, policy=known.policy
         )
         super().__init__(shared, known, topic, subscription, state)
+
+
+def _left_s(deadline: retry.Deadline | None, at_most_s: float | None = None) -> float | None:
+    """How long to wait, in seconds; None: as long as it takes."""
+    bounds = [at_most_s, None if deadline is None else deadline.remaining_s()]
+    return min((each for each in bounds if each is not None), default=None)
