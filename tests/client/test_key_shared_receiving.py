@@ -41,7 +41,7 @@ class Answer:
 class Connection:
     """One stream, and what the daemon knows of it. Row n is entry n of ledger 7, its key n % KEYS."""
 
-    sent: deque[bytes | Callable[[], bytes]] = dataclasses.field(default_factory=deque)
+    sent: deque[bytes | Callable[[], bytes | None]] = dataclasses.field(default_factory=deque)
     coming: deque[dispatch_pb2.SubscribeResponse] = dataclasses.field(default_factory=deque)
     permits: dict[int, int] = dataclasses.field(default_factory=dict)
     """Of each consumer that is there."""
@@ -54,21 +54,34 @@ class Connection:
     counts more permits as used than were."""
     plans: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     """Rows of each request."""
+    lingering: Callable[[], set[int]] = set
+    """Rows whose acknowledgements the client has not sent yet."""
+    later: list[Callable[[], bytes | None]] = dataclasses.field(default_factory=list)
+    """What ends lingering."""
 
     def put(self, message: bytes) -> None:
         self.sent.append(message)
 
-    def put_after(self, delay_s: float, message: Callable[[], bytes]) -> None:
-        self.sent.append(message)
+    def put_after(self, delay_s: float, message: Callable[[], bytes | None]) -> None:
+        if delay_s:
+            self.later.append(message)
+        else:
+            # It is sent again.
+            self.sent.append(message)
+
+    def pass_time(self) -> None:
+        for message in (later := self.later[:]):
+            assert message() is None
+        del self.later[: len(later)]
 
     def is_under_way(self, row: int) -> bool:
         """Whether something about it was sent and has not arrived: it is about what was, should it go out anew."""
         for message in self.sent:
-            request = dispatch_pb2.SubscribeRequest.FromString(message if isinstance(message, bytes) else message())
+            request = dispatch_pb2.SubscribeRequest.FromString(encoded(message))
             kind = request.WhichOneof("request")
             if kind in fake_daemon.TO_BE_CONFIRMED and row in getattr(request, str(kind)).entry_id:
                 return True
-        return any(row in response.taken_back.entry_id for response in self.coming)
+        return row in self.lingering() or any(row in response.taken_back.entry_id for response in self.coming)
 
     def sent_to(self, number: int, response: dispatch_pb2.SubscribeResponse) -> list[int]:
         """Rows of an answer that are for a consumer."""
@@ -78,12 +91,22 @@ class Connection:
         return [row for row, each in zip(rows, numbers, strict=True) if each == number]
 
 
+def encoded(sent: bytes | Callable[[], bytes | None]) -> bytes:
+    message = sent if isinstance(sent, bytes) else sent()
+    assert message is not None
+    return message
+
+
 class Watched(key_shared_receiving.KeySharedReceiving[Answer]):
     """It shows which rows each consumer holds."""
 
     @property
     def held_by(self) -> dict[int, set[int]]:
         return {number: set(window.held.positions().entry_id.tolist()) for number, window in self._windows.items()}
+
+    @property
+    def lingering(self) -> set[int]:
+        return {row for request in self._lingering for row in request.positions.entry_id.tolist()}
 
 
 class Daemon:
@@ -111,7 +134,7 @@ class Daemon:
         if connection is None or not connection.sent:
             return
         sent = connection.sent.popleft()
-        request = dispatch_pb2.SubscribeRequest.FromString(sent if isinstance(sent, bytes) else sent())
+        request = dispatch_pb2.SubscribeRequest.FromString(encoded(sent))
         match request.WhichOneof("request"):
             case "open":
                 self.open(connection, request.open)
@@ -279,7 +302,14 @@ class Story:
         self.dice = random.Random(seed)
         self.daemon = Daemon(self.dice)
         first = [tarry.Consumer(f"first-{number}", permits=PERMITS) for number in range(2)]
-        self.state = Watched("topic", "sub", first, rows_max=5, policy=retry.RetryPolicy(uniform=lambda low, high: 0.0))
+        self.state = Watched(
+            "topic",
+            "sub",
+            first,
+            rows_max=5,
+            policy=retry.RetryPolicy(uniform=lambda low, high: 0.0),
+            ack_linger_ms=seed % 2 * 5,
+        )
         self.numbers = itertools.count()
         self.batches: list[tarry.ConsumerBatch] = []
         self.given_back: set[int] = set()
@@ -378,7 +408,7 @@ class Story:
 
     def open(self) -> None:
         if self.daemon.connection is None:
-            self.daemon.connection = Connection()
+            self.daemon.connection = Connection(lingering=lambda: self.state.lingering)
             self.state.opened(self.daemon.connection, FEATURES)
 
     def cut(self) -> None:
@@ -387,6 +417,10 @@ class Story:
             self.daemon.connection = None
             self.daemon.epoch += self.dice.random() < 0.5
             self.settle(self.state.interrupted(tarry.Unavailable("cut")))
+
+    def pass_time(self) -> None:
+        if self.daemon.connection is not None:
+            self.daemon.connection.pass_time()
 
     def arrive(self) -> None:
         connection = self.daemon.connection
@@ -438,7 +472,7 @@ class Story:
                 self.arrive,
                 self.plan,
             ),
-            *(daemon.serve, daemon.serve, daemon.hand_out, daemon.redeliver),
+            *(daemon.serve, daemon.serve, daemon.hand_out, daemon.redeliver, self.pass_time),
         ]
         if not calm:
             events += [self.join, self.leave]

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import batch, columns, errors, inbox, key_shared, receiving, results, retry, streams, wire
-from tarry.receiving import Answer, Settled
+from tarry import batch, columns, errors, inbox, key_shared, receiving, results, retry, stream_requests, streams, wire
+from tarry.stream_requests import Answer, Settled
 from tarry.v1 import dispatch_pb2
 
 # Of one request.
@@ -45,7 +45,7 @@ class _Joined:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Membership(receiving.Request[Answer]):
+class _Membership(stream_requests.Request[Answer]):
     """A consumer joins or leaves."""
 
     consumer_id: int = 0
@@ -53,7 +53,7 @@ class _Membership(receiving.Request[Answer]):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Plan(receiving.Request[Answer]):
+class _Plan(stream_requests.Request[Answer]):
     """Messages that are planned."""
 
     held_by: NDArray[np.uint32] | None = None
@@ -71,9 +71,10 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         *,
         rows_max: int,
         policy: retry.RetryPolicy,
+        ack_linger_ms: int = 0,
     ) -> None:
         """Begins with these consumers. Raises InvalidArgument."""
-        super().__init__(topic, subscription, {}, rows_max=rows_max, policy=policy)
+        super().__init__(topic, subscription, {}, rows_max=rows_max, policy=policy, ack_linger_ms=ack_linger_ms)
         self._consumers: dict[int, _Joined] = {}
         self._last_consumer_id = 0
         self._held_declared: list[tuple[int, batch.Batch]] = []
@@ -152,7 +153,9 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         self._check_open()
         request_id = self._next_request_id()
         place = (int(ledger_id), int(entry_id))
-        return self._send(receiving.Request(request_id, wire.encode_mark_delete, place, promise(), _nothing)).answer
+        return self._send(
+            stream_requests.Request(request_id, wire.encode_mark_delete, place, promise(), _nothing)
+        ).answer
 
     def nack(
         self,
@@ -246,11 +249,11 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         self._send_plan()
         return settled
 
-    def _repeat(self, request: receiving.Request[Answer]) -> Settled[Answer] | None:
+    def _repeat(self, request: stream_requests.Request[Answer]) -> Settled[Answer] | None:
         if isinstance(request, _Membership):
             each = self._consumers.get(request.consumer_id)
             if not request.joins or each is None or each.is_known:
-                return request.settled(dispatch_pb2.Done())
+                return request.settled_unsent()
         return super()._repeat(request)
 
     def _settled(self, done: dispatch_pb2.Done) -> Settled[Answer] | None:
@@ -378,6 +381,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         if self._sending is not None and self._plans and self._plan_in_flight is None:
             plan = self._plans[0]
             plan.held_by = self._held_of(plan.rows)
+            self.send_lingering()
             self._plan_in_flight = plan.request_id
             self._has_planned = True
             self._sending.put(plan.message())

@@ -186,7 +186,7 @@ async def test_no_permits_are_granted_while_too_much_waits_to_be_durable(
         yield from confirm_all(requests)
 
     daemon.script(METHOD, step)
-    async with client.subscribe("topic", "sub", permits=2) as subscription:
+    async with client.subscribe("topic", "sub", permits=2, ack_linger_ms=0) as subscription:
         for _ in range(8):
             _ = subscription.ack(await receive(subscription))
         assert await subscription.receive(0.05) is None

@@ -39,9 +39,15 @@ class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
         subscription: str,
         *,
         consumers: Sequence[key_shared.Consumer],
+        ack_linger_ms: int,
     ) -> None:
         state: key_shared_receiving.KeySharedReceiving[Future[Any]] = key_shared_receiving.KeySharedReceiving(
-            topic, subscription, consumers, rows_max=known.rows_max, policy=known.policy
+            topic,
+            subscription,
+            consumers,
+            rows_max=known.rows_max,
+            policy=known.policy,
+            ack_linger_ms=ack_linger_ms,
         )
         super().__init__(shared, known, topic, subscription, state)
 
