@@ -79,6 +79,15 @@ def test_a_request_of_its_own_is_answered_about_what_was_sent() -> None:
     settled = request.settled(done)
     assert isinstance(settled.result, results.Ignored)
     assert list(settled.result.items()) == [(0, tarry.IgnoredReason.TAKEN_BACK)], "it is told once"
+    again = dispatch_pb2.SubscribeRequest.FromString(request.message()).acknowledge
+    assert list(again.entry_id) == [1, 2]
+    done.ignored_reason[0] = dispatch_pb2.IGNORED_REASON_NOT_THERE
+    settled = request.settled(done)
+    assert isinstance(settled.result, results.Ignored)
+    assert list(settled.result.items()) == [
+        (0, tarry.IgnoredReason.TAKEN_BACK),
+        (1, tarry.IgnoredReason.NOT_THERE),
+    ]
 
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12), rows_max=st.integers(5, 12))
