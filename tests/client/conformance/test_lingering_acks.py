@@ -195,6 +195,21 @@ async def test_each_acknowledgement_is_told_its_own_by_a_real_daemon(
     assert stats.backlog == 0
 
 
+async def test_what_is_acknowledged_twice_within_the_linger_is_ignored_once_by_a_real_daemon(
+    shared_daemon: processes.DaemonProcess, connect: Connect, topic: str
+) -> None:
+    client = connect(shared_daemon.address, timeout_s=WAIT_S)
+    async with client.subscribe(topic, "sub", create=True, ack_linger_ms=LONG_MS) as subscription:
+        await client.add(topic, 7, range(4), delay_ms=0)
+        batch = await rows_of(subscription, 4)
+        answers = [subscription.ack(batch.take(rows)) for rows in ([0, 1], [1, 2], [3])]
+        await subscription.flush(WAIT_S)
+        told = [await answer for answer in answers]
+        assert [list(each.items()) for each in told] == [[], [(0, tarry.IgnoredReason.NOT_THERE)], []]
+    (stats,) = (await client.stats(topic)).subscriptions
+    assert stats.backlog == 0
+
+
 async def test_what_lingers_when_a_real_daemon_is_killed_does_not_come_again(
     mortal_daemon: processes.DaemonProcess, connect: Connect, topic: str
 ) -> None:
