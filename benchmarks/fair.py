@@ -149,7 +149,7 @@ class _Others:
             self._results.send("ready")
             await asyncio.gather(*tasks)
         deliver_at_ms = np.concatenate([batch.deliver_at_ms for batch in self._came]).astype(np.int64)
-        received_at_ms = np.repeat([batch.received_at_ms for batch in self._came], [len(each) for each in self._came])
+        received_at_ms = np.concatenate([batch.received_at_ms_by_row for batch in self._came])
         self._results.send((deliver_at_ms, received_at_ms, "; ".join(self._problems) or None))
 
     async def _serve(self, client: tarry.aio.Client, topic: int) -> None:
@@ -180,5 +180,4 @@ class _Others:
 
 
 def _acknowledge(subscription: tarry.aio.Subscription, held: Sequence[tarry.Batch]) -> None:
-    rows = tarry_load.rows_of(held)
-    _ = subscription.ack((rows.ledger_id, rows.entry_id, rows.deliver_at_ms))
+    _ = subscription.ack(tarry.Batch.concat(held))

@@ -303,7 +303,7 @@ def _receive(address: str, plan: Plan, results: Connection) -> None:
             if wanted is None and results.poll():
                 wanted = results.recv()
         subscription.flush(PATIENCE_S)
-    received_at_ms = np.repeat([batch.received_at_ms for batch in came], [len(batch) for batch in came])
+    received_at_ms = np.concatenate([batch.received_at_ms_by_row for batch in came])
     ignored = sum(answer.result() for answer in answers)
     results.send((tarry_load.rows_of(came), received_at_ms.astype(np.int64), ignored))
 

@@ -103,7 +103,7 @@ def _received(subscription: tarry.Subscription, count: int) -> list[tarry.Batch]
 
 def _early(drain: tarry_load.Drain, due_ms: int) -> str | None:
     """What is wrong with the times and the counts of what came again; None when nothing is."""
-    early = sum(len(batch) for batch in drain.batches if batch.received_at_ms < due_ms)
+    early = sum(int(np.count_nonzero(batch.received_at_ms_by_row < due_ms)) for batch in drain.batches)
     uncounted = sum(int(np.count_nonzero(batch.redelivery_count != 1)) for batch in drain.batches)
     if early or uncounted:
         return f"{early:,} rows came before their time, {uncounted:,} with another count than 1"

@@ -313,7 +313,7 @@ class _Receiver:
         self.messages += 1
         np.add.at(self.came[:, number], rows, 1)
         self.due_ms.append(batch.deliver_at_ms.astype(np.int64))
-        self.lateness_ms.append(batch.received_at_ms - self.due_ms[-1])
+        self.lateness_ms.append(batch.lateness_ms)
         subscription.ack(batch).add_done_callback(functools.partial(self._note, rows, number))
 
     def _note(self, rows: NDArray[np.int64], number: int, done: asyncio.Future[int]) -> None:

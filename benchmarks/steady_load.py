@@ -140,5 +140,5 @@ def _receive(address: str, topic: str, parent: Connection) -> None:
             if owed is None and parent.poll():
                 owed, deadline_s = parent.recv(), time.monotonic() + tarry_load.PATIENCE_S
         subscription.flush(tarry_load.PATIENCE_S)
-    received_at_ms = np.repeat([batch.received_at_ms for batch in batches], [len(batch) for batch in batches])
+    received_at_ms = np.concatenate([batch.received_at_ms_by_row for batch in batches])
     parent.send((tarry_load.rows_of(batches), received_at_ms, sum(answer.result() for answer in answers)))

@@ -97,10 +97,10 @@ class Relay:
             batch.deliver_at_ms,
             batch.key_hash,
             epoch=batch.epoch,
-            at_ms=batch.received_at_ms,
+            at_ms=batch.received_at_ms_by_row,
         )
         with self._progress:
-            self._first_of_epoch_ms.setdefault(batch.epoch, batch.received_at_ms)
+            self._first_of_epoch_ms.setdefault(batch.epoch, int(batch.received_at_ms_by_row.min()))
             self._progress.notify_all()
         self._waiting.append((time.monotonic() + self._hold_s, batch, rows))
 

@@ -105,10 +105,11 @@ class Account:
         key_hash: NDArray[np.uint32] | None,
         *,
         epoch: int,
-        at_ms: int,
+        at_ms: int | NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """Rows came; returns the numbers of those that exist."""
+        """Rows came, all at once or each when its time says; returns the numbers of those that exist."""
         rows, known = self._numbers(ledger_id, entry_id)
+        at_ms = np.broadcast_to(np.asarray(at_ms), known.shape)[known]
         rows, due = rows[known], deliver_at_ms.astype(np.int64)[known]
         with self._lock:
             self._unknown += int(np.count_nonzero(~known))
@@ -118,8 +119,8 @@ class Account:
                 hashes = np.zeros(len(rows), dtype=np.uint32) if key_hash is None else key_hash[known]
                 self._wrong_key += int(np.count_nonzero(hashes != self._key_hash[rows]))
             self._judge_repeats(rows, epoch, at_ms)
-            fresh = np.unique(rows[self.first_received_at_ms[rows] == _NEVER])
-            self.first_received_at_ms[fresh] = at_ms
+            fresh, first = np.unique(rows[(is_fresh := self.first_received_at_ms[rows] == _NEVER)], return_index=True)
+            self.first_received_at_ms[fresh] = at_ms[is_fresh][first]
             self._received += len(fresh)
             self._last_epoch[rows] = epoch
         return rows
@@ -152,14 +153,15 @@ class Account:
                 added_again=self._added_again,
             )
 
-    def _judge_repeats(self, rows: NDArray[np.int64], epoch: int, at_ms: int) -> None:
-        distinct, counts = np.unique(rows, return_counts=True)
+    def _judge_repeats(self, rows: NDArray[np.int64], epoch: int, at_ms: NDArray[np.int64]) -> None:
+        distinct, first, counts = np.unique(rows, return_index=True, return_counts=True)
         self._not_owed += int((counts - 1).sum())
-        again = distinct[self.first_received_at_ms[distinct] != _NEVER]
+        came_before = self.first_received_at_ms[distinct] != _NEVER
+        again = distinct[came_before]
         if not len(again):
             return
         # By the time of receipt: an answer that comes after a repeat may be handled before it.
-        durable = self.durable_at_ms[again] < at_ms
+        durable = self.durable_at_ms[again] < at_ms[first][came_before]
         added_again = durable & self._sent_again[again] & (self.durable_at_ms[again] < self.answered_at_ms[again])
         breach = durable & ~added_again
         not_owed = ~durable & (self._last_epoch[again] >= epoch)

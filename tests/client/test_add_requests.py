@@ -35,8 +35,10 @@ class Connection:
     def put(self, message: bytes) -> None:
         self.requests.append(delayed_delivery_pb2.StreamAddMessagesRequest.FromString(message))
 
-    def put_after(self, delay_s: float, message: Callable[[], bytes]) -> None:
-        self.put(message())
+    def put_after(self, delay_s: float, message: Callable[[], bytes | None]) -> None:
+        ready = message()
+        assert ready is not None
+        self.put(ready)
 
 
 class Story:

@@ -44,11 +44,13 @@ def one_batch_a_subscription(monkeypatch: pytest.MonkeyPatch) -> None:
 
     threads, loop = tarry.Subscription.receive, tarry.aio.Subscription.receive
 
-    def receive(self: tarry.Subscription, timeout_s: float | None = None) -> tarry.Batch | None:
-        return None if is_second(self) else threads(self, timeout_s)
+    def receive(self: tarry.Subscription, timeout_s: float | None = None, **named: int) -> tarry.Batch | None:
+        return None if is_second(self) else threads(self, timeout_s, **named)
 
-    async def receive_on_loop(self: tarry.aio.Subscription, timeout_s: float | None = None) -> tarry.Batch | None:
-        return None if is_second(self) else await loop(self, timeout_s)
+    async def receive_on_loop(
+        self: tarry.aio.Subscription, timeout_s: float | None = None, **named: int
+    ) -> tarry.Batch | None:
+        return None if is_second(self) else await loop(self, timeout_s, **named)
 
     monkeypatch.setattr(tarry.Subscription, "receive", receive)
     monkeypatch.setattr(tarry.aio.Subscription, "receive", receive_on_loop)

@@ -1,20 +1,47 @@
 """What is handed out, on a stream or leased, and what of a stream is still held.
 
-Owns: `Batch` and `Leased`, and the account of positions that were received and are neither acknowledged nor released.
-Does not own: the stream and its permits (`tarry.receiving`).
+Owns: `Batch` and `Leased`, joining batches, and the account of positions that were received and are neither
+acknowledged nor released.
+Does not own: the stream and its permits (`tarry.receiving`); which batches are joined by themselves (`tarry.inbox`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, Self, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import columns, delivery_ids, results, wire
+from tarry import columns, delivery_ids, errors, results, wire
 from tarry.v1 import dispatch_pb2
+
+AnyBatch = TypeVar("AnyBatch", bound="Batch")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Origin:
+    """Where each row of a joined batch is from: columns of its length."""
+
+    number: NDArray[np.int64]
+    """Of the batch that it came in."""
+    row: NDArray[np.intp]
+    """Its place there."""
+    received_at_ms: NDArray[np.int64]
+
+    def take(self, rows: slice | NDArray[Any] | list[int]) -> Origin:
+        """Some of the rows."""
+        return Origin(self.number[rows], self.row[rows], self.received_at_ms[rows])
+
+    def by_batch(self) -> Iterator[tuple[int, NDArray[np.intp]]]:
+        """The number of each batch, and its rows that are among these."""
+        if not len(self.number):
+            return
+        order = np.argsort(self.number, kind="stable")
+        numbers, begins = np.unique(self.number[order], return_index=True)
+        yield from zip(numbers.tolist(), np.split(self.row[order], begins[1:]), strict=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,16 +55,19 @@ class Batch:
     key_hash: NDArray[np.uint32] | None
     """None when no row has one; rows without one have 0."""
     received_at_ms: int
-    """Unix time in ms by this machine's clock."""
+    """Unix time in ms by this machine's clock. Of a joined batch that of the part that came last."""
     number: int
-    """Counts the batches of the subscription from 1; 0 for what is leased. A part of a batch has the whole one's."""
+    """Counts the batches of the subscription from 1; 0 for what is leased. A part of a batch has the whole one's, a
+    joined batch that of its first part."""
     redelivery_count: NDArray[np.uint32]
     """How often each was negatively acknowledged or timed out before."""
     batch_index: NDArray[np.uint32] | None = None
     """None when all rows are entries as a whole; else of each row the message of its batch that was negatively
     acknowledged by itself, or `tarry.NO_BATCH_INDEX`."""
     rows: NDArray[np.intp] | None = dataclasses.field(default=None, repr=False)
-    """Which rows of the whole batch these are; None = all."""
+    """Which rows of the whole batch these are; None = all, or it is joined."""
+    origin: Origin | None = dataclasses.field(default=None, repr=False)
+    """Of a joined batch, where its rows are from; otherwise None."""
 
     def __len__(self) -> int:
         return len(self.entry_id)
@@ -61,13 +91,18 @@ class Batch:
         return str(delivery_ids.DeliveryId.of(self.positions, row))
 
     @property
+    def received_at_ms_by_row(self) -> NDArray[np.int64]:
+        """When each row came, also in a joined batch: Unix time in ms by this machine's clock."""
+        return np.full(len(self), self.received_at_ms) if self.origin is None else self.origin.received_at_ms
+
+    @property
     def lateness_ms(self) -> NDArray[np.int64]:
-        """Received minus due, by row."""
-        return self.received_at_ms - self.deliver_at_ms.astype(np.int64)
+        """Received minus due, by row, in ms."""
+        return self.received_at_ms_by_row - self.deliver_at_ms.astype(np.int64)
 
     def take(self, rows: slice | NDArray[Any] | list[int]) -> Self:
         """A part of the batch: a slice, a mask or indexes. It can be acknowledged and released like the whole."""
-        chosen = (np.arange(len(self)) if self.rows is None else self.rows)[rows]
+        chosen = None if self.origin is not None else self._rows()[rows]
         return dataclasses.replace(
             self,
             ledger_id=self.ledger_id[rows],
@@ -77,7 +112,45 @@ class Batch:
             redelivery_count=self.redelivery_count[rows],
             batch_index=None if self.batch_index is None else self.batch_index[rows],
             rows=chosen,
+            origin=None if self.origin is None else self.origin.take(rows),
         )
+
+    @staticmethod
+    def concat(batches: Iterable[AnyBatch]) -> AnyBatch:
+        """Joins batches of one subscription, or parts of them: their rows in this order, as one batch.
+
+        It is acknowledged, negatively acknowledged, released and taken apart like any other; each row gives its permit
+        back once, also when it is in several of them. `epoch` is the lowest of theirs.
+        Raises InvalidArgument: there is none, they are of different kinds or, KEY_SHARED, of different consumers.
+
+        Example: `subscription.ack(tarry.Batch.concat(waiting))`
+        """
+        parts = list(batches)
+        if not parts:
+            raise errors.InvalidArgument("batches is empty; at least 1 batch is joined")
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        return dataclasses.replace(first, **_joined_columns(parts), **first._joined_fields(parts))
+
+    def _joined_fields(self, parts: Sequence[Self]) -> dict[str, Any]:
+        """What its kind has beside columns, when it is the first of these. Raises InvalidArgument."""
+        kinds = {type(part).__name__ for part in parts}
+        if len(kinds) > 1:
+            raise errors.InvalidArgument(
+                f"batches are {' and '.join(sorted(kinds))}; all that are joined are of one kind"
+            )
+        return {}
+
+    def _rows(self) -> NDArray[np.intp]:
+        """The places of the rows in the whole batch."""
+        return np.arange(len(self)) if self.rows is None else self.rows
+
+    def _origins(self) -> Origin:
+        """Where the rows are from."""
+        if self.origin is not None:
+            return self.origin
+        return Origin(np.full(len(self), self.number), self._rows(), self.received_at_ms_by_row)
 
     @staticmethod
     def from_columns(received: wire.MessagesColumns, number: int) -> Batch:
@@ -93,9 +166,17 @@ class Leased(Batch):
     """
 
     lease_ms: int
-    """How long they are leased, from the answer on."""
+    """How long they are leased, from the answer on; joined, how long all of them are, from `received_at_ms` on."""
     rebuild_needed: tuple[results.RebuildNeeded, ...]
     """Ranges of which rows were lost with a damaged bucket: add them again."""
+
+    def _joined_fields(self, parts: Sequence[Self]) -> dict[str, Any]:
+        joined = super()._joined_fields(parts)
+        ends_at_ms = min(part.received_at_ms + part.lease_ms for part in parts)
+        return joined | {
+            "lease_ms": max(0, ends_at_ms - max(part.received_at_ms for part in parts)),
+            "rebuild_needed": tuple(dict.fromkeys(each for part in parts for each in part.rebuild_needed)),
+        }
 
     @staticmethod
     def from_response(response: dispatch_pb2.GetScheduledMessagesResponse) -> Leased:
@@ -136,6 +217,29 @@ def positions_of(given: HandedOut, batch_index: columns.Column | None = None) ->
 def key_hash_of(given: HandedOut) -> NDArray[np.uint32] | None:
     """The hashes of their keys; None where they are not known."""
     return given.key_hash if isinstance(given, Batch) else None
+
+
+def _joined_columns(parts: Sequence[Batch]) -> dict[str, Any]:
+    """What any kind of batch has when it is joined of these. A column that none has stays away."""
+    positions = concatenate([part.positions for part in parts])
+    origins = [part._origins() for part in parts]
+    hashes = [np.zeros(len(part), np.uint32) if part.key_hash is None else part.key_hash for part in parts]
+    return {
+        "epoch": min(part.epoch for part in parts),
+        "ledger_id": positions.ledger_id,
+        "entry_id": positions.entry_id,
+        "deliver_at_ms": positions.deliver_at_ms,
+        "batch_index": positions.batch_index,
+        "redelivery_count": positions.redelivery_count,
+        "key_hash": None if all(part.key_hash is None for part in parts) else np.concatenate(hashes),
+        "received_at_ms": max(part.received_at_ms for part in parts),
+        "rows": None,
+        "origin": Origin(
+            np.concatenate([each.number for each in origins]),
+            np.concatenate([each.row for each in origins]),
+            np.concatenate([each.received_at_ms for each in origins]),
+        ),
+    }
 
 
 def columns_of(received: wire.MessagesColumns) -> dict[str, Any]:
@@ -206,15 +310,23 @@ class HeldPositions:
         return concatenate([part.positions for part in self.batches()])
 
     def _give_back_batch(self, batch: Batch) -> None:
-        share = self._shares.get(batch.number)
+        if batch.origin is None:
+            self._give_back_rows(batch.number, batch.rows)
+            return
+        for number, rows in batch.origin.by_batch():
+            self._give_back_rows(number, rows)
+
+    def _give_back_rows(self, number: int, rows: NDArray[np.intp] | None) -> None:
+        """Rows of the batch of that number; None: all."""
+        share = self._shares.get(number)
         if share is None:
             return
-        if batch.rows is None:
-            self._drop(batch.number, share.count)
+        if rows is None or len(share.batch) == 1:
+            self._drop(number, share.count if rows is None or len(rows) else 0)
             return
         left = share.marks()
-        left[batch.rows] = False
-        self._drop(batch.number, share.count - int(np.count_nonzero(left)))
+        left[rows] = False
+        self._drop(number, share.count - int(np.count_nonzero(left)))
 
     def _drop(self, number: int, rows: int) -> None:
         share = self._shares[number]

@@ -85,7 +85,7 @@ def answers(call: StreamCall[Response]) -> Iterator[Response]:
 class _Later:
     send_at_s: float
     number: int
-    message: Callable[[], bytes]
+    message: Callable[[], bytes | None]
 
 
 class Outbox:
@@ -104,8 +104,10 @@ class Outbox:
         """Sends after what was put before."""
         self._ready.put(message)
 
-    def put_after(self, delay_s: float, message: Callable[[], bytes]) -> None:
-        """Sends when the delay has passed, unless the stream ends before; what, is asked then, in gRPC's thread."""
+    def put_after(self, delay_s: float, message: Callable[[], bytes | None]) -> None:
+        """Sends when the delay has passed, unless the stream ends before; what, is asked then, in gRPC's thread. None:
+        nothing.
+        """
         self._ready.put(_Later(time.monotonic() + delay_s, next(self._numbers), message))
 
     def close(self) -> None:
@@ -121,7 +123,9 @@ class Outbox:
             if self._held_back:
                 timeout_s = self._held_back[0].send_at_s - time.monotonic()
                 if timeout_s <= 0:
-                    return heapq.heappop(self._held_back).message()
+                    if (message := heapq.heappop(self._held_back).message()) is not None:
+                        return message
+                    continue
             try:
                 item = self._ready.get(timeout=timeout_s)
             except queue.Empty:

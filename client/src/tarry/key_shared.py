@@ -8,7 +8,8 @@ key order (`tarry.key_order`); what is seen of consumers (`tarry.consumer_stats`
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any, Self, TypeAlias
 
 from tarry import batch, columns, errors, key_order, wire
 from tarry.v1 import dispatch_pb2
@@ -60,6 +61,16 @@ class ConsumerBatch(batch.Batch):
     consumer_id: int
     """Its number on the stream, which `tarry consumers` shows; no other one of this subscription has it."""
 
+    def _joined_fields(self, parts: Sequence[Self]) -> dict[str, Any]:
+        joined = super()._joined_fields(parts)
+        other = next((part for part in parts if part.consumer is not self.consumer), None)
+        if other is not None:
+            raise errors.InvalidArgument(
+                f"batches are of {self.consumer.name!r} and {other.consumer.name!r}; those that are joined are of one "
+                "consumer"
+            )
+        return joined
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TakenBack:
@@ -91,4 +102,4 @@ class PlanAgain:
 
 
 Event: TypeAlias = ConsumerBatch | TakenBack | PlanAgain
-"""What `KeySharedSubscription.receive` gives, in the order in which the daemon decided it."""
+"""What `KeySharedSubscription.receive` gives, for each consumer in the order in which the daemon decided it."""

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import batch, columns, errors, key_shared, receiving, results, retry, streams, wire
-from tarry.receiving import Answer, Settled
+from tarry import batch, columns, errors, inbox, key_shared, receiving, results, retry, stream_requests, streams, wire
+from tarry.stream_requests import Answer, Settled
 from tarry.v1 import dispatch_pb2
 
 # Of one request.
@@ -45,7 +45,7 @@ class _Joined:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Membership(receiving.Request[Answer]):
+class _Membership(stream_requests.Request[Answer]):
     """A consumer joins or leaves."""
 
     consumer_id: int = 0
@@ -53,7 +53,7 @@ class _Membership(receiving.Request[Answer]):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Plan(receiving.Request[Answer]):
+class _Plan(stream_requests.Request[Answer]):
     """Messages that are planned."""
 
     held_by: NDArray[np.uint32] | None = None
@@ -71,9 +71,10 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         *,
         rows_max: int,
         policy: retry.RetryPolicy,
+        ack_linger_ms: int = 0,
     ) -> None:
         """Begins with these consumers. Raises InvalidArgument."""
-        super().__init__(topic, subscription, {}, rows_max=rows_max, policy=policy)
+        super().__init__(topic, subscription, {}, rows_max=rows_max, policy=policy, ack_linger_ms=ack_linger_ms)
         self._consumers: dict[int, _Joined] = {}
         self._last_consumer_id = 0
         self._held_declared: list[tuple[int, batch.Batch]] = []
@@ -94,8 +95,8 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
 
     # What its user does.
 
-    def take(self) -> key_shared.Event | None:
-        event = super().take()
+    def take(self, max_rows: int = inbox.ROWS_MAX) -> key_shared.Event | None:
+        event = super().take(max_rows)
         if isinstance(event, key_shared.PlanAgain):
             self._was_told = True
         return event
@@ -152,7 +153,9 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         self._check_open()
         request_id = self._next_request_id()
         place = (int(ledger_id), int(entry_id))
-        return self._send(receiving.Request(request_id, wire.encode_mark_delete, place, promise(), _nothing)).answer
+        return self._send(
+            stream_requests.Request(request_id, wire.encode_mark_delete, place, promise(), _nothing)
+        ).answer
 
     def nack(
         self,
@@ -199,7 +202,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         self._plan_in_flight = None
         self._was_told = False
         # It comes again when there is a stream to plan on, behind what that takes back.
-        self._inbox = deque(each for each in self._inbox if not isinstance(each, key_shared.PlanAgain))
+        self._inbox.keep(lambda event: None if isinstance(event, key_shared.PlanAgain) else event)
         if self._has_planned:
             self._has_planned, self._must_plan_anew = False, True
             settled += [streams.Settled(plan.request_id, plan.answer, None, _plan_lost()) for plan in self._plans]
@@ -246,11 +249,11 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         self._send_plan()
         return settled
 
-    def _repeat(self, request: receiving.Request[Answer]) -> Settled[Answer] | None:
+    def _repeat(self, request: stream_requests.Request[Answer]) -> Settled[Answer] | None:
         if isinstance(request, _Membership):
             each = self._consumers.get(request.consumer_id)
             if not request.joins or each is None or each.is_known:
-                return request.settled(dispatch_pb2.Done())
+                return request.settled_unsent()
         return super()._repeat(request)
 
     def _settled(self, done: dispatch_pb2.Done) -> Settled[Answer] | None:
@@ -282,8 +285,8 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
     def _dismiss(self, number: int) -> None:
         self._consumers.pop(number, None)
         self._windows.pop(number, None)
-        self._inbox = deque(
-            each for each in self._inbox if isinstance(each, key_shared.PlanAgain) or each.consumer_id != number
+        self._inbox.keep(
+            lambda event: event if isinstance(event, key_shared.PlanAgain) or event.consumer_id != number else None
         )
 
     def _receiver_of(self, given: batch.Batch) -> int | None:
@@ -355,16 +358,17 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         window = self._windows[number]
         window.held.give_back(taken)
         self._note_holder(taken, 0)
-        inbox: deque[key_shared.Event] = deque()
         told = ~np.zeros(taken.rows, np.bool_)
-        for event in self._inbox:
-            if isinstance(event, key_shared.ConsumerBatch) and event.consumer_id == number:
-                told &= ~batch.members(taken, event.positions)
-                event = event.take(~batch.members(event.positions, taken))
-                if not len(event):
-                    continue
-            inbox.append(event)
-        self._inbox = inbox
+
+        def left_of(event: key_shared.Event) -> key_shared.Event | None:
+            nonlocal told
+            if not isinstance(event, key_shared.ConsumerBatch) or event.consumer_id != number:
+                return event
+            told &= ~batch.members(taken, event.positions)
+            left = event.take(~batch.members(event.positions, taken))
+            return left if len(left) else None
+
+        self._inbox.keep(left_of)
         if told.any():
             consumer = self._consumers[number].consumer
             self._inbox.append(key_shared.TakenBack(consumer, number, taken.take(told), self.epoch))
@@ -377,6 +381,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         if self._sending is not None and self._plans and self._plan_in_flight is None:
             plan = self._plans[0]
             plan.held_by = self._held_of(plan.rows)
+            self.send_lingering()
             self._plan_in_flight = plan.request_id
             self._has_planned = True
             self._sending.put(plan.message())

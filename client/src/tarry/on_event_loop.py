@@ -111,12 +111,13 @@ class Outbox:
         """Sends after what was put before."""
         self._ready.put_nowait(message)
 
-    def put_after(self, delay_s: float, message: Callable[[], bytes]) -> None:
-        """Sends when the delay has passed, unless the stream ends before; what, is asked then."""
+    def put_after(self, delay_s: float, message: Callable[[], bytes | None]) -> None:
+        """Sends when the delay has passed, unless the stream ends before; what, is asked then. None: nothing."""
 
         def put() -> None:
             self._held_back.discard(timer)
-            self.put(message())
+            if (ready := message()) is not None:
+                self.put(ready)
 
         timer = asyncio.get_running_loop().call_later(delay_s, put)
         self._held_back.add(timer)

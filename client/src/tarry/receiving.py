@@ -1,8 +1,9 @@
 """One subscription's side of its stream: what is received, held and given back. No I/O, no threads, no waiting.
 
-Owns: the permits, what is held and declared when a stream is opened again, requests until they are durable
-(acknowledgements, negative ones, extensions of the ack time-out), and dropping what a former owner still sends.
-Does not own: the stream (`tarry.streams`); the account of held rows (`tarry.batch`); consumers and plans
+Owns: the permits, what is held and declared when a stream is opened again, sending and repeating requests until they
+are durable (acknowledgements, negative ones, extensions of the ack time-out), and dropping what a former owner sends.
+Does not own: what a request names and is settled with (`tarry.stream_requests`); the stream (`tarry.streams`); the
+account of held rows (`tarry.batch`); what came and was not taken (`tarry.inbox`); consumers and plans
 (`tarry.key_shared_receiving`); who waits for what (`tarry.aio.subscription`).
 
 Permits. `permits` is how many positions may be received and neither acknowledged nor released. They come back when a
@@ -19,6 +20,11 @@ another stream: of what it names only what is held here by that very name is giv
 with what its daemon can do; where that does not know `forwarded`, such requests fail, and what they name is not
 declared: it is handed out again.
 
+Lingering. Acknowledgements may wait a few ms for others, and go out as one request of the wire; each is settled by
+itself. They give their permits back at once, and count as requests that are not durable: a stream that is opened
+meanwhile declares them. Whatever else is sent, but for permits, sends them before it. Where the daemon does not say
+which positions it ignored, none waits.
+
 Whoever drives it settles what a method returns, and only then calls `remove`: who waits until every request is durable
 finds every answer settled.
 """
@@ -27,14 +33,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tarry import attempts, batch, columns, errors, results, retry, streams, wire
+from tarry import attempts, batch, columns, errors, inbox, results, retry, stream_requests, streams, wire
+from tarry.stream_requests import Answer, Request, Settled
 from tarry.v1 import dispatch_pb2
 
 Response: TypeAlias = wire.MessagesColumns | dispatch_pb2.SubscribeResponse
@@ -51,10 +56,8 @@ PERMITS_MAX = 2**32 - 1
 _UNCONFIRMED_PER_PERMIT = 8
 _GRANTS_PER_WINDOW = 4
 
-Answer = TypeVar("Answer")
 Received = TypeVar("Received")
 Rows = TypeVar("Rows", columns.Positions, columns.NackColumns)
-Settled: TypeAlias = streams.Settled[Answer, Any]
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,62 +77,6 @@ class Window:
     def is_worth_a_grant(self) -> bool:
         free = self.free
         return free > 0 and (self.granted == 0 or free * _GRANTS_PER_WINDOW >= self.permits)
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Request(Generic[Answer]):
-    """A request that is not known to be done."""
-
-    request_id: int
-    encode: Callable[[int, Any], bytes]
-    rows: Any
-    """What `encode` encodes; of no use where the request names no positions."""
-    answer: Answer
-    read: Callable[[dispatch_pb2.Done, results.Ignored], object]
-    positions: columns.Positions = batch.NOTHING
-    size_rows: int = 0
-    """Positions that it had at first."""
-    leaving: list[tuple[int, batch.Batch]] = dataclasses.field(default_factory=list)
-    """What is held no longer because of it, by receiver."""
-    attempt: int = 1
-    places: NDArray[np.int64] | None = None
-    """Which of the positions that it had at first it has; None: all."""
-    needs: attempts.Need | None = None
-    """What the daemon has to be able to do."""
-
-    def message(self) -> bytes:
-        return self.encode(self.request_id, self.rows)
-
-    @property
-    def asks_for_nothing(self) -> bool:
-        """Whether nothing is left of the positions that it had."""
-        return bool(self.size_rows) and not self.positions.rows
-
-    def leave_out(self, taken_back: columns.Positions) -> None:
-        """The daemon ignores what it took back before it read this: it is not to be repeated.
-
-        But for what is forwarded: it would come again by the name that failed, which who has that does not take twice.
-        """
-        if self.needs is not None:
-            self.leaving = without(self.leaving, taken_back)
-            return
-        stays = ~batch.members(self.positions, taken_back)
-        if not stays.all():
-            self.rows, self.positions = self.rows.take(stays), self.positions.take(stays)
-            self.places = (np.arange(self.size_rows) if self.places is None else self.places)[stays]
-            self.leaving = without(self.leaving, taken_back)
-
-    def settled(self, done: dispatch_pb2.Done) -> Settled[Answer]:
-        ignored = results.Ignored.from_message(done, self.positions.rows)
-        if self.places is not None:
-            ignored = ignored.placed(self.places, self.size_rows)
-        return streams.Settled(self.request_id, self.answer, self.read(done, ignored), None)
-
-
-def without(held: list[tuple[int, batch.Batch]], positions: columns.Positions) -> list[tuple[int, batch.Batch]]:
-    """What is left of them, by receiver."""
-    left = [(receiver, part.take(~batch.members(part.positions, positions))) for receiver, part in held]
-    return [(receiver, part) for receiver, part in left if len(part)]
 
 
 def distinct(held: list[tuple[int, batch.Batch]]) -> list[tuple[int, batch.Batch]]:
@@ -157,15 +104,30 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
     """
 
     def __init__(
-        self, topic: str, subscription: str, windows: dict[int, Window], *, rows_max: int, policy: retry.RetryPolicy
+        self,
+        topic: str,
+        subscription: str,
+        windows: dict[int, Window],
+        *,
+        rows_max: int,
+        policy: retry.RetryPolicy,
+        ack_linger_ms: int,
     ) -> None:
         """Nothing is received before a stream is `opened`. Raises InvalidArgument."""
+        columns.check_unsigned("ack_linger_ms", ack_linger_ms, bits=32)
         self._topic = wire.utf8("topic", topic)
         self._subscription = wire.utf8("subscription", subscription)
         self._windows = windows
         self._rows_max = rows_max
         self._policy = policy
-        self._inbox: deque[Received] = deque()
+        self._ack_linger_s = ack_linger_ms / 1000
+        # What is not sent yet though there is a stream, and whether the end of its time will be told.
+        self._lingering: list[Request[Answer]] = []
+        self._lingering_rows = 0
+        self._is_linger_timed = False
+        # Of this stream, by their numbers on the wire.
+        self._joined: dict[int, stream_requests.Joined[Answer]] = {}
+        self._inbox: inbox.Inbox[Received] = inbox.Inbox()
         self._unconfirmed: dict[int, Request[Answer]] = {}
         self._unconfirmed_rows = 0
         self._last_request_id = 0
@@ -196,14 +158,24 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         """Whether every request is durable, or `raise_ended` tells that it will not be."""
         return not self._unconfirmed or self.ended is not None
 
-    def take(self) -> Received | None:
-        """The next of what came; None when there is none yet, or when it is closed. Raises what ended it."""
+    def take(self, max_rows: int = inbox.ROWS_MAX) -> Received | None:
+        """The next of what came, joined with what came behind it where that may be, at most so many rows; None when
+        there is none yet, or when it is closed. Raises what ended it.
+        """
         if self.closed:
             return None
         if self._inbox:
-            return self._inbox.popleft()
+            return self._inbox.take(max_rows, self._receiver_of)
         self.raise_ended()
         return None
+
+    def is_enough(self, max_rows: int) -> bool:
+        """Whether waiting for more would bring `take` nothing."""
+        return self._inbox.is_enough(max_rows) or self.ended is not None or self.closed
+
+    def lingers_s(self, linger_ms: int, now_ms: int) -> float:
+        """How long what came first is still to wait for more, when it waits so long from its coming on."""
+        return max(0, linger_ms - self._inbox.waited_ms(now_ms)) / 1000
 
     def raise_ended(self) -> None:
         """Raises the failure that ended it, if any."""
@@ -218,7 +190,9 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         )
 
     def acknowledge(self, given: batch.HandedOut, promise: Callable[[], Answer]) -> list[Answer]:
-        """Sends acknowledgements, each with an answer that `promise` makes. Raises InvalidArgument, what ended it."""
+        """Sends acknowledgements, now or together with others, each with an answer that `promise` makes. Raises
+        InvalidArgument, what ended it.
+        """
         positions = batch.positions_of(given)
         self._check_open()
         requests = [
@@ -279,9 +253,23 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         positions = batch.positions_of(given)
         self._check_open()
         if self._sending is not None:
+            self.send_lingering()
             for part in columns.parts(positions, self._rows_max):
                 self._sending.put(wire.encode_acknowledge(0, part))
         self._give_back(given, positions, [])
+
+    def send_lingering(self) -> None:
+        """Sends the acknowledgements that wait for others, without waiting any longer."""
+        lingering, self._lingering, self._lingering_rows = self._lingering, [], 0
+        if self._sending is None:
+            return
+        for group in stream_requests.joinable(lingering, self._rows_max):
+            if len(group) == 1:
+                self._sending.put(group[0].message())
+                continue
+            joined = stream_requests.Joined(self._next_request_id(), group)
+            self._joined[joined.request_id] = joined
+            self._sending.put(joined.message())
 
     def release(self, given: batch.Batch) -> None:
         """Takes the permits back. Raises what ended it."""
@@ -315,6 +303,9 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         match response.WhichOneof("response"):
             case "messages":
                 return self._take_in(wire.messages_columns(response.messages)), []
+            case "done" if response.done.request_id in self._joined:
+                settled_together = self._settled_together(response.done)
+                return any(each.error is None for each in settled_together), settled_together
             case "done":
                 settled = self._settled(response.done)
                 return settled is not None and settled.error is None, [] if settled is None else [settled]
@@ -330,13 +321,13 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
 
     def interrupted(self, error: errors.TarryError) -> list[Settled[Answer]]:
         """The stream is gone and will be opened again: the requests that cannot be repeated."""
-        self._opening = self._sending = self._features = None
+        self._forget_stream()
         self.last_error = error
         return []
 
     def failed(self, error: errors.TarryError) -> list[Settled[Answer]]:
         """There will be no other stream: every request that is not durable."""
-        self._opening = self._sending = self._features = None
+        self._forget_stream()
         self.ended = error
         return [streams.Settled(number, request.answer, None, error) for number, request in self._unconfirmed.items()]
 
@@ -390,13 +381,46 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         return self._last_request_id
 
     def _send(self, request: Request[Answer]) -> Request[Answer]:
-        """Sends it now, and on every stream until it is answered. Raises InvalidArgument: the wire cannot hold it."""
-        message = request.message()
+        """Sends it now, an acknowledgement after lingering, and on every stream until it is answered. Raises
+        InvalidArgument: the wire cannot hold it.
+        """
+        message = None if self._may_linger(request) else request.message()
         self._unconfirmed[request.request_id] = request
         self._unconfirmed_rows += request.size_rows
         if self._sending is not None:
-            self._sending.put(message)
+            if message is None:
+                self._linger(request)
+            else:
+                self.send_lingering()
+                self._sending.put(message)
         return request
+
+    def _may_linger(self, request: Request[Answer]) -> bool:
+        """Whether it may be sent together with others. An answer without indexes cannot be shared out."""
+        if not self._ack_linger_s or not request.is_acknowledgement:
+            return False
+        return self._features is not None and attempts.HANDOUT_NAMES in self._features
+
+    def _linger(self, request: Request[Answer]) -> None:
+        """Has an acknowledgement wait for others; the stream is open."""
+        self._lingering.append(request)
+        self._lingering_rows += request.size_rows
+        if self._lingering_rows >= self._rows_max:
+            self.send_lingering()
+        elif not self._is_linger_timed and self._sending is not None:
+            self._is_linger_timed = True
+            self._sending.put_after(self._ack_linger_s, self._end_linger)
+
+    def _end_linger(self) -> None:
+        """The time is over. It may be that of what was sent already; then what came since waits less."""
+        self._is_linger_timed = False
+        self.send_lingering()
+
+    def _forget_stream(self) -> None:
+        """It is gone, with everything that was sent or waited to be sent on it."""
+        self._opening = self._sending = self._features = None
+        self._lingering, self._lingering_rows, self._is_linger_timed = [], 0, False
+        self._joined = {}
 
     def _give_back(self, given: batch.HandedOut, positions: columns.Positions, requests: list[Request[Answer]]) -> None:
         """The positions are held no longer; the requests say why."""
@@ -425,7 +449,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
             if number in self._windows
         ]
         # What was redelivered before its negative acknowledgement was answered is both, or in two requests.
-        return held, without(distinct(leaving), batch.concatenate([part.positions for _, part in held]))
+        return held, stream_requests.without(distinct(leaving), batch.concatenate([part.positions for _, part in held]))
 
     @property
     def _is_bounded(self) -> bool:
@@ -450,6 +474,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         self.epoch = opened.epoch
         self._sending = self._opening
         settled = [each for request in self._unconfirmed.values() if (each := self._repeat(request)) is not None]
+        self.send_lingering()
         self._grant(self._windows.items())
         self.streams_opened += 1
         self.rebuild_needed = tuple(results.RebuildNeeded.from_message(each) for each in opened.rebuild_needed)
@@ -458,8 +483,11 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
     def _repeat(self, request: Request[Answer]) -> Settled[Answer] | None:
         """Sends it on a new stream; or what it is settled with because there is nothing to ask for any more."""
         if request.asks_for_nothing:
-            return request.settled(dispatch_pb2.Done())
-        if self._sending is not None:
+            return request.settled_unsent()
+        if self._may_linger(request):
+            self._lingering.append(request)
+        elif self._sending is not None:
+            self.send_lingering()
             self._sending.put(request.message())
         return None
 
@@ -481,7 +509,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
             raise error
         if request.asks_for_nothing:
             # All of it was taken back before it was sent again.
-            return request.settled(done)
+            return request.settled_unsent()
         if errors.is_retryable(error) and self._sending is not None:
             self._sending.put_after(self._policy.delay_s(error, request.attempt), request.message)
             request.attempt += 1
@@ -489,17 +517,48 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
             return None
         return streams.Settled(done.request_id, request.answer, None, error)
 
+    def _settled_together(self, done: dispatch_pb2.Done) -> list[Settled[Answer]]:
+        """What the answer to joined acknowledgements settles."""
+        joined = self._joined[done.request_id]
+        if not self._is_of_owner(done.epoch):
+            return []
+        if not done.HasField("error"):
+            del self._joined[done.request_id]
+            return joined.settled(done)
+        error = errors.from_status(done.error)
+        if isinstance(error, errors.NotOwner):
+            raise error
+        if errors.is_retryable(error) and self._sending is not None:
+            self._sending.put_after(self._policy.delay_s(error, joined.attempt), joined.message)
+            joined.attempt += 1
+            self.last_error = error
+            return []
+        # One of them may be wrong, and the others are not: each is asked for by itself.
+        del self._joined[done.request_id]
+        for member in joined.members:
+            if self._sending is not None and not member.asks_for_nothing:
+                self._sending.put(member.message())
+        return [member.settled_unsent() for member in joined.members if member.asks_for_nothing]
+
 
 class SharedReceiving(Receiving[Answer, batch.Batch]):
     """A SHARED subscription: one receiver, any position."""
 
     def __init__(
-        self, topic: str, subscription: str, *, permits: int, rows_max: int, policy: retry.RetryPolicy
+        self,
+        topic: str,
+        subscription: str,
+        *,
+        permits: int,
+        rows_max: int,
+        policy: retry.RetryPolicy,
+        ack_linger_ms: int = 0,
     ) -> None:
         """`permits` are those of its one receiver. Raises InvalidArgument."""
         check_permits(permits)
         self._window = Window(permits)
-        super().__init__(topic, subscription, {0: self._window}, rows_max=rows_max, policy=policy)
+        windows = {0: self._window}
+        super().__init__(topic, subscription, windows, rows_max=rows_max, policy=policy, ack_linger_ms=ack_linger_ms)
 
     def _open(self) -> bytes:
         held, leaving = self._declared()

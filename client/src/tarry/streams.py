@@ -42,8 +42,8 @@ class Sending(Protocol):
     def put(self, message: bytes) -> None:
         """Sends after what was put before."""
 
-    def put_after(self, delay_s: float, message: Callable[[], bytes]) -> None:
-        """Sends when the delay has passed, unless the stream ends before; what, is asked then."""
+    def put_after(self, delay_s: float, message: Callable[[], bytes | None]) -> None:
+        """Sends when the delay has passed, unless the stream ends before; what, is asked then. None: nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

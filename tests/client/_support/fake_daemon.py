@@ -249,8 +249,9 @@ def take(requests: Requests, kind: str) -> Any:
             return request
 
 
-async def receive(subscription: tarry.aio.Subscription) -> tarry.Batch:
-    received = await subscription.receive(WAIT_S)
+async def receive(subscription: tarry.aio.Subscription, **named: Any) -> tarry.Batch:
+    """The next batch; `named`: of `Subscription.receive`."""
+    received = await subscription.receive(WAIT_S, **named)
     assert received is not None
     return received
 

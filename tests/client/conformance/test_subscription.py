@@ -132,7 +132,7 @@ async def test_permits_come_back_when_a_batch_is_acknowledged_or_released(
     daemon.script(METHOD, step)
     async with client.subscribe("topic", "sub", permits=8) as subscription:
         assert await granted.passed() == 8
-        first, second = await receive(subscription), await receive(subscription)
+        first, second = await receive(subscription, max_rows=4), await receive(subscription, max_rows=4)
         _ = subscription.ack(first)
         assert await granted.passed() == 4
         subscription.release(second)
@@ -160,7 +160,7 @@ async def test_permits_are_granted_again_in_portions(daemon: FakeDaemon, client:
     daemon.script(METHOD, step)
     async with client.subscribe("topic", "sub", permits=100) as subscription:
         for _ in range(50):
-            _ = subscription.ack(await receive(subscription))
+            _ = subscription.ack(await receive(subscription, max_rows=1))
         assert [await granted.passed(), await granted.passed(), await granted.passed()] == [100, 25, 25]
 
 
@@ -186,7 +186,7 @@ async def test_no_permits_are_granted_while_too_much_waits_to_be_durable(
         yield from confirm_all(requests)
 
     daemon.script(METHOD, step)
-    async with client.subscribe("topic", "sub", permits=2) as subscription:
+    async with client.subscribe("topic", "sub", permits=2, ack_linger_ms=0) as subscription:
         for _ in range(8):
             _ = subscription.ack(await receive(subscription))
         assert await subscription.receive(0.05) is None

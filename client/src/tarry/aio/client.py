@@ -252,12 +252,15 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         *,
         permits: int = 10_000,
         create: bool = False,
+        ack_linger_ms: int = 5,
         timeout_s: float | None = None,
     ) -> Subscription:
         """Opens a subscription and returns when its stream is open: `await` it, or enter it with `async with`.
 
         `permits`: how many positions may be received and neither acknowledged nor released.
         `create`: create the subscription, and the topic, if they do not exist.
+        `ack_linger_ms`: how long an acknowledgement waits for others, to be one request with them; 0: not at all. It is
+        that much later durable.
         Raises NotFound; later failures are raised from the iteration, broken streams are opened again.
 
         Example: `async with client.subscribe("flights", "departures") as due: [due.ack(batch) async for batch in due]`
@@ -265,7 +268,9 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         deadline = self._calls.deadline(timeout_s)
         if create:
             await self.create_subscription(topic, subscription, timeout_s=timeout_s)
-        opened = Subscription(self._connections, self._calls, topic, subscription, permits=permits)
+        opened = Subscription(
+            self._connections, self._calls, topic, subscription, permits=permits, ack_linger_ms=ack_linger_ms
+        )
         await self._wait_until_open(opened, deadline)
         return opened
 
@@ -277,6 +282,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         *,
         consumers: Sequence[key_shared.Consumer],
         create: bool = False,
+        ack_linger_ms: int = 5,
         timeout_s: float | None = None,
     ) -> KeySharedSubscription:
         """Opens a subscription for consumers that share its keys in order, and returns when its stream is open.
@@ -292,7 +298,9 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         deadline = self._calls.deadline(timeout_s)
         if create:
             await self.create_subscription(topic, subscription, timeout_s=timeout_s)
-        opened = KeySharedSubscription(self._connections, self._calls, topic, subscription, consumers=consumers)
+        opened = KeySharedSubscription(
+            self._connections, self._calls, topic, subscription, consumers=consumers, ack_linger_ms=ack_linger_ms
+        )
         await self._wait_until_open(opened, deadline)
         return opened
 

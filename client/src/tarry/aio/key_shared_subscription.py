@@ -21,8 +21,9 @@ from tarry.aio import connections, futures, subscription
 class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
     """Made by `Client.subscribe_key_shared`. A context manager, and an iterator of what comes until it is closed.
 
-    What comes: a `ConsumerBatch` for one consumer, `TakenBack`, `PlanAgain`, in the order in which the daemon decided
-    it. The rest is as `Subscription`; permits are those of each `Consumer`.
+    What comes: a `ConsumerBatch` for one consumer, `TakenBack`, `PlanAgain`, for each consumer in the order in which
+    the daemon decided it: batches of a consumer are joined past those of others, and past nothing else. The rest is as
+    `Subscription`; permits are those of each `Consumer`.
 
     Example: `async for event in subscription: match event: case tarry.ConsumerBatch(): send(event.consumer, event)`
     """
@@ -37,9 +38,15 @@ class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
         subscription: str,
         *,
         consumers: Sequence[key_shared.Consumer],
+        ack_linger_ms: int,
     ) -> None:
         state: key_shared_receiving.KeySharedReceiving[Future[Any]] = key_shared_receiving.KeySharedReceiving(
-            topic, subscription, consumers, rows_max=known.rows_max, policy=known.policy
+            topic,
+            subscription,
+            consumers,
+            rows_max=known.rows_max,
+            policy=known.policy,
+            ack_linger_ms=ack_linger_ms,
         )
         super().__init__(shared, known, topic, subscription, state)
 

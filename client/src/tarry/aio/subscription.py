@@ -7,15 +7,46 @@ consumers and plans (`tarry.aio.key_shared_subscription`).
 
 from __future__ import annotations
 
+import time
 from asyncio import Future
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from tarry import batch, calls, columns, errors, on_event_loop, receiving, results, retry, streams
+from tarry import (
+    batch,
+    calls,
+    columns,
+    errors,
+    inbox,
+    on_event_loop,
+    receiving,
+    results,
+    retry,
+    stream_requests,
+    streams,
+)
 from tarry.aio import connections, futures, session
 
 Received = TypeVar("Received")
+
+
+class _Guarded:
+    """What is sent on a stream, where what is sent later is asked for under the guard of who decides it."""
+
+    def __init__(self, sending: streams.Sending, guard: on_event_loop.Condition) -> None:
+        self._sending = sending
+        self._guard = guard
+
+    def put(self, message: bytes) -> None:
+        self._sending.put(message)
+
+    def put_after(self, delay_s: float, message: Callable[[], bytes | None]) -> None:
+        def guarded() -> bytes | None:
+            with self._guard:
+                return message()
+
+        self._sending.put_after(delay_s, guarded)
 
 
 class Receiver(Generic[Received]):
@@ -82,20 +113,37 @@ class Receiver(Generic[Received]):
             raise StopAsyncIteration
         return received
 
-    async def receive(self, timeout_s: float | None = None) -> Received | None:
+    async def receive(
+        self, timeout_s: float | None = None, *, max_rows: int = inbox.ROWS_MAX, linger_ms: int = 0
+    ) -> Received | None:
         """What came next; None, and no empty batch, when nothing came within `timeout_s`, or when the subscription was
         closed: look before you use it. Without `timeout_s` it waits until something comes.
 
-        Example: `if (batch := await subscription.receive(1.0)) is not None: await subscription.ack(batch)`
+        What has arrived is joined into one batch, of one consumer where there are several, of at most `max_rows` rows.
+        `linger_ms`: how long the first of them waits for more, from its coming on and within `timeout_s`, while there
+        are fewer. Iterating receives without lingering. Raises InvalidArgument, or the failure that ended the
+        subscription.
+
+        Example: `batch = await subscription.receive(10, max_rows=1_000, linger_ms=20)`
         """
+        inbox.check(max_rows, linger_ms)
+        state = self._receiving
+        deadline = None if timeout_s is None else retry.Deadline.after(timeout_s)
         with self._changed:
-            await self._changed.wait_for(lambda: self._receiving.has_news, timeout_s)
-            return self._receiving.take()
+            while await self._changed.wait_for(lambda: state.has_news, _left_s(deadline)):
+                if linger_ms:
+                    linger_s = state.lingers_s(linger_ms, time.time_ns() // 1_000_000)
+                    await self._changed.wait_for(lambda: state.is_enough(max_rows), _left_s(deadline, linger_s))
+                if state.has_news:
+                    break
+                # Another caller has taken it meanwhile.
+            return state.take(max_rows)
 
     def ack(self, given: batch.HandedOut) -> Future[results.Ignored]:
         """Acknowledges a batch, a part of one, or columns (`tarry.HandedOut`).
 
-        The future is settled when it is durable, with how many positions were ignored, which and why. A batch names its
+        It is sent together with what else is acknowledged within `ack_linger_ms`; its permits are free at once. The
+        future is settled when it is durable, with how many positions were ignored, which and why. A batch names its
         hand-outs: what came again since, after a negative acknowledgement, is not acknowledged by it. After a reconnect
         the positions that the first try had acknowledged may be ignored.
         Raises InvalidArgument, Closed, or the failure that ended the subscription.
@@ -187,11 +235,12 @@ class Receiver(Generic[Received]):
             self._receiving.release(given)
 
     async def flush(self, timeout_s: float | None = None) -> None:
-        """Waits until every acknowledgement, also every negative one, is durable.
+        """Sends what lingers, and waits until every acknowledgement, also every negative one, is durable.
 
         Raises DeadlineExceeded, or the failure that ended the subscription.
         """
         with self._changed:
+            self._receiving.send_lingering()
             if not await self._changed.wait_for(lambda: self._receiving.is_confirmed, timeout_s):
                 raise self._receiving.unconfirmed(timeout_s)
             self._receiving.raise_ended()
@@ -202,6 +251,7 @@ class Receiver(Generic[Received]):
         What is not acknowledged is handed out again, and unsettled futures fail with Closed.
         """
         with self._changed:
+            self._receiving.send_lingering()
             self._receiving.closed = True
             self._changed.notify_all()
         await self._session.close()
@@ -225,7 +275,8 @@ class Receiver(Generic[Received]):
 
     def opened(self, sending: streams.Sending) -> None:
         with self._changed:
-            refused = self._receiving.opened(sending, self._lifetime.features or frozenset())
+            guarded = _Guarded(sending, self._changed)
+            refused = self._receiving.opened(guarded, self._lifetime.features or frozenset())
         self._settle(refused)
 
     def received(self, response: receiving.Response) -> bool:
@@ -247,7 +298,7 @@ class Receiver(Generic[Received]):
             self._changed.notify_all()
         self._settle(left)
 
-    def _settle(self, settled: Iterable[receiving.Settled[Future[Any]]]) -> None:
+    def _settle(self, settled: Iterable[stream_requests.Settled[Future[Any]]]) -> None:
         for each in settled:
             futures.settle(each)
             with self._changed:
@@ -266,9 +317,27 @@ class Subscription(Receiver[batch.Batch]):
     """
 
     def __init__(
-        self, shared: connections.Connections, known: calls.Calls, topic: str, subscription: str, *, permits: int
+        self,
+        shared: connections.Connections,
+        known: calls.Calls,
+        topic: str,
+        subscription: str,
+        *,
+        permits: int,
+        ack_linger_ms: int,
     ) -> None:
         state: receiving.SharedReceiving[Future[Any]] = receiving.SharedReceiving(
-            topic, subscription, permits=permits, rows_max=known.rows_max, policy=known.policy
+            topic,
+            subscription,
+            permits=permits,
+            rows_max=known.rows_max,
+            policy=known.policy,
+            ack_linger_ms=ack_linger_ms,
         )
         super().__init__(shared, known, topic, subscription, state)
+
+
+def _left_s(deadline: retry.Deadline | None, at_most_s: float | None = None) -> float | None:
+    """How long to wait, in seconds; None: as long as it takes."""
+    bounds = [at_most_s, None if deadline is None else deadline.remaining_s()]
+    return min((each for each in bounds if each is not None), default=None)

@@ -133,9 +133,9 @@ def _print_batch(received: batch.Batch, *, as_json: bool) -> None:
         besides["lease_ms"] = received.lease_ms
     if isinstance(received, key_shared.ConsumerBatch):
         besides |= {"consumer": received.consumer.name, "consumer_id": received.consumer_id}
-    received_text = output.time_text(received.received_at_ms)
     lines = [
-        json.dumps(row | besides) if as_json else f"{received_text}  {_text(row | besides)}" for row in _rows(received)
+        json.dumps(row | besides) if as_json else f"{output.time_text(row['received_at_ms'])}  {_text(row | besides)}"
+        for row in _rows(received)
     ]
     if lines:
         click.echo("\n".join(lines))
@@ -144,8 +144,9 @@ def _print_batch(received: batch.Batch, *, as_json: bool) -> None:
 def _rows(received: batch.Batch) -> Iterator[dict[str, Any]]:
     """A position a row; None for what it has not: a batch index, a key hash, a time that it was scheduled for."""
     hashes = [None] * len(received) if received.key_hash is None else received.key_hash.tolist()
-    named = (received.ledger_id, received.entry_id, received.deliver_at_ms, received.lateness_ms)
-    for ledger_id, entry_id, deliver_at_ms, late_ms, key_hash, count, index in zip(
+    times = (received.deliver_at_ms, received.received_at_ms_by_row, received.lateness_ms)
+    named = (received.ledger_id, received.entry_id, *times)
+    for ledger_id, entry_id, deliver_at_ms, received_at_ms, late_ms, key_hash, count, index in zip(
         *(column.tolist() for column in named),
         hashes,
         received.redelivery_count.tolist(),
@@ -156,7 +157,7 @@ def _rows(received: batch.Batch) -> Iterator[dict[str, Any]]:
             "ledger_id": ledger_id,
             "entry_id": entry_id,
             "deliver_at_ms": deliver_at_ms,
-            "received_at_ms": received.received_at_ms,
+            "received_at_ms": received_at_ms,
             "lateness_ms": late_ms if deliver_at_ms else None,
             "key_hash": key_hash,
             "epoch": received.epoch,
