@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import itertools
 import math
 from array import array
 from collections.abc import Sequence
@@ -107,11 +108,11 @@ class Batch(Generic[Answer]):
     def columns(self) -> dict[str, NDArray[np.integer]]:
         """By the names of the arguments with which a stream of batches takes them."""
         given: dict[str, NDArray[np.integer]] = {
-            "ledger_id": np.frombuffer(self._ledger_id, np.uint64),
+            "ledger_id": _short(np.frombuffer(self._ledger_id, np.uint64)),
             "entry_id": np.frombuffer(self._entry_id, np.uint64),
-            self.column: np.frombuffer(self._time, np.int32 if self.column == _LEVEL else np.uint64),
+            self.column: _short(np.frombuffer(self._time, np.int32 if self.column == _LEVEL else np.uint64)),
         }
-        hashes = np.frombuffer(self._key_hash, np.uint32)
+        hashes = _short(np.frombuffer(self._key_hash, np.uint32))
         # On the wire the hash 0 is that of a row without a key.
         return given | {"key_hash": hashes} if hashes.any() else given
 
@@ -228,13 +229,15 @@ class Batches(Generic[Answer]):
 
     def take(self, now_s: float) -> Batch[Answer] | None:
         """The batch to be sent now, if any is due."""
-        if not self._ready:
-            for column, batch in list(self._open.items()):
-                if batch and (batch.due_at_s <= now_s or self._is_stuck):
-                    self._ready.append(self._open.pop(column))
-        if not self._ready:
+        lingered = [batch for batch in self._open.values() if batch and (batch.due_at_s <= now_s or self._is_stuck)]
+        # The oldest first: full batches of one kind of time would let none of another pass.
+        batch = min((*itertools.islice(self._ready, 1), *lingered), key=_number_of, default=None)
+        if batch is None:
             return None
-        batch = self._ready.popleft()
+        if batch in lingered:
+            del self._open[batch.column]
+        else:
+            self._ready.popleft()
         batch.on_invalid = self._on_invalid
         self._taken_rows += len(batch)
         return batch
@@ -328,6 +331,11 @@ class Batches(Generic[Answer]):
         if len(batch) > 1 and _may_be_of_some_rows(error, is_returning=is_returning):
             return batch.halves()
         return None
+
+
+def _short(column: NDArray[np.integer]) -> NDArray[np.integer]:
+    """One value for all rows, where it is the same for all."""
+    return column[:1] if (column == column[0]).all() else column
 
 
 def _number_of(batch: Batch[Any]) -> int:
