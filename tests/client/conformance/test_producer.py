@@ -65,7 +65,7 @@ async def test_rows_that_come_together_go_out_together_and_each_is_answered(
     assert request.add == delayed_delivery_pb2.AddMessagesRequest(
         topic="topic",
         subscription="sub",
-        ledger_id=[7, 7, 7],
+        ledger_id=[7],
         entry_id=[0, 1, 2],
         delay_ms=[0, 1, 2],
         key_hash=[0, 1, 2],

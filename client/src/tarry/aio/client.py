@@ -132,9 +132,10 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     ) -> producer.Producer:
         """A producer of single rows, which go out together: what comes within `linger_ms`, or `batch_rows` rows.
 
-        Each row has a future of its own, and a row that cannot be stored fails no other. A row goes out sooner than it
-        would have to where no other may come before it. `max_outstanding`: how many rows may be unanswered; `add` waits
-        for room, at most `timeout_s`. `timeout_s` also bounds how long a batch is sent again after failures.
+        Each row has a future of its own, and a row that cannot be stored fails no other.
+        `max_outstanding`: how many rows may be unanswered; `add` waits for room, at most `timeout_s`. Where so many
+        wait and none is on its way, they go out at once. `timeout_s` also bounds how long a batch is sent again after
+        failures.
         `already_due`, `subscription`: as of `add`, for every row. Raises InvalidArgument.
 
         Example: `async with client.producer("flights") as producer: await producer.add(1, 7, delay_ms=5_000)`
