@@ -206,6 +206,15 @@ def test_batches_that_a_daemon_does_not_know_how_to_return_rows_of_are_sent_agai
     assert batches.outstanding == 0
 
 
+def test_what_is_sent_again_goes_before_what_came_after_it() -> None:
+    batches = make(rows_max=2)
+    for entry in range(6):
+        put(batches, entry)
+    for batch in [take(batches), take(batches)]:
+        assert batches.outcomes(batch, None, tarry.ResourceExhausted("2 rows, the limit is 1")) is None
+    assert [take(batches).answers for _ in range(5)] == [[0], [1], [2], [3], [4, 5]]
+
+
 def refused_for(batch: Batch, bad: set[int]) -> tarry.TarryError | None:
     return tarry.OutOfRange("delay_ms") if bad & set(batch.columns()["entry_id"].tolist()) else None
 

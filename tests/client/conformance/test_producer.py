@@ -51,6 +51,12 @@ def refuse_bad(requests: Requests, context: grpc.ServicerContext) -> Iterator[An
         yield refused(request, status(code_pb2.OUT_OF_RANGE, f"delay_ms is {BAD}")) if too_long else added(request)
 
 
+def refuse_the_second(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+    yield added(requests.take())
+    yield refused(requests.take(), status(code_pb2.NOT_FOUND, "no such subscription"))
+    yield from accept_all(requests, context)
+
+
 async def test_rows_that_come_together_go_out_together_and_each_is_answered(
     daemon: FakeDaemon, client: tarry.aio.Client
 ) -> None:
@@ -97,10 +103,13 @@ async def test_a_full_batch_goes_out_at_once(daemon: FakeDaemon, client: tarry.a
 
 
 async def test_a_batch_is_no_larger_than_a_request_may_be(daemon: FakeDaemon, connect: Connect) -> None:
-    daemon.script(METHOD, accept_all)
-    async with connect(daemon.address, rows_per_request=2).producer("topic", linger_ms=LONG_MS) as producer:
-        for entry in range(5):
-            _ = await producer.add(7, entry, delay_ms=5)
+    daemon.script(METHOD, refuse_the_second)
+    producer = connect(daemon.address, rows_per_request=2).producer("topic", linger_ms=LONG_MS)
+    answers = [await producer.add(7, entry, delay_ms=5) for entry in range(5)]
+    with pytest.raises(tarry.NotFound):
+        await producer.flush()
+    assert [await answers[entry] for entry in (0, 1, 4)] == [STORED] * 3, "the failure is of one request"
+    await producer.close()
     assert entries_of(daemon) == [[0, 1], [2, 3], [4]]
 
 
@@ -159,11 +168,6 @@ async def test_what_a_broken_stream_left_unanswered_is_sent_again(daemon: FakeDa
 
 
 async def test_a_failed_request_fails_its_rows_and_no_others(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
-    def refuse_the_second(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        yield added(requests.take())
-        yield refused(requests.take(), status(code_pb2.NOT_FOUND, "no such subscription"))
-        yield from accept_all(requests, context)
-
     daemon.script(METHOD, refuse_the_second)
     producer = client.producer("topic", linger_ms=LONG_MS, batch_rows=2)
     answers = [await producer.add(7, entry, delay_ms=5) for entry in range(6)]
@@ -245,13 +249,14 @@ async def test_a_row_that_is_no_row_is_refused_before_it_is_sent(daemon: FakeDae
 
 
 async def test_who_cancels_an_answer_takes_no_row_back_and_disturbs_no_other(
-    daemon: FakeDaemon, client: tarry.aio.Client
+    daemon: FakeDaemon, client: tarry.aio.Client, kind: str
 ) -> None:
     daemon.script(METHOD, accept_all)
     async with client.producer("topic", linger_ms=LONG_MS) as producer:
         answers = [await producer.add(7, entry, delay_ms=5) for entry in range(3)]
-        answers[1].cancel()
+        assert answers[1].cancel() == (kind == "event loop")
         await producer.flush()
+        assert answers[1].cancelled() or await answers[1] == STORED
         assert [await answers[0], await answers[2]] == [STORED] * 2
     assert entries_of(daemon) == [[0, 1, 2]]
 
