@@ -30,6 +30,7 @@ from benchmarks import (
     memory,
     nack,
     nack_memory,
+    producer,
     redis_batches,
     redis_server,
     report,
@@ -49,6 +50,7 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
     module.NAME: module.run
     for module in (
         add,
+        producer,
         drain,
         nack,
         burst,

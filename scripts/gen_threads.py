@@ -40,6 +40,9 @@ PHRASES = {
     "`answer = await stream.add(7, np.arange(1_000), deliver_at_ms=due); print((await answer).accepted)`": (
         "`stream.add(7, np.arange(1_000), deliver_at_ms=due).result().accepted`"
     ),
+    "`answer = await producer.add(7, 1_000, deliver_at_ms=due); print((await answer).raised_deliver_at_ms)`": (
+        "`producer.add(7, 1_000, deliver_at_ms=due).result().raised_deliver_at_ms`"
+    ),
     "`ignored = await subscription.ack(batch)`": "`subscription.ack(batch).result()`",
     "`ignored = await subscription.extend(batch)`": "`subscription.extend(batch).result()`",
     '`await subscription.add_consumer(tarry.Consumer("gate-3"))`': (

@@ -82,6 +82,7 @@ from tarry.inspection import (
 from tarry.key_order import HashRange, HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tarry.key_shared import HELD, Consumer, ConsumerBatch, PlanAgain, TakenBack
 from tarry.policies import BucketForm, DelayLevels, SubscriptionPolicy, TopicPolicy
+from tarry.producer_batches import Added
 from tarry.reasons import OnInvalid, Refused, RefusedReason
 from tarry.redelivery import (
     ConstantDelay,
@@ -123,6 +124,7 @@ from tarry.retry import RetryPolicy
 from tarry.threads.add_stream import AddStream
 from tarry.threads.client import Client
 from tarry.threads.key_shared_subscription import KeySharedSubscription
+from tarry.threads.producer import Producer
 from tarry.threads.subscription import Subscription
 
 __all__ = [
@@ -134,6 +136,7 @@ __all__ = [
     "Aborted",
     "AddResult",
     "AddStream",
+    "Added",
     "AlreadyDue",
     "AlreadyExists",
     "BacklogPage",
@@ -210,6 +213,7 @@ __all__ = [
     "Position",
     "PositionRange",
     "Positions",
+    "Producer",
     "RebuildNeeded",
     "RecordedDeletes",
     "RedeliveryPolicy",

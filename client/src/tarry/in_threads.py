@@ -22,6 +22,7 @@ import grpc
 
 from tarry import channels
 
+T = TypeVar("T")
 Response = TypeVar("Response")
 ResponseOut = TypeVar("ResponseOut", covariant=True)
 
@@ -33,11 +34,17 @@ CHANNEL_CLOSED = ValueError
 _MESSAGES_END = object()
 
 
-def promise() -> concurrent.futures.Future[Any]:
+class Promise(concurrent.futures.Future[T]):
     """A future whose `cancel` has no effect: the request is on its way."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()
-    return future
+
+    # To say of each that it runs (`set_running_or_notify_cancel`) would take as long as making it: 0.6 us.
+    def cancel(self) -> bool:
+        return False
+
+
+def promise() -> concurrent.futures.Future[Any]:
+    """A future whose `cancel` has no effect."""
+    return Promise()
 
 
 def open_channel(address: str) -> grpc.Channel:

@@ -13,6 +13,7 @@ from tarry.aio import session
 PAIRS = [
     (tarry.Client, tarry.aio.Client),
     (tarry.AddStream, tarry.aio.AddStream),
+    (tarry.Producer, tarry.aio.Producer),
     (tarry.Subscription, tarry.aio.Subscription),
     (tarry.KeySharedSubscription, tarry.aio.KeySharedSubscription),
 ]

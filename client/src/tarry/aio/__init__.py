@@ -1,8 +1,8 @@
 """The client for programs on an asyncio event loop.
 
-Owns: `Client`, `AddStream`, `Subscription` and `KeySharedSubscription` with the names, arguments, defaults, failures
-and behaviour of those in `tarry`; what waits there is awaited here. Batches, results, policies and failures are the
-same classes.
+Owns: `Client`, `AddStream`, `Producer`, `Subscription` and `KeySharedSubscription` with the names, arguments, defaults,
+failures and behaviour of those in `tarry`; what waits there is awaited here. Batches, results, policies and failures
+are the same classes.
 Does not own: any rule: requests, retries, permits and what is held are decided by the code that `tarry` uses.
 
 Each behaviour is written here: `scripts/gen_threads.py` makes the client of threads, `tarry.threads`, from this one.
@@ -24,7 +24,8 @@ A client belongs to the event loop that it is first used on, and is used by that
 from tarry.aio.add_stream import AddStream
 from tarry.aio.client import Client
 from tarry.aio.key_shared_subscription import KeySharedSubscription
+from tarry.aio.producer import Producer
 from tarry.aio.subscription import Subscription
 from tarry.on_event_loop import Opening
 
-__all__ = ["AddStream", "Client", "KeySharedSubscription", "Opening", "Subscription"]
+__all__ = ["AddStream", "Client", "KeySharedSubscription", "Opening", "Producer", "Subscription"]

@@ -2,7 +2,8 @@
 
 Owns: the calls that a program makes, their arguments, defaults and meaning.
 Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.attempts`), streams
-(`tarry.aio.add_stream`, `tarry.aio.subscription`, `tarry.aio.key_shared_subscription`).
+(`tarry.aio.add_stream`, `tarry.aio.subscription`, `tarry.aio.key_shared_subscription`), producers
+(`tarry.aio.producer`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from tarry import batch, calls, channels, columns, key_shared, on_event_loop, policies, reasons, results, retry
-from tarry.aio import add_stream, connections, deleting, inspecting, operating
+from tarry.aio import add_stream, connections, deleting, inspecting, operating, producer
 from tarry.aio.key_shared_subscription import KeySharedSubscription
 from tarry.aio.subscription import Receiver, Subscription
 
@@ -56,7 +57,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
             rows_max=rows_per_request,
             bytes_max=request_bytes,
         )
-        self._streams: weakref.WeakSet[add_stream.AddStream | Receiver[Any]] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[add_stream.AddStream | producer.Producer | Receiver[Any]] = weakref.WeakSet()
 
     # The publish path.
 
@@ -118,6 +119,41 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         )
         self._streams.add(stream)
         return stream
+
+    def producer(
+        self,
+        topic: str,
+        *,
+        linger_ms: float = 5,
+        batch_rows: int = 1_000,
+        max_outstanding: int = 10_000,
+        already_due: results.AlreadyDue = results.AlreadyDue.DELIVER,
+        subscription: str | None = None,
+        timeout_s: float | None = None,
+    ) -> producer.Producer:
+        """A producer of single rows, which go out together: what comes within `linger_ms`, or `batch_rows` rows.
+
+        Each row has a future of its own, and a row that cannot be stored fails no other.
+        `max_outstanding`: how many rows may be unanswered; `add` waits for room, at most `timeout_s`. Where so many
+        wait and none is on its way, they go out at once. `timeout_s` also bounds how long a batch is sent again after
+        failures.
+        `already_due`, `subscription`: as of `add`, for every row. Raises InvalidArgument.
+
+        Example: `async with client.producer("flights") as producer: await producer.add(1, 7, delay_ms=5_000)`
+        """
+        made = producer.Producer(
+            self._connections,
+            self._calls,
+            topic,
+            subscription,
+            linger_ms=linger_ms,
+            batch_rows=batch_rows,
+            max_outstanding=max_outstanding,
+            already_due=already_due,
+            timeout_s=timeout_s,
+        )
+        self._streams.add(made)
+        return made
 
     async def cancel(
         self,

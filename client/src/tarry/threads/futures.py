@@ -7,11 +7,11 @@ Does not own: making them (`tarry.in_threads`), and what the answers mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-from tarry import in_threads, streams
+from tarry import errors, in_threads, streams
 
 T = TypeVar("T")
 
@@ -22,6 +22,19 @@ def settle(settled: streams.Settled[Any, Any]) -> None:
         _succeed(settled.answer, settled.result)
     else:
         _fail(settled.answer, settled.error)
+
+
+def settle_each(promised: Sequence[Future[Any]], outcomes: Sequence[object]) -> None:
+    """Gives each future its result, or the TarryError that it fails with."""
+    for future, outcome in zip(promised, outcomes, strict=True):
+        if isinstance(outcome, errors.TarryError):
+            _fail(future, outcome)
+            continue
+        try:
+            future.set_result(outcome)
+        except InvalidStateError:
+            # Its caller has cancelled it; to ask each before would cost more.
+            continue
 
 
 def whole(parts: list[Future[T]], combine: Callable[[list[T]], T]) -> Future[T]:

@@ -88,6 +88,9 @@ class _Client(_Threaded):
     def add_stream(self, *arguments: Any, **named: Any) -> _AddStream:
         return _AddStream(self._wrapped.add_stream(*arguments, **named))
 
+    def producer(self, *arguments: Any, **named: Any) -> _AddStream:
+        return _AddStream(self._wrapped.producer(*arguments, **named))
+
     def subscribe(self, *arguments: Any, **named: Any) -> tarry.aio.Opening[Any]:
         async def opening() -> Any:
             return _Subscription(await in_thread(self._wrapped.subscribe, *arguments, **named))
