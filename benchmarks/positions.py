@@ -1,4 +1,4 @@
-"""What the ids of a Redis stream cost as positions: bytes a row stored and resident, and rows a second added.
+"""What the ids of a Redis stream cost as positions: bytes a row stored and resident, rows a second added, CPU a row.
 
 An id is a time in ms and a sequence number within it. The ledger is the minute or the hour of an id, or 0 for all; the
 entry is what remains, with the sequence number in its low bits. Or the ledger is the sequence number and the entry the
@@ -85,7 +85,7 @@ def run(bench: workbench.Workbench) -> report.Result:
     rounds.run({name: functools.partial(_turn, bench, rounds, rows, name) for name, rows in contenders.items()})
     figures = [
         rounds.figure(f"{name}: {what}", unit)
-        for what, unit in (("stored", "B/row"), ("resident", "B/row"), ("added", "rows/s"))
+        for what, unit in (("stored", "B/row"), ("resident", "B/row"), ("added", "rows/s"), ("server's CPU", "us/row"))
         for name in contenders
     ]
     parameters: dict[str, report.Value] = {"rows": count, "bits": BITS}
@@ -104,16 +104,18 @@ def _stream(rows: int, rows_per_s: int, *, seed: int) -> Stream:
 
 def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, rows: load.Rows, name: str) -> Mapping[str, float]:
     with bench.daemon() as daemon, tarry.Client(daemon.address) as client:
-        idle = daemon.usage().resident_bytes
+        idle = daemon.usage()
         added = tarry_load.add(client, NAME, rows, batch_rows=bench.batch_rows, in_flight=bench.in_flight)
         rounds.check_count(name, added.accepted, len(rows))
         time.sleep(bench.rest_s)
-        resident = daemon.usage().resident_bytes - idle
+        used = daemon.usage()
         client.seal(NAME)
         stats = client.stats(NAME)
         rounds.check_count(f"{name}, in buckets", stats.pending - stats.mutable_rows, len(rows))
     return {
         f"{name}: stored": stats.bucket_bytes / len(rows),
-        f"{name}: resident": resident / len(rows),
+        f"{name}: resident": (used.resident_bytes - idle.resident_bytes) / len(rows),
         f"{name}: added": len(rows) / added.seconds,
+        # Seals that end after the last answer included.
+        f"{name}: server's CPU": (used.cpu_s - idle.cpu_s) / len(rows) * 1e6,
     }
