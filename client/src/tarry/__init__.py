@@ -1,12 +1,12 @@
 """Client of Tarry, the scheduling daemon for delayed positions.
 
 Owns: the generated wire types (`tarry.v1`), the client library over them, for threads and for an event loop
-(`tarry.aio`), and the `tarry` command (extra `cli`).
+(`tarry.aio`), positions of logs (`tarry.positions`), and the `tarry` command (extra `cli`).
 
 Does not own: anything of the daemon; this package lives in other people's environments.
 """
 
-from tarry import aio
+from tarry import aio, positions
 from tarry.batch import Batch, HandedOut, Leased
 from tarry.channels import DEFAULT_TARGET
 from tarry.columns import NO_BATCH_INDEX, Positions
@@ -254,4 +254,5 @@ __all__ = [
     "Withdrawn",
     "aio",
     "key_hash",
+    "positions",
 ]
