@@ -472,7 +472,7 @@ class Requests:
         topics = [topic.served for shard in self._engine.shards.values() for topic in shard.topics.values()]
         numbers = []
         for count, topic in enumerate(topics, 1):
-            survey = await topic.retention.survey(topic.last_changed_slot)
+            survey = await topic.retention.glance(topic.last_changed_slot)
             numbers.append(topic_inspection.numbers(topic, survey, now_ms))
             if count % TOPICS_A_TURN == 0:
                 await asyncio.sleep(0)

@@ -21,6 +21,9 @@ T = TypeVar("T")
 
 # A look at the topic as a whole is shown so long, and longer while nothing changes.
 SURVEY_MS = 60_000
+# A look takes some microseconds a ledger: of more it is not made for who cannot wait.
+GLANCE_PAGES_MAX = 20_000
+_NOTHING = Survey(None, 0)
 
 
 class TopicRetention:
@@ -53,6 +56,12 @@ class TopicRetention:
             next_after=None if found.is_complete else int(found.ledger_id[-1]),
             as_of_ms=as_of_ms,
         )
+
+    async def glance(self, changed_slot: int) -> Survey:
+        """As `survey`, for who cannot wait: a topic of very many ledgers is as the last survey showed it."""
+        if len(self._core.indexes.places) > GLANCE_PAGES_MAX:
+            return self._survey or _NOTHING
+        return await self.survey(changed_slot)
 
     async def survey(self, changed_slot: int) -> Survey:
         """The topic as a whole, as it was at most a minute ago. `changed_slot`: the last slot that changed it."""

@@ -91,3 +91,22 @@ async def test_stats_look_at_most_once_a_minute_and_only_where_something_has_cha
     assert looks == 2, "nothing has changed"
     await trim(one, up_to(99, 4, 5))
     assert await shown() == (None, 0)
+
+
+async def test_a_scrape_makes_no_look_at_a_topic_of_very_many_ledgers(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("daemon.topic.topic_retention.GLANCE_PAGES_MAX", 2)
+    one = await machines.served_by("one")
+
+    async def scraped() -> list[tuple[tuple[int, int] | None, int]]:
+        return [(each.lowest, each.ledgers) for each in await one.call(one.engine.requests._topic_numbers())]
+
+    await one.add("t", 5, [3])
+    assert await scraped() == [((5, 3), 1)]
+    for ledger_id in (1, 2):
+        await one.add("t", ledger_id, [0])
+    await asyncio.sleep(61)
+    assert await scraped() == [((5, 3), 1)]
+    await one.call(one.engine.requests.topic_stats("t"))
+    assert await scraped() == [((1, 0), 3)]
