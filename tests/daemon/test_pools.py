@@ -113,6 +113,18 @@ async def loads(engine: Engine) -> None:
         await asyncio.gather(*(shard.loading.ended.wait() for shard in engine.shards.values()))
 
 
+async def listed(engine: Engine) -> None:
+    """It is known that the topic that is added to is not there: where it is asked for before, it waits for the threads
+    of the loads like one that is.
+    """
+    topic_id = names.topic_id(ADDED_TO)
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            if not any(shard.loading.may_come(topic_id) for shard in engine.shards.values()):
+                return
+            await asyncio.sleep(FOUND_S / 100)
+
+
 async def seals(engine: Engine) -> None:
     await asyncio.gather(*map(engine.requests.seal, topics()))
 
@@ -146,6 +158,8 @@ async def busy(work: Work) -> AsyncIterator[Engine]:
             try:
                 for _ in range(THREADS[work]):
                     assert await asyncio.to_thread(store.waits.acquire, timeout=LIMIT_S)
+                if work is loads:
+                    await listed(engine)
                 yield engine
             finally:
                 held.close()
