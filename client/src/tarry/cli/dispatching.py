@@ -167,17 +167,10 @@ def _rows(received: batch.Batch) -> Iterator[dict[str, Any]]:
 
 
 def _text(row: dict[str, Any]) -> str:
-    parts = [f"ledger {row['ledger_id']}", f"entry {row['entry_id']}"]
+    parts = output.row_texts(row)
     if "consumer" in row:
         parts = [row["consumer"], f"hash {(row['key_hash'] or 0) % HASH_SLOTS}", *parts]
-    if row["batch_index"] is not None:
-        parts.append(f"batch index {row['batch_index']}")
-    # What Tarry was given by a negative acknowledgement alone was never due.
-    if row["deliver_at_ms"]:
-        parts.append(f"due {output.time_text(row['deliver_at_ms'])}")
-    if row["redelivery_count"]:
-        parts.append(f"redelivered {row['redelivery_count']}")
-    elif row["lateness_ms"] is not None:
+    if not row["redelivery_count"] and row["lateness_ms"] is not None:
         parts.append(f"late {row['lateness_ms']} ms")
     return "  ".join(parts)
 

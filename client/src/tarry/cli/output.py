@@ -219,6 +219,19 @@ def batch_indexes(given: NDArray[np.uint32] | None, rows: int) -> list[int | Non
     return [None if index == columns.NO_BATCH_INDEX else index for index in given.tolist()]
 
 
+def row_texts(row: Mapping[str, Any]) -> list[str]:
+    """The parts of a line about a row that is due: its position, its time and how often it came before."""
+    texts = [f"ledger {row['ledger_id']}", f"entry {row['entry_id']}"]
+    if row["batch_index"] is not None:
+        texts.append(f"batch index {row['batch_index']}")
+    # What Tarry was given by a negative acknowledgement alone was never due.
+    if row["deliver_at_ms"]:
+        texts.append(f"due {time_text(row['deliver_at_ms'])}")
+    if row["redelivery_count"]:
+        texts.append(f"redelivered {row['redelivery_count']}")
+    return texts
+
+
 def position_text(position: tuple[int, int] | None) -> str:
     """`ledger:entry`; `-` when there is none."""
     return "-" if position is None else f"{position[0]}:{position[1]}"

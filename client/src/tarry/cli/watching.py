@@ -185,12 +185,4 @@ def _row(
 
 
 def _text(row: dict[str, Any]) -> str:
-    parts = [f"ledger {row['ledger_id']}", f"entry {row['entry_id']}"]
-    if row["batch_index"] is not None:
-        parts.append(f"batch index {row['batch_index']}")
-    # What Tarry was given by a negative acknowledgement alone was never due.
-    if row["deliver_at_ms"]:
-        parts.append(f"due {output.time_text(row['deliver_at_ms'])}")
-    if row["redelivery_count"]:
-        parts.append(f"redelivered {row['redelivery_count']}")
-    return "  ".join([*parts, row["state"].replace("_", " ")])
+    return "  ".join([*output.row_texts(row), row["state"].replace("_", " ")])
