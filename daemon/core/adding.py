@@ -73,7 +73,7 @@ class AddOutcome:
 
     @staticmethod
     def nothing(refused: Refused) -> AddOutcome:
-        """Of a batch of which every row is refused."""
+        """Returns the outcome of a batch of which every row is refused."""
         return AddOutcome(0, 0, _NO_ROWS, 0, _NO_ROWS, np.empty(0, np.uint64), refused)
 
     def placed(self, places: U32, refused: Refused) -> AddOutcome:

@@ -77,8 +77,8 @@ def retained(indexes: Indexes, pages: Sequence[int], ledgers_max: int) -> Genera
                 return _retained(found, is_complete=False)
             ledger_id = page_ledger_id
             known.clear()
-        index = indexes.get(indexes.places.owner_of(page))
-        if index is None or index.index_id in known or not index.pages.is_held(page):
+        index = _holding(indexes, page)
+        if index is None or index.index_id in known:
             continue
         entry_id, page_looks = _lowest(index, page)
         looks += page_looks
@@ -97,8 +97,8 @@ def surveyed(indexes: Indexes) -> Generator[None, None, Survey]:
     looks = 0
     for page in range(len(indexes.places)):
         ledger_id, _ = indexes.places.page_of(page)
-        index = indexes.get(indexes.places.owner_of(page))
-        if index is not None and ledger_id not in ledgers and index.pages.is_held(page):
+        index = _holding(indexes, page)
+        if index is not None and ledger_id not in ledgers:
             buckets = index.that_may_have_page(page)
             looks += len(buckets)
             if any(_first_from(bucket, page << PAGE_BITS) < (page + 1) << PAGE_BITS for bucket in buckets):
@@ -114,6 +114,12 @@ def surveyed(indexes: Indexes) -> Generator[None, None, Survey]:
         entry_id = int(found.lowest_entry_id[0]) if len(found.lowest_entry_id) else 0
         lowest.append((min(ledgers), entry_id))
     return Survey(min(lowest, default=None), len(ledgers))
+
+
+def _holding(indexes: Indexes, page: int) -> Index | None:
+    """The index that a page is of; None where no bucket holds the page any more."""
+    index = indexes.get(indexes.places.owner_of(page))
+    return index if index is not None and index.pages.is_held(page) else None
 
 
 def _lowest(index: Index, page: int) -> tuple[int | None, int]:

@@ -310,19 +310,9 @@ class Topic:
         parts = [(bucket, keys - added) for bucket, keys in parts] if added else parts
         if index is self.index and subscription_id is not None:
             gone, waived = trimming.split(parts, subscription_id, self._others(subscription_id))
-        else:
-            gone, waived = BitMap64.union(BitMap64(), *[keys for _, keys in parts]), BitMap64()
-        return Departure(
-            self.topic_id,
-            self.incarnation,
-            index.pages,
-            gone,
-            GoneReason.TRIMMED,
-            waived,
-            subscription_id or 0,
-            len(gone) + len(waived),
-            index_id=index.index_id,
-        )
+            return self._trimmed(index, gone, len(gone) + len(waived), waived, subscription_id)
+        gone = BitMap64.union(BitMap64(), *[keys for _, keys in parts])
+        return self._trimmed(index, gone, len(gone))
 
     def _departure_of_stand_ins(
         self, index: Index, ranges: LedgerRanges | None, subscription_id: int | None
@@ -333,16 +323,23 @@ class Topic:
         stand_ins = trimming.stand_ins(index, ranges)
         if stand_ins:
             gone = BitMap64.union(*[keys for keys, _ in stand_ins])
-            rows = sum(missing_rows for _, missing_rows in stand_ins)
-            yield Departure(
-                self.topic_id,
-                self.incarnation,
-                index.pages,
-                gone,
-                GoneReason.TRIMMED,
-                rows=rows,
-                index_id=index.index_id,
-            )
+            yield self._trimmed(index, gone, sum(missing_rows for _, missing_rows in stand_ins))
+
+    def _trimmed(
+        self, index: Index, gone: BitMap64, rows: int, waived: BitMap64 | None = None, subscription_id: int = 0
+    ) -> Departure:
+        """What leaves by a trim, which decides of so many rows."""
+        return Departure(
+            self.topic_id,
+            self.incarnation,
+            index.pages,
+            gone,
+            GoneReason.TRIMMED,
+            BitMap64() if waived is None else waived,
+            subscription_id,
+            rows,
+            index_id=index.index_id,
+        )
 
     def _others(self, subscription_id: int | None) -> list[int]:
         return [number for number in self.subscriptions if number != subscription_id]

@@ -58,7 +58,7 @@ class TopicRetention:
         )
 
     async def glance(self, changed_slot: int) -> Survey:
-        """As `survey`, for who cannot wait: a topic of very many ledgers is as the last survey showed it."""
+        """Returns what `survey` does, without waiting long: of a topic of very many ledgers what was shown last."""
         if len(self._core.indexes.places) > GLANCE_PAGES_MAX:
             return self._survey or _NOTHING
         return await self.survey(changed_slot)
