@@ -78,6 +78,12 @@ class Need:
 
 FORWARDED = Need("forwarded", HANDOUT_NAMES)
 """A daemon of before would take a negative acknowledgement that is `forwarded` for one that is not."""
+INVALID_RETURNED = Need("on_invalid", ON_INVALID)
+"""A daemon of before would refuse the whole request for one row."""
+DEAD_LETTER = Need("dead_letter", RETENTION)
+"""A daemon of before would drop what is to become dead letters."""
+RETAINED = Need("retention", RETENTION)
+"""A daemon of before does not know the call."""
 
 
 class Owners:

@@ -197,7 +197,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
     ) -> attempts.Plan[results.Trimmed]:
         asking = self.asking(timeout_s)
         planning.check_names(topic, subscription or "")
-        needs = attempts.Need("dead_letter", attempts.RETENTION) if dead_letter else None
+        needs = attempts.DEAD_LETTER if dead_letter else None
         answers = []
         for part in columns.entry_columns(ledger_id, entry_id).requests(self.rows_max, self.bytes_max):
             request = delayed_delivery_pb2.TrimMessagesRequest(
@@ -413,13 +413,14 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         asked = np.empty(0, np.uint64) if ledger_id is None else np.unique(columns.u64("ledger_id", ledger_id))
         if ledger_id is not None and not len(asked):
             raise errors.InvalidArgument("ledger_id names no ledger; give None for all of them")
-        needs = attempts.Need("retention", attempts.RETENTION)
         pages = []
         for first in range(0, max(1, len(asked)), LEDGERS_PER_REQUEST_MAX):
             ledgers = asked[first : first + LEDGERS_PER_REQUEST_MAX].tolist()
             request = inspect_pb2.GetRetentionRequest(topic=topic, ledger_id=ledgers, page_size=RETENTION_PAGE)
             while True:
-                page = yield from asking.ask(GET_RETENTION, request.SerializeToString(), topic=topic, needs=needs)
+                page = yield from asking.ask(
+                    GET_RETENTION, request.SerializeToString(), topic=topic, needs=attempts.RETAINED
+                )
                 pages.append(page)
                 request.page_token = page.next_page_token
                 if not request.page_token:

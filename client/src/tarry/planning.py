@@ -32,10 +32,8 @@ class Planning:
 
 
 def needs_of(on_invalid: reasons.OnInvalid) -> attempts.Need | None:
-    """What an add needs of a daemon: one of before would refuse the whole request."""
-    if on_invalid is reasons.OnInvalid.RETURN:
-        return attempts.Need("on_invalid", attempts.ON_INVALID)
-    return None
+    """What an add needs of a daemon."""
+    return attempts.INVALID_RETURNED if on_invalid is reasons.OnInvalid.RETURN else None
 
 
 def check_names(topic: str, subscription: str = "") -> None:
