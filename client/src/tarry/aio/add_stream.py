@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from asyncio import Future
 from collections.abc import Iterable
-from types import TracebackType
 
 from tarry import (
     add_requests,
@@ -23,11 +22,11 @@ from tarry import (
     retry,
     streams,
 )
-from tarry.aio import connections, futures, session
+from tarry.aio import connections, futures, leaving, session
 from tarry.v1 import delayed_delivery_pb2
 
 
-class AddStream:
+class AddStream(leaving.FlushedWhenLeft):
     """Made by `Client.add_stream`. A context manager: leaving it waits for every answer, and raises as `flush` does.
 
     Used by one event loop. A stream is opened with the first batch, and again when there is one to send.
@@ -117,19 +116,6 @@ class AddStream:
             self._requests.close()
             self._changed.notify_all()
         await self._session.close()
-
-    async def __aenter__(self) -> AddStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                # By then every request is answered or given up.
-                await self.flush(self._timeout_s)
-        finally:
-            await self.close()
 
     async def _send(
         self, add: bytes, deadline: retry.Deadline, needs: attempts.Need | None

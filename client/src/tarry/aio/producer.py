@@ -10,20 +10,19 @@ from __future__ import annotations
 import functools
 import time
 from asyncio import Future
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tarry import calls, errors, on_event_loop, producer_batches, results
-from tarry.aio import add_stream, connections, futures
+from tarry.aio import add_stream, connections, futures, leaving
 
 # Batches that are small, since they were sent after lingering, are many.
 _IN_FLIGHT = 16
 
 
-class Producer:
+class Producer(leaving.FlushedWhenLeft):
     """Made by `Client.producer`. A context manager: leaving it waits for every answer, and raises as `flush` does.
 
     Used by one event loop.
@@ -127,19 +126,6 @@ class Producer:
         await self._stream.close()
         await self._sending.join()
         self._fail_what_is_left()
-
-    async def __aenter__(self) -> Producer:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                # By then every row is answered or given up.
-                await self.flush(self._timeout_s)
-        finally:
-            await self.close()
 
     # What sends.
 

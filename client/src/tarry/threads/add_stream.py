@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
-from types import TracebackType
 
 from tarry import (
     add_requests,
@@ -24,11 +23,11 @@ from tarry import (
     retry,
     streams,
 )
-from tarry.threads import connections, futures, session
+from tarry.threads import connections, futures, leaving, session
 from tarry.v1 import delayed_delivery_pb2
 
 
-class AddStream:
+class AddStream(leaving.FlushedWhenLeft):
     """Made by `Client.add_stream`. A context manager: leaving it waits for every answer, and raises as `flush` does.
 
     Safe to use from several threads. A stream is opened with the first batch, and again when there is one to send.
@@ -118,19 +117,6 @@ class AddStream:
             self._requests.close()
             self._changed.notify_all()
         self._session.close()
-
-    def __enter__(self) -> AddStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                # By then every request is answered or given up.
-                self.flush(self._timeout_s)
-        finally:
-            self.close()
 
     def _send(self, add: bytes, deadline: retry.Deadline, needs: attempts.Need | None) -> Future[results.AddResult]:
         answer: Future[results.AddResult] = in_threads.promise()

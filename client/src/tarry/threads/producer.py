@@ -11,20 +11,19 @@ from __future__ import annotations
 import functools
 import time
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tarry import calls, errors, in_threads, producer_batches, results
-from tarry.threads import add_stream, connections, futures
+from tarry.threads import add_stream, connections, futures, leaving
 
 # Batches that are small, since they were sent after lingering, are many.
 _IN_FLIGHT = 16
 
 
-class Producer:
+class Producer(leaving.FlushedWhenLeft):
     """Made by `Client.producer`. A context manager: leaving it waits for every answer, and raises as `flush` does.
 
     Safe to use from several threads.
@@ -128,19 +127,6 @@ class Producer:
         self._stream.close()
         self._sending.join()
         self._fail_what_is_left()
-
-    def __enter__(self) -> Producer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                # By then every row is answered or given up.
-                self.flush(self._timeout_s)
-        finally:
-            self.close()
 
     # What sends.
 
