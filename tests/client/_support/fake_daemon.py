@@ -20,6 +20,7 @@ from google.protobuf import descriptor, message_factory
 from google.rpc import error_details_pb2, status_pb2
 
 import tarry
+from tarry import attempts
 from tarry.v1 import (
     admin_pb2,
     cluster_pb2,
@@ -30,8 +31,12 @@ from tarry.v1 import (
 )
 
 WAIT_S = 300.0
-OF_TODAY = cluster_pb2.GetVersionResponse(version="1", api=1, feature=["handout_names"])
+OF_TODAY = cluster_pb2.GetVersionResponse(
+    version="1", api=1, feature=[attempts.HANDOUT_NAMES, attempts.ON_INVALID, attempts.RETENTION]
+)
 """What a daemon says that can do everything."""
+OF_YESTERDAY = cluster_pb2.GetVersionResponse(version="1", api=1, feature=[attempts.HANDOUT_NAMES])
+"""What a daemon says that knows the names of hand-outs alone."""
 LISTENED_TO = inspect_pb2.ListSubscriptionsResponse(subscriptions=[inspect_pb2.SubscriptionStats(subscription="s")])
 """What a topic has in a test that is not about it."""
 _FILES = (admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, ledger_deletion_pb2)

@@ -61,14 +61,10 @@ def test_stats_show_the_topic_and_its_subscriptions(daemon: FakeDaemon, run: Run
     assert (parsed["lowest_position"], parsed["ledgers"]) == ([7, 0], 12)
 
 
-can_say = answer(cluster_pb2.GetVersionResponse(version="1", api=1, feature=["retention"]))
-
-
 def test_what_a_topic_needs_of_its_log_is_shown_by_ledger(daemon: FakeDaemon, run: Run) -> None:
     first = inspect_pb2.GetRetentionResponse(ledger_id=[7], lowest_entry_id=[4], next_page_token="a")
     last = inspect_pb2.GetRetentionResponse(ledger_id=[2**64 - 1], lowest_entry_id=[0])
     last.uncertain.add(first_ledger_id=3, last_ledger_id=5)
-    daemon.script("GetVersion", can_say)
     daemon.script("GetRetention", answer(first), answer(last), answer(first), answer(last))
     result = run("retention", "t", "--ledger", "7")
     assert [line.split("\t") for line in result.stdout.splitlines()[-2:]] == [["7", "4"], [str(2**64 - 1), "0"]]
@@ -82,7 +78,6 @@ def test_what_a_topic_needs_of_its_log_is_shown_by_ledger(daemon: FakeDaemon, ru
 
 
 def test_that_a_topic_needs_nothing_of_its_log_is_said(daemon: FakeDaemon, run: Run) -> None:
-    daemon.script("GetVersion", can_say)
     daemon.script("GetRetention", answer(inspect_pb2.GetRetentionResponse()))
     assert "t has no rows" in run("retention", "t").stderr
     assert json.loads(run("retention", "t", "--json").stdout)["lowest_position"] is None

@@ -12,7 +12,7 @@ import pytest
 from google.rpc import code_pb2
 
 from tarry.cli import output
-from tarry.v1 import cluster_pb2, delayed_delivery_pb2, inspect_pb2
+from tarry.v1 import delayed_delivery_pb2, inspect_pb2
 from tests.client._support.fake_daemon import FakeDaemon, Requests, accept_all, answer, refuse, refused, status
 from tests.client.cli.conftest import Run
 
@@ -88,8 +88,6 @@ def returning(daemon: FakeDaemon, *refused_of_each: tuple[list[int], list[int]])
             )
             yield delayed_delivery_pb2.StreamAddMessagesResponse(request_id=request.request_id, added=added)
 
-    version = cluster_pb2.GetVersionResponse(version="1", api=1, feature=["on_invalid"])
-    daemon.script("GetVersion", answer(version))
     daemon.script("StreamAddMessages", step)
 
 
@@ -252,7 +250,6 @@ def test_a_trim_tells_how_many_rows_it_dropped(daemon: FakeDaemon, run: Run) -> 
 
 
 def test_a_trim_to_dead_letters_goes_on_while_there_are_more(daemon: FakeDaemon, run: Run) -> None:
-    daemon.script("GetVersion", answer(cluster_pb2.GetVersionResponse(version="1", api=1, feature=["retention"])))
     some = delayed_delivery_pb2.TrimMessagesResponse(trimmed=100_000, dead_lettered=100_000, more=True)
     rest = delayed_delivery_pb2.TrimMessagesResponse(trimmed=5, dead_lettered=5)
     daemon.script("TrimMessages", answer(some), answer(rest))

@@ -11,7 +11,7 @@ import pytest
 
 import tarry
 import tarry.aio
-from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests._support.outcomes import nack_result
 from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 from tests.client.conformance._support.deletion_calls import DELETION_CALLS
@@ -167,7 +167,6 @@ async def test_long_columns_are_several_requests_and_one_count(daemon: FakeDaemo
 
 
 async def test_what_a_topic_needs_of_its_log_is_one_answer(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
-    daemon.script("GetVersion", answer(cluster_pb2.GetVersionResponse(version="1", api=1, feature=["retention"])))
     pages = [
         inspect_pb2.GetRetentionResponse(ledger_id=[7, 9], lowest_entry_id=[4, 0], next_page_token="p", as_of_ms=5),
         inspect_pb2.GetRetentionResponse(ledger_id=[20], lowest_entry_id=[1]),

@@ -14,6 +14,7 @@ from tarry.v1 import cluster_pb2, delayed_delivery_pb2, dispatch_pb2
 from tests._support.outcomes import nack_result
 from tests.client._support.fake_daemon import (
     OF_TODAY,
+    OF_YESTERDAY,
     WAIT_S,
     FakeDaemon,
     Gate,
@@ -46,7 +47,7 @@ FORWARDED = (7, 1, 1_000, None, 0)
 of_before = refuse(grpc.StatusCode.UNIMPLEMENTED, "unknown method GetVersion")
 of_today = answer(OF_TODAY)
 nacked = answer(dispatch_pb2.NegativeAcknowledgeResponse())
-of_tomorrow = answer(cluster_pb2.GetVersionResponse(version="2", api=1, feature=["handout_names", "on_invalid"]))
+of_yesterday = answer(OF_YESTERDAY)
 gone = refuse(grpc.StatusCode.UNAVAILABLE, "it stops")
 
 
@@ -79,7 +80,7 @@ async def test_a_daemon_is_asked_once_and_again_after_it_failed(daemon: FakeDaem
 async def test_an_add_that_wants_invalid_rows_back_is_not_sent_to_a_daemon_that_does_not_know_it(
     daemon: FakeDaemon, client: tarry.aio.Client
 ) -> None:
-    daemon.script("GetVersion", of_today)
+    daemon.script("GetVersion", of_yesterday)
     daemon.script("AddMessages", accept)
     with pytest.raises(tarry.Unsupported, match=r"on_invalid.*feature on_invalid.*update the daemon"):
         await client.add("topic", 7, 1, delay_ms=1, on_invalid=RETURN)
@@ -107,7 +108,7 @@ async def test_a_stream_sends_no_such_add_to_a_daemon_that_does_not_know_it_and_
 
 
 async def test_a_stream_asks_once_for_many_batches(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
-    daemon.script("GetVersion", of_tomorrow)
+    daemon.script("GetVersion", of_today)
     daemon.script("StreamAddMessages", accept_all)
     async with client.add_stream("topic") as stream:
         answers = [await stream.add(7, 1, delay_ms=1, on_invalid=RETURN) for _ in range(3)]
@@ -126,7 +127,7 @@ async def test_a_stream_that_opens_again_at_a_daemon_of_before_fails_what_that_d
         context.abort(grpc.StatusCode.UNAVAILABLE, "going down")
         yield
 
-    daemon.script("GetVersion", of_tomorrow, of_before)
+    daemon.script("GetVersion", of_today, of_before)
     daemon.script("StreamAddMessages", leave_two_unanswered, accept_all)
     stream = client.add_stream("topic")
     returned = await stream.add(7, 1, delay_ms=1, on_invalid=RETURN)
@@ -154,7 +155,7 @@ async def test_each_row_that_comes_back_has_its_row_in_the_batch_and_its_reason(
         response(refused_index=[0, 1], refused_reason=[long.value]),
         response(refused_index=[0, 1], refused_reason=[unknown, long.value]),
     ]
-    daemon.script("GetVersion", of_tomorrow)
+    daemon.script("GetVersion", of_today)
     daemon.script("AddMessages", *map(answer, answers))
     client = connect(daemon.address, rows_per_request=2)
     result = await client.add("topic", 7, range(8), delay_ms=[5], on_invalid=RETURN)

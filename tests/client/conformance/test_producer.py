@@ -12,8 +12,9 @@ from google.rpc import code_pb2
 
 import tarry
 import tarry.aio
-from tarry.v1 import cluster_pb2, delayed_delivery_pb2
+from tarry.v1 import delayed_delivery_pb2
 from tests.client._support.fake_daemon import (
+    OF_YESTERDAY,
     FakeDaemon,
     Gate,
     Requests,
@@ -35,7 +36,6 @@ METHOD = "StreamAddMessages"
 LONG_MS = 3_600_000
 STORED = tarry.Added()
 BAD = 1_000
-of_tomorrow = answer(cluster_pb2.GetVersionResponse(version="2", api=1, feature=["handout_names", "on_invalid"]))
 response = delayed_delivery_pb2.AddMessagesResponse
 
 
@@ -60,6 +60,7 @@ def refuse_the_second(requests: Requests, context: grpc.ServicerContext) -> Iter
 async def test_rows_that_come_together_go_out_together_and_each_is_answered(
     daemon: FakeDaemon, client: tarry.aio.Client
 ) -> None:
+    daemon.script("GetVersion", answer(OF_YESTERDAY))
     daemon.script(METHOD, accept_all)
     async with client.producer("topic", linger_ms=LONG_MS, subscription="sub") as producer:
         answers = [await producer.add(7, entry, delay_ms=entry, key_hash=entry) for entry in range(3)]
@@ -197,7 +198,6 @@ async def test_a_daemon_that_returns_invalid_rows_is_asked_to(daemon: FakeDaemon
             )
             yield delayed_delivery_pb2.StreamAddMessagesResponse(request_id=request.request_id, added=result)
 
-    daemon.script("GetVersion", of_tomorrow)
     daemon.script(METHOD, return_the_second)
     producer = client.producer("topic", linger_ms=LONG_MS, already_due=tarry.AlreadyDue.RETURN)
     answers = [await producer.add(7, entry, delay_ms=5) for entry in range(4)]
@@ -215,6 +215,7 @@ async def test_a_daemon_that_returns_invalid_rows_is_asked_to(daemon: FakeDaemon
 
 
 async def test_at_a_daemon_of_before_a_bad_row_fails_no_other(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    daemon.script("GetVersion", answer(OF_YESTERDAY))
     daemon.script(METHOD, refuse_bad)
     producer = client.producer("topic", linger_ms=LONG_MS, batch_rows=8)
     answers = [await producer.add(7, entry, delay_ms=BAD if entry == 3 else 5) for entry in range(16)]
@@ -325,6 +326,7 @@ async def test_a_stream_that_is_refused_for_good_fails_every_row(daemon: FakeDae
 
 
 async def test_leaving_it_raises_the_first_failure(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    daemon.script("GetVersion", answer(OF_YESTERDAY))
     daemon.script(METHOD, refuse_bad)
     with pytest.raises(tarry.OutOfRange):
         async with client.producer("topic") as producer:
@@ -332,6 +334,7 @@ async def test_leaving_it_raises_the_first_failure(daemon: FakeDaemon, client: t
 
 
 async def test_many_who_add_side_by_side_each_get_their_answers(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    daemon.script("GetVersion", answer(OF_YESTERDAY))
     daemon.script(METHOD, refuse_bad)
 
     async def add(ledger: int) -> int:
