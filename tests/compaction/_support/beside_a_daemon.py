@@ -47,6 +47,7 @@ SETTINGS: dict[str, object] = {
 }
 
 COLLECTED_WITHIN_S = 600.0
+SERVED_WITHIN_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +149,15 @@ class Scene:
         assert outcomes <= {Outcome.COMMITTED, Outcome.REPLANNED}, summary.run_results
         self.go_on(turns=2)
         for topic in self.topics:
-            merged = sorted(self.before.live & topic.bucket_names())
-            assert not merged, f"{topic.name}: small buckets are left: {merged}"
+            self._wait_until_served(topic)
         self.check_settled()
+
+    def _wait_until_served(self, topic: LiveTopic) -> None:
+        """A merge that the daemon knows is served when the daemon has read it."""
+        deadline_s = time.monotonic() + SERVED_WITHIN_S
+        while merged := sorted(self.before.live & topic.bucket_names()):
+            assert time.monotonic() < deadline_s, f"{topic.name}: small buckets are left: {merged}"
+            jobs_support.pause(0.2)
 
 
 @contextlib.contextmanager
