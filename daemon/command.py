@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from daemon import config, errors, logs, process_memory
+from daemon.audit_log import AuditLog
+from daemon.door.door import Door
 from storage_backends import object_store, probe, store_opening
 
 # So long may a thread that seals, or reads segments, keep the interpreter from the event loop; Python's own is 5 ms.
@@ -41,19 +43,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
     logs.configure()
     try:
         settings = config.load(options.config, overrides=options.set)
+        door, audit_log = Door(settings.tls, settings.access), AuditLog(settings.access)
     except errors.InvalidArgument as error:
         log.error("%s", error)
         return EXIT_WRONG_CONFIGURATION
     logs.configure(level=settings.log.level, form=settings.log.format)
     process_memory.keep_little()
     try:
-        with contextlib.closing(store_opening.open_store(settings.store)) as store:
+        with contextlib.closing(audit_log), contextlib.closing(store_opening.open_store(settings.store)) as store:
             probed = _probe(store)
             if options.check:
                 probed.result()
                 log.info("configuration and store are in order", extra={"store": settings.store.kind})
                 return 0
-            _serve(settings, store, options.ready_file, probed)
+            _serve(settings, store, options.ready_file, door, audit_log, probed)
     except (errors.TarryError, object_store.StoreError, OSError) as error:
         log.error("cannot serve: %s", error, extra={"kind": type(error).__name__})
         return EXIT_CANNOT_SERVE
@@ -108,12 +111,14 @@ def _serve(
     settings: config.Config,
     store: object_store.ObjectStore,
     ready_file: Path | None,
+    door: Door,
+    audit_log: AuditLog,
     probed: concurrent.futures.Future[None],
 ) -> None:
     from daemon import process
 
     try:
-        asyncio.run(process.serve(settings, store, ready_file, probed=probed))
+        asyncio.run(process.serve(settings, store, ready_file, door=door, audit_log=audit_log, probed=probed))
     except process.NotDrained as error:
         for left in error.left:
             log.error("not finished: %s", left)
