@@ -18,6 +18,7 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -275,6 +276,18 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _write_in_one_step(path: Path, text: str) -> None:
+    """Writes a file for this user alone; a link that stands in its place is replaced, not followed."""
+    file, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+    try:
+        with os.fdopen(file, "w", encoding="utf-8") as unfinished:
+            unfinished.write(text)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
 @dataclasses.dataclass(frozen=True)
 class Ready:
     """What `--ready-file` says: the ports are bound. Health says when the daemon serves."""
@@ -290,7 +303,5 @@ def _announce(settings: config.Config, metrics_address: str, ready_file: Path | 
         grpc=str(settings.daemon.address), metrics=metrics_address, pid=os.getpid(), daemon_id=settings.daemon_id
     )
     if ready_file is not None:
-        unfinished = ready_file.with_name(f"{ready_file.name}.{ready.pid}")
-        unfinished.write_text(json.dumps(dataclasses.asdict(ready)) + "\n", encoding="utf-8")
-        unfinished.replace(ready_file)
+        _write_in_one_step(ready_file, json.dumps(dataclasses.asdict(ready)) + "\n")
     log.info("listening", extra=dataclasses.asdict(ready))
