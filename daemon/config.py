@@ -212,6 +212,12 @@ def _check_owner(path: str, owner: DeletionOwner) -> None:
     _check_port(f"{path}.in_use_url", owner.in_use_url)
     if owner.delete_url is None and owner.in_use_url is None:
         raise errors.InvalidArgument(f"configuration: {path} has neither delete_url nor in_use_url")
+    for name, url in (("delete_url", owner.delete_url), ("in_use_url", owner.in_use_url)):
+        if owner.authorization_file is not None and not owner.insecure and (url or "").startswith("http:"):
+            raise errors.InvalidArgument(
+                f"configuration: {path}.{name} is {url!r}, and the authorization would go there for everybody to read: "
+                f"use https, or set {path}.insecure = true where the network itself keeps strangers out"
+            )
     if not owner.topic_prefixes and not owner.drivers:
         raise errors.InvalidArgument(f"configuration: {path} has neither topic_prefixes nor drivers: it gets no record")
     if owner.drivers and owner.delete_url is None:

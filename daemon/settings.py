@@ -65,8 +65,7 @@ class Daemon(Section, frozen=True):
         bool,
         Meta(
             description="Allow `grpc.listen` and `metrics.listen` on an address that is not loopback without TLS and "
-            "identities, where the network itself keeps strangers out; and authorizations of `deletion.owners` over "
-            "http to another machine.",
+            "identities, where the network itself keeps strangers out.",
         ),
     ] = False
     drain_s: Annotated[
@@ -481,11 +480,16 @@ class DeletionOwner(Section, frozen=True):
             str,
             Meta(
                 min_length=1,
-                description="File with the value of the `Authorization` header; it is read for each request.",
+                description="File with the value of the `Authorization` header; it is read for each request, and goes "
+                "over https only.",
             ),
         ]
         | None
     ) = None
+    insecure: Annotated[
+        bool,
+        Meta(description="Send the authorization over http too, where the network itself keeps strangers out."),
+    ] = False
     timeout_s: Annotated[
         float,
         Meta(
