@@ -30,8 +30,9 @@ def test_without_anything_nothing_is_deleted_by_the_daemon(tmp_path: Path) -> No
 
 
 def test_stores_and_owners_are_read_in_their_order(tmp_path: Path) -> None:
-    more = 'in_use_url = "https://h:8443/u?x=1"\ndrivers = ["tape"]\nauthorization_file = "t"\ninsecure = true\ntimeout_s = 3\n'
-    deletion = load(tmp_path, COLD + DISK.format(path=tmp_path / "offloaded") + BROKERS + more).deletion
+    more = 'in_use_url = "https://h:8443/u?x=1"\ndrivers = ["tape"]\nauthorization_file = "t"\ninsecure = true\n'
+    brokers = BROKERS + more + "timeout_s = 3\n"
+    deletion = load(tmp_path, COLD + DISK.format(path=tmp_path / "offloaded") + brokers).deletion
     assert deletion.object_stores == (
         settings.DeletionObjectStore(name="cold", drivers=("aws-s3",), s3=storage_settings.S3(bucket="b1")),
         settings.DeletionObjectStore(
