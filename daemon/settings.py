@@ -204,7 +204,7 @@ class Tls(Section, frozen=True):
 
 
 class Access(Section, frozen=True):
-    """Who may do what."""
+    """Who may do what ([SECURITY.md](SECURITY.md))."""
 
     identities_file: (
         Annotated[
