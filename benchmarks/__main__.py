@@ -20,6 +20,7 @@ from benchmarks import (
     burst,
     compaction,
     deletions,
+    door_cost,
     drain,
     fair,
     fifo,
@@ -72,6 +73,7 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
         fifo,
         selectors,
         deletions,
+        door_cost,
         compaction,
     )
 }

@@ -77,7 +77,7 @@ async def serve(
     metrics.export_process(daemon_metrics.registry)
     admission = Admission(door, audit_log, daemon_metrics.caller_refused)
     server = Server(settings, admission)
-    settings = _with_identity(settings, server.bind())
+    settings = _with_own_names(settings, server.bind())
     with (
         _own_lock(settings),
         contextlib.closing(ledger_stores.LedgerStores.from_settings(settings)) as stores_of_ledgers,
@@ -167,14 +167,14 @@ async def _end_in_order(engine: Engine, server: Server) -> list[str]:
     return []
 
 
-def _with_identity(settings: config.Config, port: int) -> config.Config:
+def _with_own_names(settings: config.Config, port: int) -> config.Config:
     """The settings with the id and the address that this daemon has."""
     host, _ = config.split_address(settings.grpc.listen)
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     address = settings.daemon.address or _joined(host, port)
-    identity = msgspec.structs.replace(settings.daemon, id=settings.daemon_id, address=address)
-    return msgspec.structs.replace(settings, daemon=identity)
+    named = msgspec.structs.replace(settings.daemon, id=settings.daemon_id, address=address)
+    return msgspec.structs.replace(settings, daemon=named)
 
 
 @contextlib.contextmanager

@@ -292,6 +292,9 @@ class DaemonProcess(ChildProcess):
             "metrics.listen": self.metrics_address,
             **settings,
         }
+        # Health is asked without TLS: over a socket where there is one.
+        socket_path = self._settings.get("grpc.unix_socket")
+        self._health_address = self.address if socket_path is None else f"unix:{socket_path}"
         self._ready_file = directory / f"{name}.ready"
         self._configuration_file = directory / f"{name}.toml"
         self._configuration_file.write_text(configuration)
@@ -317,7 +320,7 @@ class DaemonProcess(ChildProcess):
         """Watches its health until it is SERVING, or NOT_SERVING. Raises `ProcessFailed`."""
         status = _SERVING if serving else _NOT_SERVING
         deadline_s = time.monotonic() + timeout_s
-        with grpc.insecure_channel(self.address) as channel:
+        with grpc.insecure_channel(self._health_address) as channel:
             method = channel.unary_stream(
                 "/grpc.health.v1.Health/Watch",
                 request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -338,7 +341,7 @@ class DaemonProcess(ChildProcess):
 
     def is_serving(self, timeout_s: float = 5.0) -> bool:
         """What its health says now; raises `grpc.RpcError`."""
-        with grpc.insecure_channel(self.address) as channel:
+        with grpc.insecure_channel(self._health_address) as channel:
             method = channel.unary_unary(
                 "/grpc.health.v1.Health/Check",
                 request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

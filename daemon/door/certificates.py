@@ -35,7 +35,7 @@ def read(tls: Tls) -> Certificates:
     try:
         # An encrypted key is refused; without a password OpenSSL would ask the terminal for one.
         context.load_cert_chain(str(tls.cert_file), str(tls.key_file), password="")
-    except (ssl.SSLError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise errors.InvalidArgument(
             f"tls.cert_file {tls.cert_file} and tls.key_file {tls.key_file}: they must be a certificate and its own "
             f"key, both PEM, the key without a password ({error})"

@@ -71,6 +71,11 @@ async def _look(kind: Kind, files: WatchedFiles[Any], refused: Callable[[Kind, b
         log.error("the %s in force stay as they were: %s", kind, error)
         refused(kind, True)
         return False
+    except Exception:
+        # Whoever is revoked later must still be.
+        log.exception("the %s in force stay as they were", kind)
+        refused(kind, True)
+        return False
     if another is not None:
         log.info("%s were read again", kind, extra={"changed": another})
         refused(kind, False)

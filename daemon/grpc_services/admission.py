@@ -4,9 +4,9 @@ Owns: what a call needs (its option `access` in the proto), who makes it, the re
 calls, and the end of those whose identity may do so no longer.
 Does not own: the identities and their file (`daemon.door`), and what a call does.
 
-A call is refused for its caller or its scope before a message of it is read: a stream that stays silent is ended at
-once. Its topic is checked as soon as the request that names it is parsed: in the frame of calls with one request
-(`unary`), and where a stream reads the name. A refusal never depends on what there is.
+A call is refused for its caller or its scope before its message is parsed, and a stream before one is read: one that
+stays silent is ended at once. Its topic is checked as soon as the request that names it is parsed: in the frame of
+calls with one request (`unary`), and where a stream reads the name. A refusal never depends on what there is.
 """
 
 from __future__ import annotations
