@@ -60,6 +60,10 @@ bench: $(SYNCED) ## measure; ARGS goes to the benchmarks
 spark-env: $(SYNCED) ## pack what executors of Spark need into dist/: the code, and its libraries; ARGS='--python 3.12'
 	$(RUN) python scripts/build_spark_env.py $(ARGS)
 
+.PHONY: sbom
+sbom: $(SYNCED) ## write what tarryd is made of into dist/: versions, hashes, licences
+	$(RUN) python scripts/build_sbom.py $(ARGS)
+
 .PHONY: check
 check: lock lint types imports protos generated test ## the gate: everything that must hold before a change lands
 
