@@ -78,8 +78,6 @@ class Identities:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Identities) and self._all == other._all
 
-    __hash__ = None  # type: ignore[assignment]
-
     def of_token(self, token: str) -> Identity | None:
         """Who shows this token; None: nobody."""
         return self._by_token.get(hash_of(token))
@@ -97,7 +95,7 @@ def bearer_of(authorization: str) -> str | None:
 
 def hash_of(token: str) -> str:
     """How the file of identities holds a token."""
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
+    return hashlib.sha256(token.encode()).hexdigest()
 
 
 def read(path: str) -> Identities:

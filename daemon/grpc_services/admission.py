@@ -92,7 +92,8 @@ class Context:
         self.identity: Identity | None = None
         # Known when the request was read, and when the call was over: the audit log tells them.
         self.topic = self.subscription = ""
-        self.outcome: grpc.StatusCode | None = None
+        self.outcome = grpc.StatusCode.UNKNOWN
+        self.is_over = False
         self.is_refused = False
         # Why the call is ended before its time.
         self.ended: errors.TarryError | None = None
@@ -102,7 +103,7 @@ class Context:
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Metadata) -> NoReturn:
         """Ends the call with a status."""
-        self.outcome = code
+        self.outcome, self.is_over = code, True
         await self._abort(code, details, trailing_metadata)
 
     @property
@@ -232,8 +233,7 @@ class Admission:
                 return await self._serve(serve, request, call)
             finally:
                 if rule.audited and not call.is_refused:
-                    outcome = call.outcome or grpc.StatusCode.OK
-                    self._audit_log.tell("call", **call.known(), outcome=outcome.name)
+                    self._audit_log.tell("call", **call.known(), outcome=call.outcome.name)
 
         return handler._replace(**{kind: guarding})
 
@@ -241,7 +241,7 @@ class Admission:
         """Ends the open calls of those who are known no longer, or may do something else now."""
         identities = self.door.identities
         for call, task in list(self._open.items()):
-            if identities is not None and call.outcome is None and call.ended is None:
+            if identities is not None and not call.is_over and call.ended is None:
                 call.ended = call.lost(identities)
                 if call.ended is not None:
                     task.cancel()
@@ -250,10 +250,12 @@ class Admission:
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._open[call] = task
         try:
-            return await serve(request, call)
+            answer = await serve(request, call)
+            call.outcome = grpc.StatusCode.OK
+            return answer
         except asyncio.CancelledError:
             if call.ended is None:
-                call.outcome = call.outcome or grpc.StatusCode.CANCELLED
+                call.outcome = grpc.StatusCode.CANCELLED
                 raise
             task.uncancel()
             await status.abort(call, call.ended)
