@@ -42,6 +42,7 @@ from benchmarks import (
     selectors,
     service,
     stored,
+    tls_cost,
     topics,
     workbench,
 )
@@ -56,6 +57,7 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
         nack,
         burst,
         lateness,
+        tls_cost,
         keys,
         fair,
         life,
