@@ -43,6 +43,7 @@ from benchmarks import (
     selectors,
     service,
     stored,
+    tls_cost,
     topics,
     workbench,
 )
@@ -57,6 +58,7 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
         nack,
         burst,
         lateness,
+        tls_cost,
         keys,
         fair,
         life,
