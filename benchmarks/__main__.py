@@ -20,7 +20,6 @@ from benchmarks import (
     burst,
     compaction,
     deletions,
-    door_cost,
     drain,
     fair,
     fifo,
@@ -75,7 +74,6 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
         fifo,
         selectors,
         deletions,
-        door_cost,
         compaction,
     )
 }
