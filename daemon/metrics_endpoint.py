@@ -7,6 +7,7 @@ Does not own: the series (`daemon.metrics`), the certificate and the identities 
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
@@ -83,6 +84,8 @@ def _server_class(
 
         def handle_error(self, request: Any, client_address: Any) -> None:
             """A caller that goes away, or does not speak TLS, is no event."""
+            if not isinstance(sys.exc_info()[1], OSError):
+                super().handle_error(request, client_address)
 
     return Server
 

@@ -35,6 +35,7 @@ from tarry.v1 import (
 )
 from tests._support import real_engine
 from tests._support.door_files import DoorFiles, door_files, identity, token_of
+from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge, serving
 
 MODULES = (
@@ -108,12 +109,12 @@ class Guest:
     """A client with a token, or without."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
-        self._channel = channel
+        self.channel = channel
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
 
     def open(self, method: MethodDescriptor) -> Any:
         """The call, of whatever kind, as a stream of bytes in both directions."""
-        call: Any = self._channel.stream_stream(f"/tarry.v1.{name_of(method)}")
+        call: Any = self.channel.stream_stream(f"/tarry.v1.{name_of(method)}")
         return call(timeout=PATIENCE_S, metadata=self._metadata)
 
     async def outcome(self, method: MethodDescriptor, request: message.Message) -> tuple[grpc.StatusCode, str]:
@@ -394,10 +395,28 @@ async def test_the_audit_log_tells_of_changes_and_refusals_without_a_token(guard
     assert guarded.audit.stat().st_mode & 0o777 == 0o600
 
 
+async def reflected(guest: Guest) -> grpc.StatusCode:
+    """How a call ends that asks which calls there are."""
+    call: Any = guest.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+    asked = call(timeout=PATIENCE_S)
+    await asked.done_writing()
+    return cast(grpc.StatusCode, await asked.code())
+
+
 async def test_reflection_is_off_and_health_is_open(guarded: Guarded) -> None:
-    call: Any = guarded.guest(None)._channel.stream_stream(
-        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-    )(timeout=PATIENCE_S)
-    assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
-    health: Any = guarded.guest(None)._channel.unary_unary("/grpc.health.v1.Health/Check")
+    stranger = guarded.guest(None)
+    assert await reflected(stranger) is grpc.StatusCode.UNIMPLEMENTED
+    health: Any = stranger.channel.unary_unary("/grpc.health.v1.Health/Check")
     assert await health(b"", timeout=PATIENCE_S)
+
+
+async def test_reflection_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
+    files = door_files(tmp_path, *EVERYBODY)
+    overrides = ["grpc.listen=127.0.0.1:0", "grpc.drain_s=0", "access.reflection=true", *files.settings()]
+    settings = config.load(environment={}, overrides=overrides)
+    credentials = grpc.ssl_channel_credentials(files.ca.read_bytes())
+    async with (
+        serving(FakeEngine(settings), settings) as edge,
+        grpc.aio.secure_channel(f"localhost:{edge.port}", credentials) as channel,
+    ):
+        assert await reflected(Guest(channel, None)) is grpc.StatusCode.OK
