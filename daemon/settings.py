@@ -103,7 +103,8 @@ class Grpc(Section, frozen=True):
                 pattern=_ABSOLUTE,
                 extra=_AN_ABSOLUTE_PATH,
                 description="Path of a Unix socket on which the daemon listens as well, without TLS, for clients of "
-                "its own user on its own machine: their address is `unix:` and the path. Default: none.",
+                "its own user on its own machine: their address is `unix:` and the path. A socket that is there is "
+                "replaced: no two daemons may name one path. Default: none.",
             ),
         ]
         | None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from tests._support.processes import child, run_child
 
@@ -29,6 +32,7 @@ def on_loopback(commands: str) -> str:
     return SERVED if commands == SERVE else commands.replace("tarry.example", "localhost")
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
 def test_the_commands_lead_from_nothing_to_tls_and_tokens_and_change_them(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TARRY_")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def test_a_key_of_another_certificate_is_refused(files: DoorFiles) -> None:
         certificates.read(tls(files))
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
 def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(files: DoorFiles) -> None:
     encrypted = files.folder / "encrypted.key"
     subprocess.run(
