@@ -64,7 +64,7 @@ WORKDIR /var/lib/tarry
 VOLUME /var/lib/tarry
 EXPOSE 7461 7462
 # A daemon that stands by does not serve: where it must not be taken for ill, replace the check.
-HEALTHCHECK --interval=10s --timeout=10s --start-period=60s CMD ["tarryd", "health"]
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["tarryd", "health"]
 # SIGTERM drains: no new calls, what is staged becomes durable, the shards are given up.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tarryd"]
