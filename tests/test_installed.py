@@ -32,6 +32,7 @@ RUNNING = "{}.{}".format(*sys.version_info[:2])
 # The interpreter below the environment of the tests.
 BARE_PYTHON = getattr(sys, "_base_executable", sys.executable)
 PYTHONS = re.findall(r"Python :: (3\.\d+)", "\n".join(project(REPOSITORY)["classifiers"]))
+PAGE = (REPOSITORY / "docs" / "INSTALL.md").read_text(encoding="utf-8")
 TOPIC = ("flights", "departures")
 # What the tests and `make` themselves run in.
 OF_THE_CHECKOUT = {"MAKEFLAGS", "MFLAGS", "PYTHONPATH", "UV_PROJECT_ENVIRONMENT", "VIRTUAL_ENV"}
@@ -54,12 +55,17 @@ print(json.dumps([tarry.__file__, added.accepted, received, backlog]))
 """
 
 
-def with_uv(*command: str, cwd: Path = REPOSITORY, **environment: str) -> None:
+def surroundings(**more: str) -> dict[str, str]:
+    """The variables of this process, without those of the checkout."""
+    return {name: value for name, value in os.environ.items() if name not in OF_THE_CHECKOUT} | more
+
+
+def with_uv(*command: str, **environment: str) -> None:
     """Runs what takes libraries from uv's cache, and once more where they have to be fetched."""
-    given = {name: value for name, value in os.environ.items() if name not in OF_THE_CHECKOUT} | environment
-    ended = run_child(command, env=given | {"UV_OFFLINE": "1"}, cwd=cwd)
+    given = surroundings(**environment)
+    ended = run_child(command, env=given | {"UV_OFFLINE": "1"}, cwd=REPOSITORY)
     if ended.returncode != 0:
-        ended = run_child(command, env=given, cwd=cwd)
+        ended = run_child(command, env=given, cwd=REPOSITORY)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
@@ -134,6 +140,12 @@ def test_the_checkout_and_its_source_archives_make_the_same_wheels(dist: Path, t
         assert wheel(tmp_path, name).read_bytes() == wheel(dist, name).read_bytes()
 
 
+def test_the_page_names_the_files_that_are_made(dist: Path) -> None:
+    made = {path.name for path in dist.iterdir()}
+    assert set(re.findall(r"\bdist/([\w.-]+)", PAGE)) <= made
+    assert {path.name for path in dist.glob("*.whl")} <= set(re.findall(r"[\w.-]+\.whl", PAGE))
+
+
 def daemon_and_clients_work(dist: Path, directory: Path, python: str) -> Path:
     """In environments of their own; the root that the daemon has served."""
     of_the_daemon = installed(dist, directory / "daemon", python, "tarryd")
@@ -190,3 +202,28 @@ def test_each_python_runs_daemon_command_library_and_jobs(dist: Path, tmp_path: 
     assert "Usage: tarry-spark " in of_jobs.run("tarry-spark", "--help").stdout
     for engine in ("local", "spark"):
         of_jobs.run("tarry-spark", "audit", "--store", str(root), "--engine", engine, "--json")
+
+
+@pytest.mark.long
+def test_the_page_installs_what_it_says(dist: Path, tmp_path: Path) -> None:
+    """Its lines for a shell, one after the other, with the index of this machine; those for root are not run."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "uv").symlink_to(build_spark_env.uv())
+    (programs / "python3").symlink_to(BARE_PYTHON)
+    (tmp_path / "dist").symlink_to(dist)
+    lines = "".join(re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+    # Only that one needs the checkout; it is made already.
+    lines = lines.replace("make dist\n", "").replace("/opt/tarry", str(tmp_path / "tarry"))
+    given = surroundings(
+        PATH=f"{programs}{os.pathsep}{os.environ['PATH']}",
+        UV_PYTHON=BARE_PYTHON,
+        UV_TOOL_BIN_DIR=str(programs),
+        UV_TOOL_DIR=str(tmp_path / "tools"),
+    )
+    ended = run_child(["sh", "-euxc", lines], env=given, cwd=tmp_path, timeout_s=3_000)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    version = project(REPOSITORY)["version"]
+    said = [f"tarryd {version}", f"tarry, version {version}", "<class 'tarry.threads.client.Client'>"]
+    assert [line for line in ended.stdout.splitlines() if line.startswith(("tarry", "<"))] == said
+    assert ended.stdout.count("Usage: tarry-spark ") == 2
