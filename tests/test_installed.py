@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -75,6 +76,13 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("dist")
     with_uv("make", "dist", f"DIST={made}", f"UV={build_spark_env.uv()}")
     return made
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is removed at once, for environments are large."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
 
 
 def wheel(folder: Path, name: str) -> Path:
@@ -176,8 +184,8 @@ def daemon_and_clients_work(dist: Path, directory: Path, python: str) -> Path:
     return root
 
 
-def test_daemon_command_and_library_work_where_there_is_no_checkout(dist: Path, tmp_path: Path) -> None:
-    daemon_and_clients_work(dist, tmp_path, BARE_PYTHON)
+def test_daemon_command_and_library_work_where_there_is_no_checkout(dist: Path, place: Path) -> None:
+    daemon_and_clients_work(dist, place, BARE_PYTHON)
 
 
 def interpreter(version: str) -> str:
@@ -194,10 +202,10 @@ def interpreter(version: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("version", PYTHONS)
-def test_each_python_runs_daemon_command_library_and_jobs(dist: Path, tmp_path: Path, version: str) -> None:
+def test_each_python_runs_daemon_command_library_and_jobs(dist: Path, place: Path, version: str) -> None:
     python = interpreter(version)
-    root = daemon_and_clients_work(dist, tmp_path, python)
-    of_jobs = installed(dist, tmp_path / "jobs", python, "tarryd", "spark", "java")
+    root = daemon_and_clients_work(dist, place, python)
+    of_jobs = installed(dist, place / "jobs", python, "tarryd", "spark", "java")
     assert of_jobs.run("python", "--version").stdout.startswith(f"Python {version}.")
     assert "Usage: tarry-spark " in of_jobs.run("tarry-spark", "--help").stdout
     for engine in ("local", "spark"):
@@ -205,23 +213,23 @@ def test_each_python_runs_daemon_command_library_and_jobs(dist: Path, tmp_path: 
 
 
 @pytest.mark.long
-def test_the_page_installs_what_it_says(dist: Path, tmp_path: Path) -> None:
+def test_the_page_installs_what_it_says(dist: Path, place: Path) -> None:
     """Its lines for a shell, one after the other, with the index of this machine; those for root are not run."""
-    programs = tmp_path / "programs"
+    programs = place / "programs"
     programs.mkdir()
     (programs / "uv").symlink_to(build_spark_env.uv())
     (programs / "python3").symlink_to(BARE_PYTHON)
-    (tmp_path / "dist").symlink_to(dist)
+    (place / "dist").symlink_to(dist)
     lines = "".join(re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
     # Only that one needs the checkout; it is made already.
-    lines = lines.replace("make dist\n", "").replace("/opt/tarry", str(tmp_path / "tarry"))
+    lines = lines.replace("make dist\n", "").replace("/opt/tarry", str(place / "tarry"))
     given = surroundings(
         PATH=f"{programs}{os.pathsep}{os.environ['PATH']}",
         UV_PYTHON=BARE_PYTHON,
         UV_TOOL_BIN_DIR=str(programs),
-        UV_TOOL_DIR=str(tmp_path / "tools"),
+        UV_TOOL_DIR=str(place / "tools"),
     )
-    ended = run_child(["sh", "-euxc", lines], env=given, cwd=tmp_path, timeout_s=3_000)
+    ended = run_child(["sh", "-euxc", lines], env=given, cwd=place, timeout_s=3_000)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     version = project(REPOSITORY)["version"]
     said = [f"tarryd {version}", f"tarry, version {version}", "<class 'tarry.threads.client.Client'>"]
