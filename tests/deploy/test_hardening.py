@@ -16,7 +16,7 @@ from daemon import config, errors
 from daemon.door import identities
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-UNIT = REPOSITORY / "deploy" / "tarryd.service"
+UNIT, NETWORK = REPOSITORY / "deploy" / "tarryd.service", REPOSITORY / "deploy" / "tarryd-network.conf"
 DOCKERFILE = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
 DAEMON = REPOSITORY / "deploy" / "kubernetes" / "tarryd.yaml"
 KUBERNETES = sorted((REPOSITORY / "deploy" / "kubernetes").glob("*.yaml"))
@@ -69,18 +69,15 @@ def test_the_unit_has_limits_and_little_exposure() -> None:
     assert float(exposure[1]) <= EXPOSURE_MOST, said.stdout
 
 
-def test_the_unit_sets_what_there_is_with_tls_and_without() -> None:
-    unit = UNIT.read_text(encoding="utf-8").replace("%d", "/run/credentials/tarryd.service")
-    before, reached, after = unit.split("# ----", 2)
-
-    def environment(text: str) -> dict[str, str]:
-        pairs = (line.removeprefix("Environment=") for line in text.splitlines() if line.startswith("Environment="))
-        return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
-
-    assert load(environment(before + reached + after)).grpc.listen == "0.0.0.0:7461"
-    assert config.is_loopback(load(environment(before + after)).grpc.listen)
-    credentials = set(re.findall(r"^LoadCredential=([\w.]+):", unit, re.MULTILINE))
-    assert credentials == {path.rpartition("/")[2] for path in environment(reached).values() if "/credentials/" in path}
+def test_the_unit_is_for_its_own_machine_and_its_part_lets_others_in_by_tls_and_identities() -> None:
+    own, network = (
+        dict(re.findall(r"^Environment=(\w+)=(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE))
+        for file in (UNIT, NETWORK)
+    )
+    assert config.is_loopback(load(own).grpc.listen)
+    assert load(own | network).grpc.listen == "0.0.0.0:7461"
+    copied = re.findall(r"^LoadCredential=([\w.]+):", NETWORK.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {f"%d/{name}" for name in copied} == {value for value in network.values() if value.startswith("%d/")}
 
 
 def image_environment() -> dict[str, str]:
