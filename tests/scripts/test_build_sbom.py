@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tomllib
 
@@ -18,7 +19,7 @@ from scripts import build_sbom
 def test_every_dependency_is_there_with_version_hash_and_licence() -> None:
     made = build_sbom.document(())
     declared = tomllib.loads((build_sbom.REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = {each.partition(">")[0] for each in declared}
+    names = {re.split("[=>]", each)[0] for each in declared}
     components = {each["name"]: each for each in made["components"]}
     assert names <= components.keys()
     assert all(components[name]["version"] and components[name]["licenses"] for name in names)

@@ -119,6 +119,13 @@ class Guest:
 
     async def outcome(self, method: MethodDescriptor, request: message.Message) -> tuple[grpc.StatusCode, str]:
         """How the call ends. Of a stream of adds: how its request is answered."""
+        while True:
+            code, details = await self._outcome(method, request)
+            # The call was refused before gRPC had written its request: the status is lost, and asked for again.
+            if (code, details) != (grpc.StatusCode.INTERNAL, "Internal error from Core"):
+                return code, details
+
+    async def _outcome(self, method: MethodDescriptor, request: message.Message) -> tuple[grpc.StatusCode, str]:
         call = self.open(method)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await call.write(request.SerializeToString())
