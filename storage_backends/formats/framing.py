@@ -89,6 +89,7 @@ def parse(message_class: type[M], payload: bytes, what: str, offset: int) -> M:
 _FIXED_BYTES = {1: 8, 5: 4}
 _VARINT, _LENGTH = 0, 2
 _VARINT_BYTES_MAX = 10
+_FIELD_NUMBER_MAX = 2**29 - 1
 
 
 def _first_wrong(of: Any, payload: bytes) -> str:
@@ -100,8 +101,8 @@ def _first_wrong(of: Any, payload: bytes) -> str:
         number, wire_type = tag >> 3, tag & 7
         known = of.fields_by_number.get(number)
         name = f"byte {begin}, field {number if known is None else known.name}"
-        if number == 0 or wire_type not in (_VARINT, _LENGTH, *_FIXED_BYTES):
-            return f"{name} has wire type {wire_type}, which begins no field of it"
+        if not 0 < number <= _FIELD_NUMBER_MAX or wire_type not in (_VARINT, _LENGTH, *_FIXED_BYTES):
+            return f"{name} has wire type {wire_type}: no field of a message"
         length = _FIXED_BYTES.get(wire_type, 0)
         if wire_type in (_VARINT, _LENGTH):
             value, place = _varint(payload, place)
