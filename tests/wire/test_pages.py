@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,7 @@ import pytest
 
 import tarry
 from examples import processes
-from tests._support import snippets
+from tests._support import shell_sessions, snippets
 from tests._support.processes import Daemons
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,3 +50,44 @@ def test_the_example_of_the_first_page_runs(
     accepted, *batches = capsys.readouterr().out.splitlines()
     assert accepted == block.output.splitlines()[0]
     assert sum(int(line.split()[0]) for line in batches) == 1_000
+
+
+@pytest.mark.parametrize(
+    ("page", "shorter"),
+    [
+        ("README.md", {"12s": "3s"}),
+        pytest.param("docs/TOUR.md", {}, marks=pytest.mark.long),
+    ],
+)
+def test_the_shell_sessions_of_a_page_print_what_stands_there(
+    page: str, shorter: Mapping[str, str], tmp_path: Path
+) -> None:
+    """`shorter`: of what is waited for in the session."""
+    address, owner_port = f"127.0.0.1:{processes.free_port()}", str(processes.free_port())
+    environment = {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "TMPDIR": str(tmp_path),
+        "TARRY_ADDRESS": address,
+        "TARRY_GRPC__LISTEN": address,
+        "TARRY_METRICS__LISTEN": "127.0.0.1:0",
+    }
+    commands = shell_sessions.of(REPOSITORY / page)
+    assert len(commands) >= 6
+    with shell_sessions.Shell(tmp_path, environment) as shell:
+        for command in commands:
+            text = command.text.replace("7463", owner_port)
+            for long, short in shorter.items():
+                text = text.replace(long, short)
+            if text.startswith("DUE="):
+                # What the reader copies from his own terminal.
+                due = re.findall(r"entry 0 +due (.+?) +late", shell.printed)[-1]
+                text = f"DUE='{due}'"
+            shell.run(command._replace(text=text))
+
+
+def test_a_line_that_a_session_does_not_print_is_told(tmp_path: Path) -> None:
+    with shell_sessions.Shell(tmp_path, {}) as shell:
+        shell.run(shell_sessions.Command("echo 12 rows of 300 █▊; sleep 0 &", ("7 rows of 5 ████",)))
+        shell.run(shell_sessions.Command("(exit 4)  # exit status 4", ()))
+        with pytest.raises(AssertionError, match="and not"):
+            shell.run(shell_sessions.Command("false", ("a line",)))
