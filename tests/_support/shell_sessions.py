@@ -28,8 +28,10 @@ from typing import NamedTuple, Self
 
 PATIENCE_S = 300.0
 _SESSION = re.compile(r"^```\n(\$ .*?)^```$", re.MULTILINE | re.DOTALL)
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # What each run has of its own.
 _OWN = (
+    (_ESCAPE, ""),
     (re.compile(r"\d{4}-\d\d-\d\d "), ""),
     (re.compile(r"[\u2588-\u258f]+"), ""),
     (re.compile(r"[\u2500-\u257f]+"), "\u2500"),
@@ -69,11 +71,11 @@ def _split(session: str) -> Iterator[Command]:
         yield Command("\n".join([first, *(line[2:] for line in more)]), tuple(shown))
 
 
-def without_own(line: str) -> str:
-    """What of a line is the same from run to run."""
+def without_own(text: str) -> str:
+    """What of a text is the same from run to run, on one line."""
     for pattern, stands in _OWN:
-        line = pattern.sub(stands, line)
-    return line.strip()
+        text = pattern.sub(stands, text)
+    return text.strip()
 
 
 class Shell:
@@ -88,7 +90,7 @@ class Shell:
             stdout=ours,
             stderr=ours,
             cwd=directory,
-            env={**os.environ, "TERM": "dumb", **environment},
+            env={**os.environ, "TERM": "xterm", **environment},
             start_new_session=True,
             text=True,
         )
@@ -116,13 +118,13 @@ class Shell:
 
     @property
     def printed(self) -> str:
-        """All output so far."""
+        """All output so far, without colours."""
         with self._news:
-            return self._printed
+            return _ESCAPE.sub("", self._printed)
 
     def run(self, command: Command) -> None:
         """Returns when it has ended as it says, and all that is shown below it has come. Raises AssertionError."""
-        begin = len(self.printed)
+        begin = len(self._printed)
         self._commands += 1
         ended = re.compile(rf"\x1e{self._commands} (\d+)\x1e")
         answered = any(_CONFIRMED in line for line in command.shown)
@@ -143,9 +145,10 @@ class Shell:
         self._bash.stdin.flush()
 
     def _missing(self, command: Command, begin: int) -> list[str]:
+        """Lines that are shown. A terminal may have wrapped them."""
         wanted = collections.Counter(without_own(line.replace(_CONFIRMED, "[y/N]:")) for line in command.shown)
-        came = collections.Counter(map(without_own, self._printed[begin:].splitlines()))
-        return list((wanted - came).elements())
+        came = without_own(self._printed[begin:])
+        return [line for line, times in wanted.items() if came.count(line) < times]
 
     def _told(self, command: Command, begin: int) -> str:
         lines = "\n".join(self._missing(command, begin))
