@@ -15,6 +15,7 @@ import tarry
 from examples import processes
 from tests._support import shell_sessions, snippets
 from tests._support.processes import Daemons
+from tests.brokers import redis_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHOWN_ADDRESS = "127.0.0.1:7461"
@@ -52,37 +53,49 @@ def test_the_example_of_the_first_page_runs(
     assert sum(int(line.split()[0]) for line in batches) == 1_000
 
 
-@pytest.mark.parametrize(
-    ("page", "shorter"),
-    [
-        ("README.md", {"12s": "3s"}),
-        pytest.param("docs/TOUR.md", {}, marks=pytest.mark.long),
-    ],
-)
-def test_the_shell_sessions_of_a_page_print_what_stands_there(
-    page: str, shorter: Mapping[str, str], tmp_path: Path
-) -> None:
-    """`shorter`: of what is waited for in the session."""
-    address, owner_port = f"127.0.0.1:{processes.free_port()}", str(processes.free_port())
+def run_session(page: str, directory: Path, instead: Mapping[str, str], *more_path: Path) -> None:
+    """Runs every command of a page in one shell. `instead`: what stands in the test for what stands in the page."""
+    address = f"127.0.0.1:{processes.free_port()}"
     environment = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "TMPDIR": str(tmp_path),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], *map(str, more_path)]),
+        "TMPDIR": str(directory),
         "TARRY_ADDRESS": address,
         "TARRY_GRPC__LISTEN": address,
         "TARRY_METRICS__LISTEN": "127.0.0.1:0",
     }
     commands = shell_sessions.of(REPOSITORY / page)
     assert len(commands) >= 6
-    with shell_sessions.Shell(tmp_path, environment) as shell:
+    with shell_sessions.Shell(directory, environment) as shell:
         for command in commands:
-            text = command.text.replace("7463", owner_port)
-            for long, short in shorter.items():
-                text = text.replace(long, short)
+            text = command.text
+            for printed, own in instead.items():
+                text = text.replace(printed, own)
             if text.startswith("DUE="):
                 # What the reader copies from his own terminal.
                 due = re.findall(r"entry 0 +due (.+?) +late", shell.printed)[-1]
                 text = f"DUE='{due}'"
             shell.run(command._replace(text=text))
+
+
+def test_the_session_of_the_first_page_prints_what_stands_there(tmp_path: Path) -> None:
+    run_session("README.md", tmp_path, {"12s": "3s"})
+
+
+@pytest.mark.long
+def test_the_tour_prints_what_stands_there(tmp_path: Path) -> None:
+    run_session("docs/TOUR.md", tmp_path, {"7463": str(processes.free_port())})
+
+
+def test_the_session_with_redis_prints_what_stands_there(tmp_path: Path) -> None:
+    if (program := redis_server.find()) is None:
+        pytest.skip(redis_server.MISSING)
+    port = processes.free_port()
+    instead = {
+        "redis-server": f"redis-server --port {port} --bind 127.0.0.1",
+        "redis-cli": f"redis-cli -p {port}",
+        "redis_relay": f"redis_relay --redis redis://127.0.0.1:{port} --address $TARRY_ADDRESS",
+    }
+    run_session("docs/RELAYS.md", tmp_path, instead, program.parent)
 
 
 def test_a_line_that_a_session_does_not_print_is_told(tmp_path: Path) -> None:
