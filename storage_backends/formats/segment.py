@@ -162,8 +162,10 @@ def _wrong_with(message: bucket_pb2.SnapshotSegment, rows: int) -> str:
         return f"it has {indexes} indexes, and its field rows says {message.rows}"
     if message.rows != rows:
         return f"it holds {message.rows} rows, the offset table says {rows}"
+    if indexes:
+        return ""
     present = {field.name for field, _ in message.ListFields()}
-    lacking = [] if indexes else [name for name in _COLUMNS if name not in present]
+    lacking = [name for name in _COLUMNS if name not in present]
     return f"it has no indexes, and as a columnar one it lacks {', '.join(lacking)}" if lacking else ""
 
 

@@ -79,9 +79,13 @@ def without_own(text: str) -> str:
 
 
 class Shell:
-    """A bash with job control whose output goes to a terminal. A context manager: all that it started ends with it."""
+    """A bash with job control whose output goes to a terminal. A context manager: all that it started ends with it.
 
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+    `patience_s`: how long a command may take, and what is shown below it.
+    """
+
+    def __init__(self, directory: Path, environment: Mapping[str, str], *, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
         self._terminal, ours = os.openpty()
         fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
         self._bash = subprocess.Popen(
@@ -109,6 +113,7 @@ class Shell:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._bash.kill()
         for pid in _of_session(self._bash.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -130,9 +135,9 @@ class Shell:
         answered = any(_CONFIRMED in line for line in command.shown)
         text = f"{{ {command.text}\n}} <<<y" if answered else command.text
         self._write(f"{text}\nprintf '\\x1e%d %d\\x1e\\n' {self._commands} $?")
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + self._patience_s
         with self._news:
-            self._news.wait_for(lambda: ended.search(self._printed, begin), PATIENCE_S)
+            self._news.wait_for(lambda: ended.search(self._printed, begin), self._patience_s)
             found = ended.search(self._printed, begin)
             assert found is not None, self._told(command, begin)
             assert int(found[1]) == command.status, self._told(command, begin)
