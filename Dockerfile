@@ -26,6 +26,7 @@ COPY audit audit
 COPY client client
 COPY compaction compaction
 COPY daemon daemon
+COPY deploy deploy
 COPY forecast forecast
 COPY job_commands job_commands
 COPY jobs jobs

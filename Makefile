@@ -14,6 +14,8 @@ JOBS ?= 2
 TESTS_AT_ONCE ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Else each process compiles all that it imports, and rewrites the asserts of all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
+# Where `make dist` puts what it makes.
+DIST ?= dist
 # More arguments for test, run, bench, demo and spark-env: make test ARGS='-k journal'
 ARGS ?=
 
@@ -21,6 +23,8 @@ SYNCED := .venv/.synced
 # Enough to serve and for the demo: a tenth of everything, unless that is there.
 RUNNABLE := $(if $(wildcard $(SYNCED)),$(SYNCED),.venv/.runnable-$(STORE))
 RUN := $(UV) run --no-sync
+# Of what the distributions need, with every extra; nothing of ours.
+CONSTRAINTS := --all-packages --all-extras --no-default-groups --no-emit-workspace --no-hashes --no-annotate --no-header
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -55,6 +59,13 @@ run: $(RUNNABLE) ## serve: gRPC on 127.0.0.1:7461, metrics on 127.0.0.1:7462; AR
 .PHONY: bench
 bench: $(SYNCED) ## measure; ARGS goes to the benchmarks
 	$(RUN) python -m benchmarks $(ARGS)
+
+.PHONY: dist
+dist: $(UV) ## wheels and source archives of the three distributions into dist/, with the versions of the lock
+	rm -f $(foreach name,tarry tarry_storage tarryd,$(DIST)/$(name)-[0-9]*.whl $(DIST)/$(name)-[0-9]*.tar.gz)
+	$(UV) build --quiet --all-packages --out-dir $(DIST)
+	$(UV) export --quiet --locked $(CONSTRAINTS) --output-file $(DIST)/constraints.txt
+	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz $(DIST)/constraints.txt
 
 .PHONY: spark-env
 spark-env: $(SYNCED) ## pack what executors of Spark need into dist/: the code, and its libraries; ARGS='--python 3.12'

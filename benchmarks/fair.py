@@ -99,8 +99,7 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, topics: int, cou
         ):
             with tarry.Client(daemon.address) as client:
                 tarry_load.add(client, BURST, burst_rows, batch_rows=bench.batch_rows, in_flight=bench.in_flight)
-            late_ms = load.now_ms() - plan.from_ms
-            rounds.check("burst", f"adding ended {late_ms} ms after the others' rows began" if late_ms > 0 else None)
+            rounds.check_in_time("burst", "adding ended after the others' rows began", load.now_ms() - plan.from_ms)
             deliver_at_ms, received_at_ms, problem = others.result()
             last_received_at_ms, burst_problem = burst.result()
     rounds.check("others", problem)

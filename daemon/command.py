@@ -83,7 +83,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         import importlib.metadata
 
-        parser.exit(message=f"tarryd {importlib.metadata.version('tarryd')}\n")
+        sys.stdout.write(f"tarryd {importlib.metadata.version('tarryd')}\n")
+        parser.exit()
 
 
 def _probe(store: object_store.ObjectStore) -> concurrent.futures.Future[None]:

@@ -41,7 +41,7 @@ class Commands(click.Group):
             found: click.Command = getattr(importlib.import_module(_COMMANDS[cmd_name]), cmd_name)
         except ModuleNotFoundError as error:
             raise click.ClickException(
-                f"{error.name} is not installed: install the command with: pip install 'tarryd[spark]'"
+                f"{error.name} is not installed: install tarryd with its extra, tarryd[spark]: docs/INSTALL.md"
             ) from error
         return found
 

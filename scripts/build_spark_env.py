@@ -100,11 +100,10 @@ def write_environment(output: Path, python: str, uv_platform: str | None) -> Pat
 
 def install(root: Path, python: str, uv_platform: str | None) -> None:
     """The distributions of the group, in the versions and with the hashes of the lock, in `root`/lib."""
-    uv = os.environ.get("UV") or shutil.which("uv") or str(REPOSITORY / ".tools" / "uv")
     requirements = root / "requirements.txt"
-    export = [uv, "export", "--quiet", "--locked", "--no-header", "--only-group", GROUP, "--no-emit-workspace"]
+    export = [uv(), "export", "--quiet", "--locked", "--no-header", "--only-group", GROUP, "--no-emit-workspace"]
     subprocess.run([*export, "--output-file", str(requirements)], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-    into = [uv, "pip", "install", "--quiet", "--target", str(root / "lib"), "--python-version", python]
+    into = [uv(), "pip", "install", "--quiet", "--target", str(root / "lib"), "--python-version", python]
     # A build would be for this machine.
     strict = ["--no-deps", "--require-hashes", "--only-binary", ":all:"]
     where = [] if uv_platform is None else ["--python-platform", uv_platform]
@@ -113,6 +112,11 @@ def install(root: Path, python: str, uv_platform: str | None) -> None:
         cwd=REPOSITORY,
         check=True,
     )
+
+
+def uv() -> str:
+    """The uv that runs this, or that of the machine, or what `make` has brought."""
+    return os.environ.get("UV") or shutil.which("uv") or str(REPOSITORY / ".tools" / "uv")
 
 
 def write_tar(packed: gzip.GzipFile, root: Path) -> None:

@@ -31,18 +31,26 @@ BROUGHT_ALONG = {"py4j": "pyspark"}
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """`packages`: folders of its import packages; `requires`: what it always needs; `extras`: what these need."""
+    """`folder`: where its pyproject.toml is; `packages`: folders of its import packages; `requires`: what it always
+    needs; `extras`: what these need.
+    """
 
     name: str
+    folder: Path
     packages: tuple[Path, ...]
     requires: frozenset[str]
     extras: frozenset[str]
 
 
 def distribution(folder: Path, packages: tuple[Path, ...]) -> Distribution:
-    project: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    optional = [each for extra in project.get("optional-dependencies", {}).values() for each in extra]
-    return Distribution(project["name"], packages, names(project["dependencies"]), names(optional))
+    said = project(folder)
+    optional = [each for extra in said.get("optional-dependencies", {}).values() for each in extra]
+    return Distribution(said["name"], folder, packages, names(said["dependencies"]), names(optional))
+
+
+def project(folder: Path) -> dict[str, Any]:
+    said: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return said
 
 
 def names(requirements: list[str]) -> frozenset[str]:
@@ -176,11 +184,19 @@ def test_a_file_of_the_daemon_of_storage_or_of_a_job_has_a_name_of_its_own() -> 
     }
 
 
+def test_the_daemon_takes_the_libraries_of_its_own_commit() -> None:
+    projects = {each.name: project(each.folder) for each in DISTRIBUTIONS}
+    versions = {name: each["version"] for name, each in projects.items()}
+    assert len(set(versions.values())) == 1
+    ours = {each for each in projects["tarryd"]["dependencies"] if normal(each).startswith("tarry")}
+    assert ours == {f"{name}=={versions[name]}" for name in ("tarry", "tarry-storage")}
+
+
 def test_the_image_and_the_archive_for_executors_get_each_package() -> None:
     packages = {path.name for path in packages_of_the_daemon_and_its_jobs()} | {"storage_backends"}
     copied = re.findall(r"^COPY (\w+) \1$", (REPOSITORY / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
     allowed = re.findall(r"^!(\w+)/$", (REPOSITORY / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(copied) == set(allowed) == packages | {"client"}
+    assert set(copied) == set(allowed) == packages | {"client", "deploy"}
     assert set(build_spark_env.PACKAGES) == packages - {"daemon"}
 
 

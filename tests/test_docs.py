@@ -22,6 +22,7 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+INSTALLED_BY_NAME = re.compile(r"(?:pip|tool) install (?:-\S+ )*['\"]?tarry|uv add (?:-\S+ )*['\"]?tarry")
 MACHINE_PATH = re.compile(r"(?<![\w.}/-])/(?:work|root|home)/\w")
 
 
@@ -105,7 +106,7 @@ def is_module(name: str) -> bool:
 
 def absent_series(text: str, document: Path) -> list[str]:
     known = (REPOSITORY / "docs" / "METRICS.md").read_text(encoding="utf-8")
-    return sorted({name for name in re.findall(r"\btarry_[a-z_]*[a-z]\b(?!\.py)", code(text)) if name not in known})
+    return sorted({name for name in re.findall(r"\btarry_[a-z_]*[a-z]\b(?!\.py|-)", code(text)) if name not in known})
 
 
 CHECKS: dict[str, Callable[[str, Path], list[str]]] = {
@@ -203,6 +204,18 @@ def test_every_term_of_the_glossary_is_used() -> None:
 def test_a_term_that_nobody_uses_is_found() -> None:
     glossary = "| **head** | a place | none |\n| **lane** | a way | none |\n"
     assert unused_terms(glossary, ["Behind the Head.", "planes"]) == ["lane"]
+
+
+def test_nothing_of_ours_is_installed_by_a_name_that_no_index_has() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in FILES if path.suffix in SOURCES}
+    assert named(path for path, text in texts.items() if INSTALLED_BY_NAME.search(text)) == []
+
+
+@pytest.mark.parametrize("command", ["pip install", "uv tool install", "uv add"])
+@pytest.mark.parametrize("name", ["tarry", "'tarryd[spark]'", "--upgrade tarry-storage"])
+def test_an_installation_by_name_is_found(command: str, name: str) -> None:
+    assert INSTALLED_BY_NAME.search(f"{command} {name}")
+    assert not INSTALLED_BY_NAME.search(f"{command} --quiet dist/tarry-0.1.0-py3-none-any.whl")
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:

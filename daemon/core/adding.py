@@ -123,7 +123,7 @@ def stage(
 
 
 def refused_of(batch: AddBatch, *, now_ms: int, request_limits: limits.RequestLimits, levels: DelayLevels) -> Refused:
-    """The rows that are returned since they may not be stored; none of a batch that is refused as a whole for them."""
+    """The rows that are returned since they may not be stored: none, unless the batch has `return_invalid`."""
     if not batch.return_invalid:
         return Refused.nothing()
     return refused_rows(
@@ -134,6 +134,21 @@ def refused_of(batch: AddBatch, *, now_ms: int, request_limits: limits.RequestLi
         delay_max_ms=request_limits.delay_max_ms,
         levels=levels,
     )
+
+
+def times_of(
+    batch: AddBatch, *, now_ms: int, request_limits: limits.RequestLimits, levels: DelayLevels
+) -> tuple[npt.NDArray[np.int64] | None, U64]:
+    """The level that each row has in effect, if the batch has levels, and its time, Unix time in ms. Raises
+    DelayTooLong, InvalidArgument for a level that there is not or a time in seconds.
+    """
+    delay_max_ms = request_limits.delay_max_ms
+    level, delay_ms = None, batch.delay_ms
+    if batch.delay_level is not None:
+        level = levels.effective(batch.delay_level)
+        delay_ms = levels.delays_of(level)
+        limits.check_delay("the delay of delay_level", delay_ms, delay_max_ms)
+    return level, limits.absolute_times(batch.deliver_at_ms, delay_ms, now_ms=now_ms, delay_max_ms=delay_max_ms)
 
 
 def _stage_valid(
@@ -147,13 +162,7 @@ def _stage_valid(
     admit: Admit,
 ) -> tuple[list[list[OfLevel]], AddOutcome]:
     """Stages a batch as a whole. Raises as `stage` for a row that may not be stored."""
-    delay_max_ms = request_limits.delay_max_ms
-    level, delay_ms = None, batch.delay_ms
-    if batch.delay_level is not None:
-        level = levels.effective(batch.delay_level)
-        delay_ms = levels.delays_of(level)
-        limits.check_delay("the delay of delay_level", delay_ms, delay_max_ms)
-    times = limits.absolute_times(batch.deliver_at_ms, delay_ms, now_ms=now_ms, delay_max_ms=delay_max_ms)
+    level, times = times_of(batch, now_ms=now_ms, request_limits=request_limits, levels=levels)
     late = times <= np.uint64(now_ms)
     any_late = bool(late.any())
     returns = batch.return_already_due and any_late

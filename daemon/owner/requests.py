@@ -517,14 +517,13 @@ class Requests:
         return shard, served
 
     def _refused_of_new_topic(self, batch: call_values.AddBatch) -> call_values.Refused:
-        """The rows that a topic would return which has the daemon's own settings."""
+        """The rows that a topic would return which has the daemon's own settings. Raises as an add to it would."""
         environment = self._environment
-        return adding.refused_of(
-            batch,
-            now_ms=environment.clock.now_ms(),
-            request_limits=self._limits,
-            levels=environment.delay_levels,
-        )
+        now_ms, levels = environment.clock.now_ms(), environment.delay_levels
+        refused = adding.refused_of(batch, now_ms=now_ms, request_limits=self._limits, levels=levels)
+        if not batch.return_invalid:
+            adding.times_of(batch, now_ms=now_ms, request_limits=self._limits, levels=levels)
+        return refused
 
     def _check_policy(self, policy: call_values.SubscriptionPolicy, served: ServedTopic | None) -> None:
         request_limits = self._limits if served is None else served.settings.request_limits

@@ -116,6 +116,8 @@ class TopicLoading:
         # Of those that were not read yet, the highest number of a manifest that a listing showed; when it was sent.
         self._numbers: dict[str, int] = {}
         self._listed_at_s = 0.0
+        # Those that exist, though a listing that was sent before does not show them.
+        self._born_since: set[str] = set()
         # Topic ids, in the order in which they are to be loaded; those asked for go first. Each is in one of the five.
         self._asked: dict[str, None] = {}
         self._waiting: dict[str, None] = dict.fromkeys(tails)
@@ -198,6 +200,7 @@ class TopicLoading:
 
     async def found(self, topic_id: str) -> None:
         """The topic exists although it was not listed; returns when it is loaded. Raises Corruption."""
+        self._born_since.add(topic_id)
         await asyncio.shield(self._ask(topic_id))
 
     def may_come(self, topic_id: str) -> bool:
@@ -254,8 +257,16 @@ class TopicLoading:
             topic_id: numbers[topic_id] for topic_id in (*self._asked, *self._waiting) if topic_id in numbers
         }
         self._listed = True
+        self._settle_what_is_not_there(numbers)
         self._some.set()
         self._look_whether_ended()
+
+    def _settle_what_is_not_there(self, listed: Collection[str]) -> None:
+        """Whoever asked for a topic that does not exist waits for no turn to load."""
+        there = (listed, self._tails, self._born_since)
+        for topic_id in [asked for asked in self._asked if not any(asked in ids for ids in there)]:
+            del self._asked[topic_id]
+            self._settle(topic_id)
 
     async def _until_listed(self) -> tuple[dict[str, int], float]:
         return await backoff.until_answered(
@@ -348,15 +359,24 @@ class TopicLoading:
         self._under_way.discard(topic_id)
         self._tails.pop(topic_id, None)
         self._as_of.pop(topic_id, None)
+        self._born_since.discard(topic_id)
         mended = [self.damaged.pop(topic_id, None), self.failing.pop(topic_id, None)]
         if any(mended):
             log.info("shard %d: topic %s can be served again", self._shard, topic_id)
         if topic_id in self._put_off:
             # It has failed at once: whoever asks waits on.
             return
+        self._settle(topic_id)
+
+    def _settle(self, topic_id: str, error: Exception | None = None) -> None:
+        """Whoever waits for the topic goes on, or gets `error`."""
         outcome = self._outcomes.pop(topic_id, None)
-        if outcome is not None and not outcome.done():
+        if outcome is None or outcome.done():
+            return
+        if error is None:
             outcome.set_result(None)
+        else:
+            outcome.set_exception(error)
 
     def _found_damaged(self, topic_id: str, error: Corruption) -> None:
         before = self.damaged.get(topic_id)
@@ -364,9 +384,7 @@ class TopicLoading:
             log.error("shard %d: topic %s cannot be served: %s", self._shard, topic_id, error)
             self._environment.metrics.damage_found("topic")
         self.damaged[topic_id] = error
-        outcome = self._outcomes.pop(topic_id, None)
-        if outcome is not None and not outcome.done():
-            outcome.set_exception(error)
+        self._settle(topic_id, error)
         self._put_off_for(topic_id, DAMAGED_LOOK_S)
 
     def _found_failing(self, topic_id: str, error: Exception) -> None:
@@ -381,9 +399,7 @@ class TopicLoading:
             exc_info=error,
         )
         self.failing[topic_id] = error
-        outcome = self._outcomes.pop(topic_id, None)
-        if outcome is not None and not outcome.done():
-            outcome.set_exception(TopicFailed(topic_id))
+        self._settle(topic_id, TopicFailed(topic_id))
         self._put_off_for(topic_id, delay_s)
 
     def _put_off_for(self, topic_id: str, seconds: float) -> None:

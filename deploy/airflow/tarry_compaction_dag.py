@@ -1,7 +1,7 @@
 """A DAG for Airflow 3: every night merge small buckets, then forecast the week, then audit.
 
-It runs `tarry-spark`, which must be on the PATH of the workers (`pip install 'tarryd[spark,java]'` in an environment of
-its own, and TARRY_SPARK naming it), with the configuration of the daemons. Settings are read from the environment:
+It runs `tarry-spark`, which the workers must have (docs/INSTALL.md): on the PATH, or in an environment of its own, and
+TARRY_SPARK naming it. Its configuration is that of the daemons. Settings are read from the environment:
 
     TARRY_SPARK           the command; tarry-spark
     TARRY_SPARK_CONFIG    the daemons' file; /etc/tarry/tarryd.toml

@@ -23,6 +23,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "deploy/",
         "golden_root/",
         "peers/test_many_clients",
+        "test_installed",
     ),
     "integration": (
         "audit/",

@@ -50,12 +50,14 @@ SETTINGS = [
 
 class HeldStore(MemoryStore):
     """While it is held, every call waits that is none of the journals or of the topic that is added to. `waits`: is
-    released by each that begins to.
+    released by each that begins to. While `listed` is not set, the topics are not listed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits = threading.Semaphore(0)
+        self.listed = threading.Event()
+        self.listed.set()
         self._free = threading.Event()
         self._free.set()
 
@@ -84,6 +86,8 @@ class HeldStore(MemoryStore):
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ListedObject]:
         self._wait(prefix)
+        if prefix.endswith("/topics/") and not self.listed.wait(LIMIT_S):
+            raise TimeoutError(prefix)
         return super().list(prefix, start_after=start_after)
 
 
@@ -113,18 +117,6 @@ async def loads(engine: Engine) -> None:
         await asyncio.gather(*(shard.loading.ended.wait() for shard in engine.shards.values()))
 
 
-async def listed(engine: Engine) -> None:
-    """It is known that the topic that is added to is not there: where it is asked for before, it waits for the threads
-    of the loads like one that is.
-    """
-    topic_id = names.topic_id(ADDED_TO)
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            if not any(shard.loading.may_come(topic_id) for shard in engine.shards.values()):
-                return
-            await asyncio.sleep(FOUND_S / 100)
-
-
 async def seals(engine: Engine) -> None:
     await asyncio.gather(*map(engine.requests.seal, topics()))
 
@@ -139,15 +131,19 @@ THREADS: dict[Work, int] = {loads: 2, seals: 2, collection: 1}
 
 
 @contextlib.asynccontextmanager
-async def busy(work: Work) -> AsyncIterator[Engine]:
-    """An engine whose threads for the work all wait for the store until the end."""
-    store = HeldStore()
+async def busy(work: Work, store: HeldStore | None = None, *, listed: bool = True) -> AsyncIterator[Engine]:
+    """An engine whose threads for the work all wait for the store until the end. Unless `listed`, the topics are not
+    listed before the caller sets that of the store.
+    """
+    store = store or HeldStore()
     async with real_engine.serving(settings(), store=store) as engine:
         for topic in topics():
             await add(engine, topic, 1)
     with contextlib.ExitStack() as held:
         if work is loads:
             held.enter_context(store.held())
+        if not listed:
+            store.listed.clear()
         async with real_engine.serving(settings(), store=store) as engine:
             if work is not loads:
                 await loads(engine)
@@ -158,10 +154,9 @@ async def busy(work: Work) -> AsyncIterator[Engine]:
             try:
                 for _ in range(THREADS[work]):
                     assert await asyncio.to_thread(store.waits.acquire, timeout=LIMIT_S)
-                if work is loads:
-                    await listed(engine)
                 yield engine
             finally:
+                store.listed.set()
                 held.close()
                 await working
 
@@ -182,6 +177,17 @@ async def test_no_slot_and_no_look_at_the_epoch_waits_behind(work: Work) -> None
             await add_patiently(engine, entry)
         for shard in engine.shards.values():
             await shard.commits.confirmed()
+
+
+async def test_an_add_that_comes_before_the_topics_are_listed_does_not_wait_behind_loads() -> None:
+    """Once they are: what is not among them does not exist, and has nothing to be loaded."""
+    store = HeldStore()
+    async with busy(loads, store, listed=False) as engine, asyncio.timeout(LIMIT_S):
+        adding = asyncio.ensure_future(add_patiently(engine, 1))
+        _, waiting = await asyncio.wait([adding], timeout=FOUND_S)
+        assert waiting == {adding}
+        store.listed.set()
+        await adding
 
 
 @pytest.mark.parametrize("work", THREADS)

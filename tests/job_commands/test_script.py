@@ -16,7 +16,7 @@ def test_without_the_extra_the_command_is_one_sentence(monkeypatch: pytest.Monke
         script.main()
     # A text is printed by the interpreter, which ends with 1 then.
     assert ended.value.code == (
-        "tarry-spark: click and rich missing: install the command with: pip install 'tarryd[spark]'"
+        "tarry-spark: click and rich missing: install tarryd with its extra, tarryd[spark]: docs/INSTALL.md"
     )
 
 
@@ -28,5 +28,5 @@ def test_a_command_whose_libraries_are_missing_says_which_and_what_to_install(mo
     result = click.testing.CliRunner().invoke(entry.cli, ["forecast"])
     assert result.exit_code == 1
     assert result.stderr == (
-        "Error: matplotlib is not installed: install the command with: pip install 'tarryd[spark]'\n"
+        "Error: matplotlib is not installed: install tarryd with its extra, tarryd[spark]: docs/INSTALL.md\n"
     )

@@ -149,7 +149,7 @@ def test_without_the_extra_the_command_says_what_to_install(
     with pytest.raises(SystemExit) as ended:
         tarry.cli.main()
     assert ended.value.code == 1
-    assert "pip install 'tarry[cli]'" in capsys.readouterr().err
+    assert "tarry: click and rich missing: install tarry with its extra, tarry[cli]" in capsys.readouterr().err
 
 
 def test_the_shell_completes_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 
 from daemon.call_values import AddBatch, AddOutcome, Caller, RefusedReason, TopicPolicy
-from daemon.errors import NotFound, QuotaExceeded
+from daemon.errors import DelayTooLong, NotFound, QuotaExceeded
 from tests._support.engine_fixture import Daemon, EngineFixture
 
 TOO_LONG_MS = 1 << 60
 
 
 def add(
-    daemon: Daemon, delays_ms: Sequence[int], *, first: int = 0, client: str | None = None
+    daemon: Daemon,
+    delays_ms: Sequence[int],
+    *,
+    first: int = 0,
+    client: str | None = None,
+    return_invalid: bool = True,
 ) -> asyncio.Task[AddOutcome]:
     """Entries one after the other, with these delays."""
     batch = AddBatch(
@@ -26,7 +31,7 @@ def add(
         delay_ms=np.array(delays_ms, np.uint64),
         key_hash=None,
         return_already_due=False,
-        return_invalid=True,
+        return_invalid=return_invalid,
     )
     caller = None if client is None else Caller(client, 100)
     return daemon.call(daemon.engine.requests.add("t", batch, None, caller))
@@ -46,6 +51,16 @@ async def test_a_request_of_which_every_row_is_refused_bears_no_topic(machines: 
     assert (await add(one, [60_000, TOO_LONG_MS])).accepted == 1
     assert await pending(one) == 1
     assert len((await add(one, [TOO_LONG_MS])).refused) == 1
+    assert await pending(one) == 1
+
+
+async def test_a_request_that_is_refused_as_a_whole_bears_no_topic(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    with pytest.raises(DelayTooLong):
+        await add(one, [60_000, TOO_LONG_MS], return_invalid=False)
+    with pytest.raises(NotFound):
+        await pending(one)
+    assert (await add(one, [60_000], return_invalid=False)).accepted == 1
     assert await pending(one) == 1
 
 

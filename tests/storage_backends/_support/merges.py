@@ -7,6 +7,7 @@ Does not own: orders and faults.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from storage_backends.formats import bucket_format, merge, position_bitmap
@@ -45,6 +46,10 @@ def inline_progress(tip: TopicManifest) -> Progress:
     return tip.progress or Progress()
 
 
+# The same few objects are read in thousands of orders.
+_decoded = functools.lru_cache(maxsize=256)(bucket_format.decode_bucket)
+
+
 @dataclasses.dataclass(slots=True)
 class Buckets:
     """Bucket objects by name."""
@@ -69,7 +74,7 @@ class Buckets:
         return encoded.live_bucket(name, base=base, subscription_id=subscription_id)
 
     def source(self, live: LiveBucket) -> merge.Source:
-        return merge.Source(live, *bucket_format.decode_bucket(self.bodies[live.object.name]))
+        return merge.Source(live, *_decoded(self.bodies[live.object.name]))
 
     def merge(self, tip: TopicManifest, names: Sequence[str], name: str) -> Merge:
         """The merge of these live buckets, planned from `tip`; the object is written under `name`."""

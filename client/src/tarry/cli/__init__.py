@@ -15,7 +15,7 @@ def main() -> None:
     missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         print(
-            f"tarry: {' and '.join(missing)} missing: install the command with: pip install 'tarry[cli]'",
+            f"tarry: {' and '.join(missing)} missing: install tarry with its extra, tarry[cli]: docs/INSTALL.md",
             file=sys.stderr,
         )
         sys.exit(1)
