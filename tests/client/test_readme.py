@@ -14,10 +14,11 @@ import pytest
 import tarry
 import tarry.aio
 from examples import processes
+from tests._support import snippets
 from tests._support.processes import Daemons
 
 README = Path(__file__).resolve().parents[2] / "client" / "README.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+EXAMPLES = snippets.of(README)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def one_batch_a_subscription(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_batch_a_subscription")
 @pytest.mark.parametrize("number", range(len(EXAMPLES)), ids=[str(number + 1) for number in range(len(EXAMPLES))])
 def test_it_runs(daemon: processes.DaemonProcess, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    example = EXAMPLES[number].replace("127.0.0.1:7461", daemon.address)
+    example = EXAMPLES[number].code.replace("127.0.0.1:7461", daemon.address)
     for client in (tarry.Client, tarry.aio.Client):
         # The target is the one argument that may be given by place.
         monkeypatch.setattr(client.__init__, "__defaults__", (daemon.address,))
