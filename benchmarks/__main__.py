@@ -33,7 +33,6 @@ from benchmarks import (
     positions,
     producer,
     redis_batches,
-    redis_server,
     report,
     restart,
     retention,
@@ -47,6 +46,7 @@ from benchmarks import (
     workbench,
 )
 from examples import processes
+from tests.brokers import redis_server
 
 MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
     module.NAME: module.run
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             batch_rows=options.batch_rows,
             in_flight=options.in_flight,
             seed=options.seed,
-            why_without_redis=redis_server.LEFT_OUT if options.without_redis else redis_server.MISSING,
+            why_without_redis=workbench.LEFT_OUT if options.without_redis else workbench.MISSING,
             settings=dict(each.split("=", 1) for each in options.set),
             say=progress.print,
         )

@@ -14,7 +14,8 @@ import functools
 from collections.abc import Mapping, Sequence
 
 import tarry
-from benchmarks import load, redis_load, redis_server, report, tarry_load, workbench
+from benchmarks import load, redis_load, report, tarry_load, workbench
+from tests.brokers import redis_server
 
 NAME = "add"
 LARGE_ROWS = 5_000

@@ -24,7 +24,7 @@ from benchmarks.ledger_places import Ledger, Place
 
 NAME = "deletions"
 LOAD_TOPIC = "positions"
-RATE, QUICK_RATE = 1_000, 200
+RATE, QUICK_RATE = 1_000, 100
 DIRECTORY, ON_S3, AT_OWNER = "local directory", "S3", "owner by HTTP"
 PLACES: Mapping[str, Callable[[workbench.Workbench], contextlib.AbstractContextManager[Place]]] = {
     DIRECTORY: ledger_places.directory,

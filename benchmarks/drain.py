@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 import tarry
-from benchmarks import load, redis_load, redis_server, report, tarry_load, workbench
+from benchmarks import load, redis_load, report, tarry_load, workbench
 from examples import processes
+from tests.brokers import redis_server
 
 NAME = "drain"
 SUBSCRIPTION = "dispatcher"

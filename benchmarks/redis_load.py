@@ -1,7 +1,7 @@
 """Redis' side: a sorted set of `ledger:entry` by due time, filled and drained by one client process.
 
 Owns: requests packed before the clock starts and sent with several in flight, so that the server is measured and not
-the packing; the draining script. Does not own: the server process (`redis_server`), the rows (`load`).
+the packing; the draining script. Does not own: the server process (`tests.brokers`), the rows (`load`).
 
 The script removes what it returns: a client that dies then has lost it. Tarry keeps a row until it is acknowledged.
 """

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tarry
-from benchmarks import load, machine, redis_load, redis_server, report, tarry_load, workbench
+from benchmarks import load, machine, redis_load, report, tarry_load, workbench
 from examples import processes
+from tests.brokers import redis_server
 
 NAME = "restart"
 SUBSCRIPTION = "dispatcher"

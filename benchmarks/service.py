@@ -4,9 +4,9 @@
     python -m benchmarks.service --seconds 600 --store slow --daemon ../before --standby
 
 Nothing comes in large batches here: a row that comes due by itself is received by itself, and its acknowledgement is a
-journal slot of its own. What is measured: lateness, CPU a row and a message of the daemon, slots, checkpoints, files;
-then the time from SIGKILL to the first hand-out of the daemon that is started again, or of one that stood by, and
-how many slots it had to read.
+journal slot of its own. What is measured: lateness, CPU a row and a message of the daemon, slots, checkpoints, files,
+memory, and the requests to a store that is slow; then the time from SIGKILL to the first hand-out of the daemon that is
+started again, or of one that stood by, and how many slots it had to read.
 
 Owns: the service, the kill, and the account: what was added comes, and what was acknowledged does not come again.
 Does not own: the daemon process (`workbench`), a store that is slow (`slow_store`).
@@ -135,15 +135,23 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan) -> M
         root = folder / "root"
         daemon = stack.enter_context(_daemon(bench, plan, folder, root, "tarryd"))
         bench.start(daemon)
+        empty_bytes = daemon.usage().resident_bytes
         with (
             side_process.SideProcess(_receive, daemon.address, plan) as receiving,
             side_process.SideProcess(_add, daemon.address, plan) as adding,
         ):
-            began_s, cpu_s = time.perf_counter(), daemon.usage().cpu_s
+            began_s, cpu_s, requests_from_s = time.perf_counter(), daemon.usage().cpu_s, slow_store.clock_s()
             adding.send("begin")
             answered: NDArray[np.bool_] = adding.result()
             seconds, cpu_s = time.perf_counter() - began_s, daemon.usage().cpu_s - cpu_s
             counts = {name: daemon.metric(metric, **labels) for name, (metric, labels) in _COUNTS.items()}
+            if plan.store == alone.SLOW:
+                asked = [
+                    each.operation for each in slow_store.read_requests(folder / _REQUESTS, from_s=requests_from_s)
+                ]
+                counts |= {name: asked.count(name) for name in slow_store.OPERATIONS}
+            journal_bytes = daemon.metric("tarry_journal_slot_bytes_sum")
+            resident_bytes = daemon.usage().resident_bytes
             successor = daemon
             if plan.standby:
                 successor = stack.enter_context(_daemon(bench, plan, folder, root, "standby"))
@@ -171,12 +179,16 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan) -> M
         "CPU a message, us": 1e6 * cpu_s / before.messages,
         "rows a message, rows": rows / before.messages,
         **{f"{name} a second, 1/s": count / seconds for name, count in counts.items()},
+        "journal a row received, B": journal_bytes / rows,
+        "memory when empty, MB": empty_bytes / 1e6,
+        "memory, MB": resident_bytes / 1e6,
         "files at the end, files": files,
         "slots to read, slots": slots,
         "SIGKILL to first hand-out, s" if plan.standby else "start to first hand-out, s": first_s - killed_s,
     }
 
 
+_REQUESTS = "requests"
 _COUNTS: dict[str, tuple[str, dict[str, str]]] = {
     "journal slots": ("tarry_journal_slot_seconds_count", {}),
     "checkpoints": ("tarry_commits_total", {"operation": "WriteCheckpoint", "outcome": "committed"}),
@@ -191,7 +203,7 @@ def _daemon(
 ) -> Iterator[processes.DaemonProcess]:
     slow = plan.store == alone.SLOW
     given = {**(slow_store.settings() if slow else processes.local_store(root)), **bench.settings}
-    program = slow_store.program(root, plan.delay_ms) if slow else processes.TARRYD
+    program = slow_store.program(root, plan.delay_ms, folder / _REQUESTS) if slow else processes.TARRYD
     with processes.DaemonProcess(name, folder, given, program=program, checkout=plan.checkout) as daemon:
         yield daemon
 

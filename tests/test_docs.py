@@ -180,6 +180,19 @@ def test_a_file_that_is_used_before_it_is_made_is_found() -> None:
     assert unmade_files(f"```\n{made_late}$ tarryd --config rows.csv\n```\n") == ["rows.csv"]
 
 
+def test_the_example_of_sizing_adds_up() -> None:
+    example = (REPOSITORY / "docs" / "SIZING.md").read_text(encoding="utf-8").partition("## An example")[2]
+    parts_mb, sums = 0, []
+    for is_sum, size_mb in re.findall(r"^\| (\*\*)?.*? (?:\*\*)?([\d,]+) MB(?:\*\*)? \|$", example, re.MULTILINE):
+        if is_sum:
+            sums.append((parts_mb, int(size_mb.replace(",", ""))))
+            parts_mb = 0
+        else:
+            parts_mb += int(size_mb.replace(",", ""))
+    assert len(sums) == 2
+    assert all(added == said for added, said in sums)
+
+
 def test_every_term_of_the_glossary_is_used() -> None:
     glossary = REPOSITORY / "docs" / "GLOSSARY.md"
     text = glossary.read_text(encoding="utf-8")

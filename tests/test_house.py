@@ -107,8 +107,8 @@ def test_a_circle_is_found() -> None:
     assert set(circle_in(graph)) == set(rooms)
 
 
-# Programs and models of their own, which a suite runs.
-PROGRAMS = ("simulation", "planted", "models", "peers", "golden_root", "compaction/observer")
+# Programs and models of their own, which a suite runs, and servers.
+PROGRAMS = ("brokers", "simulation", "planted", "models", "peers", "golden_root", "compaction/observer")
 
 
 def test_what_is_no_test_stands_in_a_folder_of_support() -> None:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from storage_backends.formats import format_errors, framing, mirror, position_bitmap, segment
+from storage_backends.formats import format_errors, framing, index_ids, mirror, position_bitmap, segment
 from storage_backends.formats.generated import bucket_pb2
 from storage_backends.formats.manifest import LiveBucket, ObjectReference
 from storage_backends.formats.position_bitmap import PositionBitmap
@@ -214,14 +214,15 @@ def encode_bucket(
     are known.
 
     `compatible` asks for PIP-195's rows and bitmaps. Its bitmaps cannot hold entry ids from 2^32 on: a reader would
-    take such a position for absent. A bucket with one is written in columns instead, in which that reader sees no
-    rows at all; `EncodedBucket.compatible` says which form it became.
+    take such a position for absent. And it knows no messages of batches: it would take their entry ids for entries. A
+    bucket with either is written in columns instead, in which that reader sees no rows at all;
+    `EncodedBucket.compatible` says which form it became.
     """
     if not len(rows):
         raise ValueError("a bucket has at least one row")
     if bool((rows.deliver_at_ms[1:] < rows.deliver_at_ms[:-1]).any()):
         raise ValueError("the rows of a bucket must be sorted by deliver_at_ms")
-    compatible = compatible and int(rows.entry_id.max()) < _COMPATIBLE_ENTRY_ID_END
+    compatible = compatible and _can_be_compatible(rows, subscription_id)
     parts = [rows.take(slice(start, end)) for start, end in segment.cut(rows.deliver_at_ms, limits)]
     if positions is None:
         positions = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
@@ -252,6 +253,10 @@ def encode_bucket(
         hash_high=hash_high,
         compatible=compatible,
     )
+
+
+def _can_be_compatible(rows: Rows, index_id: int) -> bool:
+    return not index_ids.is_of_batch_parts(index_id) and int(rows.entry_id.max()) < _COMPATIBLE_ENTRY_ID_END
 
 
 def _list_segments(metadata: bucket_pb2.SnapshotMetadata, parts: Sequence[Rows], compatible: bool) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import google_crc32c
 from google.protobuf import message as protobuf
+from google.protobuf import message_factory
 
 from storage_backends.formats import format_errors
 
@@ -70,13 +71,68 @@ def parse(message_class: type[M], payload: bytes, what: str, offset: int) -> M:
     try:
         message.ParseFromString(payload)
     except protobuf.DecodeError as error:
-        raise format_errors.FormatError(what, offset, f"not a {message_class.DESCRIPTOR.name}: {error}") from error
+        detail = f"not a {message_class.DESCRIPTOR.name}: {_first_wrong(message_class.DESCRIPTOR, payload)}"
+        raise format_errors.FormatError(what, offset, f"{detail}; it begins with {payload[:8]!r}") from error
     if not message.IsInitialized():
-        raise format_errors.FormatError(what, offset, f"{message_class.DESCRIPTOR.name} lacks a required field")
+        untyped: Any = message  # its stubs do not know of the method
+        lacking = ", ".join(untyped.FindInitializationErrors()[:3])
+        raise format_errors.FormatError(
+            what, offset, f"{message_class.DESCRIPTOR.name} lacks a required field: {lacking}"
+        )
     check = _text_check(message_class.DESCRIPTOR)
     if check is not None and (field := check(message)):
         raise format_errors.FormatError(what, offset, f"{message_class.DESCRIPTOR.name}: {field} is not UTF-8")
     return message
+
+
+# Of the wire types with a fixed size: bytes.
+_FIXED_BYTES = {1: 8, 5: 4}
+_VARINT, _LENGTH = 0, 2
+_VARINT_BYTES_MAX = 10
+_FIELD_NUMBER_MAX = 2**29 - 1
+
+
+def _first_wrong(of: Any, payload: bytes) -> str:
+    """Which field of a message it is, and at which byte of the payload, that a parser stops at."""
+    place = 0
+    while place < len(payload):
+        begin = place
+        tag, place = _varint(payload, place)
+        number, wire_type = tag >> 3, tag & 7
+        known = of.fields_by_number.get(number)
+        name = f"byte {begin}, field {number if known is None else known.name}"
+        if not 0 < number <= _FIELD_NUMBER_MAX or wire_type not in (_VARINT, _LENGTH, *_FIXED_BYTES):
+            return f"{name} has wire type {wire_type}: no field of a message"
+        length = _FIXED_BYTES.get(wire_type, 0)
+        if wire_type in (_VARINT, _LENGTH):
+            value, place = _varint(payload, place)
+            length = value if wire_type == _LENGTH else 0
+        if place > len(payload) or length > len(payload) - place:
+            return f"{name} goes on behind the end, at {len(payload)}"
+        if wire_type == _LENGTH and known is not None and known.message_type is not None:
+            part = payload[place : place + length]
+            if not _parses(known.message_type, part):
+                return f"{name}: {_first_wrong(known.message_type, part)}"
+        place += length
+    return "it ends in a field"
+
+
+def _varint(payload: bytes, place: int) -> tuple[int, int]:
+    """(value, the place behind it). One that is cut off, or too long, ends behind the payload."""
+    value = 0
+    for shift, byte in enumerate(payload[place : place + _VARINT_BYTES_MAX]):
+        value |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            return value, place + shift + 1
+    return value, len(payload) + 1
+
+
+def _parses(of: Any, payload: bytes) -> bool:
+    try:
+        message_factory.GetMessageClass(of).FromString(payload)
+    except protobuf.DecodeError:
+        return False
+    return True
 
 
 _TextCheck = Callable[[Any], str]

@@ -122,12 +122,11 @@ def decode(
     """The rows of a payload of either form. `what` and `offset` (of the payload in the bucket) are for the error.
     `zstd` saves making a decompressor for each segment.
 
-    Raises FormatError, also when it has not exactly so many rows.
+    Raises FormatError, which names the field that is wrong, also when it has not exactly so many rows.
     """
     message = framing.parse(bucket_pb2.SnapshotSegment, payload, what, offset)
-    found = len(message.indexes) or message.rows
-    if found != rows or message.rows != rows:
-        raise format_errors.FormatError(what, offset, f"it holds {found} rows, the offset table says {rows}")
+    if wrong := _wrong_with(message, rows):
+        raise format_errors.FormatError(what, offset, wrong)
     if message.indexes:
         with format_errors.reading(what, offset):
             return _from_indexes(message)
@@ -147,6 +146,27 @@ def decode(
         column("entry_id", message.entry_id),
         key_hash,
     )
+
+
+_COLUMNS = ("deliver_at_ms", "ledger_id", "entry_id")
+
+
+def _wrong_with(message: bucket_pb2.SnapshotSegment, rows: int) -> str:
+    """Why it is no segment of so many rows; empty when it is one."""
+    indexes = len(message.indexes)
+    if not message.HasField("rows"):
+        if indexes:
+            return f"it has {indexes} indexes and no field rows: PIP-195's own segment, as Pulsar seals it"
+        return "it has neither indexes nor the field rows: no form of a segment that is known here"
+    if indexes and message.rows != indexes:
+        return f"it has {indexes} indexes, and its field rows says {message.rows}"
+    if message.rows != rows:
+        return f"it holds {message.rows} rows, the offset table says {rows}"
+    if indexes:
+        return ""
+    present = {field.name for field, _ in message.ListFields()}
+    lacking = [name for name in _COLUMNS if name not in present]
+    return f"it has no indexes, and as a columnar one it lacks {', '.join(lacking)}" if lacking else ""
 
 
 def _from_indexes(message: bucket_pb2.SnapshotSegment) -> Rows:

@@ -13,6 +13,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "wire": (
         "wire/",
         "benchmarks/",
+        "brokers/",
         "client/cli/",
         "client/conformance/",
         "compaction/test_job_sigkill",

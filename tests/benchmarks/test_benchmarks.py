@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import redis_server
+from benchmarks import workbench
 from benchmarks.__main__ import MEASUREMENTS, TUNING
 from examples import processes
 from tests._support.processes import child, run_child
+from tests.brokers import redis_server
 
 WITH_REDIS = ["add", "drain", "memory", "restart", "stored"]
 needs_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
@@ -47,7 +48,7 @@ def test_a_measurement_accounts_for_every_row(measurement: str, tmp_path: Path) 
         assert document["machine"]["redis_server"].startswith("v=")
         assert any(name.startswith("tarry") for name in names(document))
         assert any(name.startswith("redis") for name in names(document))
-        assert redis_server.MISSING not in result["notes"]
+        assert workbench.MISSING not in result["notes"]
 
 
 @needs_redis
@@ -57,7 +58,7 @@ def test_the_measurements_above_had_their_rival() -> None:
 
 def test_a_measurement_without_redis_says_so(tmp_path: Path) -> None:
     document = measure(tmp_path, "add", "--without-redis")
-    assert document["results"][0]["notes"] == [redis_server.LEFT_OUT]
+    assert document["results"][0]["notes"] == [workbench.LEFT_OUT]
     assert names(document)
     assert not any("redis" in name for name in names(document))
 

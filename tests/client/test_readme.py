@@ -15,12 +15,13 @@ import pytest
 import tarry
 import tarry.aio
 from examples import processes
+from tests._support import snippets
 from tests._support.processes import Daemons
 from tests.client._support.authority import Authority, replaced
 from tests.client._support.fake_daemon import FakeDaemon, accept, refuse
 
 README = Path(__file__).resolve().parents[2] / "client" / "README.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+EXAMPLES = snippets.of(README)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def one_batch_a_subscription(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_runs(
     daemon: processes.DaemonProcess, guarded_daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    example = EXAMPLES[number].replace("127.0.0.1:7461", daemon.address)
+    example = EXAMPLES[number].code.replace("127.0.0.1:7461", daemon.address)
     example = example.replace("tarry.example:7461", guarded_daemon.address)
     for client in (tarry.Client, tarry.aio.Client):
         # The target is the one argument that may be given by place.

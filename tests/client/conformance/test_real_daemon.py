@@ -233,6 +233,16 @@ async def test_a_request_beyond_a_quota_is_refused_whole_and_once(client: tarry.
     assert (await client.add(topic, 1, range(8), delay_ms=FAR_MS)).accepted == 8
 
 
+async def test_a_subscription_that_exists_is_opened_and_its_policy_stays(client: tarry.aio.Client, topic: str) -> None:
+    policy = tarry.SubscriptionPolicy(lease_ms=60_000)
+    await client.create_subscription(topic, "sub", policy)
+    async with client.subscribe(topic, "sub", create=True):
+        pass
+    async with client.subscribe_key_shared(topic, "sub", consumers=[tarry.Consumer("a")], create=True):
+        pass
+    assert [each.policy async for each in client.subscriptions(topic)] == [policy]
+
+
 async def test_what_is_due_comes_once_and_is_gone_when_acknowledged(client: tarry.aio.Client, topic: str) -> None:
     rows = 20_000
     seen: list[int] = []

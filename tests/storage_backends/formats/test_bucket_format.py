@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import bucket_format, format_errors, manifest, position_bitmap
+from storage_backends.formats import bucket_format, format_errors, index_ids, manifest, position_bitmap
 from storage_backends.formats.bucket_format import EncodedBucket, KeptRows
 from storage_backends.formats.row_columns import Rows, row_hash
 from storage_backends.formats.segment import SegmentLimits
@@ -102,6 +102,19 @@ def test_entry_ids_from_2_to_the_32_make_a_bucket_columnar_though_compatible_was
     encoded = encode(beyond, compatible=True)
     assert not encoded.compatible
     assert examples.tuples(bucket_format.decode_bucket(encoded.body)[1]) == examples.tuples(beyond.sorted_by_due())
+
+
+def test_messages_of_batches_make_a_bucket_columnar_though_compatible_was_asked_for() -> None:
+    rows = examples.random_delays(10).sorted_by_due()
+    parts, own = (
+        bucket_format.encode_bucket(
+            rows, topic="orders", subscription_id=index_id, limits=SMALL_SEGMENTS, compatible=True
+        )
+        for index_id in (index_ids.batch_parts_of(3), 3)
+    )
+    assert (parts.compatible, own.compatible) == (False, True)
+    assert parts.live_bucket("b", base=1).compatible_form is False
+    assert examples.tuples(bucket_format.decode_bucket(parts.body)[1]) == examples.tuples(rows)
 
 
 def test_no_rows_and_unsorted_rows_are_refused() -> None:

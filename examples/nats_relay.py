@@ -1,0 +1,100 @@
+"""A relay beside NATS: messages of the stream `orders` reach the stream `orders-due` when their time has come.
+
+Producers publish with the header `deliver-at-ms`, Unix time in ms. Who fails publishes the `tarry-delivery-id` of what
+failed to `orders-failed`: it comes again, by another id, when the subscription's policy says so. Each loop commits
+last; whatever fails or is killed, all begins anew. `orders` keeps messages by limits alone and allows direct gets,
+`orders-due` has a duplicate window of an hour.
+
+    take_in    pushed from orders         add to Tarry, durable              ack to NATS
+    put_out    receive from Tarry         get it, publish it once for an id  acknowledge to Tarry
+    take_back  pushed from orders-failed  hand back to Tarry, durable        ack to NATS
+"""
+
+import argparse
+import asyncio
+import time
+from typing import Any
+
+import nats
+
+import tarry
+from tarry.positions import NatsStream1
+
+SOURCE, DUE, FAILED, RELAY = "orders", "orders-due", "orders-failed", "relay"
+
+
+async def pushed(js: Any, name: str) -> Any:
+    """What was not committed, again after 5 s, and what is new. Ends by raising that NATS is gone."""
+    subscription = await js.subscribe(name, durable=RELAY, config=nats.js.api.ConsumerConfig(ack_wait=5))
+    async for message in subscription.messages:
+        yield message
+    raise nats.errors.ConnectionClosedError
+
+
+async def take_in(js: Any, producer: tarry.aio.Producer, tasks: asyncio.TaskGroup) -> None:
+    async for message in pushed(js, SOURCE):
+        (ledger,), (entry,) = NatsStream1.to_positions(message.metadata.sequence.stream)
+        due_ms = int((message.headers or {}).get("deliver-at-ms", 0))
+        tasks.create_task(commit(message, await producer.add(ledger, entry, deliver_at_ms=due_ms)))
+
+
+async def commit(message: Any, done: asyncio.Future[Any]) -> None:
+    try:
+        await done
+    except (tarry.OutOfRange, tarry.InvalidArgument) as refused:
+        print(f"message {message.metadata.sequence.stream} is not delivered: {refused}")
+    await message.ack()
+
+
+async def put_out(js: Any, subscription: tarry.aio.Subscription) -> None:
+    while (batch := await subscription.receive(max_rows=1_000, linger_ms=5)) is not None:
+        sequences = NatsStream1.from_positions(batch.ledger_id, batch.entry_id).tolist()
+        passing = [pass_on(js, sequence, batch.delivery_id(row)) for row, sequence in enumerate(sequences)]
+        gone = [row for row, answer in enumerate(await asyncio.gather(*passing)) if answer is None]
+        _ = subscription.reject(batch.take(gone), f"the message is no longer in the stream {SOURCE}")
+        _ = subscription.ack(batch)
+
+
+async def pass_on(js: Any, sequence: int, name: str) -> Any:
+    try:
+        message = await js.get_msg(SOURCE, sequence, direct=True)
+    except nats.js.errors.NotFoundError:
+        return None
+    own = {header: text for header, text in (message.headers or {}).items() if not header.startswith("Nats-")}
+    return await js.publish(DUE, message.data or b"", headers=own | {"tarry-delivery-id": name, "Nats-Msg-Id": name})
+
+
+async def take_back(js: Any, subscription: tarry.aio.Subscription, tasks: asyncio.TaskGroup) -> None:
+    async for message in pushed(js, FAILED):
+        failed = tarry.DeliveryId.parse(message.headers["tarry-delivery-id"])
+        tasks.create_task(commit(message, subscription.nack(failed.positions, forwarded=True)))
+
+
+async def relay(broker_url: str, address: str) -> None:
+    async with (
+        await nats.connect(broker_url, allow_reconnect=False) as broker,
+        tarry.aio.Client(address) as client,
+        client.subscribe(SOURCE, RELAY, create=True) as subscription,
+        client.producer(SOURCE) as producer,
+        asyncio.TaskGroup() as tasks,
+    ):
+        js = broker.jetstream()
+        for loop in (take_in(js, producer, tasks), put_out(js, subscription), take_back(js, subscription, tasks)):
+            tasks.create_task(loop)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nats", default="nats://127.0.0.1:4222")
+    parser.add_argument("--address", default=tarry.DEFAULT_TARGET)
+    options = parser.parse_args()
+    while True:
+        try:
+            asyncio.run(relay(options.nats, options.address))
+        except* (OSError, nats.errors.Error, tarry.TarryError) as failures:
+            print("begins anew:", *failures.exceptions)
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    main()
