@@ -111,14 +111,14 @@ class Account:
 
     @property
     def is_complete(self) -> bool:
-        return self._wanted <= self._first_ms.keys()
+        return self.has(1.0) and self._wanted <= self._first_ms.keys()
 
-    def lateness(self) -> list[tuple[int, int]]:
-        """(due, received minus due) of the first delivery of each message but the first one, in ms."""
+    def lateness_ms(self) -> list[int]:
+        """Received minus due: of the first delivery of each message but the first one."""
         return [
-            (due_ms, self._first_ms[key] - due_ms)
-            for key, due_ms in self._due_ms.items()
-            if key[1] == 0 and key[0] and key in self._first_ms
+            self._first_ms[number, attempt] - due_ms
+            for (number, attempt), due_ms in self._due_ms.items()
+            if number and not attempt and (number, attempt) in self._first_ms
         ]
 
     @property

@@ -92,7 +92,7 @@ def _turn(
     # A schedule of NATS may come twice when the server is killed.
     if name in WITH_TARRY:
         rounds.check_count(f"{what}, deliveries that came twice", len(account.doubles), 0)
-    lateness = np.percentile([late_ms for _, late_ms in account.lateness()], list(QUANTILES.values()))
+    lateness = np.percentile(account.lateness_ms(), list(QUANTILES.values()))
     figures = {f"{what}, {quantile}, ms": float(value) for quantile, value in zip(QUANTILES, lateness, strict=True)}
     if is_killed:
         return figures | {f"{what}, came twice, deliveries": len(account.doubles)}
