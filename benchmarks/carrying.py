@@ -182,20 +182,23 @@ async def carry(
     The first message is published by itself: when it has come, everything works, and the others are published.
     `take`: in place of the account's own. `until_rest`: is waited for at the end, while what else comes is consumed.
     """
-    async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
-        consuming = tasks.create_task(_persist(lambda: carrier.consume(take or account.take), carrier.failures))
-        killing = tasks.create_task(_kill(account, kills))
-        await _publish(carrier, account, delays_ms[:1])
-        await account.wait_until(lambda: account.has_come(0))
-        await _publish(carrier, account, delays_ms[1:], first=1)
-        await killing
-        await account.wait_until(lambda: account.is_complete)
-        if until_rest is not None:
-            await until_rest()
-        # In Python 3.11 one cancellation may be lost in a library that waits with `asyncio.wait_for`.
-        while not consuming.done():
-            consuming.cancel()
-            await asyncio.wait([consuming], timeout=_AGAIN_S)
+    try:
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
+            consuming = tasks.create_task(_persist(lambda: carrier.consume(take or account.take), carrier.failures))
+            killing = tasks.create_task(_kill(account, kills))
+            await _publish(carrier, account, delays_ms[:1])
+            await account.wait_until(lambda: account.has_come(0))
+            await _publish(carrier, account, delays_ms[1:], first=1)
+            await killing
+            await account.wait_until(lambda: account.is_complete)
+            if until_rest is not None:
+                await until_rest()
+            # In Python 3.11 one cancellation may be lost in a library that waits with `asyncio.wait_for`.
+            while not consuming.done():
+                consuming.cancel()
+                await asyncio.wait([consuming], timeout=_AGAIN_S)
+    except TimeoutError:
+        raise TimeoutError(f"{account.problems()} within {timeout_s:g} s") from None
 
 
 async def _publish(carrier: Carrier, account: Account, delays_ms: Sequence[int], *, first: int = 0) -> None:

@@ -2,7 +2,7 @@
 sorted set of Redis that a worker polls, and the schedules of NATS. Each in peace, and with every process killed once.
 
 Some messages fail at the consumer and come again. The consumer's own record is the oracle: every message, each delivery
-once, none early. Brokers synchronise what they store before they answer, as the daemon does.
+once, none early. Redis synchronises what it stores before it answers, as the daemon does; NATS does so later.
 
 Owns: the contenders, the kills, the figures. Does not own: the load and its account (`carrying`), the processes
 (`carrier_settings`).

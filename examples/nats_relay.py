@@ -24,8 +24,8 @@ SOURCE, DUE, FAILED, RELAY = "orders", "orders-due", "orders-failed", "relay"
 
 
 async def pushed(js: Any, name: str) -> Any:
-    """What was not committed, again after 5 s, and what is new. Ends by raising that NATS is gone."""
-    subscription = await js.subscribe(name, durable=RELAY, config=nats.js.api.ConsumerConfig(ack_wait=5))
+    """What was not committed, again after 2 s, and what is new. Ends by raising that NATS is gone."""
+    subscription = await js.subscribe(name, durable=RELAY, config=nats.js.api.ConsumerConfig(ack_wait=2))
     async for message in subscription.messages:
         yield message
     raise nats.errors.ConnectionClosedError
