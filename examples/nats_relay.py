@@ -34,7 +34,7 @@ async def pushed(js: Any, name: str) -> Any:
 async def take_in(js: Any, producer: tarry.aio.Producer, tasks: asyncio.TaskGroup) -> None:
     async for message in pushed(js, SOURCE):
         (ledger,), (entry,) = NatsStream1.to_positions(message.metadata.sequence.stream)
-        due_ms = int((message.headers or {}).get("deliver-at-ms", 0))
+        due_ms = int(at) if (at := (message.headers or {}).get("deliver-at-ms", "")).isdigit() else 0
         tasks.create_task(commit(message, await producer.add(ledger, entry, deliver_at_ms=due_ms)))
 
 
