@@ -25,8 +25,8 @@ from tests.simulation.objects import Objects, positions_of
 from tests.simulation.positions import Position, entry_of, in_index, index_of, is_part, named, owner_of
 from tests.simulation.redelivery_truth import Asked, Nacked, Redeliveries, RedeliveryTruth
 
-# That a topic was deleted is in no slot: its owner may apply so many of other topics before it is told.
-UNKNOWN_SLOTS = 100
+# That a topic or a subscription was deleted is in no slot: its owner may apply so many before it is told.
+UNKNOWN_SLOTS = 10_000
 
 
 @dataclasses.dataclass(slots=True, eq=False)
