@@ -119,6 +119,8 @@ class RedisReader:
         self._stream = stream
         self._group = relay.subscription
         self._consumer = relay.id
+        # A read that blocks as long as an answer may take would count as none.
+        self._block_s_max = broker.timeout_s / 2
         self._claim_ms = int(broker.claim_s * 1_000)
         self._has_group = False
         self._own_after: str | None = "0"
@@ -139,7 +141,9 @@ class RedisReader:
                 entries = await self._claim(rows_max)
                 if entries:
                     return self._portion(entries)
-            return self._portion(await self._group_read(">", rows_max, max(1, int(wait_s * 1_000))))
+            return self._portion(
+                await self._group_read(">", rows_max, max(1, int(min(wait_s, self._block_s_max) * 1_000)))
+            )
         except redis.ResponseError as error:
             # NOGROUP: the stream was deleted, or made again.
             raise port.NotThere(f"key {self._stream}: {error}") from error

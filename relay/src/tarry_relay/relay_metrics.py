@@ -36,6 +36,9 @@ class RelayMetrics:
             "produced", "Messages published and confirmed; step: fetched (they were due), direct, bad or bare.", "step"
         )
         self.returned = counter("returned", "Messages of the retry log that were handed back to Tarry.")
+        self.returned_early = counter(
+            "returned_early", "Messages of the retry log that came back before this relay had acknowledged them."
+        )
         self.lost = counter("lost", "Due messages that cannot be delivered and are dead letters of Tarry.")
         self.failures = counter("failures", "Calls that failed and are repeated; end: broker, target, daemon.", "end")
         self.lateness = Histogram(

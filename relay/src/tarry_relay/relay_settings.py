@@ -95,9 +95,16 @@ class Source(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Retry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The log to which consumers publish the `tarry-delivery-id` of what they have failed with."""
+    """The log to which consumers publish the `tarry-delivery-id` of what they have failed with.
+
+    The delays and the count are given to a subscription that the relay makes; the policy of one that exists stays.
+    """
 
     name: Name
+    delays_ms: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] = (1_000, 10_000, 60_000, 600_000)
+    """After the first failure, the second, and so on; the last one goes on."""
+    count_max: Annotated[int, Meta(ge=1)] | None = 16
+    """After so many failures it is a dead letter of Tarry; None: never."""
 
 
 class Target(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

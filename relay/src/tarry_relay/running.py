@@ -104,6 +104,8 @@ class Relay:
         self._logs = [_ReadLog(settings.source.name, broker.source, is_source=True)]
         if settings.retry is not None and broker.retries is not None:
             self._logs.append(_ReadLog(settings.retry.name, broker.retries, is_source=False))
+        self._unacknowledged: set[tarry.DeliveryId | None] = set()
+        """What was handed out here and is not acknowledged; a consumer may have failed with it already."""
         self._changed = asyncio.Condition()
         self._ending = asyncio.Event()
         metrics.watch(self._passage)
@@ -114,9 +116,8 @@ class Relay:
         Raises what no other try cures.
         """
         relay = self._settings.relay
-        async with self._client.subscribe(
-            self._topic, relay.subscription, permits=relay.permits, create=True
-        ) as subscription:
+        await self._make_subscription()
+        async with self._client.subscribe(self._topic, relay.subscription, permits=relay.permits) as subscription:
             log.info("relays", extra={"topic": self._topic, "subscription": relay.subscription, "id": relay.id})
             async with asyncio.TaskGroup() as tasks:
                 intake = [tasks.create_task(each) for each in self._intake(subscription)]
@@ -129,6 +130,16 @@ class Relay:
                 for each in work:
                     each.cancel()
             log.info("has ended", extra={"read": self._passage.read, "handed_out": self._passage.handed_out})
+
+    async def _make_subscription(self) -> None:
+        retry = self._settings.retry
+        policy = None
+        if retry is not None:
+            delays = tarry.DelayList(retry.delays_ms)
+            policy = tarry.SubscriptionPolicy(redelivery=delays, max_redeliver_count=retry.count_max)
+        # It is there, with another policy, which somebody has set.
+        with contextlib.suppress(tarry.AlreadyExists):
+            await self._client.create_subscription(self._topic, self._settings.relay.subscription, policy)
 
     # What comes in.
 
@@ -192,7 +203,9 @@ class Relay:
             if batch is not None:
                 names = map(batch.delivery_id, range(len(batch)))
                 parsed = map(tarry.DeliveryId.parse, names)
-                await self._enter([Item(Step.HANDED_OUT, Content(delivery_id=name)) for name in parsed])
+                items: list[MessageItem] = [Item(Step.HANDED_OUT, Content(delivery_id=name)) for name in parsed]
+                self._unacknowledged.update(item.content.delivery_id for item in items)
+                await self._enter(items)
 
     # What is done.
 
@@ -246,6 +259,7 @@ class Relay:
 
     async def _nack(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
         """What the daemon ignores needs nothing: it comes by itself, or has come again already."""
+        self._metrics.returned_early.inc(sum(item.content.delivery_id in self._unacknowledged for item in items))
         await subscription.nack(_columns(items), forwarded=True)
         self._metrics.returned.inc(len(items))
         self._answer_all(items, Answer.DONE)
@@ -326,13 +340,17 @@ class Relay:
 
     async def _acknowledge(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
         await subscription.ack(_columns(items))
-        self._answer_all(items, Answer.DONE)
+        self._handed_back(items)
 
     async def _reject(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
         by_reason: dict[str, list[MessageItem]] = {}
         for item in items:
             by_reason.setdefault(item.reason, []).append(item)
         await asyncio.gather(*(subscription.reject(_columns(each), reason) for reason, each in by_reason.items()))
+        self._handed_back(items)
+
+    def _handed_back(self, items: Sequence[MessageItem]) -> None:
+        self._unacknowledged.difference_update(item.content.delivery_id for item in items)
         self._answer_all(items, Answer.DONE)
 
     def _refuse(self, item: MessageItem, reason: str) -> None:
