@@ -4,7 +4,7 @@ Owns: its commands, their output and exit status, signals, and how the log is wr
 Does not own: the work.
 
 Exit status: 0 done, or all is well; 1 it cannot go on; 2 wrong usage or settings; 3 an end cannot be reached; 4 `check`
-found something.
+found something; 5 a message is bad, and `source.on_bad` is "stop".
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import msgspec
 
 import tarry
 from tarry_relay import ends, port, relay_settings, told_by_http
+from tarry_relay.passage import CannotBeRefused
 from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.retention_guard import RetentionGuard
 from tarry_relay.running import BadMessage, Relay
@@ -36,6 +37,7 @@ EXIT_ENDED = 1
 EXIT_SETTINGS = 2
 EXIT_UNREACHABLE = 3
 EXIT_FOUND = 4
+EXIT_STOPPED = 5
 _RETRY_S = 1.0
 _NO_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -200,7 +202,9 @@ def _failures() -> Iterator[None]:
         _end(str(_first(failures)), EXIT_SETTINGS)
     except* (port.Unreachable, tarry.Unavailable, tarry.DeadlineExceeded) as failures:
         _end(str(_first(failures)), EXIT_UNREACHABLE)
-    except* (BadMessage, port.NotThere, tarry.TarryError) as failures:
+    except* BadMessage as failures:
+        _end(str(_first(failures)), EXIT_STOPPED)
+    except* (port.NotThere, CannotBeRefused, tarry.TarryError) as failures:
         _end(str(_first(failures)), EXIT_ENDED)
 
 

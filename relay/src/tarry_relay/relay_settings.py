@@ -224,9 +224,11 @@ def _check(settings: Settings) -> None:
             raise SettingsError(f"targets[{index}].pattern is {target.pattern!r}: {error}") from error
     if settings.retry is not None and settings.retry.name == source.name:
         raise SettingsError(f"retry.name is {source.name!r}, which is the source: take another stream")
-    loops = {source.name, settings.retry and settings.retry.name} & {source.target, source.dead_letters}
-    if isinstance(settings.broker, Redis) and loops:
-        raise SettingsError(f"source.target or source.dead_letters is {loops.pop()!r}, which the relay reads itself")
+    read_here = {source.name, source.name if settings.retry is None else settings.retry.name}
+    names = {f"targets[{index}].name": target.name for index, target in enumerate(settings.targets)}
+    for field, name in {**names, "source.target": source.target, "source.dead_letters": source.dead_letters}.items():
+        if name in read_here:
+            raise SettingsError(f"{field} is {name!r}, which the relay reads itself: what it publishes would go round")
 
 
 def _in_words(message: str, document: dict[str, Any]) -> str:
@@ -240,4 +242,5 @@ def _in_words(message: str, document: dict[str, Any]) -> str:
             value = value[int(key)] if isinstance(value, list) else value[key]
         except (KeyError, IndexError, TypeError, ValueError):
             return f"{found[1]}: {message[: found.start()]}"
-    return f"{found[1]} is {value!r}: {message[: found.start()]}"
+    is_part = isinstance(value, (dict, list))
+    return f"{found[1]}{'' if is_part else f' is {value!r}'}: {message[: found.start()]}"

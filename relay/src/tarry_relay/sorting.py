@@ -76,7 +76,9 @@ class Sorting:
         return target
 
     def setting_of(self, target: str) -> Target | None:
-        """The first setting that allows it."""
+        """The first setting that allows it; none allows the source itself, in which messages would go round."""
+        if target == self._source.name:
+            return None
         for each in self._targets:
             if target == each.name or (each.pattern is not None and re.fullmatch(each.pattern, target)):
                 return each

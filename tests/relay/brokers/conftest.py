@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.relay.brokers import two_brokers
+from tests.relay.brokers._support import two_brokers
 
 
 @pytest.fixture(params=["redis", "nats"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tarry_relay import ends, port, relay_settings
-from tests.relay.brokers.two_brokers import DEAD, DUE, FAILED, SOURCE, AnyBroker, configuration
+from tests.relay.brokers._support.two_brokers import DEAD, DUE, FAILED, SOURCE, AnyBroker, configuration
 
 NOWHERE = "127.0.0.1:1"
 """The daemon is not asked."""

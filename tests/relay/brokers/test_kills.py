@@ -7,56 +7,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
-import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client import parser
 
 import tarry
-from examples.processes import ChildProcess, DaemonProcess, free_port, local_store
+from examples.processes import DaemonProcess, local_store
 from tests._support.patience import wait_until
-from tests._support.processes import run_child
-from tests.relay.brokers.two_brokers import DEAD, DUE, FAILED, GONE, SOURCE, AnyBroker, Published, configuration
+from tests.relay.brokers._support.relay_process import RelayProcess
+from tests.relay.brokers._support.two_brokers import (
+    DEAD,
+    DUE,
+    FAILED,
+    GONE,
+    SOURCE,
+    AnyBroker,
+    Published,
+    configuration,
+)
 
 LIMIT_S = 600.0
-PROGRAM = (sys.executable, "-m", "tarry_relay.relay_command")
-
-
-class RelayProcess(ChildProcess):
-    """A `tarry-relay run`. `start` after `kill` starts it again."""
-
-    def __init__(self, name: str, directory: Path, broker: AnyBroker, address: str) -> None:
-        super().__init__(name, directory, {})
-        self.listen = f"127.0.0.1:{free_port()}"
-        self.file = directory / f"{name}.toml"
-        own = f'[relay]\ntopic = "orders"\nid = "{name}"\nlisten = "{self.listen}"\n'
-        self.file.write_text(configuration(broker, address, own))
-
-    def start(self) -> None:
-        """Returns when the process runs."""
-        self._spawn(*PROGRAM, "run", str(self.file))
-
-    def metric(self, name: str) -> float:
-        """The sum of a series; 0.0 while it does not answer."""
-        try:
-            with urllib.request.urlopen(f"http://{self.listen}/metrics", timeout=10) as response:
-                families = list(parser.text_string_to_metric_families(response.read().decode()))
-        except OSError:
-            return 0.0
-        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
-
-    def told(self, command: str) -> Any:
-        """What `check` or `status` says."""
-        ended = run_child([*PROGRAM, command, str(self.file), "--json"])
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return json.loads(ended.stdout)
 
 
 @dataclasses.dataclass
@@ -102,8 +75,8 @@ def processes(broker: AnyBroker, directory: Path) -> Iterator[tuple[DaemonProces
     with DaemonProcess("daemon", directory, local_store(directory / "root")) as daemon:
         daemon.start_serving()
         with (
-            RelayProcess("relay-1", directory, broker, daemon.address) as one,
-            RelayProcess("relay-2", directory, broker, daemon.address) as two,
+            RelayProcess("relay-1", directory, configuration(broker, daemon.address)) as one,
+            RelayProcess("relay-2", directory, configuration(broker, daemon.address)) as two,
         ):
             one.start()
             yield daemon, one, two
