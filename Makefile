@@ -71,6 +71,10 @@ dist: $(UV) ## wheels and source archives of the distributions into dist/, with 
 spark-env: $(SYNCED) ## pack what executors of Spark need into dist/: the code, and its libraries; ARGS='--python 3.12'
 	$(RUN) python scripts/build_spark_env.py $(ARGS)
 
+.PHONY: sbom
+sbom: $(SYNCED) ## write what tarryd is made of into dist/: versions, hashes, licences
+	$(RUN) python scripts/build_sbom.py $(ARGS)
+
 .PHONY: check
 check: lock lint types imports protos generated test ## the gate: everything that must hold before a change lands
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import key_load
+from tarry import on_event_loop
 from tarry.v1 import dispatch_pb2 as pb
 from tarry.v1 import dispatch_pb2_grpc
 
@@ -153,8 +154,7 @@ class _Dispatcher:
         self._ignored = self._taken_back = self._other_rows = self._joins = 0
 
     async def run(self) -> None:
-        options = (("grpc.max_receive_message_length", -1),)
-        async with grpc.aio.insecure_channel(self._part.address, options=options) as channel:
+        async with on_event_loop.open_channel(self._part.address) as channel:
             stream = dispatch_pb2_grpc.DispatchStub(channel).Subscribe()
             opening = pb.Open(
                 topic=self._part.topic,

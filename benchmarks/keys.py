@@ -15,7 +15,6 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-import grpc
 import numpy as np
 
 import tarry
@@ -30,6 +29,7 @@ from benchmarks import (
     tarry_load,
     workbench,
 )
+from tarry import in_threads
 from tarry.v1 import dispatch_pb2, dispatch_pb2_grpc, policy_pb2
 
 NAME = "keys"
@@ -157,7 +157,7 @@ def _parts(bench: workbench.Workbench, address: str, plan: key_load.Plan, *, blo
 def _create(address: str, order: policy_pb2.NackOrder.ValueType) -> None:
     request = dispatch_pb2.CreateSubscriptionRequest(topic=NAME, subscription=SUBSCRIPTION)
     request.policy.key_shared.nack_order = order
-    with grpc.insecure_channel(address) as channel:
+    with in_threads.open_channel(address) as channel:
         dispatch_pb2_grpc.DispatchStub(channel).CreateSubscription(request, timeout=tarry_load.PATIENCE_S)
 
 

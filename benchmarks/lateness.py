@@ -113,34 +113,39 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, rate: int, secon
             delay_until_ms=_delays_ms(bench)[1],
             seed=bench.seed,
         )
-        account = _receive(daemon, plan)
+        account = receive(tarry_load.Reach(daemon.address), plan)
         operation = "tarry_delayed_message_index_bucket_op_count_total"
         loaded = daemon.metric(operation, type="load", state="succeed")
     name = _name(rate)
     for rule in account.verdict().rules:
         rounds.check(name, f"{rule.name}: {rule.broken:,} rows are not so" if rule.broken else None)
-    never = np.iinfo(np.int64).max
-    late = (account.answered_at_ms != never) & (account.deliver_at_ms <= account.answered_at_ms)
-    in_time = ~late & (account.first_received_at_ms != never)
-    lateness_ms = (account.first_received_at_ms - account.deliver_at_ms)[in_time]
+    late, lateness_ms = lateness_of(account)
     if not len(lateness_ms):
         raise processes.ProcessFailed(f"{name}: no row that was added in time came")
     values = np.percentile(lateness_ms, list(QUANTILES.values()))
     return {
         **{f"{name}, {quantile}": float(value) for quantile, value in zip(QUANTILES, values, strict=True)},
-        f"{name}, late on arrival": int(np.count_nonzero(late)),
+        f"{name}, late on arrival": late,
         f"{name}, segments loaded": loaded,
     }
 
 
-def _receive(daemon: processes.DaemonProcess, plan: Plan) -> verdict.Account:
-    """Returns when every acknowledgement is durable, or when it takes too long."""
+def lateness_of(account: verdict.Account) -> tuple[int, NDArray[np.int64]]:
+    """How many rows were due when their add was answered, and how late each of the others came."""
+    never = np.iinfo(np.int64).max
+    late = (account.answered_at_ms != never) & (account.deliver_at_ms <= account.answered_at_ms)
+    in_time = ~late & (account.first_received_at_ms != never)
+    return int(np.count_nonzero(late)), (account.first_received_at_ms - account.deliver_at_ms)[in_time]
+
+
+def receive(reach: tarry_load.Reach, plan: Plan) -> verdict.Account:
+    """Adds, receives and acknowledges by the plan, until every acknowledgement is durable, or it takes too long."""
     account = verdict.Account(*plan.positions(), plan.deliver_at_ms(), None)
     with (
-        tarry.Client(daemon.address) as client,
+        reach.client() as client,
         client.subscribe(NAME, SUBSCRIPTION, create=True, permits=tarry_load.PERMITS) as subscription,
         relay.Relay(subscription, account) as receiving,
-        _Adding(daemon.address, plan, account) as adding,
+        _Adding(reach, plan, account) as adding,
     ):
         span_s = (LEAD_MS + plan.delay_until_ms) / 1000 + plan.seconds
         receiving.wait_until(lambda: account.durable == len(account) or adding.failed, span_s + PATIENCE_S)
@@ -154,11 +159,11 @@ _Reports: TypeAlias = "Queue[tuple[int, int, int] | None]"
 class _Adding:
     """The process that adds, and the thread that takes in what was answered. A context manager."""
 
-    def __init__(self, address: str, plan: Plan, account: verdict.Account) -> None:
+    def __init__(self, reach: tarry_load.Reach, plan: Plan, account: verdict.Account) -> None:
         context = multiprocessing.get_context("spawn")
         self._account = account
         self._reports: _Reports = context.Queue()
-        self._process = context.Process(target=_add_by_plan, args=(address, plan, self._reports), daemon=True)
+        self._process = context.Process(target=_add_by_plan, args=(reach, plan, self._reports), daemon=True)
         self._thread = threading.Thread(target=self._take_in, name="answers")
         self._ended = threading.Event()
 
@@ -192,7 +197,7 @@ class _Adding:
             self._account.note_answered(slice(first, last), at_ms)
 
 
-def _add_by_plan(address: str, plan: Plan, reports: _Reports) -> None:
+def _add_by_plan(reach: tarry_load.Reach, plan: Plan, reports: _Reports) -> None:
     """Runs in the process of its own: one batch a step, each at its moment."""
     ledger_id, entry_id = plan.positions()
     due = plan.deliver_at_ms()
@@ -202,7 +207,7 @@ def _add_by_plan(address: str, plan: Plan, reports: _Reports) -> None:
         if answer.exception() is None:
             reports.put((first, last, load.now_ms()))
 
-    with tarry.Client(address) as client, client.add_stream(NAME, in_flight=1_000) as stream:
+    with reach.client() as client, client.add_stream(NAME, in_flight=1_000) as stream:
         for step, first in enumerate(range(0, plan.rows, plan.rows_per_step)):
             send_at_ms = plan.start_ms + step * STEP_MS
             remaining_s = send_at_ms / 1000 - time.time()

@@ -19,6 +19,7 @@ from google.protobuf import message
 import tarry
 from benchmarks import load, report, tarry_load, workbench
 from examples import processes
+from tarry import in_threads
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2
 
 NAME = "see"
@@ -73,7 +74,7 @@ def _look(
             client.seal(NAME)
             tarry_load.wait_for(client, NAME, "sealed all of it", lambda stats: not stats.mutable_rows)
         time.sleep(bench.rest_s)
-        with grpc.insecure_channel(daemon.address, options=[("grpc.max_receive_message_length", -1)]) as channel:
+        with in_threads.open_channel(daemon.address) as channel:
             asking = _Asking(daemon, channel, rounds, from_ms)
             asking.look(rows.deliver_at_ms, f"{name}, {UNTOUCHED}", found)
             left = np.ones(len(rows), np.bool_)

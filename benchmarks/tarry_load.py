@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +19,18 @@ from benchmarks import load
 PERMITS = 100_000
 PATIENCE_S = 120.0
 _POLL_S = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """Where a daemon is, and what it wants to see of its clients; another process may be given it."""
+
+    address: str
+    tls: tarry.Tls | None = None
+    token_file: Path | None = None
+
+    def client(self) -> tarry.Client:
+        return tarry.Client(self.address, tls=self.tls, token_file=self.token_file)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import tarry
 from benchmarks import machine, report
 from examples import processes
 from tests.brokers import redis_server
@@ -73,13 +74,20 @@ class Workbench:
 
     @contextlib.contextmanager
     def daemon(
-        self, root: Path | None = None, settings: Mapping[str, object] | None = None, *, configuration: str = ""
+        self,
+        root: Path | None = None,
+        settings: Mapping[str, object] | None = None,
+        *,
+        configuration: str = "",
+        tls: tarry.Tls | None = None,
     ) -> Iterator[processes.DaemonProcess]:
-        """A serving daemon, on a root of its own unless one is given. What fails meanwhile is told with its log."""
+        """A serving daemon, on a root of its own unless one is given. What fails meanwhile is told with its log. `tls`:
+        what its clients need.
+        """
         with self.folder() as folder:
             store = processes.local_store(root or folder / "root")
             given = {**store, **(settings or {}), **self.settings}
-            with processes.DaemonProcess("tarryd", folder, given, configuration=configuration) as daemon:
+            with processes.DaemonProcess("tarryd", folder, given, configuration=configuration, tls=tls) as daemon:
                 try:
                     self.start(daemon)
                     yield daemon

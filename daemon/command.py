@@ -1,7 +1,7 @@
 """What `tarryd` does.
 
 Owns: arguments, settings, and the exit status: 0 after an orderly end, 1 when it cannot serve, 2 for a
-wrong configuration, 3 when the orderly end was cut short.
+wrong configuration, 3 when the orderly end was cut short; and what it does instead of serving: `token`, `health`.
 Does not own: a signal that comes before anything is served (`daemon.main`), what the daemon is made of and how it ends
 (`daemon.process`).
 
@@ -23,10 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from daemon import config, errors, logs, process_memory
+from daemon.audit_log import AuditLog
+from daemon.door import identities, tokens
+from daemon.door.door import Door
 from storage_backends import object_store, probe, store_opening
 
 # So long may a thread that seals, or reads segments, keep the interpreter from the event loop; Python's own is 5 ms.
 SWITCH_INTERVAL_S = 0.001
+HEALTH_TIMEOUT_S = 5.0
 EXIT_CANNOT_SERVE = 1
 EXIT_WRONG_CONFIGURATION = 2
 EXIT_NOT_DRAINED = 3
@@ -35,29 +39,68 @@ log = logging.getLogger(__name__)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Serves until it is told to end; the exit status."""
+    """Does what the arguments say, and that is to serve until it is told to end, if nothing else; the exit status."""
     options = _parse(arguments)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # Whatever this process makes is for its own user.
+    os.umask(0o077)
     logs.configure()
+    if options.command == "token":
+        return _make_token(options.file)
     try:
         settings = config.load(options.config, overrides=options.set)
+        if options.command == "health":
+            return _ask_health(settings)
+        door, audit_log = Door(settings.tls, settings.access), AuditLog(settings.access)
     except errors.InvalidArgument as error:
         log.error("%s", error)
         return EXIT_WRONG_CONFIGURATION
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     logs.configure(level=settings.log.level, form=settings.log.format)
     process_memory.keep_little()
     try:
-        with contextlib.closing(store_opening.open_store(settings.store)) as store:
+        with contextlib.closing(audit_log), contextlib.closing(store_opening.open_store(settings.store)) as store:
             probed = _probe(store)
             if options.check:
                 probed.result()
                 log.info("configuration and store are in order", extra={"store": settings.store.kind})
                 return 0
-            _serve(settings, store, options.ready_file, probed)
+            _serve(settings, store, options.ready_file, door, audit_log, probed)
     except (errors.TarryError, object_store.StoreError, OSError) as error:
         log.error("cannot serve: %s", error, extra={"kind": type(error).__name__})
         return EXIT_CANNOT_SERVE
     return 0
+
+
+def _make_token(file: Path | None) -> int:
+    """Makes a token, and shows it once, or writes it to a file that is not there yet."""
+    token = tokens.make()
+    if file is None:
+        sys.stdout.write(f"{token}\n")
+    else:
+        try:
+            tokens.write(file, token)
+        except OSError as error:
+            log.error("%s cannot be made: %s", file, error.strerror)
+            return EXIT_CANNOT_SERVE
+    sys.stdout.write(f'tokens = ["{identities.hash_of(token)}"]\n')
+    return 0
+
+
+def _ask_health(settings: config.Config) -> int:
+    """Asks the daemon of these settings on this machine; 0 when it serves, else 1. Raises `InvalidArgument`."""
+    if settings.grpc.unix_socket is not None:
+        address = f"unix:{settings.grpc.unix_socket}"
+    elif settings.tls.cert_file is None:
+        address = settings.grpc.listen
+    else:
+        raise errors.InvalidArgument(
+            "configuration: grpc.unix_socket is not set, and grpc.listen has TLS: health is asked over a socket then"
+        )
+    from daemon.grpc_services import health_question
+
+    serves = health_question.serves(address, timeout_s=HEALTH_TIMEOUT_S)
+    sys.stdout.write("serving\n" if serves else "not serving\n")
+    return 0 if serves else EXIT_CANNOT_SERVE
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -74,6 +117,24 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="validate the settings, probe the store, and end")
     parser.add_argument("--ready-file", type=Path, metavar="PATH", help="write the bound addresses to PATH, as JSON")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and end")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="instead of serving", description="Without a command: serve."
+    )
+    token = commands.add_parser(
+        "token",
+        help="make a token of an identity",
+        description="Makes a bearer token of 256 random bits, and shows it and the line for its identity in "
+        "access.identities_file, which holds its SHA-256. Nobody can show the token again.",
+    )
+    token.add_argument(
+        "--file", type=Path, metavar="PATH", help="write the token to PATH, a new file, and do not show it"
+    )
+    commands.add_parser(
+        "health",
+        help="ask the daemon of these settings whether it serves",
+        description="Asks the daemon on this machine whether it serves, over grpc.unix_socket, or else over "
+        "grpc.listen, which has no TLS then. Exit status 0 if it does, else 1.",
+    )
     return parser.parse_args(arguments)
 
 
@@ -109,12 +170,14 @@ def _serve(
     settings: config.Config,
     store: object_store.ObjectStore,
     ready_file: Path | None,
+    door: Door,
+    audit_log: AuditLog,
     probed: concurrent.futures.Future[None],
 ) -> None:
     from daemon import process
 
     try:
-        asyncio.run(process.serve(settings, store, ready_file, probed=probed))
+        asyncio.run(process.serve(settings, store, ready_file, door=door, audit_log=audit_log, probed=probed))
     except process.NotDrained as error:
         for left in error.left:
             log.error("not finished: %s", left)

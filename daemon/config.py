@@ -17,6 +17,7 @@ import msgspec
 from daemon import errors
 from daemon.core import delay_levels
 from daemon.settings import (
+    Access,
     Daemon,
     Deletion,
     DeletionObjectStore,
@@ -29,6 +30,7 @@ from daemon.settings import (
     Metrics,
     Ownership,
     Redelivery,
+    Tls,
 )
 from storage_backends import settings_file
 from storage_backends.storage_settings import S3, Bucket, Collection, SettingsError, Store, check_bucket, check_store
@@ -42,6 +44,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     daemon: Daemon = Daemon()
     store: Store = Store()
     grpc: Grpc = Grpc()
+    tls: Tls = Tls()
+    access: Access = Access()
     metrics: Metrics = Metrics()
     log: Log = Log()
     journal: Journal = Journal()
@@ -123,13 +127,7 @@ def _check(config: Config) -> None:
     _check_port("grpc.listen", config.grpc.listen)
     _check_port("metrics.listen", config.metrics.listen)
     _check_port("store.s3.endpoint_url", config.store.s3.endpoint_url)
-    for name, listen in (("grpc.listen", config.grpc.listen), ("metrics.listen", config.metrics.listen)):
-        if not is_loopback(listen) and not config.daemon.insecure:
-            raise errors.InvalidArgument(
-                f"configuration: {name} is {listen!r}, which is not a loopback address. This version has neither "
-                "TLS nor tokens, so that whoever reaches the port could use it: listen on 127.0.0.1, or set "
-                "daemon.insecure = true where the network itself keeps strangers out"
-            )
+    _check_door(config)
     check_store(config.store)
     check_bucket(config.bucket)
     _check_deletion(config)
@@ -137,6 +135,40 @@ def _check(config: Config) -> None:
         config.read_delay_levels()
     except errors.InvalidArgument as error:
         raise errors.InvalidArgument(f"configuration: redelivery.delay_levels: {error}") from error
+
+
+def _check_door(config: Config) -> None:
+    """What TLS and identities need of each other, and an address that other machines reach of both."""
+    tls, access, metrics = config.tls, config.access, config.metrics
+    if (tls.cert_file is None) != (tls.key_file is None):
+        given, missing = ("cert_file", "key_file") if tls.key_file is None else ("key_file", "cert_file")
+        raise errors.InvalidArgument(f"configuration: tls.{given} is set, and tls.{missing} is not: set both, or none")
+    for name, is_set, needed, is_there in (
+        ("tls.client_ca_file", tls.client_ca_file is not None, "tls.cert_file", tls.cert_file is not None),
+        ("metrics.tls", metrics.tls, "tls.cert_file", tls.cert_file is not None),
+        ("metrics.tokens", metrics.tokens, "access.identities_file", access.identities_file is not None),
+    ):
+        if is_set and not is_there:
+            raise errors.InvalidArgument(f"configuration: {name} is set, and {needed} is not")
+    if config.daemon.insecure:
+        return
+    _check_reachable(
+        "grpc.listen",
+        config.grpc.listen,
+        {"tls.cert_file": tls.cert_file is not None, "access.identities_file": access.identities_file is not None},
+    )
+    _check_reachable("metrics.listen", metrics.listen, {"metrics.tls": metrics.tls, "metrics.tokens": metrics.tokens})
+
+
+def _check_reachable(name: str, listen: str, needed: Mapping[str, bool]) -> None:
+    """Refuses an address that other machines reach where one of the settings that it needs is not set."""
+    missing = [setting for setting, is_set in needed.items() if not is_set]
+    if missing and not is_loopback(listen):
+        raise errors.InvalidArgument(
+            f"configuration: {name} is {listen!r}, which other machines reach, and {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. Set what is missing (docs/SECURITY.md), listen on "
+            "127.0.0.1, or set daemon.insecure = true where the network itself keeps strangers out"
+        )
 
 
 def _check_deletion(config: Config) -> None:
@@ -180,6 +212,12 @@ def _check_owner(path: str, owner: DeletionOwner) -> None:
     _check_port(f"{path}.in_use_url", owner.in_use_url)
     if owner.delete_url is None and owner.in_use_url is None:
         raise errors.InvalidArgument(f"configuration: {path} has neither delete_url nor in_use_url")
+    for name, url in (("delete_url", owner.delete_url), ("in_use_url", owner.in_use_url)):
+        if owner.authorization_file is not None and not owner.insecure and (url or "").startswith("http:"):
+            raise errors.InvalidArgument(
+                f"configuration: {path}.{name} is {url!r}, and the authorization would go there for everybody to read: "
+                f"use https, or set {path}.insecure = true where the network itself keeps strangers out"
+            )
     if not owner.topic_prefixes and not owner.drivers:
         raise errors.InvalidArgument(f"configuration: {path} has neither topic_prefixes nor drivers: it gets no record")
     if owner.drivers and owner.delete_url is None:

@@ -30,6 +30,14 @@ class Conflict(CallerError):
     """It cannot be together with what is open or leased now; it can when that is gone. The message says what it is."""
 
 
+class Unauthenticated(CallerError):
+    """Nobody knows who calls: no token, none that is known, or a certificate that is nobody's."""
+
+
+class PermissionDenied(CallerError):
+    """The caller is known, and may not do this. The message says what is missing, never what there is."""
+
+
 class LimitExceeded(TarryError):
     """The request is well formed, and more than is allowed."""
 

@@ -1,11 +1,9 @@
 """Every series that the daemon exports, declared once.
 
 Owns: names, labels, buckets and meaning of the series but for the gauges of topics (`topic_gauges`) and the series of
-deletions (`deletion_metrics`), and the endpoint.
+deletions (`deletion_metrics`).
 Does not own: the numbers. Layers above report events (`added`, `slot_written`, ...). docs/METRICS.md describes the
-series.
-
-A scrape runs in a thread of its own and never waits for the event loop.
+series, `metrics_endpoint` serves them.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import numpy.typing as npt
 import prometheus_client
 from prometheus_client.registry import CollectorRegistry
 
+from daemon import errors
 from daemon.array_histogram import ArrayHistogram
 from daemon.deletion_metrics import DeletionMetrics
 from daemon.topic_gauges import TopicGauges, TopicLabels, TopicNumbers
@@ -252,6 +251,18 @@ class Metrics:
         counter, histogram, gauge = self._counter, self._histogram, self._gauge
         self._epoch = gauge("tarry_epoch", "Epoch under which a shard is owned; 0 when it is not.", "shard")
         self._serving = gauge("tarry_serving", "1 while the daemon serves, 0 while it waits for something.")
+        self._files_refused = gauge(
+            "tarry_files_refused",
+            "1 while files of the daemon's door are wrong, and what they held before is in force; by kind: "
+            "certificates or identities.",
+            "kind",
+        )
+        self._refused_callers = counter(
+            "tarry_refused_callers",
+            "Calls, and requests of streams, that were refused for who makes them, by reason: unauthenticated or "
+            "permission_denied.",
+            "reason",
+        )
         self._loop_pause = histogram(
             "tarry_event_loop_pause_seconds",
             "How late the event loop's heartbeat of every 10 ms came: for so long nothing was received or handed out.",
@@ -442,6 +453,15 @@ class Metrics:
     def set_serving(self, serving: bool) -> None:
         self._serving.set(int(serving))
 
+    def set_files_refused(self, kind: Literal["certificates", "identities"], refused: bool) -> None:
+        """Files that had changed were read again: whether they are wrong."""
+        self._files_refused.labels(kind).set(int(refused))
+
+    def caller_refused(self, refusal: errors.Unauthenticated | errors.PermissionDenied) -> None:
+        """A call, or a request of a stream, was not let in."""
+        reason = "unauthenticated" if isinstance(refusal, errors.Unauthenticated) else "permission_denied"
+        self._refused_callers.labels(reason).inc()
+
     def event_loop_paused(self, seconds: float) -> None:
         """The heartbeat of the event loop was as late."""
         self._loop_pause.observe(seconds)
@@ -528,23 +548,6 @@ class _Children:
         if found is None:
             found = self._found[labels] = self._counter.labels(*labels)
         return found
-
-
-class Endpoint:
-    """`/metrics` over HTTP, served by threads of its own."""
-
-    def __init__(self, metrics: Metrics, *, host: str, port: int) -> None:
-        """Binds and serves; port 0 takes a free one. Raises `OSError` when the address is taken."""
-        self._server, self._thread = prometheus_client.start_http_server(port, host, registry=metrics.registry)
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_port)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 def export_process(registry: CollectorRegistry) -> None:

@@ -18,6 +18,7 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,10 @@ from pathlib import Path
 import msgspec
 import ulid
 
-from daemon import config, errors, metrics, process_memory
+from daemon import config, errors, metrics, metrics_endpoint, process_memory
+from daemon.audit_log import AuditLog
+from daemon.door.door import Door
+from daemon.grpc_services.admission import Admission
 from daemon.grpc_services.server import Server
 from daemon.ledger_stores import ledger_stores
 from daemon.owner.engine import Engine
@@ -59,6 +63,8 @@ async def serve(
     store: object_store.ObjectStore,
     ready_file: Path | None,
     *,
+    door: Door,
+    audit_log: AuditLog,
     probed: concurrent.futures.Future[None],
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then ends in order.
@@ -69,15 +75,16 @@ async def serve(
     signals = _Signals()
     daemon_metrics = metrics.Metrics(per_topic=settings.metrics.per_topic, per_topic_max=settings.metrics.per_topic_max)
     metrics.export_process(daemon_metrics.registry)
-    server = Server(settings)
-    settings = _with_identity(settings, server.bind())
+    admission = Admission(door, audit_log, daemon_metrics.caller_refused)
+    server = Server(settings, admission)
+    settings = _with_own_names(settings, server.bind())
     with (
         _own_lock(settings),
         contextlib.closing(ledger_stores.LedgerStores.from_settings(settings)) as stores_of_ledgers,
         pools.opened(
             settings.store, deletions=settings.deletion.parallelism, threads=_threads, patient=_patient_threads
         ) as threads,
-        _metrics_endpoint(settings, daemon_metrics) as metrics_address,
+        _metrics_endpoint(settings, door, daemon_metrics) as metrics_address,
     ):
         environment = _environment(settings, store, daemon_metrics, threads)
         engine = Engine(dataclasses.replace(environment, ledger_stores=stores_of_ledgers))
@@ -86,9 +93,15 @@ async def serve(
         await server.start(engine)
         process_memory.keep_for_good()
         _announce(settings, metrics_address, ready_file)
-        watching = asyncio.create_task(loop_pause.watch(daemon_metrics.event_loop_paused))
+        watching = (
+            asyncio.create_task(loop_pause.watch(daemon_metrics.event_loop_paused)),
+            asyncio.create_task(
+                door.watch(changed=admission.identities_changed, refused=daemon_metrics.set_files_refused)
+            ),
+        )
         await _run(engine, server, signals, probed)
-        watching.cancel()
+        for task in watching:
+            task.cancel()
     log.info("stopped")
 
 
@@ -154,14 +167,14 @@ async def _end_in_order(engine: Engine, server: Server) -> list[str]:
     return []
 
 
-def _with_identity(settings: config.Config, port: int) -> config.Config:
+def _with_own_names(settings: config.Config, port: int) -> config.Config:
     """The settings with the id and the address that this daemon has."""
     host, _ = config.split_address(settings.grpc.listen)
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     address = settings.daemon.address or _joined(host, port)
-    identity = msgspec.structs.replace(settings.daemon, id=settings.daemon_id, address=address)
-    return msgspec.structs.replace(settings, daemon=identity)
+    named = msgspec.structs.replace(settings.daemon, id=settings.daemon_id, address=address)
+    return msgspec.structs.replace(settings, daemon=named)
 
 
 @contextlib.contextmanager
@@ -240,11 +253,17 @@ def _patient_threads(name: str, count: int) -> contextlib.AbstractContextManager
 
 
 @contextlib.contextmanager
-def _metrics_endpoint(settings: config.Config, daemon_metrics: metrics.Metrics) -> Iterator[str]:
+def _metrics_endpoint(settings: config.Config, door: Door, daemon_metrics: metrics.Metrics) -> Iterator[str]:
     """Serves the metrics; gives the address."""
     host, port = config.split_address(settings.metrics.listen)
     try:
-        endpoint = metrics.Endpoint(daemon_metrics, host=host, port=port)
+        endpoint = metrics_endpoint.Endpoint(
+            daemon_metrics.registry,
+            host=host,
+            port=port,
+            certificates=lambda: door.certificates if settings.metrics.tls else None,
+            identities=lambda: door.identities if settings.metrics.tokens else None,
+        )
     except OSError as error:
         raise OSError(f"metrics.listen: {settings.metrics.listen} cannot be bound: {error}") from error
     try:
@@ -255,6 +274,18 @@ def _metrics_endpoint(settings: config.Config, daemon_metrics: metrics.Metrics) 
 
 def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _write_in_one_step(path: Path, text: str) -> None:
+    """Writes a file for this user alone; a link that stands in its place is replaced, not followed."""
+    file, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+    try:
+        with os.fdopen(file, "w", encoding="utf-8") as unfinished:
+            unfinished.write(text)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +303,5 @@ def _announce(settings: config.Config, metrics_address: str, ready_file: Path | 
         grpc=str(settings.daemon.address), metrics=metrics_address, pid=os.getpid(), daemon_id=settings.daemon_id
     )
     if ready_file is not None:
-        unfinished = ready_file.with_name(f"{ready_file.name}.{ready.pid}")
-        unfinished.write_text(json.dumps(dataclasses.asdict(ready)) + "\n", encoding="utf-8")
-        unfinished.replace(ready_file)
+        _write_in_one_step(ready_file, json.dumps(dataclasses.asdict(ready)) + "\n")
     log.info("listening", extra=dataclasses.asdict(ready))

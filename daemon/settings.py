@@ -25,6 +25,9 @@ _AN_ADDRESS = {WRITTEN_AS: "host:port with a port from 0 to 65535, such as 127.0
 _A_URL = {WRITTEN_AS: "a URL that begins with http:// or https://, without user, password and fragment"}
 _A_NAME = {WRITTEN_AS: "1 to 128 letters, digits, `.`, `_` and `-`, and not begin with `.`"}
 
+_ABSOLUTE = r"^/[^\x00]{0,102}\Z"
+_AN_ABSOLUTE_PATH = {WRITTEN_AS: "an absolute path of at most 103 characters, which is what a socket's name may have"}
+
 # 10,000 rows of Messages, the largest answer there is, must fit.
 _MESSAGE_BYTES_LEAST = 1 << 20
 
@@ -61,8 +64,8 @@ class Daemon(Section, frozen=True):
     insecure: Annotated[
         bool,
         Meta(
-            description="Allow `grpc.listen` and `metrics.listen` on an address that is not loopback. There is neither "
-            "TLS nor a token yet: whoever reaches the port may add, receive and delete.",
+            description="Allow `grpc.listen` and `metrics.listen` on an address that is not loopback without TLS and "
+            "identities, where the network itself keeps strangers out.",
         ),
     ] = False
     drain_s: Annotated[
@@ -93,6 +96,19 @@ class Grpc(Section, frozen=True):
         str,
         Meta(pattern=ADDRESS, extra=_AN_ADDRESS, description="host:port; port 0 takes a free one. IPv6: `[::1]:7461`."),
     ] = "127.0.0.1:7461"
+    unix_socket: (
+        Annotated[
+            str,
+            Meta(
+                pattern=_ABSOLUTE,
+                extra=_AN_ABSOLUTE_PATH,
+                description="Path of a Unix socket on which the daemon listens as well, without TLS, for clients of "
+                "its own user on its own machine: their address is `unix:` and the path. A socket that is there is "
+                "replaced: no two daemons may name one path. Default: none.",
+            ),
+        ]
+        | None
+    ) = None
     concurrent_calls_per_connection_max: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Calls and streams that one connection may have open.")
     ] = 1000
@@ -133,6 +149,16 @@ class Metrics(Section, frozen=True):
     listen: Annotated[
         str, Meta(pattern=ADDRESS, extra=_AN_ADDRESS, description="host:port of `/metrics`; port 0 takes a free one.")
     ] = "127.0.0.1:7462"
+    tls: Annotated[
+        bool, Meta(description="Serve HTTPS with the certificate and key of section `tls`, and nothing else.")
+    ] = False
+    tokens: Annotated[
+        bool,
+        Meta(
+            description="A scrape needs the bearer token of an identity (`access.identities_file`) with scope "
+            '`inspect` and topic prefix `""`.'
+        ),
+    ] = False
     per_topic: Annotated[
         bool, Meta(description='Each topic has its own series. If false, all topics are counted under `topic="_all"`.')
     ] = True
@@ -142,6 +168,78 @@ class Metrics(Section, frozen=True):
             ge=0, le=1_000_000, description='Topics that have series of their own; all others share `topic="_other"`.'
         ),
     ] = 1000
+
+
+class Tls(Section, frozen=True):
+    """TLS of the gRPC server, and of the metrics where `metrics.tls` is set. The files are PEM.
+
+    They are read again when they change; connections stay. Files that are wrong then change nothing.
+    """
+
+    cert_file: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                description="Certificate of the daemon with its chain; its names are those by which clients and other "
+                "daemons reach it. Default: no TLS.",
+            ),
+        ]
+        | None
+    ) = None
+    key_file: (
+        Annotated[str, Meta(min_length=1, description="Key of the certificate, without a password. Default: none.")]
+        | None
+    ) = None
+    client_ca_file: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                description="Certificates of the CAs of clients. If set, each client needs a certificate of one of "
+                "them (mutual TLS), those that ask for health too. Default: none needs one.",
+            ),
+        ]
+        | None
+    ) = None
+
+
+class Access(Section, frozen=True):
+    """Who may do what ([SECURITY.md](SECURITY.md))."""
+
+    identities_file: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                description="TOML file of the identities: their tokens and certificates, scopes and topic prefixes. "
+                "It is read again when it changes; replace it in one step, by renaming. Default: whoever reaches the "
+                "port may do everything.",
+            ),
+        ]
+        | None
+    ) = None
+    reflection: (
+        Annotated[
+            bool,
+            Meta(
+                description="gRPC reflection, which anybody may ask. Default: true where there are no identities, "
+                "else false."
+            ),
+        ]
+        | None
+    ) = None
+    audit_file: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                description="File to which the audit log is appended, one JSON object a line. The file is opened again "
+                "when it was moved away. Default: the daemon's log where there are identities, else no audit log.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class Log(Section, frozen=True):
@@ -383,11 +481,16 @@ class DeletionOwner(Section, frozen=True):
             str,
             Meta(
                 min_length=1,
-                description="File with the value of the `Authorization` header; it is read for each request.",
+                description="File with the value of the `Authorization` header; it is read for each request, and goes "
+                "over https only.",
             ),
         ]
         | None
     ) = None
+    insecure: Annotated[
+        bool,
+        Meta(description="Send the authorization over http too, where the network itself keeps strangers out."),
+    ] = False
     timeout_s: Annotated[
         float,
         Meta(

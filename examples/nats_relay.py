@@ -24,8 +24,8 @@ SOURCE, DUE, FAILED, RELAY = "orders", "orders-due", "orders-failed", "relay"
 
 
 async def pushed(js: Any, name: str) -> Any:
-    """What was not committed, again after 5 s, and what is new. Ends by raising that NATS is gone."""
-    subscription = await js.subscribe(name, durable=RELAY, config=nats.js.api.ConsumerConfig(ack_wait=5))
+    """What was not committed, again after 2 s, and what is new. Ends by raising that NATS is gone."""
+    subscription = await js.subscribe(name, durable=RELAY, config=nats.js.api.ConsumerConfig(ack_wait=2))
     async for message in subscription.messages:
         yield message
     raise nats.errors.ConnectionClosedError
@@ -34,7 +34,7 @@ async def pushed(js: Any, name: str) -> Any:
 async def take_in(js: Any, producer: tarry.aio.Producer, tasks: asyncio.TaskGroup) -> None:
     async for message in pushed(js, SOURCE):
         (ledger,), (entry,) = NatsStream1.to_positions(message.metadata.sequence.stream)
-        due_ms = int((message.headers or {}).get("deliver-at-ms", 0))
+        due_ms = int(at) if (at := (message.headers or {}).get("deliver-at-ms", "")).isdigit() else 0
         tasks.create_task(commit(message, await producer.add(ledger, entry, deliver_at_ms=due_ms)))
 
 
@@ -72,15 +72,15 @@ async def take_back(js: Any, subscription: tarry.aio.Subscription, tasks: asynci
 
 async def relay(broker_url: str, address: str) -> None:
     async with (
+        asyncio.TaskGroup() as tasks,
         await nats.connect(broker_url, allow_reconnect=False) as broker,
         tarry.aio.Client(address) as client,
         client.subscribe(SOURCE, RELAY, create=True) as subscription,
         client.producer(SOURCE) as producer,
-        asyncio.TaskGroup() as tasks,
     ):
-        js = broker.jetstream()
-        for loop in (take_in(js, producer, tasks), put_out(js, subscription), take_back(js, subscription, tasks)):
-            tasks.create_task(loop)
+        tasks.create_task(put_out(js := broker.jetstream(), subscription))
+        tasks.create_task(take_back(js, subscription, tasks))
+        await take_in(js, producer, tasks)
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def main() -> None:
         try:
             asyncio.run(relay(options.nats, options.address))
         except* (OSError, nats.errors.Error, tarry.TarryError) as failures:
-            print("begins anew:", *failures.exceptions)
+            print("begins anew:", *failures.exceptions, flush=True)
         time.sleep(0.5)
 
 

@@ -28,6 +28,9 @@ import grpc
 from grpc_health.v1 import health_pb2
 from prometheus_client import parser
 
+import tarry
+from tarry import credentials, in_threads
+
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
@@ -268,7 +271,7 @@ class DaemonProcess(ChildProcess):
 
     `settings`: `section.key` -> value, the store among them (`local_store`, `S3ServerProcess.settings`).
     `configuration`: TOML, for what a single value cannot say. `program`: what takes the place of `tarryd`. `checkout`:
-    whose code runs.
+    whose code runs. `tls`: what its clients need, who ask for its health, too; None where it has no TLS.
     """
 
     def __init__(
@@ -281,9 +284,11 @@ class DaemonProcess(ChildProcess):
         configuration: str = "",
         program: Sequence[str] = TARRYD,
         checkout: Path = REPOSITORY,
+        tls: tarry.Tls | None = None,
     ) -> None:
         super().__init__(name, directory, {**S3_CREDENTIALS, "PYTHONPATH": str(checkout)}, checkout=checkout)
         self._program = program
+        self._tls = tls
         self.address = f"127.0.0.1:{free_port()}"
         self.metrics_address = f"127.0.0.1:{free_port()}"
         self._settings = {
@@ -317,7 +322,7 @@ class DaemonProcess(ChildProcess):
         """Watches its health until it is SERVING, or NOT_SERVING. Raises `ProcessFailed`."""
         status = _SERVING if serving else _NOT_SERVING
         deadline_s = time.monotonic() + timeout_s
-        with grpc.insecure_channel(self.address) as channel:
+        with self._channel() as channel:
             method = channel.unary_stream(
                 "/grpc.health.v1.Health/Watch",
                 request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -338,7 +343,7 @@ class DaemonProcess(ChildProcess):
 
     def is_serving(self, timeout_s: float = 5.0) -> bool:
         """What its health says now; raises `grpc.RpcError`."""
-        with grpc.insecure_channel(self.address) as channel:
+        with self._channel() as channel:
             method = channel.unary_unary(
                 "/grpc.health.v1.Health/Check",
                 request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -346,6 +351,12 @@ class DaemonProcess(ChildProcess):
             )
             answer = method(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
             return bool(answer.status == _SERVING)
+
+    def _channel(self) -> grpc.Channel:
+        shown = credentials.Credentials(self._tls).shown_to(self.address)
+        return in_threads.open_channel(
+            self.address, shown.channel, server_name=None if self._tls is None else self._tls.server_name
+        )
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a series over the samples that have these labels; 0.0 when there is none."""

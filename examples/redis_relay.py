@@ -1,8 +1,8 @@
 """A relay beside Redis: entries of the stream `orders` reach the stream `{orders}:due` when their time has come.
 
-Producers add entries with `deliver-at-ms`, Unix time in ms. A consumer that fails adds the `tarry-delivery-id` of its
-entry to `{orders}:failed`: it comes again, by another id, when the subscription's policy says so. Each loop commits
-last; whatever fails or is killed, all begins anew. Redis needs `appendonly yes` and `appendfsync always`.
+Producers add entries with `deliver-at-ms`, Unix time in ms; others are due at once. Who fails adds the
+`tarry-delivery-id` of what failed to `{orders}:failed`: it comes again, by another id, as the policy says.
+Each loop commits last; what is done again changes nothing. Redis, with `appendfsync always`, and Tarry are waited for.
 
     take_in    read orders            add to Tarry, durable         XACK
     put_out    receive from Tarry     XADD, once for a delivery id  acknowledge to Tarry
@@ -12,17 +12,18 @@ last; whatever fails or is killed, all begins anew. Redis needs `appendonly yes`
 import argparse
 import asyncio
 import contextlib
-import time
 from typing import Any
 
 import numpy as np
 import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
 
 import tarry
 from tarry.positions import RedisSequences1
 
 SOURCE, DUE, FAILED, REFUSED = "orders", "{orders}:due", "{orders}:failed", "{orders}:refused"
-RELAY, PORTION, MARKED_S = "relay", 1_000, 3_600
+RELAY, PORTION, MARKED_S, WAIT_S = "relay", 1_000, 3_600, 3_600
 PASS_ON = """
 local entry = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
 local is_new = entry and redis.call('SET', KEYS[3], '', 'NX', 'EX', ARGV[3])
@@ -35,32 +36,31 @@ async def portions(broker: Any, stream: str) -> Any:
     """Lists of (id, fields): what was not committed, then what is new. Each is committed when the next is asked for."""
     with contextlib.suppress(redis.ResponseError):  # The group is there.
         await broker.xgroup_create(stream, RELAY, id="0", mkstream=True)
-    after = "0"
-    while True:
-        found = await broker.xreadgroup(RELAY, RELAY, {stream: after}, count=PORTION, block=1_000)
-        if entries := found[0][1] if found else []:
-            yield entries
-            await broker.xack(stream, RELAY, *[entry_id for entry_id, _ in entries])
-        else:
-            after = ">"
+    task: Any = asyncio.current_task()
+    while not task.cancelling():  # In Python 3.11 what waits in the client of Redis may lose its cancellation.
+        for after in ("0", ">"):
+            found = await broker.xreadgroup(RELAY, RELAY, {stream: after}, count=PORTION, block=1_000)
+            if entries := found[0][1] if found else []:
+                yield entries
+                await broker.xack(stream, RELAY, *[entry_id for entry_id, _ in entries])
+    raise asyncio.CancelledError
 
 
 async def take_in(broker: Any, client: tarry.aio.Client) -> None:
     async for entries in portions(broker, SOURCE):
         positions = RedisSequences1.to_positions(entry_id for entry_id, _ in entries)
-        due_ms = [int(fields.get(b"deliver-at-ms", 0)) for _, fields in entries]
+        due_ms = [int(at) if (at := fields.get(b"deliver-at-ms", b"")).isdigit() else 0 for _, fields in entries]
         added = await client.add(SOURCE, *positions, deliver_at_ms=due_ms, on_invalid=tarry.OnInvalid.RETURN)
         for row, reason in added.refused.items():
             await broker.xadd(REFUSED, {"id": entries[row][0], "reason": repr(reason)})
 
 
 async def put_out(broker: Any, subscription: tarry.aio.Subscription) -> None:
-    pass_on = broker.register_script(PASS_ON)
     while (batch := await subscription.receive(max_rows=PORTION, linger_ms=5)) is not None:
         async with broker.pipeline(transaction=False) as calls:
             for row, entry_id in enumerate(RedisSequences1.from_positions(batch.ledger_id, batch.entry_id)):
                 name = batch.delivery_id(row)
-                await pass_on([SOURCE, DUE, f"{DUE}:{name}"], [entry_id, name, MARKED_S], client=calls)
+                calls.eval(PASS_ON, 3, SOURCE, DUE, f"{DUE}:{name}", entry_id, name, MARKED_S)
             is_there = np.array(await calls.execute(), bool)
         _ = subscription.ack(batch.take(is_there))
         _ = subscription.reject(batch.take(~is_there), f"the entry is no longer in the stream {SOURCE}")
@@ -68,19 +68,24 @@ async def put_out(broker: Any, subscription: tarry.aio.Subscription) -> None:
 
 async def take_back(broker: Any, subscription: tarry.aio.Subscription) -> None:
     async for entries in portions(broker, FAILED):
-        failed = [tarry.DeliveryId.parse(fields[b"tarry-delivery-id"].decode()) for _, fields in entries]
-        await asyncio.gather(*(subscription.nack(each.positions, forwarded=True) for each in failed))
+        handed_back = []
+        for _, fields in entries:
+            with contextlib.suppress(KeyError, ValueError):  # No id: there is nothing that could come again.
+                failed = tarry.DeliveryId.parse(fields[b"tarry-delivery-id"].decode())
+                handed_back.append(subscription.nack(failed.positions, forwarded=True))
+        await asyncio.gather(*handed_back)
 
 
 async def relay(broker_url: str, address: str) -> None:
     async with (
-        redis.asyncio.Redis.from_url(broker_url) as broker,
-        tarry.aio.Client(address) as client,
-        client.subscribe(SOURCE, RELAY, create=True) as subscription,
         asyncio.TaskGroup() as loops,
+        redis.asyncio.Redis.from_url(broker_url, retry=Retry(ConstantBackoff(0.2), retries=-1)) as broker,
+        tarry.aio.Client(address, timeout_s=WAIT_S) as client,
+        client.subscribe(SOURCE, RELAY, create=True) as subscription,
     ):
-        for loop in (take_in(broker, client), put_out(broker, subscription), take_back(broker, subscription)):
-            loops.create_task(loop)
+        loops.create_task(take_in(broker, client))
+        loops.create_task(put_out(broker, subscription))
+        await take_back(broker, subscription)
 
 
 def main() -> None:
@@ -88,12 +93,7 @@ def main() -> None:
     parser.add_argument("--redis", default="redis://127.0.0.1:6379")
     parser.add_argument("--address", default=tarry.DEFAULT_TARGET)
     options = parser.parse_args()
-    while True:
-        try:
-            asyncio.run(relay(options.redis, options.address))
-        except* (OSError, redis.RedisError, tarry.TarryError) as failures:
-            print("begins anew:", *failures.exceptions)
-        time.sleep(0.5)
+    asyncio.run(relay(options.redis, options.address))
 
 
 if __name__ == "__main__":

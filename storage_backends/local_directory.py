@@ -55,6 +55,9 @@ from storage_backends.object_store import (
 TEMPORARY_FOLDER: Final = ".temporary"
 LOCKS_FOLDER: Final = ".locks"
 OWNER_SUFFIX: Final = ".owner"
+# What is stored is for the user of the processes that share the root, and nobody else.
+FILE_MODE: Final = 0o600
+FOLDER_MODE: Final = 0o700
 
 _KNOWN_FOLDERS_MAX: Final = 10_000
 # Journal folders that are held open: one or two of each shard are in use.
@@ -212,7 +215,7 @@ class LocalDirectory(ObjectStore):
         """A synchronised file with envelope and body; its temporary name is gone when the block ends."""
         path = self._temporary_folder / f"{self._token}.{next(self._numbers)}"
         try:
-            file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, FILE_MODE)
             try:
                 _write(file, Envelope.encode(body, metadata), body)
                 os.fsync(file)  # a failure concerns this file alone, which is discarded
@@ -260,7 +263,7 @@ class LocalDirectory(ObjectStore):
             return
         self._make_folder(folder.parent)
         with suppress(FileExistsError):
-            os.mkdir(folder)
+            os.mkdir(folder, FOLDER_MODE)
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY) if _NUMBERED_FOLDER.fullmatch(folder.name) else None
         try:
             self._synchronise_folder(folder.parent)
@@ -400,14 +403,14 @@ class LocalLocks:
         if "/" in name:
             raise ValueError(f"lock name {name!r} must be one part of a key")
         with _translated(f"{LOCKS_FOLDER}/{name}"):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
             file = _try_lock_file(self._folder / name, os.O_CREAT)
         return None if file is None else HeldLock(name, file)
 
 
 def _try_lock_file(path: Path, flags: int) -> int | None:
     """The open file, locked; None if another open file of it is locked."""
-    file = os.open(path, os.O_RDWR | flags, 0o644)
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, FILE_MODE)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -456,7 +459,7 @@ def _remove_leftovers(folder: Path) -> None:
 def _make_root(root: Path) -> None:
     """Make the root and what is missing above it, each in a synchronised folder."""
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     for folder in missing or [root]:
         with suppress(PermissionError):  # a folder that may not be read was not written to by us either
             file = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,7 +1,8 @@
-"""Who calls: a client's own name for itself, or the host that it calls from.
+"""Who calls, for quotas: an identity, or else a client's own name for itself, or the host that it calls from.
 
 Owns: the metadata key and what it may hold, and reading gRPC's form of a peer.
-Does not own: what a client may do (`daemon.core.quotas`). A name is taken as it is: nothing proves it.
+Does not own: what a client may do (`daemon.core.quotas`, `admission`). The name that a client gives itself is taken as
+it is: nothing proves it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import urllib.parse
 
 from daemon import call_values, errors
-from daemon.grpc_services.pipeline import Context
+from daemon.grpc_services.admission import Context
 
 CLIENT_ID_KEY = "tarry-client-id"
 CLIENT_ID_MAX_BYTES = 128
@@ -18,7 +19,12 @@ TOLD_KEY = "tarry-told-of-former-owner"
 
 
 def client_of(context: Context) -> str:
-    """The id by which the client is told apart: what its metadata says, or else its host. Raises `InvalidArgument`."""
+    """The id by which the client is told apart: its identity, or else what its metadata says, or else its host.
+
+    Raises `InvalidArgument`.
+    """
+    if context.identity is not None:
+        return context.identity.name
     for key, value in context.invocation_metadata() or ():
         if key == CLIENT_ID_KEY:
             client = value if isinstance(value, str) else value.decode("utf-8", errors="replace")
@@ -40,8 +46,10 @@ def waits_by_itself(context: Context, wait_s: float) -> bool:
 
 
 def host_of(peer: str) -> str:
-    """`ipv4:127.0.0.1:1234` and `ipv6:%5B::1%5D:1234` without their ports; another kind of peer as it is."""
+    """`ipv4:127.0.0.1:1234` and `ipv6:%5B::1%5D:1234` without their ports; 127.0.0.1 behind a Unix socket."""
     kind, _, address = peer.partition(":")
+    if kind == "unix":
+        return "127.0.0.1"
     if kind not in ("ipv4", "ipv6"):
         return peer
     host = urllib.parse.unquote(address).rpartition(":")[0]

@@ -16,6 +16,7 @@ import grpc
 
 from daemon import call_values, config, errors
 from daemon.grpc_services import callers, parsing, pipeline, row_requests, status, unary, wire_columns
+from daemon.grpc_services.admission import Context
 from tarry.v1 import delayed_delivery_pb2 as pb
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class DelayedDelivery:
         """The daemon stops: streams answer what they have read, and end with UNAVAILABLE."""
         self._draining.set()
 
-    async def _stream_add(self, _: object, context: pipeline.Context) -> None:
+    async def _stream_add(self, _: object, context: Context) -> None:
         try:
             await _AddStream(self._engine, self._settings, context, self._draining).run()
         except Exception as error:  # noqa: BLE001 - every error has a status
@@ -93,11 +94,10 @@ class DelayedDelivery:
 class _AddStream:
     """One `StreamAddMessages`: a reader that submits, and a writer until the caller is done and answered."""
 
-    def __init__(
-        self, engine: Engine, settings: config.Config, context: pipeline.Context, draining: asyncio.Event
-    ) -> None:
+    def __init__(self, engine: Engine, settings: config.Config, context: Context, draining: asyncio.Event) -> None:
         self._engine = engine
         self._size_bytes_max = settings.limits.message_bytes_max
+        self._context = context
         self._client = callers.client_of(context)
         self._pipeline = pipeline.Pipeline(context, settings.grpc)
         self._draining = draining
@@ -138,7 +138,7 @@ class _AddStream:
         caller = call_values.Caller(self._client, len(data))
         if plain is not None:
             plain_id, topic, subscription, batch = plain
-            return plain_id, functools.partial(self._engine.requests.add, topic, batch, subscription, caller)
+            return plain_id, functools.partial(self._add, topic, lambda: batch, subscription, caller)
         try:
             request = parsing.parse(pb.StreamAddMessagesRequest, data, size_bytes_max=self._size_bytes_max)
         except errors.InvalidArgument as error:
@@ -146,11 +146,23 @@ class _AddStream:
             if request_id is None:
                 raise
             return request_id, functools.partial(_refuse, error)
-        return request.request_id, functools.partial(self._add, request.add, caller)
+        return request.request_id, functools.partial(
+            self._add,
+            request.add.topic,
+            functools.partial(wire_columns.add_batch, request.add),
+            request.add.subscription or None,
+            caller,
+        )
 
-    def _add(self, request: pb.AddMessagesRequest, caller: call_values.Caller) -> Awaitable[call_values.AddOutcome]:
-        batch = wire_columns.add_batch(request)
-        return self._engine.requests.add(request.topic, batch, request.subscription or None, caller)
+    def _add(
+        self,
+        topic: str,
+        batch: Callable[[], call_values.AddBatch],
+        subscription: str | None,
+        caller: call_values.Caller,
+    ) -> Awaitable[call_values.AddOutcome]:
+        self._context.check_topic(topic)
+        return self._engine.requests.add(topic, batch(), subscription, caller)
 
 
 def _refuse(error: errors.InvalidArgument) -> Awaitable[call_values.AddOutcome]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from daemon import config, errors
-from daemon.grpc_services import leasing, pipeline, policy_messages, records, status, subscribe, unary, wire_columns
+from daemon.grpc_services import leasing, policy_messages, records, status, subscribe, unary, wire_columns
+from daemon.grpc_services.admission import Context
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Dispatch:
             "ExtendLease": handler(pb.ExtendLeaseRequest, self._extend_lease),
         }
 
-    async def _subscribe(self, _: object, context: pipeline.Context) -> None:
+    async def _subscribe(self, _: object, context: Context) -> None:
         try:
             await subscribe.SubscribeStream(self._engine, self._settings, context).run()
         except Exception as error:  # noqa: BLE001 - every error has a status

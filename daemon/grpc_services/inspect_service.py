@@ -13,7 +13,7 @@ import numpy as np
 
 from daemon import call_values, config
 from daemon.grpc_services import consumer_messages, dead_letter_messages, page_tokens, records, unary, wire_columns
-from daemon.grpc_services.pipeline import Context
+from daemon.grpc_services.admission import Context
 from tarry.v1 import inspect_pb2 as pb
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Inspect:
 
     def handlers(self) -> dict[str, unary.Handler]:
         return {
-            "ListTopics": self._handler(pb.ListTopicsRequest, self._list_topics),
+            "ListTopics": self._cancelled_handler(pb.ListTopicsRequest, self._list_topics),
             "GetTopicStats": self._handler(pb.GetTopicStatsRequest, self._topic_stats),
             "ListBuckets": self._handler(pb.ListBucketsRequest, self._list_buckets),
             "ListSubscriptions": self._handler(pb.ListSubscriptionsRequest, self._list_subscriptions),
@@ -60,8 +60,9 @@ class Inspect:
             "GetRetention": self._cancelled_handler(pb.GetRetentionRequest, self._retention),
         }
 
-    async def _list_topics(self, request: pb.ListTopicsRequest) -> pb.ListTopicsResponse:
-        page = await self._requests.list_topics(*_place(request, page_tokens.List.TOPICS))
+    async def _list_topics(self, request: pb.ListTopicsRequest, context: Context) -> pb.ListTopicsResponse:
+        place = _place(request, page_tokens.List.TOPICS)
+        page = await self._requests.list_topics(*place, context.topic_prefixes)
         return records.as_message(
             pb.ListTopicsResponse,
             page,

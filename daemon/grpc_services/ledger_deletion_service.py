@@ -17,7 +17,7 @@ from daemon.core import limits
 from daemon.core.deletions import checking
 from daemon.core.deletions.listing import ListedState
 from daemon.grpc_services import deletion_messages, page_tokens, records, unary
-from daemon.grpc_services.pipeline import Context
+from daemon.grpc_services.admission import Context
 from daemon.ledger_deletion import deletion_values
 from tarry.v1 import ledger_deletion_pb2 as pb
 

@@ -13,18 +13,16 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias, TypeVar
-
-import grpc.aio
+from typing import Any, TypeVar
 
 from daemon import errors
+from daemon.grpc_services.admission import Context
 from daemon.settings import Grpc
 
 # How long a stream that ends by an error stays for answers that are not known yet.
 LAST_ANSWERS_S = 5.0
 
 T = TypeVar("T")
-Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
 class Pipeline:

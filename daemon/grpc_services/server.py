@@ -6,7 +6,7 @@ Does not own: the services, and the engine, which is started and stopped by `dae
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import grpc.aio
@@ -14,6 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from daemon import config
+from daemon.door.certificates import Certificates
+from daemon.door.door import Door
 from daemon.grpc_services import (
     admin_service,
     cluster_service,
@@ -23,6 +25,7 @@ from daemon.grpc_services import (
     inspect_service,
     ledger_deletion_service,
 )
+from daemon.grpc_services.admission import Admission
 
 if TYPE_CHECKING:
     from daemon.owner.engine import Engine
@@ -35,45 +38,69 @@ MESSAGE_ROOM_BYTES = 1 << 20
 class Server:
     """The daemon's gRPC endpoint: bind, start, drain."""
 
-    def __init__(self, settings: config.Config) -> None:
+    def __init__(self, settings: config.Config, admission: Admission) -> None:
         self._settings = settings
+        self._admission = admission
         self._server = grpc.aio.server(options=_options(settings))
         self._health: health_service.HealthReport | None = None
-        self._calls = _OpenCalls()
         self._delayed_delivery: delayed_delivery_service.DelayedDelivery | None = None
 
     def bind(self) -> int:
-        """Takes the address, so that the daemon knows its port before it serves. Raises `OSError` when it is taken."""
+        """Takes the addresses, so that the daemon knows its port before it serves.
+
+        Raises `OSError` when one is taken.
+        """
+        listen, unix_socket = self._settings.grpc.listen, self._settings.grpc.unix_socket
+        door = self._admission.door
         try:
-            return self._server.add_insecure_port(self._settings.grpc.listen)
+            if door.certificates is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, _credentials(door, door.certificates))
         except RuntimeError as error:
-            raise OSError(f"grpc.listen: {self._settings.grpc.listen} cannot be bound: {error}") from error
+            raise OSError(f"grpc.listen: {listen} cannot be bound: {error}") from error
+        if unix_socket is not None:
+            self._bind_unix_socket(unix_socket)
+        return port
+
+    def _bind_unix_socket(self, path: str) -> None:
+        """Binds a socket that its own user alone may use. A socket that a former process has left is replaced."""
+        try:
+            self._server.add_insecure_port(f"unix:{path}")
+        except RuntimeError as error:
+            raise OSError(f"grpc.unix_socket: {path} cannot be bound: {error}") from error
 
     async def start(self, engine: Engine) -> None:
         """Serves. An engine that is not ready refuses by itself; health follows it."""
         self._delayed_delivery = delayed_delivery_service.DelayedDelivery(engine, self._settings)
         services = {
-            delayed_delivery_service.DESCRIPTOR.full_name: self._delayed_delivery.handlers(),
-            dispatch_service.DESCRIPTOR.full_name: dispatch_service.Dispatch(engine, self._settings).handlers(),
-            inspect_service.DESCRIPTOR.full_name: inspect_service.Inspect(engine, self._settings).handlers(),
-            admin_service.DESCRIPTOR.full_name: admin_service.Admin(engine, self._settings).handlers(),
-            ledger_deletion_service.DESCRIPTOR.full_name: ledger_deletion_service.LedgerDeletion(
+            delayed_delivery_service.DESCRIPTOR: self._delayed_delivery.handlers(),
+            dispatch_service.DESCRIPTOR: dispatch_service.Dispatch(engine, self._settings).handlers(),
+            inspect_service.DESCRIPTOR: inspect_service.Inspect(engine, self._settings).handlers(),
+            admin_service.DESCRIPTOR: admin_service.Admin(engine, self._settings).handlers(),
+            ledger_deletion_service.DESCRIPTOR: ledger_deletion_service.LedgerDeletion(
                 engine, self._settings
             ).handlers(),
-            cluster_service.DESCRIPTOR.full_name: cluster_service.Cluster(engine, self._settings).handlers(),
+            cluster_service.DESCRIPTOR: cluster_service.Cluster(engine, self._settings).handlers(),
         }
         self._server.add_generic_rpc_handlers(
             tuple(
                 grpc.method_handlers_generic_handler(
-                    name, {method: self._calls.counted(handler) for method, handler in handlers.items()}
+                    service.full_name,
+                    {
+                        name: self._admission.guarded(service.methods_by_name[name], handler)
+                        for name, handler in handlers.items()
+                    },
                 )
-                for name, handlers in services.items()
+                for service, handlers in services.items()
             )
         )
-        self._health = health_service.HealthReport(engine, tuple(services))
+        names = tuple(service.full_name for service in services)
+        self._health = health_service.HealthReport(engine, names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
-        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection((*services, health_name, reflection.SERVICE_NAME), self._server)
+        if self._reflects:
+            health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+            reflection.enable_server_reflection((*names, health_name, reflection.SERVICE_NAME), self._server)
         await self._health.start()
         await self._server.start()
 
@@ -90,29 +117,39 @@ class Server:
 
     def left(self) -> list[str]:
         """The calls that are not answered, for people."""
-        return [f"{self._calls.open} calls are open"] if self._calls.open else []
+        open_calls = self._admission.open_calls
+        return [f"{open_calls} calls are open"] if open_calls else []
+
+    @property
+    def _reflects(self) -> bool:
+        """Whether anybody may ask which calls there are."""
+        asked = self._settings.access.reflection
+        return self._admission.door.identities is None if asked is None else asked
 
 
-class _OpenCalls:
-    """How many calls are open, streams included."""
+def _credentials(door: Door, at_first: Certificates) -> grpc.ServerCredentials:
+    """TLS with the certificates in force: gRPC asks for them at each new connection, in a thread of its own."""
+    current = at_first
 
-    def __init__(self) -> None:
-        self.open = 0
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal current
+        found = door.certificates
+        if found is None or found is current:
+            return None
+        current = found
+        return _configuration(found)
 
-    def counted(self, handler: Any) -> Any:
-        """The handler, whose calls are counted."""
-        kinds = ("unary_unary", "unary_stream", "stream_stream")
-        kind = next(each for each in kinds if getattr(handler, each) is not None)
-        serve = getattr(handler, kind)
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(at_first),
+        cast(Any, changed),  # None is allowed, and stands for no change
+        require_client_authentication=at_first.client_ca is not None,
+    )
 
-        async def counting(request: Any, context: Any) -> Any:
-            self.open += 1
-            try:
-                return await serve(request, context)
-            finally:
-                self.open -= 1
 
-        return handler._replace(**{kind: counting})
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(certificates.key, certificates.chain)], root_certificates=certificates.client_ca
+    )
 
 
 def _options(settings: config.Config) -> list[tuple[str, Any]]:

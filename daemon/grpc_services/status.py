@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import grpc
-import grpc.aio
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
@@ -26,6 +25,8 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     errors.Conflict: grpc.StatusCode.ABORTED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.DelayTooLong: grpc.StatusCode.OUT_OF_RANGE,
     errors.QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NotOwner: grpc.StatusCode.FAILED_PRECONDITION,
@@ -34,6 +35,15 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.Corruption: grpc.StatusCode.DATA_LOSS,
     errors.InvariantViolated: grpc.StatusCode.INTERNAL,
 }
+
+
+class Abortable(Protocol):
+    """A call that can be ended with a status."""
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str | bytes], ...], /
+    ) -> NoReturn: ...
+
 
 # Headers of one call may be 8 KiB, and the text is in them twice: plain and in the details.
 _TEXT_LENGTH_MAX = 1000
@@ -66,7 +76,7 @@ def refusal(error: BaseException) -> status_pb2.Status:
     return status_pb2.Status(code=number, message=text, details=[detail])
 
 
-async def abort(context: grpc.aio.ServicerContext[bytes, bytes], error: BaseException) -> NoReturn:
+async def abort(context: Abortable, error: BaseException) -> NoReturn:
     """Ends the call with the error."""
     status = refusal(error)
     hints = tuple((name.replace("_", "-"), value) for name, value in _hints(error).items())

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from daemon import call_values, config, errors
 from daemon.grpc_services import key_shared_messages, parsing, pipeline, records, row_requests, status, wire_columns
+from daemon.grpc_services.admission import Context
 from daemon.subscription.key_shared_stream import KeySharedStream
 from tarry.v1 import dispatch_pb2 as pb
 
@@ -34,7 +35,7 @@ _Opened: TypeAlias = "DispatchStream | KeySharedStream"
 class SubscribeStream:
     """One `Subscribe`. When the caller is done, its acknowledgements are still answered and nothing more is sent."""
 
-    def __init__(self, engine: Engine, settings: config.Config, context: pipeline.Context) -> None:
+    def __init__(self, engine: Engine, settings: config.Config, context: Context) -> None:
         self._engine = engine
         self._size_bytes_max = settings.limits.message_bytes_max
         self._context = context
@@ -43,7 +44,9 @@ class SubscribeStream:
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
-        stream = await self._open(await self._read_open())
+        opening = await self._read_open()
+        self._context.check_topic(opening.topic)
+        stream = await self._open(opening)
         try:
             opened = pb.Opened(
                 epoch=stream.epoch,

@@ -1,6 +1,6 @@
 """The frame of every call with one request, and one answer or a stream of them.
 
-Owns: parse, call, encode, or end with the error's status; what a caller that goes away breaks off.
+Owns: parse, check, call, encode, or end with the error's status; what a caller that goes away breaks off.
 Does not own: what a call does (`admin_service`, `inspect_service` ...) and calls with a stream of requests
 (`pipeline`).
 
@@ -22,7 +22,7 @@ from google.protobuf import message
 
 from daemon import call_values, config, errors
 from daemon.grpc_services import callers, parsing, status
-from daemon.grpc_services.pipeline import Context
+from daemon.grpc_services.admission import Context
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class Frame:
     ) -> bytes:
         try:
             request = parsing.parse(request_type, data, size_bytes_max=self._size_bytes_max)
+            context.check(request)
             answer = await call(request, context)
             return answer if isinstance(answer, bytes) else answer.SerializeToString()
         except Exception as error:  # noqa: BLE001 - every error has a status
@@ -112,6 +113,7 @@ class Frame:
         async def handle(data: bytes, context: Context) -> None:
             try:
                 request = parsing.parse(request_type, data, size_bytes_max=self._size_bytes_max)
+                context.check(request)
                 async with contextlib.aclosing(call(request)) as answers:
                     async for answer in answers:
                         await context.write(answer if isinstance(answer, bytes) else answer.SerializeToString())

@@ -367,13 +367,13 @@ class Requests:
 
     # ---- inspection
 
-    async def list_topics(self, page_size: int, after: str) -> call_values.TopicPage:
-        """At most `page_size` topics whose names come after `after`."""
+    async def list_topics(self, page_size: int, after: str, prefixes: tuple[str, ...] = ("",)) -> call_values.TopicPage:
+        """At most `page_size` topics whose names begin with one of the prefixes and come after `after`."""
         size = topic_inspection.page_size_of(page_size)
         self._engine.check_serving()
         found: dict[str, ServedTopic] = {}
         for shard in list(self._engine.shards.values()):
-            beyond = (name for name in shard.topics if name > after)
+            beyond = (name for name in shard.topics if name > after and name.startswith(prefixes))
             found |= {name: shard.topics[name].served for name in heapq.nsmallest(size + 1, beyond)}
             await asyncio.sleep(0)
         page, next_after = topic_inspection.page_after(found, str, size, after)

@@ -40,8 +40,9 @@ class FakeViews(abc.ABC):
     @abc.abstractmethod
     def _check_names(self, topic: str, subscription: str | None = None) -> None: ...
 
-    async def list_topics(self, page_size: int, after: str) -> call_values.TopicPage:
-        page, next_after = _page(self.topics, page_size, after)
+    async def list_topics(self, page_size: int, after: str, prefixes: tuple[str, ...]) -> call_values.TopicPage:
+        shown = {name: topic for name, topic in self.topics.items() if name.startswith(prefixes)}
+        page, next_after = _page(shown, page_size, after)
         return call_values.TopicPage(
             topics=tuple(
                 call_values.TopicSummary(

@@ -27,6 +27,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # By module, whose `main` is the program: what that imports when it is run.
 PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "daemon.main": ("daemon.command", "daemon.process"),
+    "examples.nats_relay": (),
+    "examples.redis_relay": (),
     "examples.s3_server": (),
     "tarry.cli": ("tarry.cli.commands",),
 }

@@ -1,6 +1,8 @@
-"""A TCP proxy that can be shut: the network between a daemon and its store goes away.
+"""A TCP proxy that can be shut, as when the network between a daemon and its store goes away, and that can hold back
+what clients say.
 
-Fault model: while it is shut, open connections are closed and new ones are refused. Nothing is delayed or changed.
+Fault model: while it is shut, open connections are closed and new ones are refused. While it holds back, what clients
+say waits, and what servers say is passed on. Nothing is changed.
 
 Owns: the listening port, which stays the same, and the connections. Does not own: what is said on them.
 """
@@ -25,6 +27,8 @@ class TcpProxy:
         self._connections: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
+        self._passes = threading.Event()
+        self._passes.set()
         self.port = 0
 
     def __enter__(self) -> Self:
@@ -44,8 +48,17 @@ class TcpProxy:
             self._listener = listener
         self._start(self._accept, listener)
 
+    def hold_back(self) -> None:
+        """What clients say from now on waits."""
+        self._passes.clear()
+
+    def let_pass(self) -> None:
+        """What was held back is passed on, and what comes."""
+        self._passes.set()
+
     def shut(self) -> None:
         """Refuses new connections and closes the open ones."""
+        self.let_pass()
         with self._lock:
             listener, self._listener = self._listener, None
             connections = list(self._connections)
@@ -83,13 +96,18 @@ class TcpProxy:
                     _close(far)
                     return
                 self._connections |= {near, far}
-                for source, sink in ((near, far), (far, near)):
-                    self._start(self._copy, source, sink)
+                self._start(self._copy_held, near, far)
+                self._start(self._copy, far, near)
 
-    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
-        """Passes on what comes, and its end, until either side is gone."""
+    def _copy_held(self, source: socket.socket, sink: socket.socket) -> None:
+        self._copy(source, sink, self._passes)
+
+    def _copy(self, source: socket.socket, sink: socket.socket, passes: threading.Event | None = None) -> None:
+        """Passes on what comes, when it `passes`, and its end, until either side is gone."""
         try:
             while chunk := source.recv(_CHUNK_BYTES):
+                if passes is not None:
+                    passes.wait()
                 sink.sendall(chunk)
             sink.shutdown(socket.SHUT_WR)
         except OSError:

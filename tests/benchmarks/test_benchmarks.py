@@ -19,7 +19,7 @@ from examples import processes
 from tests._support.processes import child, run_child
 from tests.brokers import redis_server
 
-WITH_REDIS = ["add", "drain", "memory", "restart", "stored"]
+WITH_REDIS = ["add", "drain", "memory", "relays", "restart", "stored"]
 needs_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
 
 

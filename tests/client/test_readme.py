@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 import tarry
@@ -16,6 +17,8 @@ import tarry.aio
 from examples import processes
 from tests._support import snippets
 from tests._support.processes import Daemons
+from tests.client._support.authority import Authority, replaced
+from tests.client._support.fake_daemon import FakeDaemon, accept, refuse
 
 README = Path(__file__).resolve().parents[2] / "client" / "README.md"
 EXAMPLES = snippets.of(README)
@@ -31,6 +34,26 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Daemo
         yield made
     finally:
         daemons.end()
+
+
+@pytest.fixture
+def guarded_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    """One with TLS, and in the working directory the files that its clients need."""
+    authority = Authority()
+    issued = authority.issue("gate")
+    for name, content in {
+        "ca.pem": authority.certificate,
+        "cert.pem": issued.chain,
+        "key.pem": issued.key,
+        "token": b"5ecret",
+    }.items():
+        replaced(tmp_path / name, content)
+    monkeypatch.chdir(tmp_path)
+    serving = FakeDaemon(credentials=authority.of_daemon())
+    serving.script("AddMessages", accept)
+    serving.script("DeleteTopic", refuse(grpc.StatusCode.PERMISSION_DENIED, "this needs the scope admin"))
+    yield serving
+    serving.stop()
 
 
 @pytest.fixture
@@ -60,8 +83,11 @@ def one_batch_a_subscription(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_batch_a_subscription")
 @pytest.mark.parametrize("number", range(len(EXAMPLES)), ids=[str(number + 1) for number in range(len(EXAMPLES))])
-def test_it_runs(daemon: processes.DaemonProcess, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_it_runs(
+    daemon: processes.DaemonProcess, guarded_daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     example = EXAMPLES[number].code.replace("127.0.0.1:7461", daemon.address)
+    example = example.replace("tarry.example:7461", guarded_daemon.address)
     for client in (tarry.Client, tarry.aio.Client):
         # The target is the one argument that may be given by place.
         monkeypatch.setattr(client.__init__, "__defaults__", (daemon.address,))

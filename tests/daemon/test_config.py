@@ -153,9 +153,41 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("listen", ["0.0.0.0:7461", "[::]:7461", "10.0.0.5:7461", "example.org:7461"])
 @pytest.mark.parametrize("section", ["grpc", "metrics"])
 def test_another_address_than_loopback_needs_insecure(section: str, listen: str) -> None:
-    with pytest.raises(errors.InvalidArgument, match="neither TLS nor tokens"):
+    needed = {"grpc": "tls.cert_file and access.identities_file", "metrics": "metrics.tls and metrics.tokens"}[section]
+    with pytest.raises(errors.InvalidArgument, match=f"{section}.listen is .*, and {needed} are not set"):
         load(f"{section}.listen={listen}")
     assert load(f"{section}.listen={listen}", "daemon.insecure=true").daemon.insecure
+
+
+TLS = ("tls.cert_file=a", "tls.key_file=b")
+IDENTITIES = "access.identities_file=c"
+
+
+def test_another_address_than_loopback_needs_tls_and_identities() -> None:
+    every = "grpc.listen=0.0.0.0:1", "metrics.listen=0.0.0.0:2", *TLS, IDENTITIES, "metrics.tls=true"
+    assert load(*every, "metrics.tokens=true").grpc.listen == "0.0.0.0:1"
+    with pytest.raises(errors.InvalidArgument, match=r"metrics\.listen is .*, and metrics\.tokens is not set"):
+        load(*every)
+    with pytest.raises(errors.InvalidArgument, match=r"grpc\.listen is .*, and access\.identities_file is not set"):
+        load("grpc.listen=0.0.0.0:1", *TLS)
+    with pytest.raises(errors.InvalidArgument, match=r"grpc\.listen is .*, and tls\.cert_file is not set"):
+        load("grpc.listen=0.0.0.0:1", IDENTITIES)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["tls.cert_file=a"], "tls.cert_file is set, and tls.key_file is not"),
+        (["tls.key_file=a"], "tls.key_file is set, and tls.cert_file is not"),
+        (["tls.client_ca_file=a"], "tls.client_ca_file is set, and tls.cert_file is not"),
+        (["metrics.tls=true"], "metrics.tls is set, and tls.cert_file is not"),
+        (["metrics.tokens=true"], "metrics.tokens is set, and access.identities_file is not"),
+        (["grpc.unix_socket=relative"], "grpc.unix_socket.*it must be an absolute path"),
+    ],
+)
+def test_what_a_setting_of_the_door_needs_is_named(given: list[str], says: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=says):
+        load(*given)
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.9.9.9:1", "[::1]:7461", "localhost:7461"])
@@ -189,7 +221,12 @@ def test_every_setting_is_read_somewhere() -> None:
     code = "\n".join(file.read_text() for file in files if file.name != "config.py")
     # These are read by `Config` itself.
     unread = {path for path, _ in settings() if not re.search(rf"\.{path.rpartition('.')[2]}\b", code)}
-    assert unread <= {"daemon.id", "daemon.insecure", "redelivery.clamp_delay_level"}
+    assert unread <= {
+        "daemon.id",
+        "daemon.insecure",
+        "deletion.owners[].insecure",
+        "redelivery.clamp_delay_level",
+    }
 
 
 def test_every_setting_can_be_set_to_its_default() -> None:

@@ -30,8 +30,9 @@ def test_without_anything_nothing_is_deleted_by_the_daemon(tmp_path: Path) -> No
 
 
 def test_stores_and_owners_are_read_in_their_order(tmp_path: Path) -> None:
-    more = 'in_use_url = "https://h:8443/u?x=1"\ndrivers = ["tape"]\nauthorization_file = "t"\ntimeout_s = 3\n'
-    deletion = load(tmp_path, COLD + DISK.format(path=tmp_path / "offloaded") + BROKERS + more).deletion
+    more = 'in_use_url = "https://h:8443/u?x=1"\ndrivers = ["tape"]\nauthorization_file = "t"\ninsecure = true\n'
+    brokers = BROKERS + more + "timeout_s = 3\n"
+    deletion = load(tmp_path, COLD + DISK.format(path=tmp_path / "offloaded") + brokers).deletion
     assert deletion.object_stores == (
         settings.DeletionObjectStore(name="cold", drivers=("aws-s3",), s3=storage_settings.S3(bucket="b1")),
         settings.DeletionObjectStore(
@@ -46,6 +47,7 @@ def test_stores_and_owners_are_read_in_their_order(tmp_path: Path) -> None:
             delete_url="http://h/d",
             in_use_url="https://h:8443/u?x=1",
             authorization_file="t",
+            insecure=True,
             timeout_s=3.0,
         ),
     )
@@ -125,6 +127,11 @@ def test_a_wrong_table_is_refused_with_its_place(tmp_path: Path, text: str, says
             (BROKERS + 'drivers = ["d"]\n')
             + (BROKERS + 'drivers = ["e", "d"]\n').replace("brokers", "others").replace("persistent://t/", "u"),
             "deletion.owners[1] has driver 'd', which deletion.owners[0] has",
+        ),
+        (BROKERS + 'authorization_file = "t"\n', "delete_url is 'http://h/d', and the authorization would go there"),
+        (
+            BROKERS.replace("http:", "https:") + 'authorization_file = "t"\nin_use_url = "http://h/u"\n',
+            "in_use_url is 'http://h/u', and the authorization would go there",
         ),
         (BROKERS.replace("delete_url", "authorization_file"), "deletion.owners[0] has neither delete_url nor in_use"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from daemon import config
+from daemon.door.identities import hash_of
 from tests._support.processes import child
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -82,6 +84,58 @@ def test_an_address_that_is_taken_ends_with_status_1_and_the_setting(tmp_path: P
     assert status == 1
     assert f"{setting}: {address} cannot be bound" in log
     assert "Traceback" not in log
+
+
+def test_an_address_that_others_reach_needs_the_door_and_ends_with_status_2(tmp_path: Path) -> None:
+    status, log = run("--set", "grpc.listen=0.0.0.0:0", folder=tmp_path)
+    assert status == 2
+    assert "tls.cert_file and access.identities_file are not set" in log
+    assert "daemon.insecure" in log
+
+
+def test_files_of_the_door_that_are_wrong_end_it_with_status_2(tmp_path: Path) -> None:
+    status, log = run("--check", "--set", f"access.identities_file={tmp_path}/none", folder=tmp_path)
+    assert (status, "access.identities_file" in log, "Traceback" in log) == (2, True, False)
+
+
+def test_a_token_is_shown_once_with_the_line_that_knows_it(tmp_path: Path) -> None:
+    status, output = run("token", folder=tmp_path)
+    token, line = output.splitlines()
+    assert (status, line) == (0, f'tokens = ["{hash_of(token)}"]')
+    assert len(base64.urlsafe_b64decode(f"{token}=")) * 8 == 256
+    assert run("token", folder=tmp_path)[1] != output
+
+
+def test_a_token_goes_to_a_new_file_of_this_user_alone(tmp_path: Path) -> None:
+    status, output = run("token", "--file", "made", folder=tmp_path)
+    made = (tmp_path / "made").read_text().strip()
+    assert (status, output) == (0, f'tokens = ["{hash_of(made)}"]\n')
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o600
+    status, output = run("token", "--file", "made", folder=tmp_path)
+    assert (status, "made cannot be made: File exists" in output) == (1, True)
+    assert (tmp_path / "made").read_text().strip() == made
+
+
+def test_health_is_asked_over_the_unix_socket_and_what_is_made_is_for_this_user_alone(tmp_path: Path) -> None:
+    ready_file, victim = tmp_path / "ready.json", tmp_path / "victim"
+    ready_file.symlink_to(victim)
+    addresses = ("grpc.listen=127.0.0.1:0", "metrics.listen=127.0.0.1:0", f"grpc.unix_socket={tmp_path}/sock")
+    settings = [argument for each in addresses for argument in ("--set", each)]
+    assert run(*settings, "health", folder=tmp_path) == (1, "not serving\n")
+    with tarryd("--ready-file", str(ready_file), *settings, folder=tmp_path) as process:
+        answer = ready(ready_file, process)
+        with grpc.insecure_channel(answer["grpc"]) as channel:
+            watch = cast(Any, health_pb2_grpc.HealthStub(channel)).Watch(health_pb2.HealthCheckRequest(), timeout=600)
+            next(each for each in watch if each.status == health_pb2.HealthCheckResponse.SERVING)
+            watch.cancel()
+        assert run(*settings, "health", folder=tmp_path) == (0, "serving\n")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=600)
+    made = [path for path in tmp_path.rglob("*") if path != tmp_path]
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
+    assert not victim.exists()
+    assert not ready_file.is_symlink()
 
 
 def test_version_is_told(tmp_path: Path) -> None:

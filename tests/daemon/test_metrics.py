@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from daemon import metrics, topic_gauges
+from daemon import errors, metrics, metrics_endpoint, topic_gauges
 
 REPOSITORY = Path(metrics.__file__).resolve().parent.parent
 
@@ -68,6 +68,8 @@ def used() -> metrics.Metrics:
     everything.dead_letters_left("t", "replayed", rows=3)
     everything.dead_letters_left("t", "purged", rows=1)
     everything.topic_deleted()
+    everything.set_files_refused("certificates", True)
+    everything.caller_refused(errors.PermissionDenied("no"))
     everything.slot_written(size_bytes=1000, seconds=0.003)
     everything.commit("seal", "committed", conflicts=2)
     everything.store_error("put", "StoreUnavailable")
@@ -219,7 +221,7 @@ def test_a_column_is_counted_like_its_values_one_by_one(columns: list[list[int]]
 
 
 def test_the_endpoint_serves_what_prometheus_reads() -> None:
-    endpoint = metrics.Endpoint(used(), host="127.0.0.1", port=0)
+    endpoint = metrics_endpoint.Endpoint(used().registry, host="127.0.0.1", port=0)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=600) as answer:
             families = {family.name: family.type for family in text_string_to_metric_families(answer.read().decode())}

@@ -49,8 +49,9 @@ def test_the_least_file_has_defaults_for_the_rest(tmp_path: Path) -> None:
         ('[{ name = "due" }]', "[{}]", "targets[0] must have exactly one of name and pattern"),
         ('[{ name = "due" }]', '[{ pattern = "(" }]', "targets[0].pattern is '('"),
         ('[{ name = "due" }]', '[{ name = "a", rate_limit = 0 }]', "targets[0].rate_limit is 0: Expected `float` > 0"),
+        ('"due"', '"orders"', "targets[0].name is 'orders', which the relay reads itself"),
         ('"redis"', '"redis"\nretry.name = "orders"', "retry.name is 'orders', which is the source"),
-        ('"dead" }', '"dead", target = "orders" }', "is 'orders', which the relay reads itself"),
+        ('"dead" }', '"dead", target = "orders" }', "source.target is 'orders', which the relay reads itself"),
         ("relay.topic", "relay topic", "Expected '=' after a key"),
     ],
 )
@@ -62,9 +63,15 @@ def test_what_is_wrong_is_told(tmp_path: Path, old: str, new: str, told: str) ->
     assert "relay.toml: " in str(failure.value)
 
 
-def test_what_the_library_cannot_show_is_refused() -> None:
-    daemon = relay_settings.Daemon(tls={"no_such_file": "x"})
-    with pytest.raises(relay_settings.SettingsError, match=r"^daemon"):
+def test_a_file_of_the_daemon_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    daemon = load(tmp_path, f'{GOOD}daemon.token_file = "{tmp_path}/none"\n').daemon
+    with pytest.raises(relay_settings.SettingsError, match=r"daemon: .*token.*none"):
+        relay_settings.client_of(daemon)
+
+
+def test_half_a_certificate_is_told(tmp_path: Path) -> None:
+    daemon = load(tmp_path, f'{GOOD}daemon.tls.cert_file = "a.pem"\n').daemon
+    with pytest.raises(relay_settings.SettingsError, match="daemon: cert_file is given without key_file"):
         relay_settings.client_of(daemon)
 
 
@@ -75,10 +82,10 @@ def fields_of(kind: Any) -> set[str]:
 def test_the_page_has_each_setting() -> None:
     kinds = [
         getattr(relay_settings, name)
-        for name in ("Daemon", "Relay", "Source", "Headers", "Retry", "Target", "Nats", "Redis")
+        for name in ("Daemon", "Tls", "Relay", "Source", "Headers", "Retry", "Target", "Nats", "Redis")
     ]
     rows = " ".join(line for line in PAGE.splitlines() if line.startswith("|"))
-    named = set(re.findall(r"`(\w+)`", rows)) | set(re.findall(r"(\w+) = \"x-", rows))
+    named = set(re.findall(r"`(\w+)`", rows)) | set(re.findall(r"(\w+) = \"", rows))
     assert [each for kind in kinds for each in fields_of(kind) if each not in named] == []
 
 

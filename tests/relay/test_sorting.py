@@ -13,7 +13,7 @@ from tarry_relay.passage import Step
 from tarry_relay.relay_settings import Headers, SettingsError, Source, Target
 
 SENT_MS = 1_900_000_000_000
-TARGETS = (Target(name="due"), Target(pattern=r"mail\.\w+", rate_limit=5))
+TARGETS = (Target(name="due"), Target(pattern=r"mail\.\w+|orders", rate_limit=5))
 
 
 def sorter(on_bad: str = "dead_letter", **more: str) -> sorting.Sorting:

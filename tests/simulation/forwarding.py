@@ -86,7 +86,9 @@ class Output:
             self._failed.append(Failed(message, position, count))
 
     def _came(self, message: Message, count: int) -> None:
-        """An entry as a whole comes with each of its messages."""
+        """An entry as a whole comes with each of its messages, whatever its time: it may have a row for all
+        subscriptions and one for this alone, and an acknowledgement of either ends messages of no higher count.
+        """
         whole = [message]
         if message.batch_index == NO_BATCH_INDEX:
             whole += [each for each in self._owed if self._is_of(each, message)]
@@ -96,7 +98,7 @@ class Output:
 
     @staticmethod
     def _is_of(part: Message, entry: Message) -> bool:
-        return dataclasses.replace(part, batch_index=NO_BATCH_INDEX) == entry
+        return dataclasses.replace(part, batch_index=NO_BATCH_INDEX, deliver_at_ms=entry.deliver_at_ms) == entry
 
     # ---- what is handed back
 

@@ -53,3 +53,17 @@ def test_it_passes_bytes_and_the_end_on_and_when_shut_closes_and_refuses_until_i
         with socket.create_connection(("127.0.0.1", proxy.port), timeout=300) as again:
             again.sendall(b"three")
             assert again.recv(10) == b"three"
+
+
+def test_what_clients_say_waits_while_it_is_held_back(echo_port: int) -> None:
+    with TcpProxy(echo_port) as proxy, socket.create_connection(("127.0.0.1", proxy.port), timeout=300) as connection:
+        connection.sendall(b"one")
+        assert connection.recv(10) == b"one"
+        proxy.hold_back()
+        connection.sendall(b"two")
+        connection.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            connection.recv(10)
+        connection.settimeout(300)
+        proxy.let_pass()
+        assert connection.recv(10) == b"two"

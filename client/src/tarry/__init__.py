@@ -19,6 +19,7 @@ from tarry.consumer_stats import (
     Position,
     PositionRange,
 )
+from tarry.credentials import Tls
 from tarry.deletions import (
     Deletion,
     DeletionCount,
@@ -240,6 +241,7 @@ __all__ = [
     "SweptObjects",
     "TakenBack",
     "TarryError",
+    "Tls",
     "TopicDeleted",
     "TopicLocation",
     "TopicPage",

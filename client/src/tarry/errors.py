@@ -147,13 +147,20 @@ class Unsupported(TarryError):
 
 
 class Unauthenticated(TarryError):
-    """No valid credentials."""
+    """The daemon wants to know who asks, and was shown no token or certificate that it knows.
+
+    `is_outdated`: the client's files have others by now than were shown, so that it is worth another attempt.
+    """
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.is_outdated = False
+
 
 class PermissionDenied(TarryError):
-    """The credentials do not allow it."""
+    """The daemon knows who asks, and that one may not do it; the message says which scope is missing."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
@@ -200,6 +207,8 @@ def is_retryable(error: TarryError) -> bool:
     """Whether the same request may succeed later. Every request of this library is idempotent."""
     if isinstance(error, ResourceExhausted):
         return error.retry_after_ms is not None
+    if isinstance(error, Unauthenticated):
+        return error.is_outdated
     return isinstance(error, (Unavailable, Aborted, OutcomeUnknown, NotOwner))
 
 

@@ -47,8 +47,16 @@ def promise() -> concurrent.futures.Future[Any]:
     return Promise()
 
 
-def open_channel(address: str) -> grpc.Channel:
-    return grpc.insecure_channel(address, options=channels.OPTIONS)
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, *, server_name: str | None = None
+) -> grpc.Channel:
+    """A channel, which connects with its first call. `credentials`: None: nothing is encrypted. `server_name`: what the
+    daemon's certificate is for; None: the address's host.
+    """
+    options = channels.options_of(address, server_name=server_name)
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
 
 
 def is_being_cancelled() -> bool:

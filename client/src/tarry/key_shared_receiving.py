@@ -474,7 +474,7 @@ def _by_consumer(consumer_id: NDArray[np.uint32]) -> Iterator[tuple[int, NDArray
     """Each consumer with its rows, in their order."""
     order = np.argsort(consumer_id, kind="stable")
     numbers, begins = np.unique(consumer_id[order], return_index=True)
-    yield from zip(numbers.tolist(), np.split(order, begins[1:]), strict=True)
+    yield from zip(numbers.tolist(), np.split(order, begins)[1:], strict=True)
 
 
 def _planned_hashes(parts: Iterable[batch.Batch]) -> NDArray[np.uint32] | None:

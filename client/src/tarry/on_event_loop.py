@@ -75,8 +75,16 @@ def promise() -> asyncio.Future[Any]:
     return asyncio.get_running_loop().create_future()
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=channels.OPTIONS)
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, *, server_name: str | None = None
+) -> grpc.aio.Channel:
+    """A channel, which connects with its first call. `credentials`: None: nothing is encrypted. `server_name`: what the
+    daemon's certificate is for; None: the address's host.
+    """
+    options = channels.options_of(address, server_name=server_name)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def is_being_cancelled() -> bool:

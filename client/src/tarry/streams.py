@@ -89,9 +89,11 @@ class Lifetime:
 
     def may_open(self, address: str, error: errors.TarryError) -> bool:
         """Whether a stream may be opened there after the daemon was asked. `error`: with which the asking ended. A
-        daemon that refuses to say what it can do, as those of before, can do nothing of it.
+        daemon that refuses to say what it can do, as those of before, can do nothing of it; one that does not know who
+        asks is asked for nothing else.
         """
-        if self.features is None and errors.ends_stream(error):
+        refuses = errors.ends_stream(error) and not isinstance(error, errors.Unauthenticated)
+        if self.features is None and refuses:
             self.features = frozenset()
             if errors.is_unknown_call(error):
                 self._owners.learn_features(address, self.features)

@@ -6,7 +6,6 @@ Does not own: what the settings do.
 
 from __future__ import annotations
 
-import inspect
 import re
 import socket
 import tomllib
@@ -29,14 +28,23 @@ class SettingsError(Exception):
     """The file cannot be used; the message says why, by field."""
 
 
+class Tls(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """TLS with the daemon, as `tarry.Tls`: files of PEM, which are read again when they change."""
+
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    server_name: str | None = None
+
+
 class Daemon(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where Tarry is, and what is shown to it."""
 
     address: Name = tarry.DEFAULT_TARGET
     timeout_s: Seconds = 30.0
-    tls: dict[str, str] | None = None
-    """As `tarry.Tls` takes it: ca_file, cert_file, key_file, server_name."""
+    tls: Tls | None = None
     token_file: str | None = None
+    """The token that is shown, read again when the file changes."""
 
 
 class Relay(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -179,20 +187,12 @@ def load(path: Path) -> Settings:
 
 
 def client_of(daemon: Daemon) -> tarry.aio.Client:
-    """A client of the daemon. Raises SettingsError: the installed library cannot show what is to be shown."""
-    given = {"tls": daemon.tls, "token_file": daemon.token_file}
-    shown: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    for name in shown:
-        if name not in inspect.signature(tarry.aio.Client).parameters:
-            raise SettingsError(
-                f"daemon.{name} is set, and the installed library tarry knows no {name}: install a newer"
-            )
+    """A client of the daemon. Raises SettingsError: a file that cannot be read, or is not what it should be."""
     try:
-        if daemon.tls is not None:
-            shown["tls"] = vars(tarry)["Tls"](**daemon.tls)
-        return tarry.aio.Client(daemon.address, timeout_s=daemon.timeout_s, **shown)
-    except (TypeError, tarry.InvalidArgument) as error:
-        raise SettingsError(f"daemon: {error}") from error
+        tls = None if daemon.tls is None else tarry.Tls(**msgspec.structs.asdict(daemon.tls))
+        return tarry.aio.Client(daemon.address, timeout_s=daemon.timeout_s, tls=tls, token_file=daemon.token_file)
+    except tarry.InvalidArgument as error:
+        raise SettingsError(f"daemon: {error.message}") from error
 
 
 def secret(field: str, path: str | None) -> str | None:

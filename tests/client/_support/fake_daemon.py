@@ -11,7 +11,7 @@ import asyncio
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, NoReturn, TypeAlias
 
@@ -67,9 +67,9 @@ class Requests:
 
 
 class FakeDaemon:
-    """Each call takes the next step of its method's script; the last step is repeated."""
+    """Each call takes the next step of its method's script; the last step is repeated. `credentials`: of TLS."""
 
-    def __init__(self, address: str = "127.0.0.1:0") -> None:
+    def __init__(self, address: str = "127.0.0.1:0", credentials: grpc.ServerCredentials | None = None) -> None:
         self._scripts: dict[str, list[Callable[..., Any]]] = {
             "GetVersion": [answer(OF_TODAY)],
             "ListSubscriptions": [answer(LISTENED_TO)],
@@ -78,12 +78,18 @@ class FakeDaemon:
         self.calls: list[tuple[str, Any]] = []
         self.client_ids: list[tuple[str, str | None]] = []
         """Method and `tarry-client-id` of each call."""
+        self.shown: list[tuple[str, str | None, str | None]] = []
+        """Method, `authorization` and the name in the client's certificate of each call."""
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=[("grpc.so_reuseport", 0)])
         for file in _FILES:
             for service in file.DESCRIPTOR.services_by_name.values():
                 handlers = {method.name: self._handler(method) for method in service.methods}
                 self._server.add_registered_method_handlers(service.full_name, handlers)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(address)}"
+        if credentials is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, credentials)
+        self.address = address if address.startswith("unix:") else f"127.0.0.1:{port}"
         self._server.start()
 
     def script(self, method: str, *steps: Callable[..., Any]) -> None:
@@ -126,6 +132,8 @@ class FakeDaemon:
     def _note_client(self, method: str, context: grpc.ServicerContext) -> None:
         metadata = {str(key): str(value) for key, value in context.invocation_metadata()}
         self.client_ids.append((method, metadata.get("tarry-client-id")))
+        names: Sequence[bytes] = context.auth_context().get("x509_common_name", ())  # type: ignore[assignment]
+        self.shown.append((method, metadata.get("authorization"), names[0].decode() if names else None))
 
 
 def _until_gone(step: Streaming, requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:

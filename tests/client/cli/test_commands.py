@@ -61,7 +61,7 @@ def test_a_command_without_examples_is_found() -> None:
 @pytest.mark.parametrize("path", NOT_GROUPS, ids=" ".join)
 def test_every_command_that_does_something_takes_the_common_options(run: Run, path: tuple[str, ...]) -> None:
     shown = run(*path, "--help").stdout
-    for option in ("--json", "--address", "--timeout", "TARRY_ADDRESS"):
+    for option in ("--json", "--address", "--timeout", "TARRY_ADDRESS", "--tls-key", "TARRY_TOKEN_FILE"):
         assert option in shown
     assert ("--yes" in shown) == (path in TAKING_AWAY)
 
@@ -76,7 +76,7 @@ def test_each_command_is_shown_once_under_a_heading(run: Run) -> None:
 
 def test_the_options_of_every_command_are_shown_before_any_command_is_named(run: Run) -> None:
     shown = run("--help").stdout
-    for option in ("--json", "--address", "--timeout", "TARRY_ADDRESS"):
+    for option in ("--json", "--address", "--timeout", "TARRY_ADDRESS", "--tls-key", "TARRY_TOKEN_FILE"):
         assert option in shown
 
 
@@ -162,3 +162,4 @@ def test_the_shell_completes_commands_and_options(monkeypatch: pytest.MonkeyPatc
 
     assert completed("tarry wa") == ["plain,watch"]
     assert completed("tarry receive --perm") == ["plain,--permits"]
+    assert completed("tarry topics --tok") == ["plain,--token-file"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import click.testing
 import grpc
@@ -13,6 +15,7 @@ from tarry.cli import commands, connection, output
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests._support.patience import within_some_time
 from tests.client._support import fake_daemon
+from tests.client._support.authority import Authority, replaced
 from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 from tests.client.cli.conftest import Run
 
@@ -95,7 +98,17 @@ def test_without_anybody_to_ask_it_says_how_to_do_without(taking_away: FakeDaemo
         (grpc.StatusCode.FAILED_PRECONDITION, 3, "The owner is another daemon"),
         (grpc.StatusCode.DEADLINE_EXCEEDED, 3, "repeat it, with a longer --timeout"),
         (grpc.StatusCode.INTERNAL, 1, "the daemon's log has more"),
-        (grpc.StatusCode.PERMISSION_DENIED, 1, "topic is wrong. (PERMISSION_DENIED)"),
+        (
+            grpc.StatusCode.UNAUTHENTICATED,
+            1,
+            "topic is wrong. --token-file, or --tls-cert with --tls-key, says who asks",
+        ),
+        (
+            grpc.StatusCode.PERMISSION_DENIED,
+            1,
+            "topic is wrong. Ask with another --token-file or --tls-cert, or whoever",
+        ),
+        (grpc.StatusCode.CANCELLED, 1, "topic is wrong. (CANCELLED)"),
     ],
 )
 def test_each_failure_is_one_line_that_says_what_to_do(
@@ -226,3 +239,109 @@ def test_something_that_never_answers_is_named(daemon: FakeDaemon, run: Run) -> 
 
     within_some_time(story)
     release.open()
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[FakeDaemon]:
+    """A daemon with TLS that wants certificates, and in the directory what its clients need: the files named below."""
+    authority = Authority()
+    issued = authority.issue("gate", common_name="gate-7")
+    for name, content in ((CA, authority.certificate), (CERT, issued.chain), (KEY, issued.key), (TOKEN, b"5ecret\n")):
+        replaced(tmp_path / name, content)
+    serving = FakeDaemon(credentials=authority.of_daemon(clients_of=authority))
+    serving.script("ListTopics", answer(TOPICS))
+    yield serving
+    serving.stop()
+
+
+CA, CERT, KEY, TOKEN = "ca.pem", "cert.pem", "key.pem", "token"
+FILES = {"--tls-ca": CA, "--tls-cert": CERT, "--tls-key": KEY, "--token-file": TOKEN}
+
+
+def words_of(options: Iterable[str], directory: Path) -> list[str]:
+    return [word for option in options for word in (option, str(directory / FILES[option]))]
+
+
+def ask(*arguments: str, environment: dict[str, str] | None = None) -> click.testing.Result:
+    return click.testing.CliRunner(env=environment or {}).invoke(commands.tarry, list(arguments))
+
+
+@pytest.mark.parametrize("before", [0, 2, 4])
+def test_tls_and_the_token_stand_before_the_command_or_behind_it(
+    guarded: FakeDaemon, tmp_path: Path, before: int
+) -> None:
+    given = [*words_of(FILES, tmp_path), "--address", guarded.address]
+    result = ask(*given[: before * 2], "topics", *given[before * 2 :])
+    assert result.exit_code == 0, result.output
+    assert guarded.shown == [("ListTopics", "Bearer 5ecret", "gate-7")]
+
+
+def test_tls_and_the_token_come_from_the_environment(guarded: FakeDaemon, tmp_path: Path) -> None:
+    variables = {
+        f"TARRY_{option.removeprefix('--').replace('-', '_').upper()}": str(tmp_path / file)
+        for option, file in FILES.items()
+    }
+    environment = {"TARRY_ADDRESS": guarded.address, "TARRY_TLS": "1", **variables}
+    result = ask("topics", environment=environment)
+    assert result.exit_code == 0, result.output
+    replaced(tmp_path / "another", "an0ther")
+    result = ask("--token-file", str(tmp_path / "another"), "topics", environment=environment)
+    assert result.exit_code == 0, result.output
+    assert guarded.shown == [("ListTopics", f"Bearer {token}", "gate-7") for token in ("5ecret", "an0ther")]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "If it runs, it may want TLS (--tls, --tls-ca) or a certificate"),
+        (("--tls",), "--tls-ca names the certificate of the authority that vouches for the daemon"),
+        (("--tls-ca", CA), "If it runs, it may want TLS (--tls, --tls-ca) or a certificate"),
+        (("--tls-ca", CA, "--tls-server-name", "tarry.example"), "use that as --address, or --tls-server-name"),
+    ],
+)
+def test_a_handshake_that_fails_says_which_option_helps(
+    guarded: FakeDaemon, tmp_path: Path, options: tuple[str, ...], says: str
+) -> None:
+    words = [str(tmp_path / word) if word == CA else word for word in options]
+
+    def story(seconds: float) -> None:
+        result = ask("topics", "--address", guarded.address, "--timeout", str(seconds), *words)
+        assert result.exit_code == output.EXIT_UNREACHABLE
+        assert says in result.stderr
+
+    within_some_time(story)
+    assert guarded.calls == []
+
+
+def test_a_daemon_without_tls_that_is_asked_with_it_is_told_apart(
+    daemon: FakeDaemon, run: Run, guarded: FakeDaemon, tmp_path: Path
+) -> None:
+    def story(seconds: float) -> None:
+        result = run("topics", "--timeout", str(seconds), "--tls-ca", str(tmp_path / CA))
+        assert result.exit_code == output.EXIT_UNREACHABLE
+        assert "It has no TLS there: leave out --tls" in result.stderr
+
+    within_some_time(story)
+
+
+def test_what_of_tls_and_the_token_is_wrong_is_told_before_anything_is_sent(
+    guarded: FakeDaemon, tmp_path: Path
+) -> None:
+    for arguments, says in (
+        (words_of(["--tls-cert"], tmp_path), "cert_file is given without key_file"),
+        (["--tls-ca", str(tmp_path / "missing")], "cannot be read: No such file or directory"),
+        (["--token-file", str(tmp_path / KEY)], "has no token of 1 to 4096 printable ASCII characters"),
+    ):
+        result = ask("topics", "--address", guarded.address, *arguments)
+        assert (result.exit_code, says in result.stderr) == (output.EXIT_INPUT, True), result.stderr
+    elsewhere = ask("topics", "--address", "10.0.0.1:7461", *words_of(["--token-file"], tmp_path))
+    assert elsewhere.exit_code == output.EXIT_INPUT
+    assert elsewhere.stderr.startswith("tarry: the token is not sent to 10.0.0.1:7461 without TLS")
+    assert "5ecret" not in elsewhere.stderr
+    assert guarded.calls == []
+
+
+def test_the_options_of_every_command_stand_below_those_of_the_command(run: Run) -> None:
+    own, shared = run("receive", "--help").stdout.partition("\nOptions of every command:\n")[::2]
+    assert ("--permits" in own, "--permits" in shared) == (True, False)
+    assert ("--token-file" in own, "--token-file" in shared) == (False, True)

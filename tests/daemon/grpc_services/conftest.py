@@ -13,7 +13,9 @@ import pytest
 from google.protobuf import message, message_factory
 
 from daemon import call_values, config
-from daemon.grpc_services import server
+from daemon.audit_log import AuditLog
+from daemon.door.door import Door
+from daemon.grpc_services import admission, server
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, ledger_deletion_pb2
 from tests._support.fake_engine import FakeEngine
 
@@ -113,10 +115,18 @@ def engine(settings: config.Config) -> FakeEngine:
     return FakeEngine(settings)
 
 
+def admission_of(settings: config.Config) -> admission.Admission:
+    """Who is let in by the settings."""
+    door = Door(settings.tls, settings.access)
+    return admission.Admission(door, AuditLog(settings.access), lambda refusal: None)
+
+
 @contextlib.asynccontextmanager
-async def serving(engine: FakeEngine, settings: config.Config) -> AsyncIterator[Edge]:
+async def serving(
+    engine: FakeEngine, settings: config.Config, let_in: admission.Admission | None = None
+) -> AsyncIterator[Edge]:
     """The edge of an engine."""
-    endpoint = server.Server(settings)
+    endpoint = server.Server(settings, let_in or admission_of(settings))
     port = endpoint.bind()
     await endpoint.start(cast(Any, engine))
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]

@@ -18,8 +18,9 @@ from tests.daemon.grpc_services.conftest import Edge
         ("ipv4:127.0.0.1:1234", "127.0.0.1"),
         ("ipv6:[::1]:1234", "::1"),
         ("ipv6:%5B2001:db8::7%5D:50051", "2001:db8::7"),
-        ("unix:/run/tarry.sock", "unix:/run/tarry.sock"),
-        ("unix:", "unix:"),
+        ("unix:/run/tarry.sock", "127.0.0.1"),
+        ("unix:", "127.0.0.1"),
+        ("inproc:7", "inproc:7"),
     ],
 )
 def test_a_host_is_a_peer_without_its_port(peer: str, host: str) -> None:

@@ -23,7 +23,7 @@ from daemon.grpc_services import (
 from tarry.v1 import delayed_delivery_pb2 as pb
 from tests._support.fake_engine import FakeEngine
 from tests._support.patience import wait_until
-from tests.daemon.grpc_services.conftest import Edge
+from tests.daemon.grpc_services.conftest import Edge, admission_of
 
 SERVICES = [
     "",
@@ -117,4 +117,4 @@ async def test_reflection_names_the_services(edge: Edge) -> None:
 async def test_two_servers_cannot_have_one_port(edge: Edge) -> None:
     taken = config.load(environment={}, overrides=[f"grpc.listen=127.0.0.1:{edge.port}"])
     with pytest.raises(OSError, match=str(edge.port)):
-        server.Server(taken).bind()
+        server.Server(taken, admission_of(taken)).bind()

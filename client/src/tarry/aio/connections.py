@@ -1,34 +1,64 @@
 """Channels, and performing the steps of plans.
 
-Owns: the channels of one client, and waiting.
-Does not own: whom a call asks and how often (`tarry.attempts`), streams (`tarry.aio.session`), requests
-and results.
+Owns: the channels of one client, what each call carries, and waiting.
+Does not own: whom a call asks and how often (`tarry.attempts`), TLS and tokens (`tarry.credentials`), streams
+(`tarry.aio.session`), requests and results.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
 
-from tarry import attempts, channels, errors, on_event_loop, streams
+from tarry import attempts, channels, credentials, errors, on_event_loop, streams
 
 T = TypeVar("T")
 Response = TypeVar("Response")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connected:
+    """Where a call goes: a channel to an address, and what the call shows there."""
+
+    address: str
+    channel: grpc.aio.Channel
+    shown: credentials.Shown
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened(Generic[Response]):
+    """A stream that has begun, and where."""
+
+    call: on_event_loop.StreamCall[Response]
+    connected: Connected
+
+
 class Connections:
     """Used by one event loop."""
 
-    def __init__(self, *, client_id: str | None = None, waiting: Callable[[str], None] = channels.unsaid) -> None:
-        """`waiting` is told what is waited for where that is worth saying. Raises InvalidArgument."""
+    def __init__(
+        self,
+        shows: credentials.Credentials,
+        *,
+        client_id: str | None = None,
+        waiting: Callable[[str], None] = channels.unsaid,
+    ) -> None:
+        """`shows`: what calls show. `waiting` is told what is waited for where that is worth saying. Raises
+        InvalidArgument.
+        """
+        self._shows = shows
         self._metadata = channels.metadata_of(client_id)
         self._waiting = waiting
         self._changed = on_event_loop.Condition()
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._last: dict[str, Connected] = {}
+        # A channel that has been replaced, since a certificate was, lives as long as a call holds it.
+        self._channels: weakref.WeakSet[grpc.aio.Channel] = weakref.WeakSet()
         self._closed = False
 
     async def run(self, plan: attempts.Plan[T]) -> T:
@@ -61,11 +91,13 @@ class Connections:
         moved: errors.NotOwner | None = None
         while True:
             try:
-                with self._failures():
-                    method: grpc.aio.UnaryStreamMultiCallable[bytes, Any] = self._channel(address).unary_stream(
+                connected = self._connect(address)
+                with self._failures(connected):
+                    method: grpc.aio.UnaryStreamMultiCallable[bytes, Any] = connected.channel.unary_stream(
                         step.method.path, request_serializer=None, response_deserializer=step.method.read
                     )
-                    async for response in method(step.request, timeout=step.timeout_s, metadata=self._metadata):
+                    metadata = self._metadata_to(connected)
+                    async for response in method(step.request, timeout=step.timeout_s, metadata=metadata):
                         answered = True
                         yield result_of(response)
                 return
@@ -78,56 +110,74 @@ class Connections:
                     raise
                 raise moved from error
 
-    def open(
-        self, address: str, to: streams.StreamMethod[Response], sending: on_event_loop.Outbox
-    ) -> on_event_loop.StreamCall[Response]:
-        """Begins a stream. Raises Closed."""
-        with self._failures():
-            method: grpc.aio.StreamStreamMultiCallable[bytes, Response] = self._channel(address).stream_stream(
+    def open(self, address: str, to: streams.StreamMethod[Response], sending: on_event_loop.Outbox) -> Opened[Response]:
+        """Begins a stream. Raises Closed; InvalidArgument where the token may not be sent."""
+        connected = self._connect(address)
+        with self._failures(connected):
+            method: grpc.aio.StreamStreamMultiCallable[bytes, Response] = connected.channel.stream_stream(
                 to.path, request_serializer=None, response_deserializer=to.read
             )
-            return method(sending, metadata=self._metadata)
+            return Opened(method(sending, metadata=self._metadata_to(connected)), connected)
+
+    def why_ended(self, failure: grpc.RpcError, connected: Connected) -> errors.TarryError:
+        """What ended a stream that nobody here has cancelled."""
+        return self._judged(streams.why_ended(failure), connected)
 
     async def close(self) -> None:
         """Ends every call; idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            opened = list(self._channels.values())
-            self._channels.clear()
+            opened = list(self._channels)
+            self._last.clear()
         for channel in opened:
             await channel.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise errors.Closed("the client is closed")
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
+    def _connect(self, address: str) -> Connected:
+        """Where a call to an address goes now. Raises Closed; InvalidArgument where the token may not be sent."""
         with self._changed:
             self._check_open()
-            channel = self._channels.get(address)
-            if channel is None:
-                channel = on_event_loop.open_channel(address)
-                self._channels[address] = channel
-            return channel
+            shown = self._shows.shown_to(address)
+            last = self._last.get(address)
+            if last is not None and last.shown.channel is shown.channel:
+                channel = last.channel
+            else:
+                channel = on_event_loop.open_channel(address, shown.channel, server_name=self._shows.server_name)
+                self._channels.add(channel)
+            self._last[address] = connected = Connected(address, channel, shown)
+            return connected
+
+    def _metadata_to(self, connected: Connected) -> tuple[tuple[str, str], ...]:
+        return self._metadata + connected.shown.metadata
 
     async def _send(self, step: attempts.Send) -> Any:
-        with self._failures():
-            method: grpc.aio.UnaryUnaryMultiCallable[bytes, Any] = self._channel(step.address).unary_unary(
+        connected = self._connect(step.address)
+        with self._failures(connected):
+            method: grpc.aio.UnaryUnaryMultiCallable[bytes, Any] = connected.channel.unary_unary(
                 step.method.path, request_serializer=None, response_deserializer=step.method.read
             )
-            return await method(step.request, timeout=step.timeout_s, metadata=self._metadata)
+            return await method(step.request, timeout=step.timeout_s, metadata=self._metadata_to(connected))
+
+    def _judged(self, error: errors.TarryError, connected: Connected) -> errors.TarryError:
+        """The failure of a call, which knows whether it would show something else by now."""
+        if isinstance(error, errors.Unauthenticated):
+            error.is_outdated = self._shows.shown_to(connected.address) != connected.shown
+        return error
 
     @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
+    def _failures(self, connected: Connected) -> Iterator[None]:
         """Raises what gRPC raises as TarryError; Closed where it was this client that ended the call."""
         try:
             yield
         except grpc.RpcError as failure:
             self._check_open()
-            raise errors.from_rpc(failure) from None
+            raise self._judged(errors.from_rpc(failure), connected) from None
         except on_event_loop.CHANNEL_CLOSED:
             # Whoever cancels the caller means the caller, not the call.
             if not on_event_loop.is_being_cancelled():
                 self._check_open()
             raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.Closed("the client is closed")

@@ -72,8 +72,13 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
 """The commands by what they are for, as they are shown."""
 
 
-class Grouped(click.Group):
+class Grouped(connection.Group):
     """Shows its commands under headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes its own options, those of every command, and the commands."""
+        connection.write_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes a section for each of `GROUPS`, with the texts below each other."""
@@ -100,7 +105,7 @@ def tarry(**_: object) -> None:
     Examples:
       tarry add flights --ledger 1 --entries 0-4 --in 5s
       tarry receive flights departures --create
-      tarry --address 10.0.0.5:7461 topics
+      tarry --address tarry.example:7461 --tls-ca ca.pem --token-file token topics
       tarry histogram flights
 
     Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon did not answer in time, 4 only a

@@ -1,6 +1,7 @@
-"""What every command shares: the daemon's address, the time to wait, JSON, a client, and being asked.
+"""What every command shares: the daemon's address, TLS and the token, the time to wait, JSON, a client, being asked.
 
-Owns: these options, which stand before the command or behind it; telling early that nothing listens at the address.
+Owns: these options, which stand before the command or behind it, and their place in its help; telling early that
+nothing listens at the address.
 Does not own: what a command does, and how results are shown (`tarry.cli.output`).
 """
 
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from tarry import channels, errors, inspection
+from tarry import channels, credentials, errors, inspection
 from tarry.cli import output
 from tarry.threads import client
 
@@ -31,31 +32,94 @@ SILENCE_S = 1.0
 _CONNECTING_S = 2.0
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Shared(click.Option):
+    """An option of every command."""
+
+
+def _from_environment(name: str, *, help: str, **named: Any) -> Callable[[F], F]:
+    """An option of every command that a variable may give: `--tls-ca` is TARRY_TLS_CA."""
+    variable = f"TARRY_{name.removeprefix('--').replace('-', '_').upper()}"
+    return click.option(name, cls=Shared, envvar=variable, show_envvar=True, help=help, **named)
+
+
+_SHARED = (
+    _from_environment(
+        "--address",
+        default=channels.DEFAULT_TARGET,
+        show_default=True,
+        help="host:port of a daemon, or unix: and the path of its socket.",
+    ),
+    _from_environment(
+        "--tls",
+        is_flag=True,
+        help="Use TLS: the daemon's certificate must be for its host, and of an authority that this system trusts.",
+    ),
+    _from_environment(
+        "--tls-ca",
+        type=click.Path(),
+        help="Use TLS, and trust the authorities whose certificates this file has.",
+    ),
+    _from_environment("--tls-cert", type=click.Path(), help="Use TLS, and show the certificate of this file."),
+    _from_environment("--tls-key", type=click.Path(), help="Private key of --tls-cert."),
+    _from_environment(
+        "--tls-server-name",
+        help="Use TLS with a daemon whose certificate is for this name, as behind a tunnel.",
+    ),
+    _from_environment(
+        "--token-file",
+        type=click.Path(),
+        help="Show the token of this file. It is sent over TLS, by loopback and by Unix sockets alone.",
+    ),
+    click.option(
+        "--timeout",
+        "timeout_s",
+        cls=Shared,
+        type=click.FloatRange(min=0, min_open=True),
+        default=DEFAULT_TIMEOUT_S,
+        show_default=True,
+        help="Seconds to wait for an answer, retries included.",
+    ),
+    click.option("--json", "as_json", cls=Shared, is_flag=True, help="JSON, for programs."),
+)
 
 
 def common_options(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command, or `tarry` itself, the options of every command."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="JSON, for programs."),
-        click.option(
-            "--timeout",
-            "timeout_s",
-            type=click.FloatRange(min=0, min_open=True),
-            default=DEFAULT_TIMEOUT_S,
-            show_default=True,
-            help="Seconds to wait for an answer, retries included.",
-        ),
-        click.option(
-            "--address",
-            envvar="TARRY_ADDRESS",
-            default=channels.DEFAULT_TARGET,
-            show_default=True,
-            show_envvar=True,
-            help="host:port of a daemon.",
-        ),
-    ):
+    for option in reversed(_SHARED):
         command = option(command)
     return command
+
+
+def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """Writes the options of a command, and under a heading of their own those of every command."""
+    sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Options of every command": []}
+    for option in command.get_params(ctx):
+        if isinstance(option, click.Option) and (record := option.get_help_record(ctx)) is not None:
+            sections["Options of every command" if isinstance(option, Shared) else "Options"].append(record)
+    for heading, records in sections.items():
+        if records:
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+class Command(click.Command):
+    """A command in whose help its own options stand first."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_options(self, ctx, formatter)
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+
+
+command = functools.partial(click.command, cls=Command)
+"""`click.command`, for commands of `tarry`."""
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
@@ -63,19 +127,34 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
 
     @common_options
     @functools.wraps(command)
-    def run(*, address: str, timeout_s: float, as_json: bool, **arguments: Any) -> None:
-        address = _wherever_given("address", address)
-        timeout_s = _wherever_given("timeout_s", timeout_s)
-        as_json = _wherever_given("as_json", as_json)
+    def run(**given: Any) -> None:
+        shared = [each.name for each in click.get_current_context().command.params if isinstance(each, Shared)]
+        said = {name: _wherever_given(name, given.pop(name)) for name in shared if name is not None}
+        address, timeout_s, as_json = (said.pop(name) for name in ("address", "timeout_s", "as_json"))
         with output.failures(address):
             channels.check_target(address, name="--address")
             with (
-                client.Client(address, timeout_s=timeout_s, waiting=_say) as opened,
+                client.Client(address, timeout_s=timeout_s, waiting=_say, **_credentials(**said)) as opened,
                 _told_when_nothing_listens(address),
             ):
-                command(connected=opened, as_json=as_json, **arguments)
+                command(connected=opened, as_json=as_json, **given)
 
     return run
+
+
+def _credentials(
+    *,
+    tls: bool,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    tls_server_name: str | None,
+    token_file: str | None,
+) -> dict[str, Any]:
+    """The arguments of a client. Whoever names a file of TLS wants TLS."""
+    files = (tls_ca, tls_cert, tls_key, tls_server_name)
+    wanted = tls or any(each is not None for each in files)
+    return {"tls": credentials.Tls(*files) if wanted else None, "token_file": token_file}
 
 
 def _wherever_given(name: str, value: T) -> T:

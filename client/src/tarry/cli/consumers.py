@@ -26,7 +26,7 @@ _NOTED_MAX = 10
 _OPTIONAL = {"address", "joined behind", "draining", "draining unacked", "draining hashes"}
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.argument("subscription")
 @connection.connected

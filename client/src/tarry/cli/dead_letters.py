@@ -28,7 +28,7 @@ _OPTIONAL = {"batch index", "said", "key hash"}
 _NOT_IN_TERMINAL = {"due"}
 
 
-@click.group("dead-letters")
+@click.group("dead-letters", cls=connection.Group)
 def dead_letters() -> None:
     """See the positions that a subscription gave up, deliver them again, forget them.
 

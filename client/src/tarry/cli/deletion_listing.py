@@ -30,7 +30,7 @@ _WHAT = ("id", "topic", "component", "name", "ledger", "type")
 _OPTIONAL = {"name", "said"}
 
 
-@click.group("deletions")
+@click.group("deletions", cls=connection.Group)
 def deletions_group() -> None:
     """See which ledgers are to be deleted and what became of it; try again what was given up; record deletions.
 

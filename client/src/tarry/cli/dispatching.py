@@ -32,7 +32,7 @@ POSITIONS_IN_REQUEST = 50_000
 HASH_SLOTS = 1 << 16
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.argument("subscription")
 @click.option(
@@ -175,7 +175,7 @@ def _text(row: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.argument("subscription")
 @click.option(
@@ -306,7 +306,7 @@ def _given(
         yield rows.readable(read), total
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.argument("subscription")
 @_position_options
@@ -381,7 +381,7 @@ class _Ignored:
         output.first_notes(map(line, self._rows), count=len(self._rows))
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.argument("subscription")
 @_position_options

@@ -15,7 +15,7 @@ from tarry.cli import connection, output
 from tarry.threads import client
 
 
-@click.command()
+@connection.command()
 @click.argument("topic", required=False, default="")
 @click.option("--set", "table", metavar="TABLE", help="Delays, level 1 first: '1s 5s 10s 30s 1m'.")
 @click.option(

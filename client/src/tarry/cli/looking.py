@@ -23,7 +23,7 @@ _BUCKET_COLUMNS = (
 )
 
 
-@click.command()
+@connection.command()
 @connection.connected
 def topics(*, connected: client.Client, as_json: bool) -> None:
     """List the topics of the daemon.
@@ -76,7 +76,7 @@ def _pages(page_from: Callable[[str], P]) -> Iterator[P]:
             return
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @connection.connected
 def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
@@ -119,7 +119,7 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
     output.rebuild_notes(counts.rebuild_needed)
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.option(
     "--ledger",
@@ -197,7 +197,7 @@ def _subscription_table(
     )
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @connection.connected
 def subscriptions(*, connected: client.Client, topic: str, as_json: bool) -> None:
@@ -220,7 +220,7 @@ def subscriptions(*, connected: client.Client, topic: str, as_json: bool) -> Non
     _subscription_table(topic, listed, with_policies=True)
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @connection.connected
 def buckets(*, connected: client.Client, topic: str, as_json: bool) -> None:
@@ -271,7 +271,7 @@ def buckets(*, connected: client.Client, topic: str, as_json: bool) -> None:
         output.note(f"{output.rows_text(mutable_rows)} of {topic} in no sealed bucket yet")
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @connection.connected
 def lookup(*, connected: client.Client, topic: str, as_json: bool) -> None:

@@ -43,6 +43,17 @@ START_OR_NAME_ANOTHER = (
 )
 """What to do where nothing answers."""
 
+# gRPC has no other sign of why a connection came to nothing than its words.
+_OF_TLS = {
+    ("CERTIFICATE_VERIFY_FAILED",): "--tls-ca names the certificate of the authority that vouches for the daemon.",
+    ("Hostname Verification",): "Its certificate is for another name: use that as --address, or --tls-server-name.",
+    ("WRONG_VERSION_NUMBER",): "It has no TLS there: leave out --tls and the like, or take its port that has.",
+    ("Socket closed", "Connection reset"): (
+        "If it runs, it may want TLS (--tls, --tls-ca) or a certificate of its clients (--tls-cert, --tls-key)."
+    ),
+}
+"""What to do where a connection is refused, by words of the failure."""
+
 # Wider than any table.
 _WIDTH_MAX = 100_000
 # Of a list a terminal shows so many.
@@ -354,6 +365,9 @@ def _explain(error: errors.TarryError, address: str) -> tuple[str, int]:
 def _when_away(error: errors.Unavailable) -> str:
     if error.retry_after_ms is not None:
         return f"Try again in {error.retry_after_ms / 1000:g} s, or give a longer --timeout."
+    for words, what_next in _OF_TLS.items():
+        if any(each in error.message for each in words):
+            return what_next
     return f"{START_OR_NAME_ANOTHER[0].upper()}{START_OR_NAME_ANOTHER[1:]}."
 
 
@@ -369,6 +383,10 @@ def _what_next(error: errors.TarryError) -> str:
             return " Other topics are served; the object has to be restored from a copy."
         case errors.Internal():
             return " This is a bug; the daemon's log has more."
+        case errors.Unauthenticated():
+            return " --token-file, or --tls-cert with --tls-key, says who asks."
+        case errors.PermissionDenied():
+            return " Ask with another --token-file or --tls-cert, or whoever runs the daemon."
         case errors.ResourceExhausted():
             return ""
     return f" ({error.code.name})"

@@ -53,7 +53,7 @@ def limit_option(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @_window_options
 @limit_option
@@ -107,7 +107,7 @@ def scheduled(
     )
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.argument("subscription")
 @_ledgers_option
@@ -243,7 +243,7 @@ def _show_rows(
     pages.note_more()
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @_window_options
 @click.option("--width", "width_ms", type=rows.Duration(), help="Width of a bar: 500ms, 5m, 1h. Default: a round one.")

@@ -28,7 +28,7 @@ _WHY = {
 _ASKING_S = 2.0
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), help="Ledger of the entries.")
 @click.option("--entries", type=rows.EntryRange(), metavar="N or FIRST-LAST", help="Entries, both ends included.")
@@ -271,7 +271,7 @@ def _add_batch(
     answer.add_done_callback(answered)
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), required=True, help="Ledger of the entries.")
 @click.option(
@@ -321,7 +321,7 @@ def _trim_question(
     return f"{what} the rows of {about} up to entry {entry} of ledger {ledger}{lower}?"
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), required=True, help="Ledger to trim.")
 @click.option("--entry", type=click.IntRange(0, rows.U64_MAX), required=True, help="The last entry that is dropped.")
@@ -376,7 +376,7 @@ def trim(
         click.echo(f"dropped {output.rows_text(trimmed)} of {about}")
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.option("--subscription", help="For this subscription only; otherwise for the whole topic.")
 @connection.asked_first(

@@ -22,7 +22,7 @@ _NACK_ORDERS = policy_text.choices(key_order.NackOrder)
 _KEY_SHARED_FIELDS = dataclasses.fields(key_order.KeySharedPolicy)
 
 
-@click.group()
+@click.group(cls=connection.Group)
 def subscription() -> None:
     """Create, change and delete subscriptions; `tarry subscriptions TOPIC` lists them.
 

@@ -33,7 +33,7 @@ _OPTIONAL = {"name"}
 _NOT_IN_TERMINAL = {"type"}
 
 
-@click.command()
+@connection.command()
 @click.argument("store")
 @click.option("--prefix", default="", help="Only objects whose names, and so UUIDs, begin with this.")
 @click.option(

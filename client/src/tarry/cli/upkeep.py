@@ -19,7 +19,7 @@ from tarry.threads import client
 _LOOK_EVERY_S = 0.5
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @connection.connected
 def seal(*, connected: client.Client, topic: str, as_json: bool) -> None:
@@ -39,7 +39,7 @@ def seal(*, connected: client.Client, topic: str, as_json: bool) -> None:
         click.echo(f"{topic} has nothing to seal")
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.option(
     "--buckets",
@@ -103,7 +103,7 @@ _KINDS = {
 _DELETED = ("tombstones", "orphans", "manifests", "journal_slots")
 
 
-@click.command()
+@connection.command()
 @click.option("--dry-run", is_flag=True, help="Only count what would be deleted.")
 @click.option("--force", is_flag=True, help="Also delete orphans that are more than a fifth of a shard.")
 @click.option("--retry-dead", is_flag=True, help="Try again to delete the objects that were given up.")

@@ -46,7 +46,7 @@ def _options_of_receive(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.argument("subscription")
 @click.option("--count", type=click.IntRange(min=1), help="End after so many positions.")

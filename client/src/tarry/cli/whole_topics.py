@@ -20,7 +20,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(policies.TopicPolicy))
 _YES_OR_NO = ("shared_index", "two_phase_deletion_enabled")
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @click.option("--set", "given", multiple=True, metavar="NAME=VALUE", help="Set a field, the others stay; repeatable.")
 @click.option(
@@ -117,7 +117,7 @@ def _named(policy: policies.TopicPolicy) -> dict[str, object]:
     return fields
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @connection.asked_first(lambda *, topic, **_: f"Delete topic {topic} with its rows, subscriptions and policy?")
 @connection.connected

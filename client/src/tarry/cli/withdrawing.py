@@ -160,7 +160,7 @@ def _list_ranges(topic: str, account: _Account) -> None:
         output.note(f"and {len(ranges) - len(shown):,} more ranges; --json, or a pipe, has all")
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @_position_options
 @connection.connected
@@ -198,7 +198,7 @@ def cancel(
     _show(account, "cancelled", {"topic": topic, "subscription": subscription}, as_json=as_json)
 
 
-@click.command()
+@connection.command()
 @click.argument("topic")
 @_position_options
 @click.option("--in", "delay_ms", type=rows.Duration(), help="Due after this time from now: 500ms, 5s, 1h30m.")

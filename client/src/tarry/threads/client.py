@@ -14,7 +14,19 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from tarry import batch, calls, channels, columns, errors, key_shared, policies, reasons, results, retry
+from tarry import (
+    batch,
+    calls,
+    channels,
+    columns,
+    credentials,
+    errors,
+    key_shared,
+    policies,
+    reasons,
+    results,
+    retry,
+)
 from tarry.threads import add_stream, connections, deleting, inspecting, operating, producer
 from tarry.threads.key_shared_subscription import KeySharedSubscription
 from tarry.threads.subscription import Receiver, Subscription
@@ -31,6 +43,10 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     DeadlineExceeded is raised with the last failure in it; every other failure is raised at once (`tarry.errors`).
     `retry_policy`: the back-off.
     `rows_per_request`, `request_bytes`: the daemon's limits; longer batches are sent as several requests.
+    `tls`: TLS with every daemon, but for Unix sockets; None: nothing is encrypted.
+    `token`, or `token_file`, which is read again when it changes: who this is, where daemons want to know. It is sent
+    over TLS, by loopback and by Unix sockets alone, also to an owner that a daemon names: otherwise InvalidArgument is
+    raised, and nothing is sent.
     `client_id`: who this is where a topic limits what one client may add in a second (`tarry.TopicPolicy`), 1 to 128
     printable ASCII characters; programs with one id share a limit. None: all programs of this host are one client.
     `waiting`: is told, in words, what a call waits for where a daemon has taken a topic over from one that may still
@@ -48,9 +64,14 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         rows_per_request: int = columns.ROWS_PER_REQUEST_MAX,
         request_bytes: int = columns.REQUEST_BYTES_MAX,
         client_id: str | None = None,
+        tls: credentials.Tls | None = None,
+        token: str | None = None,
+        token_file: credentials.File | None = None,
         waiting: Callable[[str], None] = channels.unsaid,
     ) -> None:
-        self._connections = connections.Connections(client_id=client_id, waiting=waiting)
+        shows = credentials.Credentials(tls, token=token, token_file=token_file)
+        shows.shown_to(target)
+        self._connections = connections.Connections(shows, client_id=client_id, waiting=waiting)
         self._calls = calls.Calls(
             target,
             retry_policy or retry.RetryPolicy(),

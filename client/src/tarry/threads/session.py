@@ -112,24 +112,29 @@ class Session(Generic[Response]):
     ) -> errors.TarryError:
         """Makes one call and reads it to its end; the reason of the end."""
         sending = in_threads.Outbox()
-        call = None
+        begun = None
         try:
             with self._changed:
                 if self._closed:
                     return self._lifetime.closed()
-                self._call = call = self._shared.open(address, method, sending)
+                begun = self._shared.open(address, method, sending)
+                self._call = begun.call
             opened(sending)
-            for response in in_threads.answers(call):
-                received(response)
-            return streams.why_ended(None)
-        except grpc.RpcError as failure:
-            return streams.why_ended(failure)
+            return self._read_answers(begun, received)
         except errors.TarryError as error:
             return error
         finally:
             sending.close()
-            if call is not None:
-                call.cancel()
+            if begun is not None:
+                begun.call.cancel()
+
+    def _read_answers(self, begun: connections.Opened[Answer], received: Callable[[Answer], None]) -> errors.TarryError:
+        try:
+            for response in in_threads.answers(begun.call):
+                received(response)
+        except grpc.RpcError as failure:
+            return self._shared.why_ended(failure, begun.connected)
+        return streams.why_ended(None)
 
 
 def _ask(sending: in_threads.Outbox) -> None:

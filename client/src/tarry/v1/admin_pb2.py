@@ -22,63 +22,84 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tarry.v1 import access_pb2 as tarry_dot_v1_dot_access__pb2
 from tarry.v1 import inspect_pb2 as tarry_dot_v1_dot_inspect__pb2
 from tarry.v1 import policy_pb2 as tarry_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tarry/v1/admin.proto\x12\x08tarry.v1\x1a\x16tarry/v1/inspect.proto\x1a\x15tarry/v1/policy.proto\"M\n\x15SetTopicPolicyRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12%\n\x06policy\x18\x02 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\"B\n\x16SetTopicPolicyResponse\x12(\n\teffective\x18\x01 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\"&\n\x15GetTopicPolicyRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"i\n\x16GetTopicPolicyResponse\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\x12(\n\teffective\x18\x02 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\":\n\x0b\x44\x65layLevels\x12\r\n\x05table\x18\x01 \x01(\t\x12\x12\n\x05\x63lamp\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x08\n\x06_clamp\"M\n\x15SetDelayLevelsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12%\n\x06levels\x18\x02 \x01(\x0b\x32\x15.tarry.v1.DelayLevels\"Q\n\x16SetDelayLevelsResponse\x12%\n\x06levels\x18\x01 \x01(\x0b\x32\x15.tarry.v1.DelayLevels\x12\x10\n\x08warnings\x18\x02 \x03(\t\"&\n\x15GetDelayLevelsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"t\n\x16GetDelayLevelsResponse\x12%\n\x06levels\x18\x01 \x01(\x0b\x32\x15.tarry.v1.DelayLevels\x12\x10\n\x08\x64\x65lay_ms\x18\x02 \x03(\x04\x12\x10\n\x08of_topic\x18\x03 \x01(\x08\x12\x0f\n\x07pending\x18\x04 \x03(\x04\"}\n\x18ReplayDeadLettersRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12*\n\x06\x66ilter\x18\x03 \x01(\x0b\x32\x1a.tarry.v1.DeadLetterFilter\x12\x10\n\x08\x64\x65lay_ms\x18\x04 \x01(\x04\">\n\x19ReplayDeadLettersResponse\x12\x10\n\x08replayed\x18\x01 \x01(\x04\x12\x0f\n\x07skipped\x18\x02 \x01(\x04\"j\n\x17PurgeDeadLettersRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12*\n\x06\x66ilter\x18\x03 \x01(\x0b\x32\x1a.tarry.v1.DeadLetterFilter\"*\n\x18PurgeDeadLettersResponse\x12\x0e\n\x06purged\x18\x01 \x01(\x04\"\"\n\x11SealBucketRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"2\n\x12SealBucketResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\t\"9\n\x13MergeBucketsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x13\n\x0b\x62uckets_max\x18\x02 \x01(\r\"O\n\x14MergeBucketsResponse\x12\x0e\n\x06merges\x18\x01 \x01(\r\x12\x16\n\x0emerged_buckets\x18\x02 \x01(\r\x12\x0f\n\x07\x62uckets\x18\x03 \x01(\r\"S\n\x15\x43ollectGarbageRequest\x12\x0f\n\x07\x64ry_run\x18\x01 \x01(\x08\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12\x1a\n\x12retry_dead_objects\x18\x03 \x01(\x08\"\x9b\x01\n\x16\x43ollectGarbageResponse\x12\x13\n\x0bshards_done\x18\x01 \x01(\r\x12\x0e\n\x06shards\x18\x02 \x01(\r\x12\x13\n\x0btopics_done\x18\x03 \x01(\r\x12\x0e\n\x06topics\x18\x04 \x01(\r\x12)\n\x07summary\x18\x05 \x01(\x0b\x32\x18.tarry.v1.GarbageSummary\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\"\xe3\x02\n\x0eGarbageSummary\x12*\n\ntombstones\x18\x01 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12\'\n\x07orphans\x18\x02 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12)\n\tmanifests\x18\x03 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12-\n\rjournal_slots\x18\x04 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12\'\n\x07waiting\x18\x05 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12&\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12(\n\x08given_up\x18\x07 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12\'\n\x07refused\x18\x08 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\"3\n\x0cGarbageCount\x12\x0f\n\x07objects\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"#\n\x12\x44\x65leteTopicRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"8\n\x13\x44\x65leteTopicResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x32\xcf\x06\n\x05\x41\x64min\x12S\n\x0eSetTopicPolicy\x12\x1f.tarry.v1.SetTopicPolicyRequest\x1a .tarry.v1.SetTopicPolicyResponse\x12S\n\x0eGetTopicPolicy\x12\x1f.tarry.v1.GetTopicPolicyRequest\x1a .tarry.v1.GetTopicPolicyResponse\x12S\n\x0eSetDelayLevels\x12\x1f.tarry.v1.SetDelayLevelsRequest\x1a .tarry.v1.SetDelayLevelsResponse\x12S\n\x0eGetDelayLevels\x12\x1f.tarry.v1.GetDelayLevelsRequest\x1a .tarry.v1.GetDelayLevelsResponse\x12\\\n\x11ReplayDeadLetters\x12\".tarry.v1.ReplayDeadLettersRequest\x1a#.tarry.v1.ReplayDeadLettersResponse\x12Y\n\x10PurgeDeadLetters\x12!.tarry.v1.PurgeDeadLettersRequest\x1a\".tarry.v1.PurgeDeadLettersResponse\x12G\n\nSealBucket\x12\x1b.tarry.v1.SealBucketRequest\x1a\x1c.tarry.v1.SealBucketResponse\x12M\n\x0cMergeBuckets\x12\x1d.tarry.v1.MergeBucketsRequest\x1a\x1e.tarry.v1.MergeBucketsResponse\x12U\n\x0e\x43ollectGarbage\x12\x1f.tarry.v1.CollectGarbageRequest\x1a .tarry.v1.CollectGarbageResponse0\x01\x12J\n\x0b\x44\x65leteTopic\x12\x1c.tarry.v1.DeleteTopicRequest\x1a\x1d.tarry.v1.DeleteTopicResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tarry/v1/admin.proto\x12\x08tarry.v1\x1a\x15tarry/v1/access.proto\x1a\x16tarry/v1/inspect.proto\x1a\x15tarry/v1/policy.proto\"M\n\x15SetTopicPolicyRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12%\n\x06policy\x18\x02 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\"B\n\x16SetTopicPolicyResponse\x12(\n\teffective\x18\x01 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\"&\n\x15GetTopicPolicyRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"i\n\x16GetTopicPolicyResponse\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\x12(\n\teffective\x18\x02 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\":\n\x0b\x44\x65layLevels\x12\r\n\x05table\x18\x01 \x01(\t\x12\x12\n\x05\x63lamp\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x08\n\x06_clamp\"M\n\x15SetDelayLevelsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12%\n\x06levels\x18\x02 \x01(\x0b\x32\x15.tarry.v1.DelayLevels\"Q\n\x16SetDelayLevelsResponse\x12%\n\x06levels\x18\x01 \x01(\x0b\x32\x15.tarry.v1.DelayLevels\x12\x10\n\x08warnings\x18\x02 \x03(\t\"&\n\x15GetDelayLevelsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"t\n\x16GetDelayLevelsResponse\x12%\n\x06levels\x18\x01 \x01(\x0b\x32\x15.tarry.v1.DelayLevels\x12\x10\n\x08\x64\x65lay_ms\x18\x02 \x03(\x04\x12\x10\n\x08of_topic\x18\x03 \x01(\x08\x12\x0f\n\x07pending\x18\x04 \x03(\x04\"}\n\x18ReplayDeadLettersRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12*\n\x06\x66ilter\x18\x03 \x01(\x0b\x32\x1a.tarry.v1.DeadLetterFilter\x12\x10\n\x08\x64\x65lay_ms\x18\x04 \x01(\x04\">\n\x19ReplayDeadLettersResponse\x12\x10\n\x08replayed\x18\x01 \x01(\x04\x12\x0f\n\x07skipped\x18\x02 \x01(\x04\"j\n\x17PurgeDeadLettersRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12*\n\x06\x66ilter\x18\x03 \x01(\x0b\x32\x1a.tarry.v1.DeadLetterFilter\"*\n\x18PurgeDeadLettersResponse\x12\x0e\n\x06purged\x18\x01 \x01(\x04\"\"\n\x11SealBucketRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"2\n\x12SealBucketResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\t\"9\n\x13MergeBucketsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x13\n\x0b\x62uckets_max\x18\x02 \x01(\r\"O\n\x14MergeBucketsResponse\x12\x0e\n\x06merges\x18\x01 \x01(\r\x12\x16\n\x0emerged_buckets\x18\x02 \x01(\r\x12\x0f\n\x07\x62uckets\x18\x03 \x01(\r\"S\n\x15\x43ollectGarbageRequest\x12\x0f\n\x07\x64ry_run\x18\x01 \x01(\x08\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12\x1a\n\x12retry_dead_objects\x18\x03 \x01(\x08\"\x9b\x01\n\x16\x43ollectGarbageResponse\x12\x13\n\x0bshards_done\x18\x01 \x01(\r\x12\x0e\n\x06shards\x18\x02 \x01(\r\x12\x13\n\x0btopics_done\x18\x03 \x01(\r\x12\x0e\n\x06topics\x18\x04 \x01(\r\x12)\n\x07summary\x18\x05 \x01(\x0b\x32\x18.tarry.v1.GarbageSummary\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\"\xe3\x02\n\x0eGarbageSummary\x12*\n\ntombstones\x18\x01 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12\'\n\x07orphans\x18\x02 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12)\n\tmanifests\x18\x03 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12-\n\rjournal_slots\x18\x04 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12\'\n\x07waiting\x18\x05 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12&\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12(\n\x08given_up\x18\x07 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12\'\n\x07refused\x18\x08 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\"3\n\x0cGarbageCount\x12\x0f\n\x07objects\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"#\n\x12\x44\x65leteTopicRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"8\n\x13\x44\x65leteTopicResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x32\xf2\x07\n\x05\x41\x64min\x12\x64\n\x0eSetTopicPolicy\x12\x1f.tarry.v1.SetTopicPolicyRequest\x1a .tarry.v1.SetTopicPolicyResponse\"\x0f\xea\xd1\x18\x0b\x08\x04\x1a\x05topic(\x01\x12\x64\n\x0eGetTopicPolicy\x12\x1f.tarry.v1.GetTopicPolicyRequest\x1a .tarry.v1.GetTopicPolicyResponse\"\x0f\xea\xd1\x18\x0b\x08\x04\x1a\x05topic(\x01\x12\x64\n\x0eSetDelayLevels\x12\x1f.tarry.v1.SetDelayLevelsRequest\x1a .tarry.v1.SetDelayLevelsResponse\"\x0f\xea\xd1\x18\x0b\x08\x04\x1a\x05topic(\x01\x12\x64\n\x0eGetDelayLevels\x12\x1f.tarry.v1.GetDelayLevelsRequest\x1a .tarry.v1.GetDelayLevelsResponse\"\x0f\xea\xd1\x18\x0b\x08\x04\x1a\x05topic(\x01\x12m\n\x11ReplayDeadLetters\x12\".tarry.v1.ReplayDeadLettersRequest\x1a#.tarry.v1.ReplayDeadLettersResponse\"\x0f\xea\xd1\x18\x0b\x08\x04\x1a\x05topic(\x01\x12j\n\x10PurgeDeadLetters\x12!.tarry.v1.PurgeDeadLettersRequest\x1a\".tarry.v1.PurgeDeadLettersResponse\"\x0f\xea\xd1\x18\x0b\x08\x04\x1a\x05topic(\x01\x12X\n\nSealBucket\x12\x1b.tarry.v1.SealBucketRequest\x1a\x1c.tarry.v1.SealBucketResponse\"\x0f\xea\xd1\x18\x0b\x08\x04\x1a\x05topic(\x01\x12^\n\x0cMergeBuckets\x12\x1d.tarry.v1.MergeBucketsRequest\x1a\x1e.tarry.v1.MergeBucketsResponse\"\x0f\xea\xd1\x18\x0b\x08\x04\x1a\x05topic(\x01\x12_\n\x0e\x43ollectGarbage\x12\x1f.tarry.v1.CollectGarbageRequest\x1a .tarry.v1.CollectGarbageResponse\"\x08\xea\xd1\x18\x04\x08\x04(\x01\x30\x01\x12[\n\x0b\x44\x65leteTopic\x12\x1c.tarry.v1.DeleteTopicRequest\x1a\x1d.tarry.v1.DeleteTopicResponse\"\x0f\xea\xd1\x18\x0b\x08\x04\x1a\x05topic(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tarry.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SETTOPICPOLICYREQUEST']._serialized_start=81
-  _globals['_SETTOPICPOLICYREQUEST']._serialized_end=158
-  _globals['_SETTOPICPOLICYRESPONSE']._serialized_start=160
-  _globals['_SETTOPICPOLICYRESPONSE']._serialized_end=226
-  _globals['_GETTOPICPOLICYREQUEST']._serialized_start=228
-  _globals['_GETTOPICPOLICYREQUEST']._serialized_end=266
-  _globals['_GETTOPICPOLICYRESPONSE']._serialized_start=268
-  _globals['_GETTOPICPOLICYRESPONSE']._serialized_end=373
-  _globals['_DELAYLEVELS']._serialized_start=375
-  _globals['_DELAYLEVELS']._serialized_end=433
-  _globals['_SETDELAYLEVELSREQUEST']._serialized_start=435
-  _globals['_SETDELAYLEVELSREQUEST']._serialized_end=512
-  _globals['_SETDELAYLEVELSRESPONSE']._serialized_start=514
-  _globals['_SETDELAYLEVELSRESPONSE']._serialized_end=595
-  _globals['_GETDELAYLEVELSREQUEST']._serialized_start=597
-  _globals['_GETDELAYLEVELSREQUEST']._serialized_end=635
-  _globals['_GETDELAYLEVELSRESPONSE']._serialized_start=637
-  _globals['_GETDELAYLEVELSRESPONSE']._serialized_end=753
-  _globals['_REPLAYDEADLETTERSREQUEST']._serialized_start=755
-  _globals['_REPLAYDEADLETTERSREQUEST']._serialized_end=880
-  _globals['_REPLAYDEADLETTERSRESPONSE']._serialized_start=882
-  _globals['_REPLAYDEADLETTERSRESPONSE']._serialized_end=944
-  _globals['_PURGEDEADLETTERSREQUEST']._serialized_start=946
-  _globals['_PURGEDEADLETTERSREQUEST']._serialized_end=1052
-  _globals['_PURGEDEADLETTERSRESPONSE']._serialized_start=1054
-  _globals['_PURGEDEADLETTERSRESPONSE']._serialized_end=1096
-  _globals['_SEALBUCKETREQUEST']._serialized_start=1098
-  _globals['_SEALBUCKETREQUEST']._serialized_end=1132
-  _globals['_SEALBUCKETRESPONSE']._serialized_start=1134
-  _globals['_SEALBUCKETRESPONSE']._serialized_end=1184
-  _globals['_MERGEBUCKETSREQUEST']._serialized_start=1186
-  _globals['_MERGEBUCKETSREQUEST']._serialized_end=1243
-  _globals['_MERGEBUCKETSRESPONSE']._serialized_start=1245
-  _globals['_MERGEBUCKETSRESPONSE']._serialized_end=1324
-  _globals['_COLLECTGARBAGEREQUEST']._serialized_start=1326
-  _globals['_COLLECTGARBAGEREQUEST']._serialized_end=1409
-  _globals['_COLLECTGARBAGERESPONSE']._serialized_start=1412
-  _globals['_COLLECTGARBAGERESPONSE']._serialized_end=1567
-  _globals['_GARBAGESUMMARY']._serialized_start=1570
-  _globals['_GARBAGESUMMARY']._serialized_end=1925
-  _globals['_GARBAGECOUNT']._serialized_start=1927
-  _globals['_GARBAGECOUNT']._serialized_end=1978
-  _globals['_DELETETOPICREQUEST']._serialized_start=1980
-  _globals['_DELETETOPICREQUEST']._serialized_end=2015
-  _globals['_DELETETOPICRESPONSE']._serialized_start=2017
-  _globals['_DELETETOPICRESPONSE']._serialized_end=2073
-  _globals['_ADMIN']._serialized_start=2076
-  _globals['_ADMIN']._serialized_end=2923
+  _globals['_ADMIN'].methods_by_name['SetTopicPolicy']._loaded_options = None
+  _globals['_ADMIN'].methods_by_name['SetTopicPolicy']._serialized_options = b'\352\321\030\013\010\004\032\005topic(\001'
+  _globals['_ADMIN'].methods_by_name['GetTopicPolicy']._loaded_options = None
+  _globals['_ADMIN'].methods_by_name['GetTopicPolicy']._serialized_options = b'\352\321\030\013\010\004\032\005topic(\001'
+  _globals['_ADMIN'].methods_by_name['SetDelayLevels']._loaded_options = None
+  _globals['_ADMIN'].methods_by_name['SetDelayLevels']._serialized_options = b'\352\321\030\013\010\004\032\005topic(\001'
+  _globals['_ADMIN'].methods_by_name['GetDelayLevels']._loaded_options = None
+  _globals['_ADMIN'].methods_by_name['GetDelayLevels']._serialized_options = b'\352\321\030\013\010\004\032\005topic(\001'
+  _globals['_ADMIN'].methods_by_name['ReplayDeadLetters']._loaded_options = None
+  _globals['_ADMIN'].methods_by_name['ReplayDeadLetters']._serialized_options = b'\352\321\030\013\010\004\032\005topic(\001'
+  _globals['_ADMIN'].methods_by_name['PurgeDeadLetters']._loaded_options = None
+  _globals['_ADMIN'].methods_by_name['PurgeDeadLetters']._serialized_options = b'\352\321\030\013\010\004\032\005topic(\001'
+  _globals['_ADMIN'].methods_by_name['SealBucket']._loaded_options = None
+  _globals['_ADMIN'].methods_by_name['SealBucket']._serialized_options = b'\352\321\030\013\010\004\032\005topic(\001'
+  _globals['_ADMIN'].methods_by_name['MergeBuckets']._loaded_options = None
+  _globals['_ADMIN'].methods_by_name['MergeBuckets']._serialized_options = b'\352\321\030\013\010\004\032\005topic(\001'
+  _globals['_ADMIN'].methods_by_name['CollectGarbage']._loaded_options = None
+  _globals['_ADMIN'].methods_by_name['CollectGarbage']._serialized_options = b'\352\321\030\004\010\004(\001'
+  _globals['_ADMIN'].methods_by_name['DeleteTopic']._loaded_options = None
+  _globals['_ADMIN'].methods_by_name['DeleteTopic']._serialized_options = b'\352\321\030\013\010\004\032\005topic(\001'
+  _globals['_SETTOPICPOLICYREQUEST']._serialized_start=104
+  _globals['_SETTOPICPOLICYREQUEST']._serialized_end=181
+  _globals['_SETTOPICPOLICYRESPONSE']._serialized_start=183
+  _globals['_SETTOPICPOLICYRESPONSE']._serialized_end=249
+  _globals['_GETTOPICPOLICYREQUEST']._serialized_start=251
+  _globals['_GETTOPICPOLICYREQUEST']._serialized_end=289
+  _globals['_GETTOPICPOLICYRESPONSE']._serialized_start=291
+  _globals['_GETTOPICPOLICYRESPONSE']._serialized_end=396
+  _globals['_DELAYLEVELS']._serialized_start=398
+  _globals['_DELAYLEVELS']._serialized_end=456
+  _globals['_SETDELAYLEVELSREQUEST']._serialized_start=458
+  _globals['_SETDELAYLEVELSREQUEST']._serialized_end=535
+  _globals['_SETDELAYLEVELSRESPONSE']._serialized_start=537
+  _globals['_SETDELAYLEVELSRESPONSE']._serialized_end=618
+  _globals['_GETDELAYLEVELSREQUEST']._serialized_start=620
+  _globals['_GETDELAYLEVELSREQUEST']._serialized_end=658
+  _globals['_GETDELAYLEVELSRESPONSE']._serialized_start=660
+  _globals['_GETDELAYLEVELSRESPONSE']._serialized_end=776
+  _globals['_REPLAYDEADLETTERSREQUEST']._serialized_start=778
+  _globals['_REPLAYDEADLETTERSREQUEST']._serialized_end=903
+  _globals['_REPLAYDEADLETTERSRESPONSE']._serialized_start=905
+  _globals['_REPLAYDEADLETTERSRESPONSE']._serialized_end=967
+  _globals['_PURGEDEADLETTERSREQUEST']._serialized_start=969
+  _globals['_PURGEDEADLETTERSREQUEST']._serialized_end=1075
+  _globals['_PURGEDEADLETTERSRESPONSE']._serialized_start=1077
+  _globals['_PURGEDEADLETTERSRESPONSE']._serialized_end=1119
+  _globals['_SEALBUCKETREQUEST']._serialized_start=1121
+  _globals['_SEALBUCKETREQUEST']._serialized_end=1155
+  _globals['_SEALBUCKETRESPONSE']._serialized_start=1157
+  _globals['_SEALBUCKETRESPONSE']._serialized_end=1207
+  _globals['_MERGEBUCKETSREQUEST']._serialized_start=1209
+  _globals['_MERGEBUCKETSREQUEST']._serialized_end=1266
+  _globals['_MERGEBUCKETSRESPONSE']._serialized_start=1268
+  _globals['_MERGEBUCKETSRESPONSE']._serialized_end=1347
+  _globals['_COLLECTGARBAGEREQUEST']._serialized_start=1349
+  _globals['_COLLECTGARBAGEREQUEST']._serialized_end=1432
+  _globals['_COLLECTGARBAGERESPONSE']._serialized_start=1435
+  _globals['_COLLECTGARBAGERESPONSE']._serialized_end=1590
+  _globals['_GARBAGESUMMARY']._serialized_start=1593
+  _globals['_GARBAGESUMMARY']._serialized_end=1948
+  _globals['_GARBAGECOUNT']._serialized_start=1950
+  _globals['_GARBAGECOUNT']._serialized_end=2001
+  _globals['_DELETETOPICREQUEST']._serialized_start=2003
+  _globals['_DELETETOPICREQUEST']._serialized_end=2038
+  _globals['_DELETETOPICRESPONSE']._serialized_start=2040
+  _globals['_DELETETOPICRESPONSE']._serialized_end=2096
+  _globals['_ADMIN']._serialized_start=2099
+  _globals['_ADMIN']._serialized_end=3109
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,223 @@
+"""What a client shows to daemons, and what it wants to see of them: TLS, its certificate, its token.
+
+Owns: reading their files, and reading them again when they change; where a token may be sent.
+Does not own: channels (`tarry.aio.connections`), and what else a call carries (`tarry.channels`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import ssl
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
+
+import grpc
+
+from tarry import channels, errors
+
+logger = logging.getLogger("tarry")
+
+T = TypeVar("T")
+File: TypeAlias = str | os.PathLike[str]
+
+TOKEN_MAX_BYTES = 4_096
+AUTHORIZATION_KEY = "authorization"
+
+_GRPC_ROOTS_VARIABLE = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
+_SYSTEM_ROOTS = (
+    "/etc/ssl/certs/ca-certificates.crt",  # Debian, Alpine
+    "/etc/pki/tls/certs/ca-bundle.crt",  # Fedora
+    "/etc/ssl/ca-bundle.pem",  # SUSE
+    "/etc/ssl/cert.pem",  # macOS, the BSDs
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    """TLS with daemons whose certificates are verified: who has issued them, and that they are for the address's host.
+
+    `ca_file`: certificates of the authorities that may issue a daemon's; None: those that this system trusts.
+    `cert_file`, `key_file`: the certificate, with its chain, that this client shows, and its private key; both or none.
+    `server_name`: what the daemons' certificates are for, where that is not the address's host, as behind a tunnel.
+    All files are PEM. Those that change are read again: later calls go by what they say, and open streams stay.
+
+    Raises InvalidArgument: one of `cert_file` and `key_file` alone, an empty `server_name`.
+    """
+
+    ca_file: File | None = None
+    cert_file: File | None = None
+    key_file: File | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert_file is None) != (self.key_file is None):
+            given, missing = ("key_file", "cert_file") if self.cert_file is None else ("cert_file", "key_file")
+            raise errors.InvalidArgument(f"{given} is given without {missing}; a certificate and its key go together")
+        if self.server_name == "":
+            raise errors.InvalidArgument("server_name is ''; it must be the name in the daemons' certificates, or None")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Shown:
+    """What one call shows to a daemon; two are equal when they show the same.
+
+    `channel`: TLS and the certificate, None where nothing is encrypted. `metadata`: the token.
+    """
+
+    channel: grpc.ChannelCredentials | None
+    metadata: tuple[tuple[str, str], ...]
+
+
+class Credentials:
+    """TLS and the token of one client. Threads may share it."""
+
+    def __init__(self, tls: Tls | None = None, *, token: str | None = None, token_file: File | None = None) -> None:
+        """Raises InvalidArgument: a file that cannot be read, or does not say what it should; two tokens."""
+        if token is not None and token_file is not None:
+            raise errors.InvalidArgument("token and token_file are given; a client has one token")
+        self.server_name = None if tls is None else tls.server_name
+        self._channel = _of_tls(tls)
+        self._token = _of_token(token, token_file)
+
+    def shown_to(self, target: str) -> Shown:
+        """What a call to a target shows now.
+
+        Raises InvalidArgument where there is a token, and others could read it on its way.
+        """
+        channel = None if channels.is_unix_socket(target) else self._channel.now()
+        token = self._token.now()
+        if token is None:
+            return Shown(channel, ())
+        if channel is None and not channels.is_of_this_machine(target):
+            raise errors.InvalidArgument(
+                f"the token is not sent to {target} without TLS, since others could read it: connect with TLS, or by "
+                "loopback or a Unix socket of the daemon's machine"
+            )
+        return Shown(channel, ((AUTHORIZATION_KEY, f"Bearer {token}"),))
+
+
+class _FromFiles(Generic[T]):
+    """A value that is made of files, and made anew when one of them changes. Where that fails, it stays as it was: who
+    replaces two files cannot do it at once.
+    """
+
+    def __init__(self, files: Sequence[File], make: Callable[[], T]) -> None:
+        self._files = [Path(file) for file in files]
+        self._make = make
+        self._lock = threading.Lock()
+        self._seen = self._look()
+        self._made = make()
+
+    def now(self) -> T:
+        with self._lock:
+            # Looked at before it is read: what changes between the two is seen the next time.
+            if (found := self._look()) != self._seen:
+                self._seen = found
+                try:
+                    self._made = self._make()
+                except errors.InvalidArgument as error:
+                    logger.warning("%s; what was read before stays in use", error.message)
+            return self._made
+
+    def _look(self) -> list[tuple[int, ...] | None]:
+        return [_state_of(file) for file in self._files]
+
+
+def _state_of(file: Path) -> tuple[int, ...] | None:
+    """What differs when another file is there, or something else in it; None: it cannot be looked at."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    # A pipe, such as that of a shell's `<(...)`, can be read once.
+    return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else ()
+
+
+def _of_token(token: str | None, token_file: File | None) -> _FromFiles[str | None]:
+    if token_file is None:
+        if token is not None:
+            _check_token(token, "token")
+        return _FromFiles((), lambda: token)
+
+    def read() -> str:
+        name = f"token_file {os.fspath(token_file)!r}"
+        text = _read(token_file, "token_file").decode("ascii", errors="replace").strip()
+        _check_token(text, name)
+        return text
+
+    return _FromFiles((token_file,), read)
+
+
+def _check_token(token: str, name: str) -> None:
+    """Raises InvalidArgument, which does not say the token: errors get into logs."""
+    if not 1 <= len(token) <= TOKEN_MAX_BYTES or not re.fullmatch("[!-~]+", token):
+        raise errors.InvalidArgument(
+            f"{name} has no token of 1 to {TOKEN_MAX_BYTES} printable ASCII characters, no blanks; it has {len(token)}"
+        )
+
+
+def _of_tls(tls: Tls | None) -> _FromFiles[grpc.ChannelCredentials | None]:
+    if tls is None:
+        return _FromFiles((), lambda: None)
+    roots = _system_roots() if tls.ca_file is None else tls.ca_file
+
+    def make() -> grpc.ChannelCredentials:
+        authorities = None if roots is None else _read(roots, "ca_file")
+        certificate = None if tls.cert_file is None else _read(tls.cert_file, "cert_file")
+        key = None if tls.key_file is None else _read(tls.key_file, "key_file")
+        _check_tls(tls)
+        return grpc.ssl_channel_credentials(authorities, key, certificate)
+
+    return _FromFiles([file for file in (roots, tls.cert_file, tls.key_file) if file is not None], make)
+
+
+def _check_tls(tls: Tls) -> None:
+    """Raises InvalidArgument for files that gRPC would only say of that no handshake can be made."""
+    files = [Path(file) for file in (tls.ca_file, tls.cert_file, tls.key_file) if file is not None]
+    if not all(file.is_file() for file in files):
+        # A pipe can be read once.
+        return
+    checked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if tls.ca_file is not None:
+        try:
+            checked.load_verify_locations(cafile=tls.ca_file)
+        except (ssl.SSLError, OSError) as error:
+            raise errors.InvalidArgument(
+                f"ca_file {os.fspath(tls.ca_file)!r} is no certificate in PEM: {error}"
+            ) from None
+    if tls.cert_file is not None and tls.key_file is not None:
+        try:
+            checked.load_cert_chain(tls.cert_file, tls.key_file, password=_without_password)
+        except (ssl.SSLError, OSError) as error:
+            raise errors.InvalidArgument(
+                f"cert_file {os.fspath(tls.cert_file)!r} and key_file {os.fspath(tls.key_file)!r} are no certificate "
+                f"in PEM and its key without a password: {error}"
+            ) from None
+
+
+def _without_password() -> str:
+    """Else OpenSSL asks for it, in the terminal."""
+    return ""
+
+
+def _system_roots() -> str | None:
+    """Where this system keeps the certificates that it trusts; None: gRPC's own are taken, or those that its variable
+    names.
+    """
+    if os.environ.get(_GRPC_ROOTS_VARIABLE):
+        return None
+    known = (ssl.get_default_verify_paths().cafile, *_SYSTEM_ROOTS)
+    return next((path for path in known if path is not None and Path(path).is_file()), None)
+
+
+def _read(file: File, name: str) -> bytes:
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise errors.InvalidArgument(f"{name} {os.fspath(file)!r} cannot be read: {error.strerror}") from None

@@ -1,0 +1,429 @@
+"""Every call of the contract, for callers with each scope, with topics of their own and of others, over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import message, message_factory
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2
+
+from daemon import config, errors
+from daemon.audit_log import AuditLog
+from daemon.door.door import Door
+from daemon.door.identities import Scope, hash_of
+from daemon.grpc_services import admission
+from tarry.v1 import (
+    access_pb2,
+    admin_pb2,
+    cluster_pb2,
+    delayed_delivery_pb2,
+    dispatch_pb2,
+    inspect_pb2,
+    ledger_deletion_pb2,
+    policy_pb2,
+)
+from tests._support import real_engine
+from tests._support.door_files import DoorFiles, door_files, identity, token_of
+from tests._support.fake_engine import FakeEngine
+from tests.daemon.grpc_services.conftest import Edge, serving
+
+MODULES = (
+    admin_pb2,
+    cluster_pb2,
+    delayed_delivery_pb2,
+    dispatch_pb2,
+    inspect_pb2,
+    ledger_deletion_pb2,
+)
+METHODS: list[MethodDescriptor] = [
+    method
+    for module in MODULES
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
+# Which scope a call needs, said again by hand: of all calls of a service, and of those that differ.
+OF_SERVICE = {
+    "DelayedDelivery": Scope.ADD,
+    "Dispatch": Scope.DISPATCH,
+    "Inspect": Scope.INSPECT,
+    "Admin": Scope.ADMIN,
+    "LedgerDeletion": Scope.DELETE,
+    "Cluster": None,
+}
+OF_CALL = {"TrimMessages": Scope.ADMIN, "ClearMessages": Scope.ADMIN}
+OF_A_SUBSCRIPTION = {"TrimMessages": Scope.DISPATCH, "ClearMessages": Scope.DISPATCH}
+OVER_ALL_TOPICS = {"CollectGarbage", "SweepOrphans"}
+OF_NO_TOPIC = {"GetVersion", "ListTopics"}
+REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+# A guard against a machine that is busy; what is measured is far below.
+PATIENCE_S = 300
+
+
+def name_of(method: MethodDescriptor) -> str:
+    return f"{method.containing_service.name}/{method.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """One kind of request of a call, and the scope that it needs."""
+
+    method: MethodDescriptor
+    scope: Scope | None
+    subscription: str = ""
+
+    def request(self, topic: str) -> Any:
+        """A request of the topic, as far as the call has one."""
+        made: Any = message_factory.GetMessageClass(self.method.input_type)()
+        if self.method.name == "StreamAddMessages":
+            made.add.topic = topic
+            made.add.subscription = self.subscription
+        elif self.method.name == "Subscribe":
+            made.open.topic, made.open.subscription = topic, "s"
+            made.open.type = dispatch_pb2.SUBSCRIPTION_TYPE_SHARED
+        elif "filter" in self.method.input_type.fields_by_name and "topic" not in self.method.input_type.fields_by_name:
+            made.filter.topic = topic
+        elif "topic" in self.method.input_type.fields_by_name:
+            made.topic = topic
+        if self.subscription and hasattr(made, "subscription"):
+            made.subscription = self.subscription
+        return made
+
+
+ASKS = [Ask(method, OF_CALL.get(method.name, OF_SERVICE[method.containing_service.name])) for method in METHODS] + [
+    Ask(method, OF_A_SUBSCRIPTION[method.name], "s") for method in METHODS if method.name in OF_A_SUBSCRIPTION
+]
+
+
+class Guest:
+    """A client with a token, or without."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
+        self.channel = channel
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+
+    def open(self, method: MethodDescriptor) -> Any:
+        """The call, of whatever kind, as a stream of bytes in both directions."""
+        call: Any = self.channel.stream_stream(f"/tarry.v1.{name_of(method)}")
+        return call(timeout=PATIENCE_S, metadata=self._metadata)
+
+    async def outcome(self, method: MethodDescriptor, request: message.Message) -> tuple[grpc.StatusCode, str]:
+        """How the call ends. Of a stream of adds: how its request is answered."""
+        while True:
+            code, details = await self._outcome(method, request)
+            # The call was refused before gRPC had written its request: the status is lost, and asked for again.
+            if (code, details) != (grpc.StatusCode.INTERNAL, "Internal error from Core"):
+                return code, details
+
+    async def _outcome(self, method: MethodDescriptor, request: message.Message) -> tuple[grpc.StatusCode, str]:
+        call = self.open(method)
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await call.write(request.SerializeToString())
+            await call.done_writing()
+        refused = grpc.StatusCode.OK, ""
+        while (answer := await read(call)) is not grpc.aio.EOF:
+            if method.name == "StreamAddMessages":
+                error = delayed_delivery_pb2.StreamAddMessagesResponse.FromString(answer).error
+                refused = next(code for code in grpc.StatusCode if code.value[0] == error.code), error.message
+        code = await call.code()
+        return refused if code is grpc.StatusCode.OK else (code, await call.details())
+
+
+async def read(call: Any) -> Any:
+    """The next answer; EOF when the call is over, however it ended."""
+    try:
+        return await call.read()
+    except grpc.aio.AioRpcError:
+        return grpc.aio.EOF
+
+
+@dataclasses.dataclass
+class Guarded:
+    """An edge behind TLS and identities."""
+
+    edge: Edge
+    files: DoorFiles
+    admission: admission.Admission
+    audit: Path
+    guest: Callable[[str | None], Guest]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The audit log."""
+        return [json.loads(line) for line in self.audit.read_text().splitlines()]
+
+
+OF_SCOPES = [identity(scope, [scope], ["own/"]) for scope in Scope]
+EVERYBODY = [
+    *OF_SCOPES,
+    identity("all", list(Scope), [""]),
+    identity("nothing", [], ["own/"]),
+    identity("two", ["inspect"], ["own/", "other/"]),
+]
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
+    files = door_files(tmp_path, *EVERYBODY)
+    audit = tmp_path / "audit.log"
+    settings = config.load(
+        environment={},
+        overrides=["grpc.listen=127.0.0.1:0", "grpc.drain_s=0", f"access.audit_file={audit}", *files.settings()],
+    )
+    audit_log = AuditLog(settings.access)
+    let_in = admission.Admission(Door(settings.tls, settings.access), audit_log, lambda refusal: None)
+    credentials = grpc.ssl_channel_credentials(files.ca.read_bytes())
+    async with (
+        contextlib.AsyncExitStack() as stack,
+        real_engine.serving(settings) as engine,
+        serving(cast(Any, engine), settings, let_in) as edge,
+        grpc.aio.secure_channel(f"localhost:{edge.port}", credentials) as channel,
+    ):
+        stack.callback(audit_log.close)
+        yield Guarded(edge, files, let_in, audit, lambda token: Guest(channel, token))
+
+
+def test_every_call_says_in_the_proto_what_it_needs() -> None:
+    for method in METHODS:
+        rule = admission.Rule.of(method)
+        assert rule.any_prefix == (method.name in OF_NO_TOPIC), method.full_name
+        assert (not rule.topic) == (method.name in OVER_ALL_TOPICS | OF_NO_TOPIC), method.full_name
+    needed = {(ask.method.full_name, ask.scope) for ask in ASKS}
+    assert {(each.full_name, admission.Rule.of(each).scope) for each in METHODS} <= needed
+
+
+def test_a_call_that_does_not_say_what_it_needs_is_found() -> None:
+    with pytest.raises(errors.InvariantViolated, match="has no option `access`"):
+        admission.Rule.of(cast(Any, health_pb2.DESCRIPTOR.services_by_name["Health"].methods_by_name["Check"]))
+
+
+def test_the_scopes_of_the_proto_are_those_of_identities() -> None:
+    assert {name.removeprefix("SCOPE_").lower() for name in access_pb2.Scope.keys()[1:]} == {*Scope}
+
+
+@pytest.mark.parametrize("holder", [*Scope, "nothing"])
+async def test_a_call_is_let_in_with_its_scope_and_a_topic_of_the_caller_alone(guarded: Guarded, holder: str) -> None:
+    guest = guarded.guest(token_of(holder))
+    for ask in ASKS:
+        for topic in ("own/a", "other/a", ""):
+            code, details = await guest.outcome(ask.method, ask.request(topic))
+            scoped = ask.scope is None or ask.scope == holder
+            named = ask.method.name in OF_NO_TOPIC or (topic == "own/a" and ask.method.name not in OVER_ALL_TOPICS)
+            where = f"{name_of(ask.method)} of topic {topic!r} by {holder}: {code.name}: {details}"
+            assert (code in REFUSED) == (not scoped or not named), where
+            if not scoped:
+                assert code is grpc.StatusCode.PERMISSION_DENIED, where
+                assert f"scope {ask.scope}" in details or f"{ask.scope} or " in details or f"or {ask.scope}" in details
+
+
+async def test_whoever_has_every_scope_and_the_prefix_of_all_may_do_everything(guarded: Guarded) -> None:
+    guest = guarded.guest(token_of("all"))
+    for ask in ASKS:
+        for topic in ("own/a", ""):
+            code, details = await guest.outcome(ask.method, ask.request(topic))
+            assert code not in REFUSED, f"{name_of(ask.method)} of topic {topic!r}: {details}"
+
+
+@pytest.mark.parametrize("token", [None, "unknown", token_of("all").upper()])
+async def test_no_call_is_let_in_without_a_token_that_is_known(guarded: Guarded, token: str | None) -> None:
+    for ask in ASKS:
+        code, details = await guarded.guest(token).outcome(ask.method, ask.request("own/a"))
+        assert code is grpc.StatusCode.UNAUTHENTICATED, name_of(ask.method)
+        assert token is None or token not in details
+
+
+async def test_a_refusal_does_not_depend_on_what_there_is(guarded: Guarded) -> None:
+    guest = guarded.guest(token_of("add"))
+    for ask in ASKS:
+        if ask.scope is Scope.ADD:
+            _, before = await guest.outcome(ask.method, ask.request("other/there"))
+            await guarded.guest(token_of("all")).outcome(METHODS_BY_NAME["AddMessages"], plain_add("other/there"))
+            _, after = await guest.outcome(ask.method, ask.request("other/there"))
+            assert before == after
+            assert "prefix" in before
+
+
+METHODS_BY_NAME = {method.name: method for method in METHODS}
+
+
+def plain_add(topic: str) -> delayed_delivery_pb2.AddMessagesRequest:
+    return delayed_delivery_pb2.AddMessagesRequest(topic=topic, ledger_id=[1], entry_id=[1], delay_ms=[60_000])
+
+
+@pytest.mark.parametrize("method", [each for each in METHODS if each.client_streaming], ids=name_of)
+@pytest.mark.parametrize("token", [None, "unknown", token_of("nothing")])
+async def test_a_silent_stream_of_who_is_not_let_in_is_closed_at_once(
+    guarded: Guarded, method: MethodDescriptor, token: str | None
+) -> None:
+    began_s = time.monotonic()
+    call = guarded.guest(token).open(method)
+    assert await call.code() in REFUSED
+    print(f"{name_of(method)}: closed after {(time.monotonic() - began_s) * 1000:.1f} ms")  # noqa: T201
+
+
+async def test_lists_show_what_the_caller_may_use_alone(guarded: Guarded) -> None:
+    everybody = guarded.guest(token_of("all"))
+    for topic in ("own/1", "own/2", "other/1", "third/1"):
+        assert (await everybody.outcome(METHODS_BY_NAME["AddMessages"], plain_add(topic)))[0] is grpc.StatusCode.OK
+    shown = {}
+    for holder in ("inspect", "two", "all"):
+        call = guarded.guest(token_of(holder)).open(METHODS_BY_NAME["ListTopics"])
+        await call.write(b"")
+        await call.done_writing()
+        answer = inspect_pb2.ListTopicsResponse.FromString(await call.read())
+        shown[holder] = [each.topic for each in answer.topics]
+    assert shown == {
+        "inspect": ["own/1", "own/2"],
+        "two": ["other/1", "own/1", "own/2"],
+        "all": ["other/1", "own/1", "own/2", "third/1"],
+    }
+
+
+async def test_quotas_count_by_identity(guarded: Guarded) -> None:
+    policy = policy_pb2.TopicPolicy(client_rows_per_second_max=1)
+    everybody, adder = guarded.guest(token_of("all")), guarded.guest(token_of("add"))
+    many = delayed_delivery_pb2.AddMessagesRequest(
+        topic="own/a", ledger_id=[1], entry_id=range(1_000), delay_ms=[60_000]
+    )
+    await everybody.outcome(
+        METHODS_BY_NAME["SetTopicPolicy"], admin_pb2.SetTopicPolicyRequest(topic="own/a", policy=policy)
+    )
+    outcomes = [
+        (await guest.outcome(METHODS_BY_NAME["AddMessages"], many))[0] for guest in (adder, adder, everybody, everybody)
+    ]
+    ok, exhausted = grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert outcomes == [ok, exhausted, ok, exhausted]
+
+
+async def test_a_refused_topic_on_a_stream_of_adds_leaves_the_others_alone(guarded: Guarded) -> None:
+    call = guarded.guest(token_of("add")).open(METHODS_BY_NAME["StreamAddMessages"])
+    for request_id, topic in enumerate(("own/a", "other/a", "own/b"), 1):
+        request = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=request_id, add=plain_add(topic))
+        await call.write(request.SerializeToString())
+    answers = [delayed_delivery_pb2.StreamAddMessagesResponse.FromString(await call.read()) for _ in range(3)]
+    assert {each.request_id: each.error.code for each in answers} == {1: 0, 2: 7, 3: 0}
+    await call.done_writing()
+    assert await call.code() is grpc.StatusCode.OK
+
+
+async def opened(guarded: Guarded, name: str) -> list[Any]:
+    """A stream of adds and a subscription of the topic `own/a` that have been answered."""
+    adds, subscribed = (
+        guarded.guest(token_of(name)).open(METHODS_BY_NAME[each]) for each in ("StreamAddMessages", "Subscribe")
+    )
+    await adds.write(
+        delayed_delivery_pb2.StreamAddMessagesRequest(request_id=1, add=plain_add("own/a")).SerializeToString()
+    )
+    assert delayed_delivery_pb2.StreamAddMessagesResponse.FromString(await adds.read()).added.accepted == 1
+    await guarded.guest(token_of(name)).outcome(
+        METHODS_BY_NAME["CreateSubscription"], dispatch_pb2.CreateSubscriptionRequest(topic="own/a", subscription="s")
+    )
+    opening = dispatch_pb2.Open(topic="own/a", subscription="s", type=dispatch_pb2.SUBSCRIPTION_TYPE_SHARED)
+    await subscribed.write(dispatch_pb2.SubscribeRequest(open=opening).SerializeToString())
+    assert dispatch_pb2.SubscribeResponse.FromString(await subscribed.read()).HasField("opened")
+    return [adds, subscribed]
+
+
+@pytest.mark.parametrize(
+    ("instead", "ends"),
+    [
+        ([], grpc.StatusCode.UNAUTHENTICATED),
+        ([identity("all", ["inspect"], [""])], grpc.StatusCode.UNAVAILABLE),
+        ([identity("all", list(Scope), ["own/b"])], grpc.StatusCode.UNAVAILABLE),
+    ],
+    ids=["revoked", "fewer scopes", "other prefixes"],
+)
+async def test_the_streams_of_who_is_revoked_or_may_do_something_else_end(
+    guarded: Guarded, instead: list[str], ends: grpc.StatusCode
+) -> None:
+    streams = await opened(guarded, "all")
+    guarded.files.admit(*OF_SCOPES, *instead)
+    look_twice(guarded)
+    assert [await each.code() for each in streams] == [ends, ends]
+
+
+def look_twice(guarded: Guarded) -> None:
+    """What the daemon does every second."""
+    files = guarded.admission.door._identities
+    assert files is not None
+    files.look()
+    files.look()
+    guarded.admission.identities_changed()
+
+
+async def test_a_stream_goes_on_when_a_token_is_added_and_the_one_of_its_own_stays(guarded: Guarded) -> None:
+    adds, subscribed = await opened(guarded, "all")
+    both = [hash_of(token_of("all")), hash_of("the next one")]
+    guarded.files.admit(*OF_SCOPES, identity("all", list(Scope), [""], tokens=both))
+    look_twice(guarded)
+    await adds.write(
+        delayed_delivery_pb2.StreamAddMessagesRequest(request_id=2, add=plain_add("own/b")).SerializeToString()
+    )
+    assert delayed_delivery_pb2.StreamAddMessagesResponse.FromString(await adds.read()).request_id == 2
+    code, _ = await guarded.guest("the next one").outcome(
+        METHODS_BY_NAME["GetVersion"], cluster_pb2.GetVersionRequest()
+    )
+    assert code is grpc.StatusCode.OK
+    for each in (adds, subscribed):
+        await each.done_writing()
+        assert await each.code() is grpc.StatusCode.OK
+
+
+async def test_the_audit_log_tells_of_changes_and_refusals_without_a_token(guarded: Guarded) -> None:
+    everybody = guarded.guest(token_of("all"))
+    created = dispatch_pb2.CreateSubscriptionRequest(topic="own/a", subscription="s")
+    deleted = admin_pb2.DeleteTopicRequest(topic="own/none")
+    await everybody.outcome(METHODS_BY_NAME["CreateSubscription"], created)
+    await everybody.outcome(METHODS_BY_NAME["GetTopicStats"], inspect_pb2.GetTopicStatsRequest(topic="own/a"))
+    await everybody.outcome(METHODS_BY_NAME["DeleteTopic"], deleted)
+    await guarded.guest(token_of("inspect")).outcome(METHODS_BY_NAME["DeleteTopic"], deleted)
+    await guarded.guest("a secret").outcome(METHODS_BY_NAME["GetVersion"], cluster_pb2.GetVersionRequest())
+    told = [
+        (line["message"], line["identity"], line["call"], line["topic"], line["subscription"], line["outcome"])
+        for line in guarded.lines()
+    ]
+    assert told == [
+        ("call", "all", "Dispatch/CreateSubscription", "own/a", "s", "OK"),
+        ("call", "all", "Admin/DeleteTopic", "own/none", "", "NOT_FOUND"),
+        ("refused", "inspect", "Admin/DeleteTopic", "", "", "PERMISSION_DENIED"),
+        ("refused", "", "Cluster/GetVersion", "", "", "UNAUTHENTICATED"),
+    ]
+    assert all(line["peer"].startswith("ipv4:127.0.0.1:") for line in guarded.lines())
+    assert "secret" not in guarded.audit.read_text()
+    assert guarded.audit.stat().st_mode & 0o777 == 0o600
+
+
+async def reflected(guest: Guest) -> grpc.StatusCode:
+    """How a call ends that asks which calls there are."""
+    call: Any = guest.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+    asked = call(timeout=PATIENCE_S)
+    await asked.done_writing()
+    return cast(grpc.StatusCode, await asked.code())
+
+
+async def test_reflection_is_off_and_health_is_open(guarded: Guarded) -> None:
+    stranger = guarded.guest(None)
+    assert await reflected(stranger) is grpc.StatusCode.UNIMPLEMENTED
+    health: Any = stranger.channel.unary_unary("/grpc.health.v1.Health/Check")
+    assert await health(b"", timeout=PATIENCE_S)
+
+
+async def test_reflection_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
+    files = door_files(tmp_path, *EVERYBODY)
+    overrides = ["grpc.listen=127.0.0.1:0", "grpc.drain_s=0", "access.reflection=true", *files.settings()]
+    settings = config.load(environment={}, overrides=overrides)
+    credentials = grpc.ssl_channel_credentials(files.ca.read_bytes())
+    async with (
+        serving(FakeEngine(settings), settings) as edge,
+        grpc.aio.secure_channel(f"localhost:{edge.port}", credentials) as channel,
+    ):
+        assert await reflected(Guest(channel, None)) is grpc.StatusCode.OK
