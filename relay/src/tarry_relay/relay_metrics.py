@@ -49,7 +49,7 @@ class RelayMetrics:
         )
         self.cut_ledgers = 0
         """Ledgers of which the source has dropped entries that still wait, at the last look."""
-        self._failing: dict[str, tuple[float, str]] = {}
+        self._failing: dict[tuple[str, str], tuple[float, str]] = {}
 
     def watch(self, passage: Passage[Any, Any]) -> None:
         """Shows how many messages are at each step."""
@@ -59,22 +59,30 @@ class RelayMetrics:
         """A message that was due was confirmed so much later."""
         self.lateness.observe(max(0.0, seconds))
 
-    def failed(self, end: str, error: str) -> None:
-        """A call has failed, and will be repeated."""
+    def failed(self, end: str, error: str, which: str = "") -> None:
+        """A call has failed, and will be repeated. `which`: of targets, the name."""
         self.failures.labels(end).inc()
-        since_s, _ = self._failing.get(end, (time.monotonic(), ""))
-        self._failing[end] = since_s, error
+        since_s, _ = self._failing.get((end, which), (time.monotonic(), ""))
+        self._failing[end, which] = since_s, error
 
-    def reachable(self, end: str) -> None:
+    def reachable(self, end: str, which: str = "") -> None:
         """A call was answered."""
-        self._failing.pop(end, None)
+        self._failing.pop((end, which), None)
 
     def failing(self) -> dict[str, dict[str, object]]:
         """The ends whose last call has failed: for how long, and what the last failure said."""
         now_s = time.monotonic()
+        # It is asked by another thread.
         return {
-            end: {"for_s": round(now_s - since_s, 1), "error": error} for end, (since_s, error) in self._failing.items()
+            f"{end} {which}".strip(): {"for_s": round(now_s - since_s, 1), "error": error}
+            for (end, which), (since_s, error) in self._failing.copy().items()
         }
+
+    def failing_s(self, end: str) -> float:
+        """For how long an end, or that of the targets which has failed first, has not answered."""
+        now_s = time.monotonic()
+        failing = self._failing.copy().items()
+        return max((now_s - since_s for (name, _), (since_s, _) in failing if name == end), default=0.0)
 
 
 class _Steps:
@@ -96,7 +104,6 @@ class _Steps:
             value=self._metrics.cut_ledgers,
         )
         failing = GaugeMetricFamily("tarry_relay_failing_seconds", "How long an end has not answered.", labels=["end"])
-        told = self._metrics.failing()
         for end in ("broker", "daemon", "target"):
-            failing.add_metric([end], float(str(told.get(end, {}).get("for_s", 0))))
+            failing.add_metric([end], self._metrics.failing_s(end))
         yield failing

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 REASON_HEADER = "tarry-reason"
 POSITION_HEADER = "tarry-position"
 _WAIT_S = 1.0
+_CLOCK_BEHIND_MS = 60_000
+"""So far the daemon's clock may be behind. What is not due for longer has got another time since, and another name."""
+_NOT_DUE_S = 0.2
 _BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _PASSES = (
     port.Unreachable,
@@ -57,7 +60,7 @@ class Content:
 MessageItem: TypeAlias = "Item[Content, _Lane]"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _ReadLog:
     """A log that is read on."""
 
@@ -258,11 +261,19 @@ class Relay:
                 self._passage.answer(item, Answer.DONE)
 
     async def _nack(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
-        """What the daemon ignores needs nothing: it comes by itself, or has come again already."""
+        """What the daemon ignores needs nothing: it comes by itself, or has come again already. But for what is due by
+        this clock and not yet by the daemon's: it would come by the name that the output has, and be dropped there.
+        """
         self._metrics.returned_early.inc(sum(item.content.delivery_id in self._unacknowledged for item in items))
-        await subscription.nack(_columns(items), forwarded=True)
-        self._metrics.returned.inc(len(items))
-        self._answer_all(items, Answer.DONE)
+        nacked = await subscription.nack(_columns(items), forwarded=True)
+        not_due = [items[row] for row, why in nacked.ignored.items() if why is tarry.IgnoredReason.NOT_DUE]
+        youngest_ms = time.time_ns() // 1_000_000 - _CLOCK_BEHIND_MS
+        again = {id(item) for item in not_due if _due_ms(item) > youngest_ms}
+        self._metrics.returned.inc(len(items) - len(again))
+        for item in items:
+            self._passage.answer(item, Answer.AGAIN if id(item) in again else Answer.DONE)
+        if again:
+            await asyncio.sleep(_NOT_DUE_S)
 
     async def _fetch(self, items: Sequence[MessageItem]) -> None:
         ordered = sorted(items, key=_position)
@@ -323,7 +334,7 @@ class Relay:
     def _produced(self, item: MessageItem, answer: port.Produced) -> None:
         if answer.failed:
             self._pacing.rest(item.target, time.monotonic())
-            self._metrics.failed("target", answer.failed)
+            self._metrics.failed("target", answer.failed, item.target)
             self._passage.answer(item, Answer.AGAIN)
         elif answer.refused and item.step is Step.FETCHED:
             self._refuse(item, answer.refused)
@@ -332,7 +343,7 @@ class Relay:
                 self._bad(answer.refused, item.content.read)
             self._passage.answer(item, Answer.REFUSED, answer.refused if item.step is Step.DIRECT else item.reason)
         else:
-            self._metrics.reachable("target")
+            self._metrics.reachable("target", item.target)
             self._metrics.produced.labels(item.step.value).inc()
             if item.step is Step.FETCHED and item.content.delivery_id is not None:
                 self._metrics.late(time.time() - item.content.delivery_id.deliver_at_ms / 1_000)
@@ -424,6 +435,11 @@ class Relay:
 def _position(item: MessageItem) -> tuple[int, int]:
     name = item.content.delivery_id
     return (0, 0) if name is None else (name.ledger_id, name.entry_id)
+
+
+def _due_ms(item: MessageItem) -> int:
+    name = item.content.delivery_id
+    return 0 if name is None else name.deliver_at_ms
 
 
 def _columns(items: Iterable[MessageItem]) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
