@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
-from tarry_relay.passage import OUT, Passage, Step
+from tarry_relay.passage import TABLE, Passage
 
 _LATENESS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3_600)
 
@@ -50,10 +50,12 @@ class RelayMetrics:
         self.cut_ledgers = 0
         """Ledgers of which the source has dropped entries that still wait, at the last look."""
         self._failing: dict[tuple[str, str], tuple[float, str]] = {}
+        self.passage: Passage[Any, Any] = Passage("")
+        self.registry.register(_UnderWay(self))
 
     def watch(self, passage: Passage[Any, Any]) -> None:
-        """Shows how many messages are at each step."""
-        self.registry.register(_Steps(self, passage))
+        """Shows how many messages are at each step from now on."""
+        self.passage = passage
 
     def late(self, seconds: float) -> None:
         """A message that was due was confirmed so much later."""
@@ -85,18 +87,16 @@ class RelayMetrics:
         return max((now_s - since_s for (name, _), (since_s, _) in failing if name == end), default=0.0)
 
 
-class _Steps:
+class _UnderWay:
     """What is under way, when it is asked for."""
 
-    def __init__(self, metrics: RelayMetrics, passage: Passage[Any, Any]) -> None:
+    def __init__(self, metrics: RelayMetrics) -> None:
         self._metrics = metrics
-        self._passage = passage
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         under_way = GaugeMetricFamily("tarry_relay_messages", "Messages that are under way, by step.", labels=["step"])
-        for step in Step:
-            if step in OUT or self._passage.count(step) or step in (Step.READ, Step.ADDED):
-                under_way.add_metric([step.value.replace(" ", "_")], self._passage.count(step))
+        for step in TABLE:
+            under_way.add_metric([step.value.replace(" ", "_")], self._metrics.passage.count(step))
         yield under_way
         yield GaugeMetricFamily(
             "tarry_relay_cut_ledgers",

@@ -265,7 +265,17 @@ class Relay:
         this clock and not yet by the daemon's: it would come by the name that the output has, and be dropped there.
         """
         self._metrics.returned_early.inc(sum(item.content.delivery_id in self._unacknowledged for item in items))
-        nacked = await subscription.nack(_columns(items), forwarded=True)
+        try:
+            nacked = await subscription.nack(_columns(items), forwarded=True)
+        except tarry.InvalidArgument as error:
+            # One of them is no name that Tarry has given: the others are not to wait for it.
+            if len(items) > 1:
+                for item in items:
+                    await self._nack(subscription, [item])
+            elif (read := items[0].content.read) is not None:
+                self._bad(error.message, read)
+                self._passage.answer(items[0], Answer.REFUSED, error.message)
+            return
         not_due = [items[row] for row, why in nacked.ignored.items() if why is tarry.IgnoredReason.NOT_DUE]
         youngest_ms = time.time_ns() // 1_000_000 - _CLOCK_BEHIND_MS
         again = {id(item) for item in not_due if _due_ms(item) > youngest_ms}

@@ -192,14 +192,15 @@ async def test_what_cannot_be_delayed_or_delivered_is_a_dead_letter_and_stops_no
             {"delay": "1s", "target": SOURCE},
         ]
         await broker.publish(SOURCE, [(headers, f"wrong {row}") for row, headers in enumerate(wrong)])
-        await broker.publish(FAILED, [({"tarry-delivery-id": "none"}, "not a name")])
+        names = {"none": "not a name", f"0-5-1000-{2**32 - 1}": "no count"}
+        await broker.publish(FAILED, [({"tarry-delivery-id": name}, body) for name, body in names.items()])
         await broker.publish(
             SOURCE, [({}, "direct"), ({"delay": "10ms"}, "right"), ({"deliver-at": str(far_ms)}, "far")]
         )
         await consumer.until(lambda: consumer.bodies() == {"direct", "right"})
         dead = Consumer(broker)
         async with asyncio.timeout(LIMIT_S):
-            while len(dead.record) < len(wrong) + 1:
+            while len(dead.record) < len(wrong) + len(names):
                 dead.record = await broker.read(DEAD)
         reasons = {each.body: each.headers["tarry-reason"] for each in dead.record}
         assert "can only be meant in seconds" in reasons["wrong 0"]
@@ -208,7 +209,10 @@ async def test_what_cannot_be_delayed_or_delivered_is_a_dead_letter_and_stops_no
         assert "DELAY_TOO_LONG" in reasons["wrong 6"]
         assert "none of the targets" in reasons["wrong 7"]
         assert "delivery id 'none'" in reasons["not a name"]
+        assert "4294967295" in reasons["no count"]
         assert relay.told("status")["pending"] == 1
+        health = relay.health()
+        assert health == {"status": "ok", "failing": {}}
         assert relay.terminate() == 0
 
 

@@ -43,6 +43,11 @@ class RelayProcess(ChildProcess):
             return 0.0
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
+    def health(self) -> Any:
+        """What it says of its ends."""
+        with urllib.request.urlopen(f"http://{self.listen}/health", timeout=10) as response:
+            return json.loads(response.read())
+
     def told(self, command: str) -> Any:
         """What `check` or `status` says."""
         ended = run_child([*_PROGRAM, command, str(self.file), "--json"])
