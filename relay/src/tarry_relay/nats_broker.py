@@ -225,21 +225,24 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
             raise relay_settings.SettingsError(f"broker.ca_file, cert_file or key_file: {error}") from error
     more: dict[str, Any] = {} if tls is None else {"tls": tls}
     password = relay_settings.secret("broker.password_file", broker.password_file)
-    connection = await _asked(
-        nats.connect(
-            broker.url,
-            name=f"tarry-relay {settings.relay.id}",
-            user=broker.user,
-            password=password,
-            user_credentials=broker.credentials_file,
-            allow_reconnect=True,
-            max_reconnect_attempts=-1,
-            reconnect_time_wait=0.2,
-            connect_timeout=broker.timeout_s,
-            error_cb=_unsaid,
-            **more,
-        )
+    connecting = nats.connect(
+        broker.url,
+        name=f"tarry-relay {settings.relay.id}",
+        user=broker.user,
+        password=password,
+        user_credentials=broker.credentials_file,
+        allow_reconnect=True,
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=0.2,
+        connect_timeout=broker.timeout_s,
+        error_cb=_unsaid,
+        **more,
     )
+    try:
+        # With attempts without end it knocks without end the first time, too.
+        connection = await _asked(asyncio.wait_for(connecting, broker.timeout_s))
+    except port.Unreachable as error:
+        raise port.Unreachable(f"{broker.url} cannot be used within {broker.timeout_s:g} s: {error}") from error
     try:
         yield NatsBroker(connection, settings, broker)
     finally:
