@@ -106,7 +106,10 @@ def _ask_health(settings: config.Config) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tarryd",
-        description="Scheduling daemon for delayed positions. Without arguments: loopback, data in ./tarry-data.",
+        description=(
+            "Scheduling daemon for delayed positions. Without arguments it serves: gRPC on 127.0.0.1:7461, metrics on "
+            "127.0.0.1:7462, data in ./tarry-data."
+        ),
         epilog="A setting can also be given as an environment variable TARRY_SECTION__KEY. --set wins over the "
         "environment, and the environment over the file. docs/CONFIGURATION.md has every setting.",
     )
@@ -117,9 +120,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="validate the settings, probe the store, and end")
     parser.add_argument("--ready-file", type=Path, metavar="PATH", help="write the bound addresses to PATH, as JSON")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and end")
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", title="instead of serving", description="Without a command: serve."
-    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="instead of serving")
     token = commands.add_parser(
         "token",
         help="make a token of an identity",

@@ -52,7 +52,7 @@ async def put_out(js: Any, subscription: tarry.aio.Subscription) -> None:
         passing = [pass_on(js, sequence, batch.delivery_id(row)) for row, sequence in enumerate(sequences)]
         gone = [row for row, answer in enumerate(await asyncio.gather(*passing)) if answer is None]
         _ = subscription.reject(batch.take(gone), f"the message is no longer in the stream {SOURCE}")
-        _ = subscription.ack(batch)
+        _ = subscription.ack(batch)  # Of what is rejected already it is ignored.
 
 
 async def pass_on(js: Any, sequence: int, name: str) -> Any:

@@ -86,19 +86,18 @@ class Output:
             self._failed.append(Failed(message, position, count))
 
     def _came(self, message: Message, count: int) -> None:
-        """An entry as a whole comes with each of its messages, whatever its time: it may have a row for all
-        subscriptions and one for this alone, and an acknowledgement of either ends messages of no higher count.
+        """Whatever its time: an entry may have a row for all subscriptions and one for this alone, and what is handed
+        back after a clock was set back gets the time of that clock.
         """
-        whole = [message]
-        if message.batch_index == NO_BATCH_INDEX:
-            whole += [each for each in self._owed if self._is_of(each, message)]
-        for each in whole:
-            if each in self._owed and self._owed[each].count < count:
+        for each in [each for each in self._owed if self._comes_with(each, message)]:
+            if self._owed[each].count < count:
                 del self._owed[each]
 
     @staticmethod
-    def _is_of(part: Message, entry: Message) -> bool:
-        return dataclasses.replace(part, batch_index=NO_BATCH_INDEX, deliver_at_ms=entry.deliver_at_ms) == entry
+    def _comes_with(owed: Message, came: Message) -> bool:
+        """An entry as a whole comes with each of its messages."""
+        batch_index = owed.batch_index if came.batch_index == NO_BATCH_INDEX else came.batch_index
+        return owed == dataclasses.replace(came, batch_index=batch_index, deliver_at_ms=owed.deliver_at_ms)
 
     # ---- what is handed back
 
@@ -127,7 +126,7 @@ class Output:
 
     def handed_back(self, failed: Failed, withdrawn: int) -> None:
         """It was answered that it comes again. `withdrawn`: of its entry, when that was asked for."""
-        if not any(message == failed.message and count > failed.count for message, count in self._has):
+        if not any(count > failed.count and self._comes_with(failed.message, came) for came, count in self._has):
             self._owed[failed.message] = Owed(failed.count, withdrawn)
 
     # ---- at rest

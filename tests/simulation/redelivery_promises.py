@@ -13,6 +13,7 @@ may hand out at all: the answer waits for that, and after the answer nobody does
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ NEVER_MS = 1 << 62
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NackSent:
     """A negative acknowledgement under way. `delays_ms`: of each claim, None: by policy; `at_least`: or longer.
-    `sent_ms`: the daemon's clock.
+    `sent_ms`, `sent_s`: the daemon's clocks, the one on the wall and the one that never steps.
 
     `asked`: how often each was asked for, this time included; None where somebody else asks at the time. `counts`:
     which hand-outs are named, None: any.
@@ -52,6 +53,7 @@ class NackSent:
     delays_ms: tuple[int, ...] | None
     at_least: bool
     sent_ms: int
+    sent_s: float
     asked: tuple[int | None, ...]
     counts: tuple[int, ...] | None
     forwarded: bool
@@ -141,6 +143,7 @@ class RedeliveryPromises:
             delays,
             at_least,
             sent_ms,
+            sent.daemon.elapsed_s(),
             tuple(asked),
             None if counts is None else tuple(counts),
             forwarded,
@@ -268,7 +271,9 @@ class RedeliveryPromises:
             delays = nack.delays_ms[place], NEVER_MS if nack.at_least else nack.delays_ms[place]
         bits = policy.nack_precision_bits
         bits = self._default.nack_precision_bits if bits is None else bits
-        least_ms = max(row.deliver_at_ms, min(nack.sent_ms, daemon.now_ms()) + delays[0])
+        # The clock may have been set back meanwhile, at once after it was sent.
+        set_back_ms = daemon.now_ms() - math.ceil(1000 * (daemon.elapsed_s() - nack.sent_s))
+        least_ms = max(row.deliver_at_ms, min(nack.sent_ms, set_back_ms) + delays[0])
         most_ms = max(row.deliver_at_ms, daemon.latest_ms() + delays[1]) + (1 << bits) - 1
         return least_ms <= nacked.redeliver_at_ms <= most_ms and nacked.redeliver_at_ms % (1 << bits) == 0
 

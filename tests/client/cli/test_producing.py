@@ -290,3 +290,13 @@ def test_an_add_is_no_failure_when_it_is_not_known_who_listens(daemon: FakeDaemo
     daemon.script("ListSubscriptions", refuse(grpc.StatusCode.INTERNAL, "a bug"))
     result = run("add", "t", "--ledger", "3", "--entries", "7", "--in", "1s")
     assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_an_add_of_who_shows_a_token_looks_for_nobody(daemon: FakeDaemon, run: Run, tmp_path: Path) -> None:
+    """It may be one that may add and no more: the look would be refused, and told by the daemon's audit log."""
+    token = tmp_path / "token"
+    token.write_text("t0ken\n")
+    daemon.script("StreamAddMessages", accept_all)
+    result = run("--token-file", str(token), "add", "t", "--ledger", "3", "--entries", "7", "--in", "1s")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert daemon.requests("ListSubscriptions") == []

@@ -157,6 +157,12 @@ def _credentials(
     return {"tls": credentials.Tls(*files) if wanted else None, "token_file": token_file}
 
 
+def shows_who_calls() -> bool:
+    """Whether the command shows a token or a certificate to the daemon."""
+    params = click.get_current_context().params
+    return any(_wherever_given(name, params[name]) is not None for name in ("token_file", "tls_cert"))
+
+
 def _wherever_given(name: str, value: T) -> T:
     """The value of an option of every command: what stands behind the command goes before what stands before it, and
     both go before the environment.

@@ -131,7 +131,8 @@ def add(
         stream = connected.add_stream(topic, in_flight=in_flight, subscription=subscription)
         counts, seconds = _add_all(stream, f"adding to {topic}", batches, due, invalid, total=total, quiet=as_json)
     _show(counts, seconds, topic, subscription, as_json=as_json)
-    if subscription is None and counts.accepted:
+    # Who may add need not be allowed to look, and the daemon's audit log tells of each refusal.
+    if subscription is None and counts.accepted and not connection.shows_who_calls():
         _note_when_nobody_listens(connected, topic)
     if counts.refused:
         raise click.exceptions.Exit(output.EXIT_NOT_ALL)
