@@ -22,6 +22,12 @@
 #   docker build --build-arg EXTRAS="--extra spark" -t tarry-jobs .
 #   docker run --rm -v tarry:/var/lib/tarry --entrypoint tarry-spark tarry-jobs forecast --engine local
 #
+# A relay instead of the daemon, with its settings in a file that names the brokers and the daemon as the container
+# reaches them:
+#
+#   docker build --build-arg EXTRAS="--package tarry-relay --extra nats --extra redis" -t tarry-relay .
+#   docker run -v ./relay.toml:/relay.toml --entrypoint tarry-relay tarry-relay run /relay.toml
+#
 # The id must be the same for the next container on the same root: it then takes its shards back at once.
 #
 # A build that must be the same tomorrow names the base by its digest: --build-arg BASE=python:3.11-slim-bookworm@sha256:...
@@ -35,6 +41,7 @@ ARG EXTRAS=""
 # The libraries first: they change less often than the code.
 COPY pyproject.toml uv.lock README.md LICENSE ./
 COPY client/pyproject.toml client/README.md client/LICENSE client/
+COPY relay/pyproject.toml relay/README.md relay/LICENSE relay/
 COPY storage_backends/pyproject.toml storage_backends/README.md storage_backends/LICENSE storage_backends/
 RUN uv sync --locked --no-dev --no-install-workspace ${EXTRAS}
 COPY audit audit
@@ -45,6 +52,7 @@ COPY deploy deploy
 COPY forecast forecast
 COPY job_commands job_commands
 COPY jobs jobs
+COPY relay relay
 COPY spark_tables spark_tables
 COPY storage_backends storage_backends
 RUN uv sync --locked --no-dev --no-editable ${EXTRAS}

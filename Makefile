@@ -61,8 +61,8 @@ bench: $(SYNCED) ## measure; ARGS goes to the benchmarks
 	$(RUN) python -m benchmarks $(ARGS)
 
 .PHONY: dist
-dist: $(UV) ## wheels and source archives of the three distributions into dist/, with the versions of the lock
-	rm -f $(foreach name,tarry tarry_storage tarryd,$(DIST)/$(name)-[0-9]*.whl $(DIST)/$(name)-[0-9]*.tar.gz)
+dist: $(UV) ## wheels and source archives of the distributions into dist/, with the versions of the lock
+	rm -f $(foreach name,tarry tarry_relay tarry_storage tarryd,$(DIST)/$(name)-[0-9]*.whl $(DIST)/$(name)-[0-9]*.tar.gz)
 	$(UV) build --quiet --all-packages --out-dir $(DIST)
 	$(UV) export --quiet --locked $(CONSTRAINTS) --output-file $(DIST)/constraints.txt
 	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz $(DIST)/constraints.txt

@@ -1,4 +1,4 @@
-"""The three distributions: each declares what it imports and nothing else, and all code of ours is in one of them."""
+"""The distributions: each declares what it imports and nothing else, and all code of ours is in one of them."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def packages_of_the_daemon_and_its_jobs() -> tuple[Path, ...]:
 
 DISTRIBUTIONS = (
     distribution(REPOSITORY / "client", (REPOSITORY / "client" / "src" / "tarry",)),
+    distribution(REPOSITORY / "relay", (REPOSITORY / "relay" / "src" / "tarry_relay",)),
     distribution(REPOSITORY / "storage_backends", (REPOSITORY / "storage_backends",)),
     distribution(REPOSITORY, packages_of_the_daemon_and_its_jobs()),
 )
@@ -144,7 +145,7 @@ def test_what_an_import_needs_is_found(source: str, found: list[str]) -> None:
 
 
 def test_every_package_is_in_one_distribution() -> None:
-    folders = {path.parent for path in REPOSITORY.glob("*/__init__.py")} | {REPOSITORY / "client" / "src" / "tarry"}
+    folders = {path.parent for top in ("*", "*/src/*") for path in REPOSITORY.glob(f"{top}/__init__.py")}
     packages = [package for each in DISTRIBUTIONS for package in each.packages]
     assert sorted(packages) == sorted(folder for folder in folders if folder.name not in BESIDE)
 
@@ -196,7 +197,7 @@ def test_the_image_and_the_archive_for_executors_get_each_package() -> None:
     packages = {path.name for path in packages_of_the_daemon_and_its_jobs()} | {"storage_backends"}
     copied = re.findall(r"^COPY (\w+) \1$", (REPOSITORY / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
     allowed = re.findall(r"^!(\w+)/$", (REPOSITORY / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(copied) == set(allowed) == packages | {"client", "deploy"}
+    assert set(copied) == set(allowed) == packages | {"client", "deploy", "relay"}
     assert set(build_spark_env.PACKAGES) == packages - {"daemon"}
 
 

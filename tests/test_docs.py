@@ -105,7 +105,8 @@ def is_module(name: str) -> bool:
 
 
 def absent_series(text: str, document: Path) -> list[str]:
-    known = (REPOSITORY / "docs" / "METRICS.md").read_text(encoding="utf-8")
+    pages = (REPOSITORY / "docs" / "METRICS.md", REPOSITORY / "relay" / "README.md")
+    known = "".join(page.read_text(encoding="utf-8") for page in pages)
     return sorted({name for name in re.findall(r"\btarry_[a-z_]*[a-z]\b(?!\.py|-)", code(text)) if name not in known})
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.processes import DaemonProcess, local_store
+from examples.processes import DaemonProcess, free_port, local_store
 from scripts import build_spark_env
 from tests._support.processes import run_child
 from tests.test_distributions import DISTRIBUTIONS, project
@@ -186,6 +186,21 @@ def daemon_and_clients_work(dist: Path, directory: Path, python: str) -> Path:
 
 def test_daemon_command_and_library_work_where_there_is_no_checkout(dist: Path, place: Path) -> None:
     daemon_and_clients_work(dist, place, BARE_PYTHON)
+
+
+def test_the_relay_works_where_there_is_no_checkout(dist: Path, place: Path) -> None:
+    of_the_relay = installed(dist, place / "relay", BARE_PYTHON, "tarry-relay", "nats", "redis")
+    version = project(REPOSITORY / "relay")["version"]
+    assert of_the_relay.run("tarry-relay", "--version").stdout == f"tarry-relay, version {version}\n"
+    file = place / "relay.toml"
+    for kind in ("nats", "redis"):
+        url = f"{kind}://127.0.0.1:{free_port()}"
+        file.write_text(
+            f'broker = {{ kind = "{kind}", url = "{url}" }}\nrelay.topic = "orders"\ntargets = [{{ name = "due" }}]\n'
+            'source = { name = "orders", dead_letters = "dead" }\n'
+        )
+        # Nobody is there: the client of the broker is.
+        assert "tarry-relay: " in of_the_relay.run("tarry-relay", "check", str(file), status=3).stderr
 
 
 def interpreter(version: str) -> str:

@@ -23,6 +23,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "deploy/",
         "golden_root/",
         "peers/test_many_clients",
+        "relay/brokers/",
         "test_installed",
     ),
     "integration": (

@@ -1,0 +1,44 @@
+"""The two ends of a relay, opened as its settings say.
+
+Owns: which adapter is for which broker, and the name of the Tarry topic.
+Does not own: the adapters, the client library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import AsyncIterator
+
+import tarry.aio
+from tarry_relay import port, relay_settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """What a relay stands between."""
+
+    broker: port.Broker
+    client: tarry.aio.Client
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: relay_settings.Settings) -> AsyncIterator[Ends]:
+    """Connects to the broker; Tarry is asked with the first call. Raises SettingsError, Unreachable."""
+    kind = "nats" if isinstance(settings.broker, relay_settings.Nats) else "redis"
+    try:
+        adapter = importlib.import_module(f"tarry_relay.{kind}_broker")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != kind:
+            raise
+        raise relay_settings.SettingsError(
+            f"broker.kind is {kind!r}, whose library is not there: install tarry-relay[{kind}]"
+        ) from error
+    async with adapter.opened(settings, settings.broker) as broker, relay_settings.client_of(settings.daemon) as client:
+        yield Ends(broker, client)
+
+
+async def topic_of(settings: relay_settings.Settings, source: port.Log) -> str:
+    """The Tarry topic of the source as it is now. Raises NotThere, Unreachable."""
+    return f"{settings.relay.topic}@{await source.generation()}"

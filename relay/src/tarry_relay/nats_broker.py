@@ -1,0 +1,289 @@
+"""NATS JetStream: a stream is the source, another one the retry log, and targets are subjects of streams.
+
+Owns: positions, reading, fetching and publishing there; what its failures mean.
+Does not own: when (`tarry_relay.running`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import nats
+import nats.errors
+import nats.js
+import nats.js.errors
+from nats.js import api
+
+from tarry.positions import NatsStream1
+from tarry_relay import port, relay_settings
+
+_OWN_PREFIX = "nats-"
+"""Headers of NATS itself, which say how a message was published, and not what it is."""
+_ONCE_HEADER = "Nats-Msg-Id"
+_TOO_LARGE = 10_054
+"""JetStream's code of a message that is larger than its stream allows."""
+Given = TypeVar("Given")
+Answered = TypeVar("Answered")
+
+
+class NatsBroker:
+    """One connection, which is made again whenever it breaks."""
+
+    def __init__(self, connection: Any, settings: relay_settings.Settings, broker: relay_settings.Nats) -> None:
+        self._js = connection.jetstream(timeout=broker.timeout_s)
+        self._settings = settings
+        self._broker = broker
+        durable = settings.relay.subscription
+        self.log = NatsLog(self._js, settings.source.name, broker)
+        self.source = NatsReader(self._js, settings.source.name, durable, settings.relay.read_ahead, broker)
+        self.retries = settings.retry and NatsReader(
+            self._js, settings.retry.name, durable, settings.relay.read_ahead, broker
+        )
+        self.output = NatsOutput(self._js, broker)
+
+    async def findings(self) -> AsyncIterator[port.Finding]:
+        """As `port.Broker`."""
+        name = self._settings.source.name
+        info = await self.log.info()
+        limits = info.config.retention == api.RetentionPolicy.LIMITS
+        kept = "limits: what is read stays" if limits else f"{info.config.retention}: what is acknowledged is deleted"
+        yield port.Finding("retention", limits, f"stream {name}: retention by {kept}")
+        direct = bool(info.config.allow_direct)
+        yield port.Finding("direct get", direct, f"stream {name}: allow_direct is {'on' if direct else 'off'}")
+        age_s = info.config.max_age or 0
+        yield port.Finding(
+            "age",
+            True,
+            f"stream {name}: keeps {f'{age_s:g} s, longer delays end as dead letters' if age_s else 'for ever'}",
+        )
+        limit = [each for each in ("max_msgs", "max_bytes") if (getattr(info.config, each) or -1) > 0]
+        text = f"drops its oldest by {' and '.join(limit)}, also what waits" if limit else "drops nothing by size"
+        yield port.Finding("size", not limit, f"stream {name}: {text}")
+        if self._settings.retry is not None:
+            yield await self._finding_of(self._settings.retry.name, "retry")
+        subjects = [each.name for each in self._settings.targets if each.name is not None]
+        for subject in dict.fromkeys((*subjects, self._settings.source.dead_letters)):
+            if subject:
+                yield await self._finding_of_target(subject)
+
+    async def _finding_of(self, stream: str, name: str) -> port.Finding:
+        try:
+            await _asked(self._js.stream_info(stream))
+        except port.NotThere:
+            return port.Finding(name, False, f"stream {stream}: is not there")
+        return port.Finding(name, True, f"stream {stream}: is there")
+
+    async def _finding_of_target(self, subject: str) -> port.Finding:
+        try:
+            stream = await _asked(self._js.find_stream_name_by_subject(subject))
+            info = await _asked(self._js.stream_info(stream))
+        except port.NotThere:
+            return port.Finding(
+                "target", False, f"subject {subject}: no stream has it, so that nothing can be published"
+            )
+        if stream == self._settings.source.name:
+            return port.Finding("target", False, f"subject {subject}: is in the source {stream}, which would go round")
+        window_s = info.config.duplicate_window or 0
+        return port.Finding(
+            "target", window_s > 0, f"subject {subject}: stream {stream} drops for {window_s:g} s what it has"
+        )
+
+
+class NatsLog:
+    """A stream by its sequence numbers."""
+
+    def __init__(self, js: Any, stream: str, broker: relay_settings.Nats) -> None:
+        self._js = js
+        self._stream = stream
+        self._in_flight = broker.in_flight
+
+    async def info(self) -> Any:
+        """What NATS says of the stream. Raises NotThere, Unreachable."""
+        return await _asked(self._js.stream_info(self._stream))
+
+    async def generation(self) -> str:
+        """As `port.Log`: when it was made."""
+        created = (await self.info()).created
+        return f"{created:%Y%m%dT%H%M%S.%f}Z"
+
+    async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
+        """As `port.Log`: direct gets, many in flight."""
+        ledgers, entries = zip(*positions, strict=True)
+        sequences = NatsStream1.from_positions(list(ledgers), list(entries)).tolist()
+        return await _each(self._fetch_one, sequences, self._in_flight)
+
+    async def _fetch_one(self, sequence: int) -> port.Message | None:
+        for direct in (True, False):
+            try:
+                found = await _asked(self._js.get_msg(self._stream, sequence, direct=direct))
+            except port.NotThere:
+                continue  # A replica that is behind says so, too; the second time it is the leader who does.
+            return _message(found.data or b"", found.headers)
+        await self.info()  # Or the whole stream is gone.
+        return None
+
+    async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
+        """As `port.Log`."""
+        first = (await self.info()).state.first_seq
+        return dict.fromkeys(ledgers, int(first))
+
+
+class NatsReader:
+    """A durable pull consumer, which relays share."""
+
+    def __init__(self, js: Any, stream: str, durable: str, read_ahead: int, broker: relay_settings.Nats) -> None:
+        self._js = js
+        self._stream = stream
+        self._asks_for = api.ConsumerConfig(
+            durable_name=durable,
+            ack_policy=api.AckPolicy.EXPLICIT,
+            ack_wait=broker.ack_wait_s,
+            # Of all relays together, and each holds as much as it reads ahead.
+            max_ack_pending=16 * read_ahead,
+        )
+        self._pulled: Any = None
+
+    async def read(self, rows_max: int, wait_s: float) -> port.Portion:
+        """As `port.Reader`."""
+        if self._pulled is None:
+            await _asked(self._js.add_consumer(self._stream, self._asks_for))
+            self._pulled = await _asked(self._js.pull_subscribe_bind(self._asks_for.durable_name, self._stream))
+        try:
+            found = await _asked(self._pulled.fetch(rows_max, timeout=wait_s), may_time_out=True)
+        except (port.NotThere, port.Unreachable):
+            # The consumer may be gone, with the stream or alone; the next time says which.
+            await self._leave()
+            raise
+        return port.Portion([self._read(message) for message in found or ()])
+
+    async def commit(self, read: Sequence[port.Read]) -> None:
+        """As `port.Reader`: each by itself, for what lies between may be another relay's."""
+        for each in read:
+            await _asked(each.receipt.ack())
+
+    async def _leave(self) -> None:
+        pulled, self._pulled = self._pulled, None
+        # It is left because it does not answer.
+        with contextlib.suppress(nats.errors.Error):
+            await pulled.unsubscribe()
+
+    def _read(self, message: Any) -> port.Read:
+        about = message.metadata
+        (ledger,), (entry,) = NatsStream1.to_positions(about.sequence.stream)
+        return port.Read(
+            int(ledger),
+            int(entry),
+            _message(message.data, message.headers),
+            lane=self._stream,
+            sent_at_ms=int(about.timestamp.timestamp() * 1_000),
+            receipt=message,
+        )
+
+
+class NatsOutput:
+    """Subjects, each in a stream that drops what it has within its duplicate window."""
+
+    def __init__(self, js: Any, broker: relay_settings.Nats) -> None:
+        self._js = js
+        self._in_flight = broker.in_flight
+
+    async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
+        """As `port.Output`."""
+        return await _each(self._produce_one, messages, self._in_flight)
+
+    async def _produce_one(self, outgoing: port.Outgoing) -> port.Produced:
+        data, headers = (b"", {}) if outgoing.message is None else outgoing.message.body
+        headers = {**headers, **outgoing.own_headers, _ONCE_HEADER: outgoing.once_id}
+        try:
+            await self._js.publish(outgoing.target, data if outgoing.has_body else b"", headers=headers)
+        except (nats.errors.MaxPayloadError, nats.errors.BadSubjectError) as error:
+            return port.Produced(refused=f"{outgoing.target}: {_text(error)}")
+        except nats.js.errors.APIError as error:
+            text = f"{outgoing.target}: {_text(error)}"
+            return port.Produced(refused=text) if error.err_code == _TOO_LARGE else port.Produced(failed=text)
+        except nats.js.errors.NoStreamResponseError:
+            return port.Produced(failed=f"{outgoing.target}: no stream has this subject, or it is starting")
+        except (nats.errors.Error, OSError) as error:
+            return port.Produced(failed=f"{outgoing.target}: {_text(error)}")
+        return port.Produced()
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats) -> AsyncIterator[NatsBroker]:
+    """Connects. Raises Unreachable, SettingsError."""
+    tls = None
+    if broker.ca_file or broker.cert_file or broker.url.startswith("tls://"):
+        try:
+            tls = ssl.create_default_context(cafile=broker.ca_file)
+            if broker.cert_file:
+                tls.load_cert_chain(broker.cert_file, broker.key_file)
+        except OSError as error:
+            raise relay_settings.SettingsError(f"broker.ca_file, cert_file or key_file: {error}") from error
+    more: dict[str, Any] = {} if tls is None else {"tls": tls}
+    password = relay_settings.secret("broker.password_file", broker.password_file)
+    connecting = nats.connect(
+        broker.url,
+        name=f"tarry-relay {settings.relay.id}",
+        user=broker.user,
+        password=password,
+        user_credentials=broker.credentials_file,
+        allow_reconnect=True,
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=0.2,
+        connect_timeout=broker.timeout_s,
+        error_cb=_unsaid,
+        **more,
+    )
+    try:
+        # With attempts without end it knocks without end the first time, too.
+        connection = await _asked(asyncio.wait_for(connecting, broker.timeout_s))
+    except port.Unreachable as error:
+        raise port.Unreachable(f"{broker.url} cannot be used within {broker.timeout_s:g} s: {error}") from error
+    try:
+        yield NatsBroker(connection, settings, broker)
+    finally:
+        await connection.close()
+
+
+async def _unsaid(error: Exception) -> None:
+    """Each call tells what it has failed with."""
+
+
+async def _asked(answer: Awaitable[Any], *, may_time_out: bool = False) -> Any:
+    """What NATS answers. Raises Unreachable, NotThere. `may_time_out`: None when nothing came in time."""
+    try:
+        return await answer
+    except nats.js.errors.NotFoundError as error:
+        raise port.NotThere(_text(error)) from error
+    except (nats.errors.Error, OSError, TimeoutError) as error:
+        if may_time_out and isinstance(error, (nats.errors.TimeoutError, TimeoutError)):
+            return None
+        raise port.Unreachable(_text(error)) from error
+
+
+async def _each(call: Callable[[Given], Awaitable[Answered]], given: Iterable[Given], in_flight: int) -> list[Answered]:
+    """The answers to many calls, of which so many are under way at once; the first failure, when all have ended."""
+    room = asyncio.Semaphore(in_flight)
+
+    async def one(value: Given) -> Answered:
+        async with room:
+            return await call(value)
+
+    answers = await asyncio.gather(*map(one, given), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def _message(data: bytes, headers: Mapping[str, str] | None) -> port.Message:
+    own = {name: text for name, text in (headers or {}).items() if not name.lower().startswith(_OWN_PREFIX)}
+    return port.Message(own, (data, own))
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

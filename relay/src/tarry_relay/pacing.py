@@ -1,0 +1,60 @@
+"""How much may go to each target now.
+
+Owns: rate limits, and the rest of a target that has failed. Does not own: the clock: times are arguments, in seconds
+of a clock that never goes back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+BURST_S = 0.1
+"""A target that was idle may get so many seconds' worth at once, or one message."""
+REST_S = 1.0
+_FORGET_AT = 10_000
+
+
+@dataclasses.dataclass(slots=True)
+class _Target:
+    per_s: float | None
+    tokens: float
+    filled_at_s: float
+    rests_until_s: float = 0.0
+
+
+class Pacing:
+    """The pace of each target, which is its own: of a pattern, too, each name has the whole limit."""
+
+    def __init__(self, limit: Callable[[str], float | None]) -> None:
+        """`limit`: messages a second that a target may get; None: no limit."""
+        self._limit = limit
+        self._targets: dict[str, _Target] = {}
+
+    def take(self, target: str, wanted: int, now_s: float) -> int:
+        """How many of `wanted` messages may go there now; they count as gone."""
+        state = self._state(target, now_s)
+        if now_s < state.rests_until_s:
+            return 0
+        if state.per_s is None:
+            return wanted
+        most = max(1.0, state.per_s * BURST_S)
+        state.tokens = min(most, state.tokens + (now_s - state.filled_at_s) * state.per_s)
+        state.filled_at_s = now_s
+        given = min(wanted, int(state.tokens))
+        state.tokens -= given
+        return given
+
+    def rest(self, target: str, now_s: float) -> None:
+        """Lets a target that has failed rest."""
+        self._state(target, now_s).rests_until_s = now_s + REST_S
+
+    def _state(self, target: str, now_s: float) -> _Target:
+        found = self._targets.get(target)
+        if found is None:
+            if len(self._targets) >= _FORGET_AT:
+                self._targets.clear()
+            per_s = self._limit(target)
+            burst = 1.0 if per_s is None else max(1.0, per_s * BURST_S)
+            found = self._targets[target] = _Target(per_s, burst, now_s)
+        return found

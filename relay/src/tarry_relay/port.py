@@ -1,0 +1,153 @@
+"""What a relay asks of a broker. An adapter fills it (`tarry_relay.nats_broker`, `tarry_relay.redis_broker`).
+
+Owns: the calls, and what they promise.
+Does not own: when they are made (`tarry_relay.running`).
+
+Positions are those that Tarry gets, ledger and entry: an adapter maps what its broker calls a message. Every call
+raises `Unreachable` for what passes, and is repeated then; whatever else it raises ends the relay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Unreachable(Exception):
+    """The broker cannot do it now. The message says what was tried and what came of it."""
+
+
+class NotThere(Exception):
+    """The log is not there, or is another one by now: the relay begins anew."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """A message as its broker has it.
+
+    `headers`: as text, for the relay to read. `body`: whatever the adapter needs to publish it again.
+    """
+
+    headers: Mapping[str, str]
+    body: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Read:
+    """A message that was read, to be committed."""
+
+    ledger_id: int
+    entry_id: int
+    message: Message | None
+    """None: the log had lost it when it was read."""
+    lane: Hashable
+    """Which part of the log it is of: a commit stands for all that was read of a lane before. A partition that comes
+    back after it was lost is another lane."""
+    sent_at_ms: int
+    """When the broker took it, Unix time in ms: the same whenever it is read."""
+    receipt: Any = None
+    """What the adapter needs to commit it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Portion:
+    """What one call has read."""
+
+    read: Sequence[Read] = ()
+    lost_lanes: Sequence[Hashable] = ()
+    """Lanes that another relay reads from now on; what was not committed of them is forgotten before `read` is taken
+    in."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to publish.
+
+    `message`: None: nothing is known of it but what the relay says. `own_headers`: of the relay, in place of those of
+    the message that have their names. `once_id`: an output that can drop what it has drops it by this name.
+    `has_body`: False for a dead letter that was too large.
+    """
+
+    target: str
+    message: Message | None
+    own_headers: Mapping[str, str]
+    once_id: str
+    has_body: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Produced:
+    """What came of one message: confirmed and durable, unless one of these says otherwise."""
+
+    refused: str = ""
+    """It will never be taken, and why: too large, say. Nothing of it is there."""
+    failed: str = ""
+    """It may be there or not, and why. Its target rests, and it is published again."""
+
+
+class Reader(Protocol):
+    """Reads a log on, as one of a group: what one of them has read, no other has, until that one is gone."""
+
+    async def read(self, rows_max: int, wait_s: float) -> Portion:
+        """What comes next, at most `rows_max`; nothing when nothing came within `wait_s`."""
+        ...
+
+    async def commit(self, read: Sequence[Read]) -> None:
+        """Commits messages of one lane, in the order in which they were read, and so all of that lane before them."""
+        ...
+
+
+class Log(Protocol):
+    """The source, by positions."""
+
+    async def generation(self) -> str:
+        """A name that another log of this name, made when this one was deleted, does not have."""
+        ...
+
+    async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[Message | None]:
+        """The messages at these (ledger, entry), which ascend; None for one that is gone for good."""
+        ...
+
+    async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
+        """Of each ledger the first entry that the log may still have; everything before it is gone."""
+        ...
+
+
+class Output(Protocol):
+    """Where messages are published."""
+
+    async def produce(self, messages: Sequence[Outgoing]) -> Sequence[Produced]:
+        """Publishes them; what is confirmed is durable."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at before a relay runs."""
+
+    name: str
+    is_good: bool
+    text: str
+
+
+class Broker(Protocol):
+    """One broker, connected."""
+
+    @property
+    def source(self) -> Reader: ...
+
+    @property
+    def retries(self) -> Reader | None:
+        """None: no retry log is configured."""
+        ...
+
+    @property
+    def log(self) -> Log: ...
+
+    @property
+    def output(self) -> Output: ...
+
+    def findings(self) -> AsyncIterator[Finding]:
+        """Looks at whether the broker is set up for this relay; changes nothing."""
+        ...

@@ -1,0 +1,263 @@
+"""Redis Streams: source, retry log and targets are streams of one server.
+
+Owns: positions, reading, fetching and publishing there; what its failures mean.
+Does not own: when (`tarry_relay.running`).
+
+A message is the fields of an entry, which are its headers, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from typing import Any
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from tarry.positions import RedisSequences1
+from tarry_relay import port, relay_settings
+
+_PRODUCE = """
+if redis.call('SET', KEYS[2], '', 'NX', 'EX', ARGV[1]) then redis.call('XADD', KEYS[1], '*', unpack(ARGV, 2)) end
+return 1
+"""
+# A group that nobody reads with: it goes when the stream is deleted, and so names this one.
+_GENERATION = """
+for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+    if string.sub(group[2], 1, #ARGV[1]) == ARGV[1] then return string.sub(group[2], #ARGV[1] + 1) end
+end
+redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[1] .. ARGV[2], '0')
+return ARGV[2]
+"""
+_GENERATION_PREFIX = "tarry-generation-"
+_CLOCK_APART_MS = 1_000
+
+
+class RedisBroker:
+    """One server, reached by connections that are made again whenever they break."""
+
+    def __init__(self, server: Any, settings: relay_settings.Settings, broker: relay_settings.Redis) -> None:
+        self._server = server
+        self._settings = settings
+        relay = settings.relay
+        self.log = RedisLog(server, settings.source.name)
+        self.source = RedisReader(server, settings.source.name, relay, broker)
+        self.retries = settings.retry and RedisReader(server, settings.retry.name, relay, broker)
+        self.output = RedisOutput(server, broker)
+
+    async def findings(self) -> AsyncIterator[port.Finding]:
+        """As `port.Broker`."""
+        source = self._settings.source.name
+        kind = (await _asked(self._server.type(source))).decode()
+        yield port.Finding("source", kind in ("stream", "none"), f"key {source}: is {_kind(kind)}")
+        seconds, us = await _asked(self._server.time())
+        apart_ms = seconds * 1_000 + us // 1_000 - time.time_ns() // 1_000_000
+        yield port.Finding("clock", abs(apart_ms) < _CLOCK_APART_MS, f"Redis is {apart_ms:+d} ms from this machine")
+        try:
+            found = {**await self._server.config_get("append*"), **await self._server.config_get("maxmemory-policy")}
+        except redis.ResponseError as error:
+            yield port.Finding("durability", True, f"not looked at, CONFIG GET is refused: {error}")
+        else:
+            told = {_word(name): _word(value) for name, value in found.items()}
+            durable = (told.get("appendonly"), told.get("appendfsync")) == ("yes", "always")
+            text = f"appendonly {told.get('appendonly')}, appendfsync {told.get('appendfsync')}"
+            yield port.Finding("durability", durable, text if durable else f"{text}: a crash may lose its last entries")
+            evicts = told.get("maxmemory-policy", "noeviction")
+            yield port.Finding("eviction", evicts == "noeviction", f"maxmemory-policy {evicts}")
+        named = [each.name for each in self._settings.targets if each.name is not None]
+        for target in dict.fromkeys((*named, self._settings.source.dead_letters)):
+            if target:
+                kind = (await _asked(self._server.type(target))).decode()
+                yield port.Finding("target", kind in ("stream", "none"), f"key {target}: is {_kind(kind)}")
+
+
+class RedisLog:
+    """A stream by the ids of its entries."""
+
+    def __init__(self, server: Any, stream: str) -> None:
+        self._server = server
+        self._stream = stream
+        self._generation = server.register_script(_GENERATION)
+
+    async def generation(self) -> str:
+        """As `port.Log`: kept as the name of a group of the stream."""
+        try:
+            found = await _asked(self._generation([self._stream], [_GENERATION_PREFIX, secrets.token_hex(4)]))
+        except redis.ResponseError as error:
+            # XINFO of a stream that is not there.
+            raise port.NotThere(f"key {self._stream}: {error}") from error
+        return _word(found)
+
+    async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
+        """As `port.Log`: one pipeline."""
+        ledgers, entries = zip(*positions, strict=True)
+        async with self._server.pipeline(transaction=False) as calls:
+            for entry_id in RedisSequences1.from_positions(list(ledgers), list(entries)):
+                calls.xrange(self._stream, entry_id, entry_id)
+            found = await _asked(calls.execute())
+        return [_message(entry[0][1]) if entry else None for entry in found]
+
+    async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
+        """As `port.Log`: a ledger is a sequence number, and its entries are times."""
+        found = await _asked(self._server.xrange(self._stream, count=1))
+        if not found:
+            return {}
+        (sequence,), (first_ms,) = RedisSequences1.to_positions(found[0][0])
+        return {ledger: int(first_ms) + (ledger < sequence) for ledger in ledgers}
+
+
+class RedisReader:
+    """A consumer of a group, which relays share. The stream and the group are made if they are not there."""
+
+    def __init__(self, server: Any, stream: str, relay: relay_settings.Relay, broker: relay_settings.Redis) -> None:
+        self._server = server
+        self._stream = stream
+        self._group = relay.subscription
+        self._consumer = relay.id
+        # A read that blocks as long as an answer may take would count as none.
+        self._block_s_max = broker.timeout_s / 2
+        self._claim_ms = int(broker.claim_s * 1_000)
+        self._has_group = False
+        self._own_after: str | None = "0"
+        """Where its own entries that it had before it was started go on; None: it has them all."""
+        self._claims_at_s = 0.0
+
+    async def read(self, rows_max: int, wait_s: float) -> port.Portion:
+        """As `port.Reader`: what it had read before, what others have left, what is new."""
+        if not self._has_group:
+            await self._make_group()
+        try:
+            if self._own_after is not None:
+                entries = await self._group_read(self._own_after, rows_max, None)
+                self._own_after = _word(entries[-1][0]) if entries else None
+                if entries:
+                    return self._portion(entries)
+            if self._claims_at_s <= time.monotonic():
+                entries = await self._claim(rows_max)
+                if entries:
+                    return self._portion(entries)
+            return self._portion(
+                await self._group_read(">", rows_max, max(1, int(min(wait_s, self._block_s_max) * 1_000)))
+            )
+        except redis.ResponseError as error:
+            # NOGROUP: the stream was deleted, or made again.
+            raise port.NotThere(f"key {self._stream}: {error}") from error
+
+    async def commit(self, read: Sequence[port.Read]) -> None:
+        """As `port.Reader`."""
+        await _asked(self._server.xack(self._stream, self._group, *(each.receipt for each in read)))
+
+    async def _make_group(self) -> None:
+        try:
+            await _asked(self._server.xgroup_create(self._stream, self._group, id="0", mkstream=True))
+        except redis.ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+        self._has_group = True
+
+    async def _group_read(self, after: str, rows_max: int, block_ms: int | None) -> list[Any]:
+        asked = self._server.xreadgroup(
+            self._group, self._consumer, {self._stream: after}, count=rows_max, block=block_ms
+        )
+        found = await _asked(asked)
+        return list(found[0][1]) if found else []
+
+    async def _claim(self, rows_max: int) -> list[Any]:
+        """What was read and not committed for so long, by whomever; again at once while there is more."""
+        asked = self._server.xautoclaim(self._stream, self._group, self._consumer, self._claim_ms, count=rows_max)
+        entries = list((await _asked(asked))[1])
+        if len(entries) < rows_max:
+            self._claims_at_s = time.monotonic() + self._claim_ms / 2_000
+        return [entry for entry in entries if entry[0] is not None]
+
+    def _portion(self, entries: list[Any]) -> port.Portion:
+        return port.Portion([self._read(entry_id, fields) for entry_id, fields in entries])
+
+    def _read(self, entry_id: bytes, fields: Any) -> port.Read:
+        (ledger,), (entry,) = RedisSequences1.to_positions(entry_id)
+        message = _message(fields) if fields else None
+        return port.Read(int(ledger), int(entry), message, self._stream, sent_at_ms=int(entry), receipt=entry_id)
+
+
+class RedisOutput:
+    """Streams, each with a key for what it has had lately."""
+
+    def __init__(self, server: Any, broker: relay_settings.Redis) -> None:
+        self._server = server
+        self._once_s = broker.once_s
+        self._produce = server.register_script(_PRODUCE)
+
+    async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
+        """As `port.Output`: one pipeline."""
+        async with self._server.pipeline(transaction=False) as calls:
+            for each in messages:
+                fields: dict[bytes, bytes] = dict(each.message.body) if each.message and each.has_body else {}
+                fields |= {name.encode(): text.encode() for name, text in each.own_headers.items()}
+                flat = [part for field in fields.items() for part in field]
+                await self._produce([each.target, f"{each.target}:{each.once_id}"], [self._once_s, *flat], client=calls)
+            answers = await _asked(calls.execute(raise_on_error=False))
+        for answer in answers:
+            if isinstance(answer, redis.RedisError) and not isinstance(answer, redis.ResponseError):
+                raise port.Unreachable(str(answer)) from answer
+        return [
+            port.Produced(failed=f"{each.target}: {answer}")
+            if isinstance(answer, redis.ResponseError)
+            else port.Produced()
+            for each, answer in zip(messages, answers, strict=True)
+        ]
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: relay_settings.Settings, broker: relay_settings.Redis) -> AsyncIterator[RedisBroker]:
+    """Makes the connections when they are needed. Raises SettingsError, Unreachable."""
+    shown: dict[str, Any] = {
+        "username": broker.user,
+        "password": relay_settings.secret("broker.password_file", broker.password_file),
+        "ssl_ca_certs": broker.ca_file,
+        "ssl_certfile": broker.cert_file,
+        "ssl_keyfile": broker.key_file,
+    }
+    try:
+        server = redis.asyncio.Redis.from_url(
+            broker.url,
+            socket_timeout=broker.timeout_s,
+            socket_connect_timeout=broker.timeout_s,
+            # The relay repeats what fails: what has failed half is not done twice without its knowing.
+            retry=Retry(NoBackoff(), 0),
+            **{name: value for name, value in shown.items() if value is not None},
+        )
+    except (ValueError, TypeError) as error:
+        raise relay_settings.SettingsError(f"broker: {error}") from error
+    try:
+        await _asked(server.ping())
+        yield RedisBroker(server, settings, broker)
+    finally:
+        await server.aclose()
+
+
+async def _asked(answer: Awaitable[Any]) -> Any:
+    """What Redis answers. Raises Unreachable, and ResponseError: it can be reached and refuses."""
+    try:
+        return await answer
+    except (redis.BusyLoadingError, redis.ConnectionError, redis.TimeoutError, OSError) as error:
+        raise port.Unreachable(str(error) or type(error).__name__) from error
+    except (redis.ReadOnlyError, redis.OutOfMemoryError) as error:
+        raise port.Unreachable(str(error)) from error
+
+
+def _message(fields: Mapping[bytes, bytes]) -> port.Message:
+    headers = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
+    return port.Message(headers, fields)
+
+
+def _word(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _kind(kind: str) -> str:
+    return "not there, and will be made" if kind == "none" else f"a {kind}"

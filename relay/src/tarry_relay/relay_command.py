@@ -1,0 +1,223 @@
+"""The command `tarry-relay`.
+
+Owns: its commands, their output and exit status, signals, and how the log is written.
+Does not own: the work.
+
+Exit status: 0 done, or all is well; 1 it cannot go on; 2 wrong usage or settings; 3 an end cannot be reached; 4 `check`
+found something; 5 a message is bad, and `source.on_bad` is "stop".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import json
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+import tarry
+from tarry_relay import ends, port, relay_settings, told_by_http
+from tarry_relay.passage import CannotBeRefused
+from tarry_relay.relay_metrics import RelayMetrics
+from tarry_relay.retention_guard import RetentionGuard
+from tarry_relay.running import BadMessage, Relay
+from tarry_relay.sorting import Sorting
+
+log = logging.getLogger("tarry_relay")
+
+EXIT_ENDED = 1
+EXIT_SETTINGS = 2
+EXIT_UNREACHABLE = 3
+EXIT_FOUND = 4
+EXIT_STOPPED = 5
+_RETRY_S = 1.0
+_NO_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, the fields, and `exception` if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.datetime.fromtimestamp(record.created, tz=datetime.UTC)
+        entry: dict[str, Any] = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **{name: value for name, value in vars(record).items() if name not in _NO_FIELDS},
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(entry, enc_hook=str).decode()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tarry-relay")
+def main() -> None:
+    """Delayed messages for NATS and Redis Streams: what a stream has is published when its time has come."""
+
+
+_settings_file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+_as_json = click.option("--json", "as_json", is_flag=True, help="JSON, for programs.")
+
+
+@main.command()
+@_settings_file
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
+)
+def run(file: Path, log_level: str) -> None:
+    """Relays until SIGTERM or SIGINT, and then until what is under way has ended.
+
+    An end that does not answer is asked again and again. The log is JSON on standard error.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=log_level.upper(), handlers=[handler])
+    with _failures():
+        settings = relay_settings.load(file)
+        sorting = Sorting(settings.source, settings.targets)
+        metrics = RelayMetrics()
+        with told_by_http.serving(settings.relay.listen, metrics) as address:
+            if address is not None:
+                log.info("serves metrics and health", extra={"address": address})
+            asyncio.run(_run(settings, sorting, metrics))
+
+
+async def _run(settings: relay_settings.Settings, sorting: Sorting, metrics: RelayMetrics) -> None:
+    ending = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ending.set)
+    while not ending.is_set():
+        try:
+            async with ends.opened(settings) as opened:
+                topic = await ends.topic_of(settings, opened.broker.log)
+                relay = Relay(
+                    settings, sorting, broker=opened.broker, client=opened.client, topic=topic, metrics=metrics
+                )
+                await relay.run(ending)
+        except* (port.NotThere, port.Unreachable) as failures:
+            await _begin_again("broker", failures, metrics, ending)
+        except* (tarry.Unavailable, tarry.DeadlineExceeded) as failures:
+            await _begin_again("daemon", failures, metrics, ending)
+
+
+async def _begin_again(
+    end: str, failures: BaseExceptionGroup[Exception], metrics: RelayMetrics, ending: asyncio.Event
+) -> None:
+    """Tells why, and waits a little. What was under way comes again."""
+    error = str(_first(failures))
+    metrics.failed(end, error)
+    log.warning("begins again", extra={"end": end, "error": error})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_RETRY_S):
+            await ending.wait()
+
+
+@main.command()
+@_settings_file
+@_as_json
+def check(file: Path, as_json: bool) -> None:
+    """Looks at the file and at both ends, and changes nothing but a mark of the source's generation.
+
+    Exit status 4: something is not as a relay needs it.
+    """
+    with _failures():
+        settings = relay_settings.load(file)
+        Sorting(settings.source, settings.targets)
+        found = asyncio.run(_findings(settings))
+    if as_json:
+        click.echo(json.dumps([{"name": each.name, "good": each.is_good, "text": each.text} for each in found]))
+    else:
+        for each in found:
+            click.echo(f"{'ok  ' if each.is_good else 'WRONG'}  {each.name}: {each.text}")
+    if not all(each.is_good for each in found):
+        sys.exit(EXIT_FOUND)
+
+
+async def _findings(settings: relay_settings.Settings) -> list[port.Finding]:
+    async with ends.opened(settings) as opened:
+        found = [each async for each in opened.broker.findings()]
+        topics = [each.topic async for each in opened.client.topics()]
+        text = f"{settings.daemon.address} answers and has {len(topics)} topics"
+        found.append(port.Finding("daemon", True, text))
+    return found
+
+
+@main.command()
+@_settings_file
+@_as_json
+def status(file: Path, as_json: bool) -> None:
+    """Shows what waits, what is due, and what has become a dead letter of Tarry."""
+    with _failures():
+        told = asyncio.run(_status(relay_settings.load(file)))
+    if as_json:
+        click.echo(json.dumps(told))
+        return
+    width = max(map(len, told))
+    for name, value in told.items():
+        click.echo(f"{name:{width}}  {value if isinstance(value, str) else f'{value:,}'}")
+
+
+async def _status(settings: relay_settings.Settings) -> dict[str, str | int]:
+    async with ends.opened(settings) as opened:
+        topic = await ends.topic_of(settings, opened.broker.log)
+        stats = await opened.client.stats(topic)
+        told: dict[str, str | int] = {"topic": topic, "pending": stats.pending}
+        for each in stats.subscriptions:
+            if each.subscription == settings.relay.subscription:
+                told |= {
+                    "subscription": each.subscription,
+                    "due": each.backlog,
+                    "in flight": each.in_flight,
+                    "handed back": each.nacked,
+                    "dead letters": each.dead_letters,
+                    "relays": each.dispatchers,
+                }
+        guard = RetentionGuard(settings, opened.broker.log, opened.client, topic, RelayMetrics())
+        told["cut ledgers"] = len(await guard.cut())
+        former = [each.topic async for each in opened.client.topics() if _is_former(each.topic, topic, settings)]
+        told["former generations"] = ", ".join(former) or 0
+    return told
+
+
+def _is_former(name: str, topic: str, settings: relay_settings.Settings) -> bool:
+    return name != topic and name.startswith(f"{settings.relay.topic}@")
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Tells a failure in a line and ends with its status; of a bug the whole story."""
+    try:
+        yield
+    except* relay_settings.SettingsError as failures:
+        _end(str(_first(failures)), EXIT_SETTINGS)
+    except* (port.Unreachable, tarry.Unavailable, tarry.DeadlineExceeded) as failures:
+        _end(str(_first(failures)), EXIT_UNREACHABLE)
+    except* BadMessage as failures:
+        _end(str(_first(failures)), EXIT_STOPPED)
+    except* (port.NotThere, CannotBeRefused, tarry.TarryError) as failures:
+        _end(str(_first(failures)), EXIT_ENDED)
+
+
+def _end(text: str, status: int) -> None:
+    click.echo(f"tarry-relay: {text}", err=True)
+    sys.exit(status)
+
+
+def _first(failure: BaseException) -> BaseException:
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    return failure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""What a relay is told by its TOML file.
+
+Owns: the settings, their defaults and limits, and errors that name the field, the value and what is allowed.
+Does not own: what the settings do.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+import tarry
+import tarry.aio
+
+Name = Annotated[str, Meta(min_length=1)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400 * 365)]
+OnBad = Literal["dead_letter", "now", "stop"]
+_PATH = re.compile(r" - at `\$\.?(.*)`$")
+
+
+class SettingsError(Exception):
+    """The file cannot be used; the message says why, by field."""
+
+
+class Tls(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """TLS with the daemon, as `tarry.Tls`: files of PEM, which are read again when they change."""
+
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    server_name: str | None = None
+
+
+class Daemon(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where Tarry is, and what is shown to it."""
+
+    address: Name = tarry.DEFAULT_TARGET
+    timeout_s: Seconds = 30.0
+    tls: Tls | None = None
+    token_file: str | None = None
+    """The token that is shown, read again when the file changes."""
+
+
+class Relay(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which relay this is, and how much of it is under way."""
+
+    topic: Name
+    """The Tarry topic; its name goes on with `@` and the generation of the source."""
+    subscription: Name = "relay"
+    id: Name = msgspec.field(default_factory=socket.gethostname)
+    """Of relays that read one source each needs its own."""
+    listen: str | None = "127.0.0.1:7463"
+    """For metrics and health."""
+    drain_s: Seconds = 30.0
+    """At the end: how long to wait for what is under way."""
+    permits: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
+    """How much may be handed out and not acknowledged."""
+    read_ahead: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
+    """How much may be read and not committed."""
+    rows: Annotated[int, Meta(ge=1, le=10_000)] = 500
+    """How many messages go to the broker, or to Tarry, at once."""
+    linger_ms: Annotated[int, Meta(ge=0, le=60_000)] = 5
+    """How long the first of what comes due waits for more."""
+
+
+class Headers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Names of the headers that a producer sets."""
+
+    deliver_at: Name = "deliver-at"
+    """Unix time in ms, or RFC 3339 with a zone."""
+    delay: Name = "delay"
+    """From the moment at which the broker took the message: a whole number with ms, s, m, h or d."""
+    level: Name = "delay-level"
+    """A level of `source.levels`, from 1."""
+    target: Name = "target"
+
+
+class Source(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The log whose messages are delayed."""
+
+    name: Name
+    """A stream."""
+    headers: Headers = Headers()
+    levels: Annotated[str, Meta(min_length=1)] = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
+    """Delays, level 1 first."""
+    target: str | None = None
+    """Of messages that name none."""
+    on_bad: OnBad = "dead_letter"
+    """What becomes of a message whose time, level or target cannot be used: published to `dead_letters` with the
+    reason; passed on at once, where its target can be used; or the relay stops."""
+    dead_letters: str = ""
+    """A target; it need not stand under `targets`."""
+    retention: Literal["warn", "dead_letter"] = "warn"
+    """What happens when the log has dropped what still waits: it is told, and each is a dead letter of Tarry when it
+    comes due; or they are so at once."""
+    retention_every_s: Seconds = 60.0
+
+
+class Retry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The log to which consumers publish the `tarry-delivery-id` of what they have failed with.
+
+    The delays and the count are given to a subscription that the relay makes; the policy of one that exists stays.
+    """
+
+    name: Name
+    delays_ms: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] = (1_000, 10_000, 60_000, 600_000)
+    """After the first failure, the second, and so on; the last one goes on."""
+    count_max: Annotated[int, Meta(ge=1)] | None = 16
+    """After so many failures it is a dead letter of Tarry; None: never."""
+
+
+class Target(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where messages may go: exactly one of `name` and `pattern`."""
+
+    name: str | None = None
+    pattern: str | None = None
+    """A regular expression that the whole name fits."""
+    rate_limit: Annotated[float, Meta(gt=0)] | None = None
+    """Messages a second, of each target by itself; None: as fast as it takes them."""
+
+
+class Nats(Struct, tag="nats", tag_field="kind", frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """NATS with JetStream; source and retry are streams, targets are subjects."""
+
+    url: Name = "nats://127.0.0.1:4222"
+    credentials_file: str | None = None
+    user: str | None = None
+    password_file: str | None = None
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    timeout_s: Seconds = 5.0
+    in_flight: Annotated[int, Meta(ge=1, le=10_000)] = 256
+    """Requests that are not answered."""
+    ack_wait_s: Seconds = 60.0
+    """What was read and not committed for so long is read again, by any relay."""
+
+
+class Redis(Struct, tag="redis", tag_field="kind", frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Redis Streams, of one server; source, retry and targets are streams."""
+
+    url: Name = "redis://127.0.0.1:6379"
+    """Also rediss:// and unix://."""
+    user: str | None = None
+    password_file: str | None = None
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    timeout_s: Seconds = 5.0
+    once_s: Annotated[int, Meta(ge=1, le=86_400 * 30)] = 3_600
+    """How long a target remembers what it has."""
+    claim_s: Seconds = 60.0
+    """What another relay has read and not committed for so long is read here."""
+
+
+class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole file."""
+
+    relay: Relay
+    source: Source
+    broker: Nats | Redis
+    daemon: Daemon = Daemon()
+    retry: Retry | None = None
+    targets: tuple[Target, ...] = ()
+
+
+def load(path: Path) -> Settings:
+    """Reads the file. Raises SettingsError."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"{path}: {error}") from error
+    try:
+        settings = msgspec.convert(document, Settings)
+        _check(settings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{path}: {_in_words(str(error), document)}") from error
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from error
+    return settings
+
+
+def client_of(daemon: Daemon) -> tarry.aio.Client:
+    """A client of the daemon. Raises SettingsError: a file that cannot be read, or is not what it should be."""
+    try:
+        tls = None if daemon.tls is None else tarry.Tls(**msgspec.structs.asdict(daemon.tls))
+        return tarry.aio.Client(daemon.address, timeout_s=daemon.timeout_s, tls=tls, token_file=daemon.token_file)
+    except tarry.InvalidArgument as error:
+        raise SettingsError(f"daemon: {error.message}") from error
+
+
+def secret(field: str, path: str | None) -> str | None:
+    """What a file of a password says, without white space around it. Raises SettingsError."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"{field} is {path!r}: {error}") from error
+
+
+def _check(settings: Settings) -> None:
+    """What no single field shows."""
+    source = settings.source
+    if source.on_bad != "stop" and not source.dead_letters:
+        raise SettingsError(
+            f"source.dead_letters is not set, and source.on_bad is {source.on_bad!r}: name the target of dead letters, "
+            "or let the relay stop with on_bad = 'stop'"
+        )
+    if not settings.targets:
+        raise SettingsError("targets is empty: name at least one target, or a pattern")
+    for index, target in enumerate(settings.targets):
+        if (target.name is None) == (target.pattern is None):
+            raise SettingsError(f"targets[{index}] must have exactly one of name and pattern")
+        try:
+            re.compile(target.pattern or "")
+        except re.error as error:
+            raise SettingsError(f"targets[{index}].pattern is {target.pattern!r}: {error}") from error
+    if settings.retry is not None and settings.retry.name == source.name:
+        raise SettingsError(f"retry.name is {source.name!r}, which is the source: take another stream")
+    read_here = {source.name, source.name if settings.retry is None else settings.retry.name}
+    names = {f"targets[{index}].name": target.name for index, target in enumerate(settings.targets)}
+    for field, name in {**names, "source.target": source.target, "source.dead_letters": source.dead_letters}.items():
+        if name in read_here:
+            raise SettingsError(f"{field} is {name!r}, which the relay reads itself: what it publishes would go round")
+
+
+def _in_words(message: str, document: dict[str, Any]) -> str:
+    """The field, what it is, and what is expected of it."""
+    found = _PATH.search(message)
+    if found is None:
+        return message
+    value: Any = document
+    for key in re.findall(r"\w+", found[1]):
+        try:
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return f"{found[1]}: {message[: found.start()]}"
+    is_part = isinstance(value, (dict, list))
+    return f"{found[1]}{'' if is_part else f' is {value!r}'}: {message[: found.start()]}"

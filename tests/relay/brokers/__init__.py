@@ -1,0 +1,1 @@
+"""A relay with real brokers."""

@@ -1,0 +1,171 @@
+"""Either broker, as producers and consumers of tests use it: a source, a target, dead letters and a retry log.
+
+Owns: the servers, what is set up there, publishing, reading what was published, and the relay's settings.
+Does not own: what is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import nats
+import nats.errors
+import pytest
+import redis.asyncio
+
+from tests.brokers import nats_server, redis_server
+
+SOURCE, DUE, DEAD, FAILED = "orders", "due", "dead", "failed"
+GONE = (OSError, nats.errors.Error, redis.RedisError, TimeoutError)
+"""What clients of a broker raise that is being killed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A message as it stands in a stream. `at_ms`: when the broker took it."""
+
+    number: int
+    at_ms: int
+    headers: Mapping[str, str]
+    body: str
+
+
+class AnyBroker(Protocol):
+    """What tests ask of a broker."""
+
+    kind: str
+    server: Any
+
+    async def set_up(self) -> None:
+        """Makes the streams."""
+
+    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
+        """(headers, body); durable when it returns."""
+
+    async def read(self, stream: str, after: int = 0) -> list[Published]:
+        """What stands in a stream, but for so many."""
+
+    async def cut(self, stream: str, *, keep: int) -> None:
+        """Drops all but the last so many."""
+
+    async def delete(self, stream: str) -> None:
+        """Deletes it."""
+
+    async def close(self) -> None:
+        """Closes the connection."""
+
+
+def configuration(broker: AnyBroker, address: str, more: str = "") -> str:
+    """The settings of a relay between these two. `more`: tables of its own."""
+    again = "ack_wait_s" if broker.kind == "nats" else "claim_s"
+    return f"""
+daemon.address = "{address}"
+broker = {{ kind = "{broker.kind}", url = "{broker.server.url}", timeout_s = 5, {again} = 2 }}
+targets = [{{ name = "{DUE}" }}]
+retry = {{ name = "{FAILED}", delays_ms = [100] }}
+
+[source]
+name = "{SOURCE}"
+target = "{DUE}"
+dead_letters = "{DEAD}"
+{more}
+"""
+
+
+class RedisStreams:
+    """A Redis whose entries have the body in a field."""
+
+    kind = "redis"
+
+    def __init__(self, server: redis_server.RedisServer) -> None:
+        self.server = server
+        self._client: Any = redis.asyncio.Redis.from_url(server.url, decode_responses=True)
+
+    async def set_up(self) -> None:
+        for stream in (SOURCE, DUE, DEAD, FAILED):
+            # An empty stream is there as long as it has a group.
+            await self._client.xgroup_create(stream, "tests", mkstream=True)
+
+    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
+        async with self._client.pipeline(transaction=True) as calls:
+            for headers, body in messages:
+                calls.xadd(stream, {**headers, "body": body})
+            await calls.execute()
+
+    async def read(self, stream: str, after: int = 0) -> list[Published]:
+        found = await self._client.xrange(stream)
+        return [
+            Published(number, int(entry_id.partition("-")[0]), fields, fields.get("body", ""))
+            for number, (entry_id, fields) in enumerate(found, 1)
+        ][after:]
+
+    async def cut(self, stream: str, *, keep: int) -> None:
+        await self._client.xtrim(stream, maxlen=keep, approximate=False)
+
+    async def delete(self, stream: str) -> None:
+        await self._client.delete(stream)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+class NatsStreams:
+    """A NATS with a stream for each subject, of the subject's name."""
+
+    kind = "nats"
+
+    def __init__(self, server: nats_server.NatsServer) -> None:
+        self.server = server
+        self._connection: Any = None
+
+    async def _js(self) -> Any:
+        if self._connection is None:
+            self._connection = await nats.connect(self.server.url, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
+        return self._connection.jetstream()
+
+    async def set_up(self) -> None:
+        for stream in (SOURCE, DUE, DEAD, FAILED):
+            await (await self._js()).add_stream(
+                name=stream, subjects=[stream], allow_direct=True, duplicate_window=600, max_msg_size=100_000
+            )
+
+    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
+        js = await self._js()
+        sent = [js.publish(stream, body.encode(), headers=dict(headers) or None) for headers, body in messages]
+        await asyncio.gather(*sent)
+
+    async def read(self, stream: str, after: int = 0) -> list[Published]:
+        js = await self._js()
+        last = (await js.stream_info(stream)).state.last_seq
+        found = await asyncio.gather(*(js.get_msg(stream, number) for number in range(after + 1, last + 1)))
+        return [
+            Published(each.seq, int(each.time.timestamp() * 1_000), each.headers or {}, (each.data or b"").decode())
+            for each in found
+        ]
+
+    async def cut(self, stream: str, *, keep: int) -> None:
+        await (await self._js()).purge_stream(stream, keep=keep)
+
+    async def delete(self, stream: str) -> None:
+        await (await self._js()).delete_stream(stream)
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+
+
+def made(kind: str, directory: Path) -> AnyBroker:
+    """A broker that is not started; skips the test where its program is not there."""
+    if kind == "nats":
+        program = nats_server.find()
+        if program is None:
+            pytest.skip(nats_server.MISSING)
+        return NatsStreams(nats_server.NatsServer(program, directory))
+    program = redis_server.find()
+    if program is None:
+        pytest.skip(redis_server.MISSING)
+    return RedisStreams(redis_server.RedisServer(program, directory))

@@ -1,0 +1,139 @@
+"""Each adapter does what the port says, with a real broker."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tarry_relay import ends, port, relay_settings
+from tests.relay.brokers._support.two_brokers import DEAD, DUE, FAILED, SOURCE, AnyBroker, configuration
+
+NOWHERE = "127.0.0.1:1"
+"""The daemon is not asked."""
+
+
+@contextlib.asynccontextmanager
+async def adapter(broker: AnyBroker, directory: Path, identity: str = "one") -> AsyncIterator[port.Broker]:
+    file = directory / f"{identity}.toml"
+    file.write_text(configuration(broker, NOWHERE, f'[relay]\ntopic = "orders"\nid = "{identity}"'))
+    async with ends.opened(relay_settings.load(file)) as opened:
+        yield opened.broker
+
+
+async def read_all(reader: port.Reader, rows: int) -> list[port.Read]:
+    """So many, however many calls they take."""
+    found: list[port.Read] = []
+    while len(found) < rows:
+        found += (await reader.read(rows - len(found), 5)).read
+    return found
+
+
+def bodies(messages: Sequence[port.Message | None]) -> list[str | None]:
+    return [None if each is None else each.headers["n"] for each in messages]
+
+
+async def publish(broker: AnyBroker, numbers: range) -> None:
+    await broker.publish(SOURCE, [({"n": str(number)}, f"payload {number}") for number in numbers])
+
+
+async def test_what_is_read_is_fetched_by_its_position_and_what_is_gone_is_none(
+    broker: AnyBroker, tmp_path: Path
+) -> None:
+    await publish(broker, range(10))
+    async with adapter(broker, tmp_path) as opened:
+        read = await read_all(opened.source, 10)
+        assert bodies([each.message for each in read]) == [str(number) for number in range(10)]
+        positions = sorted((each.ledger_id, each.entry_id) for each in read)
+        by_position = {(each.ledger_id, each.entry_id): each.message for each in read}
+        assert await opened.log.fetch(positions) == [by_position[each] for each in positions]
+        await broker.cut(SOURCE, keep=4)
+        assert sorted(each for each in bodies(await opened.log.fetch(positions)) if each is not None) == list("6789")
+        first = await opened.log.first_entries([ledger for ledger, _ in positions])
+        there = [message is not None for message in await opened.log.fetch(positions)]
+        assert there == [entry >= first[ledger] for ledger, entry in positions]
+
+
+@pytest.mark.parametrize("identity", ["one", "another"])
+async def test_what_is_not_committed_is_read_again(broker: AnyBroker, tmp_path: Path, identity: str) -> None:
+    await publish(broker, range(6))
+    async with adapter(broker, tmp_path) as opened:
+        read = await read_all(opened.source, 6)
+        await opened.source.commit(read[:4])
+    async with adapter(broker, tmp_path, identity) as opened:
+        again = await read_all(opened.source, 2)
+        assert [each.entry_id for each in again] == [each.entry_id for each in read[4:]]
+
+
+async def test_two_relays_share_what_is_read(broker: AnyBroker, tmp_path: Path) -> None:
+    await publish(broker, range(20))
+    async with adapter(broker, tmp_path, "one") as one, adapter(broker, tmp_path, "two") as two:
+        first = (await one.source.read(10, 5)).read
+        rest = await read_all(two.source, 20 - len(first))
+        numbers = [each.message.headers["n"] for each in (*first, *rest) if each.message is not None]
+        assert sorted(numbers, key=int) == [str(number) for number in range(20)]
+
+
+async def test_an_output_drops_what_it_has(broker: AnyBroker, tmp_path: Path) -> None:
+    await publish(broker, range(2))
+    async with adapter(broker, tmp_path) as opened:
+        messages = [each.message for each in await read_all(opened.source, 2)]
+        outgoing = [
+            port.Outgoing(DUE, message, {"tarry-delivery-id": str(row)}, f"id {row}")
+            for row, message in enumerate(messages)
+        ]
+        for _ in range(2):
+            assert set(await opened.output.produce(outgoing)) == {port.Produced()}
+        await opened.output.produce([port.Outgoing(DEAD, None, {"tarry-reason": "none"}, "id 3", has_body=False)])
+    published = await broker.read(DUE)
+    assert [(each.headers["n"], each.headers["tarry-delivery-id"], each.body) for each in published] == [
+        ("0", "0", "payload 0"),
+        ("1", "1", "payload 1"),
+    ]
+    assert [each.headers["tarry-reason"] for each in await broker.read(DEAD)] == ["none"]
+
+
+async def test_a_log_that_is_made_anew_has_another_generation(broker: AnyBroker, tmp_path: Path) -> None:
+    async with adapter(broker, tmp_path) as opened:
+        first = await opened.log.generation()
+        assert await opened.log.generation() == first
+        for stream in (SOURCE, DUE, DEAD, FAILED):
+            await broker.delete(stream)
+        with pytest.raises(port.NotThere):
+            await opened.log.generation()
+        await broker.set_up()
+        assert await opened.log.generation() != first
+
+
+async def test_a_reader_says_that_its_log_is_gone(broker: AnyBroker, tmp_path: Path) -> None:
+    await publish(broker, range(1))
+    async with adapter(broker, tmp_path) as opened:
+        await read_all(opened.source, 1)
+        await broker.delete(SOURCE)
+        with pytest.raises((port.NotThere, port.Unreachable)):
+            await read_all(opened.source, 1)
+
+
+async def test_a_broker_that_is_away_is_unreachable_and_then_there_again(broker: AnyBroker, tmp_path: Path) -> None:
+    await publish(broker, range(1))
+    async with adapter(broker, tmp_path) as opened:
+        (read,) = await read_all(opened.source, 1)
+        broker.server.kill()
+        position = (read.ledger_id, read.entry_id)
+        with pytest.raises(port.Unreachable):
+            await opened.log.fetch([position])
+        broker.server.start()
+        broker.server.wait_until_loaded()
+        while True:
+            with contextlib.suppress(port.Unreachable):
+                assert bodies(await opened.log.fetch([position])) == ["0"]
+                break
+
+
+async def test_what_a_relay_needs_is_looked_at(broker: AnyBroker, tmp_path: Path) -> None:
+    async with adapter(broker, tmp_path) as opened:
+        found = [each async for each in opened.findings()]
+        assert found
+        assert [each.text for each in found if not each.is_good] == []

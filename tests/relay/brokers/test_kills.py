@@ -1,0 +1,235 @@
+"""Relay, daemon and broker are killed in turn under messages that are delayed and consumers that fail; what arrived is
+judged by what stands in the consumer's own stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tarry
+from examples.processes import DaemonProcess, local_store
+from tests._support.patience import wait_until
+from tests.relay.brokers._support.relay_process import RelayProcess
+from tests.relay.brokers._support.two_brokers import (
+    DEAD,
+    DUE,
+    FAILED,
+    GONE,
+    SOURCE,
+    AnyBroker,
+    Published,
+    configuration,
+)
+
+LIMIT_S = 600.0
+
+
+@dataclasses.dataclass
+class Consumer:
+    """Reads the target by its own place there, so that it sees each entry once, and fails the first time with what says
+    so: then it publishes the delivery id to the retry log.
+    """
+
+    broker: AnyBroker
+    record: list[Published] = dataclasses.field(default_factory=list)
+
+    async def look(self) -> None:
+        """Takes in what is new. What fails is not in the record before it is in the retry log."""
+        new = await self.broker.read(DUE, len(self.record))
+        failed = [each for each in new if "fails" in each.body and each.headers["tarry-redelivery-count"] == "0"]
+        if failed:
+            names = [each.headers[tarry.DELIVERY_ID_HEADER] for each in failed]
+            await self.broker.publish(FAILED, [({tarry.DELIVERY_ID_HEADER: name}, "") for name in names])
+        self.record += new
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Looks until it is so, through whatever failures of the broker."""
+        async with asyncio.timeout(LIMIT_S):
+            while not reached():
+                with contextlib.suppress(*GONE):
+                    await self.look()
+                await asyncio.sleep(0.01)
+
+    def bodies(self) -> set[str]:
+        return {each.body for each in self.record}
+
+    def deliveries(self) -> int:
+        """How many messages are done: those that fail the first time when they come again."""
+        return len({each.body for each in self.record if not_failing(each)})
+
+
+def not_failing(each: Published) -> bool:
+    return "fails" not in each.body or each.headers["tarry-redelivery-count"] != "0"
+
+
+@contextlib.contextmanager
+def processes(broker: AnyBroker, directory: Path) -> Iterator[tuple[DaemonProcess, RelayProcess, RelayProcess]]:
+    with DaemonProcess("daemon", directory, local_store(directory / "root")) as daemon:
+        daemon.start_serving()
+        with (
+            RelayProcess("relay-1", directory, configuration(broker, daemon.address)) as one,
+            RelayProcess("relay-2", directory, configuration(broker, daemon.address)) as two,
+        ):
+            one.start()
+            yield daemon, one, two
+
+
+async def story(broker: AnyBroker, directory: Path, *, rows: int, span_ms: int) -> None:
+    with processes(broker, directory) as (daemon, one, two):
+        consumer = Consumer(broker)
+        now_ms = time.time_ns() // 1_000_000
+        due_ms = {f"{row}{' fails' if row % 50 == 7 else ''}": now_ms + row * span_ms // rows for row in range(rows)}
+        asked = [({"deliver-at": str(due)}, body) for body, due in due_ms.items()]
+        for first in range(0, rows, 1_000):
+            await broker.publish(SOURCE, asked[first : first + 1_000])
+        assert all(each["good"] for each in one.told("check"))
+
+        def arrived(part: float) -> Callable[[], bool]:
+            return lambda: len(consumer.bodies()) >= rows * part
+
+        await consumer.until(arrived(0.1))
+        one.kill()
+        two.start()
+        await consumer.until(arrived(0.3))
+        daemon.kill()
+        daemon.start_serving()
+        await consumer.until(arrived(0.5))
+        broker.server.kill()
+        broker.server.start()
+        broker.server.wait_until_loaded()
+        await consumer.until(arrived(0.7))
+        one.start()
+        two.kill()
+        daemon.kill()
+        daemon.start_serving()
+        await consumer.until(lambda: consumer.deliveries() == rows)
+        await a_nack_comes_before_its_ack(broker, consumer, one, due_ms)
+        await nothing_is_left(one)
+        assert one.terminate() == 0
+        await consumer.look()
+        judge(consumer.record, due_ms)
+        assert await broker.read(DEAD) == []
+
+
+async def a_nack_comes_before_its_ack(
+    broker: AnyBroker, consumer: Consumer, relay: RelayProcess, due_ms: dict[str, int]
+) -> None:
+    """Messages that fail at once, until one came back before the relay had acknowledged it."""
+
+    def all_done() -> bool:
+        return consumer.deliveries() == len(due_ms)
+
+    for wave in range(1_000):
+        now_ms = time.time_ns() // 1_000_000
+        more = {f"wave {wave} {row} fails": now_ms for row in range(20)}
+        due_ms |= more
+        asked = [({"deliver-at": str(due)}, body) for body, due in more.items()]
+        await broker.publish(SOURCE, asked)
+        await consumer.until(all_done)
+        if relay.metric("tarry_relay_returned_early_total") > 0:
+            return
+    raise AssertionError("no message came back before it was acknowledged")
+
+
+async def nothing_is_left(relay: RelayProcess) -> None:
+    def is_idle() -> bool:
+        told = relay.told("status")
+        return not any(told[name] for name in ("pending", "due", "handed back", "in flight"))
+
+    await asyncio.to_thread(wait_until, is_idle, "something is left in Tarry", timeout_s=LIMIT_S)
+    told = relay.told("status")
+    assert told["dead letters"] == told["cut ledgers"] == 0
+
+
+def judge(record: list[Published], due_ms: dict[str, int]) -> None:
+    """Each arrived, none early, each name once; what failed came again under the next count, and nothing else did."""
+    assert {each.body for each in record} == set(due_ms)
+    assert [each for each in record if each.at_ms < due_ms[each.body]] == []
+    names = Counter(each.headers[tarry.DELIVERY_ID_HEADER] for each in record)
+    assert [name for name, times in names.items() if times > 1] == []
+    counts: dict[str, list[int]] = {}
+    for each in record:
+        counts.setdefault(each.body, []).append(int(each.headers["tarry-redelivery-count"]))
+    wrong = {
+        body: sorted(found) for body, found in counts.items() if sorted(found) != ([0, 1] if "fails" in body else [0])
+    }
+    assert wrong == {}
+
+
+async def test_everything_arrives_once_through_kills_of_relay_daemon_and_broker(
+    broker: AnyBroker, tmp_path: Path
+) -> None:
+    await story(broker, tmp_path, rows=600, span_ms=3_000)
+
+
+@pytest.mark.long
+async def test_ten_thousand_messages_arrive_once_through_kills(broker: AnyBroker, tmp_path: Path) -> None:
+    await story(broker, tmp_path, rows=10_000, span_ms=30_000)
+
+
+async def test_what_cannot_be_delayed_or_delivered_is_a_dead_letter_and_stops_nothing(
+    broker: AnyBroker, tmp_path: Path
+) -> None:
+    with processes(broker, tmp_path) as (_, relay, _):
+        consumer = Consumer(broker)
+        far_ms = time.time_ns() // 1_000_000 + 86_400_000
+        wrong = [
+            {"deliver-at": "1900000000"},
+            {"deliver-at": "tomorrow"},
+            {"deliver-at": "2031-01-01T00:00:00"},
+            {"delay": "10"},
+            {"delay-level": "19"},
+            {"delay": "1s", "delay-level": "1"},
+            {"delay": "99999d"},
+            {"delay": "1s", "target": SOURCE},
+        ]
+        await broker.publish(SOURCE, [(headers, f"wrong {row}") for row, headers in enumerate(wrong)])
+        names = {"none": "not a name", f"0-5-1000-{2**32 - 1}": "no count"}
+        await broker.publish(FAILED, [({"tarry-delivery-id": name}, body) for name, body in names.items()])
+        await broker.publish(
+            SOURCE, [({}, "direct"), ({"delay": "10ms"}, "right"), ({"deliver-at": str(far_ms)}, "far")]
+        )
+        await consumer.until(lambda: consumer.bodies() == {"direct", "right"})
+        dead = Consumer(broker)
+        async with asyncio.timeout(LIMIT_S):
+            while len(dead.record) < len(wrong) + len(names):
+                dead.record = await broker.read(DEAD)
+        reasons = {each.body: each.headers["tarry-reason"] for each in dead.record}
+        assert "can only be meant in seconds" in reasons["wrong 0"]
+        assert "has no time zone" in reasons["wrong 2"]
+        assert "must be from 1 to 18" in reasons["wrong 4"]
+        assert "DELAY_TOO_LONG" in reasons["wrong 6"]
+        assert "none of the targets" in reasons["wrong 7"]
+        assert "delivery id 'none'" in reasons["not a name"]
+        assert "4294967295" in reasons["no count"]
+        assert relay.told("status")["pending"] == 1
+        health = relay.health()
+        assert health == {"status": "ok", "failing": {}}
+        assert relay.terminate() == 0
+
+
+async def test_a_payload_that_is_gone_is_a_dead_letter_of_tarry(broker: AnyBroker, tmp_path: Path) -> None:
+    with processes(broker, tmp_path) as (_, relay, _):
+        await broker.publish(SOURCE, [({"delay": "5s"}, str(row)) for row in range(10)])
+
+        def all_added() -> bool:
+            return relay.metric("tarry_relay_committed_total") == 10
+
+        def all_lost() -> bool:
+            return bool(relay.told("status")["dead letters"] == 6)
+
+        await asyncio.to_thread(wait_until, all_added, "not all is committed", timeout_s=LIMIT_S)
+        await broker.cut(SOURCE, keep=4)
+        consumer = Consumer(broker)
+        await consumer.until(lambda: len(consumer.record) == 4)
+        await asyncio.to_thread(wait_until, all_lost, "not all is a dead letter", timeout_s=LIMIT_S)
+        assert relay.metric("tarry_relay_lost_total") == 6
+        assert sorted(consumer.bodies()) == ["6", "7", "8", "9"]

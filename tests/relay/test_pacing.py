@@ -1,0 +1,37 @@
+"""How much may go to each target."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tarry_relay.pacing import REST_S, Pacing
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 1_000)), max_size=50), st.floats(0.1, 5_000))
+def test_a_target_gets_no_more_than_its_limit_and_a_burst(asked: list[tuple[float, int]], per_s: float) -> None:
+    pacing = Pacing(lambda target: per_s)
+    now_s, given_rows = 0.0, 0
+    for wait_s, wanted in asked:
+        now_s += wait_s
+        given_rows += pacing.take("a", wanted, now_s)
+        assert given_rows <= now_s * per_s + max(1.0, per_s * 0.1) + 1e-6
+
+
+def test_a_slow_target_gets_its_next_message_in_the_end() -> None:
+    pacing = Pacing(lambda target: 0.5)
+    assert [pacing.take("a", 10, now_s) for now_s in (0.0, 1.0, 1.9, 2.1, 3.0)] == [1, 0, 0, 1, 0]
+
+
+def test_each_target_has_a_limit_of_its_own() -> None:
+    pacing = Pacing({"slow": 10.0}.get)
+    assert pacing.take("slow", 100, 0) == 1
+    assert pacing.take("fast", 100, 0) == 100
+
+
+def test_a_target_that_has_failed_rests() -> None:
+    pacing = Pacing(lambda target: None)
+    pacing.rest("a", 5)
+    assert pacing.take("a", 10, 5 + REST_S / 2) == 0
+    assert pacing.take("b", 10, 5 + REST_S / 2) == 10
+    assert pacing.take("a", 10, 5 + REST_S) == 10

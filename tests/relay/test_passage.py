@@ -1,0 +1,383 @@
+"""The way of messages through a relay, in any order of answers, failures, lost lanes and restarts, against a world that
+remembers what became durable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tarry_relay import passage
+from tarry_relay.passage import Answer, CannotBeRefused, Item, Passage, Row, Step, Work
+from tests.planted import registry
+
+READ_AS = (Step.READ, Step.DIRECT, Step.RETURNED, Step.BAD)
+ALONE = tuple(work for work in Work if work not in (Work.PRODUCE, Work.COMMIT))
+ANSWERS = st.sampled_from(Answer)
+DEAD = "dead"
+
+
+@dataclasses.dataclass
+class World:
+    """What outlives a relay, by the number of a message in the log."""
+
+    log: list[Step] = dataclasses.field(default_factory=list)
+    committed: int = 0
+    safe: set[int] = dataclasses.field(default_factory=set)
+    """Durable elsewhere: in Tarry, at a target, among dead letters."""
+    in_tarry: set[int] = dataclasses.field(default_factory=set)
+    produced: set[int] = dataclasses.field(default_factory=set)
+    refused: set[int] = dataclasses.field(default_factory=set)
+    """Fetching or publishing was refused for good."""
+    ended: set[int] = dataclasses.field(default_factory=set)
+
+
+class Relays(RuleBasedStateMachine):
+    """One relay after the other; the source gives what is not committed to the next one."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.world = World()
+        self.lane = 0
+        self.restart()
+
+    @rule(what=st.integers(0, 9))
+    def fail(self, what: int) -> None:
+        """Rarely, for what is under way is gone then."""
+        if what == 9:
+            self.restart()
+        elif what == 8:
+            self.lose_the_lane()
+
+    def restart(self) -> None:
+        self.passage: Passage[int, int] = Passage(DEAD)
+        self.under_way: list[Item[int, int]] = []
+        self.commits: list[list[Item[int, int]]] = []
+        self.handed_out: set[int] = set()
+        self.reread()
+
+    def lose_the_lane(self) -> None:
+        self.passage.lose(self.lane)
+        self.reread()
+
+    def reread(self) -> None:
+        self.lane += 1
+        self.next = self.world.committed
+
+    @rule(step=st.sampled_from(READ_AS))
+    def send(self, step: Step) -> None:
+        self.world.log.append(step)
+
+    @rule(rows=st.integers(1, 5))
+    def read(self, rows: int) -> None:
+        numbers = range(self.next, min(self.next + rows, len(self.world.log)))
+        target = {Step.BAD: DEAD}
+        self.passage.enter(
+            Item(step, number, target=target.get(step, f"t{number % 2}"), lane=self.lane)
+            for number, step in ((number, self.world.log[number]) for number in numbers)
+        )
+        self.next = max(self.next, numbers.stop)
+
+    @rule()
+    def hand_out(self) -> None:
+        numbers = self.world.in_tarry - self.handed_out - self.world.ended
+        self.handed_out |= numbers
+        self.passage.enter(Item(Step.HANDED_OUT, each, target=f"t{each % 2}") for each in sorted(numbers))
+
+    @rule(rows=st.integers(1, 5))
+    def take(self, rows: int) -> None:
+        for work in ALONE:
+            taken = self.passage.take(work, rows)
+            assert len(taken) <= rows
+            self.under_way += self.fresh(taken)
+
+    @rule(rows=st.integers(1, 5), allowed=st.integers(0, 3))
+    def take_to_produce(self, rows: int, allowed: int) -> None:
+        taken = self.passage.take_to_produce(rows, lambda target, wanted: min(allowed, wanted))
+        assert len(taken) <= rows
+        self.under_way += self.fresh(taken)
+
+    def fresh(self, taken: list[Item[int, int]]) -> list[Item[int, int]]:
+        assert not [each for each in taken if each in self.under_way], "it is given out twice"
+        return taken
+
+    @rule(which=st.integers(0, 9), answer=ANSWERS, has_happened=st.booleans())
+    def answer(self, which: int, answer: Answer, has_happened: bool) -> None:
+        """`has_happened`: the work was done although its answer was lost."""
+        if self.under_way:
+            self.say(self.under_way.pop(which % len(self.under_way)), answer, has_happened=has_happened)
+
+    def say(self, item: Item[int, int], answer: Answer, *, has_happened: bool = False) -> None:
+        if answer is Answer.DONE or (answer is Answer.AGAIN and has_happened):
+            self.happens(item)
+        if answer is Answer.REFUSED and item.step in (Step.HANDED_OUT, Step.FETCHED):
+            self.world.refused.add(item.content)
+        try:
+            self.passage.answer(item, answer, "wrong")
+        except CannotBeRefused:
+            assert passage.TABLE[item.step].refused is None
+            self.restart()  # as one does whose relay has stopped
+
+    def happens(self, item: Item[int, int]) -> None:
+        """The work of its step becomes durable; what that step must never be at is found."""
+        number, world = item.content, self.world
+        match item.step:
+            case Step.READ:
+                world.in_tarry.add(number)
+                world.safe.add(number)
+            case Step.DIRECT | Step.RETURNED:
+                world.safe.add(number)
+            case Step.BAD | Step.BARE:
+                assert item.target == DEAD
+                world.safe.add(number)
+            case Step.FETCHED:
+                world.produced.add(number)
+            case Step.PRODUCED:
+                assert number in world.produced, "it is acknowledged before it was published"
+                world.ended.add(number)
+            case Step.LOST:
+                assert number in world.refused, "it is rejected and nothing was refused"
+                world.ended.add(number)
+
+    @rule()
+    def begin_commit(self) -> None:
+        if taken := self.passage.take_to_commit():
+            assert taken[0].lane == self.lane, "what another relay reads by now is committed"
+            self.commits.append(taken)
+
+    @rule(answer=st.sampled_from((Answer.DONE, Answer.AGAIN)), has_happened=st.booleans())
+    def end_commit(self, answer: Answer, has_happened: bool) -> None:
+        if self.commits:
+            self.say_committed(self.commits.pop(0), answer, has_happened=has_happened)
+
+    def say_committed(self, items: list[Item[int, int]], answer: Answer, *, has_happened: bool = False) -> None:
+        numbers = [item.content for item in items]
+        if (answer is Answer.DONE or has_happened) and items[0].lane == self.lane:
+            last = max(numbers)
+            missing = set(range(last + 1)) - self.world.safe
+            assert not missing, "it is committed before it is durable elsewhere"
+            self.world.committed = max(self.world.committed, last + 1)
+        assert numbers == list(range(numbers[0], numbers[-1] + 1)), "a commit is no run of what was read"
+        self.passage.committed(items, answer)
+
+    @invariant()
+    def nothing_is_dropped(self) -> None:
+        """More than that is there where the answer to a commit or an acknowledgement was lost."""
+        assert self.passage.read >= self.next - self.world.committed
+        assert self.passage.handed_out >= len(self.handed_out - self.world.ended)
+
+    def teardown(self) -> None:
+        """When nothing fails any more, everything arrives."""
+        if not hasattr(self, "world"):
+            return
+        self.read(len(self.world.log))
+        for _ in range(8):  # a step at a time, from the first of the longest way to the last
+            for item in self.under_way:
+                self.say(item, Answer.DONE)
+            self.under_way = []
+            self.hand_out()
+            for work in ALONE:
+                self.under_way += self.passage.take(work, 1_000)
+            while taken := self.passage.take_to_produce(1_000, lambda target, wanted: wanted):
+                self.under_way += taken
+        while self.commits or (taken := self.passage.take_to_commit()):
+            self.say_committed(self.commits.pop() if self.commits else taken, Answer.DONE)
+        assert self.world.committed == len(self.world.log), "something is stuck on its way in"
+        assert self.world.ended == self.world.in_tarry, "something is stuck on its way out"
+        assert self.passage.read == self.passage.handed_out == 0
+
+
+TestRelays = Relays.TestCase
+TestRelays.settings = settings(stateful_step_count=60)
+
+
+def walk(seed: int) -> None:
+    """The same rules, in an order that a seed decides: it finds in a second what a search would need minutes for."""
+    chance = random.Random(seed)
+    relays = Relays()
+    relays.begin()
+
+    def one_of(values: Iterable[Answer]) -> Answer:
+        return chance.choice(list(values))
+
+    rules: list[Callable[[], None]] = [
+        lambda: relays.fail(chance.randrange(20)),
+        lambda: relays.send(chance.choice(READ_AS)),
+        lambda: relays.read(chance.randint(1, 5)),
+        relays.hand_out,
+        lambda: relays.take(chance.randint(1, 5)),
+        lambda: relays.take_to_produce(chance.randint(1, 5), chance.randint(0, 3)),
+        *[lambda: relays.answer(chance.randrange(10), one_of(Answer), chance.random() < 0.5)] * 4,
+        relays.begin_commit,
+        lambda: relays.end_commit(one_of((Answer.DONE, Answer.AGAIN)), chance.random() < 0.5),
+    ]
+    for _ in range(80):
+        chance.choice(rules)()
+        relays.nothing_is_dropped()
+    relays.teardown()
+
+
+def walk_long() -> None:
+    for seed in range(300):
+        walk(seed)
+
+
+def test_nothing_is_lost_in_any_order() -> None:
+    walk_long()
+
+
+def test_every_step_leads_to_an_end() -> None:
+    for step in (*READ_AS, Step.HANDED_OUT):
+        reached, ahead = set[Step](), {step}
+        while ahead:
+            reached |= ahead
+            rows = [passage.TABLE[each] for each in ahead if each in passage.TABLE]
+            ahead = {to for row in rows for to in (row.done, row.refused) if to is not None} - reached
+        ends = reached - set(passage.TABLE)
+        assert ends <= {Step.COMMITTED, Step.ACKNOWLEDGED, Step.REJECTED}
+        assert ends
+
+
+def test_a_target_that_takes_nothing_keeps_no_other() -> None:
+    relay: Passage[int, int] = Passage(DEAD)
+    relay.enter(Item(Step.DIRECT, number, target=target) for number, target in enumerate("aabab"))
+    assert [each.content for each in relay.take_to_produce(10, lambda target, n: n if target == "b" else 0)] == [2, 4]
+    assert [each.content for each in relay.take_to_produce(10, lambda target, n: n)] == [0, 1, 3]
+
+
+def test_targets_take_turns() -> None:
+    relay: Passage[int, int] = Passage(DEAD)
+    relay.enter(Item(Step.DIRECT, number, target=target) for number, target in enumerate("aabb"))
+    turns = [relay.take_to_produce(1, lambda target, n: n)[0].target for _ in range(4)]
+    assert turns == ["a", "b", "a", "b"]
+
+
+def test_what_cannot_be_refused_says_why() -> None:
+    relay: Passage[int, int] = Passage(DEAD)
+    relay.enter([Item(Step.BARE, 1, target=DEAD)])
+    (item,) = relay.take_to_produce(1, lambda target, n: n)
+    with pytest.raises(CannotBeRefused, match="at step 'bare': no such stream"):
+        relay.answer(item, Answer.REFUSED, "no such stream")
+
+
+def leads(patch: pytest.MonkeyPatch, step: Step, row: Row) -> None:
+    changed = {**passage.TABLE, step: row}
+    begins = Passage.__init__
+    patch.setattr(Passage, "__init__", lambda self, dead_letters: begins(self, dead_letters, changed))
+
+
+def what_is_fetched_counts_as_published(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.HANDED_OUT, Row(Work.FETCH, Step.PRODUCED, Step.LOST))
+
+
+def what_is_refused_at_its_target_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.FETCHED, Row(Work.PRODUCE, Step.PRODUCED, Step.PRODUCED))
+
+
+def a_refused_add_is_committed(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.READ, Row(Work.ADD, Step.ADDED, Step.ADDED))
+
+
+def a_payload_that_is_gone_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.HANDED_OUT, Row(Work.FETCH, Step.FETCHED, Step.REJECTED))
+
+
+def an_unknown_answer_counts_as_done(patch: pytest.MonkeyPatch) -> None:
+    answer = Passage.answer
+
+    def hopeful(self: Passage[int, int], item: Item[int, int], given: Answer, reason: str = "") -> None:
+        answer(self, item, Answer.DONE if given is Answer.AGAIN else given, reason)
+
+    patch.setattr(Passage, "answer", hopeful)
+
+
+def a_commit_leaves_out_what_is_not_ready(patch: pytest.MonkeyPatch) -> None:
+    def ready(self: Passage[int, int], of: object = None) -> list[Item[int, int]]:
+        for lane, order in self._lanes.items():
+            taken = [item for item in order if item.step is Step.ADDED]
+            if taken and lane not in self._committing:
+                for item in taken:
+                    order.remove(item)
+                self._committing[lane] = taken
+                return taken
+        return []
+
+    patch.setattr(Passage, "take_to_commit", ready)
+
+
+def a_failed_commit_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def forgetful(self: Passage[int, int], items: list[Item[int, int]], given: Answer) -> None:
+        self._committing.clear()
+
+    patch.setattr(Passage, "committed", forgetful)
+
+
+def a_failed_commit_turns_the_order_around(patch: pytest.MonkeyPatch) -> None:
+    committed = Passage.committed
+
+    def turned(self: Passage[int, int], items: list[Item[int, int]], given: Answer) -> None:
+        committed(self, items[::-1], given)
+
+    patch.setattr(Passage, "committed", turned)
+
+
+def a_lost_lane_is_remembered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Passage, "lose", lambda self, lane: None)
+
+
+def what_fails_is_not_done_again(patch: pytest.MonkeyPatch) -> None:
+    answer = Passage.answer
+
+    def once(self: Passage[int, int], item: Item[int, int], given: Answer, reason: str = "") -> None:
+        if given is not Answer.AGAIN:
+            answer(self, item, given, reason)
+
+    patch.setattr(Passage, "answer", once)
+
+
+def what_is_taken_still_waits(patch: pytest.MonkeyPatch) -> None:
+    def peek(self: Passage[int, int], work: Work, rows_max: int) -> list[Item[int, int]]:
+        return [item for item in self._waiting[work] if not item.is_forgotten][:rows_max]
+
+    patch.setattr(Passage, "take", peek)
+
+
+def what_is_bad_goes_to_its_target(patch: pytest.MonkeyPatch) -> None:
+    move = Passage._move
+
+    def keeping(self: Passage[int, int], item: Item[int, int], step: Step) -> None:
+        target = item.target
+        self._dead_letters = target
+        move(self, item, step)
+
+    patch.setattr(Passage, "_move", keeping)
+
+
+PLANTED = (
+    what_is_fetched_counts_as_published,
+    what_is_refused_at_its_target_is_acknowledged,
+    a_refused_add_is_committed,
+    a_payload_that_is_gone_is_forgotten,
+    an_unknown_answer_counts_as_done,
+    a_commit_leaves_out_what_is_not_ready,
+    a_failed_commit_is_forgotten,
+    a_failed_commit_turns_the_order_around,
+    a_lost_lane_is_remembered,
+    what_fails_is_not_done_again,
+    what_is_taken_still_waits,
+    what_is_bad_goes_to_its_target,
+)
+registry.register("the passage of messages through a relay", PLANTED)
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        walk_long()

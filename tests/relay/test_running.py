@@ -1,0 +1,295 @@
+"""A relay at work between a broker and a daemon that are made of lists: what it does with failures, lost lanes,
+refusals, and its end. That real ones do what these do is in `tests/relay/brokers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+import tarry
+from tarry_relay import port, relay_settings, running
+from tarry_relay.relay_metrics import RelayMetrics
+from tarry_relay.running import BadMessage, Relay
+from tarry_relay.sorting import Sorting
+
+LIMIT_S = 300
+
+
+@dataclasses.dataclass
+class Listed:
+    """A broker whose logs are lists of portions. `failing`: targets that are away; `refusing`: that take nothing."""
+
+    portions: list[port.Portion] = dataclasses.field(default_factory=list)
+    returned: list[port.Portion] = dataclasses.field(default_factory=list)
+    committed: list[port.Read] = dataclasses.field(default_factory=list)
+    published: list[port.Outgoing] = dataclasses.field(default_factory=list)
+    failing: set[str] = dataclasses.field(default_factory=set)
+    refusing: set[str] = dataclasses.field(default_factory=set)
+    first: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    name: str = "1"
+    unreachable: int = 0
+    """How many reads fail before one does not."""
+
+    @property
+    def source(self) -> port.Reader:
+        return _Reader(self, self.portions)
+
+    @property
+    def retries(self) -> port.Reader:
+        return _Reader(self, self.returned)
+
+    @property
+    def log(self) -> Listed:
+        return self
+
+    @property
+    def output(self) -> Listed:
+        return self
+
+    async def generation(self) -> str:
+        return self.name
+
+    async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
+        return [port.Message({"target": "due"}, position) for position in positions]
+
+    async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
+        return self.first
+
+    async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
+        self.published += [each for each in messages if each.target not in self.failing | self.refusing]
+        return [
+            port.Produced(
+                failed="away" if each.target in self.failing else "",
+                refused="too large" if each.target in self.refusing and each.has_body else "",
+            )
+            for each in messages
+        ]
+
+    async def findings(self) -> AsyncIterator[port.Finding]:
+        yield port.Finding("lists", True, "are there")
+
+
+@dataclasses.dataclass
+class _Reader:
+    broker: Listed
+    portions: list[port.Portion]
+
+    async def read(self, rows_max: int, wait_s: float) -> port.Portion:
+        await asyncio.sleep(0)
+        if self.broker.unreachable:
+            self.broker.unreachable -= 1
+            raise port.Unreachable("away")
+        if self.portions:
+            return self.portions.pop(0)
+        await asyncio.sleep(0.01)
+        return port.Portion()
+
+    async def commit(self, read: Sequence[port.Read]) -> None:
+        self.broker.committed += read
+
+
+@dataclasses.dataclass
+class Daemon:
+    """What a relay asks of the client library and of a subscription."""
+
+    refuses: set[int] = dataclasses.field(default_factory=set)
+    added: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    holds_adds: asyncio.Event | None = None
+    due: list[tarry.DeliveryId] = dataclasses.field(default_factory=list)
+    acknowledged: list[int] = dataclasses.field(default_factory=list)
+    rejected: dict[int, str] = dataclasses.field(default_factory=dict)
+    nacks: list[int] = dataclasses.field(default_factory=list)
+    not_due: int = 0
+    """How many negative acknowledgements come before their time."""
+    lowest: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    trims: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+
+    async def create_subscription(self, *named: object) -> None:
+        raise tarry.AlreadyExists("it is there with another policy")
+
+    def subscribe(self, *named: object, **given: object) -> Daemon:
+        return self
+
+    async def __aenter__(self) -> Daemon:
+        return self
+
+    async def __aexit__(self, *of_error: object) -> None:
+        pass
+
+    async def add(self, topic: str, ledger: list[int], entry: list[int], **given: Any) -> Any:
+        if self.holds_adds is not None:
+            await self.holds_adds.wait()
+        rows = list(zip(ledger, entry, given["deliver_at_ms"], strict=True))
+        refused: Any = {
+            row: tarry.RefusedReason.DELAY_TOO_LONG for row, each in enumerate(rows) if each[1] in self.refuses
+        }
+        self.added += [each for row, each in enumerate(rows) if row not in refused]
+        return _Answer(refused=refused, accepted=len(rows) - len(refused), duplicates=0)
+
+    async def receive(self, timeout_s: float, **given: object) -> Any:
+        await asyncio.sleep(0.01)
+        taken, self.due = self.due, []
+        return _Batch(taken) if taken else None
+
+    async def ack(self, columns: Any) -> None:
+        self.acknowledged += columns[1]
+
+    async def reject(self, columns: Any, reason: str) -> None:
+        self.rejected |= dict.fromkeys(columns[1], reason)
+
+    async def nack(self, columns: Any, *, forwarded: bool) -> Any:
+        assert forwarded
+        self.nacks += columns[1]
+        early = min(self.not_due, len(columns[1]))
+        self.not_due -= early
+        return _Answer(ignored=dict.fromkeys(range(early), tarry.IgnoredReason.NOT_DUE))
+
+    async def retention(self, topic: str) -> Any:
+        return self.lowest.items()
+
+    async def trim(self, *named: Any, **given: Any) -> Any:
+        self.trims.append((*named, given["subscription"], given["dead_letter"]))
+        return _Answer(dead_lettered=1)
+
+
+class _Answer:
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
+class _Batch(list[tarry.DeliveryId]):
+    def delivery_id(self, row: int) -> str:
+        return str(self[row])
+
+
+def settings(**source: Any) -> relay_settings.Settings:
+    return relay_settings.Settings(
+        relay=relay_settings.Relay(topic="orders"),
+        source=relay_settings.Source(name="orders", target="due", dead_letters="dead", **source),
+        broker=relay_settings.Redis(),
+        retry=relay_settings.Retry(name="failed"),
+        targets=(relay_settings.Target(pattern="due|other"),),
+    )
+
+
+def read(entry: int, lane: str = "lane", **headers: str) -> port.Read:
+    return port.Read(1, entry, port.Message(headers, entry), lane, sent_at_ms=1_000)
+
+
+async def relayed(broker: Listed, daemon: Daemon, until: Callable[[], bool], **source: Any) -> RelayMetrics:
+    """Runs a relay until it is so, and then until it has drained."""
+    said = settings(**source)
+    metrics = RelayMetrics()
+    client: Any = daemon
+    relay = Relay(
+        said, Sorting(said.source, said.targets), broker=broker, client=client, topic="orders@1", metrics=metrics
+    )
+    ending = asyncio.Event()
+    async with asyncio.timeout(LIMIT_S):
+        at_work = asyncio.create_task(relay.run(ending))
+        while not until() and not at_work.done():
+            await asyncio.wait([at_work], timeout=0.005)
+        ending.set()
+        await at_work
+    return metrics
+
+
+async def test_what_is_read_is_added_and_then_committed() -> None:
+    broker, daemon = Listed([port.Portion([read(1, delay="5s"), read(2)])], unreachable=2), Daemon()
+    metrics = await relayed(broker, daemon, lambda: len(broker.committed) == 2)
+    assert daemon.added == [(1, 1, 6_000)]
+    assert [each.entry_id for each in broker.committed] == [1, 2]
+    assert [each.once_id for each in broker.published] == ["orders@1:direct:orders-1-2"]
+    assert metrics.failures.labels("broker")._value.get() == 2
+
+
+async def test_a_lane_that_was_lost_is_not_committed_and_its_next_one_is() -> None:
+    daemon = Daemon(holds_adds=asyncio.Event())
+    again = port.Portion([read(1, "p0/2", delay="5s")], lost_lanes=["p0/1"])
+    broker = Listed([port.Portion([read(1, "p0/1", delay="5s"), read(7, "p1/1")]), again])
+    assert daemon.holds_adds is not None
+    asyncio.get_running_loop().call_later(0.1, daemon.holds_adds.set)
+    await relayed(broker, daemon, lambda: len(broker.committed) == 2)
+    assert {each.lane for each in broker.committed} == {"p0/2", "p1/1"}
+
+
+async def test_what_is_due_is_published_and_then_acknowledged() -> None:
+    names = [tarry.DeliveryId(1, entry, None, 5_000, 0) for entry in range(3)]
+    broker, daemon = Listed(), Daemon(due=names)
+    await relayed(broker, daemon, lambda: len(daemon.acknowledged) == 3)
+    assert [each.own_headers["tarry-delivery-id"] for each in broker.published] == [str(name) for name in names]
+    assert [each.once_id for each in broker.published] == [f"orders@1:relay:{name}" for name in names]
+
+
+async def test_what_its_target_refuses_for_good_is_a_dead_letter() -> None:
+    broker = Listed(refusing={"due"})
+    daemon = Daemon(due=[tarry.DeliveryId(1, 4, None, 5_000, 0)])
+    await relayed(broker, daemon, lambda: bool(daemon.rejected))
+    assert daemon.rejected == {4: "too large"}
+    assert daemon.acknowledged == []
+
+
+async def test_a_dead_letter_that_is_too_large_comes_without_its_payload() -> None:
+    broker = Listed([port.Portion([read(1, delay="soon")])], refusing={"dead"})
+    await relayed(broker, Daemon(), lambda: len(broker.committed) == 1)
+    assert len(broker.committed) == 1
+
+
+async def test_a_target_that_is_away_keeps_no_other() -> None:
+    broker = Listed([port.Portion([read(1), read(2, target="other")])], failing={"due"})
+    asyncio.get_running_loop().call_later(0.2, broker.failing.clear)
+    metrics = await relayed(broker, Daemon(), lambda: len(broker.committed) == 2)
+    assert [each.target for each in broker.published] == ["other", "due"]
+    assert metrics.failing() == {}
+
+
+async def test_a_nack_that_the_daemon_takes_for_early_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_NOT_DUE_S", 0)
+    now_ms = time.time_ns() // 1_000_000
+    names = [tarry.DeliveryId(1, 8, None, now_ms, 0), tarry.DeliveryId(1, 9, None, 1_000, 0)]
+    failed = [read(entry, **{"tarry-delivery-id": str(name)}) for entry, name in enumerate(names)]
+    broker, daemon = Listed(returned=[port.Portion(failed)]), Daemon(not_due=2)
+    await relayed(broker, daemon, lambda: len(broker.committed) == 2)
+    assert daemon.nacks == [8, 9, 8]
+
+
+@pytest.mark.parametrize(("on_bad", "target"), [("dead_letter", "dead"), ("now", "due")])
+async def test_what_tarry_refuses_goes_where_bad_messages_go(on_bad: str, target: str) -> None:
+    broker, daemon = Listed([port.Portion([read(1, delay="5s"), read(2, delay="5s")])]), Daemon(refuses={2})
+    await relayed(broker, daemon, lambda: len(broker.committed) == 2, on_bad=on_bad)
+    assert [(each.target, each.message and each.message.body) for each in broker.published] == [(target, 2)]
+    assert [entry for _, entry, _ in daemon.added] == [1]
+
+
+async def test_a_bad_message_stops_a_relay_that_is_to_stop() -> None:
+    broker = Listed([port.Portion([read(1), read(2, delay="soon")])])
+    with pytest.raises(BaseExceptionGroup) as failures:
+        await relayed(broker, Daemon(), lambda: False, on_bad="stop")
+    assert failures.group_contains(BadMessage, match="message 1-2: delay is 'soon'")
+    assert [each.entry_id for each in broker.committed if each.entry_id == 2] == []
+
+
+async def test_a_source_that_was_made_anew_ends_a_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = Listed()
+    asyncio.get_running_loop().call_later(0.1, setattr, broker, "name", "2")
+    with pytest.raises(BaseExceptionGroup) as failures:
+        await relayed(broker, Daemon(), lambda: False, retention_every_s=0.05)
+    assert failures.group_contains(port.NotThere, match="was made anew")
+
+
+@pytest.mark.parametrize(
+    ("retention", "trims"), [("warn", []), ("dead_letter", [("orders@1", [3], [9], "relay", True)])]
+)
+async def test_what_the_source_has_dropped_is_told_or_a_dead_letter(retention: str, trims: list[Any]) -> None:
+    broker, daemon = Listed(first={3: 10, 4: 10}), Daemon(lowest={3: 7, 4: 10, 5: 1})
+    looked = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.1, looked.set)
+    metrics = await relayed(broker, daemon, looked.is_set, retention=retention)
+    assert metrics.cut_ledgers == 1
+    assert daemon.trims == trims

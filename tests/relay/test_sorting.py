@@ -1,0 +1,108 @@
+"""When a message is due, and where it goes."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tarry_relay import port, sorting
+from tarry_relay.passage import Step
+from tarry_relay.relay_settings import Headers, SettingsError, Source, Target
+
+SENT_MS = 1_900_000_000_000
+TARGETS = (Target(name="due"), Target(pattern=r"mail\.\w+|orders", rate_limit=5))
+
+
+def sorter(on_bad: str = "dead_letter", **more: str) -> sorting.Sorting:
+    source = Source(name="orders", dead_letters="dead", on_bad=on_bad, target="due", **more)  # type: ignore[arg-type]
+    return sorting.Sorting(source, TARGETS)
+
+
+def read(**headers: str) -> port.Read:
+    named = {name.replace("_", "-"): text for name, text in headers.items()}
+    return port.Read(1, 2, port.Message(named, b""), "lane", SENT_MS)
+
+
+@pytest.mark.parametrize(
+    ("headers", "due_ms"),
+    [
+        ({"deliver_at": "1900000000123"}, 1_900_000_000_123),
+        ({"deliver_at": " 0 "}, 0),
+        ({"deliver_at": "2030-03-17T17:46:40Z"}, 1_900_000_000_000),
+        ({"deliver_at": "2030-03-17T18:46:40.5+01:00"}, 1_900_000_000_500),
+        ({"deliver_at": "2030-03-17T17:46:40.000001Z"}, 1_900_000_000_001),
+        ({"delay": "10s"}, SENT_MS + 10_000),
+        ({"delay": "0ms"}, SENT_MS),
+        ({"delay": "2d"}, SENT_MS + 172_800_000),
+        ({"delay_level": "1"}, SENT_MS + 1_000),
+        ({"delay_level": "18"}, SENT_MS + 7_200_000),
+    ],
+)
+def test_a_message_with_a_time_waits(headers: dict[str, str], due_ms: int) -> None:
+    assert sorter().sort(read(**headers)) == sorting.Sorted(Step.READ, "due", due_ms)
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ({"deliver_at": "1900000000"}, "header deliver-at is 1900000000, which can only be meant in seconds"),
+        ({"deliver_at": "tomorrow"}, "header deliver-at is 'tomorrow', which is neither Unix time in ms nor RFC 3339"),
+        ({"deliver_at": "2030-03-17T17:46:40"}, "has no time zone"),
+        ({"deliver_at": "9" * 19}, "is beyond"),
+        ({"delay": "-1s"}, "delay is '-1s', which is no delay"),
+        ({"delay": "1.5s"}, "no delay"),
+        ({"delay": "1s", "delay_level": "1"}, "headers delay and delay-level are given"),
+        ({"delay_level": "0"}, "header delay-level is '0'; it must be from 1 to 18"),
+        ({"target": "orders"}, "header target is 'orders', which is none of the targets"),
+        ({"target": "mail.a.b"}, "none of the targets"),
+    ],
+)
+def test_what_cannot_be_used_goes_to_the_dead_letters_with_the_reason(headers: dict[str, str], reason: str) -> None:
+    asked = sorter().sort(read(**headers))
+    assert (asked.step, asked.target) == (Step.BAD, "dead")
+    assert reason in asked.reason
+
+
+def test_a_message_without_a_time_goes_straight_on() -> None:
+    assert sorter().sort(read()) == sorting.Sorted(Step.DIRECT, "due")
+    assert sorter().sort(read(target="mail.news")) == sorting.Sorted(Step.DIRECT, "mail.news")
+
+
+def test_a_bad_time_passes_at_once_where_that_is_wanted_and_a_bad_target_does_not() -> None:
+    asked = sorter("now").sort(read(delay="soon", target="mail.news"))
+    assert (asked.step, asked.target) == (Step.DIRECT, "mail.news")
+    assert "no delay" in asked.reason
+    assert sorter("now").sort(read(delay="soon", target="x")).step is Step.BAD
+
+
+def test_what_was_lost_before_it_was_read_is_told() -> None:
+    asked = sorter().sort(port.Read(1, 2, None, "lane", SENT_MS))
+    assert (asked.step, asked.target) == (Step.BAD, "dead")
+
+
+def test_the_first_target_that_fits_has_the_limit() -> None:
+    named = sorter().setting_of("mail.news")
+    assert named is not None
+    assert named.rate_limit == 5
+
+
+def test_a_level_that_is_no_delay_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(SettingsError, match=r"source\.levels is '5', which is no delay"):
+        sorter(levels="1s 5")
+
+
+@given(st.datetimes(timezones=st.just(datetime.UTC)).filter(lambda moment: 1971 <= moment.year < 2200))
+def test_a_moment_is_never_early(moment: datetime.datetime) -> None:
+    due_ms = sorting.time_ms("deliver-at", moment.isoformat())
+    early = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(milliseconds=due_ms) - moment
+    assert datetime.timedelta(0) <= early < datetime.timedelta(milliseconds=1)
+
+
+@given(st.dictionaries(st.sampled_from(["deliver-at", "delay", "delay-level", "target"]), st.text()))
+def test_no_header_is_a_crash(headers: dict[str, str]) -> None:
+    first = sorter().sort(port.Read(1, 2, port.Message(headers, b""), "lane", SENT_MS))
+    assert first == sorter().sort(port.Read(1, 2, port.Message(headers, b""), "lane", SENT_MS))
+    assert sorting.due_at_ms({}, SENT_MS, Headers(), []) is None
