@@ -77,6 +77,8 @@ class Job(ChildProcess):
         observed = {
             **spark.environment(directory / f"{name}.conf", self._events),
             "PYTHONPATH": str(OBSERVER),
+            # The `python3` of spark-submit finds Spark.
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "OBSERVED_READS": str(self._reads),
             **(environment or {}),
         }
