@@ -46,7 +46,7 @@ class NatsBroker:
         self.output = NatsOutput(self._js, broker)
 
     async def findings(self) -> AsyncIterator[port.Finding]:
-        """As `port.Broker`."""
+        """Looks at the streams of source, retry log and targets; changes nothing."""
         name = self._settings.source.name
         info = await self.log.info()
         limits = info.config.retention == api.RetentionPolicy.LIMITS
@@ -65,10 +65,8 @@ class NatsBroker:
         yield port.Finding("size", not limit, f"stream {name}: {text}")
         if self._settings.retry is not None:
             yield await self._finding_of(self._settings.retry.name, "retry")
-        subjects = [each.name for each in self._settings.targets if each.name is not None]
-        for subject in dict.fromkeys((*subjects, self._settings.source.dead_letters)):
-            if subject:
-                yield await self._finding_of_target(subject)
+        for subject in self._settings.named_targets():
+            yield await self._finding_of_target(subject)
 
     async def _finding_of(self, stream: str, name: str) -> port.Finding:
         try:
@@ -106,12 +104,12 @@ class NatsLog:
         return await _asked(self._js.stream_info(self._stream))
 
     async def generation(self) -> str:
-        """As `port.Log`: when it was made."""
+        """The moment at which the stream was made, which another one of its name does not have."""
         created = (await self.info()).created
         return f"{created:%Y%m%dT%H%M%S.%f}Z"
 
     async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
-        """As `port.Log`: direct gets, many in flight."""
+        """The messages at these positions, by direct gets, many in flight; None for one that is gone for good."""
         ledgers, entries = zip(*positions, strict=True)
         sequences = NatsStream1.from_positions(list(ledgers), list(entries)).tolist()
         return await _each(self._fetch_one, sequences, self._in_flight)
@@ -127,7 +125,7 @@ class NatsLog:
         return None
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
-        """As `port.Log`."""
+        """The first sequence number that the stream still has, for each of the ledgers."""
         first = (await self.info()).state.first_seq
         return dict.fromkeys(ledgers, int(first))
 
@@ -148,7 +146,7 @@ class NatsReader:
         self._pulled: Any = None
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
-        """As `port.Reader`."""
+        """Fetches what comes next; nothing when nothing came within `wait_s`."""
         if self._pulled is None:
             await _asked(self._js.add_consumer(self._stream, self._asks_for))
             self._pulled = await _asked(self._js.pull_subscribe_bind(self._asks_for.durable_name, self._stream))
@@ -161,7 +159,7 @@ class NatsReader:
         return port.Portion([self._read(message) for message in found or ()])
 
     async def commit(self, read: Sequence[port.Read]) -> None:
-        """As `port.Reader`: each by itself, for what lies between may be another relay's."""
+        """Acknowledges messages, each by itself: what lies between may be another relay's."""
         for each in read:
             await _asked(each.receipt.ack())
 
@@ -192,7 +190,7 @@ class NatsOutput:
         self._in_flight = broker.in_flight
 
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
-        """As `port.Output`."""
+        """Publishes messages, many in flight; what is confirmed is durable."""
         return await _each(self._produce_one, messages, self._in_flight)
 
     async def _produce_one(self, outgoing: port.Outgoing) -> port.Produced:

@@ -51,7 +51,7 @@ class RedisBroker:
         self.output = RedisOutput(server, broker)
 
     async def findings(self) -> AsyncIterator[port.Finding]:
-        """As `port.Broker`."""
+        """Looks at the server, its clock, and the keys of source and targets; changes nothing."""
         source = self._settings.source.name
         kind = (await _asked(self._server.type(source))).decode()
         yield port.Finding("source", kind in ("stream", "none"), f"key {source}: is {_kind(kind)}")
@@ -69,11 +69,9 @@ class RedisBroker:
             yield port.Finding("durability", durable, text if durable else f"{text}: a crash may lose its last entries")
             evicts = told.get("maxmemory-policy", "noeviction")
             yield port.Finding("eviction", evicts == "noeviction", f"maxmemory-policy {evicts}")
-        named = [each.name for each in self._settings.targets if each.name is not None]
-        for target in dict.fromkeys((*named, self._settings.source.dead_letters)):
-            if target:
-                kind = (await _asked(self._server.type(target))).decode()
-                yield port.Finding("target", kind in ("stream", "none"), f"key {target}: is {_kind(kind)}")
+        for target in self._settings.named_targets():
+            kind = (await _asked(self._server.type(target))).decode()
+            yield port.Finding("target", kind in ("stream", "none"), f"key {target}: is {_kind(kind)}")
 
 
 class RedisLog:
@@ -85,7 +83,7 @@ class RedisLog:
         self._generation = server.register_script(_GENERATION)
 
     async def generation(self) -> str:
-        """As `port.Log`: kept as the name of a group of the stream."""
+        """A name that is kept as that of a group of the stream, and goes with the stream."""
         try:
             found = await _asked(self._generation([self._stream], [_GENERATION_PREFIX, secrets.token_hex(4)]))
         except redis.ResponseError as error:
@@ -94,7 +92,7 @@ class RedisLog:
         return _word(found)
 
     async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
-        """As `port.Log`: one pipeline."""
+        """The entries at these positions, by one pipeline; None for one that is gone for good."""
         ledgers, entries = zip(*positions, strict=True)
         async with self._server.pipeline(transaction=False) as calls:
             for entry_id in RedisSequences1.from_positions(list(ledgers), list(entries)):
@@ -103,7 +101,7 @@ class RedisLog:
         return [_message(entry[0][1]) if entry else None for entry in found]
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
-        """As `port.Log`: a ledger is a sequence number, and its entries are times."""
+        """The first entry that each ledger may still have: a ledger is a sequence number, its entries are times."""
         found = await _asked(self._server.xrange(self._stream, count=1))
         if not found:
             return {}
@@ -128,7 +126,7 @@ class RedisReader:
         self._claims_at_s = 0.0
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
-        """As `port.Reader`: what it had read before, what others have left, what is new."""
+        """Reads what this relay had read before, then what others have left, then what is new."""
         if not self._has_group:
             await self._make_group()
         try:
@@ -149,7 +147,7 @@ class RedisReader:
             raise port.NotThere(f"key {self._stream}: {error}") from error
 
     async def commit(self, read: Sequence[port.Read]) -> None:
-        """As `port.Reader`."""
+        """Acknowledges entries in the group of the stream."""
         await _asked(self._server.xack(self._stream, self._group, *(each.receipt for each in read)))
 
     async def _make_group(self) -> None:
@@ -193,7 +191,7 @@ class RedisOutput:
         self._produce = server.register_script(_PRODUCE)
 
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
-        """As `port.Output`: one pipeline."""
+        """Publishes messages by one pipeline, each once for its id; what is answered is in the stream."""
         async with self._server.pipeline(transaction=False) as calls:
             for each in messages:
                 fields: dict[bytes, bytes] = dict(each.message.body) if each.message and each.has_body else {}

@@ -125,34 +125,33 @@ class Target(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Messages a second, of each target by itself; None: as fast as it takes them."""
 
 
-class Nats(Struct, tag="nats", tag_field="kind", frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """NATS with JetStream; source and retry are streams, targets are subjects."""
+class _Server(Struct, tag_field="kind", frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What every broker is reached with."""
 
-    url: Name = "nats://127.0.0.1:4222"
-    credentials_file: str | None = None
     user: str | None = None
     password_file: str | None = None
     ca_file: str | None = None
     cert_file: str | None = None
     key_file: str | None = None
     timeout_s: Seconds = 5.0
+
+
+class Nats(_Server, tag="nats", frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """NATS with JetStream; source and retry are streams, targets are subjects."""
+
+    url: Name = "nats://127.0.0.1:4222"
+    credentials_file: str | None = None
     in_flight: Annotated[int, Meta(ge=1, le=10_000)] = 256
     """Requests that are not answered."""
     ack_wait_s: Seconds = 60.0
     """What was read and not committed for so long is read again, by any relay."""
 
 
-class Redis(Struct, tag="redis", tag_field="kind", frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Redis(_Server, tag="redis", frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Redis Streams, of one server; source, retry and targets are streams."""
 
     url: Name = "redis://127.0.0.1:6379"
     """Also rediss:// and unix://."""
-    user: str | None = None
-    password_file: str | None = None
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-    timeout_s: Seconds = 5.0
     once_s: Annotated[int, Meta(ge=1, le=86_400 * 30)] = 3_600
     """How long a target remembers what it has."""
     claim_s: Seconds = 60.0
@@ -168,6 +167,11 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     daemon: Daemon = Daemon()
     retry: Retry | None = None
     targets: tuple[Target, ...] = ()
+
+    def named_targets(self) -> list[str]:
+        """Where messages may go by a name that the file says, that of dead letters included, each once."""
+        names = (*(each.name for each in self.targets), self.source.dead_letters)
+        return [name for name in dict.fromkeys(names) if name]
 
 
 def load(path: Path) -> Settings:
