@@ -22,16 +22,6 @@ def token_of(shows: credentials.Credentials, target: str = HERE) -> str | None:
     return dict(shows.shown_to(target).metadata).get("authorization")
 
 
-@pytest.fixture
-def authority() -> Authority:
-    return Authority()
-
-
-@pytest.fixture
-def ca_file(tmp_path: Path, authority: Authority) -> Path:
-    return replaced(tmp_path / "ca.pem", authority.certificate)
-
-
 @pytest.mark.parametrize(
     "target",
     [

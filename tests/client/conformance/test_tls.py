@@ -47,16 +47,6 @@ ONCE = tarry.RetryPolicy(initial_s=1e9, max_s=1e9, uniform=lambda lowest_s, high
 
 
 @pytest.fixture
-def authority() -> Authority:
-    return Authority()
-
-
-@pytest.fixture
-def ca_file(tmp_path: Path, authority: Authority) -> Path:
-    return replaced(tmp_path / "ca.pem", authority.certificate)
-
-
-@pytest.fixture
 def token_file(tmp_path: Path) -> Path:
     return replaced(tmp_path / "token", TOKEN)
 
