@@ -17,7 +17,9 @@ A request names hand-outs by their redelivery counts, or any hand-out:
     one less       NACKED         NACKED at the new time, not counted: the request is repeated, or a time-out came first
     less           any            ignored: a newer hand-out comes, or is under way
 
-In any case nothing ends by an acknowledgement of the named hand-out any more.
+In any case nothing ends by an acknowledgement of the named hand-out any more. A message of a batch counts on from its
+entry, too: an entry may have two rows, the shared one and one of the subscription's own, and whoever was handed out
+either may still acknowledge it as a whole. That ends the messages which count no more than it does.
 
 A position that the subscription is owed no row of may be negatively acknowledged, too: a message that the dispatcher
 took from its log, or, `forwarded`, one that was acknowledged when it was passed on, and failed behind that. It gets a
@@ -189,7 +191,7 @@ class Redelivering:
             rows, found = _take_in_flight(state, index, left)
             if found.any():
                 taken = left.take(found)
-                counts = _next_counts(rows, taken.positions.redelivery_count)
+                counts = self._next_counts(state, index, rows, taken.positions.redelivery_count)
                 records += self._decide(state, index, rows, counts, taken.how, terms)
                 left = left.take(~found)
         if left.positions.batch_index is not None:
@@ -242,12 +244,12 @@ class Redelivering:
         asked = left.take(here)
         counts, named = rows.counts(), asked.positions.redelivery_count
         repeated = contained(rows.keys, state.nacks.keys & bitmap_of(rows.keys))
-        after = counts + (~repeated).astype(np.uint32)
         if named is not None:
             state.given_up(rows.keys, named)
             repeated &= named + np.uint32(1) == counts
+        after = np.where(repeated, counts, self._next_counts(state, index, rows, named))
+        if named is not None:
             meant = repeated | (named >= counts)
-            after = np.where(repeated, counts, named + np.uint32(1))
             rows, after, asked = rows.take(meant), after[meant], asked.take(meant)
             here[here] = meant
         if not len(rows):
@@ -398,6 +400,23 @@ class Redelivering:
 
     # ---- messages of batches
 
+    def _next_counts(self, state: SubscriptionState, index: Index, rows: KeyedRows, named: U32 | None) -> U32:
+        """The counts of rows of an index after this time. `named`: the hand-outs that the request names."""
+        counts = _counted_once_more(rows, named)
+        return np.maximum(counts, self._above(state, rows.rows)) if index.of_batch_parts else counts
+
+    def _above(self, state: SubscriptionState, parts: Rows) -> U32:
+        """Of each part the least count that no hand-out of its entry has had: an acknowledgement of one that was before
+        does not end the part.
+        """
+        entry_id, _ = of_part(parts.entry_id)
+        above = np.ones(len(parts), np.uint32)
+        for index in self._indexes.of_entries(state.subscription_id):
+            counts = state.counts.of(index.pages.find(parts.ledger_id, entry_id))
+            if counts is not None:
+                above = np.maximum(above, counts + np.uint32(1))
+        return above
+
     def _entries_of_new_parts(self, state: SubscriptionState, left: NackBatch) -> BitMap64:
         """The keys that the entries of parts may have which have no row yet."""
         entries = left.take(self._are_new_parts(state, left)).positions.entries()
@@ -444,7 +463,7 @@ class Redelivering:
             chosen = asked.take(here)
             index_id = batch_parts_of(state.subscription_id)
             new = _part_rows(chosen.positions, rows.rows.deliver_at_ms, rows.rows.key_hash)
-            counts = _next_counts(rows, chosen.positions.redelivery_count)
+            counts = np.maximum(_counted_once_more(rows, chosen.positions.redelivery_count), self._above(state, new))
             records += self._decide_new(state, index_id, new, counts, chosen.how, terms)
             stays = np.ones(len(left), np.bool_)
             stays[fresh[here]] = False
@@ -574,8 +593,8 @@ def _part_rows(parts: HeldPositions, deliver_at_ms: U64, key_hash: U32 | None) -
     return Rows(deliver_at_ms, parts.ledger_id, part_entry_id(parts.entry_id, parts.batch_index), key_hash)
 
 
-def _next_counts(rows: KeyedRows, named: U32 | None) -> U32:
-    """The counts of rows after this time. `named`: the hand-outs that the request names, none before a row's."""
+def _counted_once_more(rows: KeyedRows, named: U32 | None) -> U32:
+    """One more than the counts of the rows, or than `named`: the hand-outs that the request names."""
     return (rows.counts() if named is None else named) + np.uint32(1)
 
 

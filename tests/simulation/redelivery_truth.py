@@ -165,9 +165,8 @@ class RedeliveryTruth:
     ) -> None:
         number = record.subscription_id
         what = f"topic {topic.name}: {position} of {deliver_at_ms} for subscription {number}"
-        base = 0
+        base = self._count_of_entry(topic, header.slot, number, position, count)
         if record.added:
-            base = self._count_of_entry(topic, header.slot, number, position, deliver_at_ms, count)
             self._oracle.new_row(topic, header.slot, position, deliver_at_ms)
         row = topic.rows.get(position)
         if row is None:
@@ -189,20 +188,19 @@ class RedeliveryTruth:
         row.nacked[number] = Nacked(redeliver_at_ms, count, times, header.slot, header.epoch)
 
     @staticmethod
-    def _count_of_entry(
-        topic: TopicTruth, slot: int, number: int, position: Position, deliver_at_ms: int, count: int
-    ) -> int:
-        """From where the first count of a part goes on. What became of its entry in the same slot may come after."""
+    def _count_of_entry(topic: TopicTruth, slot: int, number: int, position: Position, count: int) -> int:
+        """From where a part counts on at least: the hand-outs of its entry, by either row. What became of its entry in
+        the same slot may come after.
+        """
         if not is_part(position):
             return 0
+        base = 0
         for key in (entry_of(position), in_index(entry_of(position), number)):
             row = topic.rows.get(key)
-            if row is not None and row.deliver_at_ms == deliver_at_ms and number in topic.owes(row):
-                nacked = row.nacked.get(number)
-                if nacked is None:
-                    return 0
-                return min(nacked.count, count - 1) if nacked.slot == slot else nacked.count
-        return 0
+            nacked = row.nacked.get(number) if row is not None and number in topic.owes(row) else None
+            if nacked is not None:
+                base = max(base, min(nacked.count, count - 1) if nacked.slot == slot else nacked.count)
+        return base
 
     def _check_count(
         self,
@@ -215,10 +213,17 @@ class RedeliveryTruth:
         epoch: int,
         what: str,
     ) -> None:
-        """One more than before, or, of what is waiting, as before; or one more than was named."""
+        """One more than before, or, of what is waiting, as before; or one more than was named. What somebody asked for
+        counts above `base`.
+        """
         before = row.nacked.get(number)
         named_counts = topic.redeliveries.named[topic.asked_as(number, position)]
+        by_request = topic.redeliveries.timeout_ms(number) is None
+        if before is not None and count > before.count and count <= base and by_request:
+            self._breach(f"{what} counts {count}, and leaves with a hand-out of its entry that was before: {base}")
         if count - 1 in named_counts and count - 1 >= (base if before is None else before.count):
+            return
+        if before is not None and count == base + 1 > before.count:
             return
         if before is None:
             if count != base + 1:

@@ -268,6 +268,36 @@ def test_entry_a_of_what_came_later_than_the_part_ends_the_part() -> None:
     one.nothing_comes()
 
 
+def test_entry_with_two_rows_n_of_a_part_of_one_a_of_the_other_the_part_stays() -> None:
+    one, own_ms = handed_out(), START_MS + 50
+    one.topic.add([P], own_ms, subscription_id=1)
+    one.topic.now_ms = own_ms
+    assert one.handed_out() == [(P, own_ms, 0)]
+    assert one.nack(0, time_ms=own_ms) == DONE
+    one.later()
+    assert one.handed_out() == [(P, own_ms, 1)]
+    assert one.nack(0, part=5) == DONE
+    assert one.ack(0) == DONE
+    assert one.ack(1, time_ms=own_ms) == DONE
+    one.later()
+    assert one.handed_out() == [(part_of(1, P, 5)[1:], START_MS, 2)]
+    assert one.ack(2, part=5) == DONE
+    one.nothing_comes()
+
+
+def test_entry_and_a_part_are_out_again_n_of_the_part_a_of_the_entry_the_part_stays() -> None:
+    one = handed_out()
+    one.nack(0, part=5)
+    for count in (0, 1):
+        one.nack(count)
+        one.later()
+        one.handed_out()
+    assert one.nack(1, part=5) == DONE
+    assert one.ack(2) == DONE
+    one.later()
+    assert one.handed_out() == [(part_of(1, P, 5)[1:], START_MS, 3)]
+
+
 def test_entry_h_a_of_the_entry_n_of_a_part_a_new_part() -> None:
     one = handed_out()
     one.ack(0)

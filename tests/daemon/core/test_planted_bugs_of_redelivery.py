@@ -422,6 +422,10 @@ def another_hand_out_is_held(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(journaled_topic, "rows_claimed", without_counts)
 
 
+def a_part_counts_on_from_one_row_of_its_entry(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Redelivering, "_above", lambda self, state, parts: np.ones(len(parts), np.uint32))
+
+
 def an_entry_takes_later_parts_along(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(acknowledgements, "_later", lambda state, parts, first_keys, counts: BitMap64())
 
@@ -531,6 +535,10 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     (only_what_is_in_flight_is_nacked, every_order.test_h_s_n_what_is_ready_again_is_nacked),
     (another_hand_out_is_held, every_order.test_after_k_a_position_is_held_only_by_the_name_that_its_row_has),
     (an_entry_takes_later_parts_along, every_order.test_entry_h_n_of_a_part_a_of_the_entry_the_part_stays),
+    (
+        a_part_counts_on_from_one_row_of_its_entry,
+        every_order.test_entry_with_two_rows_n_of_a_part_of_one_a_of_the_other_the_part_stays,
+    ),
     (
         a_late_row_has_no_time,
         every_order.test_h_a_n_the_subscription_gets_a_row_of_its_own_with_the_time_and_the_next_count,

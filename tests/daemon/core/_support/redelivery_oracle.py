@@ -232,6 +232,9 @@ class RedeliveryOracle(Oracle):
             for place in self.found_of(number, claim, in_flight=in_flight):
                 count = self.count_after(number, place, claim.delivery, in_flight=in_flight)
                 if count is not None:
+                    repeats = place in self.subscribers[number].nacked and count == self.count_of(number, place)
+                    if index_ids.is_of_batch_parts(place[0]) and not repeats:
+                        count = max(count, self.count_above(number, claim.at))
                     return place, self.rows[place], count
         first_count = 1 if claim.delivery is None else claim.delivery + 1
         place = (number, *claim.at)
@@ -244,10 +247,18 @@ class RedeliveryOracle(Oracle):
                     count = self.subscribers[number].counts.get(whole, 0)
                     if claim.delivery is None or claim.delivery >= count:
                         row = Row(self.rows[whole].deliver_at_ms, self.rows[whole].key_hash, passed=True)
-                        return place, row, max(count + 1, first_count)
+                        return place, row, max(count + 1, first_count, self.count_above(number, claim.at))
         if (claim.deliver_at_ms and not forwarded) or self.is_owed_entry(number, claim):
             return None
         return place, Row(min(claim.deliver_at_ms, now_ms), key_hash, passed=True), first_count
+
+    def count_of(self, number: int, place: Place) -> int:
+        return self.subscribers[number].counts.get(place, 0)
+
+    def count_above(self, number: int, entry: Position) -> int:
+        """More than any hand-out of the entry as a whole has had, by either of its rows."""
+        wholes = places_named(number, Claim(entry, 0))
+        return 1 + max(self.count_of(number, whole) for whole in wholes)
 
     def count_after(self, number: int, place: Place, named: int | None, *, in_flight: bool) -> int | None:
         """The count of a row when it is negatively acknowledged; None where another hand-out of it is named."""
