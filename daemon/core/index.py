@@ -95,6 +95,7 @@ class Index:
         self.levels = LevelRows(self.present_among)
         self.mutable = self._new_mutable(now_ms)
         self._left_out: set[str] = set()
+        self._merged_away: set[str] = set()
         self._noted_added: list[BitMap64] = []
 
     def _new_mutable(self, now_ms: int) -> MutableBucket:
@@ -144,10 +145,23 @@ class Index:
             return list(self.sealed.values())
         return [bucket for name, bucket in self.sealed.items() if name not in self._left_out]
 
+    @property
+    def expected(self) -> list[SealedBucket]:
+        """The sealed buckets whose rows are still to be passed by themselves, or with what took the bucket's place."""
+        damaged = self._left_out - self._merged_away
+        return [bucket for name, bucket in self.sealed.items() if name not in damaged]
+
     def leave_out(self, name: str) -> None:
         """The bucket's object is damaged: its rows stay where they are, the other buckets go on."""
         self._left_out.add(name)
         self._counts.left_out(name)
+
+    def leave_to_merged(self, name: str) -> None:
+        """The bucket's object is no more, and what took its place is not served yet: its rows stay where they are until
+        then, and keys wait for them; all else goes on.
+        """
+        self._merged_away.add(name)
+        self.leave_out(name)
 
     # ---- membership
 
@@ -375,6 +389,7 @@ class Index:
             if not self._of_page[page]:
                 del self._of_page[page]
         self._left_out.discard(name)
+        self._merged_away.discard(name)
         self.cache.discard_bucket(name)
         return bucket
 

@@ -300,7 +300,7 @@ class Indexes(Mapping[int, Index]):
     def has_unread(self, subscription_id: int, now_ms: int) -> bool:
         """Whether a subscription is owed rows of a segment that is due and not in memory: others may pass them."""
         return any(
-            bucket.is_unread(self.cache, now_ms) for index in self.serving(subscription_id) for bucket in index.readable
+            bucket.is_unread(self.cache, now_ms) for index in self.serving(subscription_id) for bucket in index.expected
         )
 
     def first_unpassed(self, subscription_id: int) -> Place | None:
@@ -312,7 +312,7 @@ class Indexes(Mapping[int, Index]):
         places = (
             bucket.first_waiting(self.cache, self._passing_ms)
             for index in self.serving(subscription_id)
-            for bucket in index.readable
+            for bucket in index.expected
         )
         return min((place for place in places if place is not None), default=None)
 

@@ -221,8 +221,8 @@ class BucketLife:
             return True
         index = self._topic.indexes.holding(bucket)
         if index is not None:
-            # What is due does not wait for it.
-            index.leave_out(bucket)
+            # What is due does not wait for it, but for what has its key.
+            index.leave_to_merged(bucket)
         await self.learn(tip)
         return False
 

@@ -165,7 +165,7 @@ class RedeliveryTruth:
     ) -> None:
         number = record.subscription_id
         what = f"topic {topic.name}: {position} of {deliver_at_ms} for subscription {number}"
-        base = self._count_of_entry(topic, header.slot, number, position, count)
+        base = _count_of_entry(topic, header.slot, number, position, count)
         if record.added:
             self._oracle.new_row(topic, header.slot, position, deliver_at_ms)
         row = topic.rows.get(position)
@@ -186,21 +186,6 @@ class RedeliveryTruth:
         if count > (base if before is None else before.count):
             self._check_who(topic, number, position, row, what)
         row.nacked[number] = Nacked(redeliver_at_ms, count, times, header.slot, header.epoch)
-
-    @staticmethod
-    def _count_of_entry(topic: TopicTruth, slot: int, number: int, position: Position, count: int) -> int:
-        """From where a part counts on at least: the hand-outs of its entry, by either row. What became of its entry in
-        the same slot may come after.
-        """
-        if not is_part(position):
-            return 0
-        base = 0
-        for key in (entry_of(position), in_index(entry_of(position), number)):
-            row = topic.rows.get(key)
-            nacked = row.nacked.get(number) if row is not None and number in topic.owes(row) else None
-            if nacked is not None:
-                base = max(base, min(nacked.count, count - 1) if nacked.slot == slot else nacked.count)
-        return base
 
     def _check_count(
         self,
@@ -270,7 +255,8 @@ class RedeliveryTruth:
         row = topic.rows.get(position)
         strange = is_part(position) or count - 1 in known.named[topic.asked_as(number, position)]
         if row is not None and number in topic.owes(row):
-            self._check_count(topic, row, number, position, count, 0, header.epoch, what)
+            base = _count_of_entry(topic, header.slot, number, position, count)
+            self._check_count(topic, row, number, position, count, base, header.epoch, what)
             self._check_who(topic, number, position, row, what)
         elif row is not None or (position not in topic.missing and deliver_at_ms and not strange):
             self._breach(f"{what} is not owed: {row}")
@@ -318,6 +304,23 @@ class RedeliveryTruth:
         if not any(letter.is_asked_for(each.filter) for each in asked):
             self._breach(f"{what} is {'replayed' if replays else 'purged'}, and nobody asked for it")
         return letter
+
+
+def _count_of_entry(topic: TopicTruth, slot: int, number: int, position: Position, count: int) -> int:
+    """From where a part that counts `count` goes on at least: the hand-outs of its entry, by either row. What became of
+    that in the same slot may come after.
+    """
+    if not is_part(position):
+        return 0
+    entry = entry_of(position)
+    ended_in, _ = topic.redeliveries.ended.get((number, entry), (0, 0.0))
+    base = count - 1 if ended_in == slot else 0
+    for key in (entry, in_index(entry, number)):
+        row = topic.rows.get(key)
+        nacked = row.nacked.get(number) if row is not None and number in topic.owes(row) else None
+        if nacked is not None:
+            base = max(base, min(nacked.count, count - 1) if nacked.slot == slot else nacked.count)
+    return base
 
 
 def _rows(

@@ -197,6 +197,10 @@ def what_is_missing_is_still_a_duplicate(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Index, "present_among", present)
 
 
+def what_was_merged_away_holds_up_no_key(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Index, "leave_to_merged", Index.leave_out)
+
+
 def what_is_added_again_is_still_missing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(quarantine, "added_again", lambda damaged, added, slot: None)
 
@@ -414,6 +418,10 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     (
         what_is_in_flight_is_not_counted_for_the_limit,
         test_leases.test_all_together_hold_no_more_than_the_subscription_allows,
+    ),
+    (
+        what_was_merged_away_holds_up_no_key,
+        test_quarantine.test_a_bucket_that_was_merged_away_holds_up_keys_until_what_took_its_place_is_served,
     ),
     (what_is_missing_is_still_a_duplicate, test_quarantine.test_adding_the_range_again_heals_it_without_doubling),
     (what_is_added_again_is_still_missing, test_quarantine.test_adding_the_range_again_heals_it_without_doubling),

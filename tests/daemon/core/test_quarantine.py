@@ -58,6 +58,25 @@ def test_a_bucket_that_is_found_damaged_holds_up_nobody_before_its_manifest_says
     assert not indexes.readable
 
 
+def test_a_bucket_that_was_merged_away_holds_up_keys_until_what_took_its_place_is_served() -> None:
+    topic = with_subscriptions(1)
+    topic.add(ROWS, [NOW_MS + 10 + number for number in range(len(ROWS))])
+    topic.seal()
+    indexes = topic.core.indexes
+    (name,) = topic.core.index.sealed
+    indexes.cache.discard_bucket(name)
+    topic.core.index.leave_to_merged(name)
+    assert not indexes.readable
+    assert indexes.wanted_segments(NOW_MS + 100) == []
+    topic.now_ms = NOW_MS + 100
+    assert topic.pass_due(1_000) == 0
+    assert indexes.has_unread(1, topic.now_ms)
+    assert indexes.first_unpassed(1) == (NOW_MS + 10, 0, 0)
+    topic.core.drop(name)
+    assert not indexes.has_unread(1, topic.now_ms)
+    assert indexes.first_unpassed(1) is None
+
+
 def test_adding_the_range_again_heals_it_without_doubling() -> None:
     topic, name = sealed(2)
     one = opened(topic, 1)
