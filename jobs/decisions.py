@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, assert_never
 
 import numpy as np
 
@@ -174,9 +174,12 @@ class Decisions:
             case RescheduleRecord():
                 self._removed(record.subscription_id, record.rows.ledger_id, record.rows.entry_id)
                 self._added(record.subscription_id, record.rows)
-            case AcknowledgeRecord() | DeadLetterRecord():
+            case AcknowledgeRecord():
                 self._acknowledged(record, slot)
-                if isinstance(record, DeadLetterRecord) and record.subscription_id in self._ids:
+            case DeadLetterRecord():
+                if record.leaves_backlog:
+                    self._acknowledged(record, slot)
+                if record.subscription_id in self._ids:
                     self.dead_letters[record.subscription_id].came(_dead_letters_of(record))
             case WaiveRecord() if record.subscription_id in self._ids:
                 self._waived(record.subscription_id, record.positions, slot)
@@ -190,6 +193,11 @@ class Decisions:
                 self.dead_letters[record.subscription_id].left(record.dead_letter_id)
             case PurgeRecord() if record.subscription_id in self._ids:
                 self.dead_letters[record.subscription_id].left(record.dead_letter_id)
+            case WaiveRecord() | NackRecord() | ReplayRecord() | PurgeRecord():
+                # The subscription is no more.
+                pass
+            case _:
+                assert_never(record)
 
     def _decided(self, index_id: int) -> IndexEvents:
         events = self.of(index_id)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import assert_never
 
 import numpy as np
 from pyroaring import BitMap64
@@ -52,7 +53,6 @@ from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import (
     AcknowledgeRecord,
     AddRecord,
-    DeadLetterReason,
     DeadLetterRecord,
     GoneReason,
     GoneRecord,
@@ -231,7 +231,7 @@ class Topic:
             case NackRecord() if record.subscription_id in self.subscriptions:
                 self.redelivery.nacked(record, slot, elapsed_ms=elapsed_ms)
             case DeadLetterRecord():
-                if record.reason is not DeadLetterReason.TRIMMED:
+                if record.leaves_backlog:
                     self.acknowledging.acknowledged(record, slot)
                 if record.subscription_id in self.subscriptions:
                     self.dead_lettering.buried(record)
@@ -250,6 +250,11 @@ class Topic:
                 with self.index.named(record.positions) as keys:
                     waived = entitlement.waive(self.index, keys, record.subscription_id)
                     self.subscriptions[record.subscription_id].drop(keys, backlog_rows=len(waived))
+            case NackRecord() | ReplayRecord() | PurgeRecord() | WaiveRecord():
+                # The subscription is no more.
+                pass
+            case _:
+                assert_never(record)
 
     def _has_index(self, index_id: int) -> bool:
         return index_id == SHARED or subscription_of(index_id) in self.subscriptions

@@ -147,8 +147,8 @@ class NackRecord(_OfRows):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class DeadLetterRecord(_OfRows):
-    """Positions that became dead letters of a subscription, and leave its backlog as if it had acknowledged them; they
-    need not have rows in the index.
+    """Positions that became dead letters of a subscription, and leave its backlog as if it had acknowledged them; of
+    those that were trimmed other records say that. They need not have rows in the index.
 
     `redelivery_count`: u32[n], how often each was negatively acknowledged; `dead_letter_id`: u64[n], ascending;
     `dead_at_ms`: u64[n]. `text`: what the dispatcher said.
@@ -168,6 +168,11 @@ class DeadLetterRecord(_OfRows):
     def __post_init__(self) -> None:
         _check_index(self)
         _check_columns(self)
+
+    @property
+    def leaves_backlog(self) -> bool:
+        """Whether the rows leave by this record. Trimmed ones leave by the `Gone` and `Waive` of its slot."""
+        return self.reason is not DeadLetterReason.TRIMMED
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -166,6 +166,34 @@ def test_a_row_that_was_added_again_is_owed_to_everybody(store: WatchedStore) ->
     assert (owed(store, state, S), owed(store, state, OTHER)) == ([0, 2], [0, 1, 2])
 
 
+def test_a_row_that_is_trimmed_with_dead_letters_for_one_is_owed_to_the_others(store: WatchedStore) -> None:
+    topic = subscribed(store, subscription(S), subscription(OTHER))
+    topic.seal([topic.write(rows(1, 0, 1, 2))])
+    shard = Shard(topic)
+    shard.add(7, 9)
+    trimmed = rows(1, 0, 1, due_ms=0)
+    shard.write(
+        slot_format.WaiveRecord(topic.topic_id, 1, S, position_bitmaps(*rows_columns(1, 0, 1))),
+        slot_format.DeadLetterRecord(
+            topic.topic_id,
+            1,
+            S,
+            0,
+            trimmed,
+            np.zeros(2, np.uint32),
+            np.array([1, 2], np.uint64),
+            np.full(2, NOW_MS, np.uint64),
+            slot_format.DeadLetterReason.TRIMMED,
+            "",
+        ),
+    )
+    state = state_of(store)
+    assert entries(store, state) == [0, 1, 2], "the seal covers the first slot"
+    assert (owed(store, state, S), owed(store, state, OTHER)) == ([2], [0, 1, 2])
+    (letters,) = [each.dead_letters for each in state.subscriptions if each.stored.subscription_id == S]
+    assert letters.dead_letter_id.tolist() == [1, 2]
+
+
 def rows_columns(ledger: int, *entry_ids: int) -> tuple[U64, U64]:
     made = rows(ledger, *entry_ids)
     return made.ledger_id, made.entry_id

@@ -133,13 +133,15 @@ class TopicTruth:
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Removal:
     """A request that removes rows: a subscription is deleted, or (`positions`) rows are trimmed, for one subscription
-    or (None) for all, or (everything) the topic is deleted; or (`cancels`) rows are cancelled.
+    or (None) for all, or (everything) the topic is deleted; or (`cancels`) rows are cancelled. `buries`: what is
+    trimmed becomes dead letters.
     """
 
     topic: str
     subscription: str | None
     positions: Callable[[Position], bool] | None = None
     cancels: bool = False
+    buries: bool = False
 
     def names(self, position: Position) -> bool:
         return self.positions is not None and self.positions(entry_of(position))

@@ -252,16 +252,10 @@ class RedeliveryTruth:
         if dead_letter_id <= known.last_ids.get(number, 0):
             self._breach(f"{what} follows {known.last_ids[number]}")
         known.last_ids[number] = dead_letter_id
-        row = topic.rows.get(position)
-        strange = is_part(position) or count - 1 in known.named[topic.asked_as(number, position)]
-        if row is not None and number in topic.owes(row):
-            base = _count_of_entry(topic, header.slot, number, position, count)
-            self._check_count(topic, row, number, position, count, base, header.epoch, what)
-            self._check_who(topic, number, position, row, what)
-        elif row is not None or (position not in topic.missing and deliver_at_ms and not strange):
-            self._breach(f"{what} is not owed: {row}")
-        self._check_reason(topic, record, position, count, what)
-        known.died[number, position] = header.slot
+        if record.reason is DeadLetterReason.TRIMMED:
+            self._check_trimmed(topic, number, position, what)
+        else:
+            self._check_death(topic, header, record, position, deliver_at_ms, count, what)
         topic.withdrawn[entry_of(position)] += 1
         letter = DeadLetter(
             dead_letter_id,
@@ -274,7 +268,40 @@ class RedeliveryTruth:
             header.slot,
         )
         known.dead_letters.setdefault(number, {})[dead_letter_id] = letter
-        self._oracle.acknowledged(topic, header.slot, number, position, deliver_at_ms, died=True)
+        if record.reason is not DeadLetterReason.TRIMMED:
+            known.died[number, position] = header.slot
+            self._oracle.acknowledged(topic, header.slot, number, position, deliver_at_ms, died=True)
+
+    def _check_trimmed(self, topic: TopicTruth, number: int, position: Position, what: str) -> None:
+        """It is only listed: what leaves the backlog says another record of its slot, which comes before."""
+        name = topic.subscriptions[number].name
+        asked = [each for each in self._oracle.removals.values() if each.topic == topic.name and each.buries]
+        if not any(each.subscription == name and each.names(position) for each in asked):
+            self._breach(f"{what} is trimmed, and nobody asked for it")
+        row = topic.rows.get(position)
+        if row is not None and number in topic.owes(row):
+            self._breach(f"{what} is trimmed, and is still owed: {row}")
+
+    def _check_death(
+        self,
+        topic: TopicTruth,
+        header: SlotHeader,
+        record: DeadLetterRecord,
+        position: Position,
+        deliver_at_ms: int,
+        count: int,
+        what: str,
+    ) -> None:
+        number, known = record.subscription_id, topic.redeliveries
+        row = topic.rows.get(position)
+        strange = is_part(position) or count - 1 in known.named[topic.asked_as(number, position)]
+        if row is not None and number in topic.owes(row):
+            base = _count_of_entry(topic, header.slot, number, position, count)
+            self._check_count(topic, row, number, position, count, base, header.epoch, what)
+            self._check_who(topic, number, position, row, what)
+        elif row is not None or (position not in topic.missing and deliver_at_ms and not strange):
+            self._breach(f"{what} is not owed: {row}")
+        self._check_reason(topic, record, position, count, what)
 
     def _check_reason(
         self, topic: TopicTruth, record: DeadLetterRecord, position: Position, count: int, what: str

@@ -440,8 +440,10 @@ class Clients:
             last_entry_id=np.array([last[ledger_id] for ledger_id in ledgers], np.uint64),
             all_lower_ledgers=lower,
         )
-        trimming = functools.partial(daemon.engine.requests.trim, topic, subscription, ranges)
-        await self._remove(daemon, Removal(topic, subscription, trimmed), trimming)
+        dead_letter = subscription is not None and sum(last.values()) % 2 == 0
+        trim = daemon.engine.requests.trim
+        trimming = functools.partial(trim, topic, subscription, ranges, dead_letter=dead_letter)
+        await self._remove(daemon, Removal(topic, subscription, trimmed, buries=dead_letter), trimming)
 
     async def _remove(self, daemon: Daemon, removal: Removal, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         sent = self._promises.sending(daemon, removal.topic)
