@@ -86,7 +86,7 @@ def list_shard(root: Root, shard: int, topic_ids: Sequence[str] | None) -> Liste
 
 
 def portion_bytes(total_bytes: int, parallelism: int) -> int:
-    """So much makes a task: several for each that runs at once, neither tiny nor so large that one is waited for."""
+    """How much makes a task: several for each that runs at once, neither tiny nor so large that one is waited for."""
     return max(PORTION_BYTES_MIN, min(PORTION_BYTES_MAX, total_bytes // (4 * parallelism)))
 
 

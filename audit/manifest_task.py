@@ -232,7 +232,7 @@ def not_there(listed: Sequence[int], seen: Sequence[ManifestsSeen], tip: int, ke
 
 
 def lost(root: Root, place: Place, candidates: Sequence[int], kept: int) -> list[int]:
-    """Those of the candidates that are not there and that no newer tip explains. Raises the store's errors."""
+    """Candidates that are not there and that no newer tip explains. Raises the store's errors."""
     log_of = root.log(place.of_topic) if place.topic_id else None
     gone = [number for number in candidates if not _is_there(root, names.numbered_key(place.manifest_prefix, number))]
     if not gone:

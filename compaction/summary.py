@@ -163,7 +163,7 @@ def counts(results: Iterable[RunResult]) -> RunCounts:
 
 
 def refusals(results: Iterable[RunResult]) -> tuple[Refusal, ...]:
-    """Those that were refused, at the last attempt or before."""
+    """The runs that were refused, at the last attempt or before."""
     return tuple(
         Refusal(
             topic=result.topic,

@@ -32,7 +32,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Amount:
-    """So many runs, and what they read: sources and their bytes."""
+    """How many runs, and what they read: sources and their bytes."""
 
     runs: int = 0
     sources: int = 0
@@ -109,7 +109,7 @@ class Waves:
         self._topics[work.topic].under_way -= 1
 
     def refused(self, work: Work, *, read: bool = True) -> bool:
-        """It cannot be done as it was planned; whether its topic is planned again. `read`: whether its sources were
+        """A run cannot be done as it was planned; whether its topic is planned again. `read`: whether its sources were
         read, or may have been; if not, others may read as much.
         """
         if not read and self._bytes_left is not None:

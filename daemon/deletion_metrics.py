@@ -65,7 +65,7 @@ class DeletionMetrics:
             self._in_flight.labels(_label(component))
 
     def recorded(self, ledger_type: LedgerType, deletions: int = 1) -> None:
-        """So many are durable that were not recorded before."""
+        """Counts deletions that are durable and were not recorded before."""
         self._recorded.labels(_label(ledger_type)).inc(deletions)
 
     def attempted(self) -> None:

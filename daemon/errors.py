@@ -23,11 +23,11 @@ class NotFound(CallerError):
 
 
 class AlreadyExists(CallerError):
-    """It exists with other properties."""
+    """The topic or subscription exists with other properties."""
 
 
 class Conflict(CallerError):
-    """It cannot be together with what is open or leased now; it can when that is gone. The message says what it is."""
+    """The request conflicts with what is open or leased now. The message says what that is."""
 
 
 class Unauthenticated(CallerError):

@@ -501,7 +501,7 @@ class Metrics:
         objects: int,
         size_bytes: int,
     ) -> None:
-        """So many objects, which nothing needed any more, were deleted."""
+        """Counts objects that nothing needed any more, and that were deleted."""
         self._collected_objects.labels(kind).inc(objects)
         self._collected_bytes.labels(kind).inc(size_bytes)
 
@@ -511,7 +511,7 @@ class Metrics:
         self._given_up.inc(given_up)
 
     def set_orphans_refused(self, shard: int, size_bytes: int) -> None:
-        """So much was not deleted by the last listing of the shard, since it is suspiciously much."""
+        """Sets what the last listing of the shard did not delete, since it is suspiciously much."""
         self._orphans_refused.labels(str(shard)).set(size_bytes)
 
     def set_tombstones(self, *, objects: int, size_bytes: int) -> None:

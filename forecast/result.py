@@ -152,7 +152,7 @@ class Forecast:
         return int(load.step[place]), int(load.rows[place])
 
     def busiest_topics(self, count: int) -> list[TopicForecast]:
-        """Those with the most load within the horizon, and of equal ones those with the most overdue."""
+        """The topics with the most load within the horizon, and of equal ones those with the most overdue."""
 
         def order(topic: TopicForecast) -> tuple[int, int, str]:
             return -topic.load.rows_within, -topic.overdue_rows, topic.topic
@@ -164,7 +164,7 @@ class Forecast:
         ]
 
     def busiest_steps(self, count: int, *, topics: int = 3) -> list[BusyStep]:
-        """Those with the most load, the most first, the earlier of equal ones first."""
+        """The steps with the most load, the most first, the earlier of equal ones first."""
         load = self.load
         places = np.lexsort((load.step, -load.rows))[:count]
         steps = load.step[places]

@@ -144,7 +144,7 @@ class Decisions:
 
     @property
     def indexes(self) -> list[IndexEvents]:
-        """Those that anything is known of, by their ids."""
+        """The indexes that anything is known of, by their ids."""
         return [self._indexes[index_id] for index_id in sorted(self._indexes)]
 
     def has_index(self, index_id: int) -> bool:

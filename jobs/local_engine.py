@@ -41,7 +41,7 @@ _CONTEXT: Final = multiprocessing.get_context("forkserver")
 
 
 def cores() -> int:
-    """Those that this process may run on."""
+    """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

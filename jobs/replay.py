@@ -4,11 +4,11 @@ Owns: which rows are left in no sealed bucket, what is gone and acknowledged of 
 acknowledgements still count.
 Does not own: which events there are (`decisions`), and what is stored before them (`topic_reading`).
 
-At most one row of a position is in an index. So of the rows of a sealed bucket one is gone as soon as any event removes
-its position, and of those in no bucket the last event counts that added or removed it. What a subscription did to a
-position says something of the row that was there: of a sealed one, which was there before all events, anything does; of
-another what came after it was added. A row leaves when an acknowledgement finds that every subscription which was
-created before it has acknowledged the row, or never was owed it.
+At most one row of a position is in an index. So a row of a sealed bucket is gone as soon as any event removes its
+position, and of a row in no bucket the last event counts that added or removed it. What a subscription did counts for
+the row that was there at that moment. A sealed row was there before all events, so all of them count for it. For
+another row only what came after its add counts. A row leaves when an acknowledgement finds that every subscription
+which was created before it has acknowledged the row, or never was owed it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BEFORE_ALL: Final = np.int64(-1)
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class IndexState:
-    """`nacked`: by subscription."""
+    """What is left of one index. `nacked`: by subscription, what its negative acknowledgements still name."""
 
     buckets: tuple[BucketState, ...]
     unsealed: UnsealedRows

@@ -45,7 +45,7 @@ def read_slot(store: object_store.ObjectStore, shard: int, slot: int) -> Slot | 
 
 
 def read_run(store: object_store.ObjectStore, shard: int, slots: range) -> list[Slot]:
-    """These slots, up to the first that is absent. Raises SlotDamaged, and the store's errors."""
+    """The slots of a run, up to the first that is absent. Raises SlotDamaged, and the store's errors."""
     keys = [names.journal_slot_key(shard, slot) for slot in slots]
     try:
         bodies = store.get_run(keys)

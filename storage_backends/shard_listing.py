@@ -35,7 +35,7 @@ class Listed:
         return sorted(zip(self.manifests, self._manifest_bytes, strict=True))
 
     def forget(self, deleted: Iterable[str]) -> None:
-        """These objects were deleted since."""
+        """Forgets objects that were deleted since."""
         for key in deleted:
             self.objects.pop(key, None)
 

@@ -23,6 +23,7 @@ PACKAGES = {
     "audit": "audit",
     "spark_tables": "spark_tables",
     "client/src/tarry": "tarry",
+    "relay/src/tarry_relay": "tarry_relay",
 }
 # Made from other files.
 GENERATED = ("storage_backends.formats.generated", "tarry.v1", "tarry.threads")
@@ -105,6 +106,21 @@ def test_a_circle_is_found() -> None:
     rooms = ["a", "b", "c"]
     graph = {name: {after} for name, after in itertools.pairwise([*rooms, rooms[0]])}
     assert set(circle_in(graph)) == set(rooms)
+
+
+# What a docstring that is shown by itself does not begin with: nobody sees what they stand for.
+POINTING = {"As", "It", "Its", "Of", "So", "That", "Their", "They", "These", "This"}
+
+
+def test_a_docstring_stands_by_itself() -> None:
+    pointing = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}: {text.splitlines()[0]}"
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_")
+        if (text := ast.get_docstring(node)) and text.split()[0].strip(",:;.") in POINTING
+    ]
+    assert pointing == []
 
 
 # Programs and models of their own, which a suite runs, and servers.

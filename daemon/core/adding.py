@@ -77,7 +77,7 @@ class AddOutcome:
         return AddOutcome(0, 0, _NO_ROWS, 0, _NO_ROWS, np.empty(0, np.uint64), refused)
 
     def placed(self, places: U32, refused: Refused) -> AddOutcome:
-        """As of the request of which only the rows at `places`, those that are not refused, were decided on."""
+        """The outcome for the request of which only the rows at `places`, which are not refused, were decided on."""
         return dataclasses.replace(
             self,
             returned_index=places[self.returned_index],

@@ -54,7 +54,7 @@ def first_keys_of(parts: BitMap64) -> U64:
 
 
 def first_key_of(parts: U64) -> U64:
-    """Of each part by its key that of the first part of its entry."""
+    """The key of the first part of its entry, for each part by its key."""
     first: U64 = parts & ~np.uint64(BATCH_INDEX_MAX)
     return first
 

@@ -97,24 +97,24 @@ class BucketCounts:
     # ---- sealed buckets
 
     def sealed_came(self, bucket: SealedBucket) -> None:
-        """It is in its index."""
+        """A sealed bucket has come into its index."""
         self._index_of[bucket.name] = bucket.index_id
         self.readable[bucket.name] = bucket
         if not bucket.present_rows:
             self.emptied(bucket)
 
     def sealed_left(self, name: str) -> None:
-        """It is in its index no more."""
+        """A sealed bucket has left its index."""
         del self._index_of[name]
         self.readable.pop(name, None)
         self.empty.pop(name, None)
 
     def left_out(self, name: str) -> None:
-        """Its object is damaged, or missing."""
+        """The object of a sealed bucket is damaged, or missing."""
         self.readable.pop(name, None)
 
     def emptied(self, bucket: SealedBucket) -> None:
-        """The last of its rows is gone."""
+        """The last row of a sealed bucket is gone."""
         if bucket.name in self._index_of:
             self.empty[bucket.name] = bucket
 

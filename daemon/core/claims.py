@@ -53,7 +53,7 @@ class HeldPositions:
         )
 
     def places(self) -> Places:
-        """Of each its place in the request."""
+        """The place of each claim in the request."""
         return np.arange(len(self)) if self.place is None else self.place
 
     @staticmethod
@@ -69,28 +69,30 @@ class HeldPositions:
         return np.full(len(self), NO_BATCH_INDEX, np.uint32) if self.batch_index is None else self.batch_index
 
     def are_parts(self) -> Mask:
-        """Which of them are one message of their entry."""
+        """Which of the positions are one message of an entry."""
         parts: Mask = self._batch_indexes() != NO_BATCH_INDEX
         return parts
 
     def entries(self) -> HeldPositions:
-        """Their entries, each as a whole; any hand-out of it."""
+        """The entries of the positions, each as a whole; any hand-out of it."""
         return HeldPositions(self.ledger_id, self.entry_id, self.deliver_at_ms)
 
     def with_entries(self) -> HeldPositions:
-        """They, and the entries of those that are messages of a batch."""
+        """The positions, and the entries of those that are messages of a batch."""
         parts = self.are_parts()
         return HeldPositions.concat(self, self.take(parts).entries()) if parts.any() else self
 
     def rows_in(self, index: Index) -> Rows:
-        """The rows that they are in an index that they may be in."""
+        """The positions as rows of an index that they may be in."""
         entry_id = self.entry_id
         if self.batch_index is not None and index.of_batch_parts:
             entry_id = part_entry_id(entry_id, self.batch_index)
         return Rows(self.deliver_at_ms, self.ledger_id, entry_id)
 
     def keys_in(self, index: Index) -> U64:
-        """Their keys; UNKNOWN_KEY where no bucket holds the page, and of those that cannot be in such an index."""
+        """The keys of the positions in an index; UNKNOWN_KEY where no bucket holds the page, and of what cannot be in
+        such an index.
+        """
         if self.batch_index is None and index.of_batch_parts:
             return np.full(len(self), UNKNOWN_KEY, np.uint64)
         rows = self.rows_in(index)
@@ -163,7 +165,7 @@ Fits = Callable[[KeyedRows, HeldPositions], Mask]
 def claimed_in(
     index: Index, claims: HeldPositions, found: KeyedRows, fits: Fits
 ) -> tuple[KeyedRows, HeldPositions, HeldPositions]:
-    """Of claims those that are for rows of an index: (these rows, their claims, the claims that are left).
+    """Claims that are for rows of an index: (these rows, their claims, the claims that are left).
 
     `found`: of `find_in_backlog`. Of claims for one row the first one that fits counts.
     """

@@ -103,8 +103,8 @@ _COLUMNS: dict[str, type[np.unsignedinteger[Any]]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class DeadLetterFilter:
-    """Those that everything that is given holds for. `ids`: ascending. `ledgers`: the first and the last, both
-    included. `from_ms` <= dead_at_ms < `until_ms`.
+    """A choice of dead letters: everything that is given holds for them. `ids`: ascending. `ledgers`: the first and the
+    last, both included. `from_ms` <= dead_at_ms < `until_ms`.
     """
 
     ids: U64 | None = None
@@ -267,8 +267,8 @@ class DeadLetters:
             del self._chunks[number], self._left_rows[number]
 
     def page(self, wanted: DeadLetterFilter, after_id: int, limit: int) -> DeadLetterPage:
-        """Those of the filter with ids above `after_id`, ascending, at most `limit`. Looks at a bounded number of
-        rows.
+        """The dead letters of a filter with ids above `after_id`, ascending, at most `limit`. Looks at a bounded number
+        of rows.
         """
         found: list[DeadLetterRows] = []
         rows_found = looked_at = 0

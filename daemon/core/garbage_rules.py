@@ -76,7 +76,7 @@ def due_at_ms(tombstone: Tombstone) -> int:
 
 
 def due(tombstones: Iterable[Tombstone], now_ms: int) -> list[Tombstone]:
-    """Those whose time has come."""
+    """The tombstones whose time has come."""
     return [each for each in tombstones if due_at_ms(each) <= now_ms]
 
 

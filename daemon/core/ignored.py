@@ -101,7 +101,7 @@ def why_ignored(
 
 
 def are_kept_back(state: SubscriptionState, found: KeyedRows) -> BitMap64:
-    """Those rows of the backlog that wait for a NACKED one of their key: who had them does not hold them any more."""
+    """Which rows of the backlog wait for a NACKED one of their key: who had them does not hold them any more."""
     if state.key_shared is None or not len(found):
         return BitMap64()
     kept_back = found.keys[state.key_shared.are_kept_back(found)]

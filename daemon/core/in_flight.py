@@ -43,11 +43,11 @@ class Watcher(Protocol):
     def came(self, rows: KeyedRows, dispatchers: U32) -> None: ...
 
     def claimed(self, rows: KeyedRows, dispatchers: U32) -> None:
-        """They left by a request, or by time: a decision on them is about to be staged."""
+        """Rows left the table by a request, or by time: a decision on them is about to be staged."""
         ...
 
     def returned(self, rows: KeyedRows, dispatchers: U32) -> None:
-        """They left otherwise: nothing has to become durable."""
+        """Rows left the table otherwise: nothing has to become durable."""
         ...
 
 

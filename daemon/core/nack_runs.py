@@ -166,7 +166,7 @@ class Run:
         return self._batch is None
 
     def clear(self) -> None:
-        """Its rows are elsewhere now."""
+        """Forgets the rows: they are elsewhere now."""
         self.parts, self._batch, self.rows = [], None, 0
         self._at_first_row()
 
@@ -202,14 +202,14 @@ class Run:
         return self.parts[0].place_at(self.offset + row, places)
 
     def first(self, rows: int) -> NackColumns:
-        """So many rows from the front of the first part."""
+        """Takes so many rows from the front of the first part."""
         part = self.parts[0]
         if self._integers is None and part.is_bitmap and rows < len(part):
             self._integers = part.integers()
         return part.columns(self.offset, self.offset + rows, self._integers)
 
     def advance(self, rows: int) -> None:
-        """They are read; they are of the first part."""
+        """Passes rows of the first part that were read."""
         self.offset += rows
         self.rows -= rows
         if self.offset == len(self.parts[0]):

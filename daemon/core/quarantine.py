@@ -97,7 +97,7 @@ class QuarantinedBucket(Bucket):
         return named
 
     def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:
-        """They are missing no longer: added again, or gone."""
+        """Positions are missing no longer: added again, or gone."""
         if self.positions_known:
             return super().remove(keys)
         hit = self.missing(keys)

@@ -96,7 +96,7 @@ class PendingRows:
         self._since_begin = 0
 
     def end_count(self, rows: int) -> None:
-        """So many rows were found pending since `begin_count`."""
+        """Ends a count: so many rows were found pending since `begin_count`."""
         self._counted = rows
         self._since_count = self._since_begin
 

@@ -85,7 +85,7 @@ class NackBatch:
 
     @property
     def first_counts(self) -> U32:
-        """Of each the count that a row has which it gets, this time included."""
+        """The count of the row that each position gets, this time included."""
         named = self.positions.redelivery_count
         return np.ones(len(self), np.uint32) if named is None else named + np.uint32(1)
 

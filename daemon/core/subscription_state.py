@@ -210,7 +210,7 @@ class SubscriptionState:
         return rows if counts is None else dataclasses.replace(rows, redelivery_count=counts)
 
     def are_ended_by(self, keys: U64, counts: U32 | None) -> Mask | None:
-        """Of which of the positions an acknowledgement that names those redelivery counts ends the hand-out; None: of
+        """Whether an acknowledgement with those redelivery counts ends the hand-out of each position; None: of
         all. `counts`: None: of any.
         """
         if counts is None:

@@ -7,9 +7,8 @@ Does not own: waiting for slots, timers and loading (`daemon.topic`), and what i
     request -> stage_*: a decision, in columns -> one journal slot -> apply_*: the state changes -> the answer
 
 Nothing that is staged is visible: it neither comes due nor is it handed out. Adds, acknowledgements, negative ones,
-cancellations and reschedules that are staged together commute: an add names positions that have no row, an
-acknowledgement positions that are due, the last two positions that are not and that nothing else names, and what a
-negative acknowledgement names nothing else does.
+cancellations and reschedules of one slot never name the same position, so their order does not matter: an add names
+positions without a row, an acknowledgement and a negative one due rows, the last two rows that are not due.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Ledgers(Protocol):
 
 
 def pending_deletes(given: Sequence[pb.PendingDelete]) -> tuple[list[stored.PendingDelete], dict[int, str]]:
-    """Those that can be read, in order; and the places of the others, with what is wrong with each."""
+    """The deletions that can be read, in order; and the places of the others, with what is wrong with each."""
     deletes, problems = [], {}
     for index, each in enumerate(given):
         try:

@@ -198,7 +198,7 @@ class DeletionRequests:
     async def list_deletes(
         self, state: ListedState, wanted: DeletionFilter, page_size: int, after: DeletionPlace | None
     ) -> DeletionPage:
-        """Those that are asked for behind the place `after`, `next_after` of the page before."""
+        """The deletions that are asked for behind the place `after`, `next_after` of the page before."""
         limit, clock = _page_deletions(page_size), self._environment.clock
         as_of_ms, until_s = clock.now_ms(), clock.elapsed_s() + LOOK_S
         found: list[ListedDeletion] = []

@@ -43,7 +43,7 @@ NEWEST_COUNTS = 0.2
 
 
 class DeletionWorkers:
-    """Those of one daemon, on one event loop. `shards`: those that are served. `failed` hears of ended tasks."""
+    """The workers of one daemon, on one event loop. `shards`: those that are served. `failed` hears of ended tasks."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ END_LOOK_S = 0.05
 
 
 def ending_s(settings: Config) -> float:
-    """So long an orderly end waits for what stores are asked."""
+    """How long an orderly end waits for what stores are asked, in seconds."""
     return min(ATTEMPTS_END_S, ATTEMPTS_END_PART * settings.daemon.drain_s)
 
 
@@ -350,12 +350,14 @@ class ShardDeletions:
         return [Attempt(self, deletion) for deletion in begun.attempts]
 
     def started(self, attempt: Attempt) -> None:
-        """Its thread begins."""
+        """The thread of a deletion begins."""
         self._under_way.add(attempt)
         self._environment.metrics.deletions.attempted()
 
     def put_back(self, attempt: Attempt) -> bool:
-        """Its guard has refused it: whether it is to be made again when it may; nothing was deleted by it."""
+        """The guard of a deletion has refused it: whether it is to be made again when it may; nothing was deleted by
+        it.
+        """
         self._under_way.discard(attempt)
         return not attempt.over and not self.is_closed
 

@@ -41,7 +41,7 @@ class Claimed:
 
 
 class Candidate:
-    """This daemon as a candidate for the shards. `waiting` hears what it waits for."""
+    """A daemon as a candidate for the shards. `waiting` hears what it waits for."""
 
     def __init__(self, environment: Environment, *, waiting: Callable[[str], None]) -> None:
         self._environment = environment

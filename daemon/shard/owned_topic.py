@@ -35,11 +35,11 @@ class OwnedTopic:
         return self.served.last_changed_slot <= self.commits.manifest.applied
 
     def cut(self) -> checkpoint_parts.TopicCut:
-        """It as it is now, for a checkpoint."""
+        """The topic as it is now, for a checkpoint."""
         return self.life.cut()
 
     def close(self, error: Exception) -> None:
-        """It is served here no longer."""
+        """The topic is served here no longer."""
         self.life.close()
         self.served.close(error)
         self.commits.close()

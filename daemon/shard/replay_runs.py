@@ -2,7 +2,7 @@
 
 Owns: which decisions of neighbouring slots may be applied as one, and in which order then.
 Does not own: what a decision does when it is applied (`daemon.core.topic`), and merging within a slot
-(`journal_writer`).
+(`SlotBuilder` of `storage_backends.formats.slot_format`).
 
 Only adds and acknowledgements are merged, in runs that nothing else interrupts. Within a run the adds come first: those
 of different positions commute, and an acknowledgement of a position never overtakes its add. A position that is added

@@ -112,7 +112,7 @@ class KeySharedStream(OpenStream):
         return self.flushed()
 
     def grant(self, permits: int, consumer_id: int) -> None:
-        """That many more rows may be sent to a consumer; nothing when it is not there any more."""
+        """Grants permits: that many more rows may be sent to a consumer; nothing when it is not there any more."""
         number = self._numbers.get(consumer_id)
         if number is not None and self._ended is None:
             self._sharing.grant(self, number, permits)

@@ -62,7 +62,7 @@ class SubscriptionOfLeases(Protocol):
 
     @property
     def line(self) -> WaitingLine:
-        """Those who wait for rows."""
+        """The line of those who wait for rows."""
         ...
 
     def check_mode(self, *, key_shared: bool) -> None:

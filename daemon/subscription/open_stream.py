@@ -55,7 +55,7 @@ class SubscriptionOfStreams(Protocol):
 
     @property
     def line(self) -> WaitingLine:
-        """Those who wait for rows."""
+        """The line of those who wait for rows."""
         ...
 
     def next_dispatcher(self) -> int:
@@ -161,7 +161,7 @@ class DispatchStream(OpenStream):
         self._took_many = False
 
     def grant(self, permits: int) -> None:
-        """That many more rows may be handed out."""
+        """Grants permits: that many more rows may be handed out."""
         self.permits = min(self.permits + permits, PERMITS_MAX)
         self.notify()
 

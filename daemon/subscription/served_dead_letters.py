@@ -94,7 +94,7 @@ class TopicDeadLetters:
     async def page(
         self, state: SubscriptionState, asked: DeadLetterFilter, page_size: int, after_id: int
     ) -> DeadLetterPage:
-        """Those that are asked for with a higher id, ascending. Raises NotFound, InvalidArgument."""
+        """The dead letters that are asked for with a higher id, ascending. Raises NotFound, InvalidArgument."""
         limit = limits.page_rows(page_size)
         clock = self._environment.clock
         as_of_ms, until_s = clock.now_ms(), clock.elapsed_s() + LOOK_S
@@ -111,7 +111,7 @@ class TopicDeadLetters:
             self._topic.check_there(state)
 
     async def replay(self, state: SubscriptionState, asked: DeadLetterFilter, *, delay_ms: int) -> Replayed:
-        """Those that are asked for are rows of the subscription again, due in `delay_ms` from now; returns when that is
+        """Dead letters become rows of the subscription again, due in `delay_ms` from now; returns when that is
         durable.
 
         Raises NotFound, DelayTooLong, QuotaExceeded; OutcomeUnknown when it takes long: it goes on.
@@ -122,7 +122,9 @@ class TopicDeadLetters:
         return await self._answered("replay", self._replay(state, asked, self._environment.clock.now_ms() + delay_ms))
 
     async def purge(self, state: SubscriptionState, asked: DeadLetterFilter) -> int:
-        """Those that are asked for are forgotten; how many, when that is durable. Raises NotFound, and as `replay`."""
+        """Forgets the dead letters that are asked for; how many, when that is durable. Raises NotFound, and as
+        `replay`.
+        """
         return await self._answered("purge", self._purge(state, asked))
 
     # ---- decisions

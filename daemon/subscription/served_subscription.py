@@ -143,14 +143,16 @@ class ServedSubscription:
         self.notify()
 
     def end(self, error: Exception) -> None:
-        """Its streams and leases end with the error."""
+        """The streams and leases of the subscription end with the error."""
         for stream in list(self.streams.values()):
             self.close_stream(stream)
             stream.end(error)
         self.leases.end(error)
 
     def abandon(self, error: Exception) -> None:
-        """Its streams end with the error. None is asked to give anything back: the state cannot be relied on."""
+        """The streams of the subscription end with the error. None is asked to give anything back: the state cannot be
+        relied on.
+        """
         streams = list(self.streams.values())
         self.streams.clear()
         for stream in streams:

@@ -219,7 +219,7 @@ class KeySharing:
         self._ask(shared)
 
     def grant(self, stream: KeySharedStream, number: int, permits: int) -> None:
-        """That many more rows may be sent to a consumer."""
+        """Grants permits: that many more rows may be sent to a consumer."""
         shared = self._open()
         shared.key_shared.grant(number, permits)
         self._ask(shared)

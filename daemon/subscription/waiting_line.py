@@ -21,7 +21,7 @@ class Waiter(Protocol):
 
 
 class WaitingLine:
-    """Those who wait, in the order in which they began to."""
+    """The line of those who wait, in the order in which they began to."""
 
     def __init__(self) -> None:
         self._waiters: dict[Waiter, None] = {}

@@ -34,7 +34,7 @@ class Sleeper(Protocol):
 
     @property
     def tick_ms(self) -> int:
-        """Its wake-ups are batched by as much, only ever later."""
+        """The topic's wake-ups are batched by as much, only ever later."""
         ...
 
     def wake(self, now_ms: int) -> int | None:
@@ -42,7 +42,7 @@ class Sleeper(Protocol):
         ...
 
     def failed(self, error: Exception) -> None:
-        """It could not be woken: it is woken no more until it is scheduled again."""
+        """The topic could not be woken: it is woken no more until it is scheduled again."""
         ...
 
 

@@ -80,7 +80,7 @@ class Failures:
         self._seen: dict[str | int, tuple[int, float]] = {}
 
     def delay_s(self, name: str | int, *, now_s: float) -> float:
-        """It has failed once more at `now_s`, monotonic seconds: how long to wait. The first time costs nothing."""
+        """Something failed once more at `now_s`, monotonic seconds: how long to wait. The first time costs nothing."""
         self._seen = {each: (count, at_s) for each, (count, at_s) in self._seen.items() if now_s - at_s < FORGET_S}
         count, _ = self._seen.get(name, (0, now_s))
         self._seen[name] = (count + 1, now_s)

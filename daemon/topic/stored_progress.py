@@ -33,7 +33,9 @@ def of_topic(pages: PageTable, bits: Iterable[BucketBits], redelivery: Redeliver
 
 
 def to_stored(pages: PageTable, bits: Iterable[BucketBits]) -> Progress:
-    """Its part on buckets; those of which nothing is gone or acknowledged are left out. O(n): runs in an executor."""
+    """The part of a progress on buckets; those of which nothing is gone or acknowledged are left out. O(n): runs in an
+    executor.
+    """
     buckets = []
     for each in bits:
         gone = BitMap64.union(*each.gone) if each.gone else BitMap64()

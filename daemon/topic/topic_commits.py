@@ -61,7 +61,9 @@ class Overtaken(commit.Refused):
 
 
 def overtaken(refused: commit.Refused, *, epoch: int) -> Overtaken | None:
-    """That, if it is what the refusal means for the owner of `epoch`; None: the topic is another's, or no more."""
+    """An `Overtaken`, if that is what the refusal means for the owner of `epoch`; None: the topic is another's, or no
+    more.
+    """
     tip: commit.Tip[TopicManifest] | None = refused.tip
     if tip is None or tip.manifest.owner_epoch != epoch or tip.manifest.deleted:
         return None

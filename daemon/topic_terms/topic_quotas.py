@@ -120,7 +120,7 @@ class TopicQuotas:
         return coming
 
     def take(self, slot: asyncio.Future[int], *, rows: int, coming: RowsOfSeconds | None) -> None:
-        """So many pending rows, and rows that come due in these seconds, are staged; they are applied with the slot."""
+        """Takes room for staged rows, pending and by the second they come due in; they are applied with the slot."""
         self.pending.accepted(rows)
         self._staged_rows += rows
         self._last_staged += 1

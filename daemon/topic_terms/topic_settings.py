@@ -1,7 +1,8 @@
 """What holds for one topic and its subscriptions: the daemon's configuration, and what was set for them.
 
-Owns: the limits of a policy, and which of policy and configuration counts.
-Does not own: storing a policy (`topic_changes`, `topic_changes`) and what the settings do.
+Owns: the limits of both kinds of policy, and for topics which of policy and configuration counts.
+Does not own: storing a policy (`topic_changes`), what the settings do, and the defaults of a subscription's policy:
+each stands where it counts (`subscription_state`, `negative_acknowledging`, `requests`).
 """
 
 from __future__ import annotations

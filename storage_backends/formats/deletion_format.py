@@ -352,7 +352,7 @@ def fill_state(message: deletion_pb2.DeletionState, state: DeletionState) -> Non
 
 
 def state_of(message: deletion_pb2.DeletionState, what: str, offset: int) -> DeletionState:
-    """Its deletions are made from the message at the time they are read. Raises FormatError."""
+    """A state whose deletions are made from the message at the time they are read. Raises FormatError."""
     for each in message.deletions:
         if not (each.pending_delete.component and each.pending_delete.ledger_type):
             raise format_errors.FormatError(

@@ -164,6 +164,8 @@ class TopicDelayLevels:
 
 
 class RedeliveryKind(enum.IntEnum):
+    """How the delay of a redelivery follows from how often there was one."""
+
     CONSTANT = 1
     LINEAR = 2
     EXPONENTIAL = 3
@@ -247,8 +249,8 @@ class SubscriptionPolicy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Subscription:
-    """Owed rows have `deliver_at_ms` > `since_ms`. Acknowledgements in slots up to `created_slot` did not wait for
-    it.
+    """A subscription in the manifest of its topic. It is owed the rows of the shared index with `deliver_at_ms` above
+    `since_ms`. A row that others acknowledged in slots up to `created_slot` may be gone: nobody waited for it then.
     """
 
     subscription_id: int

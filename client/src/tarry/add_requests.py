@@ -182,7 +182,7 @@ class AddRequests(Generic[Answer]):
         return [self._failed(number, request, error) for number, request in self._in_flight.items()]
 
     def remove(self, request_id: int) -> None:
-        """Its answer is settled."""
+        """Forgets a request whose answer is settled."""
         del self._in_flight[request_id]
 
     def _unmet(self, needs: attempts.Need | None) -> errors.Unsupported | None:

@@ -59,7 +59,7 @@ class NotFound(TarryError):
 
 
 class AlreadyExists(TarryError):
-    """It exists with other properties."""
+    """The topic or subscription exists with other properties."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 

@@ -36,7 +36,7 @@ class Inbox(Generic[Received]):
         return len(self._waiting)
 
     def append(self, event: Received) -> None:
-        """It came last."""
+        """Appends an event behind all that wait."""
         self._waiting.append(event)
         self._count(event, 1)
 

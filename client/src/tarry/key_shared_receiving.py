@@ -90,7 +90,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
 
     @property
     def consumers(self) -> tuple[key_shared.Consumer, ...]:
-        """Those that were not removed, in the order in which they were added."""
+        """The consumers that were not removed, in the order in which they were added."""
         return tuple(each.consumer for each in self._consumers.values())
 
     # What its user does.

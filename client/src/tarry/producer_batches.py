@@ -273,7 +273,7 @@ class Batches(Generic[Answer]):
         return outcomes
 
     def remove(self, batch: Batch[Answer]) -> None:
-        """Its rows are settled."""
+        """Forgets a batch whose rows are settled."""
         if batch in self._unanswered:
             self._unanswered.remove(batch)
             self.outstanding -= len(batch)

@@ -332,7 +332,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         return [streams.Settled(number, request.answer, None, error) for number, request in self._unconfirmed.items()]
 
     def remove(self, request_id: int) -> None:
-        """Its answer is settled."""
+        """Forgets a request whose answer is settled."""
         was_bounded = self._is_bounded
         self._unconfirmed_rows -= self._unconfirmed.pop(request_id).size_rows
         if was_bounded:

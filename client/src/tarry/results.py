@@ -135,8 +135,8 @@ class Ignored(reasons.RowsWithReasons[IgnoredReason]):
         )
 
     def placed(self, places: NDArray[np.int64], rows: int) -> Ignored:
-        """As of a request of `rows` positions that was sent without those that are not among `places`: these were taken
-        back before.
+        """The result for a request of `rows` positions that was sent without those that are not among `places`: these
+        were taken back before.
         """
         taken_back = np.setdiff1d(np.arange(rows), places)
         index = np.concatenate([places[self.index], taken_back])

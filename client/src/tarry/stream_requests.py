@@ -53,7 +53,7 @@ class Request(Generic[Answer]):
         return self.size_rows if self.sent_places is None else len(self.sent_places)
 
     def message(self) -> bytes:
-        """Its bytes, to be sent now."""
+        """The bytes of the request, to be sent now."""
         self.sent_places = self.places
         return self.encode(self.request_id, self.rows)
 
@@ -101,7 +101,7 @@ class Joined(Generic[Answer]):
     attempt: int = 1
 
     def message(self) -> bytes:
-        """Its bytes, to be sent now."""
+        """The bytes of the request, to be sent now."""
         for member in self.members:
             member.sent_places = member.places
         positions = batch.concatenate([member.positions for member in self.members])

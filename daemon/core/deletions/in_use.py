@@ -198,7 +198,7 @@ class LedgersInUse:
         return len(self._rows.plain) + len(self._rows.named)
 
     def beside(self, ledgers: InUseLedgers) -> InUseLedgers:
-        """Those that are not among `ledgers`, which are of the same type. O(n): for a thread."""
+        """The ledgers that are not among `ledgers`, which are of the same type. O(n): for a thread."""
         others = self._rows.without(_rows(self._topic, ledgers))
         matrix = np.concatenate([_widened([others.plain]), _widened([others.named])])
         return InUseLedgers(self._type, *_ledgers(matrix))

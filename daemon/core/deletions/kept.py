@@ -69,7 +69,7 @@ class FrozenDeletions:
         return MadeWhenRead(sorted(self._rows), self._made)
 
     def of_topic(self, topic: str) -> Iterator[Deletion]:
-        """Those of one topic; the others are not made."""
+        """The deletions of one topic; the others are not made."""
         wanted = {number for number, kind in enumerate(self._kinds) if kind is not None and kind.topic == topic}
         return (self._made(each) for each, row in self._rows.items() if wanted and _kind_number(row) in wanted)
 
@@ -97,7 +97,7 @@ class KeptDeletions:
         return self._kinds.numbers.get(kind)
 
     def kind(self, number: int) -> Kind:
-        """That of a number which a deletion has."""
+        """The kind that a number stands for, which a deletion has."""
         return _of(self._kinds.kinds, number)
 
     def kind_number_of(self, deletion_id: int) -> int:
@@ -141,7 +141,7 @@ class _Kinds:
         self._drivers: dict[Driver, tuple[Driver, int]] = {}
 
     def use(self, kind: Kind) -> int:
-        """Its number; one more deletion has it."""
+        """The number of a kind; one more deletion has it."""
         number = self.numbers.get(kind)
         if number is None:
             number = self._new(kind)

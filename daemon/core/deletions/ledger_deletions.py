@@ -172,7 +172,7 @@ class LedgerDeletions:
         return self._waiting.hand_out(now_ms, limit, latest_ms)
 
     def take_back(self, ids: Iterable[int]) -> None:
-        """Those that `due` handed out, and for which no BeginDeletes will be decided: they are due as before."""
+        """Takes back what `due` handed out, and for which no BeginDeletes will be decided: they are due as before."""
         self._waiting.take_back(ids)
 
     @property

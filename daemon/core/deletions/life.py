@@ -38,7 +38,7 @@ def recorded(deletion_id: int, topic: str, delete: PendingDelete, at_ms: int, *,
 
 
 def begun(deletion: Deletion) -> Deletion:
-    """Its next attempt has begun. An attempt before that was never answered may still delete at any moment: whoever
+    """The next attempt has begun. An attempt before that was never answered may still delete at any moment: whoever
     made it may only have been stopped for a while.
     """
     maybe_deleted = deletion.maybe_deleted or deletion.begun
@@ -46,7 +46,7 @@ def begun(deletion: Deletion) -> Deletion:
 
 
 def found_in_use(deletion: Deletion, at_ms: int) -> Deletion:
-    """It ends before its attempt begins, as long as its owner says so."""
+    """The deletion ends before its attempt begins, as long as its owner says so."""
     return dataclasses.replace(_ended(deletion, DeletionOutcome.IN_USE, at_ms, IN_USE_TEXT), held=True)
 
 

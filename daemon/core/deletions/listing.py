@@ -31,7 +31,7 @@ class ListedState(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletionFilter:
-    """Those that everything that is given holds for. `topic`: empty for every one."""
+    """A choice of deletions: everything that is given holds for them. `topic`: empty for every one."""
 
     topic: str = ""
     component: LedgerComponent | None = None
@@ -56,7 +56,7 @@ ALL = DeletionFilter()
 def page(
     deletions: KeptDeletions, ids: BitMap64, wanted: DeletionFilter, after_id: int, limit: int
 ) -> tuple[list[Deletion], int | None]:
-    """Of `ids` those above `after_id` that the filter holds for, ascending, at most `limit`; and the `after_id` of the
+    """Those of `ids` above `after_id` that the filter holds for, ascending, at most `limit`; and the `after_id` of the
     next page, None when there is none. Looks at a bounded number: a page may be short, or empty, and yet have a next.
     """
     found: list[Deletion] = []

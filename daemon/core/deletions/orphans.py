@@ -137,7 +137,7 @@ class Pairing:
         self._waiting: dict[OffloadedName, ListedLedger] = {}
 
     def add(self, ledgers: Iterable[ListedLedger]) -> list[ListedLedger]:
-        """Those that are whole now. Raises QuotaExceeded when more than `waiting_max` wait."""
+        """Adds orphans that are whole now. Raises QuotaExceeded when more than `waiting_max` wait."""
         whole = []
         for ledger in ledgers:
             seen = self._waiting.pop(ledger.name, None)

@@ -16,7 +16,7 @@ _ID_MASK = (1 << _ID_BITS) - 1
 
 
 class Waiting:
-    """Those handed out are known to nobody else: after a restart they are due again."""
+    """Deletions that wait. Those handed out are known to nobody else: after a restart they are due again."""
 
     def __init__(self) -> None:
         # Due time and id in one number, which takes half of what a pair does.

@@ -20,7 +20,6 @@ delivered before comes first. Rules, each with its module:
     draining_hashes         a slot that moved follows when nobody else holds rows of it; hash_holds: and that is durable
     last_sent_position      or: who joined receives nothing behind what was sent before, until that is acknowledged
     nack_blocks, nack_order a slot waits for its NACKED row, and what is held behind that is taken back
-    planning                all of them together, for columns of rows
-    plans                   the same for messages that are not delayed and have no row
-    key_shared              the whole; stats: what is shown of it
+    key_planning            all of them together, for columns of rows
+    key_share               the whole, and plans for messages that are not delayed and have no row
 """

@@ -158,7 +158,7 @@ class Consumers:
     # ---- permits
 
     def grant(self, number: int, permits: int, permits_max: int) -> bool:
-        """That many more rows may be sent to a consumer; whether it had none."""
+        """Grants a consumer permits: that many more rows may be sent to a consumer; whether it had none."""
         ordinal = self._ordinals[number]
         had = int(self._permits[ordinal])
         self._permits[ordinal] = min(had + permits, permits_max)

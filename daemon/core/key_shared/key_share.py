@@ -166,7 +166,7 @@ class KeyShared:
         self._in_flight.watcher = None
 
     def grant(self, number: int, permits: int) -> None:
-        """That many more rows may be sent to a consumer."""
+        """Grants permits: that many more rows may be sent to a consumer."""
         if self.consumers.grant(number, permits, PERMITS_MAX):
             self._look_again = True
 

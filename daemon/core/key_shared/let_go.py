@@ -60,7 +60,7 @@ class LetGo:
         self._again[:] = True
 
     def found(self, rows: KeyedRows, passed_over: KeyedRows) -> KeyedRows:
-        """Those of rows that the reader found at nobody which are sought. `passed_over`: those that are READY."""
+        """The sought ones of the rows that the reader found at nobody. `passed_over`: those that are READY."""
         chosen = self._sought[slots_of(rows.key_hash())]
         if len(passed_over):
             # What is behind a READY row of its slot must not overtake it.

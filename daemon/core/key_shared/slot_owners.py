@@ -59,7 +59,7 @@ class SlotOwners:
             raise InvariantViolated(f"ordinals {min(ordinals)} to {max(ordinals)} are not within 1 to {ORDINAL_MAX}")
 
     def admit(self, joiners: Sequence[Joiner]) -> None:
-        """They are there, without slots."""
+        """New consumers are there, without slots."""
         self.check_new(joiners)
         self._slots.update((joiner.ordinal, 0) for joiner in joiners)
 
@@ -69,7 +69,7 @@ class SlotOwners:
             raise InvariantViolated(f"of consumers {sorted(ordinals)} one has not joined, or leaves twice")
 
     def dismiss(self, ordinals: Collection[int]) -> None:
-        """They are there no longer; they have no slots any more."""
+        """Consumers are there no longer; they have no slots any more."""
         for ordinal in ordinals:
             if left := self._slots.pop(ordinal):
                 raise InvariantViolated(f"consumer {ordinal} leaves with {left} hash slots")

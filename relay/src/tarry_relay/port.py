@@ -110,7 +110,7 @@ class Log(Protocol):
         ...
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
-        """Of each ledger the first entry that the log may still have; everything before it is gone."""
+        """The first entry of each ledger that the log may still have; everything before it is gone."""
         ...
 
 

@@ -45,7 +45,7 @@ class RetentionGuard:
             await asyncio.sleep(self._settings.source.retention_every_s)
 
     async def cut(self) -> dict[int, int]:
-        """Of each ledger with rows that the source has dropped, the first entry that the source has."""
+        """For each ledger with rows that the source has dropped, the first entry that the source has."""
         lowest = dict(await self._client.retention(self._topic))
         first = await self._source.first_entries(list(lowest))
         return {ledger: first[ledger] for ledger, entry in lowest.items() if entry < first.get(ledger, 0)}

@@ -53,7 +53,7 @@ class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
 
     @property
     def consumers(self) -> tuple[key_shared.Consumer, ...]:
-        """Those that were not removed, in the order in which they were added."""
+        """The consumers that were not removed, in the order in which they were added."""
         with self._changed:
             return self._receiving.consumers
 

@@ -331,7 +331,9 @@ class SubscriptionPolicy(_message.Message):
     ack_timeout_ms: _builtins.int
     """What stays IN_FLIGHT for so long is negatively acknowledged by the policy; 100 ms to 12 hours. Absent: never."""
     nack_precision_bits: _builtins.int
-    """Redelivery times are rounded up to multiples of 2^n ms (PIP-393): 0 = exact, at most 20. Absent: 8, which is 256 ms."""
+    """Redelivery times are rounded up to multiples of 2^n ms (PIP-393): 0 = exact, at most 20. Absent: the daemon's
+    `redelivery.nack_precision_bits`.
+    """
     @_builtins.property
     def properties(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Free for the user: at most 64, names of 1 to 128 bytes, values of at most 1,024 bytes."""
