@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import benchmarks.__main__
 from benchmarks import workbench
 from benchmarks.__main__ import MEASUREMENTS, TUNING
 from examples import processes
@@ -24,11 +25,16 @@ needs_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_serve
 
 
 def measure(folder: Path, *arguments: str) -> dict[str, Any]:
-    """The JSON of a quick run of one round that accounted for every row."""
+    """The JSON of a quick run of one round that accounted for every row. It is made in this process: one of its own
+    would load everything anew, and so would its daemons.
+    """
     written = folder / "figures.json"
     options = ["--quick", "--rounds", "1", "--json", str(written), "--directory", str(folder)]
-    run = run_child([sys.executable, "-m", "benchmarks", *options, *arguments], cwd=processes.REPOSITORY)
-    assert run.returncode == 0, run.stdout + run.stderr
+    terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        assert benchmarks.__main__.main([*options, *arguments]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
     document: dict[str, Any] = json.loads(written.read_text())
     return document
 
