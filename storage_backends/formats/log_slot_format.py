@@ -36,6 +36,7 @@ _CRC: Final = struct.Struct("<I")
 _TEXT: Final = struct.Struct("<H")
 _ENTRY: Final = struct.Struct("<IQQIII")
 HEADER_BYTES: Final = _FIXED.size + _CRC.size
+_KIND_AT: Final = 6
 TEXT_BYTES_MAX: Final = 1_000
 """The longest text that says who wrote a slot."""
 
@@ -117,12 +118,9 @@ class _Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LogSlot:
-    """A log slot that was read: header and table are whole, its sections may be damaged. `fingerprint`: see
-    `fingerprint_of`.
-    """
+    """A log slot that was read: header and table are whole, its sections may be damaged."""
 
     header: LogSlotHeader
-    fingerprint: int
     _places: Mapping[int, _Place]
     _data: bytes
 
@@ -190,10 +188,23 @@ def encode_log_slot(header: LogSlotHeader, sections: Mapping[int, bytes] = Mappi
     return b"".join((fixed, checksum, writer, *entries, *bodies))
 
 
-def fingerprint_of(data: bytes) -> int:
-    """The CRC32C in the header of these bytes, which covers the CRC32C of each section: it tells a slot from another
-    one of its number.
+class Identity(NamedTuple):
+    """What tells a slot from another one of its number. `fingerprint`: the CRC32C in its header, which covers the
+    CRC32C of each section.
     """
+
+    kind: LogSlotKind
+    fingerprint: int
+
+
+def identity_of(data: bytes) -> Identity:
+    """The identity of a slot by its first bytes; nothing is checked. Raises ValueError when they are no header."""
+    if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
+        raise ValueError(f"{data[:4]!r}, {len(data)} bytes: no log slot begins so")
+    return Identity(LogSlotKind(data[_KIND_AT]), _fingerprint(data))
+
+
+def _fingerprint(data: bytes) -> int:
     (fingerprint,) = _CRC.unpack_from(data, _FIXED.size)
     return int(fingerprint)
 
@@ -214,8 +225,7 @@ def decode_log_slot(data: bytes) -> LogSlot:
     if end > len(data):
         detail = f"it ends after {len(data)} bytes, its table of {entries} entries at {end}"
         raise format_errors.FormatError(_WHAT, len(data), detail)
-    fingerprint = fingerprint_of(data)
-    framing.check_crc32c(data[: _FIXED.size] + data[HEADER_BYTES:end], fingerprint, _WHAT, 0)
+    framing.check_crc32c(data[: _FIXED.size] + data[HEADER_BYTES:end], _fingerprint(data), _WHAT, 0)
     with format_errors.reading(_WHAT, 0):
         if nothing:
             raise ValueError(f"byte 7 is {nothing}, not 0")
@@ -232,7 +242,7 @@ def decode_log_slot(data: bytes) -> LogSlot:
     if sections_end < len(data):
         detail = f"{len(data) - sections_end} bytes follow the last section"
         raise format_errors.FormatError(_WHAT, sections_end, detail)
-    return LogSlot(header, fingerprint, MappingProxyType(places), data)
+    return LogSlot(header, MappingProxyType(places), data)
 
 
 def _decode_entries(data: bytes, begin: int, end: int) -> tuple[dict[int, Head], dict[int, _Place], int]:
