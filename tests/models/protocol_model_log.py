@@ -124,6 +124,7 @@ def bound_of(i, p, SM, L):
         elif 'bound_prev' in M:
             for r in SM[s].ranges:
                 if r.log == i: b.append(min([n - 1 for n, x in L[i] if any(y[0] == s and y[2] > SM[s].ck[0] for y in x[1])] + [p.nxt - 1]))
+        elif own is None and opened(SM[s]) is None: pass                # released or given back, for certain
         else: b += froms(SM[s], i)
         if op and op.kind in ('cl', 'rc') and 'bound_claims' not in M: b.append(op.frm)
     return min(b)
@@ -197,7 +198,7 @@ def succs(S):
                 if (r is None or k != r.first - 1) and 'reuse_id' not in M: raise Violation('shard %d: replay ends at k %d, first_slot is %s' % (s, k, r and r.first))
                 yield to(('p%d replays shard %d to k %d', i, s, k), own=rep(p.own, s, OWN(o.e, k, mem, 1)))
             if p.ops[s]: continue
-            if R['back'] and o and o.st < 2 and b.rels and (('gb_written' in M and o.st) or not (has(put, s) or (p.hd[s] and p.hd[s][0] == o.e))):
+            if R['back'] and o and o.st < 2 and b.rels and (('gb_written' in M and o.st) or not (has(put, s) or (p.hd[s] and p.hd[s][0] == o.e))) and ('gb_named' in M or tip.epoch != o.e or i not in [x.log for x in tip.ranges[:-1]]):
                 yield to(('p%d freezes giving back shard %d', i, s), ops=rep(p.ops, s, OP('gb', o.e, n - 1, o.k, None, None)), own=rep(p.own, s, o._replace(st=3)), bud=b._replace(rels=b.rels - 1))
             if o and o.st == 1:
                 if b.cks: yield to(('p%d freezes a checkpoint of shard %d at k %d', i, s, o.k), ops=rep(p.ops, s, OP('ck', o.e, n - 1, o.k, o.mem, None)), bud=b._replace(cks=b.cks - 1))
@@ -382,6 +383,7 @@ RUNS = {
     'wide1':   R_(1, (6, 1, 3, 5, 2, 2, 4, 2), (4, 3, 4, 4, 2, 1, 2, 1), (3, 3, 4, 3, 1, 1, 2, 1), both=True, gc=4, unnamed=True),
     'back':    R_(1, (2, 0, 0, 0, 0, 0, 1, 0), (1, 1, 2, 0, 1, 0, 1, 0), (1, 1, 1, 1, 0, 0, 0, 0), gc=1, back=True),    # a claimant gives back what it won
     'back2':   R_(2, (2, 0, 0, 0, 0, 0, 0, 0), (1, 1, 2, 0, 1, 0, 0, 0), (0, 1, 1, 0, 0, 0, 0, 0), back=True),
+    'backrc':  R_(1, (2, 0, 1, 0, 1, 1, 1, 0), (0, 1, 1, 0, 0, 0, 0, 0), back=True),                                # reclaim, then giving back
     'idle':    R_(2, (3, 0, 0, 4, 0, 0, 1, 0), (0, 1, 1, 0, 0, 0, 0, 0)),
 }
 # planted bugs, each with a run that shows it ('again:heads_no_epoch' on the command line)
@@ -426,6 +428,7 @@ MUTANTS = {
     'probe_uncertain': ('copies', 'a probe counts while a slot is uncertain'),
     'gb_written':      ('back', 'a shard is given back although a section of it was written'),
     'gb_first':        ('back', 'a shard that was given back is claimed with last k = checkpoint.slot'),
+    'gb_named':        ('backrc', 'a shard is given back although a closed range names the own log'),
     'any_epoch':       ('again', 'sections taken whatever their epoch (harmless: L6 and `from` keep others out)'),
 }
 if __name__ == '__main__':
