@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,10 @@ from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLogs
 from storage_backends.s3 import S3Store
 from storage_backends.slot_log import ReadSlot, SlotLog, SlotLogs
-from tests.contract.conftest import _prefixes
 from tests.storage_backends._support import log_slots
 from tests.storage_backends._support.log_slots import FENCER, LOG_ID, OTHER_LOG_ID
+
+_roots = itertools.count()
 
 
 @pytest.fixture(params=["memory", "local directory", "s3", "files"])
@@ -35,7 +37,7 @@ def logs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SlotLogs]:
     elif request.param == "local directory":
         store = LocalDirectory(tmp_path / "root")
     else:
-        store = S3Store(request.getfixturevalue("moto").settings("contract", prefix=f"logs/{next(_prefixes)}"))
+        store = S3Store(request.getfixturevalue("moto").settings("contract", prefix=f"slot-logs/{next(_roots)}"))
     with store, concurrent.futures.ThreadPoolExecutor(4) as executor:
         yield ObjectLogs(store, executor)
 
