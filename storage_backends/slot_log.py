@@ -55,7 +55,8 @@ class SlotLog(ABC):
     def create(self, number: int, slot: bytes) -> None:
         """Write the slot if nothing has its number. It is sent once; nothing beneath this call repeats it.
 
-        Raises `AlreadyExists`, also where a slot of this number was deleted; `OutcomeUnknown`: then `head` decides.
+        Raises `AlreadyExists`, which some forms do for a number that was deleted, too; `OutcomeUnknown`: then `head`
+        decides.
         """
 
     @abstractmethod

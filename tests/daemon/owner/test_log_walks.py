@@ -355,6 +355,13 @@ def test_what_was_answered_is_found_in_any_order_of_steps() -> None:
     assert all(counts.values()), counts
 
 
+@pytest.mark.long
+@pytest.mark.timeout(3_600)
+def test_what_was_answered_is_found_in_many_more_orders_of_steps() -> None:
+    for seed in range(SEEDS, SEEDS + 6_000):
+        walk(seed, steps=2 * STEPS, shards=1 + seed % 3)
+
+
 @pytest.mark.rotating
 @pytest.mark.parametrize(("plant", "seed"), PLANTED.items(), ids=lambda each: getattr(each, "__name__", ""))
 def test_a_planted_bug_of_logs_is_found_and_nothing_without_it(plant: Plant, seed: int) -> None:
