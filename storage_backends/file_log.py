@@ -174,7 +174,8 @@ class FileLog(SlotLog):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise LogHeld(self.log_id, os.pread(file, 200, 0).decode(errors="replace").strip()) from None
+                holder = os.pread(file, 200, 0).decode(errors="replace").strip()
+                raise LogHeld(self.log_id, holder or "another process") from None
             os.ftruncate(file, 0)
             since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
             os.pwrite(file, f"process {os.getpid()} since {since}\n".encode(), 0)
@@ -327,19 +328,20 @@ def _parse(data: bytes, first: int, following: int | None) -> _Parsed:
     records: list[_Record] = []
     place, number = 0, first
     while place < len(data):
-        record, end = _record_at(data, place, number)
-        if record is None:
-            later = _next_whole(data, place + 1, number)
-            if later is None:
+        whole = _whole_at(data, place, number) or _next_whole(data, place, number)
+        if whole is None or (whole.place > place and whole.number > number):
+            broken = _broken(data, place, number, whole)
+            if broken is None:
                 break
-            place, found = later
-            records += (
-                _Record(each, None, f"its record is broken; slot {found} is whole") for each in range(number, found)
-            )
-            number = found
+            records.append(broken)
+            place, number = len(data) if whole is None else whole.place, number + 1
             continue
-        records.append(record)
-        place, number = end, number + 1
+        records += (
+            _Record(each, None, f"its record is broken; slot {whole.number} is whole")
+            for each in range(number, whole.number)
+        )
+        records.append(_Record(whole.number, whole.slot))
+        place, number = whole.end, whole.number + 1
     if following is not None:
         records += (
             _Record(each, None, f"its record is missing; slot {following} is there")
@@ -348,25 +350,58 @@ def _parse(data: bytes, first: int, following: int | None) -> _Parsed:
     return _Parsed(records, place)
 
 
-def _record_at(data: bytes, place: int, number: int) -> tuple[_Record | None, int]:
-    """(the record with that number which begins there, where it ends); None when there is none, or a torn one."""
+class _Whole(NamedTuple):
+    """A whole record, from `place` to `end` in its file."""
+
+    place: int
+    number: int
+    slot: bytes
+    end: int
+
+
+def _whole_at(data: bytes, place: int, number: int) -> _Whole | None:
+    """The record of that number, or of a later one, that begins there; None when there is no whole one."""
     begin = place + _FRAME.size
-    if begin > len(data):
-        return None, place
+    if place < 0 or begin > len(data):
+        return None
     length, found, crc32c = _FRAME.unpack_from(data, place)
-    mark = begin + length
-    end = mark + len(_END)
-    if found == number and length and end <= len(data):
-        slot = data[begin:mark]
-        if data[mark:end] == _END and framing.crc32c(data[place : place + _FRAMED.size], slot) == crc32c:
-            return _Record(number, slot), end
-        if end < len(data) or data[mark]:
-            return _Record(number, slot, f"the CRC32C of its record differs, at byte {place} of its file"), end
-        return None, place
-    slot = data[begin : -len(_END)]
+    end = begin + length
+    slot = data[begin:end]
+    if found < number or data[end : end + len(_END)] != _END:
+        return None
+    if framing.crc32c(data[place : place + _FRAMED.size], slot) != crc32c:
+        return None
+    return _Whole(place, found, slot, end + len(_END))
+
+
+def _next_whole(data: bytes, place: int, number: int) -> _Whole | None:
+    """The first whole record behind `place` of that number or a later one, found by the magic of its slot."""
+    at = data.find(log_slot_format.MAGIC, place + 1 + _FRAME.size)
+    while at >= 0:
+        whole = _whole_at(data, at - _FRAME.size, number)
+        if whole is not None:
+            return whole
+        at = data.find(log_slot_format.MAGIC, at + 1)
+    return None
+
+
+def _broken(data: bytes, place: int, number: int, later: _Whole | None) -> _Record | None:
+    """The record of that number at `place`, which is not whole; None when it is torn. `later`: the next whole one."""
+    begin = place + _FRAME.size
+    slot = data[begin : (len(data) if later is None else later.place) - len(_END)]
     if _is_whole(slot, number):
-        return _Record(number, slot, f"the frame of its record is broken, at byte {place} of its file"), len(data)
-    return None, place
+        return _Record(number, slot, f"the frame of its record is broken, at byte {place} of its file")
+    damage = f"the CRC32C of its record differs, at byte {place} of its file"
+    if later is not None:
+        return _Record(number, slot, damage)
+    if begin > len(data):
+        return None
+    length, found, _ = _FRAME.unpack_from(data, place)
+    mark = begin + length
+    # At the end of a record whose last blocks were never written there are zeros, or nothing.
+    if found == number and length and mark < len(data) and data[mark]:
+        return _Record(number, data[begin:mark], damage)
+    return None
 
 
 def _is_whole(slot: bytes, number: int) -> bool:
@@ -378,20 +413,6 @@ def _is_whole(slot: bytes, number: int) -> bool:
     except format_errors.FormatError:
         return False
     return read.header.number == number
-
-
-def _next_whole(data: bytes, start: int, number: int) -> tuple[int, int] | None:
-    """(place, number) of the next whole record of that number or a later one, found by the magic of its slot."""
-    at = data.find(log_slot_format.MAGIC, start + _FRAME.size)
-    while at >= 0:
-        place = at - _FRAME.size
-        length, found, crc32c = _FRAME.unpack_from(data, place)
-        slot = data[at : at + length]
-        is_framed = found >= number and len(slot) == length and data[at + length : at + length + 1] == _END
-        if is_framed and framing.crc32c(data[place : place + _FRAMED.size], slot) == crc32c:
-            return place, found
-        at = data.find(log_slot_format.MAGIC, at + 1)
-    return None
 
 
 def _read_file(file: int) -> bytes:

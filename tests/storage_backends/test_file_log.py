@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
@@ -273,15 +274,16 @@ def test_a_wrong_bit_anywhere_loses_no_other_slot_and_is_never_taken_for_torn(tm
     written(tmp_path, 3).close()
     whole = path_of(tmp_path, 1).read_bytes()
     ends = [whole.index(b"TyLS", 17) - 16, whole.index(b"TyLS", whole.index(b"section 2")) - 16, len(whole)]
-    for place in range(len(whole)):
+    for place, bit in itertools.product(range(len(whole)), (0x01, 0x10, 0x80)):
         content = bytearray(whole)
-        content[place] ^= 0x40
-        path_of(tmp_path, 1).write_bytes(content)
+        content[place] ^= bit
         hit = next(number for number, end in enumerate(ends, 1) if place < end)
-        read = {slot.number: slot for slot in log_of(tmp_path).read(0, 10)}
+        records, end = file_log._parse(bytes(content), 1, None)
+        read = {record.number: record for record in records}
         assert sorted(read) == [1, 2, 3], place
         assert read[hit].damage
-        assert all(read[number].body == log_slots.slot(number) for number in {1, 2, 3} - {hit})
+        assert all(read[number].slot == log_slots.slot(number) for number in {1, 2, 3} - {hit})
+        assert end == len(whole), "nothing of it would be cut off"
 
 
 def test_a_wrong_bit_in_a_section_leaves_the_header_readable_for_a_fence(tmp_path: Path) -> None:
