@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
@@ -141,10 +142,10 @@ class Walk:
 
     def _actions_of(self, daemon: Daemon) -> Iterable[Action]:
         for copy in daemon.copies:
-            yield f"slot {copy[1].number} lands", lambda copy=copy: self._land(daemon, copy), 1.0  # type: ignore[misc]
+            yield f"slot {copy[1].number} lands", functools.partial(self._land, daemon, copy), 1.0
         for shard in daemon.operations:
             what = type(daemon.operations[shard]).__name__
-            yield f"{what} of shard {shard} lands", lambda shard=shard: self._commit(daemon, shard), 1.0  # type: ignore[misc]
+            yield f"{what} of shard {shard} lands", functools.partial(self._commit, daemon, shard), 1.0
         if daemon.deleted < daemon.bound:
             yield "deletes a slot", lambda: self._delete(daemon), 0.5
         if not daemon.alive:
@@ -166,12 +167,12 @@ class Walk:
             if shard in daemon.operations:
                 continue
             if owned.state == "claimed":
-                yield f"replays shard {shard}", lambda shard=shard: self._replay(daemon, shard), 3.0  # type: ignore[misc]
+                yield f"replays shard {shard}", functools.partial(self._replay, daemon, shard), 3.0
             for name, begin in self._operations(daemon, shard, owned):
                 yield f"begins {name} of shard {shard}", begin, 0.3
         for shard in range(len(self.tips)):
             if shard not in daemon.owned and shard not in daemon.operations:
-                yield f"freezes a claim of shard {shard}", lambda shard=shard: self._claim(daemon, shard), 1.0  # type: ignore[misc]
+                yield f"freezes a claim of shard {shard}", functools.partial(self._claim, daemon, shard), 1.0
         yield "goes on fencing", lambda: self._fence(daemon), 0.7
         if daemon.bound == daemon.deleted:
             yield "plans what to delete", lambda: self._plan(daemon), 0.5
