@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,6 +34,7 @@ def load(name: str) -> Any:
 COMMITS = load("protocol_model")
 ROWS = load("protocol_model_rows")
 SHARD = load("protocol_model_shard")
+LOGS = load("protocol_model_log")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def explore(system: System, states_max: int) -> Explored:
                 if violation is not None:
                     return Explored(len(seen), violation, exhausted=False)
                 waiting.append(following)
-        except (AssertionError, ROWS.Bad) as violation_of_a_step:
+        except (AssertionError, ROWS.Bad, LOGS.Violation) as violation_of_a_step:
             return Explored(len(seen), str(violation_of_a_step), exhausted=False)
     return Explored(len(seen), None, exhausted=not waiting)
 
@@ -106,3 +108,35 @@ def shard_system(bugs: frozenset[str], budget: tuple[int, ...]) -> System:
         lambda state: (following for _, following in SHARD.succs(state, bugs)),
         lambda state, _: SHARD.check(state),
     )
+
+
+def log_system(bugs: frozenset[str], budget: dict[str, Any]) -> System:
+    """Daemons with a log each, candidates, truncation and a collector; a budget is one of `LOGS.RUNS`. The model keeps
+    bugs and budget as globals: one system at a time is explored.
+    """
+    LOGS.M, LOGS.R = bugs, budget
+    LOGS.NS, LOGS.ND = LOGS.R["shards"], len(LOGS.R["p"])
+
+    def following(state: State) -> Iterable[State]:
+        for _, changes in LOGS.succs(state):
+            after = list(state)
+            for place, part in changes:
+                after[place] = part
+            yield tuple(after)
+
+    return System(tuple(LOGS.init()), following, lambda state, _: _broken_log(state))
+
+
+def _broken_log(state: State) -> str | None:
+    """Which invariant of the model of logs a state breaks; the model raises some of them."""
+    shards, daemons = LOGS.NS, LOGS.ND
+    manifests, logs, answered = state[:shards], state[shards : shards + daemons], state[shards + daemons]
+    checks = itertools.chain(
+        (LOGS.check_shard(shard, manifests[shard], logs, answered) for shard in range(shards)),
+        (
+            LOGS.check_daemon(state[shards + daemons + 1 + daemon], manifests, logs[daemon], answered, daemon)
+            for daemon in range(daemons)
+        ),
+    )
+    found: str | None = next((violation for violation in checks if violation), None)
+    return found or LOGS.check_fences(manifests, logs)

@@ -14,7 +14,18 @@ from typing import Any
 import pytest
 
 from tests.models import exploration
-from tests.models.exploration import COMMITS, ROWS, SHARD, Explored, System, commits_system, rows_system, shard_system
+from tests.models.exploration import (
+    COMMITS,
+    LOGS,
+    ROWS,
+    SHARD,
+    Explored,
+    System,
+    commits_system,
+    log_system,
+    rows_system,
+    shard_system,
+)
 from tests.planted import registry
 
 NO_BUGS: frozenset[str] = frozenset()
@@ -49,6 +60,11 @@ def shard(*budget: int) -> Case:
     return Case(f"shard: {budget}", lambda bugs: shard_system(bugs, budget))
 
 
+def logs(name: str, budget: dict[str, Any] | None = None) -> Case:
+    """One of the model's own budgets by its name, unless another is given."""
+    return Case(f"logs: {name}", lambda bugs: log_system(bugs, LOGS.RUNS[name] if budget is None else budget))
+
+
 TAKEOVER = {
     "adds1": 2,
     "adds2": 1,
@@ -73,6 +89,9 @@ SEAL_AND_MERGE = {
     "start_two": True,
 }
 TWO_MERGERS = SEAL_AND_MERGE | {"adds1": 0, "seals1": 0, "merges": 2}
+
+# Budgets of the model of logs that are too large for any search but a random one.
+LOGS_FOR_WALKS = ("wide", "wide1")
 
 SMALL = [
     commits("takeover", **TAKEOVER),
@@ -106,6 +125,21 @@ SMALL = [
     rows("drop, merge, seal, checkpoint", n=2, init="two", ops=1, seals=1, cks=1, merges=1, drops=1),
     rows("open and late acknowledgements over a takeover", init="mutable", ops=3, seals=1, cks=0, hands=2, opens=True),
     rows("lazy truncation", ops=1, seals=2, cks=2, eager=False),
+    logs("tiny"),
+    logs("again"),
+    logs("false"),
+    logs("backrc"),
+    logs(
+        "old lists, two candidates",
+        LOGS.R_(1, (2, 0, 0, 1, 0, 0, 1, 0), (1, 1, 1, 0, 0, 0, 0, 0), (0, 1, 1, 0, 0, 0, 0, 0)),
+    ),
+    logs("copies, collector", LOGS.R_(1, (1, 0, 0, 1, 0, 0, 1, 1), (1, 1, 1, 1, 0, 0, 0, 0), gc=1)),
+    logs("slots of two shards", LOGS.R_(2, (2, 0, 0, 1, 0, 0, 1, 0), (0, 1, 1, 0, 0, 0, 0, 0), both=True)),
+    logs("release and reclaim", LOGS.R_(2, (1, 0, 1, 0, 1, 1, 1, 0), (0, 1, 1, 0, 0, 0, 0, 0))),
+    logs(
+        "giving back",
+        LOGS.R_(1, (1, 0, 0, 0, 0, 0, 1, 0), (1, 1, 1, 0, 1, 0, 1, 0), (0, 1, 1, 0, 0, 0, 0, 0), gc=1, back=True),
+    ),
 ]
 
 LARGE = [
@@ -114,6 +148,7 @@ LARGE = [
     commits("two mergers, collector, floor, takeover", **TWO_MERGERS | {"gcman": 1}),
     shard(3, 1, 2, 1, 1, 1, 2),
     *(rows(name, **budget) for name, budget in ROWS.CORRECT),
+    *(logs(name) for name in LOGS.RUNS if name not in LOGS_FOR_WALKS),
 ]
 
 
@@ -151,10 +186,30 @@ ROWS_BUGS = {bug: rows(bug, **budget) for bug, budget in ROWS.MUTANTS}
 ROWS_MISREADINGS = {bug: rows(bug, **budget) for bug, budget in ROWS.WRITTEN}
 # Switches of the model that are no bugs: another correct rule, and a check that is left out.
 ROWS_NO_BUGS = {"fix_no_checkpoint_while_sealing", "absent_bucket_from_manifest", "no_truth_check"}
+LOGS_BUGS = {bugs: logs(run) for bugs, (run, _) in LOGS.MUTANTS.items() if bugs != "any_epoch"}
+# Switches of that model that are no bugs: a check that is left out, what harms nobody, and a wording of a rule.
+LOGS_NO_BUGS = {"no_probe", "any_epoch", "gc_below"}
+# Those that take more states than the others: `long` looks for them.
+LOGS_BUGS_STATES_MAX = 300_000
+LOGS_BUGS_FOUND_LATE = (
+    "bound_claims",
+    "bound_open",
+    "bound_owned",
+    "fast_release,bound_owned",
+    "gc_early",
+    "gc_unfenced",
+    "no_from",
+    "no_heads",
+    "no_look",
+)
 PLANTED = [
     *(pytest.param(bug, case, id=f"commits-{bug}") for bug, case in COMMITS_BUGS.items()),
     *(pytest.param(bug, case, id=f"shard-{bug}") for bug, case in SHARD_BUGS.items()),
     *(pytest.param(bug, case, id=f"rows-{bug}") for bug, case in (ROWS_BUGS | ROWS_MISREADINGS).items()),
+    *(
+        pytest.param(bugs, case, id=f"logs-{bugs}", marks=[pytest.mark.long] if bugs in LOGS_BUGS_FOUND_LATE else [])
+        for bugs, case in LOGS_BUGS.items()
+    ),
 ]
 
 
@@ -171,7 +226,8 @@ def table() -> Iterator[list[tuple[str, Explored]]]:
 @pytest.mark.rotating
 @pytest.mark.parametrize(("bug", "case"), PLANTED)
 def test_a_planted_bug_is_found_and_nothing_without_it(bug: str, case: Case, table: list[tuple[str, Explored]]) -> None:
-    found = exploration.explore(case.system(frozenset({bug})), BUG_STATES_MAX)
+    states_max = LOGS_BUGS_STATES_MAX if bug in LOGS_BUGS_FOUND_LATE else BUG_STATES_MAX
+    found = exploration.explore(case.system(frozenset(bug.split(","))), states_max)
     table.append((bug, found))
     assert found.violation is not None, f"{found.states} states without a violation"
     without = exploration.explore(case.system(NO_BUGS), max(1_000, found.states))
@@ -180,12 +236,17 @@ def test_a_planted_bug_is_found_and_nothing_without_it(bug: str, case: Case, tab
 
 def test_every_planted_bug_of_the_models_is_one_of_these() -> None:
     assert len(COMMITS_BUGS | SHARD_BUGS | ROWS_BUGS) == 41
+    assert len(LOGS_BUGS) == 41
     named = re.compile(r"'(\w+)'(?: not)? in (?:cfg\.)?mut\b")
     for model, bugs in ((COMMITS, COMMITS_BUGS), (SHARD, SHARD_BUGS), (ROWS, ROWS_BUGS | ROWS_MISREADINGS)):
         source = (exploration.HERE / f"{model.__name__}.py").read_text(encoding="utf-8")
         assert set(named.findall(source)) - ROWS_NO_BUGS == set(bugs)
+    source = (exploration.HERE / f"{LOGS.__name__}.py").read_text(encoding="utf-8")
+    planted = {bug for bugs in LOGS_BUGS for bug in bugs.split(",")}
+    assert set(re.findall(r"'(\w+)'(?: not)? in M\b", source)) - LOGS_NO_BUGS == planted
 
 
 registry.register("model of commits", COMMITS_BUGS)
 registry.register("model of shards", SHARD_BUGS)
 registry.register("model of rows", ROWS_BUGS)
+registry.register("model of logs", LOGS_BUGS)

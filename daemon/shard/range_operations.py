@@ -1,0 +1,303 @@
+"""The operations on the manifest of a shard whose sections lie in the logs of daemons.
+
+Owns: precondition and effect of each (L5, L7, L8), as `commit.Operation`s.
+Does not own: the manifest as a value (`formats.shard_ranges`), committing (`storage_backends.commit`), when any of them
+is due, and what must have been stored before.
+
+An operation is frozen before its first try: what it carries says how its daemon's log was at that time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from storage_backends import commit
+from storage_backends.formats.log_slot_format import Head, Heads, LogSlotKind
+from storage_backends.formats.manifest import Tombstone
+from storage_backends.formats.shard_ranges import CheckpointCut, LogRange, RangedShardManifest
+from storage_backends.log_fence import Fence
+
+NOBODY = "nobody ever owned the shard"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OwnLogEnd:
+    """How far the claimant's own log goes for certain, with no slot under way: its last number and the heads there."""
+
+    log_id: str
+    end: int
+    heads: Heads
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A new owner, with the next epoch. `log_id`: its log, whose OPEN is certain; `after`: its last certain slot.
+
+    `former`: what allows it to follow an owner: a fence of that owner's log or, for a claim from itself, the end of its
+    own; None where nobody owns the shard. `former_is_dead`: no process of that owner is left to hand anything out.
+
+    A tip whose open range names the claimant's log in this epoch is this claim, landed, whatever was answered.
+    """
+
+    shard: int
+    epoch: int
+    owner: str
+    address: str
+    log_id: str
+    after: int
+    former: Fence | OwnLogEnd | None = None
+    former_is_dead: bool = False
+
+    def precondition(self, tip: RangedShardManifest | None) -> str | None:
+        epoch = 0 if tip is None else tip.epoch
+        if epoch != self.epoch - 1:
+            return f"the epoch is {epoch}, not {self.epoch - 1}"
+        owned = None if tip is None else tip.open_range
+        if tip is None or owned is None:
+            return None
+        if self.former is None or self.former.log_id != owned.log_id:
+            return f"the owner {tip.owner} writes log {owned.log_id}, which this claimant has not fenced"
+        if isinstance(self.former, OwnLogEnd):
+            return None if owned.log_id == self.log_id else f"log {owned.log_id} is not the claimant's"
+        if not _is_proof(tip, self.former):
+            return (
+                f"the fence of log {owned.log_id} at slot {self.former.number} is not above slot "
+                f"{tip.lowest_after(owned.log_id)}, up to which slots may have been deleted: it may stop nobody"
+            )
+        return None
+
+    def apply(self, tip: RangedShardManifest | None) -> RangedShardManifest:
+        before = tip or RangedShardManifest(head=commit.NO_HEAD, shard=self.shard, epoch=0)
+        ranges, last_slot = before.ranges, before.last_closed_slot
+        if before.open_range is not None:
+            ranges, last_slot = _closed(before, self.former)
+        own = LogRange(
+            log_id=self.log_id,
+            epoch=self.epoch,
+            after=self.after,
+            through=None,
+            first_slot=last_slot + 1,
+            last_slot=None,
+        )
+        return dataclasses.replace(
+            before,
+            epoch=self.epoch,
+            owner=self.owner,
+            address=self.address,
+            settled_epoch=self.epoch if self._settles(before) else before.settled_epoch,
+            ranges=(*ranges, own),
+        )
+
+    def _settles(self, before: RangedShardManifest) -> bool:
+        """Whether no owner before this one hands out anything any more."""
+        orderly = self.former is None or isinstance(self.former, OwnLogEnd) or self.former.kind is LogSlotKind.CLOSE
+        return before.settled_epoch == before.epoch and (orderly or self.former_is_dead)
+
+    def landed(self, tip: RangedShardManifest) -> bool:
+        return any((each.log_id, each.epoch) == (self.log_id, self.epoch) for each in tip.ranges)
+
+
+def _is_proof(tip: RangedShardManifest, fence: Fence) -> bool:
+    """Whether the fence stands behind every number that can have been emptied when `tip` was committed."""
+    lowest = tip.lowest_after(fence.log_id)
+    return lowest is not None and lowest < fence.number
+
+
+def _closed(tip: RangedShardManifest, former: Fence | OwnLogEnd | None) -> tuple[tuple[LogRange, ...], int]:
+    """(the ranges with the open one closed where the log ends, or dropped without a section; the last shard slot)."""
+    owned = tip.open_range
+    if owned is None or former is None:
+        raise ValueError("there is no open range, or nothing says where its log ends")
+    head = former.heads.get(tip.shard)
+    if head is None or head.epoch != owned.epoch:
+        return tip.ranges[:-1], owned.first_slot - 1
+    closed = dataclasses.replace(owned, through=former.end, last_slot=head.last_slot)
+    return (*tip.ranges[:-1], closed), head.last_slot
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WriteCheckpoint:
+    """A checkpoint counts from now on, the one before it is kept, and ranges that neither needs go.
+
+    The one before that may be deleted after `delete_after_ms` (Unix time). `settles`: the owners before this one hand
+    out nothing any more.
+    """
+
+    cut: CheckpointCut
+    epoch: int
+    delete_after_ms: int
+    settles: bool = False
+
+    def precondition(self, tip: RangedShardManifest | None) -> str | None:
+        return _not_of_epoch(tip, self.epoch) or _goes_back(tip, self.cut) or _was_begun_below_the_floor(tip, self.cut)
+
+    def apply(self, tip: RangedShardManifest | None) -> RangedShardManifest:
+        tip = _existing(tip)
+        after = dataclasses.replace(
+            tip,
+            checkpoint=self.cut,
+            previous_checkpoint=tip.checkpoint,
+            tombstones=(*tip.tombstones, *_left(tip, {self.cut, tip.checkpoint}, self.delete_after_ms)),
+            settled_epoch=self.epoch if self.settles else tip.settled_epoch,
+        )
+        return dataclasses.replace(after, ranges=_still_needed(after))
+
+    def landed(self, tip: RangedShardManifest) -> bool:
+        return _names(tip, self.cut)
+
+
+def _still_needed(manifest: RangedShardManifest) -> tuple[LogRange, ...]:
+    """The ranges with a section above the previous checkpoint; the open one from where that was cut, if in its log."""
+    previous = manifest.previous_checkpoint
+    kept = tuple(each for each in manifest.ranges if each.last_slot is None or each.last_slot > manifest.previous_slot)
+    owned = manifest.open_range
+    if owned is None or previous is None or previous.log_id != owned.log_id:
+        return kept
+    return (*kept[:-1], dataclasses.replace(owned, after=max(owned.after, previous.at)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NeedLess:
+    """An idle shard, both of whose checkpoints are at its last shard slot, needs no slot of its owner's log up to
+    `after`, which is certain. `last_slot`: its last shard slot, in the owner's memory.
+    """
+
+    epoch: int
+    log_id: str
+    after: int
+    last_slot: int
+
+    def precondition(self, tip: RangedShardManifest | None) -> str | None:
+        reason = _not_of_epoch(tip, self.epoch) or _not_owned_by(tip, self.log_id)
+        if reason is None and tip is not None and tip.previous_slot != self.last_slot:
+            return f"the previous checkpoint is of shard slot {tip.previous_slot}, the last one is {self.last_slot}"
+        return reason
+
+    def apply(self, tip: RangedShardManifest | None) -> RangedShardManifest:
+        tip = _existing(tip)
+        owned = dataclasses.replace(tip.ranges[-1], after=max(tip.ranges[-1].after, self.after))
+        return dataclasses.replace(tip, ranges=(*tip.ranges[:-1], owned))
+
+    def landed(self, tip: RangedShardManifest) -> bool:
+        owned = tip.open_range
+        return tip.epoch == self.epoch and owned is not None and owned.after >= self.after
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The owner hands the shard over: two checkpoints at its last shard slot, no ranges, owned by nobody.
+
+    Its last section is certain and applied. What neither of the two is may be deleted after `delete_after_ms`.
+    """
+
+    epoch: int
+    log_id: str
+    last_slot: int
+    cut: CheckpointCut
+    second: CheckpointCut
+    delete_after_ms: int
+
+    def precondition(self, tip: RangedShardManifest | None) -> str | None:
+        reason = _not_of_epoch(tip, self.epoch) or _not_owned_by(tip, self.log_id)
+        if reason is not None:
+            return reason
+        for cut in (self.cut, self.second):
+            if cut.slot != self.last_slot:
+                return f"checkpoint {cut.object.name} is of shard slot {cut.slot}, the last one is {self.last_slot}"
+            if reason := _goes_back(tip, cut) or _was_begun_below_the_floor(tip, cut):
+                return reason
+        if self.cut.object.name == self.second.object.name:
+            return f"checkpoint {self.cut.object.name} is named twice: if it is damaged, nothing is left"
+        return None
+
+    def apply(self, tip: RangedShardManifest | None) -> RangedShardManifest:
+        tip = _existing(tip)
+        return dataclasses.replace(
+            tip,
+            owner="",
+            address="",
+            ranges=(),
+            checkpoint=self.cut,
+            previous_checkpoint=self.second,
+            tombstones=(*tip.tombstones, *_left(tip, {self.cut, self.second}, self.delete_after_ms)),
+        )
+
+    def landed(self, tip: RangedShardManifest) -> bool:
+        return _names(tip, self.cut) and _names(tip, self.second)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GiveBack:
+    """A claimant that has written no section in its epoch gives the shard to nobody; all else is as it was.
+
+    `own_head`: how far its own log goes for the shard, by its heads; None when it never had a section of it.
+    """
+
+    epoch: int
+    log_id: str
+    own_head: Head | None
+
+    def precondition(self, tip: RangedShardManifest | None) -> str | None:
+        if self.own_head is not None and self.own_head.epoch == self.epoch:
+            return f"shard slot {self.own_head.last_slot} was written in epoch {self.epoch}: release the shard instead"
+        reason = _not_of_epoch(tip, self.epoch) or _not_owned_by(tip, self.log_id)
+        if reason is None and any(each.log_id == self.log_id for each in _existing(tip).ranges[:-1]):
+            # Nobody would hold the bound of a log that lives on.
+            return f"sections of an earlier epoch lie in log {self.log_id}, too: close the log instead"
+        return reason
+
+    def apply(self, tip: RangedShardManifest | None) -> RangedShardManifest:
+        tip = _existing(tip)
+        return dataclasses.replace(tip, owner="", address="", ranges=tip.ranges[:-1])
+
+    def landed(self, tip: RangedShardManifest) -> bool:
+        return tip.epoch == self.epoch and not tip.owner
+
+
+# ---- what several of them look at
+
+
+def _not_of_epoch(tip: RangedShardManifest | None, epoch: int) -> str | None:
+    if tip is None:
+        return NOBODY
+    return None if tip.epoch == epoch else f"the epoch is {tip.epoch}, not {epoch}"
+
+
+def _not_owned_by(tip: RangedShardManifest | None, log_id: str) -> str | None:
+    owned = _existing(tip).open_range
+    if owned is None:
+        return "the shard is owned by nobody"
+    return None if owned.log_id == log_id else f"its owner writes log {owned.log_id}, not {log_id}"
+
+
+def _goes_back(tip: RangedShardManifest | None, cut: CheckpointCut) -> str | None:
+    known = _existing(tip).checkpoint_slot
+    return None if cut.slot >= known else f"there is a checkpoint of shard slot {known}, after {cut.slot}"
+
+
+def _was_begun_below_the_floor(tip: RangedShardManifest | None, cut: CheckpointCut) -> str | None:
+    floor = _existing(tip).head.orphan_floor
+    if cut.object.base >= floor:
+        return None
+    return f"checkpoint {cut.object.name} was started below the orphan floor {floor}"
+
+
+def _left(tip: RangedShardManifest, kept: set[CheckpointCut | None], delete_after_ms: int) -> list[Tombstone]:
+    """Tombstones of the tip's checkpoints that are not kept."""
+    return [
+        Tombstone(object=each.object, removed_in=tip.head.number + 1, delete_after_ms=delete_after_ms)
+        for each in (tip.checkpoint, tip.previous_checkpoint)
+        if each is not None and each not in kept
+    ]
+
+
+def _names(tip: RangedShardManifest, cut: CheckpointCut) -> bool:
+    """Whether the checkpoint is, or was, one of the shard's: it is brought in by one operation alone."""
+    cuts = [each.object.name for each in (tip.checkpoint, tip.previous_checkpoint) if each is not None]
+    return cut.object.name in cuts or any(each.object.name == cut.object.name for each in tip.tombstones)
+
+
+def _existing(tip: RangedShardManifest | None) -> RangedShardManifest:
+    if tip is None:
+        raise ValueError("the operation was applied to a shard that nobody ever owned")
+    return tip

@@ -1,0 +1,433 @@
+"""A log whose slots are records in files of a local file system: `.logs/<log id>/`, files named by their first number.
+
+Owns: the files, the lock of a log, what is synchronised when, and what of a file is torn and what is damaged.
+Does not own: the slots (`log_slot_format`), where a root keeps its objects (`local_directory`).
+
+    u32 length of the slot | u64 number | u32 CRC32C of both and of the slot | the slot | end mark      little-endian
+
+Who creates slots holds an exclusive lock on the file LOCK of the log until `close`, or until the process is dead: a
+fencer that has it knows that the owner is dead. A record is written behind the others and synchronised before it
+counts, a new file's name before a record is in it. So at most the last record of the last file is not whole, and then
+it was never certain: it is torn, and cut off by the next one who has the lock. What is broken and has a whole record
+behind it is damage; so is a last record of full length that has its end mark, for where the last blocks of a record
+were never written there are zeros.
+
+A file system that fails to synchronise forgets that it failed: after one such failure the log answers nothing any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from storage_backends import object_store
+from storage_backends.formats import format_errors, framing, log_slot_format
+from storage_backends.formats.log_slot_format import Identity
+from storage_backends.slot_log import LOGS_PREFIX, LogHeld, ReadSlot, SlotLog
+
+LOGS_FOLDER: Final = ".logs"
+LOCK_FILE: Final = "LOCK"
+FILE_BYTES_MAX: Final = 16 * 1024 * 1024
+"""A record that would make a file longer begins another one; a longer record has a file of its own."""
+
+_FRAME: Final = struct.Struct("<IQI")
+_FRAMED: Final = struct.Struct("<IQ")
+_END: Final = b"\x17"
+_NUMBER_DIGITS: Final = 20
+_MODE: Final = 0o600
+_FOLDER_MODE: Final = 0o700
+
+
+class FileLogs:
+    """The logs in a local directory."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._folder: Final = Path(root).absolute() / LOGS_FOLDER
+
+    def log(self, log_id: str) -> FileLog:
+        return FileLog(self._folder / log_id, log_id)
+
+    def log_ids(self) -> frozenset[str]:
+        with _translated(LOGS_PREFIX):
+            try:
+                names = os.listdir(self._folder)
+            except FileNotFoundError:
+                return frozenset()
+            return frozenset(name for name in names if log_slot_format.is_log_id(name) and self.log(name).highest())
+
+
+class _Record(NamedTuple):
+    """`slot`: its bytes, None where nothing is known but that it is missing. `damage`: empty when it is whole."""
+
+    number: int
+    slot: bytes | None
+    damage: str = ""
+
+
+class _Parsed(NamedTuple):
+    """`end`: where the last record ends; what follows is torn."""
+
+    records: list[_Record]
+    end: int
+
+
+class FileLog(SlotLog):
+    """One log. The first `create` takes the lock, and raises LogHeld while another has it."""
+
+    def __init__(self, folder: Path, log_id: str) -> None:
+        super().__init__(log_id)
+        self._folder = folder
+        self._using = threading.Lock()
+        self._broken: str | None = None
+        self._lock_file: int | None = None
+        # Of the holder of the lock: the last number, and the file to which records are appended, None for a new one.
+        self._last = 0
+        self._file: int | None = None
+        self._file_bytes = 0
+
+    def create(self, number: int, slot: bytes) -> None:
+        ends = log_slot_format.identity_of(slot).kind.ends
+        with self._using, self._usable():
+            self._hold(may_make=number == 1)
+            if number <= self._last:
+                raise object_store.AlreadyExists(self._key(number), f"the log goes up to slot {self._last}")
+            if number > self._last + 1:
+                raise ValueError(f"slot {number} of log {self.log_id} behind slot {self._last}: it would leave a gap")
+            framed = _FRAMED.pack(len(slot), number)
+            record = framed + framing.crc32c(framed, slot).to_bytes(4, "little") + slot + _END
+            file = self._file
+            if file is None or ends or self._file_bytes + len(record) > FILE_BYTES_MAX:
+                file = self._begin_file(number)
+            self._append(file, number, record)
+
+    def head(self, number: int) -> Identity | None:
+        with self._using:
+            if self._lock_file is not None and number > self._last:
+                return None
+        for read in self.read(number - 1, number):
+            if read.body is None:
+                raise object_store.Damaged(self._key(number), read.damage)
+            try:
+                return log_slot_format.identity_of(read.body)
+            except ValueError as error:
+                raise object_store.Damaged(self._key(number), str(error)) from error
+        return None
+
+    def read(self, after: int, through: int) -> list[ReadSlot]:
+        with self._using, self._usable():
+            firsts = self._firsts()
+            found: list[ReadSlot] = []
+            for place, first in enumerate(firsts):
+                following = firsts[place + 1] if place + 1 < len(firsts) else None
+                if first > through or (following is not None and following <= after + 1):
+                    continue
+                records = self._records_of(first, following)
+                found += [ReadSlot(*record) for record in records if after < record.number <= through]
+            return found
+
+    def highest(self) -> int | None:
+        with self._using, self._usable():
+            if self._lock_file is not None and self._last:
+                return self._last
+            return self._stored_highest()
+
+    def delete_through(self, number: int) -> None:
+        with self._using, self._usable():
+            highest = (self._last if self._lock_file is not None else self._stored_highest()) or 0
+            if number >= highest:
+                raise ValueError(f"slot {highest} of log {self.log_id} is its highest: it stays")
+            firsts = self._firsts()
+            for first, following in itertools.pairwise(firsts):
+                if following <= number + 1:
+                    self._path(first).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        with self._using:
+            for file in (self._file, self._lock_file):
+                if file is not None:
+                    os.close(file)
+            self._file = self._lock_file = None
+            self._broken = self._broken or "it is closed"
+
+    # ---- the holder of the lock
+
+    def _hold(self, *, may_make: bool) -> None:
+        """Takes the lock if it is not held here, and makes the end of the log one behind which may be written."""
+        if self._lock_file is not None:
+            return
+        if may_make:
+            self._make_folder()
+        path = self._folder / LOCK_FILE
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _MODE)
+        except FileNotFoundError as error:
+            raise object_store.StoreUnavailable(f"{LOGS_PREFIX}{self.log_id}", "there is no such log") from error
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(file, 200, 0).decode(errors="replace").strip()
+                raise LogHeld(self.log_id, holder or "another process") from None
+            os.ftruncate(file, 0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            os.pwrite(file, f"process {os.getpid()} since {since}\n".encode(), 0)
+            self._cut_torn()
+        except BaseException:
+            os.close(file)
+            raise
+        self._lock_file = file
+
+    def _make_folder(self) -> None:
+        for folder in (self._folder.parent, self._folder):
+            with suppress(FileExistsError):
+                os.mkdir(folder, _FOLDER_MODE)
+            self._synchronise_folder(folder.parent)
+
+    def _cut_torn(self) -> None:
+        """Nobody else writes: what is not whole at the end never will be."""
+        firsts = self._firsts()
+        self._last = firsts[-1] - 1 if firsts else 0
+        if not firsts:
+            return
+        file = os.open(self._path(firsts[-1]), os.O_RDWR)
+        try:
+            data = _read_file(file)
+            records, end = _parse(data, firsts[-1], None)
+            if end < len(data):
+                os.ftruncate(file, end)
+            self._synchronise(file)
+        finally:
+            os.close(file)
+        if records:
+            self._last = records[-1].number
+        self._synchronise_folder(self._folder)
+
+    def _begin_file(self, number: int) -> int:
+        """A file that no record is in yet may be there: its maker died before it wrote one."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        file = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _MODE)
+        try:
+            self._synchronise_folder(self._folder)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file, self._file_bytes = file, 0
+        return file
+
+    def _append(self, file: int, number: int, record: bytes) -> None:
+        try:
+            written = os.write(file, record)
+            while written < len(record):
+                # A file system that has little room writes a part; the next call says what is wrong, or goes on.
+                written += os.write(file, record[written:])
+        except OSError:
+            # What was written of it goes, so that it never lands; where that fails nothing is written behind it.
+            try:
+                os.ftruncate(file, self._file_bytes)
+                os.lseek(file, self._file_bytes, os.SEEK_SET)
+            except OSError as error:
+                self._broken = f"cannot cut off a part of slot {number} ({error}): restart"
+                raise object_store.OutcomeUnknown(self._key(number), self._broken) from error
+            raise
+        try:
+            os.fdatasync(file)
+        except OSError as error:
+            self._broken = f"cannot synchronise slot {number} ({error}): restart, to see what is on the disk"
+            raise object_store.OutcomeUnknown(self._key(number), self._broken) from error
+        self._file_bytes += len(record)
+        self._last = number
+
+    # ---- what is stored
+
+    def _path(self, first: int) -> Path:
+        return self._folder / f"{first:0{_NUMBER_DIGITS}d}"
+
+    def _key(self, number: int) -> str:
+        return f"{LOGS_PREFIX}{self.log_id}/{number}"
+
+    def _firsts(self) -> list[int]:
+        """The first numbers of the files, ascending. Raises Damaged for a file that is none of a log's."""
+        try:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:
+            return []
+        found = []
+        for name in names:
+            if name == LOCK_FILE:
+                continue
+            if len(name) != _NUMBER_DIGITS or not name.isdecimal():
+                raise object_store.Damaged(f"{LOGS_PREFIX}{self.log_id}", f"{self._folder / name} is no file of a log")
+            found.append(int(name))
+        return sorted(found)
+
+    def _stored_highest(self) -> int | None:
+        firsts = self._firsts()
+        for place in range(len(firsts) - 1, -1, -1):
+            following = firsts[place + 1] if place + 1 < len(firsts) else None
+            records = self._records_of(firsts[place], following)
+            if records:
+                return records[-1].number
+        return None
+
+    def _records_of(self, first: int, following: int | None) -> list[_Record]:
+        """The records of a file, those that are missing before the next file included; what is shown survives."""
+        try:
+            file = os.open(self._path(first), os.O_RDONLY)
+        except FileNotFoundError:
+            return []  # deleted since it was listed
+        try:
+            records, _ = _parse(_read_file(file), first, following)
+            if following is None and records:
+                # Its writer may have died, or be about to die, before it did so.
+                self._synchronise(file)
+                self._synchronise_folder(self._folder)
+            return records
+        finally:
+            os.close(file)
+
+    def _synchronise(self, file: int) -> None:
+        try:
+            os.fdatasync(file)
+        except OSError as error:
+            self._broken = f"cannot synchronise ({error}): restart, to see what is on the disk"
+            raise
+
+    def _synchronise_folder(self, folder: Path) -> None:
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(file)
+        except OSError as error:
+            self._broken = f"cannot synchronise {folder} ({error}): restart, to see what is on the disk"
+            raise
+        finally:
+            os.close(file)
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        if self._broken is not None:
+            raise object_store.StoreUnavailable(f"{LOGS_PREFIX}{self.log_id}", self._broken)
+        with _translated(f"{LOGS_PREFIX}{self.log_id}"):
+            yield
+
+
+# ---- the bytes of a file
+
+
+def _parse(data: bytes, first: int, following: int | None) -> _Parsed:
+    """The records of a file whose first number is `first`; `following`: the first number of the next file, if any."""
+    records: list[_Record] = []
+    place, number = 0, first
+    while place < len(data):
+        whole = _whole_at(data, place, number) or _next_whole(data, place, number)
+        if whole is None or (whole.place > place and whole.number > number):
+            broken = _broken(data, place, number, whole)
+            if broken is None:
+                break
+            records.append(broken)
+            place, number = len(data) if whole is None else whole.place, number + 1
+            continue
+        records += (
+            _Record(each, None, f"its record is broken; slot {whole.number} is whole")
+            for each in range(number, whole.number)
+        )
+        records.append(_Record(whole.number, whole.slot))
+        place, number = whole.end, whole.number + 1
+    if following is not None:
+        records += (
+            _Record(each, None, f"its record is missing; slot {following} is there")
+            for each in range(number, following)
+        )
+    return _Parsed(records, place)
+
+
+class _Whole(NamedTuple):
+    """A whole record, from `place` to `end` in its file."""
+
+    place: int
+    number: int
+    slot: bytes
+    end: int
+
+
+def _whole_at(data: bytes, place: int, number: int) -> _Whole | None:
+    """The record of that number, or of a later one, that begins there; None when there is no whole one."""
+    begin = place + _FRAME.size
+    if place < 0 or begin > len(data):
+        return None
+    length, found, crc32c = _FRAME.unpack_from(data, place)
+    end = begin + length
+    slot = data[begin:end]
+    if found < number or data[end : end + len(_END)] != _END:
+        return None
+    if framing.crc32c(data[place : place + _FRAMED.size], slot) != crc32c:
+        return None
+    return _Whole(place, found, slot, end + len(_END))
+
+
+def _next_whole(data: bytes, place: int, number: int) -> _Whole | None:
+    """The first whole record behind `place` of that number or a later one, found by the magic of its slot."""
+    at = data.find(log_slot_format.MAGIC, place + 1 + _FRAME.size)
+    while at >= 0:
+        whole = _whole_at(data, at - _FRAME.size, number)
+        if whole is not None:
+            return whole
+        at = data.find(log_slot_format.MAGIC, at + 1)
+    return None
+
+
+def _broken(data: bytes, place: int, number: int, later: _Whole | None) -> _Record | None:
+    """The record of that number at `place`, which is not whole; None when it is torn. `later`: the next whole one."""
+    begin = place + _FRAME.size
+    slot = data[begin : (len(data) if later is None else later.place) - len(_END)]
+    if _is_whole(slot, number):
+        return _Record(number, slot, f"the frame of its record is broken, at byte {place} of its file")
+    damage = f"the CRC32C of its record differs, at byte {place} of its file"
+    if later is not None:
+        return _Record(number, slot, damage)
+    if begin > len(data):
+        return None
+    length, found, _ = _FRAME.unpack_from(data, place)
+    mark = begin + length
+    # At the end of a record whose last blocks were never written there are zeros, or nothing.
+    if found == number and length and mark < len(data) and data[mark]:
+        return _Record(number, data[begin:mark], damage)
+    return None
+
+
+def _is_whole(slot: bytes, number: int) -> bool:
+    """Whether these bytes are a slot of that number, each section included: it was certain, whatever its frame says."""
+    try:
+        read = log_slot_format.decode_log_slot(slot)
+        for shard in read.shards:
+            read.section(shard)
+    except format_errors.FormatError:
+        return False
+    return read.header.number == number
+
+
+def _read_file(file: int) -> bytes:
+    parts = []
+    while part := os.read(file, FILE_BYTES_MAX):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@contextmanager
+def _translated(key: str) -> Iterator[None]:
+    """Raises what the file system says as an error of the store."""
+    try:
+        yield
+    except PermissionError as error:
+        raise object_store.StoreRefused(key, f"{error.strerror}: {error.filename}") from error
+    except OSError as error:
+        raise object_store.StoreUnavailable(key, str(error)) from error

@@ -1,0 +1,289 @@
+"""A log slot: one group commit of a daemon, with at most one section for each shard.
+
+Owns: the bytes of a log slot, and what in them is damaged by what.
+Does not own: the bytes of a section (`slot_format`), where a log lies (`slot_log`), what may follow what.
+
+    magic "TyLS" | u16 version | u8 kind | u8 0 | log id, 26 ASCII | u64 number | u32 entries | u16 bytes of the writer
+    | u32 CRC32C of all before it, of the writer and of the entries
+    | writer: three texts, u16 length and UTF-8 each; nothing in DATA and CLOSE
+    | an entry for each shard of the heads, by shard: u32 shard | u64 epoch | u64 last shard slot
+      | u32 offset, 0 without a section | u32 length | u32 CRC32C of the section
+    | the sections, one behind the other                                                         little-endian
+
+A wrong bit in a section damages that section alone, one before the sections the whole slot. A slot that ends too early
+has lost the sections that lie behind its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import struct
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeAlias
+
+from storage_backends.formats import format_errors, framing
+
+FORMAT_VERSION: Final = 1
+MAGIC: Final = b"TyLS"
+SLOT_BYTES_MAX: Final = 256 * 1024 * 1024
+"""The longest slot. A daemon ends a slot long before; one decision may be longer than what it aims at."""
+
+_FIXED: Final = struct.Struct("<4sHBB26sQIH")
+_CRC: Final = struct.Struct("<I")
+_TEXT: Final = struct.Struct("<H")
+_ENTRY: Final = struct.Struct("<IQQIII")
+HEADER_BYTES: Final = _FIXED.size + _CRC.size
+_KIND_AT: Final = 6
+TEXT_BYTES_MAX: Final = 1_000
+"""The longest text that says who wrote a slot."""
+
+_WHAT: Final = "log slot"
+# A ULID: 26 digits of Crockford's base 32, which has no I, L, O and U.
+_LOG_ID: Final = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
+
+
+class LogSlotKind(enum.IntEnum):
+    """OPEN is the first slot of a log and DATA what its owner writes; behind FENCE, which anybody may write, and CLOSE,
+    which its owner writes at the end, its owner writes no more.
+    """
+
+    OPEN = 1
+    DATA = 2
+    FENCE = 3
+    CLOSE = 4
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is the end of a log that stands as its highest slot."""
+        return self in (LogSlotKind.FENCE, LogSlotKind.CLOSE)
+
+
+class Head(NamedTuple):
+    """How far a log goes for one shard: the newest epoch, and the last shard slot of it."""
+
+    epoch: int
+    last_slot: int
+
+
+Heads: TypeAlias = Mapping[int, Head]
+"""By shard, for each of which the log ever had a section."""
+
+NO_HEADS: Final[Heads] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Writer:
+    """Who wrote an OPEN or a FENCE. `address`: host:port. For people who look at a log."""
+
+    daemon_id: str
+    address: str
+    version: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LogSlotHeader:
+    """What a log slot says before its sections. `number`: of the slot in its log, from 1 on. `heads`: after this slot.
+    `writer`: of OPEN and FENCE.
+
+    Raises ValueError for what no slot can be.
+    """
+
+    log_id: str
+    number: int
+    kind: LogSlotKind
+    heads: Heads = dataclasses.field(default_factory=lambda: NO_HEADS)
+    writer: Writer | None = None
+
+    def __post_init__(self) -> None:
+        if not is_log_id(self.log_id):
+            raise ValueError(f"log id {self.log_id!r} is no ULID")
+        if self.number < 1 or (self.number == 1) != (self.kind is LogSlotKind.OPEN):
+            raise ValueError(f"number {self.number} of {self.kind.name}: OPEN is number 1, and no other kind is")
+        if self.kind is LogSlotKind.OPEN and self.heads:
+            raise ValueError(f"OPEN has the heads of {len(self.heads)} shards: no shard has sections before it")
+        if (self.writer is None) == (self.kind in (LogSlotKind.OPEN, LogSlotKind.FENCE)):
+            raise ValueError(f"{self.kind.name} and writer {self.writer}: OPEN and FENCE have one, no other kind does")
+
+
+class _Place(NamedTuple):
+    """Where a section lies in the bytes of its slot."""
+
+    offset: int
+    length: int
+    crc32c: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LogSlot:
+    """A log slot that was read: header and table are whole, its sections may be damaged."""
+
+    header: LogSlotHeader
+    _places: Mapping[int, _Place]
+    _data: bytes
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """Those with a section here, ascending. A section is of epoch and shard slot `header.heads[shard]`."""
+        return tuple(self._places)
+
+    def section(self, shard: int) -> bytes:
+        """The bytes of a section. Raises FormatError when they are damaged, KeyError when the shard has none here."""
+        place = self._places[shard]
+        body = self._data[place.offset : place.offset + place.length]
+        what = f"section of shard {shard} in slot {self.header.number} of log {self.header.log_id}"
+        if len(body) != place.length:
+            detail = f"it ends after {len(body)} of {place.length} bytes"
+            raise format_errors.FormatError(what, len(self._data), detail)
+        framing.check_crc32c(body, place.crc32c, what, place.offset)
+        return body
+
+
+def is_log_id(log_id: str) -> bool:
+    """Whether it is a ULID as it is written: 26 characters."""
+    return _LOG_ID.fullmatch(log_id) is not None
+
+
+def encode_log_slot(header: LogSlotHeader, sections: Mapping[int, bytes] = MappingProxyType({})) -> bytes:
+    """The bytes of a log slot. `sections` by shard, each of the epoch and shard slot that the heads have.
+
+    Raises ValueError when the slot is too long, and for sections that it cannot have.
+    """
+    if bool(sections) != (header.kind is LogSlotKind.DATA):
+        raise ValueError(f"{header.kind.name} with {len(sections)} sections: DATA has some, no other kind has any")
+    unknown = sorted(sections.keys() - header.heads.keys())
+    if unknown:
+        raise ValueError(f"sections of shards {unknown} are not in the heads")
+    writer = _encode_writer(header.writer)
+    offset = HEADER_BYTES + len(writer) + _ENTRY.size * len(header.heads)
+    entries, bodies = [], []
+    for shard, head in sorted(header.heads.items()):
+        body = sections.get(shard)
+        if body is None:
+            entries.append(_ENTRY.pack(shard, head.epoch, head.last_slot, 0, 0, 0))
+            continue
+        if not body:
+            raise ValueError(f"the section of shard {shard} is empty")
+        entries.append(_ENTRY.pack(shard, head.epoch, head.last_slot, offset, len(body), framing.crc32c(body)))
+        bodies.append(body)
+        offset += len(body)
+        if offset > SLOT_BYTES_MAX:
+            raise ValueError(
+                f"the section of shard {shard}, {len(body)} bytes, makes a log slot of {offset} bytes: the limit is "
+                f"{SLOT_BYTES_MAX}, write it with the next one"
+            )
+    fixed = _FIXED.pack(
+        MAGIC,
+        FORMAT_VERSION,
+        header.kind,
+        0,
+        header.log_id.encode("ascii"),
+        header.number,
+        len(header.heads),
+        len(writer),
+    )
+    checksum = _CRC.pack(framing.crc32c(fixed, writer, *entries))
+    return b"".join((fixed, checksum, writer, *entries, *bodies))
+
+
+class Identity(NamedTuple):
+    """What tells a slot from another one of its number. `fingerprint`: the CRC32C in its header, which covers the
+    CRC32C of each section.
+    """
+
+    kind: LogSlotKind
+    fingerprint: int
+
+
+def identity_of(data: bytes) -> Identity:
+    """The identity of a slot by its first bytes; nothing is checked. Raises ValueError when they are no header."""
+    if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
+        raise ValueError(f"{data[:4]!r}, {len(data)} bytes: no log slot begins so")
+    return Identity(LogSlotKind(data[_KIND_AT]), _fingerprint(data))
+
+
+def _fingerprint(data: bytes) -> int:
+    (fingerprint,) = _CRC.unpack_from(data, _FIXED.size)
+    return int(fingerprint)
+
+
+def decode_log_slot(data: bytes) -> LogSlot:
+    """A slot whose header and table are whole; of its sections nothing is looked at. Raises FormatError, and
+    UnsupportedVersion when only another release can read it.
+    """
+    if len(data) < HEADER_BYTES:
+        raise format_errors.FormatError(_WHAT, len(data), f"it ends after {len(data)} bytes, inside its header")
+    magic, version, kind, nothing, log_id, number, entries, writer_bytes = _FIXED.unpack_from(data)
+    if magic != MAGIC:
+        raise format_errors.FormatError(_WHAT, 0, f"magic is {magic!r}, not {MAGIC!r}")
+    if version != FORMAT_VERSION:
+        raise format_errors.UnsupportedVersion(_WHAT, 4, found=version, supported=FORMAT_VERSION)
+    entries_at = HEADER_BYTES + writer_bytes
+    end = entries_at + _ENTRY.size * entries
+    if end > len(data):
+        detail = f"it ends after {len(data)} bytes, its table of {entries} entries at {end}"
+        raise format_errors.FormatError(_WHAT, len(data), detail)
+    framing.check_crc32c(data[: _FIXED.size] + data[HEADER_BYTES:end], _fingerprint(data), _WHAT, 0)
+    with format_errors.reading(_WHAT, 0):
+        if nothing:
+            raise ValueError(f"byte 7 is {nothing}, not 0")
+        heads, places, sections_end = _decode_entries(data, entries_at, end)
+        header = LogSlotHeader(
+            log_id=log_id.decode("ascii"),
+            number=number,
+            kind=LogSlotKind(kind),
+            heads=MappingProxyType(heads),
+            writer=_decode_writer(data[HEADER_BYTES:entries_at]),
+        )
+        if bool(places) != (header.kind is LogSlotKind.DATA):
+            raise ValueError(f"{header.kind.name} with {len(places)} sections")
+    if sections_end < len(data):
+        detail = f"{len(data) - sections_end} bytes follow the last section"
+        raise format_errors.FormatError(_WHAT, sections_end, detail)
+    return LogSlot(header, MappingProxyType(places), data)
+
+
+def _decode_entries(data: bytes, begin: int, end: int) -> tuple[dict[int, Head], dict[int, _Place], int]:
+    """(heads, places of the sections, where the last section ends). Raises ValueError."""
+    heads: dict[int, Head] = {}
+    places: dict[int, _Place] = {}
+    expected, before = end, -1
+    for shard, epoch, last_slot, offset, length, crc32c in _ENTRY.iter_unpack(data[begin:end]):
+        if shard <= before:
+            raise ValueError(f"shard {shard} follows shard {before} in the table")
+        before = shard
+        heads[shard] = Head(epoch, last_slot)
+        if offset or length:
+            if offset != expected or not length:
+                raise ValueError(f"section of shard {shard}: {length} bytes from {offset}, not from {expected}")
+            places[shard] = _Place(offset, length, crc32c)
+            expected += length
+    return heads, places, expected
+
+
+def _encode_writer(writer: Writer | None) -> bytes:
+    if writer is None:
+        return b""
+    parts = []
+    for text in (writer.daemon_id, writer.address, writer.version):
+        encoded = text.encode()
+        if len(encoded) > TEXT_BYTES_MAX:
+            raise ValueError(f"{text[:40]!r}...: {len(encoded)} bytes, the limit is {TEXT_BYTES_MAX}")
+        parts += [_TEXT.pack(len(encoded)), encoded]
+    return b"".join(parts)
+
+
+def _decode_writer(data: bytes) -> Writer | None:
+    """Raises ValueError, struct.error."""
+    if not data:
+        return None
+    texts, place = [], 0
+    while place < len(data):
+        (length,) = _TEXT.unpack_from(data, place)
+        place += _TEXT.size + length
+        texts.append(data[place - length : place].decode())
+    if place != len(data) or len(texts) != 3:
+        raise ValueError(f"the writer has {len(texts)} texts, which end at {place} of {len(data)} bytes")
+    return Writer(*texts)

@@ -1,0 +1,186 @@
+"""Fencing a log: whoever does it knows where the log ends, and its owner writes no more.
+
+Owns: the steps (L4), the value that only they make, and performing them on a log.
+Does not own: whether to fence, and what a fence allows (the claim).
+
+    list: m is the highest slot, and read it            gone meanwhile: list again
+    it is FENCE or CLOSE                                -> the log ends there
+    create FENCE at m + 1, with the heads of m          occupied: read that one, and go on from it
+
+A list is old when it arrives. If the owner lives, wrote on and deleted what it had written, the FENCE may stand in a
+number that was emptied, and stops nobody: a claim compares it with what the manifest says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Final, TypeAlias
+
+from storage_backends import object_store
+from storage_backends.formats import format_errors, log_slot_format
+from storage_backends.formats.log_slot_format import Heads, LogSlot, LogSlotHeader, LogSlotKind, Writer
+from storage_backends.slot_log import LOGS_PREFIX, SlotLog
+
+log = logging.getLogger(__name__)
+
+_PROOF: Final = object()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fence:
+    """A log ends at `number`, where a slot of `kind` FENCE or CLOSE stands; `heads` say where it ends for each shard.
+
+    Only `fencing` makes it: a claim that has one knows that its claimant has looked.
+    """
+
+    log_id: str
+    number: int
+    kind: LogSlotKind
+    heads: Heads = dataclasses.field(repr=False)
+    proof: dataclasses.InitVar[object]
+
+    def __post_init__(self, proof: object) -> None:
+        if proof is not _PROOF:
+            raise TypeError("a Fence is made by fencing a log, and in no other way")
+
+    @property
+    def end(self) -> int:
+        """The last number before it."""
+        return self.number - 1
+
+
+# ---- the steps
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListHighest:
+    """Answered with the highest number, None when there is none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadOne:
+    """Answered with the slot, None when it is absent."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CreateFence:
+    """Answered with whether a slot with these bytes has the number, by whomever; not whether this call created it."""
+
+    number: int
+    slot: bytes
+
+
+Step: TypeAlias = ListHighest | ReadOne | CreateFence
+
+
+def fencing(log_id: str, by: Writer) -> Generator[Step, Any, Fence]:
+    """The steps that fence a log; each is to be answered as it says. Raises Damaged when the log has lost slots."""
+    gone: int | None = None
+    listed_nothing = False
+    while True:
+        number = yield ListHighest()
+        if number is None:
+            if listed_nothing:
+                raise object_store.Damaged(f"{LOGS_PREFIX}{log_id}", "the log has no slot: the store has lost it")
+            listed_nothing = True
+            continue
+        if number == gone:
+            raise object_store.Damaged(f"{LOGS_PREFIX}{log_id}", f"slot {number} is listed as the highest, and absent")
+        fence = yield from _fencing_from(log_id, number, by)
+        if fence is not None:
+            return fence
+        gone = number
+
+
+def _fencing_from(log_id: str, number: int, by: Writer) -> Generator[Step, Any, Fence | None]:
+    """None when a slot on the way is gone: its owner lives, and deletes."""
+    while True:
+        slot = yield ReadOne(number)
+        if slot is None:
+            return None
+        if slot.header.kind.ends:
+            return Fence(log_id, number, slot.header.kind, slot.header.heads, proof=_PROOF)
+        heads = slot.header.heads
+        header = LogSlotHeader(log_id=log_id, number=number + 1, kind=LogSlotKind.FENCE, heads=heads, writer=by)
+        if (yield CreateFence(number + 1, log_slot_format.encode_log_slot(header))):
+            return Fence(log_id, number + 1, LogSlotKind.FENCE, heads, proof=_PROOF)
+        number += 1
+
+
+# ---- performing them
+
+
+def fence_log(slots: SlotLog, by: Writer, *, delays_s: Iterator[float], sleep: Callable[[float], None]) -> Fence:
+    """Fences the log, and gives the fence that stands at its end. Synchronous; may be repeated after any error.
+
+    What fails for now is tried again after each of `delays_s`; after the last one its error is raised. Raises Damaged
+    when the newest slot cannot be read: then nobody knows where the log ends.
+    """
+    steps = fencing(slots.log_id, by)
+    answer: Any = None
+    while True:
+        try:
+            step = steps.send(answer)
+        except StopIteration as ended:
+            fence: Fence = ended.value
+            log.info("log %s ends at slot %d, a %s", fence.log_id, fence.number, fence.kind.name)
+            return fence
+        answer = _patiently(slots, step, delays_s, sleep)
+
+
+def _patiently(slots: SlotLog, step: Step, delays_s: Iterator[float], sleep: Callable[[float], None]) -> Any:
+    while True:
+        try:
+            return _perform(slots, step)
+        except (object_store.StoreUnavailable, object_store.OutcomeUnknown) as error:
+            delay_s = next(delays_s, None)
+            if delay_s is None:
+                raise
+            log.warning("a log is not fenced yet: %s", error)
+        sleep(delay_s)
+
+
+def _perform(slots: SlotLog, step: Step) -> int | LogSlot | bool | None:
+    if isinstance(step, ListHighest):
+        return slots.highest()
+    if isinstance(step, ReadOne):
+        return read_one(slots, step.number)
+    return _create(slots, step)
+
+
+def read_one(slots: SlotLog, number: int) -> LogSlot | None:
+    """One slot, its header and table whole; None when it is absent. Raises Damaged."""
+    for read in slots.read(number - 1, number):
+        return decoded(slots.log_id, number, read.body, read.damage)
+    return None
+
+
+def decoded(log_id: str, number: int, body: bytes | None, damage: str) -> LogSlot:
+    """The slot of that number. Raises Damaged when header or table are not whole, or are of another slot."""
+    key = f"{LOGS_PREFIX}{log_id}/{number}"
+    if body is None:
+        raise object_store.Damaged(key, f"the log slot cannot be read: {damage}")
+    try:
+        slot = log_slot_format.decode_log_slot(body)
+    except format_errors.FormatError as error:
+        raise object_store.Damaged(key, str(error)) from error
+    if (slot.header.log_id, slot.header.number) != (log_id, number):
+        raise object_store.Damaged(key, f"it is slot {slot.header.number} of log {slot.header.log_id}")
+    return slot
+
+
+def _create(slots: SlotLog, step: CreateFence) -> bool:
+    """Whether a slot with these bytes stands there. Raises OutcomeUnknown while nobody can tell."""
+    try:
+        slots.create(step.number, step.slot)
+    except (object_store.AlreadyExists, object_store.OutcomeUnknown) as error:
+        found = slots.head(step.number)
+        if found is not None:
+            return found == log_slot_format.identity_of(step.slot)
+        # Answered 409 and absent, or sent and not there yet: it may still land.
+        raise object_store.OutcomeUnknown(error.key, f"whether the fence stands is unknown: {error.reason}") from error
+    return True

@@ -1,0 +1,212 @@
+"""Reading the sections of shards out of logs: each log once for all shards, and for each shard all or none.
+
+Owns: which slots are read for which shards, which sections count, and what makes a shard complete (L9).
+Does not own: what the records do, and reading manifests (the callers).
+
+A hole is damage of its shard alone, named by log, slot and shard slot. Before it is called so, and after the end of an
+open range was read, the shard's manifest is to be read again: `judged` says what its change means.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from storage_backends import log_fence, object_store
+from storage_backends.formats import format_errors
+from storage_backends.formats.log_slot_format import Head, Heads, LogSlot
+from storage_backends.formats.shard_ranges import LogRange, RangedShardManifest
+from storage_backends.slot_log import LOGS_PREFIX, SlotLogs
+
+# Slots that are read and decoded at once: what is under way is bounded.
+BATCH_SLOTS = 256
+
+
+class Section(NamedTuple):
+    """A section as it was found. `slot`: its shard slot. `body`: a journal slot of the shard."""
+
+    epoch: int
+    slot: int
+    body: bytes
+    log_id: str
+    number: int
+
+
+class Extent(NamedTuple):
+    """Slots of a log with after < number <= through."""
+
+    log_id: str
+    after: int
+    through: int
+
+
+class Verdict(enum.Enum):
+    """What a manifest says of slots that were read by an older one. `SUPERSEDED`: another owner has come.
+    `BEGIN_AGAIN`: slots that were read by it may have been deleted meanwhile. `STANDS`: what was found is so.
+    """
+
+    SUPERSEDED = enum.auto()
+    BEGIN_AGAIN = enum.auto()
+    STANDS = enum.auto()
+
+
+def judged(read_by: RangedShardManifest, now: RangedShardManifest) -> Verdict:
+    """What `now`, read after the slots, says of what was read by `read_by`."""
+    if now.epoch != read_by.epoch:
+        return Verdict.SUPERSEDED
+    for log_id in {each.log_id for each in read_by.ranges}:
+        before, after = read_by.lowest_after(log_id), now.lowest_after(log_id)
+        if before != after:
+            return Verdict.BEGIN_AGAIN
+    return Verdict.STANDS
+
+
+class ShardSections:
+    """The sections of one shard above a checkpoint, as its manifest has them: told of every slot of the logs, in any
+    order of logs, and complete at the end or not.
+
+    `from_slot`: shard slots above it are wanted. `end`: where the log of the open range ends for the shard; not needed
+    where no range is open.
+    """
+
+    def __init__(self, manifest: RangedShardManifest, from_slot: int) -> None:
+        self._shard = manifest.shard
+        self._from_slot = from_slot
+        self._ranges = tuple(each for each in manifest.ranges if each.last_slot is None or each.last_slot > from_slot)
+        self._found: dict[int, Section] = {}
+        # Why slots of a log, or sections in them, cannot be read; by log and number.
+        self._damage: dict[tuple[str, int], str] = {}
+        # Of a shard slot that lies in two log slots, the second.
+        self._twice: Section | None = None
+
+    @property
+    def shard(self) -> int:
+        return self._shard
+
+    def extents(self, ends: Mapping[str, int]) -> list[Extent]:
+        """What has to be read. `ends`: the last slot of each log that an open range names."""
+        return [
+            Extent(each.log_id, each.after, ends[each.log_id] if each.through is None else each.through)
+            for each in self._ranges
+        ]
+
+    def take(self, log_id: str, number: int, slot: LogSlot) -> None:
+        """A slot of a log with a section of the shard. What no range covers is not the shard's: it is left alone."""
+        head = slot.header.heads.get(self._shard)
+        if head is None or head.last_slot <= self._from_slot:
+            return
+        if not any(each.covers(log_id, number, head) for each in self._ranges):
+            return
+        try:
+            body = slot.section(self._shard)
+        except format_errors.FormatError as error:
+            self._damage[log_id, number] = str(error)
+            return
+        section = Section(head.epoch, head.last_slot, body, log_id, number)
+        if self._found.setdefault(section.slot, section) is not section:
+            self._twice = section
+
+    def take_damaged(self, log_id: str, number: int, damage: str) -> None:
+        """A slot of which nothing is known: whether it had a section of the shard, density shows."""
+        self._damage[log_id, number] = damage
+
+    def complete(self, ends: Mapping[str, Heads]) -> list[Section]:
+        """Every section, ascending. `ends`: the heads at the end of each log that an open range names.
+
+        Raises Damaged for a hole, a section that is damaged or there twice, and an epoch that falls.
+        """
+        last = self._from_slot
+        for each in self._ranges:
+            through = self._last_slot(each, ends)
+            for slot in range(max(each.first_slot, last + 1), through + 1):
+                self._check(each, slot)
+            if each.first_slot > last + 1:
+                raise self._damaged(each, last + 1, "no range has it")
+            last = max(last, through)
+        if self._twice is not None:
+            log_id, number, slot = self._twice.log_id, self._twice.number, self._twice.slot
+            first = self._found[slot]
+            raise object_store.Damaged(
+                f"{LOGS_PREFIX}{log_id}/{number}",
+                f"shard {self._shard}, shard slot {slot} lies in slot {first.number} of log {first.log_id}, too",
+            )
+        return [self._found[slot] for slot in sorted(self._found)]
+
+    def _last_slot(self, each: LogRange, ends: Mapping[str, Heads]) -> int:
+        if each.last_slot is not None:
+            return each.last_slot
+        head = ends[each.log_id].get(self._shard, Head(0, 0))
+        return head.last_slot if head.epoch == each.epoch else each.first_slot - 1
+
+    def _check(self, each: LogRange, slot: int) -> None:
+        found = self._found.get(slot)
+        if found is None:
+            raise self._damaged(each, slot, "it is missing")
+        if found.epoch != each.epoch:
+            raise self._damaged(each, slot, f"it is of epoch {found.epoch}, not {each.epoch}")
+
+    def _damaged(self, each: LogRange, slot: int, detail: str) -> object_store.Damaged:
+        """Named by the slots of the log between which the shard slot has to lie."""
+        lower = [found.number for found in self._found.values() if found.log_id == each.log_id and found.slot < slot]
+        upper = [found.number for found in self._found.values() if found.log_id == each.log_id and found.slot > slot]
+        after, before = max(lower, default=each.after), min(upper, default=(each.through or 0) + 1)
+        reasons = [
+            damage
+            for (log_id, number), damage in sorted(self._damage.items())
+            if log_id == each.log_id and after < number and (number < before or not upper)
+        ]
+        between = f"behind slot {after}" + (f" and before slot {before}" if upper or each.through else "")
+        why = f" ({'; '.join(reasons[:3])})" if reasons else ""
+        return object_store.Damaged(
+            f"{LOGS_PREFIX}{each.log_id}", f"shard {self._shard}, shard slot {slot}, {between}: {detail}{why}"
+        )
+
+
+def extents_once(wanted: Iterable[Extent]) -> list[Extent]:
+    """The same slots, each once: what overlaps or meets is one extent."""
+    by_log: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
+    for log_id, after, through in wanted:
+        if after < through:
+            by_log[log_id].append((after, through))
+    joined = []
+    for log_id, parts in by_log.items():
+        begin, end = min(parts)
+        for after, through in sorted(parts):
+            if after > end:
+                joined.append(Extent(log_id, begin, end))
+                begin, end = after, through
+            end = max(end, through)
+        joined.append(Extent(log_id, begin, end))
+    return joined
+
+
+def read_logs(logs: SlotLogs, shards: Iterable[ShardSections], ends: Mapping[str, int]) -> None:
+    """Tells each of the shards of every slot that one of them needs; each slot is read once.
+
+    `ends`: the last slot of each log that an open range names. Raises the store's errors; damage is told to the shards.
+    """
+    by_shard = {each.shard: each for each in shards}
+    for extent in extents_once(extent for each in by_shard.values() for extent in each.extents(ends)):
+        for number, slot in _slots(logs, extent):
+            if isinstance(slot, LogSlot):
+                for shard in by_shard.keys() & set(slot.shards):
+                    by_shard[shard].take(extent.log_id, number, slot)
+            else:
+                for each in by_shard.values():
+                    each.take_damaged(extent.log_id, number, slot)
+
+
+def _slots(logs: SlotLogs, extent: Extent) -> Iterator[tuple[int, LogSlot | str]]:
+    """(number, slot, or why it cannot be read), ascending."""
+    slots = logs.log(extent.log_id)
+    try:
+        for after in range(extent.after, extent.through, BATCH_SLOTS):
+            for number, body, damage in slots.read(after, min(after + BATCH_SLOTS, extent.through)):
+                try:
+                    yield number, log_fence.decoded(extent.log_id, number, body, damage)
+                except object_store.Damaged as error:
+                    yield number, str(error)
+    finally:
+        slots.close()

@@ -1,0 +1,158 @@
+"""A log whose slots are objects of a store: `logs/<log id>/<number>`, numbers of 20 digits.
+
+Owns: keys and metadata of the slots; reading and deleting many at once.
+Does not own: the store's promises (`object_store`), on which those of `slot_log` rest.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+from collections.abc import Iterable
+
+from storage_backends import object_store
+from storage_backends.formats import format_errors, log_slot_format, names
+from storage_backends.formats.log_slot_format import Identity, LogSlotKind
+from storage_backends.slot_log import LOGS_PREFIX, ReadSlot, SlotLog
+
+_KIND = "kind"
+_FINGERPRINT = "fingerprint"
+# Where a read is no request, so many slots are read by one call: to hand each over to a thread would take longer.
+PORTION_SLOTS = 64
+
+
+class ObjectLogs:
+    """The logs that a store has. `executor` reads and deletes in parallel and must not be the one that calls a log."""
+
+    def __init__(self, store: object_store.ObjectStore, executor: concurrent.futures.Executor) -> None:
+        self._store = store
+        self._executor = executor
+
+    def log(self, log_id: str) -> ObjectLog:
+        return ObjectLog(self._store, log_id, self._executor)
+
+    def log_ids(self) -> frozenset[str]:
+        """Raises `Damaged` for a key that is not of a log."""
+        found = set()
+        for entry in self._store.list(LOGS_PREFIX):
+            log_id, _, _ = entry.key.removeprefix(LOGS_PREFIX).partition("/")
+            if not log_slot_format.is_log_id(log_id):
+                raise object_store.Damaged(entry.key, "it lies among logs, and its name is not a log's")
+            found.add(log_id)
+        return frozenset(found)
+
+
+class ObjectLog(SlotLog):
+    """One log. Who created its first slot through this object is its owner: what the owner deletes is its own, and
+    each number goes once. Anybody else looks at what it deletes.
+    """
+
+    def __init__(self, store: object_store.ObjectStore, log_id: str, executor: concurrent.futures.Executor) -> None:
+        super().__init__(log_id)
+        self._store = store
+        self._executor = executor
+        self._prefix = f"{LOGS_PREFIX}{log_id}/"
+        # The lowest number that the owner has not deleted; None for anybody else.
+        self._low: int | None = None
+        self._top = 0
+        # Of the owner's numbers, those below which a deletion has failed: what is there may be another's by now.
+        self._doubtful_below = 0
+
+    def create(self, number: int, slot: bytes) -> None:
+        kind, fingerprint = log_slot_format.identity_of(slot)
+        if kind is LogSlotKind.OPEN:
+            self._low = number
+        self._top = max(self._top, number)
+        metadata = {_KIND: kind.name.lower(), _FINGERPRINT: f"{fingerprint:08x}"}
+        self._store.put_if_absent(self._key(number), slot, metadata=metadata)
+
+    def head(self, number: int) -> Identity | None:
+        key = self._key(number)
+        try:
+            metadata = self._store.head(key).metadata
+        except object_store.NotFound:
+            return None
+        try:
+            return Identity(LogSlotKind[metadata[_KIND].upper()], int(metadata[_FINGERPRINT], 16))
+        except (KeyError, ValueError):
+            raise object_store.Damaged(key, f"its metadata {dict(metadata)} is not that of a log slot") from None
+
+    def read(self, after: int, through: int) -> list[ReadSlot]:
+        portion = 1 if self._store.reads_are_requests else PORTION_SLOTS
+        begins = range(after + 1, through + 1, portion)
+        portions = [range(begin, min(begin + portion, through + 1)) for begin in begins]
+        return list(itertools.chain.from_iterable(self._executor.map(self._read_run, portions)))
+
+    def highest(self) -> int | None:
+        return max(self._listed(), default=None)
+
+    def delete_through(self, number: int) -> None:
+        if self._low is None:
+            numbers = sorted(self._listed())
+            if numbers and number >= numbers[-1]:
+                raise ValueError(f"slot {numbers[-1]} of log {self.log_id} is its highest: it stays")
+            self._delete(each for each in numbers if each <= number and self._may_go(each))
+            return
+        if number >= self._top:
+            raise ValueError(f"slot {number} of log {self.log_id} may be its highest: it stays")
+        low = self._low
+        doubtful = range(low, min(self._doubtful_below, number + 1))
+        self._doubtful_below = max(self._doubtful_below, number + 1)
+        self._delete(each for each in doubtful if self._may_go(each))
+        self._delete(range(max(low, doubtful.stop), number + 1))
+        self._low, self._doubtful_below = max(low, number + 1), 0
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+    def _key(self, number: int) -> str:
+        return names.numbered_key(self._prefix, number)
+
+    def _listed(self) -> list[int]:
+        found = []
+        for entry in self._store.list(self._prefix):
+            try:
+                number = names.number_of(entry.key)
+            except format_errors.FormatError as error:
+                raise object_store.Damaged(entry.key, str(error)) from error
+            if entry.key != self._key(number):
+                raise object_store.Damaged(entry.key, "it lies among log slots, and its name is not a slot's")
+            found.append(number)
+        return found
+
+    def _read_run(self, numbers: range) -> list[ReadSlot]:
+        """Those of these that are there. Most often all are, and whole."""
+        try:
+            bodies = self._store.get_run([self._key(number) for number in numbers])
+        except object_store.Damaged:
+            bodies = []
+        found = [ReadSlot(number, body) for number, body in zip(numbers, bodies, strict=False)]
+        one_by_one = (self._read_one(number) for number in numbers[len(found) :])
+        return found + [slot for slot in one_by_one if slot is not None]
+
+    def _read_one(self, number: int) -> ReadSlot | None:
+        key = self._key(number)
+        try:
+            return ReadSlot(number, self._store.get(key))
+        except object_store.NotFound:
+            return None
+        except object_store.Damaged as error:
+            damage = str(error)
+        # A range is read though the checksum of the whole is wrong: the slot tells which section it is about.
+        try:
+            size_bytes = self._store.head(key).size_bytes
+            return ReadSlot(number, self._store.get_range(key, 0, size_bytes), damage)
+        except (object_store.Damaged, object_store.NotFound, ValueError):
+            return ReadSlot(number, None, damage)
+
+    def _may_go(self, number: int) -> bool:
+        """Whether it is OPEN or DATA; what does not say what it is stays."""
+        try:
+            found = self.head(number)
+        except object_store.Damaged:
+            return False
+        return found is not None and not found.kind.ends
+
+    def _delete(self, numbers: Iterable[int]) -> None:
+        for _ in self._executor.map(self._store.delete, [self._key(number) for number in numbers]):
+            pass

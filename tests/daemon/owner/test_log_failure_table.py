@@ -1,0 +1,76 @@
+"""The failure table of logs: which tests of the parts hold each row.
+
+Owns: that every row of the table has some, and that the table is that of the design note.
+Does not own: cases of whole daemons. None writes a log yet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.contract import test_slot_log
+from tests.daemon.owner import test_log_truncation, test_log_walks, test_log_writer, test_own_log, test_slot_outcome
+from tests.daemon.shard import test_range_operations
+from tests.storage_backends import test_log_fence
+
+NOTE = Path(__file__).parents[3] / "docs" / "design" / "0011-one-log-per-daemon.md"
+IN_ANY_ORDER = test_log_walks.test_what_was_answered_is_found_in_any_order_of_steps
+TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
+    "crash after OPEN, before a claim; after a claim, before a section": (
+        test_range_operations.test_an_open_range_without_a_section_is_dropped,
+    ),
+    "owner's slot and the fence race for *n*": (
+        test_log_fence.test_a_slot_that_lands_between_list_and_fence_is_before_the_fence,
+        test_log_writer.test_the_owner_meets_a_fence_in_the_place_of_its_slot,
+    ),
+    "PUT of *n* timed out, lands an hour later": (
+        test_log_fence.test_a_slot_that_lands_between_list_and_fence_is_before_the_fence,
+        test_log_writer.test_a_copy_that_lands_behind_the_list_of_a_fencer_is_before_its_fence_and_after_the_fence_never,
+    ),
+    "*n* landed unknown to its owner, fence at *n* + 1, *n* collected, the owner's retry creates it again": (
+        test_log_writer.test_a_slot_that_landed_unseen_before_a_fence_and_was_collected_is_lost_when_it_is_created_again,
+        test_slot_outcome.test_a_slot_with_a_fence_in_its_place_or_behind_it_is_lost,
+    ),
+    "fencer dies after the fence": (
+        test_log_writer.test_a_probe_confirms_and_a_fence_ends_it,
+        test_slot_log.test_a_log_that_is_fenced_twice_has_one_fence,
+    ),
+    "claimant dies after 3 of 16 claims": (IN_ANY_ORDER,),
+    "fencer slept between list and create, the log lived on": (
+        test_range_operations.test_a_claim_is_refused,
+        test_range_operations.test_a_fence_proves_nothing_where_an_older_range_still_needs_less_of_the_log,
+        IN_ANY_ORDER,
+    ),
+    "owner paused after planning a truncation, then fenced": (
+        test_log_truncation.test_a_manifest_of_another_epoch_lets_nothing_go,
+        IN_ANY_ORDER,
+    ),
+    "two candidates": (
+        test_log_fence.test_two_candidates_have_one_fence,
+        test_range_operations.test_a_claim_is_refused,
+    ),
+    "claim lands after the claimant's own log was fenced and collected": (
+        test_range_operations.test_an_open_range_without_a_section_is_dropped,
+        IN_ANY_ORDER,
+    ),
+    "checkpoint, release or reclaim of the fenced owner lands before the claim": (
+        test_range_operations.test_a_checkpoint_is_refused,
+        test_range_operations.test_a_release_is_refused,
+        IN_ANY_ORDER,
+    ),
+    "one slot uncertain for minutes": (
+        test_own_log.test_while_a_slot_is_under_way_this_is_refused,
+        test_log_writer.test_no_probe_counts_while_a_slot_is_uncertain,
+    ),
+    "newest slot damaged before the fence": (test_log_fence.test_where_the_newest_slot_is_damaged_nobody_can_fence,),
+}
+
+
+def test_every_row_of_the_table_has_its_tests() -> None:
+    table = NOTE.read_text(encoding="utf-8").partition("### Failure by failure")[2].partition("\n## ")[0]
+    rows = [row[1] for row in re.finditer(r"^\| (.*?) \| .* \|$", table, re.MULTILINE)]
+    assert rows[1:] == list(TABLE)
+    assert all(TABLE.values())
