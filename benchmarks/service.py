@@ -48,7 +48,7 @@ from storage_backends import local_directory
 from storage_backends.formats import names
 
 START_S = 120.0
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 # Over this the rows of the last seconds are not all received when the daemon is killed.
 DELAYS_MS, DELAYS_QUICK_MS = (1_000, 20_000), (200, 2_000)
 # Rows that came while subscriptions were opened.

@@ -29,7 +29,8 @@ from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc, dispatch_p
 
 PERMITS = 10_000
 IN_FLIGHT = 10_000
-CALL_S = 120.0
+# A daemon that falls behind answers late.
+CALL_S = 600.0
 _OPENED = "opened"
 
 
@@ -113,7 +114,7 @@ _Send = Callable[[service_load.Request, NDArray[np.uint64]], Awaitable[None]]
 
 async def _in_batches(stack: contextlib.AsyncExitStack, address: str, answered: NDArray[np.bool_]) -> _Send:
     """A stream of adds for each topic."""
-    client = await stack.enter_async_context(tarry.aio.Client(address))
+    client = await stack.enter_async_context(tarry.aio.Client(address, timeout_s=CALL_S))
     streams: dict[str, tarry.aio.AddStream] = {}
 
     def note(rows: NDArray[np.int64], answer: asyncio.Future[tarry.AddResult]) -> None:
@@ -195,7 +196,7 @@ class Receiver:
                 channel = await stack.enter_async_context(on_event_loop.open_channel(self._address))
                 serve = functools.partial(self._serve_plainly, dispatch_pb2_grpc.DispatchStub(channel))
             else:
-                client = await stack.enter_async_context(tarry.aio.Client(self._address))
+                client = await stack.enter_async_context(tarry.aio.Client(self._address, timeout_s=CALL_S))
                 serve = functools.partial(self._serve, client)
             async with asyncio.TaskGroup() as tasks:
                 for topic, number in self._subscribed:
