@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from benchmarks import sampled_program
 
 WIRE, JOURNAL, METRICS, ENGINE, LOOP = "wire", "journal", "metrics", "engine", "event loop"
 EXECUTORS, GRPC_THREADS = "executor threads", "threads of gRPC"
@@ -91,11 +89,12 @@ def by_layer(stacks: Sequence[tuple[str, ...]], used: Threads) -> dict[str, floa
     return {layer: cpu_s.get(layer, 0.0) for layer in LAYERS}
 
 
-def folded(stacks: Iterable[tuple[str, ...]], used: Threads) -> str:
+def folded(stacks: Sequence[tuple[str, ...]], used: Threads) -> str:
     """A line for each stack, with the number of its samples, as programs that draw flame graphs read it. Other threads
-    have one line each kind, with as many samples as their CPU would have been.
+    have one line each kind, with as many samples as the loop would have had for their CPU. `stacks`: at least one.
     """
     counts = collections.Counter(";".join((LOOP, *within_loop(stack))) for stack in stacks)
-    counts[EXECUTORS] = round(used.executors_s / sampled_program.SAMPLE_S)
-    counts[GRPC_THREADS] = round(used.grpc_s / sampled_program.SAMPLE_S)
+    samples_a_second = len(stacks) / used.main_s
+    counts[EXECUTORS] = round(used.executors_s * samples_a_second)
+    counts[GRPC_THREADS] = round(used.grpc_s * samples_a_second)
     return "".join(f"{stack} {count}\n" for stack, count in sorted(counts.items()) if count)

@@ -3,7 +3,7 @@
     python -P benchmarks/sampled_program.py FILE -m daemon.main [what the program is given]
     python -P benchmarks/sampled_program.py FILE -P benchmarks/slow_store.py [what the program is given]
 
-The clock of the samples is the CPU time of the thread: each stands for `SAMPLE_S` of it, however busy the machine is.
+The clock of the samples is the CPU time of the thread: each stands for about as much of it, whatever else runs.
 Of compiled code a stack has the Python function that called it.
 
 Owns: the sampling and the log of the samples. Does not own: the program, which is that of the PYTHONPATH: this module
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-# The clock ticks of Linux are 1 to 4 ms.
+# Where the ticks of Linux are 4 ms, some come later.
 SAMPLE_S = 0.005
 _THREAD_CPU_CLOCK, _TO_THREAD = 3, 4
 

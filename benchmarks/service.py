@@ -50,7 +50,7 @@ from storage_backends.formats import names
 START_S = 120.0
 PATIENCE_S = 300.0
 # Over this the rows of the last seconds are not all received when the daemon is killed.
-DELAYS_MS, DELAYS_QUICK_MS = (1_000, 20_000), (200, 2_000)
+DELAYS_MS, DELAYS_QUICK_MS = (1_000, 20_000), (200, 3_000)
 # Rows that came while subscriptions were opened.
 OPENING_S = 2
 # Until every process has begun.
@@ -114,12 +114,14 @@ def measure(bench: workbench.Workbench, plan: Plan) -> report.Result:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Served:
-    """What a daemon did while rows were added: figures by name, with their unit at the end; CPU seconds by layer."""
+    """What a daemon did while rows were added. `counted`: by the name, with its unit at the end, of what becomes of it
+    when it is divided by the seconds. `layers`: CPU seconds; empty when they were not asked for.
+    """
 
     seconds: float
     cpu_s: float
     clients_cpu_s: float
-    figures: Mapping[str, float]
+    counted: Mapping[str, float]
     layers: Mapping[str, float]
 
 
@@ -131,6 +133,8 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan) -> M
         empty_bytes = daemon.usage().resident_bytes
         clients = stack.enter_context(_Clients(bench, daemon.address, plan.load))
         added, served = _serve(plan, daemon, clients, folder)
+        if added.refusals:
+            bench.say(f"{NAME}: rows were not added: {', '.join(sorted(added.refusals))}")
         resident_bytes = daemon.usage().resident_bytes
         successor = daemon
         if plan.standby:
@@ -185,8 +189,8 @@ def _as_served(served: Served, received: Received) -> dict[str, float]:
         "clients' CPU, %": 100 * served.clients_cpu_s / served.seconds,
         "rows a message, rows": rows / messages,
         "rows received a second, 1/s": rows / served.seconds,
-        **{name: value / served.seconds for name, value in served.figures.items()},
-        "journal a row received, B": served.figures["journal a second, B"] / rows,
+        **{name: value / served.seconds for name, value in served.counted.items()},
+        "journal a row received, B": served.counted["journal a second, B"] / rows,
     }
 
 
@@ -231,27 +235,27 @@ class _Clients:
 
 def _serve(plan: Plan, daemon: processes.DaemonProcess, clients: _Clients, folder: Path) -> tuple[Added, Served]:
     from_s, clients_s, cpu_s = slow_store.clock_s(), clients.receiving_cpu_s, daemon.usage().cpu_s
-    threads, counted = cpu_layers.read_threads(daemon.pid), _counts(daemon)
+    threads, before = cpu_layers.read_threads(daemon.pid), _counts(daemon)
     added = clients.add()
     until_s, cpu_s = slow_store.clock_s(), daemon.usage().cpu_s - cpu_s
     clients_s = added.cpu_s + clients.receiving_cpu_s - clients_s
     used = cpu_layers.read_threads(daemon.pid).since(threads)
-    figures = {name: count - counted[name] for name, count in _counts(daemon).items()}
+    counted = {name: count - before[name] for name, count in _counts(daemon).items()}
     if plan.store == alone.SLOW:
         requests = slow_store.read_requests(folder / _REQUESTS, from_s=from_s, until_s=until_s)
         asked = [each.operation for each in requests]
-        figures |= {f"{name} a second, 1/s": asked.count(name) for name in slow_store.OPERATIONS}
+        counted |= {f"{name} a second, 1/s": asked.count(name) for name in slow_store.OPERATIONS}
     layers: Mapping[str, float] = {}
     if plan.layers:
         stacks = list(sampled_program.read_stacks(folder / _SAMPLES, from_s, until_s))
         layers = cpu_layers.by_layer(stacks, used)
         if plan.stacks is not None:
             plan.stacks.write_text(cpu_layers.folded(stacks, used))
-    return added, Served(until_s - from_s, cpu_s, clients_s, figures, layers)
+    return added, Served(until_s - from_s, cpu_s, clients_s, counted, layers)
 
 
 def _counts(daemon: processes.DaemonProcess) -> dict[str, float]:
-    """What the daemon has counted so far; the names are of what becomes of it when it is divided by the seconds."""
+    """What the daemon has counted so far, as in `Served.counted`."""
     return {name: daemon.metric(metric, **labels) for name, (metric, labels) in _COUNTS.items()}
 
 

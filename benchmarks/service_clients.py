@@ -29,6 +29,7 @@ from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc, dispatch_p
 
 PERMITS = 10_000
 IN_FLIGHT = 10_000
+CALLERS = 256
 # A daemon that falls behind answers late.
 CALL_S = 600.0
 _OPENED = "opened"
@@ -37,12 +38,13 @@ _OPENED = "opened"
 @dataclasses.dataclass(frozen=True, eq=False)
 class Added:
     """Which rows were answered; how late each request was sent, in ms: a client that is late is the limit itself.
-    `cpu_s`: what the client used from the beginning on.
+    `cpu_s`: what the client used from the beginning on. `refusals`: why rows were not added, each status once.
     """
 
     answered: NDArray[np.bool_]
     sent_late_ms: NDArray[np.float64]
     cpu_s: float
+    refusals: frozenset[str]
 
     @staticmethod
     def joined(parts: Sequence[Added]) -> Added:
@@ -50,6 +52,7 @@ class Added:
             np.any([part.answered for part in parts], axis=0),
             np.concatenate([part.sent_late_ms for part in parts]),
             sum(part.cpu_s for part in parts),
+            frozenset().union(*(part.refusals for part in parts)),
         )
 
 
@@ -90,9 +93,10 @@ async def _add(address: str, load: Load, part: int, parent: Connection) -> None:
     delays = load.delays()
     answered = np.zeros(load.rows, dtype=np.bool_)
     late_ms: list[float] = []
+    refusals: set[str] = set()
     async with contextlib.AsyncExitStack() as stack:
         if load.one_by_one:
-            send = await _one_by_one(stack, address, answered)
+            send = await _one_by_one(stack, address, answered, refusals)
         else:
             send = await _in_batches(stack, address, answered)
         parent.send(_OPENED)
@@ -106,14 +110,14 @@ async def _add(address: str, load: Load, part: int, parent: Connection) -> None:
                 await asyncio.sleep(remaining_s)
             late_ms.append(1000 * (time.time() - at_s))
             await send(request, (clock.now_ms() + delays[request.rows]).astype(np.uint64))
-    parent.send(Added(answered, np.array(late_ms), time.process_time() - cpu_s))
+    parent.send(Added(answered, np.array(late_ms), time.process_time() - cpu_s, frozenset(refusals)))
 
 
 _Send = Callable[[service_load.Request, NDArray[np.uint64]], Awaitable[None]]
 
 
 async def _in_batches(stack: contextlib.AsyncExitStack, address: str, answered: NDArray[np.bool_]) -> _Send:
-    """A stream of adds for each topic."""
+    """A stream of adds for each topic. Leaving `stack` raises what a batch was refused for."""
     client = await stack.enter_async_context(tarry.aio.Client(address, timeout_s=CALL_S))
     streams: dict[str, tarry.aio.AddStream] = {}
 
@@ -131,16 +135,23 @@ async def _in_batches(stack: contextlib.AsyncExitStack, address: str, answered: 
     return send
 
 
-async def _one_by_one(stack: contextlib.AsyncExitStack, address: str, answered: NDArray[np.bool_]) -> _Send:
-    """A unary call for each request, whether or not those before it are answered."""
+async def _one_by_one(
+    stack: contextlib.AsyncExitStack, address: str, answered: NDArray[np.bool_], refusals: set[str]
+) -> _Send:
+    """A unary call for each request; as many at once as a service has callers."""
     channel = await stack.enter_async_context(on_event_loop.open_channel(address))
     calls = await stack.enter_async_context(asyncio.TaskGroup())
     stub = delayed_delivery_pb2_grpc.DelayedDeliveryStub(channel)
+    callers = asyncio.Semaphore(CALLERS)
 
     async def call(rows: NDArray[np.int64], request: delayed_delivery_pb2.AddMessagesRequest) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        try:
             await stub.AddMessages(request, timeout=CALL_S)
             answered[rows] = True
+        except grpc.aio.AioRpcError as error:
+            refusals.add(error.code().name)
+        finally:
+            callers.release()
 
     async def send(request: service_load.Request, due_ms: NDArray[np.uint64]) -> None:
         ledger_id, entry_id = service_load.positions(request.rows)
@@ -150,6 +161,7 @@ async def _one_by_one(stack: contextlib.AsyncExitStack, address: str, answered: 
             entry_id=entry_id.tolist(),
             deliver_at_ms=due_ms.tolist(),
         )
+        await callers.acquire()
         calls.create_task(call(request.rows, message))
 
     return send

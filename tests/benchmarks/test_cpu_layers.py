@@ -33,13 +33,13 @@ def test_a_stack_is_of_the_layer_of_its_innermost_function_that_has_one(layer: s
 
 def test_what_the_loop_used_is_divided_by_samples_and_other_threads_have_what_they_used() -> None:
     engine = (*STEP, "daemon.core.topic:Topic.take")
-    used = Threads(main_s=4.0, executors_s=0.5, grpc_s=0.0)
+    used = Threads(main_s=4.0, executors_s=2.0, grpc_s=0.0)
     cpu_s = cpu_layers.by_layer([STEP, engine, engine, engine], used)
-    assert (cpu_s[ENGINE], cpu_s[LOOP], cpu_s[EXECUTORS], sum(cpu_s.values())) == (3.0, 1.0, 0.5, 4.5)
-    assert cpu_layers.folded([STEP, engine, engine], used).splitlines() == [
+    assert (cpu_s[ENGINE], cpu_s[LOOP], cpu_s[EXECUTORS], sum(cpu_s.values())) == (3.0, 1.0, 2.0, 6.0)
+    assert cpu_layers.folded([STEP, engine, engine, engine], used).splitlines() == [
         f"{LOOP};asyncio.base_events:BaseEventLoop._run_once;asyncio.events:Handle._run 1",
-        f"{LOOP};asyncio.base_events:BaseEventLoop._run_once;asyncio.events:Handle._run;daemon.core.topic:Topic.take 2",
-        f"{EXECUTORS} {0.5 / sampled_program.SAMPLE_S:.0f}",
+        f"{LOOP};asyncio.base_events:BaseEventLoop._run_once;asyncio.events:Handle._run;daemon.core.topic:Topic.take 3",
+        f"{EXECUTORS} 2",
     ]
 
 
