@@ -79,7 +79,7 @@ def run(bench: workbench.Workbench) -> report.Result:
         seconds=bench.size(60, 3),
         topics=bench.size(20, 4),
         subscriptions=1,
-        rows_per_s=bench.size(1_000, 300),
+        rows_per_s=bench.size(1_000, 100),
         delays_ms=DELAYS_QUICK_MS if bench.quick else DELAYS_MS,
         seed=bench.seed,
         # A quick run has what a full one leaves to the options.
