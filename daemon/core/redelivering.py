@@ -162,17 +162,20 @@ class Redelivering:
         that one is a part of: its count goes on from there; or whether a part of one is staged to get a row: it would
         not leave with its entry.
 
-        `is_forwarded`: also whether one of them, or its entry, is about to leave: then it gets a new row.
+        `is_forwarded`: also whether one of them, or its entry, is about to leave: then it gets a new row; or is about
+        to get a row: by that it would come again under the name that has failed.
         """
         parts = self._indexes.get(batch_parts_of(state.subscription_id))
         if parts is not None and parts.staged.keys and parts.staged.keys.intersect(_parts_of(parts, positions)):
             return True
         staged = state.nacking | state.acknowledging if is_forwarded else state.nacking
-        if not staged:
+        serving = self._indexes.serving(state.subscription_id)
+        if not staged and not (is_forwarded and any(index.staged.keys for index in serving)):
             return False
         named = positions.with_entries()
-        for index in self._indexes.serving(state.subscription_id):
-            if staged.intersect(bitmap_of(named.keys_in(index))):
+        for index in serving:
+            keys = bitmap_of(named.keys_in(index))
+            if staged.intersect(keys) or (is_forwarded and index.staged.keys.intersect(keys)):
                 return True
             if index.of_batch_parts and state.nacking.intersect(_parts_of(index, positions)):
                 return True

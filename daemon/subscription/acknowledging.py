@@ -71,22 +71,24 @@ class Acknowledging:
         limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
         limits.check_batch_index(claims.entry_id, claims.batch_index)
 
-    async def decidable(self, state: SubscriptionState, named: HeldPositions, *, is_forwarded: bool = False) -> None:
+    async def decidable(self, state: SubscriptionState, named: HeldPositions, *, is_forwarded: bool = False) -> bool:
         """Returns when requests pass and nothing that is staged names the positions: decide before awaiting anything.
+        Whether a slot was waited for.
 
-        `is_forwarded`: they come again also when they have left; until then their leaving is waited for. Raises
-        NotFound, and Unavailable when the moment does not come.
+        `is_forwarded`: they come again also when they have left; so their leaving is waited for, and a row that is
+        being added again. Raises NotFound, and Unavailable when the moment does not come.
         """
         topic = self._topic
         await topic.gate.passed()
         topic.check_there(state)
         if not topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
-            return
+            return False
         async with self._in_time("a slot that names the positions was not durable"):
             while topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
                 await topic.shard.commits.settled()
                 await topic.gate.passed()
                 topic.check_there(state)
+        return True
 
     @contextlib.asynccontextmanager
     async def _in_time(self, what: str) -> AsyncIterator[None]:
@@ -105,13 +107,14 @@ class Acknowledging:
         When this returns, a request that names the positions may be decided, as after `decidable`. `is_forwarded`: as
         there; with time 0 a row of any time is meant then. Raises Unavailable when what is due cannot be read.
         """
-        # What a former owner handed out may not have been passed here.
-        async with self._in_time("what is due could not be read"):
-            await self._topic.settle_due()
         seen: SeenRows = {}
         while True:
+            # What a former owner handed out may not have been passed here, nor what was added again.
+            async with self._in_time("what is due could not be read"):
+                await self._topic.settle_due()
             # Also where nothing will be found: of that some requests decide something.
-            await self.decidable(state, named, is_forwarded=is_forwarded)
+            if await self.decidable(state, named, is_forwarded=is_forwarded):
+                continue
             if not len(self._topic.core.in_backlog(state, claims)):
                 return KeyedRows.empty()
             found, missing = self._topic.core.find_in_backlog(state, claims, seen, any_time=is_forwarded)

@@ -7,6 +7,7 @@ time-out, S the end of a stream, K a takeover, 2 a repeat.
 
 from __future__ import annotations
 
+from tests.daemon.core._support.journaled_topic import batch_of
 from tests.daemon.core._support.named_deliveries import DONE, START_MS, OnePosition, P
 from tests.daemon.core._support.oracle import part_of
 
@@ -223,6 +224,18 @@ def test_added_again_with_its_time_a_late_nack_keeps_its_count() -> None:
     assert one.nack(1) == DONE
     one.later()
     one.comes(2)
+
+
+def test_while_it_is_being_added_again_with_its_time_a_late_nack_waits() -> None:
+    one = handed_out()
+    one.ack(0)
+    one.topic.stage_add(batch_of([P], deliver_at_ms=[START_MS]))
+    assert one.waits_for_what_is_staged()
+    one.commit()
+    assert not one.waits_for_what_is_staged()
+    assert one.nack(0) == DONE
+    one.later()
+    one.comes(1)
 
 
 def test_a_dead_letter_that_is_nacked_is_a_row_again_or_another_dead_letter() -> None:
