@@ -422,6 +422,21 @@ def another_hand_out_is_held(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(journaled_topic, "rows_claimed", without_counts)
 
 
+def what_is_being_added_again_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    is_staged = Redelivering.is_staged
+
+    def without_adds(self: Redelivering, state: SubscriptionState, *positions: Any, is_forwarded: bool = False) -> bool:
+        added = [(index, index.staged.keys) for index in self._indexes.of_entries(state.subscription_id)]
+        for index, _ in added:
+            index.staged.keys = BitMap64()
+        found = is_staged(self, state, *positions, is_forwarded=is_forwarded)
+        for index, keys in added:
+            index.staged.keys = keys
+        return found
+
+    patch.setattr(Redelivering, "is_staged", without_adds)
+
+
 def a_part_counts_on_from_one_row_of_its_entry(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Redelivering, "_above", lambda self, state, parts: np.ones(len(parts), np.uint32))
 
@@ -531,6 +546,10 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     (
         a_late_nack_does_not_wait_for_the_acknowledgement,
         every_order.test_h_a_n_while_the_acknowledgement_is_staged_the_nack_waits,
+    ),
+    (
+        what_is_being_added_again_is_not_waited_for,
+        every_order.test_while_it_is_being_added_again_with_its_time_a_late_nack_waits,
     ),
     (only_what_is_in_flight_is_nacked, every_order.test_h_s_n_what_is_ready_again_is_nacked),
     (another_hand_out_is_held, every_order.test_after_k_a_position_is_held_only_by_the_name_that_its_row_has),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
 from daemon.errors import TarryError, Unavailable
 from tests._support.engine_fixture import EngineFixture
 from tests._support.fault_store import Fault
-from tests._support.outcomes import Counts
+from tests._support.outcomes import Counts, counts_of
 from tests.daemon.engine._support.calling import stats, trim, up_to
 from tests.daemon.engine._support.nacking import (
     DEAD,
@@ -21,6 +22,7 @@ from tests.daemon.engine._support.nacking import (
     dispatcher,
     entries,
     nack,
+    nack_of,
     with_rows,
 )
 
@@ -52,6 +54,26 @@ async def test_what_a_staged_nack_names_is_handed_to_nobody_and_whoever_names_it
     assert (entries(back), counts(back)) == ([4, 5, 2, 3], [1] * 4)
     await asyncio.sleep(10)
     assert second.nothing_more()
+
+
+async def test_a_late_nack_waits_for_a_row_that_is_added_again_so_that_it_comes_under_another_name(
+    machines: EngineFixture,
+) -> None:
+    one, listener, rows = await with_rows(machines, 2)
+    assert await listener.acknowledge(rows) == 0
+    held = one.pause("put_if_absent", JOURNAL)
+    adding = one.add("t", 1, range(2), delay_ms=rows[0].deliver_at_ms - machines.now_ms())
+    await held.reached()
+    late = dataclasses.replace(nack_of(rows, 1_000), forwarded=True)
+    nacking = one.call(counts_of(listener.stream.negative_acknowledge, late))
+    await asyncio.sleep(0.1)
+    assert not nacking.done()
+    held.release()
+    assert (await adding).accepted == 2
+    assert await nacking == NACKED
+    back = [row for row in await listener.next(2) if row.redeliveries]
+    back = back or await listener.next(2)
+    assert (entries(back), counts(back)) == ([0, 1], [1, 1])
 
 
 async def test_a_nack_that_is_repeated_on_the_next_owner_counts_once(machines: EngineFixture) -> None:
