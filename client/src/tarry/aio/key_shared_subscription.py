@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarry import calls, columns, key_shared, key_shared_receiving, on_event_loop
-from tarry.aio import connections, futures, subscription
+from tarry.aio import futures, shared_streams, subscription
 
 
 class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
@@ -32,7 +32,7 @@ class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
 
     def __init__(
         self,
-        shared: connections.Connections,
+        shared: shared_streams.SharedStreams,
         known: calls.Calls,
         topic: str,
         subscription: str,

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from tarry import (
+    attempts,
     batch,
     calls,
     columns,
@@ -26,7 +27,7 @@ from tarry import (
     stream_requests,
     streams,
 )
-from tarry.aio import connections, futures, session
+from tarry.aio import connections, futures, session, shared_streams
 
 Received = TypeVar("Received")
 
@@ -54,7 +55,7 @@ class Receiver(Generic[Received]):
 
     def __init__(
         self,
-        shared: connections.Connections,
+        shared: shared_streams.SharedStreams,
         known: calls.Calls,
         topic: str,
         subscription: str,
@@ -67,7 +68,8 @@ class Receiver(Generic[Received]):
         self._receiving = state
         name = f"subscription {subscription!r} of topic {topic!r}"
         self._lifetime = streams.Lifetime(known.owners, known.policy, topic, name)
-        self._session = session.Session(shared, self._lifetime, receiving.METHOD, self)
+        self._shared = shared
+        self._session = session.Session(shared.connections, self._lifetime, self._open_at, self)
 
     @property
     def epoch(self) -> int:
@@ -268,6 +270,12 @@ class Receiver(Generic[Received]):
         finally:
             await self.close()
 
+    def _open_at(self, address: str) -> connections.Opened[receiving.Response]:
+        """A lane, where the daemon has lanes; else a stream."""
+        if attempts.SUBSCRIBE_MANY in (self._lifetime.features or ()):
+            return self._shared.open(address, receiving.METHOD.read)
+        return self._shared.connections.open(address, receiving.METHOD)
+
     # The session's handler.
 
     async def wait_until_wanted(self) -> bool:
@@ -318,7 +326,7 @@ class Subscription(Receiver[batch.Batch]):
 
     def __init__(
         self,
-        shared: connections.Connections,
+        shared: shared_streams.SharedStreams,
         known: calls.Calls,
         topic: str,
         subscription: str,

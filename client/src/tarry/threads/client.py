@@ -2,9 +2,9 @@
 """The client of one Tarry daemon, or of the daemons behind one gRPC target.
 
 Owns: the calls that a program makes, their arguments, defaults and meaning.
-Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.attempts`), streams
-(`tarry.threads.add_stream`, `tarry.threads.subscription`, `tarry.threads.key_shared_subscription`), producers
-(`tarry.threads.producer`).
+Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.attempts`), producers
+(`tarry.threads.producer`), streams (`tarry.threads.add_stream`, `tarry.threads.subscription`,
+`tarry.threads.key_shared_subscription`), and those that subscriptions share (`tarry.threads.shared_streams`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tarry import (
     results,
     retry,
 )
-from tarry.threads import add_stream, connections, deleting, inspecting, operating, producer
+from tarry.threads import add_stream, connections, deleting, inspecting, operating, producer, shared_streams
 from tarry.threads.key_shared_subscription import KeySharedSubscription
 from tarry.threads.subscription import Receiver, Subscription
 
@@ -72,6 +72,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         shows = credentials.Credentials(tls, token=token, token_file=token_file)
         shows.shown_to(target)
         self._connections = connections.Connections(shows, client_id=client_id, waiting=waiting)
+        self._shared_streams = shared_streams.SharedStreams(self._connections)
         self._calls = calls.Calls(
             target,
             retry_policy or retry.RetryPolicy(),
@@ -326,7 +327,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         if create:
             self._create_missing(topic, subscription, timeout_s)
         opened = Subscription(
-            self._connections, self._calls, topic, subscription, permits=permits, ack_linger_ms=ack_linger_ms
+            self._shared_streams, self._calls, topic, subscription, permits=permits, ack_linger_ms=ack_linger_ms
         )
         self._wait_until_open(opened, deadline)
         return opened
@@ -355,7 +356,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         if create:
             self._create_missing(topic, subscription, timeout_s)
         opened = KeySharedSubscription(
-            self._connections, self._calls, topic, subscription, consumers=consumers, ack_linger_ms=ack_linger_ms
+            self._shared_streams, self._calls, topic, subscription, consumers=consumers, ack_linger_ms=ack_linger_ms
         )
         self._wait_until_open(opened, deadline)
         return opened
@@ -534,6 +535,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         """Closes every stream and connection; idempotent."""
         for stream in list(self._streams):
             stream.close()
+        self._shared_streams.close()
         self._connections.close()
 
     def __enter__(self) -> Client:

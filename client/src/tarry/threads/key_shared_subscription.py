@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarry import calls, columns, in_threads, key_shared, key_shared_receiving
-from tarry.threads import connections, futures, subscription
+from tarry.threads import futures, shared_streams, subscription
 
 
 class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
@@ -33,7 +33,7 @@ class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
 
     def __init__(
         self,
-        shared: connections.Connections,
+        shared: shared_streams.SharedStreams,
         known: calls.Calls,
         topic: str,
         subscription: str,
