@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from tarry import (
+    ack_pace,
     attempts,
     batch,
     calls,
@@ -144,7 +145,7 @@ class Receiver(Generic[Received]):
     def ack(self, given: batch.HandedOut) -> Future[results.Ignored]:
         """Acknowledges a batch, a part of one, or columns (`tarry.HandedOut`).
 
-        It is sent together with what else is acknowledged within `ack_linger_ms`; its permits are free at once. The
+        It is sent together with what else is acknowledged while it lingers; its permits are free at once. The
         future is settled when it is durable, with how many positions were ignored, which and why. A batch names its
         hand-outs: what came again since, after a negative acknowledgement, is not acknowledged by it. After a reconnect
         the positions that the first try had acknowledged may be ignored.
@@ -332,7 +333,7 @@ class Subscription(Receiver[batch.Batch]):
         subscription: str,
         *,
         permits: int,
-        ack_linger_ms: int,
+        ack_linger: ack_pace.AckLinger,
     ) -> None:
         state: receiving.SharedReceiving[Future[Any]] = receiving.SharedReceiving(
             topic,
@@ -340,7 +341,7 @@ class Subscription(Receiver[batch.Batch]):
             permits=permits,
             rows_max=known.rows_max,
             policy=known.policy,
-            ack_linger_ms=ack_linger_ms,
+            ack_linger=ack_linger,
         )
         super().__init__(shared, known, topic, subscription, state)
 
