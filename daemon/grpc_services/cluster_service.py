@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # The wire that is spoken.
 API = 1
 # What there is beyond its first form; PROTOCOL.md says what a client does where one is missing.
-FEATURES = ("handout_names", "on_invalid", "retention")
+FEATURES = ("handout_names", "on_invalid", "retention", "subscribe_many")
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Cluster"]
 
 

@@ -1,19 +1,29 @@
 """`tarry.v1.Dispatch`: due positions come out and are acknowledged, or come back later.
 
 Owns: the requests and answers of the calls without a stream, and the status with which a stream ends.
-Does not own: streams (`subscribe`), what the calls do (engine), the form of columns and errors (`wire_columns`,
-`status`), and callers that wait for a lease (`leasing`).
+Does not own: streams (`subscribe`, `subscribe_many`), what the calls do (engine), the form of columns and errors
+(`wire_columns`, `status`), and callers that wait for a lease (`leasing`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import TYPE_CHECKING
 
 import grpc
 
-from daemon import config, errors
-from daemon.grpc_services import leasing, policy_messages, records, status, subscribe, unary, wire_columns
+from daemon import config
+from daemon.grpc_services import (
+    leasing,
+    policy_messages,
+    records,
+    status,
+    subscribe,
+    subscribe_many,
+    unary,
+    wire_columns,
+)
 from daemon.grpc_services.admission import Context
 from tarry.v1 import dispatch_pb2 as pb
 
@@ -31,12 +41,14 @@ class Dispatch:
         self._settings = settings
         self._frame = unary.Frame(settings)
         self._leasing = leasing.Leasing(engine.requests)
+        self._draining = asyncio.Event()
 
     def handlers(self) -> dict[str, unary.Handler]:
         handler = self._frame.handler
         settled = functools.partial(self._frame.settled_handler, alone_in_s=self._engine.requests.alone_in_s)
         return {
             "Subscribe": grpc.stream_stream_rpc_method_handler(self._subscribe),
+            "SubscribeMany": grpc.stream_stream_rpc_method_handler(self._subscribe_many),
             "CreateSubscription": handler(pb.CreateSubscriptionRequest, self._create_subscription),
             "UpdateSubscription": handler(pb.UpdateSubscriptionRequest, self._update_subscription),
             "DeleteSubscription": settled(pb.DeleteSubscriptionRequest, self._delete_subscription),
@@ -48,13 +60,19 @@ class Dispatch:
             "ExtendLease": handler(pb.ExtendLeaseRequest, self._extend_lease),
         }
 
+    def end_streams(self) -> None:
+        """The daemon stops: streams of many lanes end with UNAVAILABLE when their lanes have ended with the engine."""
+        self._draining.set()
+
     async def _subscribe(self, _: object, context: Context) -> None:
+        error = await subscribe.serve(self._engine, self._settings, context)
+        if error is not None:
+            await status.abort(context, error)
+
+    async def _subscribe_many(self, _: object, context: Context) -> None:
         try:
-            await subscribe.SubscribeStream(self._engine, self._settings, context).run()
+            await subscribe_many.SubscribeManyStream(self._engine, self._settings, context, self._draining).run()
         except Exception as error:  # noqa: BLE001 - every error has a status
-            if isinstance(error, errors.NotOwner):
-                moved = pb.Moved(owner_address=error.owner_address)
-                await context.write(pb.SubscribeResponse(moved=moved).SerializeToString())
             await status.abort(context, error)
 
     async def _create_subscription(self, request: pb.CreateSubscriptionRequest) -> pb.CreateSubscriptionResponse:

@@ -13,10 +13,9 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from daemon import errors
-from daemon.grpc_services.admission import Context
 from daemon.settings import Grpc
 
 # How long a stream that ends by an error stays for answers that are not known yet.
@@ -25,10 +24,20 @@ LAST_ANSWERS_S = 5.0
 T = TypeVar("T")
 
 
+class Connection(Protocol):
+    """What a stream is read from and written to: a call, or a lane of one."""
+
+    async def read(self) -> object:
+        """The next request as bytes; anything else when the caller has sent its last."""
+
+    async def write(self, message: bytes, /) -> object:
+        """Sends an answer; returns when the next one may be sent."""
+
+
 class Pipeline:
     """One stream's requests in flight. Used by its reader, which submits, and its writer, which waits and flushes."""
 
-    def __init__(self, context: Context, settings: Grpc) -> None:
+    def __init__(self, context: Connection, settings: Grpc) -> None:
         self._context = context
         self._requests_max = settings.stream_requests_in_flight_max
         self._bytes_max = settings.stream_bytes_in_flight_max

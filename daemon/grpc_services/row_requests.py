@@ -9,7 +9,7 @@ For anything else this module answers None (`parsing` and `wire_columns` read it
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
 # By its tag: where a field's bytes begin, and how many there are; of a varint, its value.
-_Fields = dict[int, tuple[int, int]]
+Fields: TypeAlias = dict[int, tuple[int, int]]
 
 _VARINT: Final = 0
 _LENGTH_DELIMITED: Final = 2
@@ -79,8 +79,8 @@ _NACKED_COUNT = _Nack.REDELIVERY_COUNT_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _NACK_FIELDS = frozenset((_NACKED_ID, *_NACKED, _NACKED_DELIVER_AT_MS, _NACKED_DELAY_MS, _NACKED_COUNT))
 
 
-class _NotPlainError(Exception):
-    """For the runtime."""
+class NotPlainError(Exception):
+    """The bytes are for the runtime to read."""
 
 
 def stream_add(data: bytes) -> tuple[int, str, str | None, call_values.AddBatch] | None:
@@ -89,9 +89,9 @@ def stream_add(data: bytes) -> tuple[int, str, str | None, call_values.AddBatch]
     The subscription is None where the request names none.
     """
     try:
-        outer = _scan(data, 0, len(data), _STREAM_ADD_FIELDS)
+        outer = scan(data, 0, len(data), _STREAM_ADD_FIELDS)
         start, size = outer[_ADD]
-        fields = _scan(data, start, start + size, _ADD_FIELDS)
+        fields = scan(data, start, start + size, _ADD_FIELDS)
         rows = fields[_ENTRY_ID][1] >> 3
         if len(_TIMES & fields.keys()) != 1:
             return None
@@ -110,7 +110,7 @@ def stream_add(data: bytes) -> tuple[int, str, str | None, call_values.AddBatch]
                 return_invalid=_enum(fields, _ON_INVALID, _ON_INVALID_KNOWN) == _ON_INVALID_RETURN,
             ),
         )
-    except (_NotPlainError, KeyError, IndexError, UnicodeDecodeError):
+    except (NotPlainError, KeyError, IndexError, UnicodeDecodeError):
         return None
 
 
@@ -128,7 +128,7 @@ def acknowledge(data: bytes) -> tuple[int, call_values.HeldPositions] | None:
             _u64(data, deliver_at_ms, rows),
             redelivery_count=_counts(data, fields.get(_ACKNOWLEDGED_COUNT), rows),
         )
-    except (_NotPlainError, KeyError, IndexError):
+    except (NotPlainError, KeyError, IndexError):
         return None
     return fields.get(_ACKNOWLEDGED_ID, (0, 0))[1], positions
 
@@ -151,53 +151,60 @@ def negative_acknowledge(data: bytes) -> tuple[int, call_values.Nack] | None:
             redelivery_count=_counts(data, fields.get(_NACKED_COUNT), rows),
         )
         delay_ms = _u64(data, fields[_NACKED_DELAY_MS], rows) if _NACKED_DELAY_MS in fields else None
-    except (_NotPlainError, KeyError, IndexError):
+    except (NotPlainError, KeyError, IndexError):
         return None
     return fields.get(_NACKED_ID, (0, 0))[1], call_values.Nack(positions, delay_ms=delay_ms)
 
 
-def _fields_of(data: bytes, request: int, known: frozenset[int]) -> _Fields | None:
+def _fields_of(data: bytes, request: int, known: frozenset[int]) -> Fields | None:
     """The fields of a `SubscribeRequest`'s request of that tag; None when it is another one."""
     if not data or data[0] != request:
         return None
-    start, size = _scan(data, 0, len(data), frozenset((request,)))[request]
-    return _scan(data, start, start + size, known)
+    start, size = scan(data, 0, len(data), frozenset((request,)))[request]
+    return scan(data, start, start + size, known)
 
 
-def _scan(data: bytes, place: int, end: int, known: frozenset[int]) -> _Fields:
-    """The fields of the message in data[place:end]."""
-    fields: _Fields = {}
+def scan(data: bytes, place: int, end: int, known: frozenset[int]) -> Fields:
+    """The fields of the message in data[place:end]. Raises NotPlainError, IndexError: it is for the runtime to read."""
+    fields: Fields = {}
     while place < end:
-        tag, number = data[place], data[place + 1]
-        place += 2
-        if number > 0x7F:
-            number &= 0x7F
-            shift = 7
-            while (byte := data[place]) > 0x7F:
-                number |= (byte & 0x7F) << shift
-                place += 1
-                shift += 7
-                if shift > _SHIFT_MAX:
-                    raise _NotPlainError
-            number |= byte << shift
-            place += 1
+        tag = data[place]
+        number, place = varint_at(data, place + 1)
         if tag not in known or tag in fields:
-            raise _NotPlainError
+            raise NotPlainError
         fields[tag] = (place, number)
         if tag & 7 == _LENGTH_DELIMITED:
             place += number
     if place != end:
-        raise _NotPlainError
+        raise NotPlainError
     return fields
 
 
-def _enum(fields: _Fields, tag: int, known: frozenset[int]) -> int:
+def varint_at(data: bytes, place: int) -> tuple[int, int]:
+    """The number that begins there, and the place behind it. Raises NotPlainError: it is too long; IndexError."""
+    number = data[place]
+    place += 1
+    if number > 0x7F:
+        number &= 0x7F
+        shift = 7
+        while (byte := data[place]) > 0x7F:
+            number |= (byte & 0x7F) << shift
+            place += 1
+            shift += 7
+            if shift > _SHIFT_MAX:
+                raise NotPlainError
+        number |= byte << shift
+        place += 1
+    return number, place
+
+
+def _enum(fields: Fields, tag: int, known: frozenset[int]) -> int:
     """The number of an enum, 0 where it is not given."""
     if tag not in fields:
         return 0
     number = fields[tag][1]
     if number not in known:
-        raise _NotPlainError
+        raise NotPlainError
     return number
 
 
@@ -212,7 +219,7 @@ def _u64(data: bytes, field: tuple[int, int], rows: int) -> U64:
     if size == rows << 3 and rows:
         return np.frombuffer(data, "<u8", rows, start).astype(np.uint64)
     if size != 8 or not rows:
-        raise _NotPlainError
+        raise NotPlainError
     column = np.empty(rows, np.uint64)
     column.fill(int.from_bytes(data[start : start + 8], "little"))
     return column
@@ -232,10 +239,10 @@ def _levels(data: bytes, field: tuple[int, int], rows: int) -> I32:
         place += 1
         shift += 7
     if not rows or place + 1 != start + size:
-        raise _NotPlainError
+        raise NotPlainError
     value |= data[place] << shift
     if value > _LEVEL_FOLDED_MAX:
-        raise _NotPlainError
+        raise NotPlainError
     return np.full(rows, value >> 1 ^ -(value & 1), np.int32)
 
 
@@ -252,12 +259,12 @@ def _counts(data: bytes, field: tuple[int, int] | None, rows: int) -> U32 | None
     counts = np.full(rows, int.from_bytes(data[start : start + 4], "little"), np.uint32) if size == 4 else None
     counts = _u32(data, field, rows) if counts is None else counts
     if (counts == wire_columns.COUNT_NONE).any():
-        raise _NotPlainError
+        raise NotPlainError
     return counts
 
 
 def _u32(data: bytes, field: tuple[int, int], rows: int) -> U32:
     start, size = field
     if size != rows << 2:
-        raise _NotPlainError
+        raise NotPlainError
     return np.frombuffer(data, "<u4", rows, start).astype(np.uint32)

@@ -44,6 +44,7 @@ class Server:
         self._server = grpc.aio.server(options=_options(settings))
         self._health: health_service.HealthReport | None = None
         self._delayed_delivery: delayed_delivery_service.DelayedDelivery | None = None
+        self._dispatch: dispatch_service.Dispatch | None = None
 
     def bind(self) -> int:
         """Takes the addresses, so that the daemon knows its port before it serves.
@@ -73,9 +74,10 @@ class Server:
     async def start(self, engine: Engine) -> None:
         """Serves. An engine that is not ready refuses by itself; health follows it."""
         self._delayed_delivery = delayed_delivery_service.DelayedDelivery(engine, self._settings)
+        self._dispatch = dispatch_service.Dispatch(engine, self._settings)
         services = {
             delayed_delivery_service.DESCRIPTOR: self._delayed_delivery.handlers(),
-            dispatch_service.DESCRIPTOR: dispatch_service.Dispatch(engine, self._settings).handlers(),
+            dispatch_service.DESCRIPTOR: self._dispatch.handlers(),
             inspect_service.DESCRIPTOR: inspect_service.Inspect(engine, self._settings).handlers(),
             admin_service.DESCRIPTOR: admin_service.Admin(engine, self._settings).handlers(),
             ledger_deletion_service.DESCRIPTOR: ledger_deletion_service.LedgerDeletion(
@@ -107,12 +109,14 @@ class Server:
     async def drain(self) -> None:
         """Says NOT_SERVING, takes no new call, and lets open ones end for `grpc.drain_s` before it cancels them.
 
-        Streams of adds end by themselves, those of dispatchers with the engine.
+        Streams of adds and of many lanes end by themselves, those of dispatchers with the engine.
         """
         if self._health is not None:
             await self._health.close()
         if self._delayed_delivery is not None:
             self._delayed_delivery.end_streams()
+        if self._dispatch is not None:
+            self._dispatch.end_streams()
         await self._server.stop(self._settings.grpc.drain_s)
 
     def left(self) -> list[str]:

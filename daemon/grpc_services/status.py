@@ -37,6 +37,9 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
 }
 
 
+OK = status_pb2.Status()
+
+
 class Abortable(Protocol):
     """A call that can be ended with a status."""
 

@@ -1,9 +1,10 @@
-"""One `Subscribe`: a dispatcher's requests and what is due for it, on one stream.
+"""One subscription's stream: a dispatcher's requests and what is due for it.
 
 Owns: the order of messages on it, that the engine's stream is closed however the call ends, and which request goes
 where.
 Does not own: permits, backlog and what is handed out (engine), requests in flight (`pipeline`), what only KEY_SHARED
-streams have (`key_shared_messages`), and the form of columns and errors (`wire_columns`, `status`).
+streams have (`key_shared_messages`), the form of columns and errors (`wire_columns`, `status`), and what carries the
+stream: a call of its own (`dispatch_service`) or a lane (`subscribe_many`).
 
 A stream is one reader (Open, then Flow, Acknowledge and the like) and two writers, of what is done and of what is due,
 which take turns: a `Done` waits for at most one `Messages`.
@@ -14,12 +15,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from daemon import call_values, config, errors
 from daemon.grpc_services import key_shared_messages, parsing, pipeline, records, row_requests, status, wire_columns
-from daemon.grpc_services.admission import Context
 from daemon.subscription.key_shared_stream import KeySharedStream
+from daemon.subscription.open_stream import UNBOUNDED, Outlet
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
@@ -32,21 +33,47 @@ _Work: TypeAlias = Callable[[], Awaitable[_Outcome]]
 _Opened: TypeAlias = "DispatchStream | KeySharedStream"
 
 
-class SubscribeStream:
-    """One `Subscribe`. When the caller is done, its acknowledgements are still answered and nothing more is sent."""
+class Dispatcher(pipeline.Connection, Protocol):
+    """Who subscribes: a call of its own, or a lane."""
 
-    def __init__(self, engine: Engine, settings: config.Config, context: Context) -> None:
+    def check_topic(self, topic: str) -> None:
+        """Refuses a topic that the caller may not use. Raises `PermissionDenied`."""
+
+
+async def serve(
+    engine: Engine, settings: config.Config, dispatcher: Dispatcher, *, outlet: Outlet = UNBOUNDED
+) -> Exception | None:
+    """Serves one subscription to its end, and names an owner elsewhere. Why it ended; None: its dispatcher was done.
+
+    `outlet`: asked before anything is handed out.
+    """
+    try:
+        await SubscribeStream(engine, settings, dispatcher, outlet).run()
+    except Exception as error:  # noqa: BLE001 - every error has a status
+        if isinstance(error, errors.NotOwner):
+            moved = pb.Moved(owner_address=error.owner_address)
+            await dispatcher.write(pb.SubscribeResponse(moved=moved).SerializeToString())
+        return error
+    return None
+
+
+class SubscribeStream:
+    """When the dispatcher is done, its acknowledgements are still answered, and nothing more is sent."""
+
+    def __init__(self, engine: Engine, settings: config.Config, dispatcher: Dispatcher, outlet: Outlet) -> None:
         self._engine = engine
         self._size_bytes_max = settings.limits.message_bytes_max
-        self._context = context
-        self._pipeline = pipeline.Pipeline(context, settings.grpc)
+        self._dispatcher = dispatcher
+        self._outlet = outlet
+        self._pipeline = pipeline.Pipeline(dispatcher, settings.grpc)
         # One message is written at a time: what is done and what is due take turns.
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
         opening = await self._read_open()
-        self._context.check_topic(opening.topic)
+        self._dispatcher.check_topic(opening.topic)
         stream = await self._open(opening)
+        stream.outlet = self._outlet
         try:
             opened = pb.Opened(
                 epoch=stream.epoch,
@@ -54,7 +81,7 @@ class SubscribeStream:
                 rebuild_needed=records.rebuild_needed(stream.rebuild_needed),
                 not_held=stream.not_held.tolist(),
             )
-            await self._context.write(pb.SubscribeResponse(opened=opened).SerializeToString())
+            await self._dispatcher.write(pb.SubscribeResponse(opened=opened).SerializeToString())
             await self._serve(stream)
         except errors.TarryError:
             # What is known of the caller's acknowledgements comes before the end.
@@ -128,7 +155,7 @@ class SubscribeStream:
                 async with self._writing:
                     if reader.done() and not is_owed:
                         return
-                    await self._context.write(response)
+                    await self._dispatcher.write(response)
 
     async def _read(self, stream: _Opened) -> None:
         while (data := await self._pipeline.read()) is not None:

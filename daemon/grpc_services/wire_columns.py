@@ -401,30 +401,30 @@ def _fill_refused(
 def subscribe_responses(handed: call_values.HandedOut) -> Iterator[bytes]:
     """Encoded `SubscribeResponse`s with the rows as `Messages` of at most `MESSAGES_ROWS_MAX` rows."""
     for start in range(0, len(handed.rows), MESSAGES_ROWS_MAX):
-        yield _nested(_STREAMED, _messages(handed, slice(start, start + MESSAGES_ROWS_MAX)))
+        yield nested(_STREAMED, _messages(handed, slice(start, start + MESSAGES_ROWS_MAX)))
 
 
 def planned_response(planned: call_values.Planned) -> bytes:
     """An encoded `SubscribeResponse` with the answer to a plan."""
-    fields = [_PLANNED_ID, _varint(planned.request_id), _PLANNED_EPOCH, _varint(planned.epoch)]
+    fields = [_PLANNED_ID, varint(planned.request_id), _PLANNED_EPOCH, varint(planned.epoch)]
     pack(fields, _PLANNED_CONSUMER_ID, planned.consumer_id, "<u4")
-    return _nested(_PLANNED, b"".join(fields))
+    return nested(_PLANNED, b"".join(fields))
 
 
 def taken_back_responses(taken_back: call_values.TakenBack) -> Iterator[bytes]:
     """Encoded `SubscribeResponse`s with the rows as `TakenBack` of at most `MESSAGES_ROWS_MAX` rows."""
     for start in range(0, len(taken_back.rows.rows), MESSAGES_ROWS_MAX):
-        yield _nested(_TAKEN_BACK, _taken_back(taken_back.rows, slice(start, start + MESSAGES_ROWS_MAX)))
+        yield nested(_TAKEN_BACK, _taken_back(taken_back.rows, slice(start, start + MESSAGES_ROWS_MAX)))
 
 
 def leased_response(leased: call_values.Leased, rest: dispatch_pb2.GetScheduledMessagesResponse) -> bytes:
     """An encoded `GetScheduledMessagesResponse`; `rest` has what is not in the columns."""
-    return _nested(_LEASED, _messages(leased.handed_out, slice(None))) + rest.SerializeToString()
+    return nested(_LEASED, _messages(leased.handed_out, slice(None))) + rest.SerializeToString()
 
 
 def contains_response(contained: call_values.Contained) -> bytes:
     """An encoded `ContainsMessagesResponse`."""
-    encoded = _nested(_PENDING, _entry_ranges(contained.pending)) + _nested(_DUE, _entry_ranges(contained.due))
+    encoded = nested(_PENDING, _entry_ranges(contained.pending)) + nested(_DUE, _entry_ranges(contained.due))
     if contained.continuation is None:
         return encoded
     index, entry_id = contained.continuation
@@ -461,7 +461,7 @@ def backlog_response(page: call_values.BacklogPage, rest: inspect_pb2.ListBacklo
 
 def _messages(handed: call_values.HandedOut, part: slice) -> bytes:
     rows = handed.rows
-    fields = [_EPOCH, _varint(handed.epoch)]
+    fields = [_EPOCH, varint(handed.epoch)]
     pack(fields, _LEDGER_ID, rows.ledger_id[part], "<u8")
     pack(fields, _ENTRY_ID, rows.entry_id[part], "<u8")
     pack(fields, _DELIVER_AT_MS, rows.deliver_at_ms[part], "<u8")
@@ -478,7 +478,7 @@ def _messages(handed: call_values.HandedOut, part: slice) -> bytes:
 
 def _taken_back(taken: call_values.HandedOut, part: slice) -> bytes:
     rows = taken.rows
-    fields = [_TAKEN_EPOCH, _varint(taken.epoch)]
+    fields = [_TAKEN_EPOCH, varint(taken.epoch)]
     for tag, column in zip(_TAKEN_COLUMNS, (rows.ledger_id, rows.entry_id, rows.deliver_at_ms), strict=True):
         pack(fields, tag, column[part], "<u8")
     if taken.batch_index is not None:
@@ -509,14 +509,16 @@ def _entry_ranges(ranges: call_values.EntryRanges) -> bytes:
 def pack(fields: list[bytes], tag: bytes, column: npt.NDArray[T], form: str) -> None:
     """Appends a packed field; `form`: of one value, as numpy names it."""
     data = column.astype(form, copy=False).tobytes()
-    fields += (tag, _varint(len(data)), data)
+    fields += (tag, varint(len(data)), data)
 
 
-def _nested(tag: bytes, body: bytes) -> bytes:
-    return b"".join((tag, _varint(len(body)), body))
+def nested(tag: bytes, body: bytes) -> bytes:
+    """A field that holds a message, or bytes."""
+    return b"".join((tag, varint(len(body)), body))
 
 
-def _varint(number: int) -> bytes:
+def varint(number: int) -> bytes:
+    """A number as the wire has it, in seven bits a byte."""
     parts = bytearray()
     while number > 0x7F:
         parts.append(number & 0x7F | 0x80)

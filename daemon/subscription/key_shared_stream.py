@@ -154,7 +154,7 @@ class KeySharedStream(OpenStream):
             self._check_open()
             self.outbox.pass_marks()
             # What a successor may have handed out since waits here.
-            if self.outbox and self._topic.shard.may_hand_out:
+            if self.outbox and self._topic.shard.may_hand_out and self.outlet.takes(self):
                 outgoing = self._take()
                 if outgoing is not None:
                     return outgoing

@@ -25,7 +25,7 @@ from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import Unavailable
 from daemon.subscription.acknowledging import Acknowledging
 from daemon.subscription.negative_acknowledging import TopicRedelivery
-from daemon.subscription.waiting_line import WaitingLine
+from daemon.subscription.waiting_line import Waiter, WaitingLine
 from daemon.topic_terms.topic_port import TopicPort
 
 # The largest hand-out at once.
@@ -75,6 +75,24 @@ class SubscriptionOfStreams(Protocol):
         ...
 
 
+class Outlet(Protocol):
+    """What hand-outs leave by."""
+
+    def takes(self, stream: Waiter) -> bool:
+        """Whether more may be handed out; else the stream is notified when that may be."""
+        ...
+
+
+class Unbounded:
+    """An outlet whose user takes the next hand-out when the last one has left."""
+
+    def takes(self, stream: Waiter) -> bool:
+        return True
+
+
+UNBOUNDED = Unbounded()
+
+
 class StreamClosed(Unavailable):
     """The stream was closed while somebody waited for it."""
 
@@ -94,6 +112,8 @@ class OpenStream:
         self.held = 0
         self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self.rebuild_needed: tuple[RebuildNeeded, ...] = ()
+        # May be set before anything is handed out.
+        self.outlet: Outlet = UNBOUNDED
         self.state = subscription.state
         self.dispatcher = subscription.next_dispatcher()
         self._subscription = subscription
@@ -179,7 +199,9 @@ class DispatchStream(OpenStream):
                     self._took_many = False
                     await self._topic.pace.give_way()
                     continue
-                if self.permits and line.is_turn_of(self):
+                if self.permits and not self.outlet.takes(self):
+                    line.leave(self)
+                elif self.permits and line.is_turn_of(self):
                     limit = min(self.permits, MESSAGES_ROWS_MAX, self._topic.pace.rows)
                     rows = self._subscription.hand_out(self.dispatcher, limit)
                     if len(rows):

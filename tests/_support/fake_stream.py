@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon import call_values
+from daemon.subscription.open_stream import UNBOUNDED, Outlet
 from tests._support.fake_topic import EPOCH, Subscription
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class FakeDispatchStream:
         self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self.rebuild_needed = engine.rebuild_needed
         self.permits = 0
+        self.outlet: Outlet = UNBOUNDED
         self.closed = False
         self.changed = asyncio.Event()
         self.lost: Exception | None = None
@@ -37,6 +39,9 @@ class FakeDispatchStream:
 
     def grant(self, permits: int) -> None:
         self.permits += permits
+        self.changed.set()
+
+    def notify(self) -> None:
         self.changed.set()
 
     def lose(self, error: Exception) -> None:
@@ -58,7 +63,8 @@ class FakeDispatchStream:
             self.changed.clear()
             if self.lost is not None:
                 raise self.lost
-            rows = self._engine.take(self._topic, self._subscription, self, self.permits)
+            permits = self.permits if self.outlet.takes(self) else 0
+            rows = self._engine.take(self._topic, self._subscription, self, permits)
             if rows:
                 self.permits -= len(rows)
                 return self._engine.handed_out(self._topic, self._subscription, rows)

@@ -203,5 +203,5 @@ def test_without_a_file_of_authorities_those_of_this_system_are_trusted(
 def test_a_token_is_in_no_repr() -> None:
     shows = credentials.Credentials(token=TOKEN)
     with tarry.Client(HERE, token=TOKEN) as client:
-        for each in (shows, shows.shown_to(HERE), client, client._connections, client._connections._connect(HERE)):
+        for each in (shows, shows.shown_to(HERE), client, client._connections, client._connections.connect(HERE)):
             assert TOKEN not in repr(each)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
+import pytest
+from google.protobuf import message as protobuf_message
+from google.rpc import status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -396,3 +400,31 @@ def test_big_endian_columns_are_sent_little_endian() -> None:
     rows = columns.add_columns(np.array([1], dtype=">u8"), np.array([2, 3], dtype=">i4"), delay_ms=4)
     message = delayed_delivery_pb2.AddMessagesRequest.FromString(wire.encode_add(b"t", rows, 0))
     assert (list(message.ledger_id), list(message.entry_id), list(message.delay_ms)) == ([1], [2, 3], [4])
+
+
+@pytest.mark.parametrize("lane", [1, 127, 128, 2**32 - 1])
+def test_requests_of_lanes_are_the_messages_that_the_generated_code_makes_and_several_are_one(lane: int) -> None:
+    flow = wire.encode_flow(7)
+    joined = wire.encode_lane(lane, flow) + wire.encode_lane_close(lane)
+    request = dispatch_pb2.SubscribeRequest.FromString(flow)
+    assert dispatch_pb2.SubscribeManyRequest.FromString(joined) == dispatch_pb2.SubscribeManyRequest(
+        requests=[dispatch_pb2.LaneRequest(lane=lane, request=request), dispatch_pb2.LaneRequest(lane=lane, close=True)]
+    )
+
+
+def test_answers_of_lanes_are_read_as_the_generated_code_reads_them() -> None:
+    done = dispatch_pb2.SubscribeResponse(done=dispatch_pb2.Done(request_id=3))
+    plain = [dispatch_pb2.LaneResponse(lane=lane, response=done) for lane in (1, 300)]
+    refusal = status_pb2.Status(code=5, message="no such topic")
+    ended = dispatch_pb2.LaneResponse(lane=2, ended=refusal)
+    expected = [wire.LaneResponse(lane, done.SerializeToString(), None) for lane in (1, 300)]
+    assert wire.decode_lanes(dispatch_pb2.SubscribeManyResponse(responses=plain).SerializeToString()) == expected
+    with_the_end = dispatch_pb2.SubscribeManyResponse(responses=[*plain, ended]).SerializeToString()
+    assert wire.decode_lanes(with_the_end) == [*expected, wire.LaneResponse(2, b"", refusal)]
+    assert wire.decode_lanes(b"") == []
+    # A field of a newer daemon, and one that is there twice.
+    newer = plain[0].SerializeToString() + b"\x78\x01"
+    assert wire.decode_lanes(b"\x0a" + bytes([len(newer)]) + newer) == expected[:1]
+    for cut in range(1, len(with_the_end)):
+        with contextlib.suppress(protobuf_message.DecodeError):
+            wire.decode_lanes(with_the_end[:cut])

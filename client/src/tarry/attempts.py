@@ -60,6 +60,8 @@ ON_INVALID = "on_invalid"
 """A feature of daemons: they store the other rows of an add of which some are invalid."""
 RETENTION = "retention"
 """A feature of daemons: they say what a topic needs of its log, and trim to dead letters."""
+SUBSCRIBE_MANY = "subscribe_many"
+"""A feature of daemons: they carry many subscriptions on one stream."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ ResponseOut = TypeVar("ResponseOut", covariant=True)
 
 Condition = threading.Condition
 
+Arrivals = queue.SimpleQueue
+"""What has arrived for one reader, in its order."""
+
 CHANNEL_CLOSED = ValueError
 """What a call raises when another thread has closed its channel."""
 
@@ -109,7 +112,9 @@ class Outbox:
     Any thread puts encoded messages; one thread, gRPC's, iterates until `close`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, joined_bytes: int = 0) -> None:
+        """`joined_bytes`: what is ready is sent as one message, until it has so many; 0: message by message."""
+        self._joined_bytes = joined_bytes
         self._ready: queue.SimpleQueue[object] = queue.SimpleQueue()
         # Only the iterating thread touches the heap: a held-back message travels through the queue first.
         self._held_back: list[_Later] = []
@@ -133,6 +138,17 @@ class Outbox:
         return self
 
     def __next__(self) -> bytes:
+        message = self._next(waits=True)
+        if message is None:
+            raise StopIteration
+        joined, size_bytes = [message], len(message)
+        while size_bytes < self._joined_bytes and (message := self._next(waits=False)) is not None:
+            joined.append(message)
+            size_bytes += len(message)
+        return joined[0] if len(joined) == 1 else b"".join(joined)
+
+    def _next(self, *, waits: bool) -> bytes | None:
+        """What is to be sent next; None: nothing more, or nothing yet where it does not wait."""
         while True:
             timeout_s = None
             if self._held_back:
@@ -142,12 +158,16 @@ class Outbox:
                         return message
                     continue
             try:
-                item = self._ready.get(timeout=timeout_s)
+                item = self._ready.get(waits, timeout_s)
             except queue.Empty:
-                continue
+                if waits:
+                    continue
+                return None
             if isinstance(item, bytes):
                 return item
             if isinstance(item, _Later):
                 heapq.heappush(self._held_back, item)
-            else:
-                raise StopIteration
+                continue
+            # To be met again by whoever asks next.
+            self._ready.put(_MESSAGES_END)
+            return None

@@ -26,7 +26,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import batch, columns, errors, inbox, key_shared, receiving, results, retry, stream_requests, streams, wire
+from tarry import (
+    ack_pace,
+    batch,
+    columns,
+    errors,
+    inbox,
+    key_shared,
+    receiving,
+    results,
+    retry,
+    stream_requests,
+    streams,
+    wire,
+)
 from tarry.stream_requests import Answer, Settled
 from tarry.v1 import dispatch_pb2
 
@@ -71,10 +84,11 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         *,
         rows_max: int,
         policy: retry.RetryPolicy,
-        ack_linger_ms: int = 0,
+        ack_linger: ack_pace.AckLinger | None = None,
     ) -> None:
         """Begins with these consumers. Raises InvalidArgument."""
-        super().__init__(topic, subscription, {}, rows_max=rows_max, policy=policy, ack_linger_ms=ack_linger_ms)
+        linger = ack_linger or ack_pace.AckLinger(0)
+        super().__init__(topic, subscription, {}, rows_max=rows_max, policy=policy, ack_linger=linger)
         self._consumers: dict[int, _Joined] = {}
         self._last_consumer_id = 0
         self._held_declared: list[tuple[int, batch.Batch]] = []

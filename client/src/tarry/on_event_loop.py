@@ -108,10 +108,26 @@ class Running:
         await asyncio.wait((self._task,))
 
 
+class Arrivals(Generic[T]):
+    """What has arrived for one reader, in its order."""
+
+    def __init__(self) -> None:
+        self._arrived: asyncio.Queue[T] = asyncio.Queue()
+
+    def put(self, item: T) -> None:
+        self._arrived.put_nowait(item)
+
+    async def get(self) -> T:
+        """Waits for the next one."""
+        return await self._arrived.get()
+
+
 class Outbox:
     """What is to be sent on one stream: the requests that gRPC pulls. A stream that breaks takes it with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, joined_bytes: int = 0) -> None:
+        """`joined_bytes`: what is ready is sent as one message, until it has so many; 0: message by message."""
+        self._joined_bytes = joined_bytes
         self._ready: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._held_back: set[asyncio.TimerHandle] = set()
 
@@ -144,7 +160,17 @@ class Outbox:
         message = await self._ready.get()
         if message is None:
             raise StopAsyncIteration
-        return message
+        if not self._joined_bytes or self._ready.empty():
+            return message
+        joined, size_bytes = [message], len(message)
+        while size_bytes < self._joined_bytes and not self._ready.empty():
+            if (message := self._ready.get_nowait()) is None:
+                # To be met again, behind this message.
+                self._ready.put_nowait(None)
+                break
+            joined.append(message)
+            size_bytes += len(message)
+        return b"".join(joined)
 
 
 StreamCall: TypeAlias = grpc.aio.StreamStreamCall[bytes, Response]

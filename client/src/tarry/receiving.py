@@ -20,10 +20,10 @@ another stream: of what it names only what is held here by that very name is giv
 with what its daemon can do; where that does not know `forwarded`, such requests fail, and what they name is not
 declared: it is handed out again.
 
-Lingering. Acknowledgements may wait a few ms for others, and go out as one request of the wire; each is settled by
-itself. They give their permits back at once, and count as requests that are not durable: a stream that is opened
-meanwhile declares them. Whatever else is sent, but for permits, sends them before it. Where the daemon does not say
-which positions it ignored, none waits.
+Lingering. Acknowledgements may wait a few ms for others (`tarry.ack_pace`), and go out as one request of the wire; each
+is settled by itself. They give their permits back at once, and count as requests that are not durable: a stream that is
+opened meanwhile declares them. Whatever else is sent, but for permits, sends them before it. Where the daemon does not
+say which positions it ignored, none waits.
 
 Whoever drives it settles what a method returns, and only then calls `remove`: who waits until every request is durable
 finds every answer settled.
@@ -38,7 +38,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from tarry import attempts, batch, columns, errors, inbox, results, retry, stream_requests, streams, wire
+from tarry import ack_pace, attempts, batch, columns, errors, inbox, results, retry, stream_requests, streams, wire
 from tarry.stream_requests import Answer, Request, Settled
 from tarry.v1 import dispatch_pb2
 
@@ -111,16 +111,15 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         *,
         rows_max: int,
         policy: retry.RetryPolicy,
-        ack_linger_ms: int,
+        ack_linger: ack_pace.AckLinger,
     ) -> None:
         """Nothing is received before a stream is `opened`. Raises InvalidArgument."""
-        columns.check_unsigned("ack_linger_ms", ack_linger_ms, bits=32)
         self._topic = wire.utf8("topic", topic)
         self._subscription = wire.utf8("subscription", subscription)
         self._windows = windows
         self._rows_max = rows_max
         self._policy = policy
-        self._ack_linger_s = ack_linger_ms / 1000
+        self._ack_linger = ack_linger
         # What is not sent yet though there is a stream, and whether the end of its time will be told.
         self._lingering: list[Request[Answer]] = []
         self._lingering_rows = 0
@@ -195,6 +194,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         """
         positions = batch.positions_of(given)
         self._check_open()
+        self._ack_linger.acknowledged(alone=not self._unconfirmed)
         requests = [
             self._name_positions(wire.encode_acknowledge, part, part, _ignored, promise())
             for part in columns.parts(positions, self._rows_max)
@@ -397,7 +397,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
 
     def _may_linger(self, request: Request[Answer]) -> bool:
         """Whether it may be sent together with others. An answer without indexes cannot be shared out."""
-        if not self._ack_linger_s or not request.is_acknowledgement:
+        if self._ack_linger.is_off or not request.is_acknowledgement:
             return False
         return self._features is not None and attempts.HANDOUT_NAMES in self._features
 
@@ -409,7 +409,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
             self.send_lingering()
         elif not self._is_linger_timed and self._sending is not None:
             self._is_linger_timed = True
-            self._sending.put_after(self._ack_linger_s, self._end_linger)
+            self._sending.put_after(self._ack_linger.wait_s(), self._end_linger)
 
     def _end_linger(self) -> None:
         """The time is over. It may be that of what was sent already; then what came since waits less."""
@@ -552,13 +552,14 @@ class SharedReceiving(Receiving[Answer, batch.Batch]):
         permits: int,
         rows_max: int,
         policy: retry.RetryPolicy,
-        ack_linger_ms: int = 0,
+        ack_linger: ack_pace.AckLinger | None = None,
     ) -> None:
-        """`permits` are those of its one receiver. Raises InvalidArgument."""
+        """`permits` are those of its one receiver. `ack_linger`: None: none waits. Raises InvalidArgument."""
         check_permits(permits)
         self._window = Window(permits)
         windows = {0: self._window}
-        super().__init__(topic, subscription, windows, rows_max=rows_max, policy=policy, ack_linger_ms=ack_linger_ms)
+        linger = ack_linger or ack_pace.AckLinger(0)
+        super().__init__(topic, subscription, windows, rows_max=rows_max, policy=policy, ack_linger=linger)
 
     def _open(self) -> bytes:
         held, leaving = self._declared()

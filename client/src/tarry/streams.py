@@ -13,11 +13,14 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import grpc
+from google.rpc import status_pb2
 
 from tarry import attempts, errors, retry
 from tarry.v1 import cluster_pb2
 
 logger = logging.getLogger("tarry")
+
+_OK: int = grpc.StatusCode.OK.value[0]
 
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
@@ -44,6 +47,13 @@ class Sending(Protocol):
 
     def put_after(self, delay_s: float, message: Callable[[], bytes | None]) -> None:
         """Sends when the delay has passed, unless the stream ends before; what, is asked then. None: nothing."""
+
+
+class Requests(Sending, Protocol):
+    """The requests of one connection, or of a lane of one, to their end."""
+
+    def close(self) -> None:
+        """Nothing more is put; idempotent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,5 +134,14 @@ def why_ended(failure: grpc.RpcError | None) -> errors.TarryError:
     error = None if failure is None else errors.from_rpc(failure)
     if error is None or error.code is grpc.StatusCode.OK:
         return errors.Unavailable("the daemon ended the stream")
+    return _dropped(error)
+
+
+def why_lane_ended(status: status_pb2.Status) -> errors.TarryError:
+    """What ended a lane that nobody here has left."""
+    return why_ended(None) if status.code == _OK else _dropped(errors.from_status(status))
+
+
+def _dropped(error: errors.TarryError) -> errors.TarryError:
     # The daemon or its server dropped it.
     return errors.Unavailable(error.message) if error.code is grpc.StatusCode.CANCELLED else error

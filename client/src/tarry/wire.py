@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from google.rpc import status_pb2
 from numpy.typing import NDArray
 
 from tarry import columns, errors
@@ -28,6 +29,10 @@ _POSITION_TAGS = tuple(number << 3 | _LENGTH_DELIMITED for number in (2, 3, 4))
 # Key hash, redelivery count, batch index, consumer.
 _OTHER_TAGS = tuple(number << 3 | _LENGTH_DELIMITED for number in (5, 6, 7, 8))
 _MESSAGES_COLUMNS = dict.fromkeys(_POSITION_TAGS, np.dtype("<u8")) | dict.fromkeys(_OTHER_TAGS, np.dtype("<u4"))
+# Of `SubscribeManyResponse.responses`, and of the fields of `LaneResponse`.
+_RESPONSES_TAG = 1 << 3 | _LENGTH_DELIMITED
+_LANE_TAG = 1 << 3 | _VARINT
+_RESPONSE_TAG = 2 << 3 | _LENGTH_DELIMITED
 _NO_ROWS = np.empty(0, dtype=np.uint64)
 
 U64Column = NDArray[np.uint64]
@@ -166,6 +171,16 @@ def encode_mark_delete(request_id: int, position: tuple[int, int]) -> bytes:
     return _message(9, [*_request_id(request_id), *numbers])
 
 
+def encode_lane(lane: int, request: bytes) -> bytes:
+    """The bytes of a `SubscribeManyRequest` that holds one `SubscribeRequest`; several in a row are one message."""
+    return _message(1, [_number(1, lane), *_field(2, request)])
+
+
+def encode_lane_close(lane: int) -> bytes:
+    """The bytes of a `SubscribeManyRequest` that closes a lane."""
+    return _message(1, [_number(1, lane), _number(3, 1)])
+
+
 def encode_nack_request(topic: bytes, subscription: bytes, nack: columns.NackColumns) -> bytes:
     """The bytes of a `NegativeAcknowledgeRequest`; both names are UTF-8."""
     return b"".join((*_field(1, topic), *_field(2, subscription), *_nack(3, nack)))
@@ -280,6 +295,53 @@ def decode_messages(response: bytes) -> MessagesColumns | None:
     ledger_id, entry_id, deliver_at_ms = (columns_read.get(tag, _NO_ROWS) for tag in _POSITION_TAGS)
     others = (columns_read.get(tag) for tag in _OTHER_TAGS)
     return MessagesColumns(epoch, ledger_id, entry_id, deliver_at_ms, *others)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaneResponse:
+    """What comes for one lane: the bytes of a `SubscribeResponse`, or how the lane ended."""
+
+    lane: int
+    response: bytes
+    ended: status_pb2.Status | None
+
+
+def decode_lanes(message: bytes) -> list[LaneResponse]:
+    """What a `SubscribeManyResponse` holds; what a lane carries stays bytes."""
+    responses: list[LaneResponse] = []
+    at = 0
+    try:
+        while at < len(message):
+            if message[at] != _RESPONSES_TAG:
+                return _lane_responses(message)
+            size, at = _read_varint(message, at + 1)
+            end = at + size
+            lane, response = 0, None
+            while at < end:
+                tag = message[at]
+                number, at = _read_varint(message, at + 1)
+                if tag == _LANE_TAG:
+                    lane = number
+                elif tag == _RESPONSE_TAG and response is None:
+                    response = message[at : at + number]
+                    at += number
+                else:
+                    return _lane_responses(message)
+            if at != end or response is None:
+                return _lane_responses(message)
+            responses.append(LaneResponse(lane, response, None))
+    except (IndexError, OverflowError):
+        return _lane_responses(message)
+    return responses if at == len(message) else _lane_responses(message)
+
+
+def _lane_responses(message: bytes) -> list[LaneResponse]:
+    """The same for whatever the generated code reads."""
+    read = dispatch_pb2.SubscribeManyResponse.FromString(message)
+    return [
+        LaneResponse(each.lane, each.response.SerializeToString(), each.ended if each.HasField("ended") else None)
+        for each in read.responses
+    ]
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:

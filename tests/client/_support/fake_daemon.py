@@ -29,12 +29,19 @@ from tarry.v1 import (
     inspect_pb2,
     ledger_deletion_pb2,
 )
+from tests.client._support import fake_lanes
 
 WAIT_S = 300.0
 OF_TODAY = cluster_pb2.GetVersionResponse(
-    version="1", api=1, feature=[attempts.HANDOUT_NAMES, attempts.ON_INVALID, attempts.RETENTION]
+    version="1",
+    api=1,
+    feature=[attempts.HANDOUT_NAMES, attempts.ON_INVALID, attempts.RETENTION, attempts.SUBSCRIBE_MANY],
 )
 """What a daemon says that can do everything."""
+OF_LATELY = cluster_pb2.GetVersionResponse(
+    version="1", api=1, feature=[attempts.HANDOUT_NAMES, attempts.ON_INVALID, attempts.RETENTION]
+)
+"""What a daemon says that wants a stream for each subscription."""
 OF_YESTERDAY = cluster_pb2.GetVersionResponse(version="1", api=1, feature=[attempts.HANDOUT_NAMES])
 """What a daemon says that knows the names of hand-outs alone."""
 LISTENED_TO = inspect_pb2.ListSubscriptionsResponse(subscriptions=[inspect_pb2.SubscriptionStats(subscription="s")])
@@ -80,6 +87,8 @@ class FakeDaemon:
         """Method and `tarry-client-id` of each call."""
         self.shown: list[tuple[str, str | None, str | None]] = []
         """Method, `authorization` and the name in the client's certificate of each call."""
+        self.shared_streams = 0
+        """How many streams of lanes there were."""
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=[("grpc.so_reuseport", 0)])
         for file in _FILES:
             for service in file.DESCRIPTOR.services_by_name.values():
@@ -114,6 +123,8 @@ class FakeDaemon:
     def _handler(self, method: descriptor.MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
         read = message_factory.GetMessageClass(method.input_type).FromString
         write = message_factory.GetMessageClass(method.output_type).SerializeToString
+        if method.name == "SubscribeMany":
+            return grpc.stream_stream_rpc_method_handler(self._lanes, read, write)
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(functools.partial(self._stream, method.name), read, write)
         if method.server_streaming:
@@ -128,6 +139,19 @@ class FakeDaemon:
         requests = Requests(iterator)
         self._note_client(method, context)
         yield from _until_gone(self._step(method, requests), requests, context)
+
+    def _lanes(self, iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        """Each lane is a call of `Subscribe`, and takes the next step of its script. Each step of `SubscribeMany` is a
+        stream that does something else.
+        """
+        self.shared_streams += 1
+        if steps := self._scripts.get("SubscribeMany"):
+            yield from steps.pop(0)(Requests(iterator), context)
+        else:
+            yield from fake_lanes.served(iterator, context, self._lane)
+
+    def _lane(self, iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        yield from self._stream("Subscribe", iterator, context)
 
     def _note_client(self, method: str, context: grpc.ServicerContext) -> None:
         metadata = {str(key): str(value) for key, value in context.invocation_metadata()}

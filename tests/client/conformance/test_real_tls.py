@@ -80,7 +80,10 @@ async def test_who_is_known_works_with_its_own_topics_and_no_others(
             async with client.add_stream(ours) as stream:
                 await (await stream.add(1, [1, 2], delay_ms=0))
             received = await receive(subscription)
+            with pytest.raises(tarry.PermissionDenied, match="theirs"):
+                await client.subscribe("theirs", "sub")
             assert await subscription.ack(received) == 0
+            assert subscription.streams_opened == 1, "what another subscription may not do is its own"
         with pytest.raises(tarry.PermissionDenied, match="theirs"):
             await client.add("theirs", 1, 1, delay_ms=0)
         with pytest.raises(tarry.PermissionDenied, match="needs the scope inspect, which identity gate has not"):

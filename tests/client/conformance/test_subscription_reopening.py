@@ -12,9 +12,11 @@ import pytest
 import tarry
 import tarry.aio
 from tests.client._support.fake_daemon import (
+    OF_LATELY,
     FakeDaemon,
     Gate,
     Requests,
+    answer,
     confirm_all,
     done,
     held_of,
@@ -31,6 +33,14 @@ from tests.client._support.fake_daemon import (
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 METHOD = "Subscribe"
+
+
+@pytest.fixture(params=["lane", "stream"], autouse=True)
+def carried(request: pytest.FixtureRequest, daemon: FakeDaemon, other_daemon: FakeDaemon) -> None:
+    """What carries a subscription: a lane, or a stream of its own where a daemon has no lanes."""
+    if request.param == "stream":
+        for each in (daemon, other_daemon):
+            each.script("GetVersion", answer(OF_LATELY))
 
 
 async def test_after_a_break_it_declares_what_it_holds_and_acknowledges_again(

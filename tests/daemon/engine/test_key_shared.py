@@ -12,6 +12,7 @@ from daemon.surroundings.failure_scope import TopicFailed
 from storage_backends.formats.manifest import HashSelector, KeyOrder
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon.engine._support.calling import stats
+from tests.daemon.engine._support.full_outlet import FullOutlet
 from tests.daemon.engine._support.key_dispatching import (
     HALF,
     HASHES,
@@ -47,6 +48,18 @@ async def test_every_row_goes_to_the_consumer_that_has_its_hash(machines: Engine
     assert await dispatcher.acknowledge(rows) == 0
     assert await dispatcher.acknowledge(rows) == 10
     assert (await stats(one)).subscriptions[0].backlog == 0
+
+
+async def test_what_there_is_no_room_to_send_waits_and_stays_in_order(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    dispatcher = await open_by_key(one, halves(), policy=sticky())
+    dispatcher.stream.outlet = outlet = FullOutlet()
+    await add(one, 1, range(6), [7, HALF, 7, HALF, 7, HALF])
+    await asyncio.sleep(10)
+    assert dispatcher.got == []
+    outlet.make_room()
+    await dispatcher.next(6)
+    assert (dispatcher.of(1), dispatcher.of(2)) == ([0, 2, 4], [1, 3, 5])
 
 
 async def test_rows_come_in_the_order_in_which_they_are_due_and_never_early(machines: EngineFixture) -> None:

@@ -11,6 +11,7 @@ from daemon.subscription.open_stream import StreamClosed
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
 from tests._support.fault_store import Fault
 from tests.daemon.engine._support.calling import held
+from tests.daemon.engine._support.full_outlet import FullOutlet
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 
@@ -142,6 +143,19 @@ async def test_dispatchers_of_one_subscription_share_what_is_due(machines: Engin
     await asyncio.sleep(10)
     assert [len(receiver.rows) for receiver in receivers] == [10, 10, 10]
     assert len(set().union(*(receiver.positions for receiver in receivers))) == 30
+
+
+async def test_what_a_stream_has_no_room_to_send_is_handed_out_to_others(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    full, other = await one.receiver("t", permits=10), await one.receiver("t", permits=10)
+    full.stream.outlet = outlet = FullOutlet()
+    await one.add("t", 1, range(30), delay_ms=0)
+    await asyncio.sleep(10)
+    assert (len(full.rows), len(other.rows)) == (0, 10)
+    outlet.make_room()
+    await full.received(10)
+    other.stream.grant(10)
+    await other.received(20)
 
 
 async def test_a_stream_that_closes_returns_what_it_holds_first_and_in_order(machines: EngineFixture) -> None:

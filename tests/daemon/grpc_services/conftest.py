@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import ModuleType
 from typing import Any, cast
 
@@ -81,6 +81,11 @@ class Stream:
         return answer
 
 
+def by_stream(caller: Caller) -> Any:
+    """A subscription's stream, a call of its own."""
+    return caller.stream("Dispatch/Subscribe")
+
+
 def _encoded(request: message.Message | bytes) -> bytes:
     return request if isinstance(request, bytes) else request.SerializeToString()
 
@@ -93,6 +98,8 @@ class Edge:
     caller: Caller
     server: server.Server
     port: int
+    subscribe: Callable[[Caller], Any] = by_stream
+    """Begins what carries a subscription."""
 
 
 @pytest.fixture(scope="session")

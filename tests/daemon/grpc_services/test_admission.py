@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 from google.protobuf import message, message_factory
 from google.protobuf.descriptor import MethodDescriptor
+from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2
 
 from daemon import config, errors
@@ -91,6 +92,10 @@ class Ask:
         elif self.method.name == "Subscribe":
             made.open.topic, made.open.subscription = topic, "s"
             made.open.type = dispatch_pb2.SUBSCRIPTION_TYPE_SHARED
+        elif self.method.name == "SubscribeMany":
+            lane = made.requests.add(lane=1)
+            lane.request.open.topic, lane.request.open.subscription = topic, "s"
+            lane.request.open.type = dispatch_pb2.SUBSCRIPTION_TYPE_SHARED
         elif "filter" in self.method.input_type.fields_by_name and "topic" not in self.method.input_type.fields_by_name:
             made.filter.topic = topic
         elif "topic" in self.method.input_type.fields_by_name:
@@ -118,7 +123,7 @@ class Guest:
         return call(timeout=PATIENCE_S, metadata=self._metadata)
 
     async def outcome(self, method: MethodDescriptor, request: message.Message) -> tuple[grpc.StatusCode, str]:
-        """How the call ends. Of a stream of adds: how its request is answered."""
+        """How the call ends. Of a stream of adds or of lanes: how its request is answered."""
         while True:
             code, details = await self._outcome(method, request)
             # The call was refused before gRPC had written its request: the status is lost, and asked for again.
@@ -134,9 +139,16 @@ class Guest:
         while (answer := await read(call)) is not grpc.aio.EOF:
             if method.name == "StreamAddMessages":
                 error = delayed_delivery_pb2.StreamAddMessagesResponse.FromString(answer).error
-                refused = next(code for code in grpc.StatusCode if code.value[0] == error.code), error.message
+                refused = code_of(error), error.message
+            if method.name == "SubscribeMany":
+                for response in dispatch_pb2.SubscribeManyResponse.FromString(answer).responses:
+                    refused = code_of(response.ended), response.ended.message
         code = await call.code()
         return refused if code is grpc.StatusCode.OK else (code, await call.details())
+
+
+def code_of(status: status_pb2.Status) -> grpc.StatusCode:
+    return next(code for code in grpc.StatusCode if code.value[0] == status.code)
 
 
 async def read(call: Any) -> Any:
@@ -316,9 +328,10 @@ async def test_a_refused_topic_on_a_stream_of_adds_leaves_the_others_alone(guard
 
 
 async def opened(guarded: Guarded, name: str) -> list[Any]:
-    """A stream of adds and a subscription of the topic `own/a` that have been answered."""
-    adds, subscribed = (
-        guarded.guest(token_of(name)).open(METHODS_BY_NAME[each]) for each in ("StreamAddMessages", "Subscribe")
+    """A stream of adds, a subscription of the topic `own/a` and one in a lane that have been answered."""
+    adds, subscribed, lanes = (
+        guarded.guest(token_of(name)).open(METHODS_BY_NAME[each])
+        for each in ("StreamAddMessages", "Subscribe", "SubscribeMany")
     )
     await adds.write(
         delayed_delivery_pb2.StreamAddMessagesRequest(request_id=1, add=plain_add("own/a")).SerializeToString()
@@ -330,7 +343,11 @@ async def opened(guarded: Guarded, name: str) -> list[Any]:
     opening = dispatch_pb2.Open(topic="own/a", subscription="s", type=dispatch_pb2.SUBSCRIPTION_TYPE_SHARED)
     await subscribed.write(dispatch_pb2.SubscribeRequest(open=opening).SerializeToString())
     assert dispatch_pb2.SubscribeResponse.FromString(await subscribed.read()).HasField("opened")
-    return [adds, subscribed]
+    in_lane = dispatch_pb2.LaneRequest(lane=1, request=dispatch_pb2.SubscribeRequest(open=opening))
+    await lanes.write(dispatch_pb2.SubscribeManyRequest(requests=[in_lane]).SerializeToString())
+    (answer,) = dispatch_pb2.SubscribeManyResponse.FromString(await lanes.read()).responses
+    assert answer.response.HasField("opened")
+    return [adds, subscribed, lanes]
 
 
 @pytest.mark.parametrize(
@@ -348,7 +365,7 @@ async def test_the_streams_of_who_is_revoked_or_may_do_something_else_end(
     streams = await opened(guarded, "all")
     guarded.files.admit(*OF_SCOPES, *instead)
     look_twice(guarded)
-    assert [await each.code() for each in streams] == [ends, ends]
+    assert [await each.code() for each in streams] == [ends] * 3
 
 
 def look_twice(guarded: Guarded) -> None:
@@ -361,7 +378,7 @@ def look_twice(guarded: Guarded) -> None:
 
 
 async def test_a_stream_goes_on_when_a_token_is_added_and_the_one_of_its_own_stays(guarded: Guarded) -> None:
-    adds, subscribed = await opened(guarded, "all")
+    adds, subscribed, lanes = await opened(guarded, "all")
     both = [hash_of(token_of("all")), hash_of("the next one")]
     guarded.files.admit(*OF_SCOPES, identity("all", list(Scope), [""], tokens=both))
     look_twice(guarded)
@@ -373,8 +390,10 @@ async def test_a_stream_goes_on_when_a_token_is_added_and_the_one_of_its_own_sta
         METHODS_BY_NAME["GetVersion"], cluster_pb2.GetVersionRequest()
     )
     assert code is grpc.StatusCode.OK
-    for each in (adds, subscribed):
+    for each in (adds, subscribed, lanes):
         await each.done_writing()
+        while await read(each) is not grpc.aio.EOF:
+            pass
         assert await each.code() is grpc.StatusCode.OK
 
 

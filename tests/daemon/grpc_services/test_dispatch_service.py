@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
-from daemon import call_values, errors
+from daemon import call_values, config, errors
 from tarry.v1 import delayed_delivery_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
+from tests._support.fake_engine import FakeEngine
 from tests._support.fake_stream import FakeDispatchStream
 from tests._support.fake_topic import EPOCH
-from tests.daemon.grpc_services.conftest import Edge, Stream
+from tests.daemon.grpc_services._support.lanes import by_lane
+from tests.daemon.grpc_services.conftest import Edge, Stream, by_stream, serving
 
-SUBSCRIBE = "Dispatch/Subscribe"
 SHARED = pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
 FAR_MS = 2_000_000_000_000
+
+
+@pytest.fixture(params=[by_stream, by_lane], ids=["stream", "lane"])
+async def edge(engine: FakeEngine, settings: config.Config, request: pytest.FixtureRequest) -> AsyncIterator[Edge]:
+    async with serving(engine, settings) as served:
+        yield dataclasses.replace(served, subscribe=request.param)
 
 
 async def add(edge: Edge, *positions: tuple[int, int, int], key_hash: tuple[int, ...] = ()) -> None:
@@ -32,7 +41,7 @@ async def add(edge: Edge, *positions: tuple[int, int, int], key_hash: tuple[int,
 
 async def opened(edge: Edge, *, permits: int = 0, **held: Any) -> tuple[Stream, pb.Opened]:
     await edge.caller.unary("Dispatch/CreateSubscription", pb.CreateSubscriptionRequest(topic="t", subscription="s"))
-    stream = edge.caller.stream(SUBSCRIBE)
+    stream = edge.subscribe(edge.caller)
     opening = pb.Open(topic="t", subscription="s", type=SHARED, **held)
     await stream.send(pb.SubscribeRequest(open=opening))
     answer = (await stream.receive()).opened
@@ -178,7 +187,7 @@ async def test_a_caller_that_goes_away_while_its_stream_opens_leaves_none_open(e
     await edge.caller.unary("Dispatch/CreateSubscription", pb.CreateSubscriptionRequest(topic="t", subscription="s"))
     edge.engine.hold = asyncio.Event()
     begun = edge.engine.calls_begun
-    stream = edge.caller.stream(SUBSCRIBE)
+    stream = edge.subscribe(edge.caller)
     await stream.send(pb.SubscribeRequest(open=pb.Open(topic="t", subscription="s", type=SHARED)))
     await edge.engine.until(lambda: edge.engine.calls_begun > begun)
     stream.call.cancel()
@@ -196,7 +205,7 @@ async def test_lost_ownership_is_told_by_moved_and_ends_the_stream(edge: Edge, w
     engine_stream = None
     if where == "open":
         edge.engine.fail_with = lost
-        stream = edge.caller.stream(SUBSCRIBE)
+        stream = edge.subscribe(edge.caller)
         await stream.send(pb.SubscribeRequest(open=pb.Open(topic="t", subscription="s", type=SHARED)))
     else:
         stream, _ = await opened(edge)

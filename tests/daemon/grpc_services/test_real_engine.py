@@ -26,6 +26,7 @@ from tarry.v1 import (
 )
 from tests._support import owned_ledgers, real_engine
 from tests._support.owned_ledgers import OwnedLedger
+from tests.daemon.grpc_services._support.lanes import by_lane
 from tests.daemon.grpc_services.conftest import ANSWERS, Edge
 
 FAR_MS = 2_000_000_000_000
@@ -64,6 +65,7 @@ async def test_every_call_does_what_it_says(edge: Edge, offloaded: MemoryStore) 
     await of_leases(calls)
     await of_dead_letters(calls)
     await of_streams(calls)
+    await of_lanes(calls)
     await of_consumers(calls)
     await of_topics(calls)
     await of_garbage(calls)
@@ -213,6 +215,29 @@ async def of_streams(calls: Calls) -> None:
     assert ended.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def of_lanes(calls: Calls) -> None:
+    await calls.call("Dispatch/CreateSubscription", dispatch_pb2.CreateSubscriptionRequest, subscription="lane")
+    row = {"subscription": "lane", "ledger_id": [5], "entry_id": [1], "deliver_at_ms": [1]}
+    await calls.call("DelayedDelivery/AddMessages", delayed_delivery_pb2.AddMessagesRequest, **row)
+    calls.made.add("Dispatch/SubscribeMany")
+    lane = by_lane(calls.edge.caller)
+    shared = dispatch_pb2.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
+    opening = dispatch_pb2.Open(topic="t", subscription="lane", type=shared)
+    await lane.send(dispatch_pb2.SubscribeRequest(open=opening))
+    epoch = (await lane.receive()).opened.epoch
+    await lane.send(dispatch_pb2.SubscribeRequest(flow=dispatch_pb2.Flow(permits=1)))
+    messages = (await lane.receive()).messages
+    assert (messages.epoch, list(messages.ledger_id)) == (epoch, [5])
+    acknowledge = dispatch_pb2.Acknowledge(request_id=1, ledger_id=[5], entry_id=[1], deliver_at_ms=[1])
+    await lane.send(dispatch_pb2.SubscribeRequest(acknowledge=acknowledge))
+    done = (await lane.receive()).done
+    assert (done.epoch, done.ignored) == (epoch, 0)
+    await calls.call("Dispatch/DeleteSubscription", dispatch_pb2.DeleteSubscriptionRequest, subscription="lane")
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await lane.receive()
+    assert ended.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 async def of_consumers(calls: Calls) -> None:
     await calls.call("Dispatch/CreateSubscription", dispatch_pb2.CreateSubscriptionRequest, subscription="keys")
     stream = calls.edge.caller.stream("Dispatch/Subscribe")
@@ -246,7 +271,7 @@ async def of_topics(calls: Calls) -> None:
     calls.made.add("Cluster/GetVersion")
     version = await calls.edge.caller.unary("Cluster/GetVersion", cluster_pb2.GetVersionRequest())
     assert (version.version, version.api) == (importlib.metadata.version("tarryd"), 1)
-    assert list(version.feature) == ["handout_names", "on_invalid", "retention"]
+    assert list(version.feature) == ["handout_names", "on_invalid", "retention", "subscribe_many"]
     deleted = await calls.call("Admin/DeleteTopic", admin_pb2.DeleteTopicRequest)
     assert (deleted.rows, deleted.incarnation) == (2, 1)
     with pytest.raises(grpc.aio.AioRpcError) as missing:

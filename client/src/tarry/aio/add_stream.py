@@ -6,6 +6,7 @@ Does not own: the requests (`tarry.add_requests`), the stream (`tarry.aio.sessio
 
 from __future__ import annotations
 
+import functools
 from asyncio import Future
 from collections.abc import Iterable
 
@@ -57,7 +58,8 @@ class AddStream(leaving.FlushedWhenLeft):
             policy=known.policy,
         )
         self._lifetime = streams.Lifetime(known.owners, known.policy, topic, f"the add stream of topic {topic!r}")
-        self._session = session.Session(shared, self._lifetime, add_requests.METHOD, self)
+        opens = functools.partial(shared.open, to=add_requests.METHOD)
+        self._session = session.Session(shared, self._lifetime, opens, self)
 
     async def add(
         self,

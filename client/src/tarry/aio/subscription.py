@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from tarry import (
+    ack_pace,
+    attempts,
     batch,
     calls,
     columns,
@@ -26,7 +28,7 @@ from tarry import (
     stream_requests,
     streams,
 )
-from tarry.aio import connections, futures, session
+from tarry.aio import connections, futures, session, shared_streams
 
 Received = TypeVar("Received")
 
@@ -54,7 +56,7 @@ class Receiver(Generic[Received]):
 
     def __init__(
         self,
-        shared: connections.Connections,
+        shared: shared_streams.SharedStreams,
         known: calls.Calls,
         topic: str,
         subscription: str,
@@ -67,7 +69,8 @@ class Receiver(Generic[Received]):
         self._receiving = state
         name = f"subscription {subscription!r} of topic {topic!r}"
         self._lifetime = streams.Lifetime(known.owners, known.policy, topic, name)
-        self._session = session.Session(shared, self._lifetime, receiving.METHOD, self)
+        self._shared = shared
+        self._session = session.Session(shared.connections, self._lifetime, self._open_at, self)
 
     @property
     def epoch(self) -> int:
@@ -142,7 +145,7 @@ class Receiver(Generic[Received]):
     def ack(self, given: batch.HandedOut) -> Future[results.Ignored]:
         """Acknowledges a batch, a part of one, or columns (`tarry.HandedOut`).
 
-        It is sent together with what else is acknowledged within `ack_linger_ms`; its permits are free at once. The
+        It is sent together with what else is acknowledged while it lingers; its permits are free at once. The
         future is settled when it is durable, with how many positions were ignored, which and why. A batch names its
         hand-outs: what came again since, after a negative acknowledgement, is not acknowledged by it. After a reconnect
         the positions that the first try had acknowledged may be ignored.
@@ -268,6 +271,12 @@ class Receiver(Generic[Received]):
         finally:
             await self.close()
 
+    def _open_at(self, address: str) -> connections.Opened[receiving.Response]:
+        """A lane, where the daemon has lanes; else a stream."""
+        if attempts.SUBSCRIBE_MANY in (self._lifetime.features or ()):
+            return self._shared.open(address, receiving.METHOD.read)
+        return self._shared.connections.open(address, receiving.METHOD)
+
     # The session's handler.
 
     async def wait_until_wanted(self) -> bool:
@@ -318,13 +327,13 @@ class Subscription(Receiver[batch.Batch]):
 
     def __init__(
         self,
-        shared: connections.Connections,
+        shared: shared_streams.SharedStreams,
         known: calls.Calls,
         topic: str,
         subscription: str,
         *,
         permits: int,
-        ack_linger_ms: int,
+        ack_linger: ack_pace.AckLinger,
     ) -> None:
         state: receiving.SharedReceiving[Future[Any]] = receiving.SharedReceiving(
             topic,
@@ -332,7 +341,7 @@ class Subscription(Receiver[batch.Batch]):
             permits=permits,
             rows_max=known.rows_max,
             policy=known.policy,
-            ack_linger_ms=ack_linger_ms,
+            ack_linger=ack_linger,
         )
         super().__init__(shared, known, topic, subscription, state)
 

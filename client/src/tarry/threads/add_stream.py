@@ -7,6 +7,7 @@ Does not own: the requests (`tarry.add_requests`), the stream (`tarry.threads.se
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from concurrent.futures import Future
 
@@ -58,7 +59,8 @@ class AddStream(leaving.FlushedWhenLeft):
             policy=known.policy,
         )
         self._lifetime = streams.Lifetime(known.owners, known.policy, topic, f"the add stream of topic {topic!r}")
-        self._session = session.Session(shared, self._lifetime, add_requests.METHOD, self)
+        opens = functools.partial(shared.open, to=add_requests.METHOD)
+        self._session = session.Session(shared, self._lifetime, opens, self)
 
     def add(
         self,

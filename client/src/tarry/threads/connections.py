@@ -33,10 +33,12 @@ class Connected:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened(Generic[Response]):
-    """A stream that has begun, and where."""
+    """A stream that has begun, or a lane of one. `cancel` ends the reading of its answers."""
 
-    call: in_threads.StreamCall[Response]
     connected: Connected
+    sending: streams.Requests
+    answers: Iterator[Response]
+    cancel: Callable[[], object]
 
 
 class Connections:
@@ -91,7 +93,7 @@ class Connections:
         moved: errors.NotOwner | None = None
         while True:
             try:
-                connected = self._connect(address)
+                connected = self.connect(address)
                 with self._failures(connected):
                     method: grpc.UnaryStreamMultiCallable[bytes, Any] = connected.channel.unary_stream(
                         step.method.path, request_serializer=None, response_deserializer=step.method.read
@@ -110,18 +112,25 @@ class Connections:
                     raise
                 raise moved from error
 
-    def open(self, address: str, to: streams.StreamMethod[Response], sending: in_threads.Outbox) -> Opened[Response]:
+    def open(self, address: str, to: streams.StreamMethod[Response]) -> Opened[Response]:
         """Begins a stream. Raises Closed; InvalidArgument where the token may not be sent."""
-        connected = self._connect(address)
+        return self.begin(self.connect(address), to)
+
+    def begin(
+        self, connected: Connected, to: streams.StreamMethod[Response], *, joined_bytes: int = 0
+    ) -> Opened[Response]:
+        """Begins a stream. `joined_bytes`: as of an `Outbox`. Raises Closed."""
+        sending = in_threads.Outbox(joined_bytes)
         with self._failures(connected):
             method: grpc.StreamStreamMultiCallable[bytes, Response] = connected.channel.stream_stream(
                 to.path, request_serializer=None, response_deserializer=to.read
             )
-            return Opened(method(sending, metadata=self._metadata_to(connected)), connected)
+            call = method(sending, metadata=self._metadata_to(connected))
+            return Opened(connected, sending, in_threads.answers(call), call.cancel)
 
     def why_ended(self, failure: grpc.RpcError, connected: Connected) -> errors.TarryError:
         """What ended a stream that nobody here has cancelled."""
-        return self._judged(streams.why_ended(failure), connected)
+        return self.judged(streams.why_ended(failure), connected)
 
     def close(self) -> None:
         """Ends every call; idempotent."""
@@ -133,7 +142,7 @@ class Connections:
         for channel in opened:
             channel.close()
 
-    def _connect(self, address: str) -> Connected:
+    def connect(self, address: str) -> Connected:
         """Where a call to an address goes now. Raises Closed; InvalidArgument where the token may not be sent."""
         with self._changed:
             self._check_open()
@@ -151,14 +160,14 @@ class Connections:
         return self._metadata + connected.shown.metadata
 
     def _send(self, step: attempts.Send) -> Any:
-        connected = self._connect(step.address)
+        connected = self.connect(step.address)
         with self._failures(connected):
             method: grpc.UnaryUnaryMultiCallable[bytes, Any] = connected.channel.unary_unary(
                 step.method.path, request_serializer=None, response_deserializer=step.method.read
             )
             return method(step.request, timeout=step.timeout_s, metadata=self._metadata_to(connected))
 
-    def _judged(self, error: errors.TarryError, connected: Connected) -> errors.TarryError:
+    def judged(self, error: errors.TarryError, connected: Connected) -> errors.TarryError:
         """The failure of a call, which knows whether it would show something else by now."""
         if isinstance(error, errors.Unauthenticated):
             error.is_outdated = self._shows.shown_to(connected.address) != connected.shown
@@ -171,7 +180,7 @@ class Connections:
             yield
         except grpc.RpcError as failure:
             self._check_open()
-            raise self._judged(errors.from_rpc(failure), connected) from None
+            raise self.judged(errors.from_rpc(failure), connected) from None
         except in_threads.CHANNEL_CLOSED:
             # Whoever cancels the caller means the caller, not the call.
             if not in_threads.is_being_cancelled():

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import calls, columns, in_threads, key_shared, key_shared_receiving
-from tarry.threads import connections, futures, subscription
+from tarry import ack_pace, calls, columns, in_threads, key_shared, key_shared_receiving
+from tarry.threads import futures, shared_streams, subscription
 
 
 class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
@@ -33,13 +33,13 @@ class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
 
     def __init__(
         self,
-        shared: connections.Connections,
+        shared: shared_streams.SharedStreams,
         known: calls.Calls,
         topic: str,
         subscription: str,
         *,
         consumers: Sequence[key_shared.Consumer],
-        ack_linger_ms: int,
+        ack_linger: ack_pace.AckLinger,
     ) -> None:
         state: key_shared_receiving.KeySharedReceiving[Future[Any]] = key_shared_receiving.KeySharedReceiving(
             topic,
@@ -47,7 +47,7 @@ class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
             consumers,
             rows_max=known.rows_max,
             policy=known.policy,
-            ack_linger_ms=ack_linger_ms,
+            ack_linger=ack_linger,
         )
         super().__init__(shared, known, topic, subscription, state)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 
@@ -48,16 +48,17 @@ class Session(Generic[Response]):
         self,
         shared: connections.Connections,
         lifetime: streams.Lifetime,
-        method: streams.StreamMethod[Response],
+        opens: Callable[[str], connections.Opened[Response]],
         handler: Handler[Response],
     ) -> None:
+        """`opens` begins a stream, or a lane of one, at an address; `lifetime` knows what the daemon there can do."""
         self._shared = shared
         self._lifetime = lifetime
-        self._method = method
+        self._opens = opens
         self._handler = handler
         self._changed = in_threads.Condition()
         self._closed = False
-        self._call: in_threads.StreamCall[Any] | None = None
+        self._cancel: Callable[[], object] | None = None
         self._ending: errors.TarryError = lifetime.closed()
         self._running = in_threads.Running(self._run, self._ended, name=lifetime.name)
 
@@ -66,8 +67,8 @@ class Session(Generic[Response]):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            if self._call is not None:
-                self._call.cancel()
+            if self._cancel is not None:
+                self._cancel()
         self._running.join()
 
     def _run(self) -> None:
@@ -94,10 +95,11 @@ class Session(Generic[Response]):
         address = self._lifetime.address
         if self._lifetime.must_ask(address):
             told = functools.partial(self._lifetime.told, address)
-            error = self._read(address, streams.VERSION, _ask, told)
+            asks = functools.partial(self._shared.open, address, streams.VERSION)
+            error = self._read(asks, _ask, told)
             if not self._lifetime.may_open(address, error):
                 return error
-        return self._read(address, self._method, self._handler.opened, self._received)
+        return self._read(functools.partial(self._opens, address), self._handler.opened, self._received)
 
     def _received(self, response: Response) -> None:
         if self._handler.received(response):
@@ -105,39 +107,37 @@ class Session(Generic[Response]):
 
     def _read(
         self,
-        address: str,
-        method: streams.StreamMethod[Answer],
-        opened: Callable[[in_threads.Outbox], None],
+        opens: Callable[[], connections.Opened[Answer]],
+        opened: Callable[[streams.Requests], None],
         received: Callable[[Answer], None],
     ) -> errors.TarryError:
-        """Makes one call and reads it to its end; the reason of the end."""
-        sending = in_threads.Outbox()
+        """Opens one and reads it to its end; the reason of the end."""
         begun = None
         try:
             with self._changed:
                 if self._closed:
                     return self._lifetime.closed()
-                begun = self._shared.open(address, method, sending)
-                self._call = begun.call
-            opened(sending)
+                begun = opens()
+                self._cancel = begun.cancel
+            opened(begun.sending)
             return self._read_answers(begun, received)
         except errors.TarryError as error:
             return error
         finally:
-            sending.close()
             if begun is not None:
-                begun.call.cancel()
+                begun.sending.close()
+                begun.cancel()
 
     def _read_answers(self, begun: connections.Opened[Answer], received: Callable[[Answer], None]) -> errors.TarryError:
         try:
-            for response in in_threads.answers(begun.call):
+            for response in begun.answers:
                 received(response)
         except grpc.RpcError as failure:
             return self._shared.why_ended(failure, begun.connected)
         return streams.why_ended(None)
 
 
-def _ask(sending: in_threads.Outbox) -> None:
+def _ask(sending: streams.Requests) -> None:
     """Sends a call's one request, which says nothing."""
     sending.put(b"")
     sending.close()

@@ -196,6 +196,111 @@ class SubscribeResponse(_message.Message):
 Global___SubscribeResponse: _TypeAlias = SubscribeResponse  # noqa: Y015
 
 @_typing.final
+class SubscribeManyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneRequest]:
+        """Of any lanes; those of one lane in their order."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___LaneRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribeManyRequest: _TypeAlias = SubscribeManyRequest  # noqa: Y015
+
+@_typing.final
+class LaneRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    lane: _builtins.int
+    """Chosen by the caller, at least 1; no two lanes of a stream have one number, also when one has ended."""
+    close: _builtins.bool
+    """It is the lane's last: what was asked is still answered, nothing else is sent, then the lane ends. Closing the stream
+    closes every lane.
+    """
+    @_builtins.property
+    def request(self) -> Global___SubscribeRequest:
+        """The first one of a lane is `Open`. What comes for a lane that has ended is ignored."""
+
+    def __init__(
+        self,
+        *,
+        lane: _builtins.int = ...,
+        request: Global___SubscribeRequest | None = ...,
+        close: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "lane", b"lane", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneRequest: _TypeAlias = LaneRequest  # noqa: Y015
+
+@_typing.final
+class SubscribeManyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneResponse]:
+        """Of any lanes; those of one lane in their order."""
+
+    def __init__(
+        self,
+        *,
+        responses: _abc.Iterable[Global___LaneResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribeManyResponse: _TypeAlias = SubscribeManyResponse  # noqa: Y015
+
+@_typing.final
+class LaneResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    lane: _builtins.int
+    @_builtins.property
+    def response(self) -> Global___SubscribeResponse: ...
+    @_builtins.property
+    def ended(self) -> _status_pb2.Status:
+        """The lane has ended, with what the status of its stream would be. RESOURCE_EXHAUSTED also: 4,096 lanes are open."""
+
+    def __init__(
+        self,
+        *,
+        lane: _builtins.int = ...,
+        response: Global___SubscribeResponse | None = ...,
+        ended: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "lane", b"lane", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneResponse: _TypeAlias = LaneResponse  # noqa: Y015
+
+@_typing.final
 class Consumer(_message.Message):
     """A receiver behind a dispatcher of a KEY_SHARED subscription. Each is an instance of its own, also with the name of another."""
 

@@ -40,6 +40,11 @@ class DispatchStub(object):
                 request_serializer=tarry_dot_v1_dot_dispatch__pb2.SubscribeRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_dispatch__pb2.SubscribeResponse.FromString,
                 _registered_method=True)
+        self.SubscribeMany = channel.stream_stream(
+                '/tarry.v1.Dispatch/SubscribeMany',
+                request_serializer=tarry_dot_v1_dot_dispatch__pb2.SubscribeManyRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_dispatch__pb2.SubscribeManyResponse.FromString,
+                _registered_method=True)
         self.CreateSubscription = channel.unary_unary(
                 '/tarry.v1.Dispatch/CreateSubscription',
                 request_serializer=tarry_dot_v1_dot_dispatch__pb2.CreateSubscriptionRequest.SerializeToString,
@@ -85,6 +90,17 @@ class DispatchServicer(object):
         """One subscription's stream. The first message is `Open`, answered by `Opened`; then `Flow` grants permits and
         `Messages` spends them. A refused request is answered in band by `Done.error`; a bad `Open`, authentication or lost
         ownership ends the stream. Closing the stream makes its unacknowledged positions READY again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SubscribeMany(self, request_iterator, context):
+        """Many subscriptions on one stream. Each has a lane, which is what a `Subscribe` stream is: its own `Open`, permits, order,
+        request ids and end. A lane that ends, moves or is refused disturbs no other; the end of the stream ends all. Feature
+        `subscribe_many`.
+
+        INVALID_ARGUMENT: a message that cannot be read, lane 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,6 +180,11 @@ def add_DispatchServicer_to_server(servicer, server):
                     request_deserializer=tarry_dot_v1_dot_dispatch__pb2.SubscribeRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_dispatch__pb2.SubscribeResponse.SerializeToString,
             ),
+            'SubscribeMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.SubscribeMany,
+                    request_deserializer=tarry_dot_v1_dot_dispatch__pb2.SubscribeManyRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_dispatch__pb2.SubscribeManyResponse.SerializeToString,
+            ),
             'CreateSubscription': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateSubscription,
                     request_deserializer=tarry_dot_v1_dot_dispatch__pb2.CreateSubscriptionRequest.FromString,
@@ -228,6 +249,33 @@ class Dispatch(object):
             '/tarry.v1.Dispatch/Subscribe',
             tarry_dot_v1_dot_dispatch__pb2.SubscribeRequest.SerializeToString,
             tarry_dot_v1_dot_dispatch__pb2.SubscribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tarry.v1.Dispatch/SubscribeMany',
+            tarry_dot_v1_dot_dispatch__pb2.SubscribeManyRequest.SerializeToString,
+            tarry_dot_v1_dot_dispatch__pb2.SubscribeManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,13 @@ class DispatchStub:
     `Messages` spends them. A refused request is answered in band by `Done.error`; a bad `Open`, authentication or lost
     ownership ends the stream. Closing the stream makes its unacknowledged positions READY again.
     """
+    SubscribeMany: _grpc.StreamStreamMultiCallable[_dispatch_pb2.SubscribeManyRequest, _dispatch_pb2.SubscribeManyResponse]
+    """Many subscriptions on one stream. Each has a lane, which is what a `Subscribe` stream is: its own `Open`, permits, order,
+    request ids and end. A lane that ends, moves or is refused disturbs no other; the end of the stream ends all. Feature
+    `subscribe_many`.
+
+    INVALID_ARGUMENT: a message that cannot be read, lane 0.
+    """
     CreateSubscription: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.CreateSubscriptionRequest, _dispatch_pb2.CreateSubscriptionResponse]
     """Creates a subscription, and the topic if it is new. The first subscription of a topic is owed everything in its
     index; a later one is owed what comes due after its creation. Repeated with the same policy it is OK.
@@ -84,6 +91,13 @@ class DispatchAsyncStub(DispatchStub):
     """One subscription's stream. The first message is `Open`, answered by `Opened`; then `Flow` grants permits and
     `Messages` spends them. A refused request is answered in band by `Done.error`; a bad `Open`, authentication or lost
     ownership ends the stream. Closing the stream makes its unacknowledged positions READY again.
+    """
+    SubscribeMany: _aio.StreamStreamMultiCallable[_dispatch_pb2.SubscribeManyRequest, _dispatch_pb2.SubscribeManyResponse]  # type: ignore[assignment]
+    """Many subscriptions on one stream. Each has a lane, which is what a `Subscribe` stream is: its own `Open`, permits, order,
+    request ids and end. A lane that ends, moves or is refused disturbs no other; the end of the stream ends all. Feature
+    `subscribe_many`.
+
+    INVALID_ARGUMENT: a message that cannot be read, lane 0.
     """
     CreateSubscription: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.CreateSubscriptionRequest, _dispatch_pb2.CreateSubscriptionResponse]  # type: ignore[assignment]
     """Creates a subscription, and the topic if it is new. The first subscription of a topic is owed everything in its
@@ -134,6 +148,19 @@ class DispatchServicer(metaclass=_abc_1.ABCMeta):
         """One subscription's stream. The first message is `Open`, answered by `Opened`; then `Flow` grants permits and
         `Messages` spends them. A refused request is answered in band by `Done.error`; a bad `Open`, authentication or lost
         ownership ends the stream. Closing the stream makes its unacknowledged positions READY again.
+        """
+
+    @_abc_1.abstractmethod
+    def SubscribeMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_dispatch_pb2.SubscribeManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_dispatch_pb2.SubscribeManyResponse], _abc.AsyncIterator[_dispatch_pb2.SubscribeManyResponse]]:
+        """Many subscriptions on one stream. Each has a lane, which is what a `Subscribe` stream is: its own `Open`, permits, order,
+        request ids and end. A lane that ends, moves or is refused disturbs no other; the end of the stream ends all. Feature
+        `subscribe_many`.
+
+        INVALID_ARGUMENT: a message that cannot be read, lane 0.
         """
 
     @_abc_1.abstractmethod
