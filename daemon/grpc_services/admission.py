@@ -31,6 +31,8 @@ from tarry.v1 import access_pb2
 AUTHORIZATION_KEY: Final = "authorization"
 # What gRPC calls the names in a client's certificate.
 _CERTIFICATE_NAMES: Final = ("x509_common_name", "x509_subject_alternative_name")
+# A call that is to end waits so long for the response that is under way.
+WRITE_MAX_S: Final = 5.0
 
 Refusal: TypeAlias = errors.Unauthenticated | errors.PermissionDenied
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
@@ -84,7 +86,6 @@ class Context:
     ) -> None:
         """`refused` is told of each refusal."""
         self.read = context.read
-        self.write = context.write
         self.peer = context.peer
         self.invocation_metadata = context.invocation_metadata
         self.time_remaining = context.time_remaining
@@ -98,8 +99,39 @@ class Context:
         # Why the call is ended before its time.
         self.ended: errors.TarryError | None = None
         self._abort = context.abort
+        self._write = context.write
+        self._is_writing = False
+        self._task: asyncio.Task[Any] | None = None
         self._rule = rule
         self._refused = refused
+
+    async def write(self, response: bytes) -> None:
+        """Sends a response. gRPC takes no status while one is under way, so a call that is to end ends behind it."""
+        if self.ended is None:
+            self._is_writing = True
+            try:
+                await self._write(response)
+            finally:
+                self._is_writing = False
+            if self.ended is None:
+                return
+            self._cancel()
+        # Whoever writes for the call is about to be cancelled.
+        await asyncio.Event().wait()
+
+    def end(self, why: errors.TarryError, task: asyncio.Task[Any]) -> None:
+        """Ends the call before its time. `task`: what serves it."""
+        self.ended, self._task = why, task
+        if self._is_writing:
+            # Not for ever: a caller that reads nothing keeps the response under way.
+            asyncio.get_running_loop().call_later(WRITE_MAX_S, self._cancel)
+        else:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Metadata) -> NoReturn:
         """Ends the call with a status."""
@@ -242,9 +274,9 @@ class Admission:
         identities = self.door.identities
         for call, task in list(self._open.items()):
             if identities is not None and not call.is_over and call.ended is None:
-                call.ended = call.lost(identities)
-                if call.ended is not None:
-                    task.cancel()
+                lost = call.lost(identities)
+                if lost is not None:
+                    call.end(lost, task)
 
     async def _serve(self, serve: Callable[[Any, Context], Awaitable[Any]], request: Any, call: Context) -> Any:
         task = cast("asyncio.Task[Any]", asyncio.current_task())

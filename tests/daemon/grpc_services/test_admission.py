@@ -368,6 +368,32 @@ async def test_the_streams_of_who_is_revoked_or_may_do_something_else_end(
     assert [await each.code() for each in streams] == [ends] * 3
 
 
+class SlowCall:
+    """gRPC's context of a call whose responses take until they are `sent`."""
+
+    read = peer = invocation_metadata = time_remaining = auth_context = abort = None
+
+    def __init__(self) -> None:
+        self.sent = asyncio.Event()
+
+    async def write(self, response: bytes) -> None:
+        del response
+        await self.sent.wait()
+
+
+async def test_a_call_that_is_ended_while_a_response_is_under_way_ends_behind_it() -> None:
+    slow: Any = SlowCall()
+    call = admission.Context(slow, admission.Rule.of(METHODS_BY_NAME["Subscribe"]), lambda *_: None)
+    serving = asyncio.ensure_future(call.write(b""))
+    await asyncio.sleep(0)
+    call.end(errors.Unavailable("gone"), serving)
+    await asyncio.sleep(0)
+    assert not serving.cancelling()
+    slow.sent.set()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+
+
 def look_twice(guarded: Guarded) -> None:
     """What the daemon does every second."""
     files = guarded.admission.door._identities
