@@ -41,7 +41,8 @@ def test_the_least_file_has_defaults_for_the_rest(tmp_path: Path) -> None:
         ('"orders"\n', '"orders"\nrelay.permits = 0\n', "relay.permits is 0: Expected `int` >= 1"),
         ('"orders"\n', '"orders"\nrelay.permit = 1\n', "relay: Object contains unknown field `permit`"),
         ('"orders"\n', "7\n", "relay.topic is 7: Expected `str`, got `int`"),
-        ('"redis"', '"kafka"', "broker.kind is 'kafka': Invalid value 'kafka'"),
+        ('"redis"', '"rabbit"', "broker.kind is 'rabbit': Invalid value 'rabbit'"),
+        ('"redis"', '"kafka"\nbroker.kept_bytes = -1', "broker.kept_bytes is -1: Expected `int` >= 0"),
         ('"redis"', '"redis"\nbroker.once_s = 0', "broker.once_s is 0: Expected `int` >= 1"),
         (', dead_letters = "dead"', "", "source.dead_letters is not set, and source.on_bad is 'dead_letter'"),
         ('"dead" }', '"dead", on_bad = "drop" }', "source.on_bad is 'drop': Invalid enum value"),
@@ -82,7 +83,7 @@ def fields_of(kind: Any) -> set[str]:
 def test_the_page_has_each_setting() -> None:
     kinds = [
         getattr(relay_settings, name)
-        for name in ("Daemon", "Tls", "Relay", "Source", "Headers", "Retry", "Target", "Nats", "Redis")
+        for name in ("Daemon", "Tls", "Relay", "Source", "Headers", "Retry", "Target", "Kafka", "Nats", "Redis")
     ]
     rows = " ".join(line for line in PAGE.splitlines() if line.startswith("|"))
     named = set(re.findall(r"`(\w+)`", rows)) | set(re.findall(r"(\w+) = \"", rows))

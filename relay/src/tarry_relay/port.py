@@ -1,4 +1,4 @@
-"""What a relay asks of a broker. An adapter fills it (`tarry_relay.nats_broker`, `tarry_relay.redis_broker`).
+"""What a relay asks of a broker. An adapter fills it (`tarry_relay.kafka_broker`, `nats_broker`, `redis_broker`).
 
 Owns: the calls, and what they promise.
 Does not own: when they are made (`tarry_relay.running`).

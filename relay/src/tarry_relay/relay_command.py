@@ -62,7 +62,7 @@ class JsonLines(logging.Formatter):
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tarry-relay")
 def main() -> None:
-    """Delayed messages for NATS and Redis Streams: what a stream has is published when its time has come."""
+    """Delayed messages for Kafka, NATS and Redis Streams: what a log has is published when its time has come."""
 
 
 _settings_file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))

@@ -85,7 +85,7 @@ class Source(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The log whose messages are delayed."""
 
     name: Name
-    """A stream."""
+    """A stream, or a topic of Kafka."""
     headers: Headers = Headers()
     levels: Annotated[str, Meta(min_length=1)] = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
     """Delays, level 1 first."""
@@ -158,12 +158,31 @@ class Redis(_Server, tag="redis", frozen=True, forbid_unknown_fields=True, kw_on
     """What another relay has read and not committed for so long is read here."""
 
 
+class Kafka(_Server, tag="kafka", frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Kafka; source, retry and targets are topics."""
+
+    url: Name = "127.0.0.1:9092"
+    """Host and port of a broker, or of several with commas between."""
+    tls: bool = False
+    """With the CAs of this machine; it need not be said beside `ca_file` or `cert_file`."""
+    sasl: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
+    """How `user` is shown, if there is one."""
+    transactional: bool = False
+    """What is published at once appears at once, or not at all, to consumers that read what is committed."""
+    session_s: Annotated[float, Meta(ge=0.1, le=3_600)] = 10.0
+    """The partitions of a relay that was silent for so long are read by others."""
+    kept_bytes: Annotated[int, Meta(ge=0)] = 64 * 2**20
+    """Memory for messages that were read and may be due soon: these are not fetched."""
+    properties: dict[Name, str | int | float | bool] = {}
+    """More of Kafka's client, by the names of librdkafka."""
+
+
 class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole file."""
 
     relay: Relay
     source: Source
-    broker: Nats | Redis
+    broker: Kafka | Nats | Redis
     daemon: Daemon = Daemon()
     retry: Retry | None = None
     targets: tuple[Target, ...] = ()

@@ -1,0 +1,80 @@
+"""Finding messages in a log that can only be read on: what is looked for, what is passed on the way, and what is
+kept of that for later.
+
+Owns: which offset was found or is gone, when to jump, and how much is kept.
+Does not own: reading (`tarry_relay.kafka_broker`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+Message = TypeVar("Message")
+
+GAP_MAX = 500
+"""So many offsets are read on through; to jump costs a round trip or more."""
+
+
+class Search:
+    """The offsets of one partition that are looked for, while it is read on from the first of them."""
+
+    def __init__(self, offsets: Iterable[int]) -> None:
+        """`offsets`: ascend."""
+        self._left = deque(offsets)
+
+    @property
+    def next(self) -> int | None:
+        """The lowest offset that is neither found nor gone; None: the search is over."""
+        return self._left[0] if self._left else None
+
+    def meets(self, offset: int) -> bool:
+        """Whether the message that was read is looked for. What was looked for below it is gone."""
+        self.begins_at(offset)
+        if self.next != offset:
+            return False
+        self._left.popleft()
+        return True
+
+    def begins_at(self, first: int) -> None:
+        """Says that the log has nothing below an offset: what was looked for there is gone."""
+        while self._left and self._left[0] < first:
+            self._left.popleft()
+
+    def ends_at(self, end: int) -> None:
+        """Says that the log has nothing from an offset on."""
+        while self._left and self._left[-1] >= end:
+            self._left.pop()
+
+    def jumps(self, offset: int) -> bool:
+        """Whether the next offset is so far beyond the message that was read that the way there is not worth it."""
+        return self.next is not None and self.next - offset > GAP_MAX
+
+
+class Kept(Generic[Message]):
+    """Messages by position that were read once and may be looked for soon; the oldest go first."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._messages: dict[tuple[int, int], tuple[Message, int]] = {}
+
+    def keep(self, position: tuple[int, int], message: Message, size: int) -> None:
+        """Keeps a message of so many bytes, if there is room for it at all."""
+        self.take(position)
+        if size > self._bytes_max:
+            return
+        self._messages[position] = message, size
+        self._bytes += size
+        while self._bytes > self._bytes_max:
+            self.take(next(iter(self._messages)))
+
+    def take(self, position: tuple[int, int]) -> Message | None:
+        """The message of a position, which is kept no more; None: it was not."""
+        found = self._messages.pop(position, None)
+        if found is None:
+            return None
+        message, size = found
+        self._bytes -= size
+        return message
