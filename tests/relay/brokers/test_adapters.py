@@ -13,6 +13,8 @@ from tests.relay.brokers._support.two_brokers import DEAD, DUE, FAILED, SOURCE, 
 
 NOWHERE = "127.0.0.1:1"
 """The daemon is not asked."""
+BY_MESSAGE = pytest.mark.parametrize("broker", ["redis", "nats"], indirect=True)
+"""Brokers that share out a log by messages, and whose outputs know ids."""
 
 
 @contextlib.asynccontextmanager
@@ -67,6 +69,7 @@ async def test_what_is_not_committed_is_read_again(broker: AnyBroker, tmp_path: 
         assert [each.entry_id for each in again] == [each.entry_id for each in read[4:]]
 
 
+@BY_MESSAGE
 async def test_two_relays_share_what_is_read(broker: AnyBroker, tmp_path: Path) -> None:
     await publish(broker, range(20))
     async with adapter(broker, tmp_path, "one") as one, adapter(broker, tmp_path, "two") as two:
@@ -76,6 +79,7 @@ async def test_two_relays_share_what_is_read(broker: AnyBroker, tmp_path: Path) 
         assert sorted(numbers, key=int) == [str(number) for number in range(20)]
 
 
+@BY_MESSAGE
 async def test_an_output_drops_what_it_has(broker: AnyBroker, tmp_path: Path) -> None:
     await publish(broker, range(2))
     async with adapter(broker, tmp_path) as opened:

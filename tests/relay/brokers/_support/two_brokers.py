@@ -1,4 +1,4 @@
-"""Either broker, as producers and consumers of tests use it: a source, a target, dead letters and a retry log.
+"""Each broker, as producers and consumers of tests use it: a source, a target, dead letters and a retry log.
 
 Owns: the servers, what is set up there, publishing, reading what was published, and the relay's settings.
 Does not own: what is checked.
@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import itertools
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import confluent_kafka as kafka
 import nats
 import nats.errors
 import pytest
 import redis.asyncio
 
-from tests.brokers import nats_server, redis_server
+from tests.brokers import kafka_server, nats_server, redis_server
 
 SOURCE, DUE, DEAD, FAILED = "orders", "due", "dead", "failed"
-GONE = (OSError, nats.errors.Error, redis.RedisError, TimeoutError)
+GONE = (OSError, kafka.KafkaException, nats.errors.Error, redis.RedisError, TimeoutError)
 """What clients of a broker raise that is being killed."""
+_OF_KIND = {"kafka": "session_s = 2, kept_bytes = 0", "nats": "ack_wait_s = 2", "redis": "claim_s = 2"}
+"""What was left is soon another's; nothing is kept that could be fetched."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +67,9 @@ class AnyBroker(Protocol):
 
 def configuration(broker: AnyBroker, address: str, more: str = "") -> str:
     """The settings of a relay between these two. `more`: tables of its own."""
-    again = "ack_wait_s" if broker.kind == "nats" else "claim_s"
     return f"""
 daemon.address = "{address}"
-broker = {{ kind = "{broker.kind}", url = "{broker.server.url}", timeout_s = 5, {again} = 2 }}
+broker = {{ kind = "{broker.kind}", url = "{broker.server.url}", timeout_s = 5, {_OF_KIND[broker.kind]} }}
 targets = [{{ name = "{DUE}" }}]
 retry = {{ name = "{FAILED}", delays_ms = [100] }}
 
@@ -158,6 +163,96 @@ class NatsStreams:
             await self._connection.close()
 
 
+class KafkaTopics:
+    """A Kafka with topics of three partitions, of which each call of `publish` takes the next one."""
+
+    kind = "kafka"
+    PARTITIONS = 3
+
+    def __init__(self, server: kafka_server.KafkaServer) -> None:
+        self.server = server
+        self._turn = itertools.cycle(range(self.PARTITIONS))
+        self._found: dict[str, list[Published]] = {}
+
+    @functools.cached_property
+    def _shared(self) -> dict[str, Any]:
+        return {"bootstrap.servers": self.server.url, "reconnect.backoff.max.ms": 500, "log_level": 2}
+
+    @functools.cached_property
+    def _producer(self) -> Any:
+        return kafka.Producer({**self._shared, "enable.idempotence": True, "message.timeout.ms": 30_000})
+
+    @functools.cached_property
+    def _consumer(self) -> Any:
+        return kafka.Consumer(
+            {**self._shared, "group.id": "tests", "auto.offset.reset": "earliest", "enable.partition.eof": True}
+        )
+
+    async def set_up(self) -> None:
+        # When something was published is told by the broker's clock; of the source by that of its producer.
+        for stream in (SOURCE, DUE, DEAD, FAILED):
+            clock = "CreateTime" if stream == SOURCE else "LogAppendTime"
+            settings = {"max.message.bytes": "100000", "message.timestamp.type": clock}
+            partitions = 1 if stream in (DUE, DEAD) else self.PARTITIONS
+            await asyncio.to_thread(self.server.make_topic, stream, partitions, settings)
+
+    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
+        await asyncio.to_thread(self._publish, stream, next(self._turn), messages)
+
+    def _publish(self, stream: str, partition: int, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
+        errors: list[Any] = []
+        where = {} if stream in (DUE, DEAD) else {"partition": partition}
+        for headers, body in messages:
+            named = [(name, text.encode()) for name, text in headers.items()]
+            self._producer.produce(stream, body, headers=named, on_delivery=lambda e, _: errors.append(e), **where)
+        self._producer.flush()
+        for error in errors:
+            if error is not None:
+                raise kafka.KafkaException(error)
+
+    async def read(self, stream: str, after: int = 0) -> list[Published]:
+        return await asyncio.to_thread(self._read, stream, after)
+
+    def _read(self, stream: str, after: int) -> list[Published]:
+        """Of a topic with one partition: to its end, from where the last call has come to."""
+        found = self._found.setdefault(stream, [])
+        next_offset = found[-1].number + 1 if found else 0
+        self._consumer.assign([kafka.TopicPartition(stream, 0, next_offset)])
+        deadline_s = time.monotonic() + 30
+        while time.monotonic() < deadline_s:
+            message = self._consumer.poll(1)
+            if message is None:
+                continue
+            if message.error() is None:
+                found.append(_published(message))
+            elif message.error().code() == kafka.KafkaError._PARTITION_EOF:
+                return found[after:]
+            else:
+                raise kafka.KafkaException(message.error())
+        raise TimeoutError(f"the end of {stream} was not reached")
+
+    async def cut(self, stream: str, *, keep: int) -> None:
+        ends = {each: self._end(stream, each) for each in range(self.PARTITIONS)}
+        below = [kafka.TopicPartition(stream, each, max(0, end - keep)) for each, end in ends.items()]
+        for each in self.server.admin.delete_records(below).values():
+            await asyncio.wrap_future(each)
+
+    def _end(self, stream: str, partition: int) -> int:
+        return int(self._consumer.get_watermark_offsets(kafka.TopicPartition(stream, partition), timeout=60)[1])
+
+    async def delete(self, stream: str) -> None:
+        await asyncio.wrap_future(self.server.admin.delete_topics([stream])[stream])
+        self._found.pop(stream, None)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._consumer.close)
+
+
+def _published(message: Any) -> Published:
+    headers = {name: value.decode() for name, value in message.headers() or ()}
+    return Published(message.offset(), message.timestamp()[1], headers, (message.value() or b"").decode())
+
+
 def made(kind: str, directory: Path) -> AnyBroker:
     """A broker that is not started; skips the test where its program is not there."""
     if kind == "nats":
@@ -165,6 +260,11 @@ def made(kind: str, directory: Path) -> AnyBroker:
         if program is None:
             pytest.skip(nats_server.MISSING)
         return NatsStreams(nats_server.NatsServer(program, directory))
+    if kind == "kafka":
+        jars = kafka_server.find()
+        if jars is None:
+            pytest.skip(kafka_server.MISSING)
+        return KafkaTopics(kafka_server.KafkaServer(jars, directory))
     program = redis_server.find()
     if program is None:
         pytest.skip(redis_server.MISSING)
