@@ -48,6 +48,17 @@ group.min.session.timeout.ms=1000
 log.retention.check.interval.ms=1000
 log.cleaner.enable=false
 """
+_SAFE = """
+listeners=CLIENTS://127.0.0.1:{port},SAFE://127.0.0.1:{safe_port},CONTROLLER://127.0.0.1:{controller}
+advertised.listeners=CLIENTS://127.0.0.1:{port},SAFE://127.0.0.1:{safe_port}
+listener.security.protocol.map=CLIENTS:PLAINTEXT,SAFE:SASL_SSL,CONTROLLER:PLAINTEXT
+listener.name.safe.ssl.keystore.type=PEM
+listener.name.safe.ssl.keystore.location={identity}
+sasl.enabled.mechanisms=PLAIN
+listener.name.safe.plain.sasl.jaas.config={login} required user_{user}="{password}";
+"""
+_LOGIN = "org.apache.kafka.common.security.plain.PlainLoginModule"
+USER, PASSWORD = "anna", "secret"
 # Quick to start, and small beside what else runs.
 _JAVA = ("-Xmx384m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
 
@@ -58,20 +69,29 @@ def find() -> Path | None:
 
 
 class KafkaServer(processes.ChildProcess):
-    """`start` after `kill` starts it again on the same port and on what its directory holds."""
+    """`start` after `kill` starts it again on the same port and on what its directory holds.
 
-    def __init__(self, jars: Path, directory: Path) -> None:
+    `identity`: a file with a key (PKCS 8) and its certificate, for a second port with TLS where USER shows PASSWORD.
+    """
+
+    def __init__(self, jars: Path, directory: Path, identity: Path | None = None) -> None:
         super().__init__("kafka", directory, {})
-        self.port = processes.free_port()
+        self.port, self.safe_port, controller = (processes.free_port() for _ in range(3))
         self._directory = directory
         self._settings = directory / "server.properties"
-        text = _SETTINGS.format(port=self.port, controller=processes.free_port(), directory=directory)
-        self._settings.write_text(text)
+        # What stands behind counts.
+        text = _SETTINGS if identity is None else f"{_SETTINGS}{_SAFE}"
+        places = {"port": self.port, "safe_port": self.safe_port, "controller": controller, "directory": directory}
+        self._settings.write_text(text.format(**places, identity=identity, login=_LOGIN, user=USER, password=PASSWORD))
         self._java = (str(java.find(os.environ).command), *_JAVA, "-cp", f"{jars}/*")
 
     @property
     def url(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def safe_url(self) -> str:
+        return f"127.0.0.1:{self.safe_port}"
 
     def start(self) -> None:
         """Returns when the process runs; it does not answer yet."""
@@ -118,6 +138,13 @@ class KafkaServer(processes.ChildProcess):
                 if not error.args[0].retriable() and error.args[0].code() not in passes:
                     raise
             self._check_waiting(deadline_s, f"did not make topic {name} within {timeout_s:g} s")
+
+    def add_partitions(self, topic: str, total: int) -> None:
+        """Until it has so many."""
+        from confluent_kafka import admin
+
+        made: Any = admin
+        self.admin.create_partitions([made.NewPartitions(topic, total)])[topic].result()
 
     def _wait_for_end(self) -> None:
         status = self._running().wait(300)

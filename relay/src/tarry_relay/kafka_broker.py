@@ -26,7 +26,7 @@ from tarry_relay.reading_on import Kept, Search
 log = logging.getLogger(__name__)
 
 _NO_OFFSET = KafkaError._AUTO_OFFSET_RESET
-_LOOK_AGAIN_S = 1.0
+_LOOK_AGAIN_S = 0.1
 """So often it is looked at whether the topic that messages are read from is still the same."""
 _REST_S = 1.0
 """A reader that was not asked for so long rests."""
@@ -103,8 +103,11 @@ class KafkaLog:
         self._kept = kept
         self._timeout_s = timeout_s
         self._thread = Thread("fetch")
-        self.messages_read = 0
-        """To find those that were asked for."""
+        self._partitions = 0
+        """So many it has at least."""
+        self._fetched = 0
+        self._kept_ones = 0
+        self._read_for_it = 0
 
     async def generation(self) -> str:
         """The topic's id."""
@@ -112,7 +115,6 @@ class KafkaLog:
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         """The first offset that each partition still has."""
-        await self._topics.partitions(self._topic)
         return await self._topics.first_offsets(self._topic, ledgers)
 
     async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
@@ -129,8 +131,14 @@ class KafkaLog:
                 wanted.setdefault(pair[0], []).append(pair[1])
             else:
                 found[pair] = message
-        if wanted:
-            searches = {partition: Search(offsets) for partition, offsets in wanted.items()}
+        kept_ones = len(found)
+        self._fetched += len(pairs)
+        self._kept_ones += kept_ones
+        if wanted and max(wanted) >= self._partitions:
+            self._partitions = await self._topics.partitions(self._topic)
+        # A partition that the topic does not have never had what is looked for.
+        searches = {each: Search(of) for each, of in wanted.items() if each < self._partitions}
+        if searches:
             passed: dict[Pair, Event] = {}
             try:
                 await self._thread.call(self._read_on, searches, found, passed)
@@ -138,7 +146,7 @@ class KafkaLog:
                 passed |= found
                 raise
             finally:
-                self.messages_read += len(passed) + len(found)
+                self._read_for_it += len(passed) + len(found) - kept_ones
                 for pair, message in passed.items():
                     self._kept.keep(pair, message, _size(message))
         return [_message(found[pair]) if pair in found else None for pair in pairs]
@@ -146,6 +154,10 @@ class KafkaLog:
     async def close(self) -> None:
         """Waits for what is under way, and leaves."""
         await self._thread.end(self._consumer.close)
+        log.info(
+            "has fetched",
+            extra={"messages": self._fetched, "of_these_kept": self._kept_ones, "read_for_the_rest": self._read_for_it},
+        )
 
     def _read_on(self, searches: dict[int, Search], found: dict[Pair, Event], passed: dict[Pair, Event]) -> None:
         """Reads all partitions on until each search is over. Raises KafkaException, NotThere, Unreachable."""
@@ -354,23 +366,19 @@ class KafkaReader:
         elif error.code() != _NO_OFFSET:
             raise failure(error)
         else:
-            try:
-                self._begin(event)
-            except BaseException:
-                self._early.appendleft(event)
-                raise
+            self._begin(event)
 
     def _begin(self, event: Event) -> None:
         """Begins a partition at its first offset: nothing was committed, or what comes next is not there."""
-        partition = TopicPartition(self._topic, event.partition())
-        first, _ = self._consumer.get_watermark_offsets(partition, timeout=self._timeout_s)
+        partition = TopicPartition(self._topic, event.partition(), kafka.OFFSET_BEGINNING)
         self._consumer.incremental_unassign([partition])
-        self._consumer.incremental_assign([TopicPartition(self._topic, event.partition(), first)])
+        self._consumer.incremental_assign([partition])
         self._looks_at_s = 0.0
-        fields = {"topic": self._topic, "partition": event.partition(), "first": first, "wanted": event.offset()}
+        fields = {"topic": self._topic, "partition": event.partition()}
         if event.offset() is None or event.offset() < 0:
             log.info("reads a partition from its first offset", extra=fields)
         else:
+            fields["offset"] = event.offset()
             log.error("the log has not what was to be read next; it is read from its first offset", extra=fields)
 
     def _partitions(self) -> list[TopicPartition]:

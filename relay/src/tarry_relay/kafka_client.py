@@ -98,7 +98,7 @@ class ClientProperties:
 
     def shared(self) -> Properties:
         """Of every client."""
-        return {**_SHARED, **self._reached_with, **self._more}
+        return {**_SHARED, "error_cb": unsaid, **self._reached_with, **self._more}
 
     def reader(self, topic: str) -> Properties:
         """Of a member of the group that reads a topic on."""
@@ -185,14 +185,15 @@ class ClusterTopics:
         return str((await self._described(topic)).topic_id).translate(_ID_LETTERS)
 
     async def first_offsets(self, topic: str, partitions: Iterable[int]) -> Mapping[int, int]:
-        """Of each partition the first offset that it has; none of one that is not there. Raises Unreachable."""
-        wanted = {kafka.TopicPartition(topic, each): _admin.OffsetSpec.earliest() for each in partitions}
+        """Of each partition the first offset that it has; none of one that is not there. Raises NotThere,
+        Unreachable.
+        """
+        there = range(await self.partitions(topic))
+        wanted = {
+            kafka.TopicPartition(topic, each): _admin.OffsetSpec.earliest() for each in partitions if each in there
+        }
         asked = self._client.list_offsets(wanted, request_timeout=self._timeout_s) if wanted else {}
-        found = {}
-        for partition, answer in asked.items():
-            with contextlib.suppress(port.NotThere):
-                found[partition.partition] = int((await _asked(answer)).offset)
-        return found
+        return {partition.partition: int((await _asked(answer)).offset) for partition, answer in asked.items()}
 
     async def settings(self, topic: str) -> Mapping[str, str]:
         """Its settings, by name. Raises Unreachable."""
@@ -203,6 +204,10 @@ class ClusterTopics:
     async def _described(self, topic: str) -> Any:
         asked = self._client.describe_topics(kafka.TopicCollection([topic]), request_timeout=self._timeout_s)
         return await _asked(asked[topic])
+
+
+def unsaid(error: KafkaError) -> None:
+    """Each call tells what it has failed with."""
 
 
 def failure(error: KafkaError) -> Exception:

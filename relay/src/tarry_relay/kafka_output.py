@@ -111,7 +111,11 @@ class KafkaOutput:
                 errors[row] = error.args[0]
             except BufferError:
                 errors[row] = KafkaError(KafkaError._QUEUE_FULL)
-        producer.flush(self._timeout_s)
+        try:
+            producer.flush(self._timeout_s)
+        except SystemError as error:
+            # The client tells what came of a message with a fatal error raised already, which Python takes for its own.
+            raise error.__cause__ or error from error
         return errors
 
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -70,12 +70,19 @@ def not_failing(each: Published) -> bool:
 
 
 @contextlib.contextmanager
-def processes(broker: AnyBroker, directory: Path) -> Iterator[tuple[DaemonProcess, RelayProcess, RelayProcess]]:
+def processes(
+    broker: AnyBroker, directory: Path, own: Mapping[str, str] | None = None
+) -> Iterator[tuple[DaemonProcess, RelayProcess, RelayProcess]]:
+    """A daemon, a relay that runs, and one that does not. `own`: what stands in their settings instead."""
     with DaemonProcess("daemon", directory, local_store(directory / "root")) as daemon:
         daemon.start_serving()
+        settings = configuration(broker, daemon.address)
+        for shown, instead in (own or {}).items():
+            assert shown in settings
+            settings = settings.replace(shown, instead)
         with (
-            RelayProcess("relay-1", directory, configuration(broker, daemon.address)) as one,
-            RelayProcess("relay-2", directory, configuration(broker, daemon.address)) as two,
+            RelayProcess("relay-1", directory, settings) as one,
+            RelayProcess("relay-2", directory, settings) as two,
         ):
             one.start()
             yield daemon, one, two
@@ -127,7 +134,7 @@ async def a_nack_comes_before_its_ack(
     broker: AnyBroker, consumer: Consumer, relay: RelayProcess, daemon: DaemonProcess, due_ms: dict[str, int]
 ) -> None:
     """Messages that fail at once, until one came back before the relay had acknowledged it. Through Kafka none is so
-    quick: the daemon stands still from the first that was published on, and answers no acknowledgement of the others.
+    quick: the daemon stands still from the first that is read on, and answers no acknowledgement of the others.
     """
     rows = 1_000 if broker.kind == "kafka" else 20
 
@@ -255,18 +262,20 @@ async def test_what_cannot_be_delayed_or_delivered_is_a_dead_letter_and_stops_no
 
 async def test_a_payload_that_is_gone_is_a_dead_letter_of_tarry(broker: AnyBroker, tmp_path: Path) -> None:
     with processes(broker, tmp_path) as (_, relay, _):
+        consumer = Consumer(broker)
+        await broker.publish(SOURCE, [({}, "direct")])
+        await consumer.until(lambda: consumer.bodies() == {"direct"})
         await broker.publish(SOURCE, [({"delay": "5s"}, str(row)) for row in range(10)])
 
         def all_added() -> bool:
-            return relay.metric("tarry_relay_committed_total") == 10
+            return relay.metric("tarry_relay_committed_total") == 11
 
         def all_lost() -> bool:
             return bool(relay.told("status")["dead letters"] == 6)
 
         await asyncio.to_thread(wait_until, all_added, "not all is committed", timeout_s=LIMIT_S)
         await broker.cut(SOURCE, keep=4)
-        consumer = Consumer(broker)
-        await consumer.until(lambda: len(consumer.record) == 4)
+        await consumer.until(lambda: len(consumer.record) == 5)
         await asyncio.to_thread(wait_until, all_lost, "not all is a dead letter", timeout_s=LIMIT_S)
         assert relay.metric("tarry_relay_lost_total") == 6
-        assert sorted(consumer.bodies()) == ["6", "7", "8", "9"]
+        assert sorted(consumer.bodies()) == ["6", "7", "8", "9", "direct"]

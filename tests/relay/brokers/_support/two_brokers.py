@@ -28,6 +28,8 @@ GONE = (OSError, kafka.KafkaException, nats.errors.Error, redis.RedisError, Time
 """What clients of a broker raise that is being killed."""
 _OF_KIND = {"kafka": "session_s = 2, kept_bytes = 0", "nats": "ack_wait_s = 2", "redis": "claim_s = 2"}
 """What was left is soon another's; nothing is kept that could be fetched."""
+_LIMITS = {"kafka": ", rate_limit = 500"}
+"""So slowly that some of what is due together was received, and has failed, before the last of it is published."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ def configuration(broker: AnyBroker, address: str, more: str = "") -> str:
     return f"""
 daemon.address = "{address}"
 broker = {{ kind = "{broker.kind}", url = "{broker.server.url}", timeout_s = 5, {_OF_KIND[broker.kind]} }}
-targets = [{{ name = "{DUE}" }}]
+targets = [{{ name = "{DUE}"{_LIMITS.get(broker.kind, "")} }}]
 retry = {{ name = "{FAILED}", delays_ms = [100] }}
 
 [source]
@@ -164,14 +166,14 @@ class NatsStreams:
 
 
 class KafkaTopics:
-    """A Kafka with topics of three partitions, of which each call of `publish` takes the next one."""
+    """A Kafka with topics of some partitions, of which each call of `publish` takes the next one."""
 
     kind = "kafka"
-    PARTITIONS = 3
 
-    def __init__(self, server: kafka_server.KafkaServer) -> None:
+    def __init__(self, server: kafka_server.KafkaServer, partitions: int = 3) -> None:
         self.server = server
-        self._turn = itertools.cycle(range(self.PARTITIONS))
+        self._partitions = partitions
+        self._turn = itertools.cycle(range(partitions))
         self._found: dict[str, list[Published]] = {}
 
     @functools.cached_property
@@ -193,7 +195,7 @@ class KafkaTopics:
         for stream in (SOURCE, DUE, DEAD, FAILED):
             clock = "CreateTime" if stream == SOURCE else "LogAppendTime"
             settings = {"max.message.bytes": "100000", "message.timestamp.type": clock}
-            partitions = 1 if stream in (DUE, DEAD) else self.PARTITIONS
+            partitions = 1 if stream in (DUE, DEAD) else self._partitions
             await asyncio.to_thread(self.server.make_topic, stream, partitions, settings)
 
     async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
@@ -232,7 +234,7 @@ class KafkaTopics:
         raise TimeoutError(f"the end of {stream} was not reached")
 
     async def cut(self, stream: str, *, keep: int) -> None:
-        ends = {each: self._end(stream, each) for each in range(self.PARTITIONS)}
+        ends = {each: self._end(stream, each) for each in range(self._partitions)}
         below = [kafka.TopicPartition(stream, each, max(0, end - keep)) for each, end in ends.items()]
         for each in self.server.admin.delete_records(below).values():
             await asyncio.wrap_future(each)
