@@ -1,4 +1,4 @@
-"""Many messages of many partitions, due in any order, while relays come and go: how much is read for each that is due."""
+"""Many messages of many partitions, due in any order, while relays come and go: how much is read for each of them."""
 
 from __future__ import annotations
 

@@ -186,9 +186,9 @@ class KafkaTopics:
 
     @functools.cached_property
     def _consumer(self) -> Any:
-        return kafka.Consumer(
-            {**self._shared, "group.id": "tests", "auto.offset.reset": "earliest", "enable.partition.eof": True}
-        )
+        # The end is told when nothing has come for so long.
+        ends = {"enable.partition.eof": True, "fetch.wait.max.ms": 5}
+        return kafka.Consumer({**self._shared, **ends, "group.id": "tests", "auto.offset.reset": "earliest"})
 
     async def set_up(self) -> None:
         # When something was published is told by the broker's clock; of the source by that of its producer.
