@@ -18,7 +18,7 @@ from tarry_relay import kafka_broker, kafka_client, kafka_output, port, relay_se
 from tarry_relay.kafka_broker import KafkaReader
 from tarry_relay.kafka_client import ClientProperties
 from tarry_relay.kafka_output import KafkaOutput
-from tarry_relay.reading_on import Kept
+from tarry_relay.kept_messages import Kept
 from tests.planted import registry
 
 TOPIC = "orders"

@@ -21,7 +21,8 @@ from tarry.positions import Kafka1
 from tarry_relay import port, relay_settings
 from tarry_relay.kafka_client import ClientProperties, ClusterTopics, Event, Thread, failure
 from tarry_relay.kafka_output import KafkaOutput
-from tarry_relay.reading_on import Kept, Search
+from tarry_relay.kept_messages import Kept
+from tarry_relay.reading_on import Search
 
 log = logging.getLogger(__name__)
 
@@ -131,24 +132,19 @@ class KafkaLog:
                 wanted.setdefault(pair[0], []).append(pair[1])
             else:
                 found[pair] = message
-        kept_ones = len(found)
         self._fetched += len(pairs)
-        self._kept_ones += kept_ones
+        self._kept_ones += len(found)
         if wanted and max(wanted) >= self._partitions:
             self._partitions = await self._topics.partitions(self._topic)
         # A partition that the topic does not have never had what is looked for.
         searches = {each: Search(of) for each, of in wanted.items() if each < self._partitions}
         if searches:
-            passed: dict[Pair, Event] = {}
             try:
-                await self._thread.call(self._read_on, searches, found, passed)
+                await self._thread.call(self._read_on, searches, found)
             except port.Unreachable:
-                passed |= found
-                raise
-            finally:
-                self._read_for_it += len(passed) + len(found) - kept_ones
-                for pair, message in passed.items():
+                for pair, message in found.items():
                     self._kept.keep(pair, message, _size(message))
+                raise
         return [_message(found[pair]) if pair in found else None for pair in pairs]
 
     async def close(self) -> None:
@@ -159,29 +155,35 @@ class KafkaLog:
             extra={"messages": self._fetched, "of_these_kept": self._kept_ones, "read_for_the_rest": self._read_for_it},
         )
 
-    def _read_on(self, searches: dict[int, Search], found: dict[Pair, Event], passed: dict[Pair, Event]) -> None:
+    def _read_on(self, searches: dict[int, Search], found: dict[Pair, Event]) -> None:
         """Reads all partitions on until each search is over. Raises KafkaException, NotThere, Unreachable."""
-        deadline_s = time.monotonic() + self._timeout_s
         self._begin(searches)
         try:
+            comes_by_s = time.monotonic() + self._timeout_s
             while searches:
-                if time.monotonic() > deadline_s:
-                    raise port.Unreachable(f"topic {self._topic} could not be read within {self._timeout_s:g} s")
                 first: Event | None = self._consumer.poll(0.1)
-                events: list[Event] = [] if first is None else [first, *self._consumer.consume(1_000, 0)]
-                reached: dict[int, int | None] = {}
-                for event in events:
-                    partition, offset = event.partition(), event.offset()
-                    search = searches.get(partition)
-                    if event.error() is not None:
-                        reached[partition] = self._look(event, search)
-                        continue
-                    reached[partition] = offset
-                    to = found if search is not None and search.meets(offset) else passed
-                    to[partition, offset] = event
-                self._go_on(searches, reached)
+                if first is not None:
+                    events = [first, *self._consumer.consume(1_000, 0)]
+                    reached = {event.partition(): self._take(event, searches, found) for event in events}
+                    self._go_on(searches, reached)
+                    comes_by_s = time.monotonic() + self._timeout_s
+                elif time.monotonic() > comes_by_s:
+                    raise port.Unreachable(f"topic {self._topic}: nothing was read for {self._timeout_s:g} s")
         finally:
             self._consumer.unassign()
+
+    def _take(self, event: Event, searches: Mapping[int, Search], found: dict[Pair, Event]) -> int | None:
+        """Finds a message, or keeps it; up to where its partition was read."""
+        pair: Pair = (event.partition(), event.offset())
+        search = searches.get(pair[0])
+        if event.error() is not None:
+            return self._look(event, search)
+        self._read_for_it += 1
+        if search is not None and search.meets(pair[1]):
+            found[pair] = event
+        else:
+            self._kept.keep(pair, event, _size(event))
+        return pair[1]
 
     def _begin(self, searches: Mapping[int, Search]) -> None:
         self._consumer.incremental_assign(

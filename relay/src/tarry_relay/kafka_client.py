@@ -117,12 +117,16 @@ class ClientProperties:
 
     def producer(self, topic: str) -> Properties:
         """Of the producer of a relay that reads a topic."""
-        timeout_ms = int(self._broker.timeout_s * 1_000)
-        own: Properties = {"message.timeout.ms": timeout_ms}
+        confirm_ms = int(self._broker.confirm_s * 1_000)
+        own: Properties = {
+            "message.timeout.ms": confirm_ms,
+            # So long a topic may be unknown: one that was made a moment ago, or is not there.
+            "topic.metadata.propagation.max.ms": int(self._broker.timeout_s * 1_000),
+        }
         if self._broker.transactional:
             own |= {
                 "transactional.id": f"{self.group_of(topic)}-{self._identity}",
-                "transaction.timeout.ms": max(10_000, 2 * timeout_ms),
+                "transaction.timeout.ms": confirm_ms,
             }
         return {**_PRODUCER, **own, **self.shared()}
 

@@ -29,7 +29,7 @@ class KafkaOutput:
         self._properties = properties.producer(source)
         self._is_transactional = broker.transactional
         # A message fails by itself before that.
-        self._timeout_s = 2 * broker.timeout_s
+        self._timeout_s = broker.confirm_s + broker.timeout_s
         self._producer: kafka.Producer | None = None
         self._thread = Thread("publish")
 

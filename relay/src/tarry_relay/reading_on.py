@@ -1,7 +1,6 @@
-"""Finding messages in a log that can only be read on: what is looked for, what is passed on the way, and what is
-kept of that for later.
+"""Finding messages in a log that can only be read on.
 
-Owns: which offset was found or is gone, when to jump, and how much is kept.
+Owns: which offset was found or is gone, and when to jump.
 Does not own: reading (`tarry_relay.kafka_broker`).
 """
 
@@ -9,9 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Generic, TypeVar
-
-Message = TypeVar("Message")
 
 GAP_MAX = 500
 """So many offsets are read on through; to jump costs a round trip or more."""
@@ -50,31 +46,3 @@ class Search:
     def jumps(self, offset: int) -> bool:
         """Whether the next offset is so far beyond the message that was read that the way there is not worth it."""
         return self.next is not None and self.next - offset > GAP_MAX
-
-
-class Kept(Generic[Message]):
-    """Messages by position that were read once and may be looked for soon; the oldest go first."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._bytes = 0
-        self._messages: dict[tuple[int, int], tuple[Message, int]] = {}
-
-    def keep(self, position: tuple[int, int], message: Message, size: int) -> None:
-        """Keeps a message of so many bytes, if there is room for it at all."""
-        self.take(position)
-        if size > self._bytes_max:
-            return
-        self._messages[position] = message, size
-        self._bytes += size
-        while self._bytes > self._bytes_max:
-            self.take(next(iter(self._messages)))
-
-    def take(self, position: tuple[int, int]) -> Message | None:
-        """The message of a position, which is kept no more; None: it was not."""
-        found = self._messages.pop(position, None)
-        if found is None:
-            return None
-        message, size = found
-        self._bytes -= size
-        return message

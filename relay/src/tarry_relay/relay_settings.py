@@ -171,6 +171,8 @@ class Kafka(_Server, tag="kafka", frozen=True, forbid_unknown_fields=True, kw_on
     """What is published at once appears at once, or not at all, to consumers that read what is committed."""
     session_s: Annotated[float, Meta(ge=0.1, le=3_600)] = 10.0
     """The partitions of a relay that was silent for so long are read by others."""
+    confirm_s: Annotated[float, Meta(ge=1, le=3_600)] = 30.0
+    """How long a message may take to be confirmed. While it takes no longer, it is there once, whatever brokers do."""
     kept_bytes: Annotated[int, Meta(ge=0)] = 64 * 2**20
     """Memory for messages that were read and may be due soon: these are not fetched."""
     properties: dict[Name, str | int | float | bool] = {}
