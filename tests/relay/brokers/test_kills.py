@@ -88,7 +88,8 @@ def processes(
             yield daemon, one, two
 
 
-async def story(broker: AnyBroker, directory: Path, *, rows: int, span_ms: int) -> None:
+async def story(broker: AnyBroker, directory: Path, *, rows: int, span_ms: int) -> dict[str, object]:
+    """How late it was, how much arrived again, and the CPU seconds of each process since its last start."""
     with processes(broker, directory) as (daemon, one, two):
         consumer = Consumer(broker)
         now_ms = time.time_ns() // 1_000_000
@@ -124,10 +125,17 @@ async def story(broker: AnyBroker, directory: Path, *, rows: int, span_ms: int) 
         await consumer.until(lambda: consumer.deliveries() == rows)
         await a_nack_comes_before_its_ack(broker, consumer, one, daemon, due_ms)
         await nothing_is_left(one)
+        cpu_s = {each.name: each.usage().cpu_s for each in (daemon, one, broker.server)}
         assert one.terminate() == 0
         await consumer.look()
-        judge(consumer.record, due_ms, may_repeat=outages if broker.kind == "kafka" else Outages())
+        again = judge(consumer.record, due_ms, may_repeat=outages if broker.kind == "kafka" else Outages())
         assert await broker.read(DEAD) == []
+    firsts = [
+        each for each in consumer.record if each.headers["tarry-redelivery-count"] == "0" and "wave" not in each.body
+    ]
+    late_ms = sorted(each.at_ms - due_ms[each.body] for each in firsts)
+    p50_p99 = late_ms[len(late_ms) // 2], late_ms[len(late_ms) * 99 // 100]
+    return {"arrived again": again, "messages": len(due_ms), "ms late, p50 and p99": p50_p99, "CPU seconds": cpu_s}
 
 
 async def a_nack_comes_before_its_ack(
@@ -190,8 +198,10 @@ class Outages:
         return any(first_ms <= ended_ms and again_ms >= began_ms for began_ms, ended_ms in self.spans)
 
 
-def judge(record: list[Published], due_ms: dict[str, int], may_repeat: Outages) -> None:
-    """Each arrived, none early, each name once, but for an output that knows no ids, around an outage; what failed came
+def judge(record: list[Published], due_ms: dict[str, int], may_repeat: Outages) -> int:
+    """How many arrived again by a name that was there.
+
+    Each arrived, none early, and each name once, but around an outage by an output that knows no ids; what failed came
     again under the next count, and nothing else did.
     """
     assert {each.body for each in record} == set(due_ms)
@@ -206,6 +216,7 @@ def judge(record: list[Published], due_ms: dict[str, int], may_repeat: Outages) 
         counts.setdefault(each.body, set()).add(int(each.headers["tarry-redelivery-count"]))
     wrong = {body: found for body, found in counts.items() if found != ({0, 1} if "fails" in body else {0})}
     assert wrong == {}
+    return len(repeats)
 
 
 async def test_everything_arrives_once_through_kills_of_relay_daemon_and_broker(
@@ -215,8 +226,10 @@ async def test_everything_arrives_once_through_kills_of_relay_daemon_and_broker(
 
 
 @pytest.mark.long
-async def test_ten_thousand_messages_arrive_once_through_kills(broker: AnyBroker, tmp_path: Path) -> None:
-    await story(broker, tmp_path, rows=10_000, span_ms=30_000)
+async def test_ten_thousand_messages_arrive_once_through_kills(
+    broker: AnyBroker, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("told", await story(broker, tmp_path, rows=10_000, span_ms=30_000))
 
 
 async def test_what_cannot_be_delayed_or_delivered_is_a_dead_letter_and_stops_nothing(
