@@ -33,6 +33,9 @@ _REST_S = 1.0
 """A reader that was not asked for so long rests."""
 _MESSAGE_BYTES = 500
 """What a message costs in memory beside its key, value and headers."""
+_AT_ONCE = 1_000
+_AT_ONCE_FOR_NOTHING = 20
+"""So many messages are taken of those that came with one that is looked for: what is not kept is read for nothing."""
 _DAY_MS = 86_400_000
 
 Pair = tuple[int, int]
@@ -103,6 +106,7 @@ class KafkaLog:
         self._consumer = kafka.Consumer(properties.fetcher(topic))
         self._kept = kept
         self._timeout_s = timeout_s
+        self._at_once = _AT_ONCE if kept.keeps else _AT_ONCE_FOR_NOTHING
         self._thread = Thread("fetch")
         self._partitions = 0
         """So many it has at least."""
@@ -163,7 +167,7 @@ class KafkaLog:
             while searches:
                 first: Event | None = self._consumer.poll(0.1)
                 if first is not None:
-                    events = [first, *self._consumer.consume(1_000, 0)]
+                    events = [first, *self._consumer.consume(self._at_once, 0)]
                     reached = {event.partition(): self._take(event, searches, found) for event in events}
                     self._go_on(searches, reached)
                     comes_by_s = time.monotonic() + self._timeout_s

@@ -21,6 +21,11 @@ class Kept(Generic[Message]):
         self._messages: dict[tuple[int, int], tuple[Message, int]] = {}
         self._lock = threading.Lock()
 
+    @property
+    def keeps(self) -> bool:
+        """Whether there is room for anything."""
+        return self._bytes_max > 0
+
     def keep(self, position: tuple[int, int], message: Message, size: int) -> None:
         """Keeps a message of so many bytes, if there is room for it at all."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""Fetching and publishing with the cluster that Kafka's client has in it for tests: it starts at once, and is no Kafka."""
+"""Fetching and publishing with the cluster that Kafka's client has in it for tests, which starts at once."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ LIMIT_S = 1_500.0
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "kept_bytes", "read_for_each"),
-    # Of what is due at random, 500 at once: a twentieth of the log, and no more than all of it for each 500.
-    [(10_000, 0, 60), (100_000, 64 * 2**20, 3)],
+    # What is due next lies anywhere: some ten messages are read on to it, unless it was read before.
+    [(10_000, 0, 100), (100_000, 64 * 2**20, 20)],
     ids=["nothing is kept", "all is kept"],
 )
 async def test_few_messages_are_read_for_each_that_is_due_in_any_order(
@@ -45,7 +45,7 @@ async def test_few_messages_are_read_for_each_that_is_due_in_any_order(
         told = await load(broker, tmp_path, rows, kept_bytes)
         await broker.close()
     record_property("told", told)
-    assert told["read for each that is fetched"] <= read_for_each
+    assert told["read for each"] <= read_for_each
 
 
 async def load(broker: KafkaTopics, directory: Path, rows: int, kept_bytes: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ async def load(broker: KafkaTopics, directory: Path, rows: int, kept_bytes: int)
     return {
         "fetched by relays that ended in order": messages,
         "of these kept": kept,
-        "read for each that is fetched": round(read / max(1, messages - kept), 2),
+        "read for each": round(read / messages, 2),
         "came again": repeats,
         "ms late, p50, p99": [late_ms[len(late_ms) // 2], late_ms[len(late_ms) * 99 // 100]],
         "CPU seconds since the last start": cpu_s,
