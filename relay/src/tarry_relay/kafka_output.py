@@ -49,8 +49,14 @@ class KafkaOutput:
         rounds = deque([list(range(len(messages)))])
         while rounds:
             rows = rounds.popleft()
-            errors = self._round([messages[row] for row in rows])
-            is_undone = self._is_transactional and any(errors)
+            try:
+                errors = self._round([messages[row] for row in rows])
+            except KafkaException as failed:
+                if not answers:
+                    raise
+                # What others of this call have come to is not to be done again.
+                errors = [failed.args[0]] * len(rows)
+            is_undone = self._is_transactional and any(error is not None for error in errors)
             undone = []
             for row, error in zip(rows, errors, strict=True):
                 if error is None and is_undone:
@@ -76,7 +82,7 @@ class KafkaOutput:
             for error in errors:
                 if error is not None and (error.fatal() or error.code() in _FENCED):
                     raise KafkaException(error)
-            if self._is_transactional and any(errors):
+            if self._is_transactional and any(error is not None for error in errors):
                 producer.abort_transaction(self._timeout_s)
             elif self._is_transactional:
                 producer.commit_transaction(self._timeout_s)
