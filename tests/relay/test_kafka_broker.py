@@ -5,6 +5,7 @@ be committed, and what of a transaction is published.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -164,6 +165,29 @@ async def test_a_partition_is_committed_by_the_relay_that_has_it(cluster: Cluste
     await walk(cluster)
 
 
+async def test_a_partition_is_given_up_when_no_commit_of_it_is_under_way(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, consumer, _ = cluster
+    consumer.script += [consumer.gets(0), message(0, 7)]
+    read = (await reader.read(10, 0)).read
+    commits, goes_on = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def slow(*, offsets: list[TopicPartition], asynchronous: bool) -> None:
+        commits.set()
+        assert goes_on.wait(60)
+        order.append("committed")
+
+    monkeypatch.setattr(consumer, "commit", slow)
+    committing = asyncio.create_task(reader.commit(read))
+    await asyncio.to_thread(commits.wait, 60)
+    consumer.script += [goes_on.set, consumer.loses(0), lambda: order.append("given up")]
+    await reader.read(10, 0)
+    await committing
+    assert order == ["committed", "given up"]
+
+
 async def test_a_topic_that_is_gone_is_not_there(cluster: Cluster) -> None:
     reader, consumer, _ = cluster
     consumer.script += [consumer.gets(0), message(0, 0, KafkaError.UNKNOWN_TOPIC_OR_PART)]
@@ -317,11 +341,12 @@ def test_what_a_relay_stands_on_cannot_be_set_otherwise(name: str) -> None:
 
 
 def a_lost_partition_is_committed(patch: pytest.MonkeyPatch) -> None:
-    async def commit(self: KafkaReader, read: list[port.Read]) -> None:
-        last = read[-1]
-        self._commit(TopicPartition(TOPIC, last.ledger_id, last.entry_id + 1, leader_epoch=5))
+    commit = KafkaReader._commit
 
-    patch.setattr(KafkaReader, "commit", commit)
+    def whosever(self: KafkaReader, lane: Any, behind: TopicPartition) -> None:
+        commit(self, self._lanes.get(behind.partition), behind)
+
+    patch.setattr(KafkaReader, "_commit", whosever)
 
 
 def a_loss_is_not_told(patch: pytest.MonkeyPatch) -> None:
@@ -331,9 +356,9 @@ def a_loss_is_not_told(patch: pytest.MonkeyPatch) -> None:
 def a_commit_is_of_the_message_itself(patch: pytest.MonkeyPatch) -> None:
     commit = KafkaReader._commit
 
-    def before(self: KafkaReader, behind: TopicPartition) -> None:
+    def before(self: KafkaReader, lane: Any, behind: TopicPartition) -> None:
         behind.offset -= 1
-        commit(self, behind)
+        commit(self, lane, behind)
 
     patch.setattr(KafkaReader, "_commit", before)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 
 import confluent_kafka as kafka
 from confluent_kafka import KafkaError, KafkaException, TopicPartition, admin
@@ -247,6 +248,7 @@ class KafkaReader:
         # A partition that comes back is another lane: it begins at what was committed.
         self._lanes: dict[int, tuple[int, int]] = {}
         self._lanes_made = 0
+        self._giving_up = threading.Lock()
         self._lost: list[tuple[int, int]] = []
         self._early: deque[Event] = deque()
         """What came while nothing more could be taken."""
@@ -274,10 +276,10 @@ class KafkaReader:
     async def commit(self, read: Sequence[port.Read]) -> None:
         """Commits the offset behind the last of them; nothing, where the partition is another relay's by now."""
         last = read[-1]
-        if self._lanes.get(last.ledger_id) == last.lane:
-            epoch = last.receipt.leader_epoch()
-            behind = TopicPartition(self._topic, last.ledger_id, last.entry_id + 1, leader_epoch=epoch)
-            await self._committing.call(self._commit, behind)
+        behind = TopicPartition(
+            self._topic, last.ledger_id, last.entry_id + 1, leader_epoch=last.receipt.leader_epoch()
+        )
+        await self._committing.call(self._commit, last.lane, behind)
 
     async def keep_place(self) -> None:
         """Keeps its place in the group while it is not read, without end: who does not ask is left out of it."""
@@ -355,10 +357,12 @@ class KafkaReader:
         log.info("reads partitions", extra={"topic": self._topic, "partitions": sorted(self._lanes)})
 
     def _revoked(self, consumer: kafka.Consumer, partitions: list[TopicPartition]) -> None:
-        for each in partitions:
-            lane = self._lanes.pop(each.partition, None)
-            if lane is not None:
-                self._lost.append(lane)
+        # A commit that is under way ends before another relay has the partition, or it would undo the other's.
+        with self._giving_up:
+            for each in partitions:
+                lane = self._lanes.pop(each.partition, None)
+                if lane is not None:
+                    self._lost.append(lane)
 
     def _failed(self, error: KafkaError) -> None:
         if error.code() in (KafkaError._ALL_BROKERS_DOWN, KafkaError._AUTHENTICATION):
@@ -390,10 +394,14 @@ class KafkaReader:
     def _partitions(self) -> list[TopicPartition]:
         return [TopicPartition(self._topic, each) for each in self._lanes]
 
-    def _commit(self, behind: TopicPartition) -> None:
-        for each in self._consumer.commit(offsets=[behind], asynchronous=False) or ():
-            if each.error is not None:
-                raise KafkaException(each.error)
+    # In another thread, so that a commit does not wait for what is read next.
+
+    def _commit(self, lane: Hashable, behind: TopicPartition) -> None:
+        with self._giving_up:
+            if self._lanes.get(behind.partition) == lane:
+                for each in self._consumer.commit(offsets=[behind], asynchronous=False) or ():
+                    if each.error is not None:
+                        raise KafkaException(each.error)
 
 
 @contextlib.asynccontextmanager
