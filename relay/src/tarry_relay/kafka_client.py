@@ -97,11 +97,11 @@ class ClientProperties:
                 )
 
     def shared(self) -> Properties:
-        """Of every client."""
+        """The properties of every client."""
         return {**_SHARED, "error_cb": unsaid, **self._reached_with, **self._more}
 
     def reader(self, topic: str) -> Properties:
-        """Of a member of the group that reads a topic on."""
+        """The properties of a member of the group that reads a topic on."""
         session_ms = int(self._broker.session_s * 1_000)
         own = {
             "group.id": self.group_of(topic),
@@ -112,11 +112,11 @@ class ClientProperties:
         return {**_READER, **own, **self.shared()}
 
     def fetcher(self, topic: str) -> Properties:
-        """Of a consumer that reads what it is assigned, and joins no group."""
+        """The properties of a consumer that reads what it is assigned, and joins no group."""
         return {**_FETCHER, "group.id": self.group_of(topic), **self.shared()}
 
     def producer(self, topic: str) -> Properties:
-        """Of the producer of a relay that reads a topic."""
+        """The properties of the producer of a relay that reads a topic."""
         confirm_ms = int(self._broker.confirm_s * 1_000)
         own: Properties = {
             "message.timeout.ms": confirm_ms,
@@ -181,15 +181,15 @@ class ClusterTopics:
         self._timeout_s = timeout_s
 
     async def partitions(self, topic: str) -> int:
-        """How many it has. Raises NotThere, Unreachable."""
+        """How many partitions a topic has. Raises NotThere, Unreachable."""
         return len((await self._described(topic)).partitions)
 
     async def generation(self, topic: str) -> str:
-        """Its id, which another topic of its name does not have. Raises NotThere, Unreachable."""
+        """The id of a topic, which another one of its name does not have. Raises NotThere, Unreachable."""
         return str((await self._described(topic)).topic_id).translate(_ID_LETTERS)
 
     async def first_offsets(self, topic: str, partitions: Iterable[int]) -> Mapping[int, int]:
-        """Of each partition the first offset that it has; none of one that is not there. Raises NotThere,
+        """The first offset that each partition still has; none of one that is not there. Raises NotThere,
         Unreachable.
         """
         there = range(await self.partitions(topic))
@@ -200,7 +200,7 @@ class ClusterTopics:
         return {partition.partition: int((await _asked(answer)).offset) for partition, answer in asked.items()}
 
     async def settings(self, topic: str) -> Mapping[str, str]:
-        """Its settings, by name. Raises Unreachable."""
+        """The settings of a topic, by name. Raises NotThere, Unreachable."""
         resource = _admin.ConfigResource(_admin.ConfigResource.Type.TOPIC, topic)
         (asked,) = self._client.describe_configs([resource], request_timeout=self._timeout_s).values()
         return {name: each.value or "" for name, each in (await _asked(asked)).items()}
