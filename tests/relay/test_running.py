@@ -61,6 +61,18 @@ class Listed:
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         return self.first
 
+    async def kept_ms(self) -> int | None:
+        return None
+
+    def position_of(self, text: str) -> tuple[int, int]:
+        return 1, int(text)
+
+    def comes_back(self, target: str) -> bool:
+        return target in self.own_targets()
+
+    def own_targets(self) -> Sequence[str]:
+        return ["orders", "failed"]
+
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
         self.published += [each for each in messages if each.target not in self.failing | self.refusing]
         return [
@@ -92,6 +104,10 @@ class _Reader:
 
     async def commit(self, read: Sequence[port.Read]) -> None:
         self.broker.committed += read
+
+    async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
+        there = {(each.ledger_id, each.entry_id) for each in self.broker.committed}
+        return [position in there for position in positions]
 
 
 @dataclasses.dataclass

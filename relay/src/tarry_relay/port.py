@@ -13,6 +13,9 @@ import dataclasses
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
+CLOCK_APART_MS = 1_000
+"""So far from each other clocks may be."""
+
 
 class Unreachable(Exception):
     """The broker cannot do it now. The message says what was tried and what came of it."""
@@ -20,6 +23,10 @@ class Unreachable(Exception):
 
 class NotThere(Exception):
     """The log is not there, or is another one by now: the relay begins anew."""
+
+
+class BadPosition(ValueError):
+    """A text names no position of this broker. The message says what it is and how one is written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +55,8 @@ class Read:
     """When the broker took it, Unix time in ms: the same whenever it is read."""
     receipt: Any = None
     """What the adapter needs to commit it."""
+    may_repeat: bool = True
+    """Whether a relay may have read it before, and done what it asks; False: certainly none has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +106,12 @@ class Reader(Protocol):
         """Commits messages of one lane, in the order in which they were read, and so all of that lane before them."""
         ...
 
+    async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
+        """Of each (ledger, entry) whether nobody of the group will read it again: it was committed, by whichever relay,
+        or the log never had it and is read beyond it. False wherever the broker does not say so.
+        """
+        ...
+
 
 class Log(Protocol):
     """The source, by positions."""
@@ -111,6 +126,10 @@ class Log(Protocol):
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         """Of each ledger the first entry that the log may still have; everything before it is gone."""
+        ...
+
+    async def kept_ms(self) -> int | None:
+        """For how long the log keeps a message, by its age; None: no age ends it."""
         ...
 
 
@@ -131,7 +150,36 @@ class Finding:
     text: str
 
 
-class Broker(Protocol):
+def finding_of_clock(whose: str, apart_ms: int) -> Finding:
+    """Whether a clock is near enough to that of this machine, from which it is so many ms."""
+    text = f"{whose} is {apart_ms:+d} ms from this machine"
+    is_near = abs(apart_ms) < CLOCK_APART_MS
+    return Finding(
+        "clock", is_near, text if is_near else f"{text}: synchronise both, for messages come so late or early"
+    )
+
+
+class Names(Protocol):
+    """What a broker calls its messages and its targets. Nothing is asked of it for that."""
+
+    def position_of(self, text: str) -> tuple[int, int]:
+        """(ledger, entry) of a message of the source, by what the broker answered its producer with.
+
+        NATS: the stream sequence, `17`. Redis: the id of the entry, `1795773600000-0`. A broker that answers with a
+        partition and an offset: both with a hyphen, `3-17`. Raises BadPosition.
+        """
+        ...
+
+    def comes_back(self, target: str) -> bool:
+        """Whether what is published to this target is read by this relay again, from the source or the retry log."""
+        ...
+
+    def own_targets(self) -> Sequence[str]:
+        """Targets that come back, by name; where a name may stand for many, an example of them."""
+        ...
+
+
+class Broker(Names, Protocol):
     """One broker, connected."""
 
     @property

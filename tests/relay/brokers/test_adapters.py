@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tarry_relay import ends, port, relay_settings
+from tarry_relay import ends, nats_broker, port, relay_settings
 from tests.relay.brokers._support.two_brokers import DEAD, DUE, FAILED, SOURCE, AnyBroker, configuration
 
 NOWHERE = "127.0.0.1:1"
@@ -65,6 +65,60 @@ async def test_what_is_not_committed_is_read_again(broker: AnyBroker, tmp_path: 
     async with adapter(broker, tmp_path, identity) as opened:
         again = await read_all(opened.source, 2)
         assert [each.entry_id for each in again] == [each.entry_id for each in read[4:]]
+
+
+async def test_what_was_committed_is_passed_and_what_was_read_alone_is_not(broker: AnyBroker, tmp_path: Path) -> None:
+    await publish(broker, range(6))
+    async with adapter(broker, tmp_path) as opened:
+        read = await read_all(opened.source, 4)
+        positions = [(each.ledger_id, each.entry_id) for each in read]
+        assert await opened.source.passed(positions) == [False] * 4
+        await opened.source.commit(read[:3])
+        while await opened.source.passed(positions) != [True, True, True, False]:
+            pass
+        assert {each.may_repeat for each in read} == {False}
+    async with adapter(broker, tmp_path) as opened:
+        again, *unread = sorted(await read_all(opened.source, 3), key=lambda each: each.entry_id)
+        assert again.may_repeat
+        assert await opened.source.passed([(again.ledger_id, again.entry_id)]) == [False]
+        assert {each.may_repeat for each in unread} == {False}
+
+
+async def test_a_position_is_named_as_the_broker_names_it_to_its_producer(broker: AnyBroker, tmp_path: Path) -> None:
+    await publish(broker, range(1))
+    named = {"nats": ("1", (1, 1)), "redis": ("1795773600000-3", (3, 1795773600000))}
+    text, position = named[broker.kind]
+    async with adapter(broker, tmp_path) as opened:
+        assert opened.position_of(text) == position
+        for bad in ("", "0", "0-0", "-1", "x", " 1", "1-", "1-1-1", "9" * 21):
+            with pytest.raises(port.BadPosition, match=f"^{bad!r} is no "):
+                opened.position_of(bad)
+
+
+async def test_what_the_relay_reads_is_no_target(broker: AnyBroker, tmp_path: Path) -> None:
+    async with adapter(broker, tmp_path) as opened:
+        assert set(opened.own_targets()) == {SOURCE, FAILED}
+        assert [opened.comes_back(target) for target in (SOURCE, FAILED, DUE, f"{SOURCE}.x")] == [
+            *(True, True),
+            *(False, False),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("subject", "targets", "others"),
+    [
+        ("orders", ["orders"], ["orders.a", "order"]),
+        ("orders.*", ["orders.a"], ["orders", "orders.a.b", "x.a"]),
+        ("orders.>", ["orders.a", "orders.a.b"], ["orders", "x.a"]),
+        ("*.new", ["orders.new"], ["orders.old", "new"]),
+        (">", ["a", "a.b"], []),
+    ],
+)
+def test_a_subject_stands_for_what_its_wildcards_say(subject: str, targets: list[str], others: list[str]) -> None:
+    assert [nats_broker.fits(subject, each) for each in (*targets, *others)] == [
+        *[True] * len(targets),
+        *[False] * len(others),
+    ]
 
 
 async def test_two_relays_share_what_is_read(broker: AnyBroker, tmp_path: Path) -> None:
