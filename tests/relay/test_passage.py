@@ -17,10 +17,16 @@ from tarry_relay import passage
 from tarry_relay.passage import Answer, CannotBeRefused, Item, Passage, Row, Step, Work
 from tests.planted import registry
 
-READ_AS = (Step.READ, Step.DIRECT, Step.RETURNED, Step.BAD)
+READ_AS = (Step.READ, Step.DIRECT, Step.RETURNED, Step.WITHDRAWAL, Step.BAD)
 ALONE = tuple(work for work in Work if work not in (Work.PRODUCE, Work.COMMIT))
 ANSWERS = st.sampled_from(Answer)
 DEAD = "dead"
+RESULTS = "results"
+
+
+def named_by(number: int) -> int:
+    """Which message a withdrawal cancels: one before it, or, below 0, one that there never was."""
+    return number - 1 - number % 3
 
 
 @dataclasses.dataclass
@@ -36,6 +42,12 @@ class World:
     refused: set[int] = dataclasses.field(default_factory=set)
     """Fetching or publishing was refused for good."""
     ended: set[int] = dataclasses.field(default_factory=set)
+    cancelled: set[int] = dataclasses.field(default_factory=set)
+    """What somebody may have been told that it never comes."""
+    resolved: set[int] = dataclasses.field(default_factory=set)
+    bad: set[int] = dataclasses.field(default_factory=set)
+    """Withdrawals that cannot be used."""
+    """Withdrawals whose result is known."""
 
 
 class Relays(RuleBasedStateMachine):
@@ -56,7 +68,7 @@ class Relays(RuleBasedStateMachine):
             self.lose_the_lane()
 
     def restart(self) -> None:
-        self.passage: Passage[int, int] = Passage(DEAD)
+        self.passage: Passage[int, int] = Passage(DEAD, RESULTS)
         self.under_way: list[Item[int, int]] = []
         self.commits: list[list[Item[int, int]]] = []
         self.handed_out: set[int] = set()
@@ -114,21 +126,33 @@ class Relays(RuleBasedStateMachine):
             self.say(self.under_way.pop(which % len(self.under_way)), answer, has_happened=has_happened)
 
     def say(self, item: Item[int, int], answer: Answer, *, has_happened: bool = False) -> None:
+        if item.step is Step.WITHDRAWAL and answer is Answer.DONE and not self.is_committed(named_by(item.content)):
+            answer = Answer.AGAIN  # It is not so yet.
         if answer is Answer.DONE or (answer is Answer.AGAIN and has_happened):
             self.happens(item)
         if answer is Answer.REFUSED and item.step in (Step.HANDED_OUT, Step.FETCHED):
             self.world.refused.add(item.content)
+        if answer is Answer.REFUSED and item.step is Step.WITHDRAWAL:
+            self.world.resolved.add(item.content)  # It has waited long enough.
+        if answer is Answer.REFUSED and item.step is Step.AWAITED:
+            self.world.bad.add(item.content)
         try:
             self.passage.answer(item, answer, "wrong")
         except CannotBeRefused:
             assert passage.TABLE[item.step].refused is None
             self.restart()  # as one does whose relay has stopped
 
+    def is_committed(self, number: int) -> bool:
+        return number < self.world.committed
+
     def happens(self, item: Item[int, int]) -> None:
         """The work of its step becomes durable; what that step must never be at is found."""
         number, world = item.content, self.world
         match item.step:
+            case Step.READ if item.lane != self.lane:
+                pass  # A request that comes later than the one of who reads it by now: see docs/RELAYS.md.
             case Step.READ:
+                assert number not in world.cancelled, "what was cancelled is added again"
                 world.in_tarry.add(number)
                 world.safe.add(number)
             case Step.DIRECT | Step.RETURNED:
@@ -136,7 +160,14 @@ class Relays(RuleBasedStateMachine):
             case Step.BAD | Step.BARE:
                 assert item.target == DEAD
                 world.safe.add(number)
+            case Step.AWAITED:
+                self.withdraw(number, named_by(number))
+            case Step.RESULT | Step.BARE_RESULT:
+                assert item.target == RESULTS
+                assert number in world.resolved, "a result is told before it is known"
+                world.safe.add(number)
             case Step.FETCHED:
+                assert number not in world.cancelled, "what was cancelled is published"
                 world.produced.add(number)
             case Step.PRODUCED:
                 assert number in world.produced, "it is acknowledged before it was published"
@@ -144,6 +175,14 @@ class Relays(RuleBasedStateMachine):
             case Step.LOST:
                 assert number in world.refused, "it is rejected and nothing was refused"
                 world.ended.add(number)
+
+    def withdraw(self, number: int, named: int) -> None:
+        """Tarry cancels what it has and has not handed out. What is not committed may be added to it again."""
+        assert named < self.world.committed, "it is withdrawn before its commit"
+        self.world.resolved.add(number)
+        if named in self.world.in_tarry - self.handed_out - self.world.ended:
+            self.world.in_tarry.remove(named)
+            self.world.cancelled.add(named)
 
     @rule()
     def begin_commit(self) -> None:
@@ -177,7 +216,7 @@ class Relays(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         self.read(len(self.world.log))
-        for _ in range(8):  # a step at a time, from the first of the longest way to the last
+        for _ in range(8 * (1 + len(self.world.log))):  # a step at a time: each message may wait for the one before
             for item in self.under_way:
                 self.say(item, Answer.DONE)
             self.under_way = []
@@ -186,11 +225,15 @@ class Relays(RuleBasedStateMachine):
                 self.under_way += self.passage.take(work, 1_000)
             while taken := self.passage.take_to_produce(1_000, lambda target, wanted: wanted):
                 self.under_way += taken
-        while self.commits or (taken := self.passage.take_to_commit()):
-            self.say_committed(self.commits.pop() if self.commits else taken, Answer.DONE)
+            while self.commits or (taken := self.passage.take_to_commit()):
+                self.say_committed(self.commits.pop() if self.commits else taken, Answer.DONE)
+            if not self.under_way and not self.world.in_tarry - self.handed_out - self.world.ended:
+                break
         assert self.world.committed == len(self.world.log), "something is stuck on its way in"
         assert self.world.ended == self.world.in_tarry, "something is stuck on its way out"
         assert self.passage.read == self.passage.handed_out == 0
+        withdrawals = {number for number, step in enumerate(self.world.log) if step is Step.WITHDRAWAL}
+        assert self.world.resolved >= withdrawals - self.world.bad, "a withdrawal was committed and not done"
 
 
 TestRelays = Relays.TestCase
@@ -269,7 +312,7 @@ def test_what_cannot_be_refused_says_why() -> None:
 def leads(patch: pytest.MonkeyPatch, step: Step, row: Row) -> None:
     changed = {**passage.TABLE, step: row}
     begins = Passage.__init__
-    patch.setattr(Passage, "__init__", lambda self, dead_letters: begins(self, dead_letters, changed))
+    patch.setattr(Passage, "__init__", lambda self, dead, results="": begins(self, dead, results, changed))
 
 
 def what_is_fetched_counts_as_published(patch: pytest.MonkeyPatch) -> None:
@@ -286,6 +329,47 @@ def a_refused_add_is_committed(patch: pytest.MonkeyPatch) -> None:
 
 def a_payload_that_is_gone_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     leads(patch, Step.HANDED_OUT, Row(Work.FETCH, Step.FETCHED, Step.REJECTED))
+
+
+def what_is_not_committed_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.WITHDRAWAL, Row(Work.WITHDRAW, Step.RESULT, Step.BAD))
+    happens = Relays.happens
+
+    def at_once(self: Relays, item: Item[int, int]) -> None:
+        if item.step is Step.WITHDRAWAL:
+            self.withdraw(item.content, named_by(item.content))
+        happens(self, item)
+
+    patch.setattr(Relays, "happens", at_once)
+    patch.setattr(Relays, "is_committed", lambda self, number: True)
+
+
+def what_has_waited_long_enough_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.WITHDRAWAL, Row(Work.AWAIT, Step.AWAITED, Step.AWAITED))
+
+
+def a_result_is_told_and_nothing_done(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.WITHDRAWAL, Row(Work.AWAIT, Step.RESULT, Step.RESULT))
+
+
+def a_withdrawal_is_committed_before_it_is_told(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.AWAITED, Row(Work.WITHDRAW, Step.ADDED, Step.BAD))
+
+
+def a_bad_withdrawal_is_committed(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.AWAITED, Row(Work.WITHDRAW, Step.RESULT, Step.ADDED))
+
+
+def a_result_goes_where_its_message_asked(patch: pytest.MonkeyPatch) -> None:
+    move = Passage._move
+
+    def keeping(self: Passage[int, int], item: Item[int, int], step: Step) -> None:
+        target = item.target
+        move(self, item, step)
+        if step is Step.RESULT:
+            item.target = target
+
+    patch.setattr(Passage, "_move", keeping)
 
 
 def an_unknown_answer_counts_as_done(patch: pytest.MonkeyPatch) -> None:
@@ -364,6 +448,12 @@ PLANTED = (
     what_is_refused_at_its_target_is_acknowledged,
     a_refused_add_is_committed,
     a_payload_that_is_gone_is_forgotten,
+    what_is_not_committed_is_withdrawn,
+    what_has_waited_long_enough_is_withdrawn,
+    a_result_is_told_and_nothing_done,
+    a_withdrawal_is_committed_before_it_is_told,
+    a_bad_withdrawal_is_committed,
+    a_result_goes_where_its_message_asked,
     an_unknown_answer_counts_as_done,
     a_commit_leaves_out_what_is_not_ready,
     a_failed_commit_is_forgotten,

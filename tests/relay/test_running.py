@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tarry
@@ -19,6 +20,7 @@ from tarry_relay.running import BadMessage, Relay
 from tarry_relay.sorting import Sorting
 
 LIMIT_S = 300
+FAR_MS = 10**13
 
 
 @dataclasses.dataclass
@@ -125,6 +127,12 @@ class Daemon:
     """How many negative acknowledgements come before their time."""
     lowest: Mapping[int, int] = dataclasses.field(default_factory=dict)
     trims: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    pending: dict[int, int] = dataclasses.field(default_factory=dict)
+    """By entry: when what may be withdrawn is due."""
+    asked: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    """Entries of each cancel and reschedule."""
+    lost_answers: int = 0
+    """How many of these are done and not answered."""
 
     async def create_subscription(self, *named: object) -> None:
         raise tarry.AlreadyExists("it is there with another policy")
@@ -147,6 +155,31 @@ class Daemon:
         }
         self.added += [each for row, each in enumerate(rows) if row not in refused]
         return _Answer(refused=refused, accepted=len(rows) - len(refused), duplicates=0)
+
+    async def cancel(self, topic: str, ledger: list[int], entry: list[int]) -> Any:
+        return self._withdrawn(entry, {each: self.pending.pop(each) for each in entry if each in self.pending})
+
+    async def reschedule(self, topic: str, ledger: list[int], entry: list[int], *, deliver_at_ms: list[int]) -> Any:
+        if max(deliver_at_ms) >= FAR_MS:
+            raise tarry.OutOfRange("deliver_at_ms is too far")
+        times = dict(zip(entry, deliver_at_ms, strict=True))
+        self.pending |= (there := {each: times[each] for each in entry if each in self.pending})
+        return self._withdrawn(entry, there)
+
+    def _withdrawn(self, entry: list[int], there: Mapping[int, int]) -> Any:
+        self.asked.append(tuple(entry))
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise tarry.Unavailable("the answer was lost")
+        none = np.empty(0, np.int64)
+        return _Answer(
+            not_found_index=np.array([row for row, each in enumerate(entry) if each not in there], np.int64),
+            already_due_index=none,
+            in_flight_index=none,
+            raised_index=none,
+            raised_deliver_at_ms=none,
+            may_have_landed=False,
+        )
 
     async def receive(self, timeout_s: float, **given: object) -> Any:
         await asyncio.sleep(0.01)
@@ -204,7 +237,12 @@ async def relayed(broker: Listed, daemon: Daemon, until: Callable[[], bool], **s
     metrics = RelayMetrics()
     client: Any = daemon
     relay = Relay(
-        said, Sorting(said.source, said.targets), broker=broker, client=client, topic="orders@1", metrics=metrics
+        said,
+        Sorting(said.source, said.targets, broker),
+        broker=broker,
+        client=client,
+        topic="orders@1",
+        metrics=metrics,
     )
     ending = asyncio.Event()
     async with asyncio.timeout(LIMIT_S):
@@ -289,6 +327,91 @@ async def test_a_bad_message_stops_a_relay_that_is_to_stop() -> None:
         await relayed(broker, Daemon(), lambda: False, on_bad="stop")
     assert failures.group_contains(BadMessage, match="message 1-2: delay is 'soon'")
     assert [each.entry_id for each in broker.committed if each.entry_id == 2] == []
+
+
+def told(broker: Listed) -> dict[Any, tuple[str, ...]]:
+    """Of each result, by the payload of its withdrawal, what stands in the headers of the relay."""
+    names = (running.RESULT_HEADER, running.MAY_HAVE_LANDED_HEADER, running.DELIVER_AT_HEADER, "correlation-id")
+    return {
+        each.message.body: tuple(each.own_headers[name] for name in names if name in each.own_headers)
+        for each in broker.published
+        if each.target == "results" and each.message is not None
+    }
+
+
+async def test_a_withdrawal_waits_until_what_it_names_is_committed_and_is_committed_when_its_result_is_told() -> None:
+    withdrawals = [read(8, "b", **{"cancel-of": "1", "correlation-id": "x"}), read(9, "b", **{"cancel-of": "2"})]
+    added = port.Portion([read(1, "a", delay="5s"), read(2, "a", delay="5s")])
+    broker, daemon = Listed([port.Portion(withdrawals), added]), Daemon(holds_adds=asyncio.Event(), pending={1: 5})
+
+    def waits_for_its_commit() -> None:
+        assert daemon.asked == []
+        assert daemon.holds_adds is not None
+        daemon.holds_adds.set()
+
+    asyncio.get_running_loop().call_later(0.2, waits_for_its_commit)
+    metrics = await relayed(broker, daemon, lambda: len(broker.committed) == 4, results="results")
+    assert told(broker) == {8: ("CANCELLED", "x"), 9: ("NOT_FOUND", "true")}
+    assert [each.lane for each in broker.committed] == ["a", "a", "b", "b"]
+    assert metrics.withdrawals.labels("CANCELLED")._value.get() == 1
+
+
+async def test_withdrawals_of_one_position_keep_their_order_through_lost_answers() -> None:
+    later = {"reschedule-of": "1", "deliver-at": "2000000000001"}
+    asked = [read(3, **later), read(4, **{"cancel-of": "1"}), read(5, **later), read(6, **{"cancel-of": "2"})]
+    sure = [dataclasses.replace(each, may_repeat=False) for each in asked]
+    broker = Listed([port.Portion(sure)], committed=[read(1), read(2)])
+    daemon = Daemon(pending={1: 5, 2: 5}, lost_answers=2)
+    await relayed(broker, daemon, lambda: len(broker.committed) == 6, results="results")
+    assert told(broker) == {
+        3: ("RESCHEDULED", "2000000000001"),
+        4: ("CANCELLED",),
+        5: ("NOT_FOUND",),
+        # The cancel whose answers were lost.
+        6: ("NOT_FOUND", "true"),
+    }
+    assert daemon.asked == [(2,), (2,), (2,), (1,), (1,), (1,)]
+
+
+async def test_what_nobody_commits_is_not_withdrawn() -> None:
+    broker, daemon = Listed([port.Portion([read(9, **{"cancel-of": "1"})])]), Daemon(pending={1: 5})
+    await relayed(broker, daemon, lambda: len(broker.committed) == 1, results="results", await_commit_s=0.01)
+    assert (told(broker), daemon.asked, daemon.pending) == ({9: ("NOT_COMMITTED",)}, [], {1: 5})
+
+
+async def test_a_withdrawal_that_was_read_before_says_that_its_first_try_may_have_landed() -> None:
+    asked = [read(8, **{"cancel-of": "1"}), dataclasses.replace(read(9, **{"cancel-of": "2"}), may_repeat=False)]
+    broker = Listed([port.Portion(asked)], committed=[read(1), read(2)])
+    await relayed(broker, Daemon(), lambda: len(broker.committed) == 4, results="results")
+    assert told(broker) == {8: ("NOT_FOUND", "true"), 9: ("NOT_FOUND",)}
+
+
+async def test_a_time_that_tarry_refuses_keeps_no_other_withdrawal() -> None:
+    times = {1: FAR_MS, 2: 2 * 10**12}
+    asked = [read(7 + n, **{"reschedule-of": str(n), "deliver-at": str(ms)}) for n, ms in times.items()]
+    broker = Listed([port.Portion(asked)], committed=[read(1), read(2)])
+    daemon = Daemon(pending={1: 5, 2: 5})
+    await relayed(broker, daemon, lambda: len(broker.committed) == 4, results="results")
+    assert told(broker) == {9: ("RESCHEDULED", "2000000000000")}
+    assert [(each.target, each.own_headers["tarry-reason"]) for each in broker.published if each.target == "dead"] == [
+        ("dead", f"Tarry refuses its time {FAR_MS}: deliver_at_ms is too far")
+    ]
+    assert daemon.pending == {1: 5, 2: 2 * 10**12}
+
+
+async def test_a_result_that_is_too_large_comes_without_its_payload() -> None:
+    broker = Listed([port.Portion([read(9, **{"cancel-of": "1"})])], committed=[read(1)], refusing={"results"})
+    metrics = await relayed(broker, Daemon(pending={1: 5}), lambda: len(broker.committed) == 2, results="results")
+    assert metrics.produced.labels("bare_result")._value.get() == 1
+
+
+async def test_without_a_target_of_results_nobody_is_told() -> None:
+    broker, daemon = (
+        Listed([port.Portion([read(9, **{"cancel-of": "1"})])], committed=[read(1)]),
+        Daemon(pending={1: 5}),
+    )
+    await relayed(broker, daemon, lambda: len(broker.committed) == 2)
+    assert (daemon.pending, broker.published) == ({}, [])
 
 
 async def test_a_source_that_was_made_anew_ends_a_relay(monkeypatch: pytest.MonkeyPatch) -> None:

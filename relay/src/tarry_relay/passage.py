@@ -22,6 +22,8 @@ class Work(enum.Enum):
 
     ADD = "add it to Tarry"
     NACK = "hand it back to Tarry"
+    AWAIT = "wait until what it names is committed"
+    WITHDRAW = "cancel or reschedule what it names in Tarry"
     PRODUCE = "publish it to its target"
     COMMIT = "commit it to the log that it was read from"
     FETCH = "fetch its payload from the source"
@@ -38,6 +40,15 @@ class Step(enum.Enum):
     """It has none, and goes straight on."""
     RETURNED = "returned"
     """It names a hand-out that a consumer has failed with."""
+    WITHDRAWAL = "withdrawal"
+    """It names another message of the source, to be cancelled or rescheduled. What is not committed might be added
+    again after that."""
+    AWAITED = "awaited"
+    """What it names is committed."""
+    RESULT = "result"
+    """What came of it is known, and goes to whoever asked."""
+    BARE_RESULT = "bare result"
+    """The same without its payload, with which it was refused there."""
     BAD = "bad"
     """It cannot be delayed as it asks, and goes to the dead letters of the broker."""
     BARE = "bare"
@@ -80,6 +91,10 @@ TABLE: Mapping[Step, Row] = {
     Step.READ: Row(Work.ADD, Step.ADDED, Step.BAD),
     Step.DIRECT: Row(Work.PRODUCE, Step.ADDED, Step.BAD),
     Step.RETURNED: Row(Work.NACK, Step.ADDED, Step.BAD),
+    Step.WITHDRAWAL: Row(Work.AWAIT, Step.AWAITED, Step.RESULT),
+    Step.AWAITED: Row(Work.WITHDRAW, Step.RESULT, Step.BAD),
+    Step.RESULT: Row(Work.PRODUCE, Step.ADDED, Step.BARE_RESULT),
+    Step.BARE_RESULT: Row(Work.PRODUCE, Step.ADDED, None),
     Step.BAD: Row(Work.PRODUCE, Step.ADDED, Step.BARE),
     Step.BARE: Row(Work.PRODUCE, Step.ADDED, None),
     Step.ADDED: Row(Work.COMMIT, Step.COMMITTED, None),
@@ -121,9 +136,12 @@ class Passage(Generic[Content, Lane]):
     there: the broker takes a commit for one of everything before it.
     """
 
-    def __init__(self, dead_letters: str, table: Mapping[Step, Row] = TABLE) -> None:
-        """`dead_letters`: the target of what is BAD. `table`: another one, of tests."""
+    def __init__(self, dead_letters: str, results: str = "", table: Mapping[Step, Row] = TABLE) -> None:
+        """`dead_letters`: the target of what is BAD. `results`: that of results; empty: nobody is told of them.
+        `table`: another one, of tests.
+        """
         self._dead_letters = dead_letters
+        self._results = results
         self._table = table
         self._waiting: dict[Work, deque[Item[Content, Lane]]] = {
             work: deque() for work in Work if work not in (Work.PRODUCE, Work.COMMIT)
@@ -245,6 +263,8 @@ class Passage(Generic[Content, Lane]):
             self._forget(item)
 
     def _move(self, item: Item[Content, Lane], step: Step) -> None:
+        if step is Step.RESULT and not self._results:
+            step = Step.ADDED
         if step not in self._table:
             self._forget(item)
             return
@@ -253,6 +273,8 @@ class Passage(Generic[Content, Lane]):
         item.step = step
         if step is Step.BAD:
             item.target = self._dead_letters
+        elif step is Step.RESULT:
+            item.target = self._results
         self._wait(item)
 
     def _forget(self, item: Item[Content, Lane]) -> None:

@@ -84,15 +84,14 @@ def run(file: Path, log_level: str) -> None:
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
     with _failures():
         settings = relay_settings.load(file)
-        sorting = Sorting(settings.source, settings.targets)
         metrics = RelayMetrics()
         with told_by_http.serving(settings.relay.listen, metrics) as address:
             if address is not None:
                 log.info("serves metrics and health", extra={"address": address})
-            asyncio.run(_run(settings, sorting, metrics))
+            asyncio.run(_run(settings, metrics))
 
 
-async def _run(settings: relay_settings.Settings, sorting: Sorting, metrics: RelayMetrics) -> None:
+async def _run(settings: relay_settings.Settings, metrics: RelayMetrics) -> None:
     ending = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
@@ -100,6 +99,7 @@ async def _run(settings: relay_settings.Settings, sorting: Sorting, metrics: Rel
         try:
             async with ends.opened(settings) as opened:
                 topic = await ends.topic_of(settings, opened.broker.log)
+                sorting = Sorting(settings.source, settings.targets, opened.broker)
                 relay = Relay(
                     settings, sorting, broker=opened.broker, client=opened.client, topic=topic, metrics=metrics
                 )
@@ -132,7 +132,6 @@ def check(file: Path, as_json: bool) -> None:
     """
     with _failures():
         settings = relay_settings.load(file)
-        Sorting(settings.source, settings.targets)
         found = asyncio.run(_findings(settings))
     if as_json:
         click.echo(json.dumps([{"name": each.name, "good": each.is_good, "text": each.text} for each in found]))

@@ -21,6 +21,9 @@ import tarry.aio
 Name = Annotated[str, Meta(min_length=1)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400 * 365)]
 OnBad = Literal["dead_letter", "now", "stop"]
+DELAY_FORM = "a whole number with ms, s, m, h, d, such as 10s"
+_UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DELAY = re.compile(r"(\d{1,15})(ms|s|m|h|d)", re.ASCII)
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 
 
@@ -79,6 +82,12 @@ class Headers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     level: Name = "delay-level"
     """A level of `source.levels`, from 1."""
     target: Name = "target"
+    cancel_of: Name = "cancel-of"
+    """The message is none to deliver: it cancels the one at this position, as the broker has answered its producer."""
+    reschedule_of: Name = "reschedule-of"
+    """It gives that one the time of this message."""
+    correlation: Name = "correlation-id"
+    """Of a cancel or a reschedule: comes back with the result."""
 
 
 class Source(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -96,6 +105,11 @@ class Source(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     reason; passed on at once, where its target can be used; or the relay stops."""
     dead_letters: str = ""
     """A target; it need not stand under `targets`."""
+    results: str = ""
+    """A target, which need not stand under `targets`, that is told what came of each cancel and reschedule; empty: none
+    is."""
+    await_commit_s: Seconds = 120.0
+    """How long a cancel or reschedule waits until what it names is committed, by whichever relay has read it."""
     retention: Literal["warn", "dead_letter"] = "warn"
     """What happens when the log has dropped what still waits: it is told, and each is a dead letter of Tarry when it
     comes due; or they are so at once."""
@@ -169,8 +183,8 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     targets: tuple[Target, ...] = ()
 
     def named_targets(self) -> list[str]:
-        """Where messages may go by a name that the file says, that of dead letters included, each once."""
-        names = (*(each.name for each in self.targets), self.source.dead_letters)
+        """Where messages may go by a name that the file says, those of dead letters and results included, each once."""
+        names = (*(each.name for each in self.targets), self.source.dead_letters, self.source.results)
         return [name for name in dict.fromkeys(names) if name]
 
 
@@ -188,6 +202,22 @@ def load(path: Path) -> Settings:
     except SettingsError as error:
         raise SettingsError(f"{path}: {error}") from error
     return settings
+
+
+def delay_ms(text: str) -> int | None:
+    """A delay in ms; None: the text is none."""
+    found = _DELAY.fullmatch(text)
+    return None if found is None else int(found[1]) * _UNITS_MS[found[2]]
+
+
+def levels_ms(source: Source) -> list[int]:
+    """The delays of the levels, in ms, level 1 first. Raises SettingsError."""
+    levels = []
+    for text in source.levels.split():
+        if (delay := delay_ms(text)) is None:
+            raise SettingsError(f"source.levels has {text!r}, which is no delay: {DELAY_FORM}")
+        levels.append(delay)
+    return levels
 
 
 def client_of(daemon: Daemon) -> tarry.aio.Client:
@@ -217,6 +247,7 @@ def _check(settings: Settings) -> None:
             f"source.dead_letters is not set, and source.on_bad is {source.on_bad!r}: name the target of dead letters, "
             "or let the relay stop with on_bad = 'stop'"
         )
+    levels_ms(source)
     if not settings.targets:
         raise SettingsError("targets is empty: name at least one target, or a pattern")
     for index, target in enumerate(settings.targets):
@@ -229,8 +260,10 @@ def _check(settings: Settings) -> None:
     if settings.retry is not None and settings.retry.name == source.name:
         raise SettingsError(f"retry.name is {source.name!r}, which is the source: take another stream")
     read_here = {source.name, source.name if settings.retry is None else settings.retry.name}
-    names = {f"targets[{index}].name": target.name for index, target in enumerate(settings.targets)}
-    for field, name in {**names, "source.target": source.target, "source.dead_letters": source.dead_letters}.items():
+    names: dict[str, str | None] = {f"targets[{n}].name": target.name for n, target in enumerate(settings.targets)}
+    for field in ("target", "dead_letters", "results"):
+        names[f"source.{field}"] = getattr(source, field)
+    for field, name in names.items():
         if name in read_here:
             raise SettingsError(f"{field} is {name!r}, which the relay reads itself: what it publishes would go round")
 
