@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
@@ -359,7 +360,7 @@ async def test_a_withdrawal_waits_until_what_it_names_is_committed_and_is_commit
 async def test_withdrawals_of_one_position_keep_their_order_through_lost_answers() -> None:
     later = {"reschedule-of": "1", "deliver-at": "2000000000001"}
     asked = [read(3, **later), read(4, **{"cancel-of": "1"}), read(5, **later), read(6, **{"cancel-of": "2"})]
-    sure = [dataclasses.replace(each, may_repeat=False) for each in asked]
+    sure = [dataclasses.replace(each, alone_until_s=math.inf) for each in asked]
     broker = Listed([port.Portion(sure)], committed=[read(1), read(2)])
     daemon = Daemon(pending={1: 5, 2: 5}, lost_answers=2)
     await relayed(broker, daemon, lambda: len(broker.committed) == 6, results="results")
@@ -376,11 +377,11 @@ async def test_withdrawals_of_one_position_keep_their_order_through_lost_answers
 async def test_what_nobody_commits_is_not_withdrawn() -> None:
     broker, daemon = Listed([port.Portion([read(9, **{"cancel-of": "1"})])]), Daemon(pending={1: 5})
     await relayed(broker, daemon, lambda: len(broker.committed) == 1, results="results", await_commit_s=0.01)
-    assert (told(broker), daemon.asked, daemon.pending) == ({9: ("NOT_COMMITTED",)}, [], {1: 5})
+    assert (told(broker), daemon.asked, daemon.pending) == ({9: ("NOT_COMMITTED", "true")}, [], {1: 5})
 
 
 async def test_a_withdrawal_that_was_read_before_says_that_its_first_try_may_have_landed() -> None:
-    asked = [read(8, **{"cancel-of": "1"}), dataclasses.replace(read(9, **{"cancel-of": "2"}), may_repeat=False)]
+    asked = [read(8, **{"cancel-of": "1"}), dataclasses.replace(read(9, **{"cancel-of": "2"}), alone_until_s=math.inf)]
     broker = Listed([port.Portion(asked)], committed=[read(1), read(2)])
     await relayed(broker, Daemon(), lambda: len(broker.committed) == 4, results="results")
     assert told(broker) == {8: ("NOT_FOUND", "true"), 9: ("NOT_FOUND",)}

@@ -181,13 +181,18 @@ class NatsReader:
             # Of all relays together, and each holds as much as it reads ahead.
             max_ack_pending=16 * read_ahead,
         )
+        self._ack_wait_s = broker.ack_wait_s
         self._pulled: Any = None
+        now_s = time.monotonic()
+        self._asked_at_s = (now_s, now_s)
+        """When the last two reads began: what came too late for one is given by the next."""
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
         """Fetches what comes next; nothing when nothing came within `wait_s`."""
         if self._pulled is None:
             await _asked(self._js.add_consumer(self._stream, self._asks_for))
             self._pulled = await _asked(self._js.pull_subscribe_bind(self._asks_for.durable_name, self._stream))
+        self._asked_at_s = (self._asked_at_s[1], time.monotonic())
         try:
             found = await _asked(self._pulled.fetch(rows_max, timeout=wait_s), may_time_out=True)
         except (port.NotThere, port.Unreachable):
@@ -223,7 +228,7 @@ class NatsReader:
             lane=self._stream,
             sent_at_ms=int(about.timestamp.timestamp() * 1_000),
             receipt=message,
-            may_repeat=about.num_delivered > 1,
+            alone_until_s=self._asked_at_s[0] + self._ack_wait_s if about.num_delivered == 1 else 0.0,
         )
 
 

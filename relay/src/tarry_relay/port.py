@@ -55,8 +55,9 @@ class Read:
     """When the broker took it, Unix time in ms: the same whenever it is read."""
     receipt: Any = None
     """What the adapter needs to commit it."""
-    may_repeat: bool = True
-    """Whether a relay may have read it before, and done what it asks; False: certainly none has."""
+    alone_until_s: float = 0.0
+    """Until when, by `time.monotonic`, certainly no relay but this one has read it, and this one only once; 0: it may
+    have been read before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -155,13 +155,14 @@ class RedisReader:
                 entries = await self._group_read(self._own_after, rows_max, None)
                 self._own_after = _word(entries[-1][0]) if entries else None
                 if entries:
-                    return self._portion(entries, may_repeat=True)
+                    return self._portion(entries)
             if self._claims_at_s <= time.monotonic():
                 entries = await self._claim(rows_max)
                 if entries:
-                    return self._portion(entries, may_repeat=True)
+                    return self._portion(entries)
             block_ms = max(1, int(min(wait_s, self._block_s_max) * 1_000))
-            return self._portion(await self._group_read(">", rows_max, block_ms), may_repeat=False)
+            alone_until_s = time.monotonic() + self._claim_ms / 1_000
+            return self._portion(await self._group_read(">", rows_max, block_ms), alone_until_s)
         except redis.ResponseError as error:
             # NOGROUP: the stream was deleted, or made again.
             raise port.NotThere(f"key {self._stream}: {error}") from error
@@ -210,13 +211,13 @@ class RedisReader:
             self._claims_at_s = time.monotonic() + self._claim_ms / 2_000
         return [entry for entry in entries if entry[0] is not None]
 
-    def _portion(self, entries: list[Any], *, may_repeat: bool) -> port.Portion:
-        return port.Portion([self._read(entry_id, fields, may_repeat) for entry_id, fields in entries])
+    def _portion(self, entries: list[Any], alone_until_s: float = 0.0) -> port.Portion:
+        return port.Portion([self._read(entry_id, fields, alone_until_s) for entry_id, fields in entries])
 
-    def _read(self, entry_id: bytes, fields: Any, may_repeat: bool) -> port.Read:
+    def _read(self, entry_id: bytes, fields: Any, alone_until_s: float) -> port.Read:
         (ledger,), (entry,) = RedisSequences1.to_positions(entry_id)
         message = _message(fields) if fields else None
-        return port.Read(int(ledger), int(entry), message, self._stream, int(entry), entry_id, may_repeat)
+        return port.Read(int(ledger), int(entry), message, self._stream, int(entry), entry_id, alone_until_s)
 
 
 class RedisOutput:

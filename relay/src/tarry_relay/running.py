@@ -24,7 +24,7 @@ from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.relay_settings import Settings
 from tarry_relay.retention_guard import RetentionGuard
 from tarry_relay.sorting import Bad, Sorting, Withdrawal
-from tarry_relay.withdrawing import Outcome
+from tarry_relay.withdrawing import Outcome, Result
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class Content:
     message: port.Message | None = None
     withdrawal: Withdrawal | None = None
     """Of what cancels or reschedules another one."""
-    may_repeat: bool = False
-    """Whether the withdrawal may have been asked for before."""
+    alone_until_s: float = 0.0
+    """Until when nobody can have asked for the withdrawal before, by `time.monotonic`."""
     outcome: Outcome | None = None
     """What came of the withdrawal."""
 
@@ -190,9 +190,8 @@ class Relay:
         asked = self._sorting.sort(read)
         if asked.reason:
             self._bad(asked.reason, read)
-        content = Content(
-            read, asked.deliver_at_ms, message=read.message, withdrawal=asked.withdrawal, may_repeat=read.may_repeat
-        )
+        content = Content(read, asked.deliver_at_ms, message=read.message, withdrawal=asked.withdrawal)
+        content.alone_until_s = read.alone_until_s
         return Item(asked.step, content, asked.target, asked.reason, lane)
 
     def _item_of_retries(self, read: port.Read, lane: _Lane) -> MessageItem:
@@ -322,7 +321,8 @@ class Relay:
                 if has_passed:
                     self._passage.answer(item, Answer.DONE)
                 elif ends_s < now_s:
-                    self._resolve(item, withdrawing.NOT_COMMITTED, Answer.REFUSED)
+                    others = item.content.alone_until_s < now_s
+                    self._resolve(item, Outcome(Result.NOT_COMMITTED, may_have_landed=others), Answer.REFUSED)
                 elif not item.is_forgotten:
                     left.append((item, each, ends_s))
             looks = 0 if len(left) < len(waiting) else looks + 1
@@ -357,10 +357,10 @@ class Relay:
             await self._tell()
 
     async def _withdraw_alike(self, there: Sequence[tuple[MessageItem, Withdrawal]]) -> None:
-        may_repeat = [item.content.may_repeat for item, _ in there]
+        alone_until_s = [item.content.alone_until_s for item, _ in there]
         for item, _ in there:
-            item.content.may_repeat = True
-        found = await withdrawing.outcomes(self._client, self._topic, [each for _, each in there], may_repeat)
+            item.content.alone_until_s = 0.0
+        found = await withdrawing.outcomes(self._client, self._topic, [each for _, each in there], alone_until_s)
         for (item, _), outcome in zip(there, found, strict=True):
             if outcome.result is not None:
                 self._resolve(item, outcome, Answer.DONE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import time
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -45,12 +46,9 @@ class Outcome:
     deliver_at_ms: int | None = None
     """Of RESCHEDULED: the time that is stored."""
     may_have_landed: bool = False
-    """Whether an earlier try of this withdrawal may be why it is not the result that was asked for."""
+    """Whether another try of this withdrawal may have done it, of which this one does not know."""
     refused: str = ""
     """Why it cannot be used."""
-
-
-NOT_COMMITTED = Outcome(Result.NOT_COMMITTED)
 
 
 def rounds(asked: Iterable[tuple[Asking, Withdrawal]]) -> list[list[tuple[Asking, Withdrawal]]]:
@@ -72,24 +70,28 @@ def rounds(asked: Iterable[tuple[Asking, Withdrawal]]) -> list[list[tuple[Asking
 
 
 async def outcomes(
-    client: tarry.aio.Client, topic: str, asked: Sequence[Withdrawal], may_repeat: Sequence[bool]
+    client: tarry.aio.Client, topic: str, asked: Sequence[Withdrawal], alone_until_s: Sequence[float]
 ) -> list[Outcome]:
-    """What came of one round. `may_repeat`: of each whether it may have been asked for before. Raises what passes."""
+    """What came of one round.
+
+    `alone_until_s`: of each until when nobody else can have asked for it, by `time.monotonic`. Raises what another try
+    may cure.
+    """
     try:
-        return await _outcomes(client, topic, asked, may_repeat)
+        return await _outcomes(client, topic, asked, alone_until_s)
     except (tarry.InvalidArgument, tarry.OutOfRange) as error:
         # One of the times is none that Tarry takes, and nothing was done: the others are not to wait for it.
         if len(asked) == 1:
             return [Outcome(None, refused=f"Tarry refuses its time {asked[0].deliver_at_ms}: {error.message}")]
     return [
         outcome
-        for withdrawal, repeats in zip(asked, may_repeat, strict=True)
-        for outcome in await outcomes(client, topic, [withdrawal], [repeats])
+        for withdrawal, until_s in zip(asked, alone_until_s, strict=True)
+        for outcome in await outcomes(client, topic, [withdrawal], [until_s])
     ]
 
 
 async def _outcomes(
-    client: tarry.aio.Client, topic: str, asked: Sequence[Withdrawal], may_repeat: Sequence[bool]
+    client: tarry.aio.Client, topic: str, asked: Sequence[Withdrawal], alone_until_s: Sequence[float]
 ) -> list[Outcome]:
     ledgers = [each.ledger_id for each in asked]
     entries = [each.entry_id for each in asked]
@@ -109,10 +111,11 @@ async def _outcomes(
         **dict.fromkeys(answer.in_flight_index.tolist(), Result.IN_FLIGHT),
     }
     found = []
-    for row, repeats in enumerate(may_repeat):
+    now_s = time.monotonic()
+    for row, until_s in enumerate(alone_until_s):
         result = left.get(row, done)
         # A reschedule that has landed may have made it due since; a cancel that has landed leaves nothing to find.
         hides_a_landing = result is Result.NOT_FOUND or (bool(times) and result is not done)
-        landed = hides_a_landing and (repeats or answer.may_have_landed)
+        landed = hides_a_landing and (until_s < now_s or answer.may_have_landed)
         found.append(Outcome(result, stored_ms.get(row) if result is Result.RESCHEDULED else None, landed))
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tarry_relay import ends, nats_broker, port, relay_settings
-from tests.relay.brokers._support.two_brokers import DEAD, DUE, FAILED, SOURCE, AnyBroker, configuration
+from tests.relay.brokers._support.two_brokers import DEAD, DUE, FAILED, SOURCE, STREAMS, AnyBroker, configuration
 
 NOWHERE = "127.0.0.1:1"
 """The daemon is not asked."""
@@ -76,12 +76,12 @@ async def test_what_was_committed_is_passed_and_what_was_read_alone_is_not(broke
         await opened.source.commit(read[:3])
         while await opened.source.passed(positions) != [True, True, True, False]:
             pass
-        assert {each.may_repeat for each in read} == {False}
+        assert all(each.alone_until_s > 0 for each in read)
     async with adapter(broker, tmp_path) as opened:
         again, *unread = sorted(await read_all(opened.source, 3), key=lambda each: each.entry_id)
-        assert again.may_repeat
+        assert again.alone_until_s == 0
         assert await opened.source.passed([(again.ledger_id, again.entry_id)]) == [False]
-        assert {each.may_repeat for each in unread} == {False}
+        assert all(each.alone_until_s > 0 for each in unread)
 
 
 async def test_a_position_is_named_as_the_broker_names_it_to_its_producer(broker: AnyBroker, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ async def test_a_log_that_is_made_anew_has_another_generation(broker: AnyBroker,
     async with adapter(broker, tmp_path) as opened:
         first = await opened.log.generation()
         assert await opened.log.generation() == first
-        for stream in (SOURCE, DUE, DEAD, FAILED):
+        for stream in STREAMS:
             await broker.delete(stream)
         with pytest.raises(port.NotThere):
             await opened.log.generation()

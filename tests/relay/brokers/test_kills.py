@@ -71,12 +71,15 @@ def not_failing(each: Published) -> bool:
 
 
 @contextlib.contextmanager
-def processes(broker: AnyBroker, directory: Path) -> Iterator[tuple[DaemonProcess, RelayProcess, RelayProcess]]:
+def processes(
+    broker: AnyBroker, directory: Path, more: str = ""
+) -> Iterator[tuple[DaemonProcess, RelayProcess, RelayProcess]]:
+    """A daemon, a relay that runs and one that does not yet. `more`: settings of the source."""
     with DaemonProcess("daemon", directory, local_store(directory / "root")) as daemon:
         daemon.start_serving()
         with (
-            RelayProcess("relay-1", directory, configuration(broker, daemon.address)) as one,
-            RelayProcess("relay-2", directory, configuration(broker, daemon.address)) as two,
+            RelayProcess("relay-1", directory, configuration(broker, daemon.address, more)) as one,
+            RelayProcess("relay-2", directory, configuration(broker, daemon.address, more)) as two,
         ):
             one.start()
             yield daemon, one, two

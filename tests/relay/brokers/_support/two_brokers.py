@@ -20,6 +20,8 @@ import redis.asyncio
 from tests.brokers import nats_server, redis_server
 
 SOURCE, DUE, DEAD, FAILED = "orders", "due", "dead", "failed"
+RESULTS = "results"
+STREAMS = (SOURCE, DUE, DEAD, FAILED, RESULTS)
 GONE = (OSError, nats.errors.Error, redis.RedisError, TimeoutError)
 """What clients of a broker raise that is being killed."""
 
@@ -43,8 +45,8 @@ class AnyBroker(Protocol):
     async def set_up(self) -> None:
         """Makes the streams."""
 
-    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
-        """(headers, body); durable when it returns."""
+    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
+        """(headers, body); durable when it returns, with what the broker calls the position of each."""
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
         """What stands in a stream, but for so many."""
@@ -86,15 +88,15 @@ class RedisStreams:
         self._client: Any = redis.asyncio.Redis.from_url(server.url, decode_responses=True)
 
     async def set_up(self) -> None:
-        for stream in (SOURCE, DUE, DEAD, FAILED):
+        for stream in STREAMS:
             # An empty stream is there as long as it has a group.
             await self._client.xgroup_create(stream, "tests", mkstream=True)
 
-    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
+    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
         async with self._client.pipeline(transaction=True) as calls:
             for headers, body in messages:
                 calls.xadd(stream, {**headers, "body": body})
-            await calls.execute()
+            return [str(each) for each in await calls.execute()]
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
         found = await self._client.xrange(stream)
@@ -128,15 +130,15 @@ class NatsStreams:
         return self._connection.jetstream()
 
     async def set_up(self) -> None:
-        for stream in (SOURCE, DUE, DEAD, FAILED):
+        for stream in STREAMS:
             await (await self._js()).add_stream(
                 name=stream, subjects=[stream], allow_direct=True, duplicate_window=600, max_msg_size=100_000
             )
 
-    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
+    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
         js = await self._js()
         sent = [js.publish(stream, body.encode(), headers=dict(headers) or None) for headers, body in messages]
-        await asyncio.gather(*sent)
+        return [str(each.seq) for each in await asyncio.gather(*sent)]
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
         js = await self._js()
