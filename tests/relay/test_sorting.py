@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tarry_relay import port, sorting
 from tarry_relay.passage import Step
-from tarry_relay.relay_settings import Headers, Source, Target
+from tarry_relay.relay_settings import Headers, Redis, Relay, Settings, SettingsError, Source, Target
 
 SENT_MS = 1_900_000_000_000
 HEADERS = ("deliver-at", "delay", "delay-level", "target", "cancel-of", "reschedule-of")
@@ -99,6 +101,21 @@ def test_a_bad_time_passes_at_once_where_that_is_wanted_and_a_bad_target_does_no
 def test_what_was_lost_before_it_was_read_is_told() -> None:
     asked = sorter().sort(port.Read(1, 2, None, "lane", SENT_MS))
     assert (asked.step, asked.target) == (Step.BAD, "dead")
+
+
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        ((Target(name="failed"),), "targets[0].name is 'failed', which is read by this relay itself"),
+        ((Target(name="a"), Target(pattern="order.*")), "targets[1].pattern is 'order.*', which fits 'orders'"),
+    ],
+)
+def test_a_target_that_comes_back_is_refused(targets: tuple[Target, ...], told: str) -> None:
+    source = Source(name="orders", dead_letters="dead")
+    settings = Settings(relay=Relay(topic="orders"), source=source, broker=Redis(), targets=targets)
+    with pytest.raises(SettingsError, match=f"^{re.escape(told)}.*go round"):
+        sorting.refuse_rounds(settings, Named())
+    sorting.refuse_rounds(msgspec.structs.replace(settings, targets=TARGETS[:1]), Named())
 
 
 def test_the_first_target_that_fits_has_the_limit() -> None:

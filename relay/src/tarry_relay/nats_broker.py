@@ -72,8 +72,13 @@ class NatsBroker:
         return any(fits(subject, target) for subject in self._own_subjects)
 
     def own_targets(self) -> Sequence[str]:
-        """The subjects of source and retry log, with a word where a wildcard stands."""
-        return [re.sub(r"[*>]", "any", subject) for subject in self._own_subjects]
+        """The subjects of source and retry log, with words where a wildcard stands."""
+        examples = [
+            re.sub(r"[*>]$", end, subject).replace("*", "any")
+            for subject in self._own_subjects
+            for end in ("any", "any.any" if subject.endswith(">") else "any")
+        ]
+        return list(dict.fromkeys(examples))
 
     async def findings(self) -> AsyncIterator[port.Finding]:
         """Looks at the clock and the streams of source, retry log and targets; changes nothing."""

@@ -29,7 +29,7 @@ from tarry_relay.passage import CannotBeRefused
 from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.retention_guard import RetentionGuard
 from tarry_relay.running import BadMessage, Relay
-from tarry_relay.sorting import Sorting
+from tarry_relay.sorting import Sorting, refuse_rounds
 
 log = logging.getLogger("tarry_relay")
 
@@ -98,6 +98,7 @@ async def _run(settings: relay_settings.Settings, metrics: RelayMetrics) -> None
     while not ending.is_set():
         try:
             async with ends.opened(settings) as opened:
+                refuse_rounds(settings, opened.broker)
                 topic = await ends.topic_of(settings, opened.broker.log)
                 sorting = Sorting(settings.source, settings.targets, opened.broker)
                 relay = Relay(
@@ -144,6 +145,7 @@ def check(file: Path, as_json: bool) -> None:
 
 async def _findings(settings: relay_settings.Settings) -> list[port.Finding]:
     async with ends.opened(settings) as opened:
+        refuse_rounds(settings, opened.broker)
         found = [each async for each in opened.broker.findings()]
         topics = [each.topic async for each in opened.client.topics()]
         text = f"{settings.daemon.address} answers and has {len(topics)} topics"

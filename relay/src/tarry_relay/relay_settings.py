@@ -182,10 +182,16 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     retry: Retry | None = None
     targets: tuple[Target, ...] = ()
 
+    def targets_by_field(self) -> dict[str, str]:
+        """Where messages may go by a name that the file says, by the field that says it."""
+        named: dict[str, str | None] = {f"targets[{n}].name": target.name for n, target in enumerate(self.targets)}
+        for field in ("target", "dead_letters", "results"):
+            named[f"source.{field}"] = getattr(self.source, field)
+        return {field: name for field, name in named.items() if name}
+
     def named_targets(self) -> list[str]:
-        """Where messages may go by a name that the file says, those of dead letters and results included, each once."""
-        names = (*(each.name for each in self.targets), self.source.dead_letters, self.source.results)
-        return [name for name in dict.fromkeys(names) if name]
+        """Where messages may go by a name that the file says, each once."""
+        return list(dict.fromkeys(self.targets_by_field().values()))
 
 
 def load(path: Path) -> Settings:
@@ -260,10 +266,7 @@ def _check(settings: Settings) -> None:
     if settings.retry is not None and settings.retry.name == source.name:
         raise SettingsError(f"retry.name is {source.name!r}, which is the source: take another stream")
     read_here = {source.name, source.name if settings.retry is None else settings.retry.name}
-    names: dict[str, str | None] = {f"targets[{n}].name": target.name for n, target in enumerate(settings.targets)}
-    for field in ("target", "dead_letters", "results"):
-        names[f"source.{field}"] = getattr(source, field)
-    for field, name in names.items():
+    for field, name in settings.targets_by_field().items():
         if name in read_here:
             raise SettingsError(f"{field} is {name!r}, which the relay reads itself: what it publishes would go round")
 

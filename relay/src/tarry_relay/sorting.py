@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tarry_relay import port, relay_settings
 from tarry_relay.passage import Step
-from tarry_relay.relay_settings import Headers, Source, Target
+from tarry_relay.relay_settings import Headers, Settings, SettingsError, Source, Target
 
 _TIME_MAX_MS = 2**53
 _SECONDS_MAX = 978_307_200_000
@@ -122,6 +122,23 @@ class Sorting:
             if target == each.name or (each.pattern is not None and re.fullmatch(each.pattern, target)):
                 return each
         return None
+
+
+def refuse_rounds(settings: Settings, names: port.Names) -> None:
+    """Raises SettingsError: a target is one that this relay reads itself, so that messages would go round for ever."""
+    for field, name in settings.targets_by_field().items():
+        if names.comes_back(name):
+            raise SettingsError(
+                f"{field} is {name!r}, which is read by this relay itself, as source or retry log: what is published "
+                "there would go round. Take another target, or let the source be read by another name"
+            )
+    for index, target in enumerate(settings.targets):
+        for own in names.own_targets():
+            if target.pattern is not None and re.fullmatch(target.pattern, own):
+                raise SettingsError(
+                    f"targets[{index}].pattern is {target.pattern!r}, which fits {own!r}: that is read by this relay "
+                    "itself, as source or retry log, and what is published there would go round. Narrow the pattern"
+                )
 
 
 def due_at_ms(headers: Mapping[str, str], sent_at_ms: int, names: Headers, levels_ms: list[int]) -> int | None:

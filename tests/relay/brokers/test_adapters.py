@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tarry_relay import ends, nats_broker, port, relay_settings
+from tarry_relay import ends, nats_broker, port, relay_command, relay_settings
+from tests._support.processes import run_child
+from tests.relay.brokers._support.relay_process import PROGRAM
 from tests.relay.brokers._support.two_brokers import DEAD, DUE, FAILED, SOURCE, STREAMS, AnyBroker, configuration
 
 NOWHERE = "127.0.0.1:1"
@@ -102,6 +105,16 @@ async def test_what_the_relay_reads_is_no_target(broker: AnyBroker, tmp_path: Pa
             *(True, True),
             *(False, False),
         ]
+
+
+async def test_a_target_that_goes_round_is_refused_before_a_relay_runs(broker: AnyBroker, tmp_path: Path) -> None:
+    file = tmp_path / "round.toml"
+    text = configuration(broker, NOWHERE, '[relay]\ntopic = "orders"\nlisten = "127.0.0.1:0"')
+    file.write_text(text.replace('{ name = "due" }', '{ pattern = "due|o.*" }'))
+    for command in ("run", "check"):
+        ended = await asyncio.to_thread(run_child, [*PROGRAM, command, str(file)])
+        assert ended.returncode == relay_command.EXIT_SETTINGS
+        assert "targets[0].pattern is 'due|o.*', which fits 'orders'" in ended.stderr
 
 
 @pytest.mark.parametrize(

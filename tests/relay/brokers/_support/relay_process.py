@@ -16,7 +16,7 @@ from prometheus_client import parser
 from examples.processes import ChildProcess, free_port
 from tests._support.processes import run_child
 
-_PROGRAM = (sys.executable, "-m", "tarry_relay.relay_command")
+PROGRAM = (sys.executable, "-m", "tarry_relay.relay_command")
 
 
 class RelayProcess(ChildProcess):
@@ -32,7 +32,7 @@ class RelayProcess(ChildProcess):
 
     def start(self) -> None:
         """Returns when the process runs."""
-        self._spawn(*_PROGRAM, "run", str(self.file))
+        self._spawn(*PROGRAM, "run", str(self.file))
 
     def metric(self, name: str) -> float:
         """The sum of a series; 0.0 while it does not answer."""
@@ -50,6 +50,6 @@ class RelayProcess(ChildProcess):
 
     def told(self, command: str) -> Any:
         """What `check` or `status` says."""
-        ended = run_child([*_PROGRAM, command, str(self.file), "--json"])
+        ended = run_child([*PROGRAM, command, str(self.file), "--json"])
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return json.loads(ended.stdout)
