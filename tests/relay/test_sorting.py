@@ -91,6 +91,16 @@ def test_a_message_without_a_time_goes_straight_on() -> None:
     assert sorter().sort(read(target="mail.news")) == sorting.Sorted(Step.DIRECT, "mail.news")
 
 
+@pytest.mark.parametrize("headers", [{"delay": "2s"}, {"deliver_at": str(SENT_MS + 1_001)}])
+def test_no_message_is_delayed_for_longer_than_the_file_allows(headers: dict[str, str]) -> None:
+    allowed = {"delay_max": "1s", "levels": "1s"}
+    assert sorter(**allowed).sort(read(delay="1s")).step is Step.READ
+    asked = sorter(**allowed).sort(read(**headers))
+    assert asked.step is Step.BAD
+    assert "source.delay_max is 1s" in asked.reason
+    assert sorter(**allowed).sort(read(reschedule_of="1", **headers)).step is Step.BAD
+
+
 def test_a_bad_time_passes_at_once_where_that_is_wanted_and_a_bad_target_does_not() -> None:
     asked = sorter("now").sort(read(delay="soon", target="mail.news"))
     assert (asked.step, asked.target) == (Step.DIRECT, "mail.news")

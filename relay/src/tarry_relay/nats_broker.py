@@ -100,13 +100,14 @@ class NatsBroker:
 
     async def _finding_of_clock(self, stream: str) -> port.Finding:
         """By the time that stands in an answer, which the client library leaves out."""
+        asked_at_ms = port.now_ms()
         asked = self._connection.request(f"$JS.API.STREAM.INFO.{stream}", timeout=self._broker.timeout_s)
         told = json.loads((await _asked(asked)).data).get("ts", "")
         try:
             moment = datetime.datetime.fromisoformat(told)
         except ValueError:
             return port.Finding("clock", True, "not looked at, this NATS tells no time")
-        return port.finding_of_clock("NATS", int(moment.timestamp() * 1_000) - time.time_ns() // 1_000_000)
+        return port.finding_of_clock("NATS", int(moment.timestamp() * 1_000), asked_at_ms)
 
     async def _finding_of(self, stream: str, name: str) -> port.Finding:
         try:

@@ -10,6 +10,7 @@ raises `Unreachable` for what passes, and is repeated then; whatever else it rai
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -151,13 +152,18 @@ class Finding:
     text: str
 
 
-def finding_of_clock(whose: str, apart_ms: int) -> Finding:
-    """Whether a clock is near enough to that of this machine, from which it is so many ms."""
+def finding_of_clock(whose: str, told_ms: int, asked_at_ms: int) -> Finding:
+    """Whether a clock agrees with that of this machine: it has told its time between then and now, both in Unix ms."""
+    apart_ms = told_ms - min(max(told_ms, asked_at_ms), now_ms())
     text = f"{whose} is {apart_ms:+d} ms from this machine"
-    is_near = abs(apart_ms) < CLOCK_APART_MS
-    return Finding(
-        "clock", is_near, text if is_near else f"{text}: synchronise both, for messages come so late or early"
-    )
+    if abs(apart_ms) < CLOCK_APART_MS:
+        return Finding("clock", True, text)
+    return Finding("clock", False, f"{text}, and messages come so much too early or late: synchronise both clocks")
+
+
+def now_ms() -> int:
+    """The time of this machine, Unix time in ms."""
+    return time.time_ns() // 1_000_000
 
 
 class Names(Protocol):

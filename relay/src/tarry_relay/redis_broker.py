@@ -72,9 +72,9 @@ class RedisBroker:
         source = self._settings.source.name
         kind = (await _asked(self._server.type(source))).decode()
         yield port.Finding("source", kind in ("stream", "none"), f"key {source}: is {_kind(kind)}")
+        asked_at_ms = port.now_ms()
         seconds, us = await _asked(self._server.time())
-        apart_ms = seconds * 1_000 + us // 1_000 - time.time_ns() // 1_000_000
-        yield port.finding_of_clock("Redis", apart_ms)
+        yield port.finding_of_clock("Redis", seconds * 1_000 + us // 1_000, asked_at_ms)
         try:
             found = {**await self._server.config_get("append*"), **await self._server.config_get("maxmemory-policy")}
         except redis.ResponseError as error:

@@ -27,7 +27,7 @@ import tarry
 from tarry_relay import ends, port, relay_settings, told_by_http
 from tarry_relay.passage import CannotBeRefused
 from tarry_relay.relay_metrics import RelayMetrics
-from tarry_relay.retention_guard import RetentionGuard
+from tarry_relay.retention_guard import RetentionGuard, finding_of_retention
 from tarry_relay.running import BadMessage, Relay
 from tarry_relay.sorting import Sorting, refuse_rounds
 
@@ -127,7 +127,7 @@ async def _begin_again(
 @_settings_file
 @_as_json
 def check(file: Path, as_json: bool) -> None:
-    """Looks at the file and at both ends, and changes nothing but a mark of the source's generation.
+    """Looks at the file, at both ends and at their clocks, and changes nothing but a mark of the source's generation.
 
     Exit status 4: something is not as a relay needs it.
     """
@@ -147,6 +147,14 @@ async def _findings(settings: relay_settings.Settings) -> list[port.Finding]:
     async with ends.opened(settings) as opened:
         refuse_rounds(settings, opened.broker)
         found = [each async for each in opened.broker.findings()]
+        try:
+            topic = await ends.topic_of(settings, opened.broker.log)
+        except port.NotThere:
+            topic = None
+        found.append(await finding_of_retention(settings, opened.broker.log, opened.client, topic))
+        asked_at_ms = port.now_ms()
+        page = await opened.client.topics_page(page_size=1)
+        found.append(port.finding_of_clock("Tarry", page.as_of_ms, asked_at_ms))
         topics = [each.topic async for each in opened.client.topics()]
         text = f"{settings.daemon.address} answers and has {len(topics)} topics"
         found.append(port.Finding("daemon", True, text))

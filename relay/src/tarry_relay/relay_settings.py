@@ -98,6 +98,8 @@ class Source(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     headers: Headers = Headers()
     levels: Annotated[str, Meta(min_length=1)] = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
     """Delays, level 1 first."""
+    delay_max: str | None = None
+    """No message is delayed for longer, from when it was sent; None: for as long as Tarry takes."""
     target: str | None = None
     """Of messages that name none."""
     on_bad: OnBad = "dead_letter"
@@ -216,12 +218,34 @@ def delay_ms(text: str) -> int | None:
     return None if found is None else int(found[1]) * _UNITS_MS[found[2]]
 
 
+def delay_text(ms: int) -> str:
+    """A delay as it is written, in the largest unit that fits."""
+    name, unit_ms = [(name, unit_ms) for name, unit_ms in _UNITS_MS.items() if ms % unit_ms == 0][-1]
+    return f"{ms // unit_ms}{name}"
+
+
+def delay_max_ms(source: Source) -> int | None:
+    """The longest delay that the file allows; None: it does not say. Raises SettingsError."""
+    if source.delay_max is None:
+        return None
+    most_ms = delay_ms(source.delay_max)
+    if most_ms is None:
+        raise SettingsError(f"source.delay_max is {source.delay_max!r}, which is no delay: {DELAY_FORM}")
+    return most_ms
+
+
 def levels_ms(source: Source) -> list[int]:
     """The delays of the levels, in ms, level 1 first. Raises SettingsError."""
     levels = []
+    most_ms = delay_max_ms(source)
     for text in source.levels.split():
         if (delay := delay_ms(text)) is None:
             raise SettingsError(f"source.levels has {text!r}, which is no delay: {DELAY_FORM}")
+        if most_ms is not None and delay > most_ms:
+            raise SettingsError(
+                f"source.levels has {text!r}, which is longer than source.delay_max allows, {source.delay_max!r}: name "
+                "the levels that are used"
+            )
         levels.append(delay)
     return levels
 

@@ -59,6 +59,7 @@ class Sorting:
         self._targets = targets
         self._names = names
         self._levels_ms = relay_settings.levels_ms(source)
+        self._delay_max_ms = relay_settings.delay_max_ms(source)
 
     def sort(self, read: port.Read) -> Sorted:
         """What a message of the source asks for."""
@@ -73,7 +74,7 @@ class Sorting:
         except Bad as error:
             return Sorted(Step.BAD, self._source.dead_letters, reason=str(error))
         try:
-            due_ms = due_at_ms(message.headers, read.sent_at_ms, self._source.headers, self._levels_ms)
+            due_ms = self._due_at_ms(message.headers, read)
         except Bad as error:
             if self._source.on_bad == "now":
                 return Sorted(Step.DIRECT, target, reason=str(error))
@@ -96,13 +97,23 @@ class Sorting:
             raise Bad(f"header {name}: {error}") from None
         if ledger_id == read.ledger_id and entry_id >= read.entry_id:
             raise Bad(f"header {name} is {text!r}, where nothing was yet when this message was sent")
-        due_ms = due_at_ms(headers, read.sent_at_ms, names, self._levels_ms)
+        due_ms = self._due_at_ms(headers, read)
         times = f"{names.deliver_at}, {names.delay} or {names.level}"
         if name == names.cancel_of and due_ms is not None:
             raise Bad(f"header {name} is given with {times}; to give another time say {names.reschedule_of}")
         if name == names.reschedule_of and due_ms is None:
             raise Bad(f"header {name} is given without the new time: {times}")
         return Withdrawal(ledger_id, entry_id, due_ms)
+
+    def _due_at_ms(self, headers: Mapping[str, str], read: port.Read) -> int | None:
+        """When it is due; None: it has no time. Raises Bad."""
+        due_ms = due_at_ms(headers, read.sent_at_ms, self._source.headers, self._levels_ms)
+        if due_ms is not None and self._delay_max_ms is not None and due_ms - read.sent_at_ms > self._delay_max_ms:
+            raise Bad(
+                f"it is to be delivered {due_ms - read.sent_at_ms} ms after it was sent, and source.delay_max is "
+                f"{self._source.delay_max}"
+            )
+        return due_ms
 
     def target_of(self, headers: Mapping[str, str]) -> str:
         """Where it goes. Raises Bad."""

@@ -12,7 +12,16 @@ import pytest
 from tarry_relay import ends, nats_broker, port, relay_command, relay_settings
 from tests._support.processes import run_child
 from tests.relay.brokers._support.relay_process import PROGRAM
-from tests.relay.brokers._support.two_brokers import DEAD, DUE, FAILED, SOURCE, STREAMS, AnyBroker, configuration
+from tests.relay.brokers._support.two_brokers import (
+    DEAD,
+    DUE,
+    FAILED,
+    SOURCE,
+    STREAMS,
+    AnyBroker,
+    NatsStreams,
+    configuration,
+)
 
 NOWHERE = "127.0.0.1:1"
 """The daemon is not asked."""
@@ -197,6 +206,14 @@ async def test_a_broker_that_is_away_is_unreachable_and_then_there_again(broker:
             with contextlib.suppress(port.Unreachable):
                 assert bodies(await opened.log.fetch([position])) == ["0"]
                 break
+
+
+async def test_a_log_says_for_how_long_it_keeps_messages(broker: AnyBroker, tmp_path: Path) -> None:
+    async with adapter(broker, tmp_path) as opened:
+        assert await opened.log.kept_ms() is None
+        if isinstance(broker, NatsStreams):
+            await broker.keep_for(SOURCE, 7)
+            assert await opened.log.kept_ms() == 7_000
 
 
 async def test_what_a_relay_needs_is_looked_at(broker: AnyBroker, tmp_path: Path) -> None:

@@ -149,6 +149,13 @@ class NatsStreams:
             for each in found
         ]
 
+    async def keep_for(self, stream: str, seconds: int) -> None:
+        """Drops what is older."""
+        js = await self._js()
+        now = (await js.stream_info(stream)).config
+        now.max_age, now.duplicate_window = seconds, min(seconds, 600)
+        await js.update_stream(now)
+
     async def cut(self, stream: str, *, keep: int) -> None:
         await (await self._js()).purge_stream(stream, keep=keep)
 
