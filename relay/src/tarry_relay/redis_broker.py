@@ -23,8 +23,12 @@ import tarry
 from tarry.positions import RedisSequences1
 from tarry_relay import port, relay_settings
 
+# Remembered when it is there: an entry that a stream refuses would count as there for ever.
 _PRODUCE = """
-if redis.call('SET', KEYS[2], '', 'NX', 'EX', ARGV[1]) then redis.call('XADD', KEYS[1], '*', unpack(ARGV, 2)) end
+if redis.call('EXISTS', KEYS[2]) == 0 then
+    redis.call('XADD', KEYS[1], '*', unpack(ARGV, 2))
+    redis.call('SET', KEYS[2], '', 'EX', ARGV[1])
+end
 return 1
 """
 # A group that nobody reads with: it goes when the stream is deleted, and so names this one.

@@ -171,6 +171,17 @@ async def test_an_output_drops_what_it_has(broker: AnyBroker, tmp_path: Path) ->
     assert [each.headers["tarry-reason"] for each in await broker.read(DEAD)] == ["none"]
 
 
+async def test_what_a_target_did_not_take_does_not_count_as_there(broker: AnyBroker, tmp_path: Path) -> None:
+    async with adapter(broker, tmp_path) as opened:
+        outgoing = [port.Outgoing(DUE, None, {"n": "1"}, "id 1")]
+        await broker.take_away(DUE)
+        (away,) = await opened.output.produce(outgoing)
+        assert away.failed.startswith(f"{DUE}: ")
+        await broker.bring_back(DUE)
+        assert await opened.output.produce(outgoing) == [port.Produced()]
+    assert [each.headers["n"] for each in await broker.read(DUE)] == ["1"]
+
+
 async def test_a_log_that_is_made_anew_has_another_generation(broker: AnyBroker, tmp_path: Path) -> None:
     async with adapter(broker, tmp_path) as opened:
         first = await opened.log.generation()

@@ -57,6 +57,12 @@ class AnyBroker(Protocol):
     async def delete(self, stream: str) -> None:
         """Deletes it."""
 
+    async def take_away(self, stream: str) -> None:
+        """Lets nothing be published to it until it is brought back."""
+
+    async def bring_back(self, stream: str) -> None:
+        """Lets it be published to again; it is empty."""
+
     async def close(self) -> None:
         """Closes the connection."""
 
@@ -111,6 +117,12 @@ class RedisStreams:
     async def delete(self, stream: str) -> None:
         await self._client.delete(stream)
 
+    async def take_away(self, stream: str) -> None:
+        await self._client.set(stream, "not a stream")
+
+    async def bring_back(self, stream: str) -> None:
+        await self._client.delete(stream)
+
     async def close(self) -> None:
         await self._client.aclose()
 
@@ -131,9 +143,7 @@ class NatsStreams:
 
     async def set_up(self) -> None:
         for stream in STREAMS:
-            await (await self._js()).add_stream(
-                name=stream, subjects=[stream], allow_direct=True, duplicate_window=600, max_msg_size=100_000
-            )
+            await self.bring_back(stream)
 
     async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
         js = await self._js()
@@ -161,6 +171,14 @@ class NatsStreams:
 
     async def delete(self, stream: str) -> None:
         await (await self._js()).delete_stream(stream)
+
+    async def take_away(self, stream: str) -> None:
+        await self.delete(stream)
+
+    async def bring_back(self, stream: str) -> None:
+        await (await self._js()).add_stream(
+            name=stream, subjects=[stream], allow_direct=True, duplicate_window=600, max_msg_size=100_000
+        )
 
     async def close(self) -> None:
         if self._connection is not None:
