@@ -115,6 +115,13 @@ class Relays(RuleBasedStateMachine):
         assert len(taken) <= rows
         self.under_way += self.fresh(taken)
 
+    @rule(rows=st.integers(1, 5), away=st.sampled_from(("t0", "t1")))
+    def park(self, rows: int, away: str) -> None:
+        parked = self.passage.park(rows, lambda target: target == away)
+        assert len(parked) <= rows
+        assert {each.target for each in parked} <= {away}
+        self.fresh(parked)
+
     def fresh(self, taken: list[Item[int, int]]) -> list[Item[int, int]]:
         assert not [each for each in taken if each in self.under_way], "it is given out twice"
         return taken
@@ -130,7 +137,7 @@ class Relays(RuleBasedStateMachine):
             answer = Answer.AGAIN  # It is not so yet.
         if answer is Answer.DONE or (answer is Answer.AGAIN and has_happened):
             self.happens(item)
-        if answer is Answer.REFUSED and item.step in (Step.HANDED_OUT, Step.FETCHED):
+        if answer is Answer.REFUSED and item.step in (Step.HANDED_OUT, Step.PARKED, Step.FETCHED):
             self.world.refused.add(item.content)
         if answer is Answer.REFUSED and item.step is Step.WITHDRAWAL:
             self.world.resolved.add(item.content)  # It has waited long enough.
@@ -246,21 +253,33 @@ def walk(seed: int) -> None:
     relays = Relays()
     relays.begin()
 
+    are_away = chance.random() < 0.5
+    """Whether targets take next to nothing."""
+
     def one_of(values: Iterable[Answer]) -> Answer:
         return chance.choice(list(values))
 
+    def one_in_ten() -> bool:
+        return chance.random() < 0.1
+
     rules: list[Callable[[], None]] = [
-        lambda: relays.fail(chance.randrange(20)),
-        lambda: relays.send(chance.choice(READ_AS)),
+        lambda: relays.fail(chance.randrange(30)),
+        *[lambda: relays.send(chance.choice((*READ_AS, Step.READ, Step.READ)))] * 2,
         lambda: relays.read(chance.randint(1, 5)),
         relays.hand_out,
         lambda: relays.take(chance.randint(1, 5)),
-        lambda: relays.take_to_produce(chance.randint(1, 5), chance.randint(0, 3)),
-        *[lambda: relays.answer(chance.randrange(10), one_of(Answer), chance.random() < 0.5)] * 4,
+        lambda: relays.take_to_produce(chance.randint(1, 5), chance.randint(0, 3) * (not are_away or one_in_ten())),
+        lambda: relays.park(chance.randint(1, 5), chance.choice(("t0", "t1"))),
+        *[
+            lambda: relays.answer(
+                chance.randrange(10), one_of((*Answer, Answer.DONE, Answer.DONE)), chance.random() < 0.5
+            )
+        ]
+        * 5,
         relays.begin_commit,
         lambda: relays.end_commit(one_of((Answer.DONE, Answer.AGAIN)), chance.random() < 0.5),
     ]
-    for _ in range(80):
+    for _ in range(100):
         chance.choice(rules)()
         relays.nothing_is_dropped()
     relays.teardown()
@@ -292,6 +311,25 @@ def test_a_target_that_takes_nothing_keeps_no_other() -> None:
     relay.enter(Item(Step.DIRECT, number, target=target) for number, target in enumerate("aabab"))
     assert [each.content for each in relay.take_to_produce(10, lambda target, n: n if target == "b" else 0)] == [2, 4]
     assert [each.content for each in relay.take_to_produce(10, lambda target, n: n)] == [0, 1, 3]
+
+
+def test_what_is_parked_is_fetched_again_when_its_target_takes_messages() -> None:
+    relay: Passage[int, int] = Passage(DEAD)
+    relay.enter(Item(Step.FETCHED, number, target=target) for number, target in enumerate("abaaaaaa"))
+    parked = relay.park(4, lambda target: target == "a")
+    assert [each.content for each in parked] == [4, 5, 6, 7]
+    assert relay.count(Step.PARKED) == 4
+    assert relay.park(100, lambda target: True) != []
+    assert relay.count(Step.FETCHED) == 2
+    assert relay.take(Work.FETCH, 10) == []
+    fetched: list[int] = []
+    for rows in (1, 2, 4):
+        assert len(relay.take_to_produce(10, lambda target, n: n if target == "a" else 0)) == rows
+        for each in relay.take(Work.FETCH, 10):
+            fetched.append(each.content)
+            relay.answer(each, Answer.DONE)
+    assert sorted(fetched) == [2, 3, 4, 5, 6, 7]
+    assert relay.handed_out == 8
 
 
 def test_targets_take_turns() -> None:
@@ -432,6 +470,14 @@ def what_is_taken_still_waits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Passage, "take", peek)
 
 
+def what_is_parked_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Passage, "_unpark", lambda self, target, rows: None)
+
+
+def what_is_parked_is_published_without_its_payload(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.PARKED, Row(Work.FETCH, Step.PRODUCED, Step.LOST))
+
+
 def what_is_bad_goes_to_its_target(patch: pytest.MonkeyPatch) -> None:
     move = Passage._move
 
@@ -461,6 +507,8 @@ PLANTED = (
     a_lost_lane_is_remembered,
     what_fails_is_not_done_again,
     what_is_taken_still_waits,
+    what_is_parked_is_forgotten,
+    what_is_parked_is_published_without_its_payload,
     what_is_bad_goes_to_its_target,
 )
 registry.register("the passage of messages through a relay", PLANTED)

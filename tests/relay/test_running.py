@@ -11,17 +11,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 import tarry
-from tarry_relay import port, relay_settings, running
+from tarry_relay import pacing, port, relay_settings, running
 from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.running import BadMessage, Relay
 from tarry_relay.sorting import Sorting
 
 LIMIT_S = 300
 FAR_MS = 10**13
+OTHERS = 1_000
+"""From this entry on, what is fetched goes to the other target."""
 
 
 @dataclasses.dataclass
@@ -34,6 +37,9 @@ class Listed:
     published: list[port.Outgoing] = dataclasses.field(default_factory=list)
     failing: set[str] = dataclasses.field(default_factory=set)
     refusing: set[str] = dataclasses.field(default_factory=set)
+    hanging: asyncio.Event | None = None
+    """Until when a target that has failed does not answer any more."""
+    have_failed: set[str] = dataclasses.field(default_factory=set)
     first: Mapping[int, int] = dataclasses.field(default_factory=dict)
     name: str = "1"
     unreachable: int = 0
@@ -59,7 +65,10 @@ class Listed:
         return self.name
 
     async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
-        return [port.Message({"target": "due"}, position) for position in positions]
+        return [
+            port.Message({"target": "other" if entry >= OTHERS else "due"}, (ledger, entry))
+            for ledger, entry in positions
+        ]
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         return self.first
@@ -77,6 +86,10 @@ class Listed:
         return ["orders", "failed"]
 
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
+        to = {each.target for each in messages}
+        if self.hanging is not None and to & self.failing & self.have_failed:
+            await self.hanging.wait()
+        self.have_failed |= to & self.failing
         self.published += [each for each in messages if each.target not in self.failing | self.refusing]
         return [
             port.Produced(
@@ -121,6 +134,9 @@ class Daemon:
     added: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     holds_adds: asyncio.Event | None = None
     due: list[tarry.DeliveryId] = dataclasses.field(default_factory=list)
+    permits: int = 10_000
+    holding: set[tarry.DeliveryId] = dataclasses.field(default_factory=set)
+    """What was handed out and holds a permit."""
     acknowledged: list[int] = dataclasses.field(default_factory=list)
     rejected: dict[int, str] = dataclasses.field(default_factory=dict)
     nacks: list[int] = dataclasses.field(default_factory=list)
@@ -184,11 +200,17 @@ class Daemon:
 
     async def receive(self, timeout_s: float, **given: object) -> Any:
         await asyncio.sleep(0.01)
-        taken, self.due = self.due, []
+        rows = self.permits - len(self.holding)
+        taken, self.due = self.due[:rows], self.due[rows:]
+        self.holding |= set(taken)
         return _Batch(taken) if taken else None
+
+    def release(self, batch: _Batch) -> None:
+        self.holding -= set(batch)
 
     async def ack(self, columns: Any) -> None:
         self.acknowledged += columns[1]
+        self.holding = {name for name in self.holding if name.entry_id not in columns[1]}
 
     async def reject(self, columns: Any, reason: str) -> None:
         self.rejected |= dict.fromkeys(columns[1], reason)
@@ -214,6 +236,9 @@ class _Answer:
 
 
 class _Batch(list[tarry.DeliveryId]):
+    def take(self, rows: list[int]) -> _Batch:
+        return _Batch(self[row] for row in rows)
+
     def delivery_id(self, row: int) -> str:
         return str(self[row])
 
@@ -232,9 +257,16 @@ def read(entry: int, lane: str = "lane", **headers: str) -> port.Read:
     return port.Read(1, entry, port.Message(headers, entry), lane, sent_at_ms=1_000)
 
 
-async def relayed(broker: Listed, daemon: Daemon, until: Callable[[], bool], **source: Any) -> RelayMetrics:
+async def relayed(
+    broker: Listed,
+    daemon: Daemon,
+    until: Callable[[], bool],
+    *,
+    said: relay_settings.Settings | None = None,
+    **source: Any,
+) -> RelayMetrics:
     """Runs a relay until it is so, and then until it has drained."""
-    said = settings(**source)
+    said = said or settings(**source)
     metrics = RelayMetrics()
     client: Any = daemon
     relay = Relay(
@@ -302,6 +334,65 @@ async def test_a_target_that_is_away_keeps_no_other() -> None:
     metrics = await relayed(broker, Daemon(), lambda: len(broker.committed) == 2)
     assert [each.target for each in broker.published] == ["other", "due"]
     assert metrics.failing() == {}
+
+
+def of(*, due: int, others: int) -> list[tarry.DeliveryId]:
+    """Names of hand-outs: so many for the one target, and then so many for the other."""
+    return [tarry.DeliveryId(1, entry, None, 5_000, 0) for entry in (*range(due), *range(OTHERS, OTHERS + others))]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_target_that_is_away_does_not_use_up_the_permits_of_others(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "REST_MAX_S", 0.01)
+    few = msgspec.structs.replace(settings(), relay=relay_settings.Relay(topic="orders", permits=20, rows=10))
+    broker = Listed(failing={"due"}, hanging=asyncio.Event() if hangs else None)
+    daemon = Daemon(due=of(due=200, others=30), permits=20)
+    others = {OTHERS + row for row in range(30)}
+
+    def others_are_done() -> bool:
+        if others <= set(daemon.acknowledged):
+            broker.failing.clear()
+            if broker.hanging is not None:
+                broker.hanging.set()
+        return len(daemon.acknowledged) == 230
+
+    await relayed(broker, daemon, others_are_done, said=few)
+    assert set(daemon.acknowledged[:30]) == others
+    assert sorted(daemon.acknowledged) == [*range(200), *sorted(others)]
+    assert len(broker.published) == 230
+
+
+async def test_no_more_is_parked_than_may_be() -> None:
+    few = msgspec.structs.replace(settings(), relay=relay_settings.Relay(topic="orders", permits=20, parked_max=50))
+    broker, daemon = Listed(failing={"due"}), Daemon(due=of(due=200, others=0), permits=20)
+    full = asyncio.Event()
+
+    def is_full() -> bool:
+        if len(daemon.due) == 200 - 20 - 50 and len(daemon.holding) == 20:
+            broker.failing.clear()
+            full.set()
+        return full.is_set() and len(daemon.acknowledged) == 200
+
+    await relayed(broker, daemon, is_full, said=few)
+
+
+async def test_what_is_parked_and_comes_again_with_another_stream_is_published_once() -> None:
+    few = msgspec.structs.replace(settings(), relay=relay_settings.Relay(topic="orders", permits=20))
+    broker, daemon = Listed(failing={"due"}), Daemon(due=of(due=40, others=0), permits=20)
+    again: list[tarry.DeliveryId] = []
+
+    def has_come_again() -> bool:
+        if not again and not daemon.due and len(daemon.holding) < 20:
+            again.extend(set(of(due=40, others=0)) - daemon.holding)
+            daemon.due += again
+        elif again and not daemon.due and not daemon.holding & set(again):
+            broker.failing.clear()
+        return len(daemon.acknowledged) == 40
+
+    await relayed(broker, daemon, has_come_again, said=few)
+    assert len(broker.published) == 40
 
 
 async def test_a_nack_that_the_daemon_takes_for_early_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

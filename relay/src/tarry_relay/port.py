@@ -139,7 +139,7 @@ class Output(Protocol):
     """Where messages are published."""
 
     async def produce(self, messages: Sequence[Outgoing]) -> Sequence[Produced]:
-        """Publishes them; what is confirmed is durable."""
+        """Publishes them; what is confirmed is durable. Two calls may be under way at once."""
         ...
 
 

@@ -63,7 +63,9 @@ class Relay(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     drain_s: Seconds = 30.0
     """At the end: how long to wait for what is under way."""
     permits: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
-    """How much may be handed out and not acknowledged."""
+    """How much may be handed out and not acknowledged, but for what is parked."""
+    parked_max: Annotated[int, Meta(ge=0, le=10_000_000)] = 100_000
+    """Of how much that is due for targets which take nothing now only the names are kept, so that others go on."""
     read_ahead: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
     """How much may be read and not committed."""
     rows: Annotated[int, Meta(ge=1, le=10_000)] = 500

@@ -19,7 +19,7 @@ import tarry
 import tarry.aio
 from tarry_relay import port, withdrawing
 from tarry_relay.pacing import Pacing
-from tarry_relay.passage import Answer, Item, Passage, Step, Work
+from tarry_relay.passage import TABLE, Answer, Item, Passage, Step, Work
 from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.relay_settings import Settings
 from tarry_relay.retention_guard import RetentionGuard
@@ -60,6 +60,8 @@ class Content:
     """Of what is read: when it is due."""
     delivery_id: tarry.DeliveryId | None = None
     """Of what was handed out, or handed back by a consumer."""
+    handed_out: tuple[tarry.Batch, int] | None = None
+    """The batch and the row that hold its permit; None: it holds none."""
     message: port.Message | None = None
     withdrawal: Withdrawal | None = None
     """Of what cancels or reschedules another one."""
@@ -217,11 +219,16 @@ class Relay:
         while not self._ending.is_set():
             batch = await subscription.receive(_WAIT_S, max_rows=relay.rows, linger_ms=relay.linger_ms)
             if batch is not None:
-                names = map(batch.delivery_id, range(len(batch)))
-                parsed = map(tarry.DeliveryId.parse, names)
-                items: list[MessageItem] = [Item(Step.HANDED_OUT, Content(delivery_id=name)) for name in parsed]
-                self._unacknowledged.update(item.content.delivery_id for item in items)
-                await self._enter(items)
+                await self._enter(self._handed_out(subscription, batch))
+
+    def _handed_out(self, subscription: tarry.aio.Subscription, batch: tarry.Batch) -> list[MessageItem]:
+        """What of a batch is not under way here already. What is was parked, and its stream has ended since."""
+        names = [tarry.DeliveryId.parse(batch.delivery_id(row)) for row in range(len(batch))]
+        new = [row for row, name in enumerate(names) if name not in self._unacknowledged]
+        if len(new) < len(names):
+            subscription.release(batch.take(sorted({*range(len(names))} - {*new})))
+        self._unacknowledged.update(names)
+        return [Item(Step.HANDED_OUT, Content(delivery_id=names[row], handed_out=(batch, row))) for row in new]
 
     # What is done.
 
@@ -230,10 +237,11 @@ class Relay:
         yield self._work(Work.NACK, "daemon", lambda items: self._nack(subscription, items))
         yield self._await()
         yield self._withdraw()
-        yield self._work(Work.FETCH, "broker", self._fetch)
+        yield self._work(Work.FETCH, "broker", lambda items: self._fetch(subscription, items))
         yield self._work(Work.ACKNOWLEDGE, "daemon", lambda items: self._acknowledge(subscription, items))
         yield self._work(Work.REJECT, "daemon", lambda items: self._reject(subscription, items))
-        yield self._produce()
+        for failing in (False, True):
+            yield self._produce(subscription, failing)
         for each in self._logs:
             yield self._commit(each)
         yield self._guard.run()
@@ -246,7 +254,8 @@ class Relay:
             try:
                 await do(items)
             except _PASSES as error:
-                self._answer_all(items, Answer.AGAIN)
+                # Of some the answer may have come before.
+                self._answer_all([item for item in items if TABLE[item.step].work is work], Answer.AGAIN)
                 failures = await self._rest(end, error, failures)
             else:
                 failures = 0
@@ -376,11 +385,12 @@ class Relay:
         item.content.outcome = outcome
         self._passage.answer(item, answer)
 
-    async def _fetch(self, items: Sequence[MessageItem]) -> None:
+    async def _fetch(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
         ordered = sorted(items, key=_position)
         found = await self._broker.log.fetch([_position(item) for item in ordered])
         for item, message in zip(ordered, found, strict=True):
             self._fetched(item, message)
+        self._park(subscription)
 
     def _fetched(self, item: MessageItem, message: port.Message | None) -> None:
         if message is None:
@@ -395,10 +405,28 @@ class Relay:
         item.content.message = message
         self._passage.answer(item, Answer.DONE)
 
-    async def _produce(self) -> None:
+    def _park(self, subscription: tarry.aio.Subscription) -> None:
+        """Keeps half of the permits free of what waits for targets that take nothing now."""
+        relay, now_s = self._settings.relay, time.monotonic()
+        waiting, parked = self._passage.count(Step.FETCHED), self._passage.count(Step.PARKED)
+        rows = min(waiting - relay.permits // 2, relay.parked_max - parked)
+        if rows <= 0:
+            return
+        holding: dict[int, tuple[tarry.Batch, list[int]]] = {}
+        for item in self._passage.park(rows, lambda target: self._pacing.takes_nothing(target, now_s)):
+            content = item.content
+            if content.handed_out is not None:
+                batch, row = content.handed_out
+                holding.setdefault(id(batch), (batch, []))[1].append(row)
+            content.handed_out = content.message = None
+        for batch, held in holding.values():
+            subscription.release(batch.take(sorted(held)))
+
+    async def _produce(self, subscription: tarry.aio.Subscription, failing: bool) -> None:
+        """Publishes to the targets that are failing, or to the others: one that hangs keeps no other."""
         failures = 0
         while True:
-            items = await self._next(self._take_to_produce)
+            items = await self._next(lambda: self._take_to_produce(failing))
             try:
                 answers = await self._broker.output.produce([self._outgoing(item) for item in items])
             except _PASSES as error:
@@ -408,13 +436,16 @@ class Relay:
                 failures = 0
                 for item, answer in zip(items, answers, strict=True):
                     self._produced(item, answer)
+                self._park(subscription)
             await self._tell()
 
-    def _take_to_produce(self) -> list[MessageItem]:
+    def _take_to_produce(self, failing: bool) -> list[MessageItem]:
         now_s = time.monotonic()
-        return self._passage.take_to_produce(
-            self._settings.relay.rows, lambda target, wanted: self._pacing.take(target, wanted, now_s)
-        )
+
+        def allowed(target: str, wanted: int) -> int:
+            return self._pacing.take(target, wanted, now_s) if self._pacing.is_failing(target) is failing else 0
+
+        return self._passage.take_to_produce(self._settings.relay.rows, allowed)
 
     def _outgoing(self, item: MessageItem) -> port.Outgoing:
         content = item.content
@@ -453,7 +484,9 @@ class Relay:
             self._pacing.rest(item.target, time.monotonic())
             self._metrics.failed("target", answer.failed, item.target)
             self._passage.answer(item, Answer.AGAIN)
-        elif answer.refused and item.step is Step.FETCHED:
+            return
+        self._pacing.has_taken(item.target, time.monotonic())
+        if answer.refused and item.step is Step.FETCHED:
             self._refuse(item, answer.refused)
         elif answer.refused:
             if item.content.read is not None and item.step is Step.DIRECT:

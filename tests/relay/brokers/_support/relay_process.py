@@ -22,13 +22,13 @@ PROGRAM = (sys.executable, "-m", "tarry_relay.relay_command")
 class RelayProcess(ChildProcess):
     """A `tarry-relay run`. `start` after `kill` starts it again."""
 
-    def __init__(self, name: str, directory: Path, settings: str) -> None:
-        """`settings`: the file, but for the table `[relay]`."""
+    def __init__(self, name: str, directory: Path, settings: str, more: str = "") -> None:
+        """`settings`: the file, but for the table `[relay]`. `more`: lines of that."""
         super().__init__(name, directory, {})
         self.listen = f"127.0.0.1:{free_port()}"
         self.file = directory / f"{name}.toml"
         own = f'[relay]\ntopic = "orders"\nid = "{name}"\nlisten = "{self.listen}"\n'
-        self.file.write_text(f"{settings}\n{own}")
+        self.file.write_text(f"{settings}\n{own}{more}")
 
     def start(self) -> None:
         """Returns when the process runs."""
