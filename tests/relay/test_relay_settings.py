@@ -53,6 +53,10 @@ def test_the_least_file_has_defaults_for_the_rest(tmp_path: Path) -> None:
         ('"due"', '"orders"', "targets[0].name is 'orders', which the relay reads itself"),
         ('"redis"', '"redis"\nretry.name = "orders"', "retry.name is 'orders', which is the source"),
         ('"dead" }', '"dead", target = "orders" }', "source.target is 'orders', which the relay reads itself"),
+        ('"dead" }', '"dead", results = "orders" }', "source.results is 'orders', which the relay reads itself"),
+        ('"dead" }', '"dead", levels = "1s 5" }', "source.levels has '5', which is no delay"),
+        ('"dead" }', '"dead", delay_max = "7" }', "source.delay_max is '7', which is no delay"),
+        ('"dead" }', '"dead", delay_max = "1h" }', "source.levels has '2h', which is longer than source.delay_max"),
         ("relay.topic", "relay topic", "Expected '=' after a key"),
     ],
 )
@@ -62,6 +66,13 @@ def test_what_is_wrong_is_told(tmp_path: Path, old: str, new: str, told: str) ->
         load(tmp_path, GOOD.replace(old, new, 1))
     assert told in str(failure.value)
     assert "relay.toml: " in str(failure.value)
+
+
+@pytest.mark.parametrize("text", ["0d", "1ms", "1500ms", "90s", "61m", "25h", "7d"])
+def test_a_delay_is_written_as_it_is_read(text: str) -> None:
+    ms = relay_settings.delay_ms(text)
+    assert ms is not None
+    assert relay_settings.delay_text(ms) == text
 
 
 def test_a_file_of_the_daemon_that_cannot_be_read_is_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 import confluent_kafka as kafka
 from confluent_kafka import KafkaError, KafkaException, TopicPartition, admin
 
+import tarry
 from tarry.positions import Kafka1
 from tarry_relay import port, relay_settings
 from tarry_relay.kafka_client import ClientProperties, ClusterTopics, Event, Thread, failure
@@ -37,7 +39,7 @@ _MESSAGE_BYTES = 500
 _AT_ONCE = 1_000
 _AT_ONCE_FOR_NOTHING = 20
 """So many messages are taken of those that came with one that is looked for: what is not kept is read for nothing."""
-_DAY_MS = 86_400_000
+_POSITION = re.compile(r"(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,18})", re.ASCII)
 
 Pair = tuple[int, int]
 """Partition and offset."""
@@ -63,6 +65,26 @@ class KafkaBroker:
         self.log = fetched_from
         self.output = output
 
+    def position_of(self, text: str) -> tuple[int, int]:
+        """The position of a partition and an offset, such as `3-17`."""
+        found = _POSITION.fullmatch(text)
+        try:
+            if found is None:
+                raise ValueError(text)
+            (ledger,), (entry,) = Kafka1.to_positions(int(found[1]), int(found[2]))
+        except (ValueError, tarry.InvalidArgument):
+            raise port.BadPosition(f"{text!r} is no partition and offset, as Kafka answers a publish: 3-17") from None
+        return int(ledger), int(entry)
+
+    def comes_back(self, target: str) -> bool:
+        """Whether it is the source or the retry log."""
+        return target in self.own_targets()
+
+    def own_targets(self) -> Sequence[str]:
+        """The topics of source and retry log."""
+        retry = self._settings.retry
+        return [self._settings.source.name, *([retry.name] if retry else [])]
+
     async def findings(self) -> AsyncIterator[port.Finding]:
         """Looks at the topics of source, retry log and targets; changes nothing."""
         name = self._settings.source.name
@@ -72,7 +94,13 @@ class KafkaBroker:
         keeps = "compact" not in policy
         text = f"cleanup.policy is {policy}"
         yield port.Finding("compaction", keeps, f"topic {name}: {text}{'' if keeps else ', which drops what waits'}")
-        yield port.Finding("age", True, f"topic {name}: {_kept_for(told)}")
+        size = int(told.get("retention.bytes") or -1)
+        text = (
+            f"drops its oldest beyond {size} bytes a partition, also what waits"
+            if size >= 0
+            else "drops nothing by size"
+        )
+        yield port.Finding("size", size < 0, f"topic {name}: {text}")
         unclean = told.get("unclean.leader.election.enable") == "true"
         text = "may lose its end and give its offsets again" if unclean else "does not lose its end"
         yield port.Finding("elections", not unclean, f"topic {name}: {text}")
@@ -122,6 +150,11 @@ class KafkaLog:
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         """The first offset that each partition still has."""
         return await self._topics.first_offsets(self._topic, ledgers)
+
+    async def kept_ms(self) -> int | None:
+        """The `retention.ms` of the topic."""
+        ms = int((await self._topics.settings(self._topic)).get("retention.ms") or -1)
+        return None if ms < 0 else ms
 
     async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
         """The messages at these positions: what was kept, and the rest by reading all their partitions on; None for
@@ -280,6 +313,13 @@ class KafkaReader:
             self._topic, last.ledger_id, last.entry_id + 1, leader_epoch=last.receipt.leader_epoch()
         )
         await self._committing.call(self._commit, last.lane, behind)
+
+    async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
+        """What lies before the offset that the group has committed in its partition."""
+        asked = [TopicPartition(self._topic, each) for each in {ledger for ledger, _ in positions}]
+        found = await self._committing.call(self._consumer.committed, asked, self._timeout_s)
+        behind = {each.partition: each.offset for each in found if each.error is None}
+        return [entry < behind.get(ledger, 0) for ledger, entry in positions]
 
     async def keep_place(self) -> None:
         """Keeps its place in the group while it is not read, without end: who does not ask is left out of it."""
@@ -458,13 +498,3 @@ def _message(event: Event) -> port.Message:
 def _size(event: Event) -> int:
     headers = sum(len(name) + len(value or b"") for name, value in event.headers() or ())
     return _MESSAGE_BYTES + len(event.key() or b"") + len(event.value() or b"") + headers
-
-
-def _kept_for(told: Mapping[str, str]) -> str:
-    """Until when a topic keeps what waits, by its settings."""
-    limits = []
-    if (ms := int(told.get("retention.ms") or -1)) >= 0:
-        limits.append(f"{ms / _DAY_MS:g} days")
-    if (size := int(told.get("retention.bytes") or -1)) >= 0:
-        limits.append(f"{size} bytes a partition")
-    return f"keeps {' and '.join(limits)}, longer delays end as dead letters" if limits else "keeps for ever"

@@ -50,8 +50,8 @@ async def test_few_messages_are_read_for_each_that_is_due_in_any_order(
 
 async def load(broker: KafkaTopics, directory: Path, rows: int, kept_bytes: int) -> dict[str, Any]:
     """A relay is killed at a third, and another one joins at two thirds."""
-    own = {"kept_bytes = 0": f"kept_bytes = {kept_bytes}", ", rate_limit = 500": ""}
-    with processes(broker, directory, own) as (daemon, one, two):
+    own = {"kept_bytes = 0": f"kept_bytes = {kept_bytes}"}
+    with processes(broker, directory, own=own) as (daemon, one, two):
         due_ms = await published(broker, rows)
         outages = Outages()
         two.start()

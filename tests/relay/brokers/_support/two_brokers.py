@@ -24,12 +24,12 @@ import redis.asyncio
 from tests.brokers import kafka_server, nats_server, redis_server
 
 SOURCE, DUE, DEAD, FAILED = "orders", "due", "dead", "failed"
+RESULTS = "results"
+STREAMS = (SOURCE, DUE, DEAD, FAILED, RESULTS)
 GONE = (OSError, kafka.KafkaException, nats.errors.Error, redis.RedisError, TimeoutError)
 """What clients of a broker raise that is being killed."""
 _OF_KIND = {"kafka": "session_s = 2, kept_bytes = 0", "nats": "ack_wait_s = 2", "redis": "claim_s = 2"}
 """What was left is soon another's; nothing is kept that could be fetched."""
-_LIMITS = {"kafka": ", rate_limit = 500"}
-"""So slowly that some of what is due together was received, and has failed, before the last of it is published."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,8 @@ class AnyBroker(Protocol):
     async def set_up(self) -> None:
         """Makes the streams."""
 
-    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
-        """(headers, body); durable when it returns."""
+    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
+        """(headers, body); durable when it returns, with what the broker calls the position of each."""
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
         """What stands in a stream, but for so many."""
@@ -63,6 +63,12 @@ class AnyBroker(Protocol):
     async def delete(self, stream: str) -> None:
         """Deletes it."""
 
+    async def take_away(self, stream: str) -> None:
+        """Lets nothing be published to it until it is brought back."""
+
+    async def bring_back(self, stream: str) -> None:
+        """Lets it be published to again; it is empty."""
+
     async def close(self) -> None:
         """Closes the connection."""
 
@@ -72,7 +78,7 @@ def configuration(broker: AnyBroker, address: str, more: str = "") -> str:
     return f"""
 daemon.address = "{address}"
 broker = {{ kind = "{broker.kind}", url = "{broker.server.url}", timeout_s = 5, {_OF_KIND[broker.kind]} }}
-targets = [{{ name = "{DUE}"{_LIMITS.get(broker.kind, "")} }}]
+targets = [{{ name = "{DUE}" }}]
 retry = {{ name = "{FAILED}", delays_ms = [100] }}
 
 [source]
@@ -93,15 +99,15 @@ class RedisStreams:
         self._client: Any = redis.asyncio.Redis.from_url(server.url, decode_responses=True)
 
     async def set_up(self) -> None:
-        for stream in (SOURCE, DUE, DEAD, FAILED):
+        for stream in STREAMS:
             # An empty stream is there as long as it has a group.
             await self._client.xgroup_create(stream, "tests", mkstream=True)
 
-    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
+    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
         async with self._client.pipeline(transaction=True) as calls:
             for headers, body in messages:
                 calls.xadd(stream, {**headers, "body": body})
-            await calls.execute()
+            return [str(each) for each in await calls.execute()]
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
         found = await self._client.xrange(stream)
@@ -114,6 +120,12 @@ class RedisStreams:
         await self._client.xtrim(stream, maxlen=keep, approximate=False)
 
     async def delete(self, stream: str) -> None:
+        await self._client.delete(stream)
+
+    async def take_away(self, stream: str) -> None:
+        await self._client.set(stream, "not a stream")
+
+    async def bring_back(self, stream: str) -> None:
         await self._client.delete(stream)
 
     async def close(self) -> None:
@@ -135,15 +147,13 @@ class NatsStreams:
         return self._connection.jetstream()
 
     async def set_up(self) -> None:
-        for stream in (SOURCE, DUE, DEAD, FAILED):
-            await (await self._js()).add_stream(
-                name=stream, subjects=[stream], allow_direct=True, duplicate_window=600, max_msg_size=100_000
-            )
+        for stream in STREAMS:
+            await self.bring_back(stream)
 
-    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
+    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
         js = await self._js()
         sent = [js.publish(stream, body.encode(), headers=dict(headers) or None) for headers, body in messages]
-        await asyncio.gather(*sent)
+        return [str(each.seq) for each in await asyncio.gather(*sent)]
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
         js = await self._js()
@@ -154,11 +164,26 @@ class NatsStreams:
             for each in found
         ]
 
+    async def keep_for(self, stream: str, seconds: int) -> None:
+        """Drops what is older."""
+        js = await self._js()
+        now = (await js.stream_info(stream)).config
+        now.max_age, now.duplicate_window = seconds, min(seconds, 600)
+        await js.update_stream(now)
+
     async def cut(self, stream: str, *, keep: int) -> None:
         await (await self._js()).purge_stream(stream, keep=keep)
 
     async def delete(self, stream: str) -> None:
         await (await self._js()).delete_stream(stream)
+
+    async def take_away(self, stream: str) -> None:
+        await self.delete(stream)
+
+    async def bring_back(self, stream: str) -> None:
+        await (await self._js()).add_stream(
+            name=stream, subjects=[stream], allow_direct=True, duplicate_window=600, max_msg_size=100_000
+        )
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -191,26 +216,25 @@ class KafkaTopics:
         return kafka.Consumer({**self._shared, **ends, "group.id": "tests", "auto.offset.reset": "earliest"})
 
     async def set_up(self) -> None:
-        # When something was published is told by the broker's clock; of the source by that of its producer.
-        for stream in (SOURCE, DUE, DEAD, FAILED):
-            clock = "CreateTime" if stream == SOURCE else "LogAppendTime"
-            settings = {"max.message.bytes": "100000", "message.timestamp.type": clock}
-            partitions = 1 if stream in (DUE, DEAD) else self._partitions
-            await asyncio.to_thread(self.server.make_topic, stream, partitions, settings)
+        for stream in STREAMS:
+            await self.bring_back(stream)
 
-    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
-        await asyncio.to_thread(self._publish, stream, next(self._turn), messages)
+    async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
+        return await asyncio.to_thread(self._publish, stream, next(self._turn), messages)
 
-    def _publish(self, stream: str, partition: int, messages: Sequence[tuple[Mapping[str, str], str]]) -> None:
-        errors: list[Any] = []
-        where = {} if stream in (DUE, DEAD) else {"partition": partition}
+    def _publish(self, stream: str, partition: int, messages: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
+        told: list[tuple[Any, Any]] = []
+        where = {"partition": partition} if stream in (SOURCE, FAILED) else {}
         for headers, body in messages:
             named = [(name, text.encode()) for name, text in headers.items()]
-            self._producer.produce(stream, body, headers=named, on_delivery=lambda e, _: errors.append(e), **where)
+            self._producer.produce(
+                stream, body, headers=named, on_delivery=lambda *told_of: told.append(told_of), **where
+            )
         self._producer.flush()
-        for error in errors:
+        for error, _ in told:
             if error is not None:
                 raise kafka.KafkaException(error)
+        return [f"{message.partition()}-{message.offset()}" for _, message in told]
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
         return await asyncio.to_thread(self._read, stream, after)
@@ -245,6 +269,16 @@ class KafkaTopics:
     async def delete(self, stream: str) -> None:
         await asyncio.wrap_future(self.server.admin.delete_topics([stream])[stream])
         self._found.pop(stream, None)
+
+    async def take_away(self, stream: str) -> None:
+        await self.delete(stream)
+
+    async def bring_back(self, stream: str) -> None:
+        # When something was published is told by the broker's clock; of the source by that of its producer.
+        clock = "CreateTime" if stream == SOURCE else "LogAppendTime"
+        settings = {"max.message.bytes": "100000", "message.timestamp.type": clock}
+        partitions = self._partitions if stream in (SOURCE, FAILED) else 1
+        await asyncio.to_thread(self.server.make_topic, stream, partitions, settings)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._consumer.close)
