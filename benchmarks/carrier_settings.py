@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import carrying, nats_carriers, redis_carriers
 from benchmarks.handing_back import HandingBack
-from examples import processes
+from examples import nats_relay, processes, redis_relay
 from tests.brokers import nats_server, redis_server
 
 BROKER, RELAY, WORKER = "broker", "relay", "worker"
@@ -26,9 +26,28 @@ class Setting:
     victims: Mapping[str, carrying.Victim]
 
 
+# What is said to `tarry-relay`, so that producers and consumers are those of the relays of the examples.
+_RELAY_FILE = """
+daemon = {{ address = "{address}" }}
+broker = {{ kind = "{kind}", url = "{url}", {again} = 2 }}
+targets = [{{ name = "{due}" }}]
+retry = {{ name = "{failed}", delays_ms = [{retry_ms}] }}
+
+[relay]
+topic = "{source}"
+listen = "127.0.0.1:{port}"
+
+[source]
+name = "{source}"
+target = "{due}"
+on_bad = "stop"
+headers = {{ deliver_at = "deliver-at-ms" }}
+"""
+
+
 @contextlib.asynccontextmanager
 async def relayed_by_redis(directory: Path, address: str, handing_back: HandingBack) -> AsyncIterator[Setting]:
-    """`address`: of a daemon that serves."""
+    """The relay of the examples. `address`: of a daemon that serves."""
     with _redis(directory) as (server, broker):
         program = carrying.Program(directory, "examples.redis_relay", "--redis", server.url, "--address", address)
         with _started(program) as relay:
@@ -37,12 +56,34 @@ async def relayed_by_redis(directory: Path, address: str, handing_back: HandingB
 
 @contextlib.asynccontextmanager
 async def relayed_by_nats(directory: Path, address: str, handing_back: HandingBack) -> AsyncIterator[Setting]:
-    """`address`: of a daemon that serves."""
+    """The relay of the examples. `address`: of a daemon that serves."""
     with _nats(directory) as (server, broker):
         carrier = nats_carriers.NatsRelayed(server.url, handing_back)
         await carrier.create_streams()
         program = carrying.Program(directory, "examples.nats_relay", "--nats", server.url, "--address", address)
         with _started(program) as relay:
+            yield Setting(carrier, {BROKER: broker, RELAY: relay})
+
+
+@contextlib.asynccontextmanager
+async def tarry_relay_of_redis(directory: Path, address: str) -> AsyncIterator[Setting]:
+    """`tarry-relay`. `address`: of a daemon that serves."""
+    with _redis(directory) as (server, broker):
+        names = {"source": redis_relay.SOURCE, "due": redis_relay.DUE, "failed": redis_relay.FAILED}
+        told = {"kind": "redis", "url": server.url, "again": "claim_s", **names}
+        with _started(_tarry_relay(directory, address, told)) as relay:
+            yield Setting(redis_carriers.RedisRelayed(server.url, None), {BROKER: broker, RELAY: relay})
+
+
+@contextlib.asynccontextmanager
+async def tarry_relay_of_nats(directory: Path, address: str) -> AsyncIterator[Setting]:
+    """`tarry-relay`. `address`: of a daemon that serves."""
+    with _nats(directory) as (server, broker):
+        carrier = nats_carriers.NatsRelayed(server.url, None)
+        await carrier.create_streams()
+        names = {"source": nats_relay.SOURCE, "due": nats_relay.DUE, "failed": nats_relay.FAILED}
+        told = {"kind": "nats", "url": server.url, "again": "ack_wait_s", **names}
+        with _started(_tarry_relay(directory, address, told)) as relay:
             yield Setting(carrier, {BROKER: broker, RELAY: relay})
 
 
@@ -94,3 +135,10 @@ def _started(program: carrying.Program) -> Iterator[carrying.Victim]:
     with program:
         program.start()
         yield carrying.Victim(program, program.start)
+
+
+def _tarry_relay(directory: Path, address: str, told: Mapping[str, str]) -> carrying.Program:
+    file = directory / "relay.toml"
+    port = processes.free_port()
+    file.write_text(_RELAY_FILE.format(address=address, port=port, retry_ms=carrying.RETRY_MS, **told))
+    return carrying.Program(directory, "tarry_relay.relay_command", "run", str(file))

@@ -122,6 +122,12 @@ class Account:
         ]
 
     @property
+    def first_deliveries_s(self) -> float:
+        """From when the second message was due until each had come for the first time, where all were due at once."""
+        due_ms = min(due_ms for (number, attempt), due_ms in self._due_ms.items() if number and not attempt)
+        return (max(at_ms for (_, attempt), at_ms in self._first_ms.items() if not attempt) - due_ms) / 1000
+
+    @property
     def doubles(self) -> list[tuple[int, int]]:
         """(number, attempt) of what came at more than one place."""
         return [key for key, places in self._places.items() if len(places) > 1]

@@ -31,12 +31,14 @@ class Cores:
 
     server: int | None
     client: int | None
+    beside: frozenset[int] = frozenset()
+    """All but that of the server."""
 
     @staticmethod
     def of_this_machine() -> Cores:
         """Two different ones, or none when there are not two."""
         usable = sorted(os.sched_getaffinity(0))
-        return Cores(usable[0], usable[1]) if len(usable) > 1 else Cores(None, None)
+        return Cores(usable[0], usable[1], frozenset(usable[1:])) if len(usable) > 1 else Cores(None, None)
 
 
 @contextlib.contextmanager
@@ -51,6 +53,13 @@ def on_cores(cores: Cores) -> Iterator[None]:
     """What this thread starts meanwhile runs on the server's and on the client's core."""
     both = {core for core in (cores.server, cores.client) if core is not None}
     with _on(both or None):
+        yield
+
+
+@contextlib.contextmanager
+def beside_server(cores: Cores) -> Iterator[None]:
+    """What this thread starts meanwhile runs on any core but the server's."""
+    with _on(set(cores.beside) or None):
         yield
 
 

@@ -1,7 +1,7 @@
 """NATS as a carrier of delayed messages: with Tarry and a relay beside it, and with its own schedules.
 
-Owns: streams, and what producer and consumer ask of NATS. Does not own: the relay (`examples.nats_relay`), the account
-(`carrying`).
+Owns: streams, and what producer and consumer ask of NATS. Does not own: the relay (`examples.nats_relay`, or
+`tarry-relay` with the same names), the account (`carrying`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ STREAM, SCHEDULES, SCHEDULED = "scheduled", "scheduled.at", "scheduled.due"
 
 
 class NatsRelayed:
-    """Tarry and the relay."""
+    """Tarry and a relay; what fails goes back through the relay, or some of it to Tarry itself (`handing_back`)."""
 
-    def __init__(self, url: str, handing_back: HandingBack) -> None:
-        self.failures = (nats.errors.Error, OSError, *handing_back.failures)
+    def __init__(self, url: str, handing_back: HandingBack | None) -> None:
+        self.failures = (nats.errors.Error, OSError, *HandingBack.failures)
         self._url = url
         self._handing_back = handing_back
 
@@ -53,7 +53,7 @@ class NatsRelayed:
         async with _connected(self._url) as stream:
             async for message in _pushed(stream, nats_relay.DUE):
                 for failed in take([_relayed(message)]):
-                    if self._handing_back.takes(failed):
+                    if self._handing_back is not None and self._handing_back.takes(failed):
                         await self._handing_back.hand_back(failed)
                     else:
                         name = {"tarry-delivery-id": failed.handle}

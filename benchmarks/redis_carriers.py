@@ -1,7 +1,8 @@
 """Redis as a carrier of delayed messages: with Tarry and a relay beside it, and with a sorted set and a Lua script.
 
-Owns: what producer and consumer ask of Redis. Does not own: the relay (`examples.redis_relay`), the worker that moves
-what is due out of the sorted set (`sorted_set_worker`), the account (`carrying`).
+Owns: what producer and consumer ask of Redis. Does not own: the relay (`examples.redis_relay`, or `tarry-relay` with
+the same names), the worker that moves what is due out of the sorted set (`sorted_set_worker`), the account
+(`carrying`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ if redis.call('SET', KEYS[2], '', 'NX', 'EX', ARGV[1]) then redis.call('ZADD', K
 
 
 class RedisRelayed:
-    """Tarry and the relay."""
+    """Tarry and a relay; what fails goes back through the relay, or some of it to Tarry itself (`handing_back`)."""
 
-    def __init__(self, url: str, handing_back: HandingBack) -> None:
-        self.failures = (redis.RedisError, OSError, *handing_back.failures)
+    def __init__(self, url: str, handing_back: HandingBack | None) -> None:
+        self.failures = (redis.RedisError, OSError, *HandingBack.failures)
         self._url = url
         self._handing_back = handing_back
 
@@ -46,7 +47,7 @@ class RedisRelayed:
             async for entries in _portions(broker, redis_relay.DUE):
                 through_relay = []
                 for each in take([_relayed(*entry) for entry in entries]):
-                    if self._handing_back.takes(each):
+                    if self._handing_back is not None and self._handing_back.takes(each):
                         await self._handing_back.hand_back(each)
                     else:
                         through_relay.append(each)

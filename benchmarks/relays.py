@@ -1,5 +1,6 @@
-"""How late delayed messages reach a consumer through a broker, and what that costs: Tarry with a relay of `examples`, a
-sorted set of Redis that a worker polls, and the schedules of NATS. Each in peace, and with every process killed once.
+"""How late delayed messages reach a consumer through a broker, how many a second, and what that costs: Tarry with
+`tarry-relay` and with a relay of `examples`, a sorted set of Redis that a worker polls, and the schedules of NATS. Each
+in peace, with every process killed once, and with all messages due at once.
 
 Some messages fail at the consumer and come again. The consumer's own record is the oracle: every message, each delivery
 once, none early. Redis synchronises what it stores before it answers, as the daemon does; NATS does so later.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import enum
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -25,6 +27,7 @@ from benchmarks import carrier_settings, carrying, machine, report, workbench
 from benchmarks.carrier_settings import BROKER, RELAY, WORKER, Setting
 from benchmarks.handing_back import HandingBack
 from examples import processes, redis_relay
+from tests.brokers import nats_server
 
 NAME = "relays"
 FAILS_EVERY = 50
@@ -34,16 +37,31 @@ DAEMON = "daemon"
 KILLS = {RELAY: 0.25, WORKER: 0.25, DAEMON: 0.5, BROKER: 0.75}
 PATIENCE_S = 300.0
 
+TarryRelayed = Callable[[Path, str], AbstractAsyncContextManager[Setting]]
 Relayed = Callable[[Path, str, HandingBack], AbstractAsyncContextManager[Setting]]
 Alone = Callable[[Path], AbstractAsyncContextManager[Setting]]
-WITH_TARRY: Mapping[str, Relayed] = {
-    "tarry beside redis": carrier_settings.relayed_by_redis,
-    "tarry beside nats": carrier_settings.relayed_by_nats,
+# The last word of a name is the broker.
+WITH_TARRY_RELAY: Mapping[str, TarryRelayed] = {
+    "tarry-relay, redis": carrier_settings.tarry_relay_of_redis,
+    "tarry-relay, nats": carrier_settings.tarry_relay_of_nats,
+}
+WITH_EXAMPLE: Mapping[str, Relayed] = {
+    "example's relay, redis": carrier_settings.relayed_by_redis,
+    "example's relay, nats": carrier_settings.relayed_by_nats,
 }
 ALONE: Mapping[str, Alone] = {
-    "redis sorted set": carrier_settings.sorted_by_redis,
-    "nats schedules": carrier_settings.scheduled_by_nats,
+    "sorted set, redis": carrier_settings.sorted_by_redis,
+    "schedules, nats": carrier_settings.scheduled_by_nats,
 }
+
+
+class Course(enum.StrEnum):
+    """What happens meanwhile."""
+
+    IN_PEACE = "in peace"
+    KILLED = "killed"
+    AT_ONCE = "at once"
+    """Every message is due when it is published: the most that goes through."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,19 +72,21 @@ class Plan:
     most_ms: int
     seed: int
 
+    def delays_ms(self, course: Course) -> list[int]:
+        most_ms = 0 if course is Course.AT_ONCE else self.most_ms
+        return carrying.delays(self.messages, most_ms=most_ms, seed=self.seed)
+
 
 def run(bench: workbench.Workbench) -> report.Result:
     plan = Plan(bench.size(10_000, 100), bench.size(30_000, 500), bench.seed)
     rounds = workbench.Rounds(bench, NAME)
+    missing = _missing(bench)
     rounds.run(
         {
-            f"{name}, {'killed' if is_killed else 'in peace'}": functools.partial(
-                _turn, bench, rounds, plan, name, is_killed=is_killed
-            )
-            for name in [*WITH_TARRY, *ALONE]
-            if "redis" not in name or bench.redis is not None
-            # A quick run has the kills alone: each process takes its time to start.
-            for is_killed in ([True] if bench.quick else [False, True])
+            f"{name}, {course}": functools.partial(_turn, bench, rounds, plan, name, course)
+            for name in [*WITH_TARRY_RELAY, *WITH_EXAMPLE, *ALONE]
+            if name.rpartition(" ")[2] not in missing
+            for course in _courses(bench, name)
         }
     )
     parameters: dict[str, report.Value] = {
@@ -77,46 +97,68 @@ def run(bench: workbench.Workbench) -> report.Result:
     # Each sample's name ends with its unit.
     named = ((name, *name.rpartition(", ")[::2]) for name in rounds.names)
     figures = [dataclasses.replace(rounds.figure(name, unit), name=short) for name, short, unit in named]
-    return report.Result(NAME, parameters | bench.parameters, figures, rounds.problems, bench.notes)
+    return report.Result(NAME, parameters | bench.parameters, figures, rounds.problems, list(missing.values()))
+
+
+def _missing(bench: workbench.Workbench) -> dict[str, str]:
+    """Brokers that are not measured, and why."""
+    missing = {} if bench.redis is not None else {"redis": bench.why_without_redis}
+    return missing if nats_server.find() is not None else missing | {"nats": nats_server.MISSING}
+
+
+def _courses(bench: workbench.Workbench, name: str) -> list[Course]:
+    """A quick run has one each, for each process takes its time to start, and none of the relays of the examples: their
+    kills are a test of their own. To these what they have not committed is sent again after 2 s: on a slow machine they
+    come to no end with everything at once.
+    """
+    if bench.quick:
+        return [] if name in WITH_EXAMPLE else [Course.AT_ONCE if name in WITH_TARRY_RELAY else Course.KILLED]
+    return [course for course in Course if course is not Course.AT_ONCE or name not in WITH_EXAMPLE]
 
 
 def _turn(
-    bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan, name: str, *, is_killed: bool
+    bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan, name: str, course: Course
 ) -> Mapping[str, float]:
-    account = carrying.Account(plan.messages, fails_every=FAILS_EVERY)
+    account, what = carrying.Account(plan.messages, fails_every=FAILS_EVERY), f"{name}, {course}"
     with bench.folder() as folder, contextlib.ExitStack() as stack:
-        daemon = stack.enter_context(bench.daemon()) if name in WITH_TARRY else None
-        cpu_s = asyncio.run(_carry(bench, plan, name, account, folder, daemon, is_killed=is_killed))
-    what = f"{name}, killed" if is_killed else name
+        daemon = None if name in ALONE else stack.enter_context(bench.daemon())
+        try:
+            cpu_s = asyncio.run(_carry(bench, plan, name, course, account, folder, daemon))
+        except TimeoutError as error:
+            # The others have their turns all the same.
+            rounds.check(what, str(error))
+            return {}
     for problem in account.problems():
         rounds.check(what, problem)
     # A schedule of NATS may come twice when the server is killed.
-    if name in WITH_TARRY:
+    if name not in ALONE:
         rounds.check_count(f"{what}, deliveries that came twice", len(account.doubles), 0)
+    used = {f"{what}, {each}'s CPU, s": seconds for each, seconds in cpu_s.items()}
+    if course is Course.AT_ONCE:
+        return {f"{what}, messages a second, 1/s": (plan.messages - 1) / account.first_deliveries_s} | used
     lateness = np.percentile(account.lateness_ms(), list(QUANTILES.values()))
     figures = {f"{what}, {quantile}, ms": float(value) for quantile, value in zip(QUANTILES, lateness, strict=True)}
-    if is_killed:
+    if course is Course.KILLED:
         return figures | {f"{what}, came twice, deliveries": len(account.doubles)}
-    return figures | {f"{what}, {each}'s CPU, s": used for each, used in cpu_s.items()}
+    return figures | used
 
 
 async def _carry(
     bench: workbench.Workbench,
     plan: Plan,
     name: str,
+    course: Course,
     account: carrying.Account,
     folder: Path,
     daemon: processes.DaemonProcess | None,
-    *,
-    is_killed: bool,
 ) -> Mapping[str, float]:
     """CPU seconds of each process."""
     async with _processes(bench, name, folder, daemon) as setting:
         victims = {what: _on_server_core(bench, victim) for what, victim in setting.victims.items()}
-        kills = [carrying.Kill(KILLS[what], victim.kill) for what, victim in victims.items()] if is_killed else []
+        killed = victims if course is Course.KILLED else {}
+        kills = [carrying.Kill(KILLS[what], victim.kill) for what, victim in killed.items()]
         before = {what: victim.process.usage().cpu_s for what, victim in victims.items()}
-        delays_ms = carrying.delays(plan.messages, most_ms=plan.most_ms, seed=plan.seed)
-        await carrying.carry(setting.carrier, account, delays_ms, kills, timeout_s=PATIENCE_S)
+        await carrying.carry(setting.carrier, account, plan.delays_ms(course), kills, timeout_s=PATIENCE_S)
         return {what: victim.process.usage().cpu_s - before[what] for what, victim in victims.items()}
 
 
@@ -131,11 +173,15 @@ async def _processes(
                 setting = await stack.enter_async_context(ALONE[name](folder))
             yield setting
             return
-        client = await stack.enter_async_context(tarry.aio.Client(daemon.address))
-        handing_back = HandingBack(client, redis_relay.SOURCE, redis_relay.RELAY)
-        await handing_back.create_subscription()
+        if name in WITH_TARRY_RELAY:
+            setting_of = functools.partial(WITH_TARRY_RELAY[name], folder, daemon.address)
+        else:
+            client = await stack.enter_async_context(tarry.aio.Client(daemon.address))
+            handing_back = HandingBack(client, redis_relay.SOURCE, redis_relay.RELAY)
+            await handing_back.create_subscription()
+            setting_of = functools.partial(WITH_EXAMPLE[name], folder, daemon.address, handing_back)
         with machine.on_core(bench.cores.server):
-            setting = await stack.enter_async_context(WITH_TARRY[name](folder, daemon.address, handing_back))
+            setting = await stack.enter_async_context(setting_of())
         served = carrying.Victim(daemon, daemon.start_serving)
         yield dataclasses.replace(setting, victims={DAEMON: served, **setting.victims})
 

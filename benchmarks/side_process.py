@@ -33,6 +33,12 @@ class SideProcess:
         self.result()
         return self
 
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds that it has used."""
+        assert self._process.pid is not None
+        return processes.usage(self._process.pid).cpu_s
+
     def send(self, message: object) -> None:
         self._mine.send(message)
 
@@ -40,8 +46,15 @@ class SideProcess:
         """What it sends next. Raises `ProcessFailed` when it has ended."""
         while not self._mine.poll(1.0):
             if not self._process.is_alive():
-                raise processes.ProcessFailed(f"{self._name} ended with {self._process.exitcode}")
-        return self._mine.recv()
+                raise self._ended()
+        try:
+            return self._mine.recv()
+        except EOFError:
+            raise self._ended() from None
+
+    def _ended(self) -> processes.ProcessFailed:
+        self._process.join()
+        return processes.ProcessFailed(f"{self._name} ended with {self._process.exitcode}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -32,6 +32,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "contract/",
         "daemon/engine/",
         "daemon/grpc_services/",
+        "daemon/hot_paths/",
         "daemon/owner/",
         "daemon/shard/",
         "daemon/topic/",

@@ -40,3 +40,9 @@ def test_what_is_lost_early_unasked_or_double_is_named() -> None:
         "2 arrived early, as [(0, 1), (1, 0)]",
     ]
     assert account.doubles == [(1, 0)]
+
+
+def test_how_long_the_first_deliveries_took_counts_neither_the_first_message_nor_what_came_again() -> None:
+    account = account_of_two()
+    account.take([delivery(0, 0, DUE_MS - 500), delivery(1, 0, DUE_MS + 250), delivery(0, 1, DUE_MS + 900)])
+    assert account.first_deliveries_s == 0.25

@@ -1,0 +1,327 @@
+"""The clients of an ordinary service, several processes: some add, others receive and acknowledge each row at once.
+
+Owns: what each process does, and what it saw. Does not own: the load (`service_load`), the account (`service`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
+
+import tarry
+import tarry.aio
+from benchmarks import load as clock
+from benchmarks import service_load
+from benchmarks.service_load import Load, Mode
+from tarry import on_event_loop
+from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc, dispatch_pb2, dispatch_pb2_grpc
+
+PERMITS = 10_000
+IN_FLIGHT = 10_000
+CALLERS = 256
+# A daemon that falls behind answers late.
+CALL_S = 600.0
+_OPENED = "opened"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Added:
+    """Which rows were answered; how late each request was sent, in ms: a client that is late is the limit itself.
+    `cpu_s`: what the client used from the beginning on. `refusals`: why rows were not added, each status once.
+    """
+
+    answered: NDArray[np.bool_]
+    sent_late_ms: NDArray[np.float64]
+    cpu_s: float
+    refusals: frozenset[str]
+
+    @staticmethod
+    def joined(parts: Sequence[Added]) -> Added:
+        return Added(
+            np.any([part.answered for part in parts], axis=0),
+            np.concatenate([part.sent_late_ms for part in parts]),
+            sum(part.cpu_s for part in parts),
+            frozenset().union(*(part.refusals for part in parts)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Received:
+    """By row and subscription: how often it came, and whether its acknowledgement was answered. Lateness in ms.
+    `messages`: what was received at once, one or more rows.
+    """
+
+    came: NDArray[np.int64]
+    acknowledged: NDArray[np.bool_]
+    lateness_ms: NDArray[np.int64]
+    due_ms: NDArray[np.int64]
+    messages: int
+
+    @staticmethod
+    def joined(parts: Sequence[Received]) -> Received:
+        return Received(
+            np.sum([part.came for part in parts], axis=0),
+            np.any([part.acknowledged for part in parts], axis=0),
+            np.concatenate([part.lateness_ms for part in parts]),
+            np.concatenate([part.due_ms for part in parts]),
+            sum(part.messages for part in parts),
+        )
+
+
+# ---- adding
+
+
+def add(address: str, load: Load, part: int, parent: Connection) -> None:
+    """Adds every `clients`-th request, beginning with `part`. Is told when to begin (Unix time, s); sends `Added` when
+    all were sent and answered.
+    """
+    asyncio.run(_add(address, load, part, parent))
+
+
+async def _add(address: str, load: Load, part: int, parent: Connection) -> None:
+    delays = load.delays()
+    answered = np.zeros(load.rows, dtype=np.bool_)
+    late_ms: list[float] = []
+    refusals: set[str] = set()
+    async with contextlib.AsyncExitStack() as stack:
+        if load.one_by_one:
+            send = await _one_by_one(stack, address, answered, refusals)
+        else:
+            send = await _in_batches(stack, address, answered)
+        parent.send(_OPENED)
+        began_s: float = await asyncio.to_thread(parent.recv)
+        cpu_s = time.process_time()
+        for number, request in enumerate(load.requests()):
+            if number % load.clients != part:
+                continue
+            at_s = began_s + request.after_s
+            if (remaining_s := at_s - time.time()) > 0:
+                await asyncio.sleep(remaining_s)
+            late_ms.append(1000 * (time.time() - at_s))
+            await send(request, (clock.now_ms() + delays[request.rows]).astype(np.uint64))
+    parent.send(Added(answered, np.array(late_ms), time.process_time() - cpu_s, frozenset(refusals)))
+
+
+_Send = Callable[[service_load.Request, NDArray[np.uint64]], Awaitable[None]]
+
+
+async def _in_batches(stack: contextlib.AsyncExitStack, address: str, answered: NDArray[np.bool_]) -> _Send:
+    """A stream of adds for each topic. Leaving `stack` raises what a batch was refused for."""
+    client = await stack.enter_async_context(tarry.aio.Client(address, timeout_s=CALL_S))
+    streams: dict[str, tarry.aio.AddStream] = {}
+
+    def note(rows: NDArray[np.int64], answer: asyncio.Future[tarry.AddResult]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            answered[rows] = True
+
+    async def send(request: service_load.Request, due_ms: NDArray[np.uint64]) -> None:
+        if (stream := streams.get(request.topic)) is None:
+            stream = await stack.enter_async_context(client.add_stream(request.topic, in_flight=IN_FLIGHT))
+            streams[request.topic] = stream
+        answer = await stream.add(*service_load.positions(request.rows), deliver_at_ms=due_ms)
+        answer.add_done_callback(functools.partial(note, request.rows))
+
+    return send
+
+
+async def _one_by_one(
+    stack: contextlib.AsyncExitStack, address: str, answered: NDArray[np.bool_], refusals: set[str]
+) -> _Send:
+    """A unary call for each request; as many at once as a service has callers."""
+    channel = await stack.enter_async_context(on_event_loop.open_channel(address))
+    calls = await stack.enter_async_context(asyncio.TaskGroup())
+    stub = delayed_delivery_pb2_grpc.DelayedDeliveryStub(channel)
+    callers = asyncio.Semaphore(CALLERS)
+
+    async def call(rows: NDArray[np.int64], request: delayed_delivery_pb2.AddMessagesRequest) -> None:
+        try:
+            await stub.AddMessages(request, timeout=CALL_S)
+            answered[rows] = True
+        except grpc.aio.AioRpcError as error:
+            refusals.add(error.code().name)
+        finally:
+            callers.release()
+
+    async def send(request: service_load.Request, due_ms: NDArray[np.uint64]) -> None:
+        ledger_id, entry_id = service_load.positions(request.rows)
+        message = delayed_delivery_pb2.AddMessagesRequest(
+            topic=request.topic,
+            ledger_id=ledger_id.tolist(),
+            entry_id=entry_id.tolist(),
+            deliver_at_ms=due_ms.tolist(),
+        )
+        await callers.acquire()
+        calls.create_task(call(request.rows, message))
+
+    return send
+
+
+# ---- receiving
+
+
+class Receiver:
+    """Some subscriptions of a service, each row received and acknowledged at once."""
+
+    def __init__(self, address: str, load: Load, part: int, parts: int) -> None:
+        shape = (load.rows, load.subscriptions)
+        self.came = np.zeros(shape, dtype=np.int64)
+        self.first_s = 0.0
+        """When the first row came, by `time.perf_counter`; 0: none did."""
+        self.opened = asyncio.Event()
+        self._acknowledged = np.zeros(shape, dtype=np.bool_)
+        self._lateness_ms: list[NDArray[np.int64]] = []
+        self._due_ms: list[NDArray[np.int64]] = []
+        self._messages = 0
+        self._address = address
+        self._subscribed = load.subscribed()[part::parts]
+        self._unopened = len(self._subscribed)
+        if not self._unopened:
+            self.opened.set()
+
+    @property
+    def received(self) -> Received:
+        """What came so far."""
+        none = [np.empty(0, np.int64)]
+        return Received(
+            self.came,
+            self._acknowledged,
+            np.concatenate(self._lateness_ms or none),
+            np.concatenate(self._due_ms or none),
+            self._messages,
+        )
+
+    async def run(self, mode: Mode) -> None:
+        """Until it is cancelled, or nobody serves any more."""
+        async with contextlib.AsyncExitStack() as stack:
+            if mode is Mode.PLAIN:
+                channel = await stack.enter_async_context(on_event_loop.open_channel(self._address))
+                serve = functools.partial(self._serve_plainly, dispatch_pb2_grpc.DispatchStub(channel))
+            else:
+                client = await stack.enter_async_context(tarry.aio.Client(self._address, timeout_s=CALL_S))
+                serve = functools.partial(self._serve, client)
+            async with asyncio.TaskGroup() as tasks:
+                for topic, number in self._subscribed:
+                    tasks.create_task(serve(topic, number))
+
+    async def _serve(self, client: tarry.aio.Client, topic: str, number: int) -> None:
+        name = service_load.subscription_name(number)
+        async with client.subscribe(topic, name, create=True, permits=PERMITS) as subscription:
+            self._note_opened()
+            async for batch in subscription:
+                rows = service_load.rows_of(batch)
+                self._take(rows, number, batch.deliver_at_ms.astype(np.int64), batch.lateness_ms)
+                subscription.ack(batch).add_done_callback(functools.partial(self._note_acknowledged, rows, number))
+
+    def _note_acknowledged(self, rows: NDArray[np.int64], number: int, done: asyncio.Future[tarry.Ignored]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._acknowledged[rows, number] = True
+
+    async def _serve_plainly(self, stub: Any, topic: str, number: int) -> None:
+        name = service_load.subscription_name(number)
+        await stub.CreateSubscription(
+            dispatch_pb2.CreateSubscriptionRequest(topic=topic, subscription=name), timeout=CALL_S, wait_for_ready=True
+        )
+        kind = dispatch_pb2.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
+        stream = stub.Subscribe()
+        opening = dispatch_pb2.Open(topic=topic, subscription=name, type=kind)
+        await stream.write(dispatch_pb2.SubscribeRequest(open=opening))
+        await stream.read()
+        await stream.write(_flow(PERMITS))
+        self._note_opened()
+        waiting: dict[int, NDArray[np.int64]] = {}
+        requests, spent = 0, 0
+        try:
+            while (response := await stream.read()) is not grpc.aio.EOF:
+                match response.WhichOneof("response"):
+                    case "messages":
+                        rows = self._take_message(response.messages, number)
+                        requests += 1
+                        waiting[requests] = rows
+                        await stream.write(_acknowledgement(requests, response.messages))
+                        if (spent := spent + len(rows)) > PERMITS // 2:
+                            await stream.write(_flow(spent))
+                            spent = 0
+                    case "done" if not response.done.HasField("error"):
+                        self._acknowledged[waiting.pop(response.done.request_id), number] = True
+                    case other:
+                        raise RuntimeError(f"{topic}, {name}: {other}: {response}")
+        except grpc.aio.AioRpcError as error:
+            # The daemon was killed.
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+
+    def _take_message(self, messages: dispatch_pb2.Messages, number: int) -> NDArray[np.int64]:
+        now_ms = clock.now_ms()
+        ledger_id, entry_id, due_ms = (
+            np.array(column, dtype=np.uint64)
+            for column in (messages.ledger_id, messages.entry_id, messages.deliver_at_ms)
+        )
+        rows = service_load.rows_at(ledger_id, entry_id)
+        self._take(rows, number, due_ms.astype(np.int64), now_ms - due_ms.astype(np.int64))
+        return rows
+
+    def _take(
+        self, rows: NDArray[np.int64], number: int, due_ms: NDArray[np.int64], lateness_ms: NDArray[np.int64]
+    ) -> None:
+        self.first_s = self.first_s or time.perf_counter()
+        self._messages += 1
+        # No row is twice in one message.
+        self.came[rows, number] += 1
+        self._due_ms.append(due_ms)
+        self._lateness_ms.append(lateness_ms)
+
+    def _note_opened(self) -> None:
+        self._unopened -= 1
+        if not self._unopened:
+            self.opened.set()
+
+
+def _flow(permits: int) -> dispatch_pb2.SubscribeRequest:
+    return dispatch_pb2.SubscribeRequest(flow=dispatch_pb2.Flow(permits=permits))
+
+
+def _acknowledgement(request_id: int, messages: dispatch_pb2.Messages) -> dispatch_pb2.SubscribeRequest:
+    acknowledge = dispatch_pb2.Acknowledge(
+        request_id=request_id,
+        ledger_id=messages.ledger_id,
+        entry_id=messages.entry_id,
+        deliver_at_ms=messages.deliver_at_ms,
+        redelivery_count=messages.redelivery_count or [0],
+    )
+    return dispatch_pb2.SubscribeRequest(acknowledge=acknowledge)
+
+
+def receive(address: str, load: Load, part: int, parent: Connection) -> None:
+    """Sends that its subscriptions are open; is told to end, and sends what came."""
+    asyncio.run(_receive(address, load, part, parent))
+
+
+async def _receive(address: str, load: Load, part: int, parent: Connection) -> None:
+    receiver = Receiver(address, load, part, load.clients)
+    running = asyncio.create_task(receiver.run(load.mode))
+    opening = asyncio.create_task(receiver.opened.wait())
+    await asyncio.wait((running, opening), return_when=asyncio.FIRST_COMPLETED)
+    if not receiver.opened.is_set():
+        running.result()
+    parent.send(_OPENED)
+    await asyncio.to_thread(parent.recv)
+    await ended(running)
+    parent.send(receiver.received)
+
+
+async def ended(running: asyncio.Task[None]) -> None:
+    """Ends a receiver that may have ended. Raises what it failed with."""
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
