@@ -25,7 +25,7 @@
 # A relay instead of the daemon, with its settings in a file that names the brokers and the daemon as the container
 # reaches them:
 #
-#   docker build --build-arg EXTRAS="--package tarry-relay --extra nats --extra redis" -t tarry-relay .
+#   docker build --build-arg EXTRAS="--package tarry-relay --extra kafka --extra nats --extra redis" -t tarry-relay .
 #   docker run -v ./relay.toml:/relay.toml --entrypoint tarry-relay tarry-relay run /relay.toml
 #
 # The id must be the same for the next container on the same root: it then takes its shards back at once.

@@ -14,6 +14,10 @@ JOBS ?= 2
 TESTS_AT_ONCE ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Else each process compiles all that it imports, and rewrites the asserts of all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
+# The versions stand in the file.
+KAFKA_JARS := .tools/kafka
+FETCH_KAFKA := test -e $(KAFKA_JARS)/.whole || { mvn -q -B -f tests/brokers/kafka.pom.xml dependency:copy-dependencies \
+	-DoutputDirectory=$(CURDIR)/$(KAFKA_JARS) && touch $(KAFKA_JARS)/.whole; }
 # Where `make dist` puts what it makes.
 DIST ?= dist
 # More arguments for test, run, bench, demo and spark-env: make test ARGS='-k journal'
@@ -47,6 +51,11 @@ test: $(SYNCED) ## every test; ARGS goes to pytest
 .PHONY: test-long
 test-long: $(SYNCED) ## the same tests and those marked long, with a bigger budget: tens of minutes; ARGS goes to pytest
 	$(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal -m "long or not long" --part=all --hypothesis-profile=search --timeout=3600 $(ARGS)
+
+.PHONY: test-brokers
+test-brokers: $(SYNCED) ## the tests with real brokers in their long forms, Kafka too, whose jars Maven brings; ARGS goes to pytest
+	@$(FETCH_KAFKA) || echo "Kafka: not run, since its jars cannot be fetched with Maven; the other brokers are"
+	$(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal -m "long or not long" --timeout=3600 tests/brokers tests/relay $(ARGS)
 
 .PHONY: simulate
 simulate: $(SYNCED) ## whole daemons under simulation; SEEDS=1000, FIRST=0; ARGS goes to python -m tests.simulation

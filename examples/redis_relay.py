@@ -26,8 +26,10 @@ SOURCE, DUE, FAILED, REFUSED = "orders", "{orders}:due", "{orders}:failed", "{or
 RELAY, PORTION, MARKED_S, WAIT_S = "relay", 1_000, 3_600, 3_600
 PASS_ON = """
 local entry = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
-local is_new = entry and redis.call('SET', KEYS[3], '', 'NX', 'EX', ARGV[3])
-if is_new then redis.call('XADD', KEYS[2], '*', 'tarry-delivery-id', ARGV[2], unpack(entry[2])) end
+if entry and redis.call('EXISTS', KEYS[3]) == 0 then
+    redis.call('XADD', KEYS[2], '*', 'tarry-delivery-id', ARGV[2], unpack(entry[2]))
+    redis.call('SET', KEYS[3], '', 'EX', ARGV[3])
+end
 return entry and 1 or 0
 """
 

@@ -6,10 +6,11 @@ import asyncio
 import os
 from pathlib import Path
 
+import confluent_kafka as kafka
 import nats
 import pytest
 
-from tests.brokers import nats_server, redis_server
+from tests.brokers import kafka_server, nats_server, redis_server
 
 
 @pytest.fixture
@@ -55,6 +56,37 @@ def test_what_nats_has_answered_survives_a_kill(tmp_path: Path) -> None:
         server.start()
         server.wait_until_loaded()
         assert asyncio.run(read(server)) == b"1"
+        pid = server.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.long
+def test_what_kafka_has_answered_survives_a_kill(tmp_path: Path) -> None:
+    if (jars := kafka_server.find()) is None:
+        pytest.skip(kafka_server.MISSING)
+
+    def read(server: kafka_server.KafkaServer) -> bytes | None:
+        settings = {"bootstrap.servers": server.url, "group.id": "tests", "auto.offset.reset": "earliest"}
+        consumer = kafka.Consumer({**settings, "log_level": 2})
+        consumer.assign([kafka.TopicPartition("topic", 0, 0)])
+        try:
+            found = consumer.poll(300)
+            return None if found is None else found.value()
+        finally:
+            consumer.close()
+
+    with kafka_server.KafkaServer(jars, tmp_path) as server:
+        server.start()
+        server.wait_until_loaded()
+        server.make_topic("topic")
+        producer = kafka.Producer({"bootstrap.servers": server.url, "log_level": 2})
+        producer.produce("topic", b"1")
+        assert producer.flush(300) == 0
+        server.kill()
+        server.start()
+        server.wait_until_loaded()
+        assert read(server) == b"1"
         pid = server.pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

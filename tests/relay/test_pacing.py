@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tarry_relay.pacing import REST_S, Pacing
+from tarry_relay.pacing import REST_MAX_S, REST_S, Pacing
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 1_000)), max_size=50), st.floats(0.1, 5_000))
@@ -29,9 +29,29 @@ def test_each_target_has_a_limit_of_its_own() -> None:
     assert pacing.take("fast", 100, 0) == 100
 
 
-def test_a_target_that_has_failed_rests() -> None:
+def test_a_target_that_has_failed_rests_for_longer_and_longer_until_one_message_is_taken() -> None:
     pacing = Pacing(lambda target: None)
-    pacing.rest("a", 5)
-    assert pacing.take("a", 10, 5 + REST_S / 2) == 0
-    assert pacing.take("b", 10, 5 + REST_S / 2) == 10
-    assert pacing.take("a", 10, 5 + REST_S) == 10
+    now_s = 5.0
+    pacing.rest("a", now_s)
+    assert pacing.take("a", 10, now_s + REST_S / 2) == 0
+    assert pacing.takes_nothing("a", now_s + REST_S / 2)
+    assert pacing.take("b", 10, now_s + REST_S / 2) == 10
+    rests_s = REST_S
+    for _ in range(10):
+        now_s += rests_s
+        assert pacing.take("a", 10, now_s) == 1
+        assert pacing.is_failing("a")
+        rests_s = min(2 * rests_s, REST_MAX_S)
+        pacing.rest("a", now_s)
+        assert pacing.takes_nothing("a", now_s + rests_s * 0.99)
+    pacing.has_taken("a", now_s)
+    assert not pacing.is_failing("a")
+    assert pacing.take("a", 10, now_s) == 10
+
+
+def test_a_target_at_its_limit_takes_nothing() -> None:
+    pacing = Pacing(lambda target: 10.0)
+    assert not pacing.takes_nothing("a", 0.0)
+    assert pacing.take("a", 10, 0.0) == 1
+    assert pacing.takes_nothing("a", 0.05)
+    assert not pacing.takes_nothing("a", 0.1)

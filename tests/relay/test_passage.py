@@ -17,10 +17,16 @@ from tarry_relay import passage
 from tarry_relay.passage import Answer, CannotBeRefused, Item, Passage, Row, Step, Work
 from tests.planted import registry
 
-READ_AS = (Step.READ, Step.DIRECT, Step.RETURNED, Step.BAD)
+READ_AS = (Step.READ, Step.DIRECT, Step.RETURNED, Step.WITHDRAWAL, Step.BAD)
 ALONE = tuple(work for work in Work if work not in (Work.PRODUCE, Work.COMMIT))
 ANSWERS = st.sampled_from(Answer)
 DEAD = "dead"
+RESULTS = "results"
+
+
+def named_by(number: int) -> int:
+    """Which message a withdrawal cancels: one before it, or, below 0, one that there never was."""
+    return number - 1 - number % 3
 
 
 @dataclasses.dataclass
@@ -36,6 +42,12 @@ class World:
     refused: set[int] = dataclasses.field(default_factory=set)
     """Fetching or publishing was refused for good."""
     ended: set[int] = dataclasses.field(default_factory=set)
+    cancelled: set[int] = dataclasses.field(default_factory=set)
+    """What somebody may have been told that it never comes."""
+    resolved: set[int] = dataclasses.field(default_factory=set)
+    bad: set[int] = dataclasses.field(default_factory=set)
+    """Withdrawals that cannot be used."""
+    """Withdrawals whose result is known."""
 
 
 class Relays(RuleBasedStateMachine):
@@ -56,7 +68,7 @@ class Relays(RuleBasedStateMachine):
             self.lose_the_lane()
 
     def restart(self) -> None:
-        self.passage: Passage[int, int] = Passage(DEAD)
+        self.passage: Passage[int, int] = Passage(DEAD, RESULTS)
         self.under_way: list[Item[int, int]] = []
         self.commits: list[list[Item[int, int]]] = []
         self.handed_out: set[int] = set()
@@ -103,6 +115,13 @@ class Relays(RuleBasedStateMachine):
         assert len(taken) <= rows
         self.under_way += self.fresh(taken)
 
+    @rule(rows=st.integers(1, 5), away=st.sampled_from(("t0", "t1")))
+    def park(self, rows: int, away: str) -> None:
+        parked = self.passage.park(rows, lambda target: target == away)
+        assert len(parked) <= rows
+        assert {each.target for each in parked} <= {away}
+        self.fresh(parked)
+
     def fresh(self, taken: list[Item[int, int]]) -> list[Item[int, int]]:
         assert not [each for each in taken if each in self.under_way], "it is given out twice"
         return taken
@@ -114,21 +133,33 @@ class Relays(RuleBasedStateMachine):
             self.say(self.under_way.pop(which % len(self.under_way)), answer, has_happened=has_happened)
 
     def say(self, item: Item[int, int], answer: Answer, *, has_happened: bool = False) -> None:
+        if item.step is Step.WITHDRAWAL and answer is Answer.DONE and not self.is_committed(named_by(item.content)):
+            answer = Answer.AGAIN  # It is not so yet.
         if answer is Answer.DONE or (answer is Answer.AGAIN and has_happened):
             self.happens(item)
-        if answer is Answer.REFUSED and item.step in (Step.HANDED_OUT, Step.FETCHED):
+        if answer is Answer.REFUSED and item.step in (Step.HANDED_OUT, Step.PARKED, Step.FETCHED):
             self.world.refused.add(item.content)
+        if answer is Answer.REFUSED and item.step is Step.WITHDRAWAL:
+            self.world.resolved.add(item.content)  # It has waited long enough.
+        if answer is Answer.REFUSED and item.step is Step.AWAITED:
+            self.world.bad.add(item.content)
         try:
             self.passage.answer(item, answer, "wrong")
         except CannotBeRefused:
             assert passage.TABLE[item.step].refused is None
             self.restart()  # as one does whose relay has stopped
 
+    def is_committed(self, number: int) -> bool:
+        return number < self.world.committed
+
     def happens(self, item: Item[int, int]) -> None:
         """The work of its step becomes durable; what that step must never be at is found."""
         number, world = item.content, self.world
         match item.step:
+            case Step.READ if item.lane != self.lane:
+                pass  # A request that comes later than the one of who reads it by now: see docs/RELAYS.md.
             case Step.READ:
+                assert number not in world.cancelled, "what was cancelled is added again"
                 world.in_tarry.add(number)
                 world.safe.add(number)
             case Step.DIRECT | Step.RETURNED:
@@ -136,7 +167,14 @@ class Relays(RuleBasedStateMachine):
             case Step.BAD | Step.BARE:
                 assert item.target == DEAD
                 world.safe.add(number)
+            case Step.AWAITED:
+                self.withdraw(number, named_by(number))
+            case Step.RESULT | Step.BARE_RESULT:
+                assert item.target == RESULTS
+                assert number in world.resolved, "a result is told before it is known"
+                world.safe.add(number)
             case Step.FETCHED:
+                assert number not in world.cancelled, "what was cancelled is published"
                 world.produced.add(number)
             case Step.PRODUCED:
                 assert number in world.produced, "it is acknowledged before it was published"
@@ -144,6 +182,14 @@ class Relays(RuleBasedStateMachine):
             case Step.LOST:
                 assert number in world.refused, "it is rejected and nothing was refused"
                 world.ended.add(number)
+
+    def withdraw(self, number: int, named: int) -> None:
+        """Tarry cancels what it has and has not handed out. What is not committed may be added to it again."""
+        assert named < self.world.committed, "it is withdrawn before its commit"
+        self.world.resolved.add(number)
+        if named in self.world.in_tarry - self.handed_out - self.world.ended:
+            self.world.in_tarry.remove(named)
+            self.world.cancelled.add(named)
 
     @rule()
     def begin_commit(self) -> None:
@@ -177,7 +223,7 @@ class Relays(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         self.read(len(self.world.log))
-        for _ in range(8):  # a step at a time, from the first of the longest way to the last
+        for _ in range(8 * (1 + len(self.world.log))):  # a step at a time: each message may wait for the one before
             for item in self.under_way:
                 self.say(item, Answer.DONE)
             self.under_way = []
@@ -186,11 +232,15 @@ class Relays(RuleBasedStateMachine):
                 self.under_way += self.passage.take(work, 1_000)
             while taken := self.passage.take_to_produce(1_000, lambda target, wanted: wanted):
                 self.under_way += taken
-        while self.commits or (taken := self.passage.take_to_commit()):
-            self.say_committed(self.commits.pop() if self.commits else taken, Answer.DONE)
+            while self.commits or (taken := self.passage.take_to_commit()):
+                self.say_committed(self.commits.pop() if self.commits else taken, Answer.DONE)
+            if not self.under_way and not self.world.in_tarry - self.handed_out - self.world.ended:
+                break
         assert self.world.committed == len(self.world.log), "something is stuck on its way in"
         assert self.world.ended == self.world.in_tarry, "something is stuck on its way out"
         assert self.passage.read == self.passage.handed_out == 0
+        withdrawals = {number for number, step in enumerate(self.world.log) if step is Step.WITHDRAWAL}
+        assert self.world.resolved >= withdrawals - self.world.bad, "a withdrawal was committed and not done"
 
 
 TestRelays = Relays.TestCase
@@ -203,21 +253,33 @@ def walk(seed: int) -> None:
     relays = Relays()
     relays.begin()
 
+    are_away = chance.random() < 0.5
+    """Whether targets take next to nothing."""
+
     def one_of(values: Iterable[Answer]) -> Answer:
         return chance.choice(list(values))
 
+    def one_in_ten() -> bool:
+        return chance.random() < 0.1
+
     rules: list[Callable[[], None]] = [
-        lambda: relays.fail(chance.randrange(20)),
-        lambda: relays.send(chance.choice(READ_AS)),
+        lambda: relays.fail(chance.randrange(30)),
+        *[lambda: relays.send(chance.choice((*READ_AS, Step.READ, Step.READ)))] * 2,
         lambda: relays.read(chance.randint(1, 5)),
         relays.hand_out,
         lambda: relays.take(chance.randint(1, 5)),
-        lambda: relays.take_to_produce(chance.randint(1, 5), chance.randint(0, 3)),
-        *[lambda: relays.answer(chance.randrange(10), one_of(Answer), chance.random() < 0.5)] * 4,
+        lambda: relays.take_to_produce(chance.randint(1, 5), chance.randint(0, 3) * (not are_away or one_in_ten())),
+        lambda: relays.park(chance.randint(1, 5), chance.choice(("t0", "t1"))),
+        *[
+            lambda: relays.answer(
+                chance.randrange(10), one_of((*Answer, Answer.DONE, Answer.DONE)), chance.random() < 0.5
+            )
+        ]
+        * 5,
         relays.begin_commit,
         lambda: relays.end_commit(one_of((Answer.DONE, Answer.AGAIN)), chance.random() < 0.5),
     ]
-    for _ in range(80):
+    for _ in range(100):
         chance.choice(rules)()
         relays.nothing_is_dropped()
     relays.teardown()
@@ -251,6 +313,25 @@ def test_a_target_that_takes_nothing_keeps_no_other() -> None:
     assert [each.content for each in relay.take_to_produce(10, lambda target, n: n)] == [0, 1, 3]
 
 
+def test_what_is_parked_is_fetched_again_when_its_target_takes_messages() -> None:
+    relay: Passage[int, int] = Passage(DEAD)
+    relay.enter(Item(Step.FETCHED, number, target=target) for number, target in enumerate("abaaaaaa"))
+    parked = relay.park(4, lambda target: target == "a")
+    assert [each.content for each in parked] == [4, 5, 6, 7]
+    assert relay.count(Step.PARKED) == 4
+    assert relay.park(100, lambda target: True) != []
+    assert relay.count(Step.FETCHED) == 2
+    assert relay.take(Work.FETCH, 10) == []
+    fetched: list[int] = []
+    for rows in (1, 2, 4):
+        assert len(relay.take_to_produce(10, lambda target, n: n if target == "a" else 0)) == rows
+        for each in relay.take(Work.FETCH, 10):
+            fetched.append(each.content)
+            relay.answer(each, Answer.DONE)
+    assert sorted(fetched) == [2, 3, 4, 5, 6, 7]
+    assert relay.handed_out == 8
+
+
 def test_targets_take_turns() -> None:
     relay: Passage[int, int] = Passage(DEAD)
     relay.enter(Item(Step.DIRECT, number, target=target) for number, target in enumerate("aabb"))
@@ -269,7 +350,7 @@ def test_what_cannot_be_refused_says_why() -> None:
 def leads(patch: pytest.MonkeyPatch, step: Step, row: Row) -> None:
     changed = {**passage.TABLE, step: row}
     begins = Passage.__init__
-    patch.setattr(Passage, "__init__", lambda self, dead_letters: begins(self, dead_letters, changed))
+    patch.setattr(Passage, "__init__", lambda self, dead, results="": begins(self, dead, results, changed))
 
 
 def what_is_fetched_counts_as_published(patch: pytest.MonkeyPatch) -> None:
@@ -286,6 +367,47 @@ def a_refused_add_is_committed(patch: pytest.MonkeyPatch) -> None:
 
 def a_payload_that_is_gone_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     leads(patch, Step.HANDED_OUT, Row(Work.FETCH, Step.FETCHED, Step.REJECTED))
+
+
+def what_is_not_committed_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.WITHDRAWAL, Row(Work.WITHDRAW, Step.RESULT, Step.BAD))
+    happens = Relays.happens
+
+    def at_once(self: Relays, item: Item[int, int]) -> None:
+        if item.step is Step.WITHDRAWAL:
+            self.withdraw(item.content, named_by(item.content))
+        happens(self, item)
+
+    patch.setattr(Relays, "happens", at_once)
+    patch.setattr(Relays, "is_committed", lambda self, number: True)
+
+
+def what_has_waited_long_enough_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.WITHDRAWAL, Row(Work.AWAIT, Step.AWAITED, Step.AWAITED))
+
+
+def a_result_is_told_and_nothing_done(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.WITHDRAWAL, Row(Work.AWAIT, Step.RESULT, Step.RESULT))
+
+
+def a_withdrawal_is_committed_before_it_is_told(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.AWAITED, Row(Work.WITHDRAW, Step.ADDED, Step.BAD))
+
+
+def a_bad_withdrawal_is_committed(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.AWAITED, Row(Work.WITHDRAW, Step.RESULT, Step.ADDED))
+
+
+def a_result_goes_where_its_message_asked(patch: pytest.MonkeyPatch) -> None:
+    move = Passage._move
+
+    def keeping(self: Passage[int, int], item: Item[int, int], step: Step) -> None:
+        target = item.target
+        move(self, item, step)
+        if step is Step.RESULT:
+            item.target = target
+
+    patch.setattr(Passage, "_move", keeping)
 
 
 def an_unknown_answer_counts_as_done(patch: pytest.MonkeyPatch) -> None:
@@ -348,6 +470,14 @@ def what_is_taken_still_waits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Passage, "take", peek)
 
 
+def what_is_parked_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Passage, "_unpark", lambda self, target, rows: None)
+
+
+def what_is_parked_is_published_without_its_payload(patch: pytest.MonkeyPatch) -> None:
+    leads(patch, Step.PARKED, Row(Work.FETCH, Step.PRODUCED, Step.LOST))
+
+
 def what_is_bad_goes_to_its_target(patch: pytest.MonkeyPatch) -> None:
     move = Passage._move
 
@@ -364,6 +494,12 @@ PLANTED = (
     what_is_refused_at_its_target_is_acknowledged,
     a_refused_add_is_committed,
     a_payload_that_is_gone_is_forgotten,
+    what_is_not_committed_is_withdrawn,
+    what_has_waited_long_enough_is_withdrawn,
+    a_result_is_told_and_nothing_done,
+    a_withdrawal_is_committed_before_it_is_told,
+    a_bad_withdrawal_is_committed,
+    a_result_goes_where_its_message_asked,
     an_unknown_answer_counts_as_done,
     a_commit_leaves_out_what_is_not_ready,
     a_failed_commit_is_forgotten,
@@ -371,6 +507,8 @@ PLANTED = (
     a_lost_lane_is_remembered,
     what_fails_is_not_done_again,
     what_is_taken_still_waits,
+    what_is_parked_is_forgotten,
+    what_is_parked_is_published_without_its_payload,
     what_is_bad_goes_to_its_target,
 )
 registry.register("the passage of messages through a relay", PLANTED)

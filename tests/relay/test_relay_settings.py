@@ -41,7 +41,8 @@ def test_the_least_file_has_defaults_for_the_rest(tmp_path: Path) -> None:
         ('"orders"\n', '"orders"\nrelay.permits = 0\n', "relay.permits is 0: Expected `int` >= 1"),
         ('"orders"\n', '"orders"\nrelay.permit = 1\n', "relay: Object contains unknown field `permit`"),
         ('"orders"\n', "7\n", "relay.topic is 7: Expected `str`, got `int`"),
-        ('"redis"', '"kafka"', "broker.kind is 'kafka': Invalid value 'kafka'"),
+        ('"redis"', '"rabbit"', "broker.kind is 'rabbit': Invalid value 'rabbit'"),
+        ('"redis"', '"kafka"\nbroker.kept_bytes = -1', "broker.kept_bytes is -1: Expected `int` >= 0"),
         ('"redis"', '"redis"\nbroker.once_s = 0', "broker.once_s is 0: Expected `int` >= 1"),
         (', dead_letters = "dead"', "", "source.dead_letters is not set, and source.on_bad is 'dead_letter'"),
         ('"dead" }', '"dead", on_bad = "drop" }', "source.on_bad is 'drop': Invalid enum value"),
@@ -52,6 +53,10 @@ def test_the_least_file_has_defaults_for_the_rest(tmp_path: Path) -> None:
         ('"due"', '"orders"', "targets[0].name is 'orders', which the relay reads itself"),
         ('"redis"', '"redis"\nretry.name = "orders"', "retry.name is 'orders', which is the source"),
         ('"dead" }', '"dead", target = "orders" }', "source.target is 'orders', which the relay reads itself"),
+        ('"dead" }', '"dead", results = "orders" }', "source.results is 'orders', which the relay reads itself"),
+        ('"dead" }', '"dead", levels = "1s 5" }', "source.levels has '5', which is no delay"),
+        ('"dead" }', '"dead", delay_max = "7" }', "source.delay_max is '7', which is no delay"),
+        ('"dead" }', '"dead", delay_max = "1h" }', "source.levels has '2h', which is longer than source.delay_max"),
         ("relay.topic", "relay topic", "Expected '=' after a key"),
     ],
 )
@@ -61,6 +66,13 @@ def test_what_is_wrong_is_told(tmp_path: Path, old: str, new: str, told: str) ->
         load(tmp_path, GOOD.replace(old, new, 1))
     assert told in str(failure.value)
     assert "relay.toml: " in str(failure.value)
+
+
+@pytest.mark.parametrize("text", ["0d", "1ms", "1500ms", "90s", "61m", "25h", "7d"])
+def test_a_delay_is_written_as_it_is_read(text: str) -> None:
+    ms = relay_settings.delay_ms(text)
+    assert ms is not None
+    assert relay_settings.delay_text(ms) == text
 
 
 def test_a_file_of_the_daemon_that_cannot_be_read_is_told(tmp_path: Path) -> None:
@@ -82,7 +94,7 @@ def fields_of(kind: Any) -> set[str]:
 def test_the_page_has_each_setting() -> None:
     kinds = [
         getattr(relay_settings, name)
-        for name in ("Daemon", "Tls", "Relay", "Source", "Headers", "Retry", "Target", "Nats", "Redis")
+        for name in ("Daemon", "Tls", "Relay", "Source", "Headers", "Retry", "Target", "Kafka", "Nats", "Redis")
     ]
     rows = " ".join(line for line in PAGE.splitlines() if line.startswith("|"))
     named = set(re.findall(r"`(\w+)`", rows)) | set(re.findall(r"(\w+) = \"", rows))

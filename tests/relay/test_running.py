@@ -6,19 +6,25 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 import tarry
-from tarry_relay import port, relay_settings, running
+from tarry_relay import pacing, port, relay_settings, running
 from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.running import BadMessage, Relay
 from tarry_relay.sorting import Sorting
 
 LIMIT_S = 300
+FAR_MS = 10**13
+OTHERS = 1_000
+"""From this entry on, what is fetched goes to the other target."""
 
 
 @dataclasses.dataclass
@@ -31,6 +37,9 @@ class Listed:
     published: list[port.Outgoing] = dataclasses.field(default_factory=list)
     failing: set[str] = dataclasses.field(default_factory=set)
     refusing: set[str] = dataclasses.field(default_factory=set)
+    hanging: asyncio.Event | None = None
+    """Until when a target that has failed does not answer any more."""
+    have_failed: set[str] = dataclasses.field(default_factory=set)
     first: Mapping[int, int] = dataclasses.field(default_factory=dict)
     name: str = "1"
     unreachable: int = 0
@@ -56,12 +65,31 @@ class Listed:
         return self.name
 
     async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
-        return [port.Message({"target": "due"}, position) for position in positions]
+        return [
+            port.Message({"target": "other" if entry >= OTHERS else "due"}, (ledger, entry))
+            for ledger, entry in positions
+        ]
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         return self.first
 
+    async def kept_ms(self) -> int | None:
+        return None
+
+    def position_of(self, text: str) -> tuple[int, int]:
+        return 1, int(text)
+
+    def comes_back(self, target: str) -> bool:
+        return target in self.own_targets()
+
+    def own_targets(self) -> Sequence[str]:
+        return ["orders", "failed"]
+
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
+        to = {each.target for each in messages}
+        if self.hanging is not None and to & self.failing & self.have_failed:
+            await self.hanging.wait()
+        self.have_failed |= to & self.failing
         self.published += [each for each in messages if each.target not in self.failing | self.refusing]
         return [
             port.Produced(
@@ -93,6 +121,10 @@ class _Reader:
     async def commit(self, read: Sequence[port.Read]) -> None:
         self.broker.committed += read
 
+    async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
+        there = {(each.ledger_id, each.entry_id) for each in self.broker.committed}
+        return [position in there for position in positions]
+
 
 @dataclasses.dataclass
 class Daemon:
@@ -102,6 +134,9 @@ class Daemon:
     added: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     holds_adds: asyncio.Event | None = None
     due: list[tarry.DeliveryId] = dataclasses.field(default_factory=list)
+    permits: int = 10_000
+    holding: set[tarry.DeliveryId] = dataclasses.field(default_factory=set)
+    """What was handed out and holds a permit."""
     acknowledged: list[int] = dataclasses.field(default_factory=list)
     rejected: dict[int, str] = dataclasses.field(default_factory=dict)
     nacks: list[int] = dataclasses.field(default_factory=list)
@@ -109,6 +144,12 @@ class Daemon:
     """How many negative acknowledgements come before their time."""
     lowest: Mapping[int, int] = dataclasses.field(default_factory=dict)
     trims: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    pending: dict[int, int] = dataclasses.field(default_factory=dict)
+    """By entry: when what may be withdrawn is due."""
+    asked: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    """Entries of each cancel and reschedule."""
+    lost_answers: int = 0
+    """How many of these are done and not answered."""
 
     async def create_subscription(self, *named: object) -> None:
         raise tarry.AlreadyExists("it is there with another policy")
@@ -132,13 +173,44 @@ class Daemon:
         self.added += [each for row, each in enumerate(rows) if row not in refused]
         return _Answer(refused=refused, accepted=len(rows) - len(refused), duplicates=0)
 
+    async def cancel(self, topic: str, ledger: list[int], entry: list[int]) -> Any:
+        return self._withdrawn(entry, {each: self.pending.pop(each) for each in entry if each in self.pending})
+
+    async def reschedule(self, topic: str, ledger: list[int], entry: list[int], *, deliver_at_ms: list[int]) -> Any:
+        if max(deliver_at_ms) >= FAR_MS:
+            raise tarry.OutOfRange("deliver_at_ms is too far")
+        times = dict(zip(entry, deliver_at_ms, strict=True))
+        self.pending |= (there := {each: times[each] for each in entry if each in self.pending})
+        return self._withdrawn(entry, there)
+
+    def _withdrawn(self, entry: list[int], there: Mapping[int, int]) -> Any:
+        self.asked.append(tuple(entry))
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise tarry.Unavailable("the answer was lost")
+        none = np.empty(0, np.int64)
+        return _Answer(
+            not_found_index=np.array([row for row, each in enumerate(entry) if each not in there], np.int64),
+            already_due_index=none,
+            in_flight_index=none,
+            raised_index=none,
+            raised_deliver_at_ms=none,
+            may_have_landed=False,
+        )
+
     async def receive(self, timeout_s: float, **given: object) -> Any:
         await asyncio.sleep(0.01)
-        taken, self.due = self.due, []
+        rows = self.permits - len(self.holding)
+        taken, self.due = self.due[:rows], self.due[rows:]
+        self.holding |= set(taken)
         return _Batch(taken) if taken else None
+
+    def release(self, batch: _Batch) -> None:
+        self.holding -= set(batch)
 
     async def ack(self, columns: Any) -> None:
         self.acknowledged += columns[1]
+        self.holding = {name for name in self.holding if name.entry_id not in columns[1]}
 
     async def reject(self, columns: Any, reason: str) -> None:
         self.rejected |= dict.fromkeys(columns[1], reason)
@@ -164,6 +236,9 @@ class _Answer:
 
 
 class _Batch(list[tarry.DeliveryId]):
+    def take(self, rows: list[int]) -> _Batch:
+        return _Batch(self[row] for row in rows)
+
     def delivery_id(self, row: int) -> str:
         return str(self[row])
 
@@ -182,13 +257,25 @@ def read(entry: int, lane: str = "lane", **headers: str) -> port.Read:
     return port.Read(1, entry, port.Message(headers, entry), lane, sent_at_ms=1_000)
 
 
-async def relayed(broker: Listed, daemon: Daemon, until: Callable[[], bool], **source: Any) -> RelayMetrics:
+async def relayed(
+    broker: Listed,
+    daemon: Daemon,
+    until: Callable[[], bool],
+    *,
+    said: relay_settings.Settings | None = None,
+    **source: Any,
+) -> RelayMetrics:
     """Runs a relay until it is so, and then until it has drained."""
-    said = settings(**source)
+    said = said or settings(**source)
     metrics = RelayMetrics()
     client: Any = daemon
     relay = Relay(
-        said, Sorting(said.source, said.targets), broker=broker, client=client, topic="orders@1", metrics=metrics
+        said,
+        Sorting(said.source, said.targets, broker),
+        broker=broker,
+        client=client,
+        topic="orders@1",
+        metrics=metrics,
     )
     ending = asyncio.Event()
     async with asyncio.timeout(LIMIT_S):
@@ -249,6 +336,65 @@ async def test_a_target_that_is_away_keeps_no_other() -> None:
     assert metrics.failing() == {}
 
 
+def of(*, due: int, others: int) -> list[tarry.DeliveryId]:
+    """Names of hand-outs: so many for the one target, and then so many for the other."""
+    return [tarry.DeliveryId(1, entry, None, 5_000, 0) for entry in (*range(due), *range(OTHERS, OTHERS + others))]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_target_that_is_away_does_not_use_up_the_permits_of_others(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "REST_MAX_S", 0.01)
+    few = msgspec.structs.replace(settings(), relay=relay_settings.Relay(topic="orders", permits=20, rows=10))
+    broker = Listed(failing={"due"}, hanging=asyncio.Event() if hangs else None)
+    daemon = Daemon(due=of(due=200, others=30), permits=20)
+    others = {OTHERS + row for row in range(30)}
+
+    def others_are_done() -> bool:
+        if others <= set(daemon.acknowledged):
+            broker.failing.clear()
+            if broker.hanging is not None:
+                broker.hanging.set()
+        return len(daemon.acknowledged) == 230
+
+    await relayed(broker, daemon, others_are_done, said=few)
+    assert set(daemon.acknowledged[:30]) == others
+    assert sorted(daemon.acknowledged) == [*range(200), *sorted(others)]
+    assert len(broker.published) == 230
+
+
+async def test_no_more_is_parked_than_may_be() -> None:
+    few = msgspec.structs.replace(settings(), relay=relay_settings.Relay(topic="orders", permits=20, parked_max=50))
+    broker, daemon = Listed(failing={"due"}), Daemon(due=of(due=200, others=0), permits=20)
+    full = asyncio.Event()
+
+    def is_full() -> bool:
+        if len(daemon.due) == 200 - 20 - 50 and len(daemon.holding) == 20:
+            broker.failing.clear()
+            full.set()
+        return full.is_set() and len(daemon.acknowledged) == 200
+
+    await relayed(broker, daemon, is_full, said=few)
+
+
+async def test_what_is_parked_and_comes_again_with_another_stream_is_published_once() -> None:
+    few = msgspec.structs.replace(settings(), relay=relay_settings.Relay(topic="orders", permits=20))
+    broker, daemon = Listed(failing={"due"}), Daemon(due=of(due=40, others=0), permits=20)
+    again: list[tarry.DeliveryId] = []
+
+    def has_come_again() -> bool:
+        if not again and not daemon.due and len(daemon.holding) < 20:
+            again.extend(set(of(due=40, others=0)) - daemon.holding)
+            daemon.due += again
+        elif again and not daemon.due and not daemon.holding & set(again):
+            broker.failing.clear()
+        return len(daemon.acknowledged) == 40
+
+    await relayed(broker, daemon, has_come_again, said=few)
+    assert len(broker.published) == 40
+
+
 async def test_a_nack_that_the_daemon_takes_for_early_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_NOT_DUE_S", 0)
     now_ms = time.time_ns() // 1_000_000
@@ -273,6 +419,91 @@ async def test_a_bad_message_stops_a_relay_that_is_to_stop() -> None:
         await relayed(broker, Daemon(), lambda: False, on_bad="stop")
     assert failures.group_contains(BadMessage, match="message 1-2: delay is 'soon'")
     assert [each.entry_id for each in broker.committed if each.entry_id == 2] == []
+
+
+def told(broker: Listed) -> dict[Any, tuple[str, ...]]:
+    """Of each result, by the payload of its withdrawal, what stands in the headers of the relay."""
+    names = (running.RESULT_HEADER, running.MAY_HAVE_LANDED_HEADER, running.DELIVER_AT_HEADER, "correlation-id")
+    return {
+        each.message.body: tuple(each.own_headers[name] for name in names if name in each.own_headers)
+        for each in broker.published
+        if each.target == "results" and each.message is not None
+    }
+
+
+async def test_a_withdrawal_waits_until_what_it_names_is_committed_and_is_committed_when_its_result_is_told() -> None:
+    withdrawals = [read(8, "b", **{"cancel-of": "1", "correlation-id": "x"}), read(9, "b", **{"cancel-of": "2"})]
+    added = port.Portion([read(1, "a", delay="5s"), read(2, "a", delay="5s")])
+    broker, daemon = Listed([port.Portion(withdrawals), added]), Daemon(holds_adds=asyncio.Event(), pending={1: 5})
+
+    def waits_for_its_commit() -> None:
+        assert daemon.asked == []
+        assert daemon.holds_adds is not None
+        daemon.holds_adds.set()
+
+    asyncio.get_running_loop().call_later(0.2, waits_for_its_commit)
+    metrics = await relayed(broker, daemon, lambda: len(broker.committed) == 4, results="results")
+    assert told(broker) == {8: ("CANCELLED", "x"), 9: ("NOT_FOUND", "true")}
+    assert [each.lane for each in broker.committed] == ["a", "a", "b", "b"]
+    assert metrics.withdrawals.labels("CANCELLED")._value.get() == 1
+
+
+async def test_withdrawals_of_one_position_keep_their_order_through_lost_answers() -> None:
+    later = {"reschedule-of": "1", "deliver-at": "2000000000001"}
+    asked = [read(3, **later), read(4, **{"cancel-of": "1"}), read(5, **later), read(6, **{"cancel-of": "2"})]
+    sure = [dataclasses.replace(each, alone_until_s=math.inf) for each in asked]
+    broker = Listed([port.Portion(sure)], committed=[read(1), read(2)])
+    daemon = Daemon(pending={1: 5, 2: 5}, lost_answers=2)
+    await relayed(broker, daemon, lambda: len(broker.committed) == 6, results="results")
+    assert told(broker) == {
+        3: ("RESCHEDULED", "2000000000001"),
+        4: ("CANCELLED",),
+        5: ("NOT_FOUND",),
+        # The cancel whose answers were lost.
+        6: ("NOT_FOUND", "true"),
+    }
+    assert daemon.asked == [(2,), (2,), (2,), (1,), (1,), (1,)]
+
+
+async def test_what_nobody_commits_is_not_withdrawn() -> None:
+    broker, daemon = Listed([port.Portion([read(9, **{"cancel-of": "1"})])]), Daemon(pending={1: 5})
+    await relayed(broker, daemon, lambda: len(broker.committed) == 1, results="results", await_commit_s=0.01)
+    assert (told(broker), daemon.asked, daemon.pending) == ({9: ("NOT_COMMITTED", "true")}, [], {1: 5})
+
+
+async def test_a_withdrawal_that_was_read_before_says_that_its_first_try_may_have_landed() -> None:
+    asked = [read(8, **{"cancel-of": "1"}), dataclasses.replace(read(9, **{"cancel-of": "2"}), alone_until_s=math.inf)]
+    broker = Listed([port.Portion(asked)], committed=[read(1), read(2)])
+    await relayed(broker, Daemon(), lambda: len(broker.committed) == 4, results="results")
+    assert told(broker) == {8: ("NOT_FOUND", "true"), 9: ("NOT_FOUND",)}
+
+
+async def test_a_time_that_tarry_refuses_keeps_no_other_withdrawal() -> None:
+    times = {1: FAR_MS, 2: 2 * 10**12}
+    asked = [read(7 + n, **{"reschedule-of": str(n), "deliver-at": str(ms)}) for n, ms in times.items()]
+    broker = Listed([port.Portion(asked)], committed=[read(1), read(2)])
+    daemon = Daemon(pending={1: 5, 2: 5})
+    await relayed(broker, daemon, lambda: len(broker.committed) == 4, results="results")
+    assert told(broker) == {9: ("RESCHEDULED", "2000000000000")}
+    assert [(each.target, each.own_headers["tarry-reason"]) for each in broker.published if each.target == "dead"] == [
+        ("dead", f"Tarry refuses its time {FAR_MS}: deliver_at_ms is too far")
+    ]
+    assert daemon.pending == {1: 5, 2: 2 * 10**12}
+
+
+async def test_a_result_that_is_too_large_comes_without_its_payload() -> None:
+    broker = Listed([port.Portion([read(9, **{"cancel-of": "1"})])], committed=[read(1)], refusing={"results"})
+    metrics = await relayed(broker, Daemon(pending={1: 5}), lambda: len(broker.committed) == 2, results="results")
+    assert metrics.produced.labels("bare_result")._value.get() == 1
+
+
+async def test_without_a_target_of_results_nobody_is_told() -> None:
+    broker, daemon = (
+        Listed([port.Portion([read(9, **{"cancel-of": "1"})])], committed=[read(1)]),
+        Daemon(pending={1: 5}),
+    )
+    await relayed(broker, daemon, lambda: len(broker.committed) == 2)
+    assert (daemon.pending, broker.published) == ({}, [])
 
 
 async def test_a_source_that_was_made_anew_ends_a_relay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import datetime
+import re
+from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tarry_relay import port, sorting
 from tarry_relay.passage import Step
-from tarry_relay.relay_settings import Headers, SettingsError, Source, Target
+from tarry_relay.relay_settings import Headers, Redis, Relay, Settings, SettingsError, Source, Target
 
 SENT_MS = 1_900_000_000_000
+HEADERS = ("deliver-at", "delay", "delay-level", "target", "cancel-of", "reschedule-of")
 TARGETS = (Target(name="due"), Target(pattern=r"mail\.\w+|orders", rate_limit=5))
+
+
+class Named:
+    """A broker whose messages are called by their entries, in ledger 1, and which reads two logs."""
+
+    def position_of(self, text: str) -> tuple[int, int]:
+        if not text.isdecimal():
+            raise port.BadPosition(f"{text!r} is no number")
+        return 1, int(text)
+
+    def comes_back(self, target: str) -> bool:
+        return target in self.own_targets()
+
+    def own_targets(self) -> Sequence[str]:
+        return ["orders", "failed"]
 
 
 def sorter(on_bad: str = "dead_letter", **more: str) -> sorting.Sorting:
     source = Source(name="orders", dead_letters="dead", on_bad=on_bad, target="due", **more)  # type: ignore[arg-type]
-    return sorting.Sorting(source, TARGETS)
+    return sorting.Sorting(source, TARGETS, Named())
 
 
 def read(**headers: str) -> port.Read:
@@ -56,7 +75,8 @@ def test_a_message_with_a_time_waits(headers: dict[str, str], due_ms: int) -> No
         ({"delay": "1.5s"}, "no delay"),
         ({"delay": "1s", "delay_level": "1"}, "headers delay and delay-level are given"),
         ({"delay_level": "0"}, "header delay-level is '0'; it must be from 1 to 18"),
-        ({"target": "orders"}, "header target is 'orders', which is none of the targets"),
+        ({"target": "orders"}, "header target is 'orders', which this relay reads itself"),
+        ({"target": "x"}, "header target is 'x', which is none of the targets"),
         ({"target": "mail.a.b"}, "none of the targets"),
     ],
 )
@@ -71,6 +91,16 @@ def test_a_message_without_a_time_goes_straight_on() -> None:
     assert sorter().sort(read(target="mail.news")) == sorting.Sorted(Step.DIRECT, "mail.news")
 
 
+@pytest.mark.parametrize("headers", [{"delay": "2s"}, {"deliver_at": str(SENT_MS + 1_001)}])
+def test_no_message_is_delayed_for_longer_than_the_file_allows(headers: dict[str, str]) -> None:
+    allowed = {"delay_max": "1s", "levels": "1s"}
+    assert sorter(**allowed).sort(read(delay="1s")).step is Step.READ
+    asked = sorter(**allowed).sort(read(**headers))
+    assert asked.step is Step.BAD
+    assert "source.delay_max is 1s" in asked.reason
+    assert sorter(**allowed).sort(read(reschedule_of="1", **headers)).step is Step.BAD
+
+
 def test_a_bad_time_passes_at_once_where_that_is_wanted_and_a_bad_target_does_not() -> None:
     asked = sorter("now").sort(read(delay="soon", target="mail.news"))
     assert (asked.step, asked.target) == (Step.DIRECT, "mail.news")
@@ -83,15 +113,60 @@ def test_what_was_lost_before_it_was_read_is_told() -> None:
     assert (asked.step, asked.target) == (Step.BAD, "dead")
 
 
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        ((Target(name="failed"),), "targets[0].name is 'failed', which is read by this relay itself"),
+        ((Target(name="a"), Target(pattern="order.*")), "targets[1].pattern is 'order.*', which fits 'orders'"),
+    ],
+)
+def test_a_target_that_comes_back_is_refused(targets: tuple[Target, ...], told: str) -> None:
+    source = Source(name="orders", dead_letters="dead")
+    settings = Settings(relay=Relay(topic="orders"), source=source, broker=Redis(), targets=targets)
+    with pytest.raises(SettingsError, match=f"^{re.escape(told)}.*go round"):
+        sorting.refuse_rounds(settings, Named())
+    sorting.refuse_rounds(msgspec.structs.replace(settings, targets=TARGETS[:1]), Named())
+
+
 def test_the_first_target_that_fits_has_the_limit() -> None:
     named = sorter().setting_of("mail.news")
     assert named is not None
     assert named.rate_limit == 5
 
 
-def test_a_level_that_is_no_delay_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(SettingsError, match=r"source\.levels is '5', which is no delay"):
-        sorter(levels="1s 5")
+@pytest.mark.parametrize(
+    ("headers", "due_ms"),
+    [
+        ({"cancel_of": "1"}, None),
+        ({"cancel_of": " 1 ", "target": "nowhere"}, None),
+        ({"reschedule_of": "1", "delay": "10s"}, SENT_MS + 10_000),
+        ({"reschedule_of": "1", "deliver_at": "1900000000123"}, 1_900_000_000_123),
+        ({"reschedule_of": "1", "delay_level": "1"}, SENT_MS + 1_000),
+    ],
+)
+@pytest.mark.parametrize("on_bad", ["dead_letter", "now"])
+def test_a_message_may_withdraw_another(headers: dict[str, str], due_ms: int | None, on_bad: str) -> None:
+    asked = sorter(on_bad).sort(read(**headers))
+    assert asked == sorting.Sorted(Step.WITHDRAWAL, "", withdrawal=sorting.Withdrawal(1, 1, due_ms))
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ({"cancel_of": "x"}, "header cancel-of: 'x' is no number"),
+        ({"cancel_of": "2"}, "header cancel-of is '2', where nothing was yet when this message was sent"),
+        ({"reschedule_of": "99", "delay": "1s"}, "header reschedule-of is '99', where nothing was yet"),
+        ({"cancel_of": "1", "reschedule_of": "1"}, "headers cancel-of and reschedule-of are given"),
+        ({"cancel_of": "1", "delay": "1s"}, "header cancel-of is given with deliver-at, delay or delay-level"),
+        ({"reschedule_of": "1"}, "header reschedule-of is given without the new time: deliver-at, delay or"),
+        ({"reschedule_of": "1", "delay": "soon"}, "delay is 'soon', which is no delay"),
+    ],
+)
+@pytest.mark.parametrize("on_bad", ["dead_letter", "now"])
+def test_a_withdrawal_that_cannot_be_used_is_never_passed_on(headers: dict[str, str], reason: str, on_bad: str) -> None:
+    asked = sorter(on_bad).sort(read(**headers))
+    assert (asked.step, asked.target) == (Step.BAD, "dead")
+    assert reason in asked.reason
 
 
 @given(st.datetimes(timezones=st.just(datetime.UTC)).filter(lambda moment: 1971 <= moment.year < 2200))
@@ -101,7 +176,7 @@ def test_a_moment_is_never_early(moment: datetime.datetime) -> None:
     assert datetime.timedelta(0) <= early < datetime.timedelta(milliseconds=1)
 
 
-@given(st.dictionaries(st.sampled_from(["deliver-at", "delay", "delay-level", "target"]), st.text()))
+@given(st.dictionaries(st.sampled_from(HEADERS), st.text()))
 def test_no_header_is_a_crash(headers: dict[str, str]) -> None:
     first = sorter().sort(port.Read(1, 2, port.Message(headers, b""), "lane", SENT_MS))
     assert first == sorter().sort(port.Read(1, 2, port.Message(headers, b""), "lane", SENT_MS))

@@ -14,6 +14,13 @@ from collections.abc import AsyncIterator
 import tarry.aio
 from tarry_relay import port, relay_settings
 
+_ADAPTERS = {
+    relay_settings.Kafka: ("kafka", "confluent_kafka"),
+    relay_settings.Nats: ("nats", "nats"),
+    relay_settings.Redis: ("redis", "redis"),
+}
+"""Kind and library of each broker."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Ends:
@@ -26,11 +33,11 @@ class Ends:
 @contextlib.asynccontextmanager
 async def opened(settings: relay_settings.Settings) -> AsyncIterator[Ends]:
     """Connects to the broker; Tarry is asked with the first call. Raises SettingsError, Unreachable."""
-    kind = "nats" if isinstance(settings.broker, relay_settings.Nats) else "redis"
+    kind, library = _ADAPTERS[type(settings.broker)]
     try:
         adapter = importlib.import_module(f"tarry_relay.{kind}_broker")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != kind:
+        if error.name is None or error.name.partition(".")[0] != library:
             raise
         raise relay_settings.SettingsError(
             f"broker.kind is {kind!r}, whose library is not there: install tarry-relay[{kind}]"

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
+import json
+import re
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -34,10 +38,12 @@ class NatsBroker:
     """One connection, which is made again whenever it breaks."""
 
     def __init__(self, connection: Any, settings: relay_settings.Settings, broker: relay_settings.Nats) -> None:
+        self._connection = connection
         self._js = connection.jetstream(timeout=broker.timeout_s)
         self._settings = settings
         self._broker = broker
         durable = settings.relay.subscription
+        self._own_subjects: tuple[str, ...] = ()
         self.log = NatsLog(self._js, settings.source.name, broker)
         self.source = NatsReader(self._js, settings.source.name, durable, settings.relay.read_ahead, broker)
         self.retries = settings.retry and NatsReader(
@@ -45,21 +51,45 @@ class NatsBroker:
         )
         self.output = NatsOutput(self._js, broker)
 
+    async def learn_own_subjects(self) -> None:
+        """Asks which subjects source and retry log have; a stream that is not there has none. Raises Unreachable."""
+        names = [self._settings.source.name, *([self._settings.retry.name] if self._settings.retry else [])]
+        subjects: list[str] = []
+        for name in names:
+            with contextlib.suppress(port.NotThere):
+                subjects += (await _asked(self._js.stream_info(name))).config.subjects or ()
+        self._own_subjects = tuple(subjects)
+
+    def position_of(self, text: str) -> tuple[int, int]:
+        """The position of a stream sequence, such as `17`."""
+        if not re.fullmatch(r"[1-9][0-9]{0,19}", text, re.ASCII) or int(text) >= 2**64:
+            raise port.BadPosition(f"{text!r} is no stream sequence: a whole number from 1, as NATS answers a publish")
+        (ledger,), (entry,) = NatsStream1.to_positions(int(text))
+        return int(ledger), int(entry)
+
+    def comes_back(self, target: str) -> bool:
+        """Whether it is a subject of the source or of the retry log."""
+        return any(fits(subject, target) for subject in self._own_subjects)
+
+    def own_targets(self) -> Sequence[str]:
+        """The subjects of source and retry log, with words where a wildcard stands."""
+        examples = [
+            re.sub(r"[*>]$", end, subject).replace("*", "any")
+            for subject in self._own_subjects
+            for end in ("any", "any.any" if subject.endswith(">") else "any")
+        ]
+        return list(dict.fromkeys(examples))
+
     async def findings(self) -> AsyncIterator[port.Finding]:
-        """Looks at the streams of source, retry log and targets; changes nothing."""
+        """Looks at the clock and the streams of source, retry log and targets; changes nothing."""
         name = self._settings.source.name
         info = await self.log.info()
+        yield await self._finding_of_clock(name)
         limits = info.config.retention == api.RetentionPolicy.LIMITS
         kept = "limits: what is read stays" if limits else f"{info.config.retention}: what is acknowledged is deleted"
         yield port.Finding("retention", limits, f"stream {name}: retention by {kept}")
         direct = bool(info.config.allow_direct)
         yield port.Finding("direct get", direct, f"stream {name}: allow_direct is {'on' if direct else 'off'}")
-        age_s = info.config.max_age or 0
-        yield port.Finding(
-            "age",
-            True,
-            f"stream {name}: keeps {f'{age_s:g} s, longer delays end as dead letters' if age_s else 'for ever'}",
-        )
         limit = [each for each in ("max_msgs", "max_bytes") if (getattr(info.config, each) or -1) > 0]
         text = f"drops its oldest by {' and '.join(limit)}, also what waits" if limit else "drops nothing by size"
         yield port.Finding("size", not limit, f"stream {name}: {text}")
@@ -67,6 +97,17 @@ class NatsBroker:
             yield await self._finding_of(self._settings.retry.name, "retry")
         for subject in self._settings.named_targets():
             yield await self._finding_of_target(subject)
+
+    async def _finding_of_clock(self, stream: str) -> port.Finding:
+        """By the time that stands in an answer, which the client library leaves out."""
+        asked_at_ms = port.now_ms()
+        asked = self._connection.request(f"$JS.API.STREAM.INFO.{stream}", timeout=self._broker.timeout_s)
+        told = json.loads((await _asked(asked)).data).get("ts", "")
+        try:
+            moment = datetime.datetime.fromisoformat(told)
+        except ValueError:
+            return port.Finding("clock", True, "not looked at, this NATS tells no time")
+        return port.finding_of_clock("NATS", int(moment.timestamp() * 1_000), asked_at_ms)
 
     async def _finding_of(self, stream: str, name: str) -> port.Finding:
         try:
@@ -83,8 +124,6 @@ class NatsBroker:
             return port.Finding(
                 "target", False, f"subject {subject}: no stream has it, so that nothing can be published"
             )
-        if stream == self._settings.source.name:
-            return port.Finding("target", False, f"subject {subject}: is in the source {stream}, which would go round")
         window_s = info.config.duplicate_window or 0
         return port.Finding(
             "target", window_s > 0, f"subject {subject}: stream {stream} drops for {window_s:g} s what it has"
@@ -129,6 +168,11 @@ class NatsLog:
         first = (await self.info()).state.first_seq
         return dict.fromkeys(ledgers, int(first))
 
+    async def kept_ms(self) -> int | None:
+        """The `max_age` of the stream."""
+        age_s = (await self.info()).config.max_age
+        return int(age_s * 1_000) if age_s else None
+
 
 class NatsReader:
     """A durable pull consumer, which relays share."""
@@ -143,13 +187,18 @@ class NatsReader:
             # Of all relays together, and each holds as much as it reads ahead.
             max_ack_pending=16 * read_ahead,
         )
+        self._ack_wait_s = broker.ack_wait_s
         self._pulled: Any = None
+        now_s = time.monotonic()
+        self._asked_at_s = (now_s, now_s)
+        """When the last two reads began: what came too late for one is given by the next."""
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
         """Fetches what comes next; nothing when nothing came within `wait_s`."""
         if self._pulled is None:
             await _asked(self._js.add_consumer(self._stream, self._asks_for))
             self._pulled = await _asked(self._js.pull_subscribe_bind(self._asks_for.durable_name, self._stream))
+        self._asked_at_s = (self._asked_at_s[1], time.monotonic())
         try:
             found = await _asked(self._pulled.fetch(rows_max, timeout=wait_s), may_time_out=True)
         except (port.NotThere, port.Unreachable):
@@ -162,6 +211,12 @@ class NatsReader:
         """Acknowledges messages, each by itself: what lies between may be another relay's."""
         for each in read:
             await _asked(each.receipt.ack())
+
+    async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
+        """By the floor of the consumer, up to which everything is acknowledged; what lies above it NATS tells not."""
+        told = await _asked(self._js.consumer_info(self._stream, self._asks_for.durable_name))
+        floor = 0 if told.ack_floor is None else int(told.ack_floor.stream_seq)
+        return [entry <= floor for _, entry in positions]
 
     async def _leave(self) -> None:
         pulled, self._pulled = self._pulled, None
@@ -179,6 +234,7 @@ class NatsReader:
             lane=self._stream,
             sent_at_ms=int(about.timestamp.timestamp() * 1_000),
             receipt=message,
+            alone_until_s=self._asked_at_s[0] + self._ack_wait_s if about.num_delivered == 1 else 0.0,
         )
 
 
@@ -242,7 +298,9 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
     except port.Unreachable as error:
         raise port.Unreachable(f"{broker.url} cannot be used within {broker.timeout_s:g} s: {error}") from error
     try:
-        yield NatsBroker(connection, settings, broker)
+        made = NatsBroker(connection, settings, broker)
+        await made.learn_own_subjects()
+        yield made
     finally:
         await connection.close()
 
@@ -276,6 +334,14 @@ async def _each(call: Callable[[Given], Awaitable[Answered]], given: Iterable[Gi
         if isinstance(answer, BaseException):
             raise answer
     return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def fits(subject: str, target: str) -> bool:
+    """Whether a target is one of those that a subject of a stream stands for: `*` is one word, `>` one or more."""
+    words, own = subject.split("."), target.split(".")
+    if words[-1] == ">":
+        words, own = words[:-1], own[: len(words) - 1] if len(own) >= len(words) else []
+    return len(words) == len(own) and all(word in ("*", each) for word, each in zip(words, own, strict=True))
 
 
 def _message(data: bytes, headers: Mapping[str, str] | None) -> port.Message:

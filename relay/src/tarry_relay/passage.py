@@ -22,6 +22,8 @@ class Work(enum.Enum):
 
     ADD = "add it to Tarry"
     NACK = "hand it back to Tarry"
+    AWAIT = "wait until what it names is committed"
+    WITHDRAW = "cancel or reschedule what it names in Tarry"
     PRODUCE = "publish it to its target"
     COMMIT = "commit it to the log that it was read from"
     FETCH = "fetch its payload from the source"
@@ -38,6 +40,15 @@ class Step(enum.Enum):
     """It has none, and goes straight on."""
     RETURNED = "returned"
     """It names a hand-out that a consumer has failed with."""
+    WITHDRAWAL = "withdrawal"
+    """It names another message of the source, to be cancelled or rescheduled. What is not committed might be added
+    again after that."""
+    AWAITED = "awaited"
+    """What it names is committed."""
+    RESULT = "result"
+    """What came of it is known, and goes to whoever asked."""
+    BARE_RESULT = "bare result"
+    """The same without its payload, with which it was refused there."""
     BAD = "bad"
     """It cannot be delayed as it asks, and goes to the dead letters of the broker."""
     BARE = "bare"
@@ -48,6 +59,9 @@ class Step(enum.Enum):
 
     HANDED_OUT = "handed out"
     FETCHED = "fetched"
+    PARKED = "parked"
+    """Its target takes nothing now and has its share of what waits: it is fetched again when it does. Nothing but its
+    name is kept, and it takes no place of others."""
     PRODUCED = "produced"
     """The output has confirmed it."""
     ACKNOWLEDGED = "acknowledged"
@@ -80,16 +94,21 @@ TABLE: Mapping[Step, Row] = {
     Step.READ: Row(Work.ADD, Step.ADDED, Step.BAD),
     Step.DIRECT: Row(Work.PRODUCE, Step.ADDED, Step.BAD),
     Step.RETURNED: Row(Work.NACK, Step.ADDED, Step.BAD),
+    Step.WITHDRAWAL: Row(Work.AWAIT, Step.AWAITED, Step.RESULT),
+    Step.AWAITED: Row(Work.WITHDRAW, Step.RESULT, Step.BAD),
+    Step.RESULT: Row(Work.PRODUCE, Step.ADDED, Step.BARE_RESULT),
+    Step.BARE_RESULT: Row(Work.PRODUCE, Step.ADDED, None),
     Step.BAD: Row(Work.PRODUCE, Step.ADDED, Step.BARE),
     Step.BARE: Row(Work.PRODUCE, Step.ADDED, None),
     Step.ADDED: Row(Work.COMMIT, Step.COMMITTED, None),
     Step.HANDED_OUT: Row(Work.FETCH, Step.FETCHED, Step.LOST),
     Step.FETCHED: Row(Work.PRODUCE, Step.PRODUCED, Step.LOST),
+    Step.PARKED: Row(Work.FETCH, Step.FETCHED, Step.LOST),
     Step.PRODUCED: Row(Work.ACKNOWLEDGE, Step.ACKNOWLEDGED, None),
     Step.LOST: Row(Work.REJECT, Step.REJECTED, None),
 }
 """A step that is not a key has no work left: the message is forgotten."""
-OUT = frozenset((Step.HANDED_OUT, Step.FETCHED, Step.PRODUCED, Step.LOST))
+OUT = frozenset((Step.HANDED_OUT, Step.FETCHED, Step.PARKED, Step.PRODUCED, Step.LOST))
 """Steps of what was handed out."""
 
 
@@ -121,15 +140,19 @@ class Passage(Generic[Content, Lane]):
     there: the broker takes a commit for one of everything before it.
     """
 
-    def __init__(self, dead_letters: str, table: Mapping[Step, Row] = TABLE) -> None:
-        """`dead_letters`: the target of what is BAD. `table`: another one, of tests."""
+    def __init__(self, dead_letters: str, results: str = "", table: Mapping[Step, Row] = TABLE) -> None:
+        """`dead_letters`: the target of what is BAD. `results`: that of results; empty: nobody is told of them.
+        `table`: another one, of tests.
+        """
         self._dead_letters = dead_letters
+        self._results = results
         self._table = table
         self._waiting: dict[Work, deque[Item[Content, Lane]]] = {
             work: deque() for work in Work if work not in (Work.PRODUCE, Work.COMMIT)
         }
         # Of each target by itself: one that is slow or away does not keep the others.
         self._to_produce: dict[str, deque[Item[Content, Lane]]] = {}
+        self._parked: dict[str, deque[Item[Content, Lane]]] = {}
         self._lanes: dict[Lane, deque[Item[Content, Lane]]] = {}
         self._committing: dict[Lane, list[Item[Content, Lane]]] = {}
         self._counts: Counter[Step] = Counter()
@@ -184,14 +207,38 @@ class Passage(Generic[Content, Lane]):
                 waiting.popleft()
             if not waiting:
                 del self._to_produce[target]
+                self._unpark(target, rows_max)
             elif (rows := allowed(target, min(len(waiting), rows_max - len(taken)))) > 0:
                 del self._to_produce[target]
                 taken += [item for item in (waiting.popleft() for _ in range(rows)) if not item.is_forgotten]
                 if waiting:
                     self._to_produce[target] = waiting
+                if len(waiting) < rows_max:
+                    # Twice as many: one message tries whether the target is there, and then it is soon at full speed.
+                    self._unpark(target, min(2 * rows, rows_max))
             if len(taken) >= rows_max:
                 break
         return taken
+
+    def park(self, rows: int, takes_nothing: Callable[[str], bool]) -> list[Item[Content, Lane]]:
+        """Parks at most so many of what was handed out and waits for a target that takes nothing now, and returns them:
+        those that came last for the target with the most. One is left of each, which finds out when its target does.
+        """
+        parked: list[Item[Content, Lane]] = []
+        queues = [
+            (target, each) for target, each in self._to_produce.items() if len(each) > 1 and takes_nothing(target)
+        ]
+        for target, waiting in sorted(queues, key=lambda each: -len(each[1])):
+            if len(parked) >= rows:
+                break
+            some = self._last_fetched(waiting, rows - len(parked))
+            for item in some:
+                self._counts[item.step] -= 1
+                item.step = Step.PARKED
+                self._counts[item.step] += 1
+            self._parked.setdefault(target, deque()).extend(some)
+            parked += some
+        return parked
 
     def take_to_commit(self, of: Callable[[Lane], bool] = lambda lane: True) -> list[Item[Content, Lane]]:
         """The longest prefix of what was read from one lane of which everything is durable elsewhere, in the order of
@@ -244,7 +291,29 @@ class Passage(Generic[Content, Lane]):
         for item in (*self._committing.pop(lane, ()), *self._lanes.pop(lane, ())):
             self._forget(item)
 
+    @staticmethod
+    def _last_fetched(waiting: deque[Item[Content, Lane]], rows: int) -> list[Item[Content, Lane]]:
+        """Takes at most so many that were fetched out of a queue, from its end, and leaves its first."""
+        fetched: deque[Item[Content, Lane]] = deque()
+        others: deque[Item[Content, Lane]] = deque()
+        while len(waiting) > 1 and len(fetched) < rows:
+            item = waiting.pop()
+            (fetched if item.step is Step.FETCHED else others).appendleft(item)
+        waiting.extend(others)
+        return list(fetched)
+
+    def _unpark(self, target: str, rows: int) -> None:
+        """Lets at most so many of what was parked be fetched again."""
+        if (parked := self._parked.get(target)) is None:
+            return
+        for _ in range(min(rows, len(parked))):
+            self._wait(parked.popleft())
+        if not parked:
+            del self._parked[target]
+
     def _move(self, item: Item[Content, Lane], step: Step) -> None:
+        if step is Step.RESULT and not self._results:
+            step = Step.ADDED
         if step not in self._table:
             self._forget(item)
             return
@@ -253,6 +322,8 @@ class Passage(Generic[Content, Lane]):
         item.step = step
         if step is Step.BAD:
             item.target = self._dead_letters
+        elif step is Step.RESULT:
+            item.target = self._results
         self._wait(item)
 
     def _forget(self, item: Item[Content, Lane]) -> None:

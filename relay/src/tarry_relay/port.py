@@ -1,4 +1,4 @@
-"""What a relay asks of a broker. An adapter fills it (`tarry_relay.nats_broker`, `tarry_relay.redis_broker`).
+"""What a relay asks of a broker. An adapter fills it (`tarry_relay.kafka_broker`, `nats_broker`, `redis_broker`).
 
 Owns: the calls, and what they promise.
 Does not own: when they are made (`tarry_relay.running`).
@@ -10,8 +10,12 @@ raises `Unreachable` for what passes, and is repeated then; whatever else it rai
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from typing import Any, Protocol
+
+CLOCK_APART_MS = 1_000
+"""So far from each other clocks may be."""
 
 
 class Unreachable(Exception):
@@ -20,6 +24,10 @@ class Unreachable(Exception):
 
 class NotThere(Exception):
     """The log is not there, or is another one by now: the relay begins anew."""
+
+
+class BadPosition(ValueError):
+    """A text names no position of this broker. The message says what it is and how one is written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +56,9 @@ class Read:
     """When the broker took it, Unix time in ms: the same whenever it is read."""
     receipt: Any = None
     """What the adapter needs to commit it."""
+    alone_until_s: float = 0.0
+    """Until when, by `time.monotonic`, certainly no relay but this one has read it, and this one only once; 0: it may
+    have been read before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +108,12 @@ class Reader(Protocol):
         """Commits messages of one lane, in the order in which they were read, and so all of that lane before them."""
         ...
 
+    async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
+        """Whether nobody of the group will read each (ledger, entry) again: it was committed, by whichever relay, or
+        the log never had it and is read beyond it. False wherever the broker does not say so.
+        """
+        ...
+
 
 class Log(Protocol):
     """The source, by positions."""
@@ -113,12 +130,16 @@ class Log(Protocol):
         """The first entry of each ledger that the log may still have; everything before it is gone."""
         ...
 
+    async def kept_ms(self) -> int | None:
+        """For how long the log keeps a message, by its age; None: no age ends it."""
+        ...
+
 
 class Output(Protocol):
     """Where messages are published."""
 
     async def produce(self, messages: Sequence[Outgoing]) -> Sequence[Produced]:
-        """Publishes them; what is confirmed is durable."""
+        """Publishes them; what is confirmed is durable. Two calls may be under way at once."""
         ...
 
 
@@ -131,7 +152,41 @@ class Finding:
     text: str
 
 
-class Broker(Protocol):
+def finding_of_clock(whose: str, told_ms: int, asked_at_ms: int) -> Finding:
+    """Whether a clock agrees with that of this machine: it has told its time between then and now, both in Unix ms."""
+    apart_ms = told_ms - min(max(told_ms, asked_at_ms), now_ms())
+    text = f"{whose} is {apart_ms:+d} ms from this machine"
+    if abs(apart_ms) < CLOCK_APART_MS:
+        return Finding("clock", True, text)
+    return Finding("clock", False, f"{text}, and messages come so much too early or late: synchronise both clocks")
+
+
+def now_ms() -> int:
+    """The time of this machine, Unix time in ms."""
+    return time.time_ns() // 1_000_000
+
+
+class Names(Protocol):
+    """What a broker calls its messages and its targets. Nothing is asked of it for that."""
+
+    def position_of(self, text: str) -> tuple[int, int]:
+        """(ledger, entry) of a message of the source, by what the broker answered its producer with.
+
+        NATS: the stream sequence, `17`. Redis: the id of the entry, `1795773600000-0`. A broker that answers with a
+        partition and an offset: both with a hyphen, `3-17`. Raises BadPosition.
+        """
+        ...
+
+    def comes_back(self, target: str) -> bool:
+        """Whether what is published to this target is read by this relay again, from the source or the retry log."""
+        ...
+
+    def own_targets(self) -> Sequence[str]:
+        """Targets that come back, by name; where a name may stand for many, an example of them."""
+        ...
+
+
+class Broker(Names, Protocol):
     """One broker, connected."""
 
     @property

@@ -19,11 +19,16 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+import tarry
 from tarry.positions import RedisSequences1
 from tarry_relay import port, relay_settings
 
+# Remembered when it is there: an entry that a stream refuses would count as there for ever.
 _PRODUCE = """
-if redis.call('SET', KEYS[2], '', 'NX', 'EX', ARGV[1]) then redis.call('XADD', KEYS[1], '*', unpack(ARGV, 2)) end
+if redis.call('EXISTS', KEYS[2]) == 0 then
+    redis.call('XADD', KEYS[1], '*', unpack(ARGV, 2))
+    redis.call('SET', KEYS[2], '', 'EX', ARGV[1])
+end
 return 1
 """
 # A group that nobody reads with: it goes when the stream is deleted, and so names this one.
@@ -35,7 +40,6 @@ redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[1] .. ARGV[2], '0')
 return ARGV[2]
 """
 _GENERATION_PREFIX = "tarry-generation-"
-_CLOCK_APART_MS = 1_000
 
 
 class RedisBroker:
@@ -50,14 +54,31 @@ class RedisBroker:
         self.retries = settings.retry and RedisReader(server, settings.retry.name, relay, broker)
         self.output = RedisOutput(server, broker)
 
+    def position_of(self, text: str) -> tuple[int, int]:
+        """The position of an id, such as `1795773600000-0`."""
+        try:
+            (ledger,), (entry,) = RedisSequences1.to_positions(text)
+        except tarry.InvalidArgument:
+            raise port.BadPosition(f"{text!r} is no id of an entry, as XADD answers it: 1795773600000-0") from None
+        return int(ledger), int(entry)
+
+    def comes_back(self, target: str) -> bool:
+        """Whether it is the source or the retry log."""
+        return target in self.own_targets()
+
+    def own_targets(self) -> Sequence[str]:
+        """The keys of source and retry log."""
+        retry = self._settings.retry
+        return [self._settings.source.name, *([retry.name] if retry else [])]
+
     async def findings(self) -> AsyncIterator[port.Finding]:
         """Looks at the server, its clock, and the keys of source and targets; changes nothing."""
         source = self._settings.source.name
         kind = (await _asked(self._server.type(source))).decode()
         yield port.Finding("source", kind in ("stream", "none"), f"key {source}: is {_kind(kind)}")
+        asked_at_ms = port.now_ms()
         seconds, us = await _asked(self._server.time())
-        apart_ms = seconds * 1_000 + us // 1_000 - time.time_ns() // 1_000_000
-        yield port.Finding("clock", abs(apart_ms) < _CLOCK_APART_MS, f"Redis is {apart_ms:+d} ms from this machine")
+        yield port.finding_of_clock("Redis", seconds * 1_000 + us // 1_000, asked_at_ms)
         try:
             found = {**await self._server.config_get("append*"), **await self._server.config_get("maxmemory-policy")}
         except redis.ResponseError as error:
@@ -108,6 +129,10 @@ class RedisLog:
         (sequence,), (first_ms,) = RedisSequences1.to_positions(found[0][0])
         return {ledger: int(first_ms) + (ledger < sequence) for ledger in ledgers}
 
+    async def kept_ms(self) -> int | None:
+        """None: entries leave a stream by its length or by a command, never by their age."""
+        return None
+
 
 class RedisReader:
     """A consumer of a group, which relays share. The stream and the group are made if they are not there."""
@@ -139,9 +164,9 @@ class RedisReader:
                 entries = await self._claim(rows_max)
                 if entries:
                     return self._portion(entries)
-            return self._portion(
-                await self._group_read(">", rows_max, max(1, int(min(wait_s, self._block_s_max) * 1_000)))
-            )
+            block_ms = max(1, int(min(wait_s, self._block_s_max) * 1_000))
+            alone_until_s = time.monotonic() + self._claim_ms / 1_000
+            return self._portion(await self._group_read(">", rows_max, block_ms), alone_until_s)
         except redis.ResponseError as error:
             # NOGROUP: the stream was deleted, or made again.
             raise port.NotThere(f"key {self._stream}: {error}") from error
@@ -149,6 +174,23 @@ class RedisReader:
     async def commit(self, read: Sequence[port.Read]) -> None:
         """Acknowledges entries in the group of the stream."""
         await _asked(self._server.xack(self._stream, self._group, *(each.receipt for each in read)))
+
+    async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
+        """What the group was given and does not have among its pending entries is acknowledged."""
+        ledgers, entries = zip(*positions, strict=True)
+        ids = RedisSequences1.from_positions(list(ledgers), list(entries))
+        try:
+            # In this order: what is given after the first answer counts as not given.
+            groups = await _asked(self._server.xinfo_groups(self._stream))
+            async with self._server.pipeline(transaction=False) as calls:
+                for entry_id in ids:
+                    calls.xpending_range(self._stream, self._group, entry_id, entry_id, 1)
+                pending = await _asked(calls.execute())
+        except redis.ResponseError as error:
+            raise port.NotThere(f"key {self._stream}: {error}") from error
+        given = [_word(each["last-delivered-id"]) for each in groups if _word(each["name"]) == self._group]
+        last = max(map(_numbers, given), default=(0, 0))
+        return [_numbers(entry_id) <= last and not each for entry_id, each in zip(ids, pending, strict=True)]
 
     async def _make_group(self) -> None:
         try:
@@ -173,13 +215,13 @@ class RedisReader:
             self._claims_at_s = time.monotonic() + self._claim_ms / 2_000
         return [entry for entry in entries if entry[0] is not None]
 
-    def _portion(self, entries: list[Any]) -> port.Portion:
-        return port.Portion([self._read(entry_id, fields) for entry_id, fields in entries])
+    def _portion(self, entries: list[Any], alone_until_s: float = 0.0) -> port.Portion:
+        return port.Portion([self._read(entry_id, fields, alone_until_s) for entry_id, fields in entries])
 
-    def _read(self, entry_id: bytes, fields: Any) -> port.Read:
+    def _read(self, entry_id: bytes, fields: Any, alone_until_s: float) -> port.Read:
         (ledger,), (entry,) = RedisSequences1.to_positions(entry_id)
         message = _message(fields) if fields else None
-        return port.Read(int(ledger), int(entry), message, self._stream, sent_at_ms=int(entry), receipt=entry_id)
+        return port.Read(int(ledger), int(entry), message, self._stream, int(entry), entry_id, alone_until_s)
 
 
 class RedisOutput:
@@ -251,6 +293,12 @@ async def _asked(answer: Awaitable[Any]) -> Any:
 def _message(fields: Mapping[bytes, bytes]) -> port.Message:
     headers = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
     return port.Message(headers, fields)
+
+
+def _numbers(entry_id: str) -> tuple[int, int]:
+    """(ms, sequence number), in which ids have the order of their stream."""
+    ms, _, sequence = entry_id.partition("-")
+    return int(ms), int(sequence)
 
 
 def _word(value: bytes | str) -> str:

@@ -27,9 +27,9 @@ import tarry
 from tarry_relay import ends, port, relay_settings, told_by_http
 from tarry_relay.passage import CannotBeRefused
 from tarry_relay.relay_metrics import RelayMetrics
-from tarry_relay.retention_guard import RetentionGuard
+from tarry_relay.retention_guard import RetentionGuard, finding_of_retention
 from tarry_relay.running import BadMessage, Relay
-from tarry_relay.sorting import Sorting
+from tarry_relay.sorting import Sorting, refuse_rounds
 
 log = logging.getLogger("tarry_relay")
 
@@ -62,7 +62,7 @@ class JsonLines(logging.Formatter):
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tarry-relay")
 def main() -> None:
-    """Delayed messages for NATS and Redis Streams: what a stream has is published when its time has come."""
+    """Delayed messages for Kafka, NATS and Redis Streams: what a log has is published when its time has come."""
 
 
 _settings_file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
@@ -84,22 +84,23 @@ def run(file: Path, log_level: str) -> None:
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
     with _failures():
         settings = relay_settings.load(file)
-        sorting = Sorting(settings.source, settings.targets)
         metrics = RelayMetrics()
         with told_by_http.serving(settings.relay.listen, metrics) as address:
             if address is not None:
                 log.info("serves metrics and health", extra={"address": address})
-            asyncio.run(_run(settings, sorting, metrics))
+            asyncio.run(_run(settings, metrics))
 
 
-async def _run(settings: relay_settings.Settings, sorting: Sorting, metrics: RelayMetrics) -> None:
+async def _run(settings: relay_settings.Settings, metrics: RelayMetrics) -> None:
     ending = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
     while not ending.is_set():
         try:
             async with ends.opened(settings) as opened:
+                refuse_rounds(settings, opened.broker)
                 topic = await ends.topic_of(settings, opened.broker.log)
+                sorting = Sorting(settings.source, settings.targets, opened.broker)
                 relay = Relay(
                     settings, sorting, broker=opened.broker, client=opened.client, topic=topic, metrics=metrics
                 )
@@ -126,13 +127,12 @@ async def _begin_again(
 @_settings_file
 @_as_json
 def check(file: Path, as_json: bool) -> None:
-    """Looks at the file and at both ends, and changes nothing but a mark of the source's generation.
+    """Looks at the file, at both ends and at their clocks, and changes nothing but a mark of the source's generation.
 
     Exit status 4: something is not as a relay needs it.
     """
     with _failures():
         settings = relay_settings.load(file)
-        Sorting(settings.source, settings.targets)
         found = asyncio.run(_findings(settings))
     if as_json:
         click.echo(json.dumps([{"name": each.name, "good": each.is_good, "text": each.text} for each in found]))
@@ -145,7 +145,16 @@ def check(file: Path, as_json: bool) -> None:
 
 async def _findings(settings: relay_settings.Settings) -> list[port.Finding]:
     async with ends.opened(settings) as opened:
+        refuse_rounds(settings, opened.broker)
         found = [each async for each in opened.broker.findings()]
+        try:
+            topic = await ends.topic_of(settings, opened.broker.log)
+        except port.NotThere:
+            topic = None
+        found.append(await finding_of_retention(settings, opened.broker.log, opened.client, topic))
+        asked_at_ms = port.now_ms()
+        page = await opened.client.topics_page(page_size=1)
+        found.append(port.finding_of_clock("Tarry", page.as_of_ms, asked_at_ms))
         topics = [each.topic async for each in opened.client.topics()]
         text = f"{settings.daemon.address} answers and has {len(topics)} topics"
         found.append(port.Finding("daemon", True, text))

@@ -33,11 +33,16 @@ class RelayMetrics:
         self.bad = counter("bad", "Messages whose time, level, target or delivery id cannot be used.")
         self.committed = counter("committed", "Messages committed to the log that they were read from.")
         self.produced = counter(
-            "produced", "Messages published and confirmed; step: fetched (they were due), direct, bad or bare.", "step"
+            "produced",
+            "Messages published and confirmed; step: fetched (they were due), direct, a result, bad or bare.",
+            "step",
         )
         self.returned = counter("returned", "Messages of the retry log that were handed back to Tarry.")
         self.returned_early = counter(
             "returned_early", "Messages of the retry log that came back before this relay had acknowledged them."
+        )
+        self.withdrawals = counter(
+            "withdrawals", "Cancels and reschedules of the source that were answered, by result.", "result"
         )
         self.lost = counter("lost", "Due messages that cannot be delivered and are dead letters of Tarry.")
         self.failures = counter("failures", "Calls that failed and are repeated; end: broker, target, daemon.", "end")
@@ -96,7 +101,7 @@ class _UnderWay:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         under_way = GaugeMetricFamily("tarry_relay_messages", "Messages that are under way, by step.", labels=["step"])
         for step in TABLE:
-            under_way.add_metric([step.value.replace(" ", "_")], self._metrics.passage.count(step))
+            under_way.add_metric([step.name.lower()], self._metrics.passage.count(step))
         yield under_way
         yield GaugeMetricFamily(
             "tarry_relay_cut_ledgers",

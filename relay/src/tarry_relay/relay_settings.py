@@ -21,6 +21,9 @@ import tarry.aio
 Name = Annotated[str, Meta(min_length=1)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400 * 365)]
 OnBad = Literal["dead_letter", "now", "stop"]
+DELAY_FORM = "a whole number with ms, s, m, h, d, such as 10s"
+_UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DELAY = re.compile(r"(\d{1,15})(ms|s|m|h|d)", re.ASCII)
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 
 
@@ -60,7 +63,9 @@ class Relay(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     drain_s: Seconds = 30.0
     """At the end: how long to wait for what is under way."""
     permits: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
-    """How much may be handed out and not acknowledged."""
+    """How much may be handed out and not acknowledged, but for what is parked."""
+    parked_max: Annotated[int, Meta(ge=0, le=10_000_000)] = 100_000
+    """Of how much that is due for targets which take nothing now only the names are kept, so that others go on."""
     read_ahead: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
     """How much may be read and not committed."""
     rows: Annotated[int, Meta(ge=1, le=10_000)] = 500
@@ -79,16 +84,24 @@ class Headers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     level: Name = "delay-level"
     """A level of `source.levels`, from 1."""
     target: Name = "target"
+    cancel_of: Name = "cancel-of"
+    """The message is none to deliver: it cancels the one at this position, as the broker has answered its producer."""
+    reschedule_of: Name = "reschedule-of"
+    """It gives that one the time of this message."""
+    correlation: Name = "correlation-id"
+    """Of a cancel or a reschedule: comes back with the result."""
 
 
 class Source(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The log whose messages are delayed."""
 
     name: Name
-    """A stream."""
+    """A stream, or a topic of Kafka."""
     headers: Headers = Headers()
     levels: Annotated[str, Meta(min_length=1)] = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
     """Delays, level 1 first."""
+    delay_max: str | None = None
+    """No message is delayed for longer, from when it was sent; None: for as long as Tarry takes."""
     target: str | None = None
     """Of messages that name none."""
     on_bad: OnBad = "dead_letter"
@@ -96,6 +109,11 @@ class Source(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     reason; passed on at once, where its target can be used; or the relay stops."""
     dead_letters: str = ""
     """A target; it need not stand under `targets`."""
+    results: str = ""
+    """A target, which need not stand under `targets`, that is told what came of each cancel and reschedule; empty: none
+    is."""
+    await_commit_s: Seconds = 120.0
+    """How long a cancel or reschedule waits until what it names is committed, by whichever relay has read it."""
     retention: Literal["warn", "dead_letter"] = "warn"
     """What happens when the log has dropped what still waits: it is told, and each is a dead letter of Tarry when it
     comes due; or they are so at once."""
@@ -158,20 +176,47 @@ class Redis(_Server, tag="redis", frozen=True, forbid_unknown_fields=True, kw_on
     """What another relay has read and not committed for so long is read here."""
 
 
+class Kafka(_Server, tag="kafka", frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Kafka; source, retry and targets are topics."""
+
+    url: Name = "127.0.0.1:9092"
+    """Host and port of a broker, or of several with commas between."""
+    tls: bool = False
+    """With the CAs of this machine; it need not be said beside `ca_file` or `cert_file`."""
+    sasl: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
+    """How `user` is shown, if there is one."""
+    transactional: bool = False
+    """What is published at once appears at once, or not at all, to consumers that read what is committed."""
+    session_s: Annotated[float, Meta(ge=0.1, le=3_600)] = 10.0
+    """The partitions of a relay that was silent for so long are read by others."""
+    confirm_s: Annotated[float, Meta(ge=1, le=3_600)] = 30.0
+    """How long a message may take to be confirmed. While it takes no longer, it is there once, whatever brokers do."""
+    kept_bytes: Annotated[int, Meta(ge=0)] = 64 * 2**20
+    """Memory for messages that were read and may be due soon: these are not fetched."""
+    properties: dict[Name, str | int | float | bool] = {}
+    """More of Kafka's client, by the names of librdkafka."""
+
+
 class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole file."""
 
     relay: Relay
     source: Source
-    broker: Nats | Redis
+    broker: Kafka | Nats | Redis
     daemon: Daemon = Daemon()
     retry: Retry | None = None
     targets: tuple[Target, ...] = ()
 
+    def targets_by_field(self) -> dict[str, str]:
+        """Where messages may go by a name that the file says, by the field that says it."""
+        named: dict[str, str | None] = {f"targets[{n}].name": target.name for n, target in enumerate(self.targets)}
+        for field in ("target", "dead_letters", "results"):
+            named[f"source.{field}"] = getattr(self.source, field)
+        return {field: name for field, name in named.items() if name}
+
     def named_targets(self) -> list[str]:
-        """Where messages may go by a name that the file says, that of dead letters included, each once."""
-        names = (*(each.name for each in self.targets), self.source.dead_letters)
-        return [name for name in dict.fromkeys(names) if name]
+        """Where messages may go by a name that the file says, each once."""
+        return list(dict.fromkeys(self.targets_by_field().values()))
 
 
 def load(path: Path) -> Settings:
@@ -188,6 +233,44 @@ def load(path: Path) -> Settings:
     except SettingsError as error:
         raise SettingsError(f"{path}: {error}") from error
     return settings
+
+
+def delay_ms(text: str) -> int | None:
+    """A delay in ms; None: the text is none."""
+    found = _DELAY.fullmatch(text)
+    return None if found is None else int(found[1]) * _UNITS_MS[found[2]]
+
+
+def delay_text(ms: int) -> str:
+    """A delay as it is written, in the largest unit that fits."""
+    name, unit_ms = [(name, unit_ms) for name, unit_ms in _UNITS_MS.items() if ms % unit_ms == 0][-1]
+    return f"{ms // unit_ms}{name}"
+
+
+def delay_max_ms(source: Source) -> int | None:
+    """The longest delay that the file allows; None: it does not say. Raises SettingsError."""
+    if source.delay_max is None:
+        return None
+    most_ms = delay_ms(source.delay_max)
+    if most_ms is None:
+        raise SettingsError(f"source.delay_max is {source.delay_max!r}, which is no delay: {DELAY_FORM}")
+    return most_ms
+
+
+def levels_ms(source: Source) -> list[int]:
+    """The delays of the levels, in ms, level 1 first. Raises SettingsError."""
+    levels = []
+    most_ms = delay_max_ms(source)
+    for text in source.levels.split():
+        if (delay := delay_ms(text)) is None:
+            raise SettingsError(f"source.levels has {text!r}, which is no delay: {DELAY_FORM}")
+        if most_ms is not None and delay > most_ms:
+            raise SettingsError(
+                f"source.levels has {text!r}, which is longer than source.delay_max allows, {source.delay_max!r}: name "
+                "the levels that are used"
+            )
+        levels.append(delay)
+    return levels
 
 
 def client_of(daemon: Daemon) -> tarry.aio.Client:
@@ -217,6 +300,7 @@ def _check(settings: Settings) -> None:
             f"source.dead_letters is not set, and source.on_bad is {source.on_bad!r}: name the target of dead letters, "
             "or let the relay stop with on_bad = 'stop'"
         )
+    levels_ms(source)
     if not settings.targets:
         raise SettingsError("targets is empty: name at least one target, or a pattern")
     for index, target in enumerate(settings.targets):
@@ -229,8 +313,7 @@ def _check(settings: Settings) -> None:
     if settings.retry is not None and settings.retry.name == source.name:
         raise SettingsError(f"retry.name is {source.name!r}, which is the source: take another stream")
     read_here = {source.name, source.name if settings.retry is None else settings.retry.name}
-    names = {f"targets[{index}].name": target.name for index, target in enumerate(settings.targets)}
-    for field, name in {**names, "source.target": source.target, "source.dead_letters": source.dead_letters}.items():
+    for field, name in settings.targets_by_field().items():
         if name in read_here:
             raise SettingsError(f"{field} is {name!r}, which the relay reads itself: what it publishes would go round")
 

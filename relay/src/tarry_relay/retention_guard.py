@@ -1,21 +1,50 @@
 """Looks whether the source still has what waits in Tarry.
 
-Owns: comparing the first entries of the log with the lowest pending ones, and what happens to what is gone.
+Owns: comparing the first entries of the log with the lowest pending ones, and how long it keeps messages with how long
+they may wait; what happens to what is gone.
 Does not own: the log, and a payload that is found to be gone when it is due (`tarry_relay.running`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 import tarry
 import tarry.aio
 from tarry_relay import port
 from tarry_relay.relay_metrics import RelayMetrics
-from tarry_relay.relay_settings import Settings
+from tarry_relay.relay_settings import Settings, delay_max_ms, delay_text
 
 log = logging.getLogger(__name__)
+
+
+async def finding_of_retention(
+    settings: Settings, source: port.Log, client: tarry.aio.Client, topic: str | None
+) -> port.Finding:
+    """Whether the source keeps messages for longer than they may be delayed. `topic`: None while there is no source."""
+    kept_ms = None if topic is None else await source.kept_ms()
+    name = settings.source.name
+    if kept_ms is None:
+        return port.Finding("age", True, f"source {name}: no message goes by its age")
+    kept = f"source {name}: keeps a message for {delay_text(kept_ms)}"
+    allowed = []
+    if (most_ms := delay_max_ms(settings.source)) is not None:
+        allowed.append((most_ms, f"source.delay_max is {delay_text(most_ms)}"))
+    with contextlib.suppress(tarry.NotFound):
+        most_ms = None if topic is None else (await client.policy(topic)).effective.delay_max_ms
+        if most_ms is not None:
+            allowed.append((most_ms, f"delay_max_ms of the topic {topic} is {most_ms}, {delay_text(most_ms)}"))
+    longest_ms, says = min(allowed, default=(None, "source.delay_max is not set, and the topic is not there yet"))
+    if longest_ms is not None and longest_ms < kept_ms:
+        return port.Finding("age", True, f"{kept}, and {says}; the rest is for outages and retries")
+    return port.Finding(
+        "age",
+        False,
+        f"{kept}, and {says}: what waits for longer ends as a dead letter. Let the source keep messages for longer "
+        "than the longest delay, the longest outage and the retries together, or set source.delay_max to less",
+    )
 
 
 class RetentionGuard:

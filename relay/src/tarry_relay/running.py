@@ -17,22 +17,28 @@ from typing import Any, TypeAlias
 
 import tarry
 import tarry.aio
-from tarry_relay import port
+from tarry_relay import port, withdrawing
 from tarry_relay.pacing import Pacing
-from tarry_relay.passage import Answer, Item, Passage, Step, Work
+from tarry_relay.passage import TABLE, Answer, Item, Passage, Step, Work
 from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.relay_settings import Settings
 from tarry_relay.retention_guard import RetentionGuard
-from tarry_relay.sorting import Bad, Sorting
+from tarry_relay.sorting import Bad, Sorting, Withdrawal
+from tarry_relay.withdrawing import Outcome, Result
 
 log = logging.getLogger(__name__)
 
 REASON_HEADER = "tarry-reason"
 POSITION_HEADER = "tarry-position"
+RESULT_HEADER = "tarry-result"
+DELIVER_AT_HEADER = "tarry-deliver-at"
+MAY_HAVE_LANDED_HEADER = "tarry-may-have-landed"
 _WAIT_S = 1.0
 _CLOCK_BEHIND_MS = 60_000
 """So far the daemon's clock may be behind. What is not due for longer has got another time since, and another name."""
 _NOT_DUE_S = 0.2
+_LOOK_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+"""How long to wait before it is looked again what is committed, the longer the more often nothing was."""
 _BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _PASSES = (
     port.Unreachable,
@@ -54,7 +60,15 @@ class Content:
     """Of what is read: when it is due."""
     delivery_id: tarry.DeliveryId | None = None
     """Of what was handed out, or handed back by a consumer."""
+    handed_out: tuple[tarry.Batch, int] | None = None
+    """The batch and the row that hold its permit; None: it holds none."""
     message: port.Message | None = None
+    withdrawal: Withdrawal | None = None
+    """Of what cancels or reschedules another one."""
+    alone_until_s: float = 0.0
+    """Until when nobody can have asked for the withdrawal before, by `time.monotonic`."""
+    outcome: Outcome | None = None
+    """What came of the withdrawal."""
 
 
 MessageItem: TypeAlias = "Item[Content, _Lane]"
@@ -101,7 +115,7 @@ class Relay:
         self._client = client
         self._topic = topic
         self._metrics = metrics
-        self._passage: Passage[Content, _Lane] = Passage(settings.source.dead_letters)
+        self._passage: Passage[Content, _Lane] = Passage(settings.source.dead_letters, settings.source.results)
         self._pacing = Pacing(self._limit_of)
         self._guard = RetentionGuard(settings, broker.log, client, topic, metrics)
         self._logs = [_ReadLog(settings.source.name, broker.source, is_source=True)]
@@ -178,7 +192,8 @@ class Relay:
         asked = self._sorting.sort(read)
         if asked.reason:
             self._bad(asked.reason, read)
-        content = Content(read, asked.deliver_at_ms, message=read.message)
+        content = Content(read, asked.deliver_at_ms, message=read.message, withdrawal=asked.withdrawal)
+        content.alone_until_s = read.alone_until_s
         return Item(asked.step, content, asked.target, asked.reason, lane)
 
     def _item_of_retries(self, read: port.Read, lane: _Lane) -> MessageItem:
@@ -204,21 +219,29 @@ class Relay:
         while not self._ending.is_set():
             batch = await subscription.receive(_WAIT_S, max_rows=relay.rows, linger_ms=relay.linger_ms)
             if batch is not None:
-                names = map(batch.delivery_id, range(len(batch)))
-                parsed = map(tarry.DeliveryId.parse, names)
-                items: list[MessageItem] = [Item(Step.HANDED_OUT, Content(delivery_id=name)) for name in parsed]
-                self._unacknowledged.update(item.content.delivery_id for item in items)
-                await self._enter(items)
+                await self._enter(self._handed_out(subscription, batch))
+
+    def _handed_out(self, subscription: tarry.aio.Subscription, batch: tarry.Batch) -> list[MessageItem]:
+        """What of a batch is not under way here already. What is was parked, and its stream has ended since."""
+        names = [tarry.DeliveryId.parse(batch.delivery_id(row)) for row in range(len(batch))]
+        new = [row for row, name in enumerate(names) if name not in self._unacknowledged]
+        if len(new) < len(names):
+            subscription.release(batch.take(sorted({*range(len(names))} - {*new})))
+        self._unacknowledged.update(names)
+        return [Item(Step.HANDED_OUT, Content(delivery_id=names[row], handed_out=(batch, row))) for row in new]
 
     # What is done.
 
     def _all_work(self, subscription: tarry.aio.Subscription) -> Iterable[Coroutine[Any, Any, None]]:
         yield self._work(Work.ADD, "daemon", self._add)
         yield self._work(Work.NACK, "daemon", lambda items: self._nack(subscription, items))
-        yield self._work(Work.FETCH, "broker", self._fetch)
+        yield self._await()
+        yield self._withdraw()
+        yield self._work(Work.FETCH, "broker", lambda items: self._fetch(subscription, items))
         yield self._work(Work.ACKNOWLEDGE, "daemon", lambda items: self._acknowledge(subscription, items))
         yield self._work(Work.REJECT, "daemon", lambda items: self._reject(subscription, items))
-        yield self._produce()
+        for failing in (False, True):
+            yield self._produce(subscription, failing)
         for each in self._logs:
             yield self._commit(each)
         yield self._guard.run()
@@ -231,7 +254,8 @@ class Relay:
             try:
                 await do(items)
             except _PASSES as error:
-                self._answer_all(items, Answer.AGAIN)
+                # Of some the answer may have come before.
+                self._answer_all([item for item in items if TABLE[item.step].work is work], Answer.AGAIN)
                 failures = await self._rest(end, error, failures)
             else:
                 failures = 0
@@ -285,11 +309,88 @@ class Relay:
         if again:
             await asyncio.sleep(_NOT_DUE_S)
 
-    async def _fetch(self, items: Sequence[MessageItem]) -> None:
+    async def _await(self) -> None:
+        """Looks again and again which withdrawals name what is committed. Of one position they pass in their order."""
+        waiting: list[tuple[MessageItem, Withdrawal, float]] = []
+        failures = looks = 0
+        while True:
+            if more := await self._more_to_await(is_idle=not waiting):
+                ends_s = time.monotonic() + self._settings.source.await_commit_s
+                waiting += [(item, each, ends_s) for item in more if (each := item.content.withdrawal) is not None]
+                looks = 0
+            try:
+                passed = await self._broker.source.passed([each.position for _, each, _ in waiting])
+            except port.Unreachable as error:
+                failures = await self._rest("broker", error, failures)
+                continue
+            failures = 0
+            now_s = time.monotonic()
+            left = []
+            for has_passed, (item, each, ends_s) in zip(passed, waiting, strict=True):
+                if has_passed:
+                    self._passage.answer(item, Answer.DONE)
+                elif ends_s < now_s:
+                    others = item.content.alone_until_s < now_s
+                    self._resolve(item, Outcome(Result.NOT_COMMITTED, may_have_landed=others), Answer.REFUSED)
+                elif not item.is_forgotten:
+                    left.append((item, each, ends_s))
+            looks = 0 if len(left) < len(waiting) else looks + 1
+            waiting = left
+            await self._tell()
+            if waiting:
+                await asyncio.sleep(_LOOK_S[min(looks, len(_LOOK_S) - 1)])
+
+    async def _more_to_await(self, *, is_idle: bool) -> list[MessageItem]:
+        def take() -> list[MessageItem]:
+            return self._passage.take(Work.AWAIT, self._settings.relay.rows)
+
+        return await self._next(take) if is_idle else take()
+
+    async def _withdraw(self) -> None:
+        """Asks in their order, and again until there is an answer: what follows may be about the same position."""
+        failures = 0
+        while True:
+            items = await self._next(lambda: self._passage.take(Work.WITHDRAW, self._settings.relay.rows))
+            asked = [(item, each) for item in items if (each := item.content.withdrawal) is not None]
+            for alike in withdrawing.rounds(asked):
+                while there := [
+                    (item, each) for item, each in alike if item.step is Step.AWAITED and not item.is_forgotten
+                ]:
+                    try:
+                        await self._withdraw_alike(there)
+                    except _PASSES as error:
+                        failures = await self._rest("daemon", error, failures)
+                    else:
+                        failures = 0
+                        self._metrics.reachable("daemon")
+            await self._tell()
+
+    async def _withdraw_alike(self, there: Sequence[tuple[MessageItem, Withdrawal]]) -> None:
+        alone_until_s = [item.content.alone_until_s for item, _ in there]
+        for item, _ in there:
+            item.content.alone_until_s = 0.0
+        found = await withdrawing.outcomes(self._client, self._topic, [each for _, each in there], alone_until_s)
+        for (item, _), outcome in zip(there, found, strict=True):
+            if outcome.result is not None:
+                self._resolve(item, outcome, Answer.DONE)
+                continue
+            if item.content.read is not None:
+                self._bad(outcome.refused, item.content.read)
+            self._passage.answer(item, Answer.REFUSED, outcome.refused)
+
+    def _resolve(self, item: MessageItem, outcome: Outcome, answer: Answer) -> None:
+        """The result of a withdrawal is known. It is told, where somebody is to be told, and committed after that."""
+        if outcome.result is not None:
+            self._metrics.withdrawals.labels(outcome.result.value).inc()
+        item.content.outcome = outcome
+        self._passage.answer(item, answer)
+
+    async def _fetch(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
         ordered = sorted(items, key=_position)
         found = await self._broker.log.fetch([_position(item) for item in ordered])
         for item, message in zip(ordered, found, strict=True):
             self._fetched(item, message)
+        self._park(subscription)
 
     def _fetched(self, item: MessageItem, message: port.Message | None) -> None:
         if message is None:
@@ -304,10 +405,28 @@ class Relay:
         item.content.message = message
         self._passage.answer(item, Answer.DONE)
 
-    async def _produce(self) -> None:
+    def _park(self, subscription: tarry.aio.Subscription) -> None:
+        """Keeps half of the permits free of what waits for targets that take nothing now."""
+        relay, now_s = self._settings.relay, time.monotonic()
+        waiting, parked = self._passage.count(Step.FETCHED), self._passage.count(Step.PARKED)
+        rows = min(waiting - relay.permits // 2, relay.parked_max - parked)
+        if rows <= 0:
+            return
+        holding: dict[int, tuple[tarry.Batch, list[int]]] = {}
+        for item in self._passage.park(rows, lambda target: self._pacing.takes_nothing(target, now_s)):
+            content = item.content
+            if content.handed_out is not None:
+                batch, row = content.handed_out
+                holding.setdefault(id(batch), (batch, []))[1].append(row)
+            content.handed_out = content.message = None
+        for batch, held in holding.values():
+            subscription.release(batch.take(sorted(held)))
+
+    async def _produce(self, subscription: tarry.aio.Subscription, failing: bool) -> None:
+        """Publishes to the targets that are failing, or to the others: one that hangs keeps no other."""
         failures = 0
         while True:
-            items = await self._next(self._take_to_produce)
+            items = await self._next(lambda: self._take_to_produce(failing))
             try:
                 answers = await self._broker.output.produce([self._outgoing(item) for item in items])
             except _PASSES as error:
@@ -317,13 +436,16 @@ class Relay:
                 failures = 0
                 for item, answer in zip(items, answers, strict=True):
                     self._produced(item, answer)
+                self._park(subscription)
             await self._tell()
 
-    def _take_to_produce(self) -> list[MessageItem]:
+    def _take_to_produce(self, failing: bool) -> list[MessageItem]:
         now_s = time.monotonic()
-        return self._passage.take_to_produce(
-            self._settings.relay.rows, lambda target, wanted: self._pacing.take(target, wanted, now_s)
-        )
+
+        def allowed(target: str, wanted: int) -> int:
+            return self._pacing.take(target, wanted, now_s) if self._pacing.is_failing(target) is failing else 0
+
+        return self._passage.take_to_produce(self._settings.relay.rows, allowed)
 
     def _outgoing(self, item: MessageItem) -> port.Outgoing:
         content = item.content
@@ -337,24 +459,42 @@ class Relay:
         if item.step in (Step.BAD, Step.BARE):
             kind = Step.BAD.value
             own |= {REASON_HEADER: _one_line(item.reason), POSITION_HEADER: name}
-        return port.Outgoing(
-            item.target, content.message, own, f"{self._topic}:{kind}:{name}", item.step is not Step.BARE
-        )
+        elif item.step in (Step.RESULT, Step.BARE_RESULT):
+            kind = Step.RESULT.value
+            own |= {**self._told(content), POSITION_HEADER: name}
+        has_body = item.step not in (Step.BARE, Step.BARE_RESULT)
+        return port.Outgoing(item.target, content.message, own, f"{self._topic}:{kind}:{name}", has_body)
+
+    def _told(self, content: Content) -> dict[str, str]:
+        """What came of a withdrawal, as headers."""
+        outcome, told = content.outcome, {}
+        correlation = self._settings.source.headers.correlation
+        if content.message is not None and correlation in content.message.headers:
+            told[correlation] = content.message.headers[correlation]
+        if outcome is not None and outcome.result is not None:
+            told[RESULT_HEADER] = outcome.result.value
+            if outcome.deliver_at_ms is not None:
+                told[DELIVER_AT_HEADER] = str(outcome.deliver_at_ms)
+            if outcome.may_have_landed:
+                told[MAY_HAVE_LANDED_HEADER] = "true"
+        return told
 
     def _produced(self, item: MessageItem, answer: port.Produced) -> None:
         if answer.failed:
             self._pacing.rest(item.target, time.monotonic())
             self._metrics.failed("target", answer.failed, item.target)
             self._passage.answer(item, Answer.AGAIN)
-        elif answer.refused and item.step is Step.FETCHED:
+            return
+        self._pacing.has_taken(item.target, time.monotonic())
+        if answer.refused and item.step is Step.FETCHED:
             self._refuse(item, answer.refused)
         elif answer.refused:
             if item.content.read is not None and item.step is Step.DIRECT:
                 self._bad(answer.refused, item.content.read)
-            self._passage.answer(item, Answer.REFUSED, answer.refused if item.step is Step.DIRECT else item.reason)
+            self._passage.answer(item, Answer.REFUSED, item.reason or answer.refused)
         else:
             self._metrics.reachable("target", item.target)
-            self._metrics.produced.labels(item.step.value).inc()
+            self._metrics.produced.labels(item.step.name.lower()).inc()
             if item.step is Step.FETCHED and item.content.delivery_id is not None:
                 self._metrics.late(time.time() - item.content.delivery_id.deliver_at_ms / 1_000)
             self._passage.answer(item, Answer.DONE)

@@ -1,23 +1,22 @@
 """What is to be done with a message that was read: when it is due, and where it goes.
 
-Owns: the headers of producers and of consumers that fail, and what is wrong with them.
+Owns: the headers of producers, and what is wrong with them.
 Does not own: their names (`tarry_relay.relay_settings`).
 Pure: the same message gives the same time, whenever it is read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tarry_relay import port
+from tarry_relay import port, relay_settings
 from tarry_relay.passage import Step
-from tarry_relay.relay_settings import Headers, SettingsError, Source, Target
+from tarry_relay.relay_settings import Headers, Settings, SettingsError, Source, Target
 
-_UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-_DELAY = re.compile(r"(\d{1,15})(ms|s|m|h|d)", re.ASCII)
 _TIME_MAX_MS = 2**53
 _SECONDS_MAX = 978_307_200_000
 """Below it, and from 10^9 on, a number can only be meant in seconds."""
@@ -27,26 +26,40 @@ class Bad(ValueError):
     """A header cannot be used; the message names it, its value, and what is allowed."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Withdrawal:
+    """What a message asks for that names another one."""
+
+    ledger_id: int
+    entry_id: int
+    deliver_at_ms: int | None
+    """The other time; None: it is to be cancelled."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.ledger_id, self.entry_id
+
+
 class Sorted(NamedTuple):
-    """What a message asks for. `step`: READ (it waits), DIRECT or BAD."""
+    """What a message asks for. `step`: READ (it waits), DIRECT, WITHDRAWAL or BAD."""
 
     step: Step
     target: str
     deliver_at_ms: int = 0
     reason: str = ""
+    withdrawal: Withdrawal | None = None
 
 
 class Sorting:
     """Sorts what is read from one source."""
 
-    def __init__(self, source: Source, targets: tuple[Target, ...]) -> None:
-        """Raises SettingsError: a level that is no delay."""
+    def __init__(self, source: Source, targets: tuple[Target, ...], names: port.Names) -> None:
+        """`names`: of the broker."""
         self._source = source
         self._targets = targets
-        try:
-            self._levels_ms = [delay_ms("source.levels", each) for each in source.levels.split()]
-        except Bad as error:
-            raise SettingsError(str(error)) from error
+        self._names = names
+        self._levels_ms = relay_settings.levels_ms(source)
+        self._delay_max_ms = relay_settings.delay_max_ms(source)
 
     def sort(self, read: port.Read) -> Sorted:
         """What a message of the source asks for."""
@@ -54,16 +67,53 @@ class Sorting:
         if message is None:
             return Sorted(Step.BAD, self._source.dead_letters, reason="the source had lost it when it was read")
         try:
+            withdrawal = self._withdrawal_of(message.headers, read)
+            if withdrawal is not None:
+                return Sorted(Step.WITHDRAWAL, "", withdrawal=withdrawal)
             target = self.target_of(message.headers)
         except Bad as error:
             return Sorted(Step.BAD, self._source.dead_letters, reason=str(error))
         try:
-            due_ms = due_at_ms(message.headers, read.sent_at_ms, self._source.headers, self._levels_ms)
+            due_ms = self._due_at_ms(message.headers, read)
         except Bad as error:
             if self._source.on_bad == "now":
                 return Sorted(Step.DIRECT, target, reason=str(error))
             return Sorted(Step.BAD, self._source.dead_letters, reason=str(error))
         return Sorted(Step.DIRECT, target) if due_ms is None else Sorted(Step.READ, target, due_ms)
+
+    def _withdrawal_of(self, headers: Mapping[str, str], read: port.Read) -> Withdrawal | None:
+        """None: it names no other message. Raises Bad."""
+        names = self._source.headers
+        given = [name for name in (names.cancel_of, names.reschedule_of) if name in headers]
+        if not given:
+            return None
+        if len(given) > 1:
+            raise Bad(f"headers {' and '.join(given)} are given, and only one of them may be")
+        (name,) = given
+        text = headers[name].strip()
+        try:
+            ledger_id, entry_id = self._names.position_of(text)
+        except port.BadPosition as error:
+            raise Bad(f"header {name}: {error}") from None
+        if ledger_id == read.ledger_id and entry_id >= read.entry_id:
+            raise Bad(f"header {name} is {text!r}, where nothing was yet when this message was sent")
+        due_ms = self._due_at_ms(headers, read)
+        times = f"{names.deliver_at}, {names.delay} or {names.level}"
+        if name == names.cancel_of and due_ms is not None:
+            raise Bad(f"header {name} is given with {times}; to give another time say {names.reschedule_of}")
+        if name == names.reschedule_of and due_ms is None:
+            raise Bad(f"header {name} is given without the new time: {times}")
+        return Withdrawal(ledger_id, entry_id, due_ms)
+
+    def _due_at_ms(self, headers: Mapping[str, str], read: port.Read) -> int | None:
+        """When it is due; None: it has no time. Raises Bad."""
+        due_ms = due_at_ms(headers, read.sent_at_ms, self._source.headers, self._levels_ms)
+        if due_ms is not None and self._delay_max_ms is not None and due_ms - read.sent_at_ms > self._delay_max_ms:
+            raise Bad(
+                f"it is to be delivered {due_ms - read.sent_at_ms} ms after it was sent, and source.delay_max is "
+                f"{self._source.delay_max}"
+            )
+        return due_ms
 
     def target_of(self, headers: Mapping[str, str]) -> str:
         """Where it goes. Raises Bad."""
@@ -71,18 +121,35 @@ class Sorting:
         target = headers.get(name, self._source.target)
         if target is None:
             raise Bad(f"header {name} is missing, and source.target is not set")
+        if self._names.comes_back(target):
+            raise Bad(f"header {name} is {target!r}, which this relay reads itself: the message would go round")
         if self.setting_of(target) is None:
             raise Bad(f"header {name} is {target!r}, which is none of the targets of this relay")
         return target
 
     def setting_of(self, target: str) -> Target | None:
-        """The first setting that allows it; none allows the source itself, in which messages would go round."""
-        if target == self._source.name:
-            return None
+        """The first setting that allows it."""
         for each in self._targets:
             if target == each.name or (each.pattern is not None and re.fullmatch(each.pattern, target)):
                 return each
         return None
+
+
+def refuse_rounds(settings: Settings, names: port.Names) -> None:
+    """Raises SettingsError: a target is one that this relay reads itself, so that messages would go round for ever."""
+    for field, name in settings.targets_by_field().items():
+        if names.comes_back(name):
+            raise SettingsError(
+                f"{field} is {name!r}, which is read by this relay itself, as source or retry log: what is published "
+                "there would go round. Take another target, or let the source be read by another name"
+            )
+    for index, target in enumerate(settings.targets):
+        for own in names.own_targets():
+            if target.pattern is not None and re.fullmatch(target.pattern, own):
+                raise SettingsError(
+                    f"targets[{index}].pattern is {target.pattern!r}, which fits {own!r}: that is read by this relay "
+                    "itself, as source or retry log, and what is published there would go round. Narrow the pattern"
+                )
 
 
 def due_at_ms(headers: Mapping[str, str], sent_at_ms: int, names: Headers, levels_ms: list[int]) -> int | None:
@@ -97,7 +164,7 @@ def due_at_ms(headers: Mapping[str, str], sent_at_ms: int, names: Headers, level
     if name == names.deliver_at:
         due_ms = time_ms(name, text)
     elif name == names.delay:
-        due_ms = sent_at_ms + delay_ms(name, text)
+        due_ms = sent_at_ms + _delay_ms(name, text)
     else:
         due_ms = sent_at_ms + _of_level(name, text, levels_ms)
     if due_ms > _TIME_MAX_MS:
@@ -123,12 +190,12 @@ def time_ms(name: str, text: str) -> int:
     return max(0, -(-since // datetime.timedelta(milliseconds=1)))
 
 
-def delay_ms(name: str, text: str) -> int:
+def _delay_ms(name: str, text: str) -> int:
     """A delay in ms. Raises Bad."""
-    found = _DELAY.fullmatch(text)
-    if found is None:
-        raise Bad(f"{name} is {text!r}, which is no delay: a whole number with {', '.join(_UNITS_MS)}, such as 10s")
-    return int(found[1]) * _UNITS_MS[found[2]]
+    delay = relay_settings.delay_ms(text)
+    if delay is None:
+        raise Bad(f"{name} is {text!r}, which is no delay: {relay_settings.DELAY_FORM}")
+    return delay
 
 
 def _of_level(name: str, text: str, levels_ms: list[int]) -> int:

@@ -10,7 +10,7 @@ import pytest
 from tests.relay.brokers._support import two_brokers
 
 
-@pytest.fixture(params=["redis", "nats"])
+@pytest.fixture(params=["redis", "nats", pytest.param("kafka", marks=pytest.mark.long)])
 async def broker(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[two_brokers.AnyBroker]:
     """A broker that serves, with its streams, ended with the test."""
     directory = tmp_path / "broker"

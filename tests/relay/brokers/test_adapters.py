@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tarry_relay import ends, port, relay_settings
-from tests.relay.brokers._support.two_brokers import DEAD, DUE, FAILED, SOURCE, AnyBroker, configuration
+from tarry_relay import ends, nats_broker, port, relay_command, relay_settings
+from tests._support.processes import run_child
+from tests.relay.brokers._support.relay_process import PROGRAM
+from tests.relay.brokers._support.two_brokers import (
+    DEAD,
+    DUE,
+    FAILED,
+    SOURCE,
+    STREAMS,
+    AnyBroker,
+    NatsStreams,
+    configuration,
+)
 
 NOWHERE = "127.0.0.1:1"
 """The daemon is not asked."""
+BY_MESSAGE = pytest.mark.parametrize("broker", ["redis", "nats"], indirect=True)
+"""Brokers that share out a log by messages, and whose outputs know ids."""
 
 
 @contextlib.asynccontextmanager
@@ -67,6 +81,75 @@ async def test_what_is_not_committed_is_read_again(broker: AnyBroker, tmp_path: 
         assert [each.entry_id for each in again] == [each.entry_id for each in read[4:]]
 
 
+async def test_what_was_committed_is_passed_and_what_was_read_alone_is_not(broker: AnyBroker, tmp_path: Path) -> None:
+    await publish(broker, range(6))
+    async with adapter(broker, tmp_path) as opened:
+        read = await read_all(opened.source, 4)
+        positions = [(each.ledger_id, each.entry_id) for each in read]
+        assert await opened.source.passed(positions) == [False] * 4
+        await opened.source.commit(read[:3])
+        while await opened.source.passed(positions) != [True, True, True, False]:
+            pass
+        assert all(each.alone_until_s > 0 for each in read) == (broker.kind != "kafka")
+    async with adapter(broker, tmp_path) as opened:
+        again, *unread = sorted(await read_all(opened.source, 3), key=lambda each: each.entry_id)
+        assert again.alone_until_s == 0
+        assert await opened.source.passed([(again.ledger_id, again.entry_id)]) == [False]
+        assert all(each.alone_until_s > 0 for each in unread) == (broker.kind != "kafka")
+
+
+async def test_a_position_is_named_as_the_broker_names_it_to_its_producer(broker: AnyBroker, tmp_path: Path) -> None:
+    await publish(broker, range(1))
+    named = {
+        "kafka": ("3-17", (3, 17)),
+        "nats": ("1", (1, 1)),
+        "redis": ("1795773600000-3", (3, 1795773600000)),
+    }
+    text, position = named[broker.kind]
+    async with adapter(broker, tmp_path) as opened:
+        assert opened.position_of(text) == position
+        for bad in ("", "0", *([] if broker.kind == "kafka" else ["0-0"]), "-1", "x", " 1", "1-", "1-1-1", "9" * 21):
+            with pytest.raises(port.BadPosition, match=f"^{bad!r} is no "):
+                opened.position_of(bad)
+
+
+async def test_what_the_relay_reads_is_no_target(broker: AnyBroker, tmp_path: Path) -> None:
+    async with adapter(broker, tmp_path) as opened:
+        assert set(opened.own_targets()) == {SOURCE, FAILED}
+        assert [opened.comes_back(target) for target in (SOURCE, FAILED, DUE, f"{SOURCE}.x")] == [
+            *(True, True),
+            *(False, False),
+        ]
+
+
+async def test_a_target_that_goes_round_is_refused_before_a_relay_runs(broker: AnyBroker, tmp_path: Path) -> None:
+    file = tmp_path / "round.toml"
+    text = configuration(broker, NOWHERE, '[relay]\ntopic = "orders"\nlisten = "127.0.0.1:0"')
+    file.write_text(text.replace('{ name = "due" }', '{ pattern = "due|o.*" }'))
+    for command in ("run", "check"):
+        ended = await asyncio.to_thread(run_child, [*PROGRAM, command, str(file)])
+        assert ended.returncode == relay_command.EXIT_SETTINGS
+        assert "targets[0].pattern is 'due|o.*', which fits 'orders'" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("subject", "targets", "others"),
+    [
+        ("orders", ["orders"], ["orders.a", "order"]),
+        ("orders.*", ["orders.a"], ["orders", "orders.a.b", "x.a"]),
+        ("orders.>", ["orders.a", "orders.a.b"], ["orders", "x.a"]),
+        ("*.new", ["orders.new"], ["orders.old", "new"]),
+        (">", ["a", "a.b"], []),
+    ],
+)
+def test_a_subject_stands_for_what_its_wildcards_say(subject: str, targets: list[str], others: list[str]) -> None:
+    assert [nats_broker.fits(subject, each) for each in (*targets, *others)] == [
+        *[True] * len(targets),
+        *[False] * len(others),
+    ]
+
+
+@BY_MESSAGE
 async def test_two_relays_share_what_is_read(broker: AnyBroker, tmp_path: Path) -> None:
     await publish(broker, range(20))
     async with adapter(broker, tmp_path, "one") as one, adapter(broker, tmp_path, "two") as two:
@@ -76,6 +159,7 @@ async def test_two_relays_share_what_is_read(broker: AnyBroker, tmp_path: Path) 
         assert sorted(numbers, key=int) == [str(number) for number in range(20)]
 
 
+@BY_MESSAGE
 async def test_an_output_drops_what_it_has(broker: AnyBroker, tmp_path: Path) -> None:
     await publish(broker, range(2))
     async with adapter(broker, tmp_path) as opened:
@@ -95,11 +179,25 @@ async def test_an_output_drops_what_it_has(broker: AnyBroker, tmp_path: Path) ->
     assert [each.headers["tarry-reason"] for each in await broker.read(DEAD)] == ["none"]
 
 
+async def test_what_a_target_did_not_take_does_not_count_as_there(broker: AnyBroker, tmp_path: Path) -> None:
+    async with adapter(broker, tmp_path) as opened:
+        outgoing = [port.Outgoing(DUE, None, {"n": "1"}, "id 1")]
+        await broker.take_away(DUE)
+        (away,) = await opened.output.produce(outgoing)
+        assert away.failed.startswith(f"{DUE}: ")
+        await broker.bring_back(DUE)
+        async with asyncio.timeout(300):
+            # A client of Kafka may take a while to learn of it.
+            while await opened.output.produce(outgoing) != [port.Produced()]:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    assert [each.headers["n"] for each in await broker.read(DUE)] == ["1"]
+
+
 async def test_a_log_that_is_made_anew_has_another_generation(broker: AnyBroker, tmp_path: Path) -> None:
     async with adapter(broker, tmp_path) as opened:
         first = await opened.log.generation()
         assert await opened.log.generation() == first
-        for stream in (SOURCE, DUE, DEAD, FAILED):
+        for stream in STREAMS:
             await broker.delete(stream)
         with pytest.raises(port.NotThere):
             await opened.log.generation()
@@ -130,6 +228,15 @@ async def test_a_broker_that_is_away_is_unreachable_and_then_there_again(broker:
             with contextlib.suppress(port.Unreachable):
                 assert bodies(await opened.log.fetch([position])) == ["0"]
                 break
+
+
+async def test_a_log_says_for_how_long_it_keeps_messages(broker: AnyBroker, tmp_path: Path) -> None:
+    async with adapter(broker, tmp_path) as opened:
+        # Kafka keeps for a week by default.
+        assert await opened.log.kept_ms() == (7 * 86_400_000 if broker.kind == "kafka" else None)
+        if isinstance(broker, NatsStreams):
+            await broker.keep_for(SOURCE, 7)
+            assert await opened.log.kept_ms() == 7_000
 
 
 async def test_what_a_relay_needs_is_looked_at(broker: AnyBroker, tmp_path: Path) -> None:

@@ -16,23 +16,23 @@ from prometheus_client import parser
 from examples.processes import ChildProcess, free_port
 from tests._support.processes import run_child
 
-_PROGRAM = (sys.executable, "-m", "tarry_relay.relay_command")
+PROGRAM = (sys.executable, "-m", "tarry_relay.relay_command")
 
 
 class RelayProcess(ChildProcess):
     """A `tarry-relay run`. `start` after `kill` starts it again."""
 
-    def __init__(self, name: str, directory: Path, settings: str) -> None:
-        """`settings`: the file, but for the table `[relay]`."""
+    def __init__(self, name: str, directory: Path, settings: str, more: str = "") -> None:
+        """`settings`: the file, but for the table `[relay]`. `more`: lines of that."""
         super().__init__(name, directory, {})
         self.listen = f"127.0.0.1:{free_port()}"
         self.file = directory / f"{name}.toml"
         own = f'[relay]\ntopic = "orders"\nid = "{name}"\nlisten = "{self.listen}"\n'
-        self.file.write_text(f"{settings}\n{own}")
+        self.file.write_text(f"{settings}\n{own}{more}")
 
     def start(self) -> None:
         """Returns when the process runs."""
-        self._spawn(*_PROGRAM, "run", str(self.file))
+        self._spawn(*PROGRAM, "run", str(self.file))
 
     def metric(self, name: str) -> float:
         """The sum of a series; 0.0 while it does not answer."""
@@ -50,6 +50,6 @@ class RelayProcess(ChildProcess):
 
     def told(self, command: str) -> Any:
         """What `check` or `status` says."""
-        ended = run_child([*_PROGRAM, command, str(self.file), "--json"])
+        ended = run_child([*PROGRAM, command, str(self.file), "--json"])
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return json.loads(ended.stdout)
