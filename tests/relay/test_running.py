@@ -144,6 +144,8 @@ class Daemon:
     """How many negative acknowledgements come before their time."""
     lowest: Mapping[int, int] = dataclasses.field(default_factory=dict)
     trims: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    other_topics: dict[str, int] = dataclasses.field(default_factory=dict)
+    """With how many streams are open there."""
     pending: dict[int, int] = dataclasses.field(default_factory=dict)
     """By entry: when what may be withdrawn is due."""
     asked: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
@@ -221,6 +223,14 @@ class Daemon:
         early = min(self.not_due, len(columns[1]))
         self.not_due -= early
         return _Answer(ignored=dict.fromkeys(range(early), tarry.IgnoredReason.NOT_DUE))
+
+    async def topics(self) -> AsyncIterator[Any]:
+        for name in self.other_topics:
+            yield _Answer(topic=name)
+
+    async def stats(self, topic: str) -> Any:
+        ours = _Answer(subscription="relay", backlog=2, dispatchers=self.other_topics[topic])
+        return _Answer(pending=3, subscriptions=[_Answer(subscription="another"), ours])
 
     async def retention(self, topic: str) -> Any:
         return self.lowest.items()
@@ -512,6 +522,16 @@ async def test_a_source_that_was_made_anew_ends_a_relay(monkeypatch: pytest.Monk
     with pytest.raises(BaseExceptionGroup) as failures:
         await relayed(broker, Daemon(), lambda: False, retention_every_s=0.05)
     assert failures.group_contains(port.NotThere, match="was made anew")
+
+
+async def test_what_waits_for_a_former_source_is_a_dead_letter_unless_somebody_receives_it() -> None:
+    broker = Listed(first={3: 1})
+    daemon = Daemon(lowest={3: 7}, other_topics={"orders@0": 0, "orders@2": 1, "orders": 0, "other@0": 0})
+    looked = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.1, looked.set)
+    metrics = await relayed(broker, daemon, looked.is_set, retention="dead_letter")
+    assert daemon.trims == [("orders@0", [3], [2**64 - 1], "relay", True)]
+    assert metrics.lost._value.get() == 1
 
 
 @pytest.mark.parametrize(

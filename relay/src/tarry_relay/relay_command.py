@@ -25,6 +25,7 @@ import msgspec
 
 import tarry
 from tarry_relay import ends, port, relay_settings, told_by_http
+from tarry_relay.former_generations import former_topics
 from tarry_relay.passage import CannotBeRefused
 from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.retention_guard import RetentionGuard, finding_of_retention
@@ -193,13 +194,8 @@ async def _status(settings: relay_settings.Settings) -> dict[str, str | int]:
                 }
         guard = RetentionGuard(settings, opened.broker.log, opened.client, topic, RelayMetrics())
         told["cut ledgers"] = len(await guard.cut())
-        former = [each.topic async for each in opened.client.topics() if _is_former(each.topic, topic, settings)]
-        told["former generations"] = ", ".join(former) or 0
+        told["former generations"] = ", ".join(await former_topics(settings, opened.client, topic)) or 0
     return told
-
-
-def _is_former(name: str, topic: str, settings: relay_settings.Settings) -> bool:
-    return name != topic and name.startswith(f"{settings.relay.topic}@")
 
 
 @contextlib.contextmanager

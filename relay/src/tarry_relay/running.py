@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import tarry
 import tarry.aio
 from tarry_relay import port, withdrawing
+from tarry_relay.former_generations import FormerGenerations
 from tarry_relay.pacing import Pacing
 from tarry_relay.passage import TABLE, Answer, Item, Passage, Step, Work
 from tarry_relay.relay_metrics import RelayMetrics
@@ -118,6 +119,7 @@ class Relay:
         self._passage: Passage[Content, _Lane] = Passage(settings.source.dead_letters, settings.source.results)
         self._pacing = Pacing(self._limit_of)
         self._guard = RetentionGuard(settings, broker.log, client, topic, metrics)
+        self._former = FormerGenerations(settings, client, topic, metrics)
         self._logs = [_ReadLog(settings.source.name, broker.source, is_source=True)]
         if settings.retry is not None and broker.retries is not None:
             self._logs.append(_ReadLog(settings.retry.name, broker.retries, is_source=False))
@@ -245,6 +247,7 @@ class Relay:
         for each in self._logs:
             yield self._commit(each)
         yield self._guard.run()
+        yield self._former.run()
 
     async def _work(self, work: Work, end: str, do: Callable[[Sequence[MessageItem]], Awaitable[None]]) -> None:
         """Does one kind of work, and again what has failed for now. `do` answers each item, or raises."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import tarry
+import tarry.aio
 from examples.processes import DaemonProcess, local_store
 from tests._support.patience import wait_until
 from tests.relay.brokers._support.relay_process import RelayProcess
@@ -296,3 +297,40 @@ async def test_a_payload_that_is_gone_is_a_dead_letter_of_tarry(broker: AnyBroke
         await asyncio.to_thread(wait_until, all_lost, "not all is a dead letter", timeout_s=LIMIT_S)
         assert relay.metric("tarry_relay_lost_total") == 6
         assert sorted(consumer.bodies()) == ["6", "7", "8", "9", "direct"]
+
+
+@pytest.mark.parametrize("retention", ["warn", pytest.param("dead_letter", marks=pytest.mark.long)])
+async def test_what_waits_for_a_source_that_was_made_anew_is_a_dead_letter_with_the_reason(
+    broker: AnyBroker, tmp_path: Path, retention: str
+) -> None:
+    more = f'retention = "{retention}"\nretention_every_s = 0.2'
+    with processes(broker, tmp_path, more) as (daemon, relay, _):
+        await broker.publish(SOURCE, [({"delay": "1h"}, str(row)) for row in range(10)])
+
+        def all_added() -> bool:
+            return relay.metric("tarry_relay_committed_total") == 10
+
+        await asyncio.to_thread(wait_until, all_added, "not all is committed", timeout_s=LIMIT_S)
+        former = relay.told("status")["topic"]
+        relay.kill()
+        await broker.delete(SOURCE)
+        await broker.bring_back(SOURCE)
+        await broker.publish(SOURCE, [({}, f"new {row}") for row in range(20)])
+        relay.start()
+        async with tarry.aio.Client(daemon.address) as client, asyncio.timeout(LIMIT_S):
+            if retention == "warn":
+                async for page in client.scheduled(former):
+                    await client.reschedule(former, page.ledger_id, page.entry_id, delay_ms=0)
+            dead: list[tarry.DeadLetterPage] = []
+            while sum(map(len, dead)) < 10:
+                dead = [page async for page in client.dead_letters(former, "relay")]
+                await asyncio.sleep(0.1)
+            reasons = {page.texts[each] for page in dead for each in page.text_index.tolist()}
+        generation = former.removeprefix("orders@")
+        by_reject = f"payload gone: source orders was made anew, and this was in generation {generation}"
+        assert reasons == {by_reject if retention == "warn" else ""}
+        assert relay.told("status")["former generations"] == former
+        consumer = Consumer(broker)
+        await consumer.until(lambda: len(consumer.record) == 20)
+        assert consumer.bodies() == {f"new {row}" for row in range(20)}
+        assert relay.terminate() == 0

@@ -1,0 +1,90 @@
+"""Ends what waits in Tarry for logs that are no more: a source that was deleted and made again is another Tarry topic.
+
+Owns: which topics are of former generations, and making dead letters of what waits there.
+Does not own: noticing that the source is another one now, and what the source of today has dropped
+(`tarry_relay.retention_guard`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import tarry
+import tarry.aio
+from tarry_relay.relay_metrics import RelayMetrics
+from tarry_relay.relay_settings import Settings
+
+log = logging.getLogger(__name__)
+
+_WAIT_S = 1.0
+_ENTRY_MAX = 2**64 - 1
+
+
+async def former_topics(settings: Settings, client: tarry.aio.Client, topic: str) -> list[str]:
+    """The topics of former generations. `topic`: that of the source as it is now."""
+    names = [each.topic async for each in client.topics()]
+    return [name for name in names if name != topic and name.startswith(f"{settings.relay.topic}@")]
+
+
+class FormerGenerations:
+    """Looks now and then. No payload of such a topic can be fetched any more: at its position is another message."""
+
+    def __init__(self, settings: Settings, client: tarry.aio.Client, topic: str, metrics: RelayMetrics) -> None:
+        self._settings = settings
+        self._client = client
+        self._topic = topic
+        self._metrics = metrics
+
+    async def run(self) -> None:
+        """Looks again and again. A look that fails for now is left out."""
+        while True:
+            try:
+                await self.look()
+            except (tarry.Unavailable, tarry.DeadlineExceeded, tarry.ResourceExhausted, tarry.NotFound) as error:
+                log.warning("cannot look what waits for former sources", extra={"error": str(error)})
+            await asyncio.sleep(self._settings.source.retention_every_s)
+
+    async def look(self) -> None:
+        """Makes dead letters of what is due in former topics; of what waits there, too, where the settings say so."""
+        for topic in await former_topics(self._settings, self._client, self._topic):
+            stats = await self._client.stats(topic)
+            named = [each for each in stats.subscriptions if each.subscription == self._settings.relay.subscription]
+            # Who still receives from it has not noticed yet, or is the relay of another source.
+            if not named or named[0].dispatchers:
+                continue
+            if self._settings.source.retention == "dead_letter" and (stats.pending or named[0].backlog):
+                self._tell(topic, await self._trim(topic))
+            elif named[0].backlog:
+                self._tell(topic, await self._reject(topic))
+
+    async def _trim(self, topic: str) -> int:
+        """Makes dead letters of all that waits there; how many."""
+        ledgers = list(dict(await self._client.retention(topic)))
+        if not ledgers:
+            return 0
+        entries = [_ENTRY_MAX] * len(ledgers)
+        name = self._settings.relay.subscription
+        trimmed = await self._client.trim(topic, ledgers, entries, subscription=name, dead_letter=True)
+        return trimmed.dead_lettered
+
+    async def _reject(self, topic: str) -> int:
+        """Makes dead letters of what is due there, with the reason; how many."""
+        relay = self._settings.relay
+        generation = topic.removeprefix(f"{relay.topic}@")
+        reason = (
+            f"payload gone: source {self._settings.source.name} was made anew, and this was in generation {generation}"
+        )
+        rejected = 0
+        async with self._client.subscribe(topic, relay.subscription, permits=relay.permits) as subscription:
+            while (batch := await subscription.receive(_WAIT_S, max_rows=relay.rows)) is not None:
+                rejected += (await subscription.reject(batch, reason)).dead_lettered
+        return rejected
+
+    def _tell(self, topic: str, dead_letters: int) -> None:
+        if not dead_letters:
+            return
+        self._metrics.lost.inc(dead_letters)
+        log.error(
+            "the source was made anew, and what waited is gone", extra={"topic": topic, "dead_letters": dead_letters}
+        )
