@@ -14,6 +14,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples import processes
@@ -28,13 +29,14 @@ def find() -> Path | None:
 
 
 class NatsServer(processes.ChildProcess):
-    """`start` after `kill` starts it again on the same port and on what its directory holds."""
+    """`start` after `kill` starts it again on the same port and on what its directory holds. `more`: its own flags."""
 
-    def __init__(self, program: Path, directory: Path) -> None:
+    def __init__(self, program: Path, directory: Path, more: Sequence[str] = ()) -> None:
         super().__init__("nats", directory, {})
         self.port = processes.free_port()
         self._program = program
         self._directory = directory
+        self._more = more
 
     @property
     def url(self) -> str:
@@ -43,7 +45,7 @@ class NatsServer(processes.ChildProcess):
     def start(self) -> None:
         """Returns when the process runs; it may not answer yet."""
         listen = ("--addr", "127.0.0.1", "--port", str(self.port))
-        self._spawn(str(self._program), *listen, "--jetstream", "--store_dir", str(self._directory))
+        self._spawn(str(self._program), *listen, "--jetstream", "--store_dir", str(self._directory), *self._more)
 
     def wait_until_loaded(self, timeout_s: float = 300.0) -> None:
         """Returns when it answers, which it does when it has read what it had stored. Raises `ProcessFailed`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -40,10 +40,10 @@ def find() -> Path | None:
 class RedisServer(processes.ChildProcess):
     """`start` after `kill` starts it again on the same port and on what its directory holds.
 
-    `aof`: when what was written becomes durable; with "always" before it is answered.
+    `aof`: when what was written becomes durable; with "always" before it is answered. `more`: settings of its own.
     """
 
-    def __init__(self, program: Path, directory: Path, aof: Aof = "always") -> None:
+    def __init__(self, program: Path, directory: Path, aof: Aof = "always", more: Sequence[str] = ()) -> None:
         # It takes as long to load as all else of a measurement, and only some of their processes have a server.
         import redis
 
@@ -53,6 +53,7 @@ class RedisServer(processes.ChildProcess):
         self._not_loaded = (redis.BusyLoadingError, redis.ConnectionError)
         self._program = program
         self._aof = aof
+        self._more = more
         self.client: redis.Redis = redis.Redis(host="127.0.0.1", port=self.port, socket_timeout=600)
 
     def __exit__(self, *of_error: object) -> None:
@@ -70,6 +71,7 @@ class RedisServer(processes.ChildProcess):
             str(self._program),
             *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory), "--save", ""),
             *("--auto-aof-rewrite-percentage", "0", *aof),
+            *self._more,
         )
 
     def wait_until_loaded(self, timeout_s: float = 300.0) -> None:
