@@ -109,8 +109,8 @@ class Reader(Protocol):
         ...
 
     async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
-        """Whether nobody of the group will read each (ledger, entry) again: it was committed, by whichever relay, or
-        the log never had it and is read beyond it. False wherever the broker does not say so.
+        """Says of each (ledger, entry) whether nobody of the group will read it again: it was committed, by whichever
+        relay, or the log never had it and is read beyond it. False wherever the broker does not say so.
         """
         ...
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import tarry
 import tarry.aio
-from tarry_relay import port, withdrawing
+from tarry_relay import port, withdrawal_results
 from tarry_relay.former_generations import FormerGenerations
 from tarry_relay.pacing import Pacing
 from tarry_relay.passage import TABLE, Answer, Item, Passage, Step, Work
@@ -25,7 +25,7 @@ from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.relay_settings import Settings
 from tarry_relay.retention_guard import RetentionGuard
 from tarry_relay.sorting import Bad, Sorting, Withdrawal
-from tarry_relay.withdrawing import Outcome, Result
+from tarry_relay.withdrawal_results import Outcome, Result
 
 log = logging.getLogger(__name__)
 
@@ -355,7 +355,7 @@ class Relay:
         while True:
             items = await self._next(lambda: self._passage.take(Work.WITHDRAW, self._settings.relay.rows))
             asked = [(item, each) for item in items if (each := item.content.withdrawal) is not None]
-            for alike in withdrawing.rounds(asked):
+            for alike in withdrawal_results.rounds(asked):
                 while there := [
                     (item, each) for item, each in alike if item.step is Step.AWAITED and not item.is_forgotten
                 ]:
@@ -372,7 +372,7 @@ class Relay:
         alone_until_s = [item.content.alone_until_s for item, _ in there]
         for item, _ in there:
             item.content.alone_until_s = 0.0
-        found = await withdrawing.outcomes(self._client, self._topic, [each for _, each in there], alone_until_s)
+        found = await withdrawal_results.outcomes(self._client, self._topic, [each for _, each in there], alone_until_s)
         for (item, _), outcome in zip(there, found, strict=True):
             if outcome.result is not None:
                 self._resolve(item, outcome, Answer.DONE)
