@@ -157,7 +157,7 @@ class Relays(RuleBasedStateMachine):
         number, world = item.content, self.world
         match item.step:
             case Step.READ if item.lane != self.lane:
-                pass  # A request that comes later than the one of who reads it by now: see docs/RELAYS.md.
+                pass  # A request that comes later than the one of who reads it by now: see relay/README.md.
             case Step.READ:
                 assert number not in world.cancelled, "what was cancelled is added again"
                 world.in_tarry.add(number)

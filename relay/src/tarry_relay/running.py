@@ -494,7 +494,8 @@ class Relay:
         elif answer.refused:
             if item.content.read is not None and item.step is Step.DIRECT:
                 self._bad(answer.refused, item.content.read)
-            self._passage.answer(item, Answer.REFUSED, item.reason or answer.refused)
+            reason = "" if item.step is Step.DIRECT else item.reason
+            self._passage.answer(item, Answer.REFUSED, reason or answer.refused)
         else:
             self._metrics.reachable("target", item.target)
             self._metrics.produced.labels(item.step.name.lower()).inc()
