@@ -24,6 +24,7 @@ from storage_backends import commit, object_store
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import slot_format
 from storage_backends.formats.manifest import ShardManifest
+from storage_backends.formats.shard_slot import ShardSlot
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,8 @@ class _Takeover:
             epoch=self._epoch,
             tip=self._tip,
             confirmed_at_s=confirmed_at_s,
-            fence_slot=fence_slot,
+            # In a journal a fence takes a number, as a slot does.
+            last_slot=fence_slot,
             checkpoint=loaded.checkpoint,
             replay_from=loaded.replay_from,
             slots=tuple(slots),
@@ -195,12 +197,12 @@ class _Takeover:
         epoch_confirmation.check_owner(tip, epoch=self._epoch)
         self._tip = tip
 
-    def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], int]:
+    def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], ShardSlot]:
         """The slots above `replay_from`, and the slot behind them, which now holds this claim's fence."""
         slots = self._read_from(self._tip.manifest.replay_from + 1)
         crash_point("takeover.after_probe")
         while True:
-            fence_slot = self._tip.manifest.replay_from + 1 + len(slots)
+            fence_slot = ShardSlot(self._tip.manifest.replay_from + 1 + len(slots))
             try:
                 self._put_fence(fence_slot)
             except slot_put.Occupied:
@@ -223,7 +225,7 @@ class _Takeover:
             )
         return slots
 
-    def _put_fence(self, fence_slot: int) -> None:
+    def _put_fence(self, fence_slot: ShardSlot) -> None:
         """Raises Occupied, or OutcomeUnknown when the store stays silent."""
         header = slot_format.SlotHeader(self._shard, self._epoch, fence_slot, slot_format.SlotKind.FENCE, 0)
         slot = slot_put.FrozenSlot(header, slot_format.encode_slot(header, ()), self._claimant.new_id())

@@ -31,6 +31,7 @@ from daemon.topic import checkpoint_parts
 from daemon.topic_terms.topic_staging import Commits
 from storage_backends import commit
 from storage_backends.formats import checkpoint_format, manifest
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import SlotKind
 from storage_backends.object_store import StoreError
 
@@ -56,7 +57,7 @@ class ShardOfCheckpoints(Protocol):
     def epoch(self) -> int: ...
 
     @property
-    def applied_slot(self) -> int: ...
+    def applied_slot(self) -> ShardSlot: ...
 
     @property
     def commits(self) -> Commits: ...
@@ -124,7 +125,7 @@ class Checkpointing:
             environment.store,
             shard=claim.shard,
             epoch=claim.epoch,
-            fence_slot=claim.fence_slot,
+            fence_slot=claim.last_slot,
             known_kinds={slot.header.slot: slot.header.kind for slot in claim.slots},
             # As many slots are deleted as are written: with fewer threads than writing has, deletions, which the next
             # checkpoint of the shard waits for, would fall behind.
@@ -211,7 +212,7 @@ class Checkpointing:
             except StoreError as error:
                 log.warning("shard %d: covered slots are left to the next owner: %s", self._shard.number, error)
 
-    async def tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, int]:
+    async def tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, ShardSlot]:
         """What the newest checkpoint and the slots above it hold of a topic, of which nothing is staged any more; and
         the last slot that is applied.
 

@@ -18,6 +18,7 @@ from daemon.shard.journal_writer import JournalWriter
 from daemon.surroundings.environment import Environment
 from daemon.topic_terms.topic_staging import STALL_ANSWER_S
 from storage_backends.formats import deletion_format
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import DeletionRecord, Record, SlotBuilder, size_max
 
 # What may wait for its slot before requests are refused; four full slots by default.
@@ -30,7 +31,7 @@ ANSWER_UNCONFIRMED_S = 30.0
 # Records that nobody awaits go with the next slot, or after this time.
 UNAWAITED_S = 1.0
 
-Applied = Callable[[int, Sequence[Record], Sequence[DeletionRecord]], None]
+Applied = Callable[[ShardSlot, Sequence[Record], Sequence[DeletionRecord]], None]
 
 
 @dataclasses.dataclass(slots=True)

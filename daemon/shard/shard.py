@@ -41,6 +41,7 @@ from daemon.topic_terms.topic_settings import TopicSettings
 from daemon.topic_terms.topic_staging import STALL_ANSWER_S, TopicStaging
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record
 from storage_backends.object_store import StoreError
 
@@ -79,8 +80,7 @@ class ServedShard:
         self.number = claim.shard
         self.epoch = claim.epoch
         self.topics: dict[str, OwnedTopic] = {}
-        self.applied_slot = claim.fence_slot
-        self._fence_slot = claim.fence_slot
+        self.applied_slot = claim.last_slot
         self._shard_log = shard_log
         self.pending = pending
         self._due_loop = due_loop
@@ -115,7 +115,7 @@ class ServedShard:
         self.loading = TopicLoading(
             shard=claim.shard,
             epoch=claim.epoch,
-            fence_slot=claim.fence_slot,
+            last_slot=claim.last_slot,
             tails=recovery.tails_of(claim.checkpoint, ((slot.header, slot.records) for slot in claim.slots)),
             environment=environment,
             new_topic=self._core_topic,
@@ -134,7 +134,7 @@ class ServedShard:
             environment.store,
             shard=claim.shard,
             epoch=claim.epoch,
-            next_slot=claim.fence_slot + 1,
+            last_slot=claim.last_slot,
             run=environment.pools.journal.run,
             clock=environment.clock.elapsed_s,
             sleep=environment.sleep,
@@ -322,7 +322,7 @@ class ServedShard:
         self._environment.metrics.slot_written(size_bytes=slot.size_bytes, seconds=slot.seconds)
         self.checkpoints.written(slot)
 
-    def _apply(self, slot: int, records: Sequence[Record], deletion_records: Sequence[DeletionRecord]) -> None:
+    def _apply(self, slot: ShardSlot, records: Sequence[Record], deletion_records: Sequence[DeletionRecord]) -> None:
         """A slot is certain: its decisions become state, topic by topic."""
         elapsed_ms = self._environment.elapsed_ms()
         # A topic that was deleted since a record was staged drops it, as replay does.
@@ -534,7 +534,7 @@ class ServedShard:
         del self.reloading[topic_id]
         self.loading.load_again(topic_id, tail, slot)
 
-    async def _tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, int]:
+    async def _tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, ShardSlot]:
         return await backoff.until_answered(
             lambda: self.checkpoints.tail_of(topic_id),
             failed=lambda error: log.warning(

@@ -23,6 +23,7 @@ from daemon.subscription.acknowledging import Acknowledging
 from daemon.surroundings import backoff
 from storage_backends import object_store, topic_manifest
 from storage_backends.formats import manifest, names, slot_format
+from storage_backends.formats.shard_slot import ShardSlot, next_after
 from tests._support.fault_store import Fault
 from tests.planted.bug import Bug
 from tests.simulation.faults import Trouble
@@ -56,7 +57,7 @@ def a_slot_that_head_does_not_see_has_failed(patch: pytest.MonkeyPatch) -> None:
     def once(self: JournalWriter, slot: slot_put.FrozenSlot, *, again: bool) -> Any:
         result = tried(self, slot, again=again)
         if result.outcome is slot_put.Outcome.ABSENT:
-            self._next_slot -= 1
+            self._next_slot = ShardSlot(self._next_slot - 1)
             return dataclasses.replace(result, outcome=slot_put.Outcome.FOUND)
         return result
 
@@ -80,13 +81,13 @@ def the_journal_is_read_before_the_claim(patch: pytest.MonkeyPatch) -> None:
         known = read.pop(self._shard, None)
         return finish(self, slot) if known is None else known
 
-    def put_fence(self: takeover._Takeover, fence_slot: int) -> None:
+    def put_fence(self: takeover._Takeover, fence_slot: ShardSlot) -> None:
         while True:
             try:
                 put(self, fence_slot)
                 return
             except slot_put.Occupied:
-                fence_slot += 1
+                fence_slot = next_after(fence_slot)
 
     put = takeover._Takeover._put_fence
     patch.setattr(takeover, "_claim", early)
@@ -119,7 +120,7 @@ def slots_are_deleted_that_no_checkpoint_covers(patch: pytest.MonkeyPatch) -> No
         reference = newest.checkpoint
         if reference is None:
             return truncate(self, newest, **limits)
-        beyond = dataclasses.replace(reference, replay_from=reference.replay_from + 3)
+        beyond = dataclasses.replace(reference, replay_from=ShardSlot(reference.replay_from + 3))
         newest = dataclasses.replace(newest, previous_checkpoint=beyond, replay_from=beyond.replay_from)
         return truncate(self, newest, **limits)
 
@@ -127,8 +128,8 @@ def slots_are_deleted_that_no_checkpoint_covers(patch: pytest.MonkeyPatch) -> No
 
 
 def the_next_slot_does_not_wait_for_the_last(patch: pytest.MonkeyPatch) -> None:
-    async def write(self: JournalWriter, records: Sequence[slot_format.Record]) -> int:
-        number, self._next_slot = self._next_slot, self._next_slot + 1
+    async def write(self: JournalWriter, records: Sequence[slot_format.Record]) -> ShardSlot:
+        number, self._next_slot = self._next_slot, next_after(self._next_slot)
         header = slot_format.SlotHeader(self._shard, self._epoch, number, slot_format.SlotKind.DATA, len(records))
         slot = slot_put.FrozenSlot(header, slot_format.encode_slot(header, tuple(records)), self._new_id())
         delays_s = backoff.delays_s(self._jitter)
@@ -207,7 +208,7 @@ def slots_are_deleted_because_a_listing_shows_later_ones(patch: pytest.MonkeyPat
         reference = newest.checkpoint
         if reference is None:
             return truncate(self, newest, **limits)
-        beyond = dataclasses.replace(reference, replay_from=max(reference.replay_from, last - 1))
+        beyond = dataclasses.replace(reference, replay_from=ShardSlot(max(reference.replay_from, last - 1)))
         newest = dataclasses.replace(newest, previous_checkpoint=beyond, replay_from=beyond.replay_from)
         return truncate(self, newest, **limits)
 

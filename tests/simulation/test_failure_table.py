@@ -19,6 +19,7 @@ from daemon.errors import NotFound, OutcomeUnknown, TarryError, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, Record, SlotHeader, SlotKind, encode_slot
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
@@ -398,7 +399,7 @@ async def test_topic_deleted_then_a_stale_tail(machines: EngineFixture, born_aga
         AddRecord(stale.topic_id, stale.incarnation, 0, rows),
         AcknowledgeRecord(stale.topic_id, stale.incarnation, 1, rows),
     ]
-    body = encode_slot(SlotHeader(0, 1, slot, SlotKind.DATA, len(records)), records)
+    body = encode_slot(SlotHeader(0, 1, ShardSlot(slot), SlotKind.DATA, len(records)), records)
     machines.store.put_if_absent(names.journal_slot_key(0, slot), body, metadata={})
     two = await machines.served_by("one")
     if not born_again:
