@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from daemon.errors import Corruption
 from daemon.owner import candidacy, heartbeat
 from daemon.owner.candidacy import ClaimNow, OwnerLock, RecordedOwner, Wait
-from daemon.shard.epoch_confirmation import ShardLog
+from daemon.shard.shard_tip import ShardLog
 from daemon.surroundings import backoff
 from storage_backends import commit, local_directory, object_store
 from storage_backends.formats import names

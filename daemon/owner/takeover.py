@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 
 from daemon.errors import Corruption, NotOwner
-from daemon.shard import checkpoint_store, epoch_confirmation, journal_tail, recovery, shard_manifest, slot_put
+from daemon.shard import checkpoint_store, journal_tail, recovery, shard_manifest, shard_tip, slot_put
 from daemon.shard.shard_claim import ShardClaim
 from daemon.surroundings import backoff
 from storage_backends import commit, object_store
@@ -118,10 +118,10 @@ def _claim(shard_log: commit.ManifestLog[ShardManifest], shard: int, claimant: C
         )
     except commit.Refused as refused:
         # Another claimant took this epoch, or a later one.
-        tip = epoch_confirmation.existing_tip(shard_log, shard, before)
-        raise epoch_confirmation.superseded_by(tip, epoch=epoch) from refused
+        tip = shard_tip.existing_tip(shard_log, shard, before)
+        raise shard_tip.superseded_by(tip, epoch=epoch) from refused
     # It may be committed, and have another claim behind it: whose epoch must not be taken for this one's.
-    epoch_confirmation.check_owner(tip, epoch=epoch)
+    shard_tip.check_owner(tip, epoch=epoch)
     return tip
 
 
@@ -193,8 +193,8 @@ class _Takeover:
 
     def _still_owner(self) -> None:
         """Reads the shard manifest. Raises Superseded when a later claim is there."""
-        tip = epoch_confirmation.existing_tip(self._shard_log, self._shard, self._tip)
-        epoch_confirmation.check_owner(tip, epoch=self._epoch)
+        tip = shard_tip.existing_tip(self._shard_log, self._shard, self._tip)
+        shard_tip.check_owner(tip, epoch=self._epoch)
         self._tip = tip
 
     def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], ShardSlot]:

@@ -20,8 +20,7 @@ from typing import Any, Protocol
 
 from daemon.core.deletions.ledger_deletions import DeletionCut
 from daemon.core.object_count import ObjectCount
-from daemon.shard import checkpoint_store, epoch_confirmation, journal_tail, recovery, shard_manifest
-from daemon.shard.epoch_confirmation import EpochConfirmation
+from daemon.shard import checkpoint_store, journal_tail, recovery, shard_manifest, shard_tip
 from daemon.shard.journal_truncation import BATCH_SLOTS, JournalTruncation
 from daemon.shard.journal_writer import WrittenSlot
 from daemon.shard.shard_claim import ShardClaim
@@ -63,7 +62,9 @@ class ShardOfCheckpoints(Protocol):
     def commits(self) -> Commits: ...
 
     @property
-    def confirmation(self) -> EpochConfirmation: ...
+    def probed(self) -> commit.Tip[manifest.ShardManifest]:
+        """The newest manifest that a probe has seen."""
+        ...
 
     @property
     def reloading(self) -> Collection[str]:
@@ -168,7 +169,7 @@ class Checkpointing:
     @property
     def newest(self) -> commit.Tip[manifest.ShardManifest]:
         """The newest manifest of this epoch that is known. While slots are written, nothing probes for it."""
-        probed = self._shard.confirmation.tip
+        probed = self._shard.probed
         later = probed.number > self._known.number and probed.manifest.epoch == self._shard.epoch
         return probed if later else self._known
 
@@ -378,7 +379,7 @@ class Checkpointing:
             shard.let_go(failed.topic, failed.__cause__ or failed)
             raise
         # It may be committed, and have a successor's claim behind it.
-        epoch_confirmation.check_owner(committed, epoch=shard.epoch)
+        shard_tip.check_owner(committed, epoch=shard.epoch)
         self._known = committed
         self._bytes_since -= size_bytes
         self._slots_since -= slots

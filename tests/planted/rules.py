@@ -13,12 +13,13 @@ import pytest
 from daemon.core.ignored import Ignored
 from daemon.core.subscription_state import SubscriptionState
 from daemon.owner import takeover
-from daemon.shard import group_commit, slot_put
-from daemon.shard.epoch_confirmation import EpochConfirmation
-from daemon.shard.group_commit import GroupCommit
+from daemon.shard import slot_put, slot_sender
+from daemon.shard.confirmation import ProbedConfirmation
 from daemon.shard.journal_truncation import JournalTruncation
 from daemon.shard.journal_writer import JournalWriter, WrittenSlot
 from daemon.shard.shard import ServedShard
+from daemon.shard.shard_staging import ShardStaging
+from daemon.shard.slot_sender import Section, SlotSender
 from daemon.subscription.acknowledging import Acknowledging
 from daemon.surroundings import backoff
 from storage_backends import object_store, topic_manifest
@@ -128,10 +129,16 @@ def slots_are_deleted_that_no_checkpoint_covers(patch: pytest.MonkeyPatch) -> No
 
 
 def the_next_slot_does_not_wait_for_the_last(patch: pytest.MonkeyPatch) -> None:
-    async def write(self: JournalWriter, records: Sequence[slot_format.Record]) -> ShardSlot:
+    async def write(
+        self: JournalWriter,
+        records: Sequence[slot_format.Record],
+        deletions: Sequence[slot_format.DeletionRecord],
+    ) -> ShardSlot:
         number, self._next_slot = self._next_slot, next_after(self._next_slot)
-        header = slot_format.SlotHeader(self._shard, self._epoch, number, slot_format.SlotKind.DATA, len(records))
-        slot = slot_put.FrozenSlot(header, slot_format.encode_slot(header, tuple(records)), self._new_id())
+        count = len(records) + len(deletions)
+        header = slot_format.SlotHeader(self._shard, self._epoch, number, slot_format.SlotKind.DATA, count)
+        body = slot_format.encode_slot(header, tuple(records), tuple(deletions))
+        slot = slot_put.FrozenSlot(header, body, self._new_id())
         delays_s = backoff.delays_s(self._jitter)
         result = await self._run(lambda: self._try(slot, again=False))
         while result.outcome is slot_put.Outcome.ABSENT:
@@ -140,41 +147,56 @@ def the_next_slot_does_not_wait_for_the_last(patch: pytest.MonkeyPatch) -> None:
         self._written(WrittenSlot(number, result.sent_at_s, len(slot.body), 0.0, 1))
         return number
 
-    async def run(self: GroupCommit) -> None:
-        writing = []
+    async def run(self: SlotSender) -> None:
+        writing: list[asyncio.Task[None]] = []
         while True:
-            await self._staged.wait()
-            self._staged.clear()
-            while self._slots:
-                writing.append(asyncio.ensure_future(self._write(self._slots.popleft())))
-                await self._environment.sleep(0.001)
+            await self._wanted.wait()
+            self._wanted.clear()
+            while self._line:
+                writing.append(asyncio.ensure_future(self._send_one()))
+                await self._sleep(0.001)
+            await asyncio.gather(*(each for each in writing if each.done()))
 
+    take, landed = ShardStaging.take, ShardStaging.landed
+    on_their_way: dict[Section, Any] = {}
+
+    def take_more(self: ShardStaging) -> Section:
+        section = take(self)
+        on_their_way[section] = self._on_its_way
+        return section
+
+    def one_landed(self: ShardStaging, section: Section, slot: ShardSlot) -> None:
+        self._on_its_way = on_their_way.pop(section)
+        landed(self, section, slot)
+
+    patch.setattr(ShardStaging, "take", take_more)
+    patch.setattr(ShardStaging, "landed", one_landed)
     patch.setattr(JournalWriter, "write", write)
-    patch.setattr(GroupCommit, "run", run)
+    patch.setattr(SlotSender, "run", run)
 
 
 def answers_do_not_wait_for_their_slot(patch: pytest.MonkeyPatch) -> None:
-    append = GroupCommit._append
+    append = ShardStaging._append
 
-    def answered(self: GroupCommit, records: Sequence[slot_format.Record]) -> Any:
+    def answered(self: ShardStaging, records: Sequence[slot_format.Record]) -> Any:
         slot = append(self, records)
         if not slot.certain.done():
             slot.certain.set_result(0)
         return slot
 
-    patch.setattr(GroupCommit, "_append", answered)
+    patch.setattr(ShardStaging, "_append", answered)
 
 
 def duplicates_do_not_wait_for_the_slot_that_they_saw(patch: pytest.MonkeyPatch) -> None:
-    async def at_once(self: GroupCommit) -> None:
+    async def at_once(self: ShardStaging) -> None:
         return
 
-    patch.setattr(GroupCommit, "confirmed", at_once)
+    patch.setattr(ShardStaging, "confirmed", at_once)
 
 
 def the_epoch_counts_as_confirmed_when_the_answer_comes(patch: pytest.MonkeyPatch) -> None:
-    confirmed = EpochConfirmation.confirmed
-    patch.setattr(EpochConfirmation, "confirmed", lambda self, sent_at_s: confirmed(self, self._clock()))
+    confirmed = ProbedConfirmation.confirmed
+    patch.setattr(ProbedConfirmation, "confirmed", lambda self, sent_at_s: confirmed(self, self._clock()))
 
 
 def hand_outs_go_on_without_a_confirmation(patch: pytest.MonkeyPatch) -> None:
@@ -182,9 +204,9 @@ def hand_outs_go_on_without_a_confirmation(patch: pytest.MonkeyPatch) -> None:
 
 
 def slots_are_answered_however_old_the_confirmation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(group_commit, "ANSWER_UNCONFIRMED_S", math.inf)
+    patch.setattr(slot_sender, "ANSWER_UNCONFIRMED_S", math.inf)
     # Else whoever waits so long is told that the outcome is unknown.
-    patch.setattr(GroupCommit, "answer_stalled", lambda self: None)
+    patch.setattr(ShardStaging, "answer_stalled", lambda self: None)
 
 
 def acknowledgements_are_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:

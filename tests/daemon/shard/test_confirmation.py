@@ -11,7 +11,8 @@ import pytest
 
 from daemon.errors import Corruption, Unavailable
 from daemon.shard import ownership_lost
-from daemon.shard.epoch_confirmation import EpochConfirmation
+from daemon.shard.confirmation import ProbedConfirmation
+from daemon.shard.shard_tip import TipProbe
 from daemon.surroundings.failure_scope import ShardLost
 from storage_backends import commit, object_store
 from storage_backends.formats.manifest import ManifestHead, ShardManifest
@@ -54,11 +55,10 @@ class Fixture:
     def __init__(self) -> None:
         self.clock = VirtualClock()
         self.probed = Probed()
-        self.confirmation = EpochConfirmation(
-            self.probed,
-            tip=tip_of(epoch=5),
+        self.confirmation = ProbedConfirmation(
+            3,
+            TipProbe(self.probed, tip_of(epoch=5), self.probed.run),
             confirmed_at_s=self.clock.now_s,
-            run=self.probed.run,
             clock=self.clock.now,
             sleep=self.clock.sleep,
             jitter=lambda: 0.5,
