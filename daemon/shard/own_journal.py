@@ -12,7 +12,7 @@ from daemon.errors import InvariantViolated
 from daemon.shard.confirmation import ProbedConfirmation
 from daemon.shard.journal_writer import JournalWriter, WrittenSlot
 from daemon.shard.shard_claim import ShardClaim
-from daemon.shard.shard_tip import TipProbe
+from daemon.shard.shard_tip import KnownTip, TipProbe
 from daemon.shard.slot_sender import Section, SlotSender, SlotWriter
 from daemon.surroundings.environment import Environment
 from storage_backends import commit
@@ -26,6 +26,7 @@ class OwnJournal(SlotWriter):
     def __init__(
         self,
         claim: ShardClaim,
+        tip: KnownTip,
         shard_log: commit.ManifestLog[ShardManifest],
         environment: Environment,
         *,
@@ -33,10 +34,9 @@ class OwnJournal(SlotWriter):
     ) -> None:
         self._shard = claim.shard
         self._reported = written
-        self.probe = TipProbe(shard_log, claim.tip, environment.pools.journal.run)
         self.confirmation = ProbedConfirmation(
             claim.shard,
-            self.probe,
+            TipProbe(shard_log, tip, environment.pools.journal.run),
             confirmed_at_s=claim.confirmed_at_s,
             clock=environment.clock.elapsed_s,
             sleep=environment.sleep,

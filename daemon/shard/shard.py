@@ -28,6 +28,7 @@ from daemon.shard.own_journal import OwnJournal
 from daemon.shard.owned_topic import OwnedTopic
 from daemon.shard.shard_claim import ShardClaim
 from daemon.shard.shard_staging import ShardStaging
+from daemon.shard.shard_tip import KnownTip
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
 from daemon.surroundings import backoff
@@ -104,7 +105,8 @@ class ServedShard:
         self.reloading: dict[str, asyncio.Task[None]] = {}
         self._loaded_once = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._journal = OwnJournal(claim, shard_log, environment, written=self._written)
+        self.tip = KnownTip(claim.tip)
+        self._journal = OwnJournal(claim, self.tip, shard_log, environment, written=self._written)
         self.confirmation: Confirmation = self._journal.confirmation
         self.loading = TopicLoading(
             shard=claim.shard,
@@ -128,7 +130,7 @@ class ServedShard:
             failed=self.lose,
         )
         self.deletions = ShardDeletions(self, claim.deletions, environment, changed=deletions_changed)
-        self.checkpoints = Checkpointing(self, claim, shard_log, environment)
+        self.checkpoints = Checkpointing(self, claim, self.tip, shard_log, environment)
 
     # ---- start and end
 
@@ -184,7 +186,7 @@ class ServedShard:
     async def _successor(self) -> NotOwner | None:
         """Whose the shard is now, as far as the store tells at once."""
         look = self._environment.pools.journal.run(
-            lambda: shard_tip.existing_tip(self._shard_log, self.number, self.probed)
+            lambda: shard_tip.existing_tip(self._shard_log, self.number, self.tip.newest)
         )
         try:
             tip = await asyncio.wait_for(look, SUCCESSOR_LOOK_S)
@@ -212,7 +214,7 @@ class ServedShard:
             topic.served.end_streams(Unavailable("the daemon is stopping; try again"))
         await self.deletions.attempts_ended()
         await self._keep()
-        await giving_up.give_up(self._environment, self._shard_log, self.epoch, warm=self.probed)
+        await giving_up.give_up(self._environment, self._shard_log, self.epoch, warm=self.tip.newest)
         await self.checkpoints.truncate_last()
 
     async def _keep(self) -> None:
@@ -248,11 +250,6 @@ class ServedShard:
         self._loaded_once.set()
         for task in (*self._tasks, *self._births.values(), *self.reloading.values()):
             task.cancel()
-
-    @property
-    def probed(self) -> commit.Tip[manifest.ShardManifest]:
-        """The newest manifest that a probe has seen."""
-        return self._journal.probe.newest
 
     # ---- what topics ask of their shard
 
@@ -299,14 +296,14 @@ class ServedShard:
         while (wait_s := self.alone_in_s) > 0:
             await self._environment.sleep(wait_s)
         self._alone.set_result(None)
-        await backoff.until_answered(
+        settled = await backoff.until_answered(
             lambda: self._environment.pools.journal.run(
                 lambda: commit.commit(
                     self._shard_log,
                     shard_manifest.Settle(epoch=self.epoch),
                     writer=self._environment.config.daemon_id,
                     created_ms=self._environment.clock.now_ms(),
-                    warm=self.probed,
+                    warm=self.tip.newest,
                     deadline_s=SETTLE_S,
                 )
             ),
@@ -316,6 +313,7 @@ class ServedShard:
             waiting=self._environment,
             again_after=commit.UNCERTAIN,
         )
+        self.tip.saw(settled)
 
     # ---- slots
 

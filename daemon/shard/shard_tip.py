@@ -48,21 +48,38 @@ def superseded_by(tip: commit.Tip[ShardManifest], *, epoch: int) -> ownership_lo
     )
 
 
-class TipProbe(Probe):
-    """Looks whether the tip of the shard manifest carries the epoch of `tip`, with which the claim ended."""
+class KnownTip:
+    """The newest manifest of its own epoch that an owner knows: a warm start for the next commit, or the next look.
+    Used on one event loop.
 
-    def __init__(self, shard_log: ShardLog, tip: commit.Tip[ShardManifest], run: backoff.Run) -> None:
+    Whoever has committed or read a manifest in this process says so by `saw`: nothing else may tell of it. `newest`
+    begins with what the claim ended with.
+    """
+
+    def __init__(self, newest: commit.Tip[ShardManifest]) -> None:
+        self.newest = newest
+
+    def saw(self, tip: commit.Tip[ShardManifest]) -> None:
+        """Takes it where it is newer, or was read later. One of another epoch is not the owner's to go on from."""
+        known = self.newest
+        if tip.manifest.epoch == known.manifest.epoch and (tip.number, tip.read_at) > (known.number, known.read_at):
+            self.newest = tip
+
+
+class TipProbe(Probe):
+    """Looks whether the tip of the shard manifest carries the epoch of what is `known`."""
+
+    def __init__(self, shard_log: ShardLog, known: KnownTip, run: backoff.Run) -> None:
         self._shard_log = shard_log
-        self._epoch = tip.manifest.epoch
+        self._known = known
         self._run = run
-        self.newest = tip
-        """The newest shard manifest that it has seen: a warm start for the next commit."""
 
     async def look(self) -> None:
         """Raises Superseded when the epoch is over, Corruption when the tip is damaged, and the store's errors."""
+        known = self._known.newest
         try:
-            tip = await self._run(lambda: existing_tip(self._shard_log, self.newest.manifest.shard, self.newest))
+            tip = await self._run(lambda: existing_tip(self._shard_log, known.manifest.shard, known))
         except object_store.Damaged as error:
             raise Corruption(f"shard manifest {error}") from error
-        check_owner(tip, epoch=self._epoch)
-        self.newest = tip
+        check_owner(tip, epoch=known.manifest.epoch)
+        self._known.saw(tip)
