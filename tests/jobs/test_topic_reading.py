@@ -21,6 +21,7 @@ from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
 from storage_backends.topic_manifest import DeleteTopic, SetSubscriptions
+from tests._support.fault_places import JOURNAL
 from tests.jobs._support.roots import NOW_MS, StoredTopic, make_root
 
 S, OTHER = 1, 2
@@ -254,7 +255,7 @@ def test_slots_that_are_deleted_before_they_are_read_are_in_the_newer_checkpoint
         shard.checkpoint(rows(1, 0, 1, 2, 3))
         shard.add(1, 4)
 
-    store.before["/journal/"] = go_on
+    store.before[JOURNAL] = go_on
     state = state_of(store)
     assert entries(store, state) == [0, 1, 2, 3, 4]
     assert state.applied_slot == 5

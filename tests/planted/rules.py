@@ -25,6 +25,7 @@ from daemon.surroundings import backoff
 from storage_backends import object_store, topic_manifest
 from storage_backends.formats import manifest, names, slot_format
 from storage_backends.formats.shard_slot import ShardSlot, next_after
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests.planted.bug import Bug
 from tests.simulation.faults import Trouble
@@ -249,19 +250,19 @@ def paused(seconds: float, operation: str, key_part: str, *, before: bool) -> Di
 
 def two_claimants() -> Directed:
     """The owner is killed, and the next ones are suspended in the middle of their takeovers."""
-    killed = [Trouble("kill", "put_if_absent", "/journal/", nth, True, 30.0) for nth in (9, 40)]
+    killed = [Trouble("kill", "put_if_absent", JOURNAL, nth, True, 30.0) for nth in (9, 40)]
     suspended = [Trouble("suspend", "crash_point", "takeover.after_claim", nth, True, 6.0) for nth in (1, 3, 5)]
     return Directed((*killed, *suspended), settings=QUICK, daemons=3)
 
 
 def overlapping_owners() -> Directed:
     """The owner loses the store for a while, and writes again while its successor is suspended before its claim."""
-    away = [Trouble("cut off", "put_if_absent", "/journal/", nth, True, 5.0) for nth in (9, 50)]
+    away = [Trouble("cut off", "put_if_absent", JOURNAL, nth, True, 5.0) for nth in (9, 50)]
     suspended = [Trouble("suspend", "put_if_absent", "00/manifest/", nth, True, 8.0) for nth in (1, 2, 3)]
     return Directed((*away, *suspended), settings=("ownership.heartbeat_interval_s=0.5",), daemons=2, chaos_s=40.0)
 
 
-BEFORE_A_SLOT = paused(8.0, "put_if_absent", "/journal/", before=True)
+BEFORE_A_SLOT = paused(8.0, "put_if_absent", JOURNAL, before=True)
 
 BUGS = (
     Bug("R1", slots_are_put_without_a_condition, BEFORE_A_SLOT, seed=12),
@@ -271,34 +272,34 @@ BUGS = (
     Bug("R5", there_is_no_fence, seed=1),
     Bug("R5", the_shard_manifest_is_not_read_again_after_the_fence, two_claimants(), seed=3),
     Bug("R5", topics_are_read_and_not_claimed, seed=3),
-    Bug("R6", fences_are_deleted, paused(25.0, "put_if_absent", "/journal/", before=True), seed=4),
+    Bug("R6", fences_are_deleted, paused(25.0, "put_if_absent", JOURNAL, before=True), seed=4),
     Bug("R6", slots_are_deleted_that_no_checkpoint_covers, seed=3),
     Bug("R7", the_next_slot_does_not_wait_for_the_last, seed=3),
     Bug("R8", answers_do_not_wait_for_their_slot, seed=3),
     Bug("R8", duplicates_do_not_wait_for_the_slot_that_they_saw, BEFORE_A_SLOT, seed=8),
-    Bug("R8", hand_outs_go_on_without_a_confirmation, paused(20.0, "put_if_absent", "/journal/", before=True), seed=2),
+    Bug("R8", hand_outs_go_on_without_a_confirmation, paused(20.0, "put_if_absent", JOURNAL, before=True), seed=2),
     Bug(
         "R8",
         the_epoch_counts_as_confirmed_when_the_answer_comes,
-        paused(20.0, "put_if_absent", "/journal/", before=False),
+        paused(20.0, "put_if_absent", JOURNAL, before=False),
         seed=2,
     ),
     Bug(
         "R8",
         slots_are_answered_however_old_the_confirmation,
-        paused(40.0, "put_if_absent", "/journal/", before=False),
+        paused(40.0, "put_if_absent", JOURNAL, before=False),
         seed=1,
     ),
     Bug(
         "R8",
         acknowledgements_are_answered_at_once_after_a_takeover,
-        paused(13.0, "put_if_absent", "/journal/", before=False),
+        paused(13.0, "put_if_absent", JOURNAL, before=False),
         seed=15,
     ),
     Bug(
         "R8",
         rows_go_out_by_key_at_once_after_a_takeover,
-        paused(13.0, "put_if_absent", "/journal/", before=False),
+        paused(13.0, "put_if_absent", JOURNAL, before=False),
         seed=14,
     ),
     Bug("R9", slots_are_deleted_because_a_listing_shows_later_ones, seed=3),

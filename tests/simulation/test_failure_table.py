@@ -26,6 +26,7 @@ from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import StoreRefused
 from storage_backends.probe import probe
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests._support.merging_process import MergingProcess
 from tests.compaction import test_job, test_job_sigkill
@@ -34,7 +35,6 @@ from tests.daemon.engine.test_collection import collect, pass_hours
 from tests.daemon.engine.test_merging import merge
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
-JOURNAL = "/journal/"
 BUCKETS = "/buckets/"
 
 # Every row of the table: the test of this module that is its case, or tests of batch jobs.
