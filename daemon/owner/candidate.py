@@ -34,8 +34,8 @@ LOOK_S = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimed:
-    """All shards of the root. Why those that are not among the claims cannot be served: for long where they are
-    `damaged`; where they were `unread`, the store has failed, and they may be claimed again at once.
+    """All shards of the root. `damaged`: why these cannot be served. `unread`: how the store has failed for these,
+    which may be claimed again at once.
     """
 
     claims: tuple[ShardClaim, ...]

@@ -100,7 +100,10 @@ class ProbedConfirmation(Confirmation):
                 waiter.set_result(None)
 
     async def confirm_after(self, after_s: float) -> None:
-        """As `Confirmation` says. One probe serves everybody who waited when it was sent; a slot serves as well."""
+        """Returns when a confirmation that was sent at or after `after_s` has succeeded, as `Confirmation` says.
+
+        One probe serves everybody who waited when it was sent; a slot serves as well.
+        """
         if self._ended is not None:
             raise self._ended
         if after_s <= self._confirmed_at_s:

@@ -63,7 +63,7 @@ class OwnJournal(SlotWriter):
         )
 
     async def write(self, sections: Sequence[Section]) -> Sequence[ShardSlot]:
-        """A slot of a journal is that of one shard."""
+        """Writes the section of the shard; a slot of a journal has no other. Raises as `JournalWriter.write`."""
         if [section.shard for section in sections] != [self._shard]:
             raise InvariantViolated(f"shard {self._shard}: a slot of shards {[each.shard for each in sections]}")
         return [await self._writer.write(section.records, section.deletions) for section in sections]

@@ -1,11 +1,10 @@
 """One shard that this daemon owns: its journal and its topics.
 
 Owns: finding a topic, the birth of topics, applying slots to them, and saying whose the shard is when it is lost.
-Does not own: taking the shard over (`candidate`), loading topics (`topic_loading`), staging (`shard_staging`)
-and writing slots (`own_journal`),
-checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers (`shard_deletions`), a topic's
-requests (`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and going (`topic_changes`), and
-changes of a topic as a whole (`topic_changes`).
+Does not own: taking the shard over (`candidate`), loading topics (`topic_loading`), what is staged (`shard_staging`),
+writing slots (`own_journal`), checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers
+(`shard_deletions`), a topic's requests (`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and
+going (`topic_changes`), and changes of a topic as a whole (`topic_changes`).
 """
 
 from __future__ import annotations

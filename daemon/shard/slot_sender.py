@@ -59,7 +59,7 @@ class Staged(Protocol):
 
 class SlotSender:
     """Writes what shards have staged; any number of them may stand behind it. `run` must be running; it ends when the
-    writer raises: then the shards are not told.
+    writer raises: whoever runs it tells the shards.
 
     `linger_s`: so long a slot that has room waits for company, when another one has just been written.
     """
@@ -88,7 +88,7 @@ class SlotSender:
         self._line[staged] = None
 
     def leave(self, staged: Staged) -> None:
-        """It has nothing to be written any more; what of it is on its way may still land."""
+        """Takes nothing more of what it has; what of it is on its way may still land."""
         self._line.pop(staged, None)
 
     def send(self) -> None:

@@ -265,7 +265,7 @@ def overlapping_owners() -> Directed:
 BEFORE_A_SLOT = paused(8.0, "put_if_absent", JOURNAL, before=True)
 
 BUGS = (
-    Bug("R1", slots_are_put_without_a_condition, BEFORE_A_SLOT, seed=12),
+    Bug("R1", slots_are_put_without_a_condition, BEFORE_A_SLOT, seed=17),
     Bug("R1", a_slot_is_made_anew_at_each_try, LOSES_ANSWERS, seed=22),
     Bug("R2", a_slot_that_head_does_not_see_has_failed, LOSES_ANSWERS, seed=22),
     Bug("R5", the_journal_is_read_before_the_claim, overlapping_owners(), seed=1),

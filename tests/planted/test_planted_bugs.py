@@ -32,6 +32,7 @@ def test_the_simulation_finds_a_planted_bug(planted: bug.Bug) -> None:
 def test_the_run_that_meets_a_planted_bug_breaks_no_rule_without_it(planted: bug.Bug) -> None:
     result = run(planted.seed, directed=planted.course)
     assert not result.breaches
+    assert not result.unmet
     wanted = [fired.trouble(trouble.kind, trouble.place) for trouble in planted.course.troubles]
     assert not fired.missing(result.fired, wanted), "what was to befall it never did"
 

@@ -139,6 +139,7 @@ class Faults:
         drawn = random.Random(f"faults of ledgers {seed}").choice(WEIGHTS_OF_LEDGERS)
         self._weights_of_ledgers = drawn if weights_of_ledgers is None else weights_of_ledgers
         self._troubles = [dataclasses.replace(trouble) for trouble in troubles]
+        self._watched = tuple(dict.fromkeys((*ALL_PLACES, *(trouble.place for trouble in troubles))))
         self._places = PLACES + PLACES_OF_OWNERS * owners
         self._troubles += [self._trouble() for _ in range(self._random.choice((0, 1, 2, 3, 4, 6, 9)))]
         self._troubles += [
@@ -167,7 +168,7 @@ class Faults:
     # ---- the steps of daemons
 
     def before(self, daemon: Daemon, operation: str, key: str) -> None:
-        for place in ALL_PLACES:
+        for place in self._watched:
             if is_at(place, operation, key):
                 self._fired[counted.at(place)] += 1
         self._step(daemon, operation, key, before=True)
