@@ -116,7 +116,7 @@ class JournalWriter:
             raise
         finally:
             self._writing = False
-        self._next_slot = shard_slot.next_after(self._next_slot)
+        self._next_slot = ShardSlot(self._next_slot + 1)
         self._written(written)
         return written.slot
 

@@ -21,7 +21,9 @@ from storage_backends.formats.shard_slot import ShardSlot
 
 
 class OwnJournal(SlotWriter):
-    """The journal of the shard of `claim`. `written` hears of each slot that is certain."""
+    """The journal of the shard of `claim`. `written` hears of each slot that is certain, and confirms the epoch by its
+    sending time.
+    """
 
     def __init__(
         self,
@@ -33,7 +35,6 @@ class OwnJournal(SlotWriter):
         written: Callable[[WrittenSlot], None],
     ) -> None:
         self._shard = claim.shard
-        self._reported = written
         self.confirmation = ProbedConfirmation(
             claim.shard,
             TipProbe(shard_log, tip, environment.pools.journal.run),
@@ -52,7 +53,7 @@ class OwnJournal(SlotWriter):
             sleep=environment.sleep,
             jitter=environment.jitter,
             new_id=environment.new_id,
-            written=self._written,
+            written=written,
         )
         self.sender = SlotSender(
             self,
@@ -64,13 +65,10 @@ class OwnJournal(SlotWriter):
 
     async def write(self, sections: Sequence[Section]) -> Sequence[ShardSlot]:
         """Writes the section of the shard; a slot of a journal has no other. Raises as `JournalWriter.write`."""
-        if [section.shard for section in sections] != [self._shard]:
+        section = sections[0]
+        if len(sections) > 1 or section.shard != self._shard:
             raise InvariantViolated(f"shard {self._shard}: a slot of shards {[each.shard for each in sections]}")
-        return [await self._writer.write(section.records, section.deletions) for section in sections]
-
-    def _written(self, slot: WrittenSlot) -> None:
-        self.confirmation.confirmed(slot.sent_at_s)
-        self._reported(slot)
+        return (await self._writer.write(section.records, section.deletions),)
 
     def close(self) -> None:
         """Nothing is written or confirmed any more."""

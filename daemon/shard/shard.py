@@ -317,6 +317,7 @@ class ServedShard:
     # ---- slots
 
     def _written(self, slot: WrittenSlot) -> None:
+        self._journal.confirmation.confirmed(slot.sent_at_s)
         self._environment.metrics.slot_written(size_bytes=slot.size_bytes, seconds=slot.seconds)
         self.checkpoints.written(slot)
 

@@ -80,7 +80,7 @@ class ShardStaging:
         """Raises what a request is to be answered with when nothing can be staged now."""
         if self._ended is not None:
             raise self._ended
-        stalled_s = self.stalled_s
+        stalled_s = self._sender.stalled_s
         if stalled_s > STALL_REFUSE_S:
             raise Unavailable(f"the store has not answered for {stalled_s:.0f} s; nothing was stored, try again")
         if len(self._slots) >= STAGED_SLOTS_MAX:
@@ -204,6 +204,8 @@ class ShardStaging:
     def take(self) -> Section:
         """The first section that waits. It is on its way from now on, and no other is taken until it has `landed`."""
         self._on_its_way = self._slots.popleft()
+        if self._slots:
+            self._sender.join(self)
         builder = self._on_its_way.builder
         return Section(self._shard, builder.freeze(), builder.deletions)
 

@@ -49,7 +49,9 @@ class Staged(Protocol):
         ...
 
     def take(self) -> Section:
-        """The first section that waits. It is on its way from now on, and no other is taken until it has `landed`."""
+        """The first section that waits. It is on its way from now on, and no other is taken until it has `landed`. With
+        more to be written the shard joins the sender again.
+        """
         ...
 
     def landed(self, section: Section, slot: ShardSlot) -> None:
@@ -107,21 +109,20 @@ class SlotSender:
             self._wanted.clear()
             while self._line:
                 await self._send_one()
-                if self._linger_s and self._has_room:
+                if self._line and self._linger_s and self._has_room:
                     await self._sleep(self._linger_s)
 
     @property
     def _has_room(self) -> bool:
-        """Whether something waits, and more would ride with it: then company is worth waiting for."""
-        return bool(self._line) and all(staged.waiting_slots == 1 for staged in self._line)
+        """Whether more would ride with what waits: then company is worth waiting for."""
+        return all(staged.waiting_slots == 1 for staged in self._line)
 
     async def _send_one(self) -> None:
         self._writing_since_s = self._clock()
         taken, self._line = list(self._line), {}
-        sections = [staged.take() for staged in taken]
+        sections: list[Section] = []
         for staged in taken:
-            if staged.waiting_slots:
-                self.join(staged)
+            sections.append(staged.take())
         slots = await self._writer.write(sections)
         if not self._confirmation.fresh_within(ANSWER_UNCONFIRMED_S):
             # The slot was sent long ago: a successor may have replayed it and gone on since.
