@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from audit.findings import Flaw, Kind
-from storage_backends.formats import format_errors, names, position_bitmap
+from storage_backends.formats import format_errors, names, position_bitmap, shard_slot
 from storage_backends.formats.manifest import (
     LINEAGE_MAX,
     CheckpointReference,
@@ -218,7 +218,7 @@ def _flaws_of_live(before: TopicManifest, after: TopicManifest) -> Iterator[Flaw
         was = known.get(bucket.object.name)
         if was is None or was is bucket or was == bucket:
             continue
-        found = dataclasses.replace(bucket, quarantined=False, damage="", quarantined_slot=0)
+        found = dataclasses.replace(bucket, quarantined=False, damage="", quarantined_slot=shard_slot.BEFORE_THE_FIRST)
         if was.quarantined or was != found:
             yield _rule(f"bucket {bucket.object.name} changed while it was live")
 

@@ -30,6 +30,7 @@ from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.manifest import Subscription
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AddRecord
 
 CONSUMERS, KEYS, PLANNED_AT_ONCE = 100, 30_000, 1_000
@@ -141,7 +142,7 @@ class _Shared:
 
 
 def _topic() -> tuple[Topic, SubscriptionState]:
-    subscription = Subscription(subscription_id=1, name="consumers", since_ms=0, created_slot=0)
+    subscription = Subscription(subscription_id=1, name="consumers", since_ms=0, created_slot=ShardSlot(0))
     topic = Topic("keys", "keys", 1, [subscription], now_ms=NOW_MS, cache=SegmentCache(1 << 30), ready_rows_max=1 << 30)
     return topic, topic.subscriptions[1]
 

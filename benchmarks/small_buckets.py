@@ -23,6 +23,7 @@ from storage_backends.formats.manifest import BucketProgress, LiveBucket, Object
 from storage_backends.formats.position_bitmap import PositionBitmap, position_bitmaps
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.local_directory import LocalDirectory
 
 Mask = NDArray[np.bool_]
@@ -100,7 +101,7 @@ def _seal(
         progress=None,
         progress_object=written,
         slot_from=tip.manifest.applied,
-        slot_to=slot,
+        slot_to=ShardSlot(slot),
         epoch=tip.manifest.owner_epoch,
         replaced_delete_after_ms=load.now_ms(),
     )

@@ -24,6 +24,7 @@ from storage_backends import checkpoints, journal_slots, topic_tails
 from storage_backends.checkpoints import LoadedCheckpoint
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ShardManifest
+from storage_backends.formats.shard_slot import BEFORE_THE_FIRST
 from storage_backends.journal_slots import Slot
 from storage_backends.object_store import Damaged, NotFound, StoreUnavailable
 from storage_backends.topic_tails import TopicTail
@@ -35,7 +36,7 @@ T = TypeVar("T")
 ATTEMPTS_MAX: Final = 5
 """How often a shard is read whose owner writes checkpoints faster than that."""
 
-_NOTHING: Final = LoadedCheckpoint(None, 0)
+_NOTHING: Final = LoadedCheckpoint(None, BEFORE_THE_FIRST)
 
 
 class _OvertakenError(Exception):

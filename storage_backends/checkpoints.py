@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable
 
 from storage_backends import object_store
-from storage_backends.formats import checkpoint_format, format_errors, manifest, names
+from storage_backends.formats import checkpoint_format, format_errors, manifest, names, shard_slot
+from storage_backends.formats.shard_slot import ShardSlot
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class LoadedCheckpoint:
     """
 
     checkpoint: checkpoint_format.Checkpoint | None
-    replay_from: int
+    replay_from: ShardSlot
     key: str = ""
 
 
@@ -65,11 +66,11 @@ def read_newest(
         log.error("shard %d falls back to the checkpoint before: %s", tip.shard, error)
     previous = tip.previous_checkpoint
     if previous is None:
-        return LoadedCheckpoint(None, 0)
+        return LoadedCheckpoint(None, shard_slot.BEFORE_THE_FIRST)
     return _loaded(store, tip.shard, previous, previous.replay_from)
 
 
 def _loaded(
-    store: object_store.ObjectStore, shard: int, reference: manifest.CheckpointReference, replay_from: int
+    store: object_store.ObjectStore, shard: int, reference: manifest.CheckpointReference, replay_from: ShardSlot
 ) -> LoadedCheckpoint:
     return LoadedCheckpoint(read_checkpoint(store, shard, reference), replay_from, reference.object.name)

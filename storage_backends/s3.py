@@ -4,8 +4,9 @@ Owns: the settings of the connection, the two clients, what the server's answers
 server's clock they were given.
 Does not own: whether the server keeps the promises of the port (`probe`), and the retries of conditional writes.
 
-Two clients: conditional writes go through one that never repeats a request, because a repeated PUT whose first answer
-was lost is told that the object exists, and boto3 would hide that there was a first one. All else may be repeated.
+boto3 repeats no request. A repeated conditional PUT whose first answer was lost is told that the object exists, and
+boto3 would hide that there was a first one. All else is repeated here, as a whole: boto3 does not read a body again
+that was cut off, and it gives up at once when many requests have failed of late (its quota of retries).
 
 409 and 412 mean the same: some servers answer the loser of two overlapping writes with the one, some with the other,
 and a 409 does not even say that anybody won. The caller decides by `head`.
@@ -16,12 +17,13 @@ Listing a directory bucket (S3 Express) needs prefixes that end in `/`, and show
 from __future__ import annotations
 
 import email.utils
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 
 import boto3.session
 from botocore import exceptions as botocore_errors
@@ -50,6 +52,13 @@ from storage_backends.store_clock import StoreClock
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
+    from mypy_boto3_s3.type_defs import ListObjectsV2RequestTypeDef
+
+T = TypeVar("T")
+
+# Before what has failed is asked for again; doubling, each drawn from the upper half of its step.
+_FIRST_DELAY_S: Final = 0.1
+_LAST_DELAY_S: Final = 2.0
 
 # The request was not sent: no connection came about.
 _NOT_SENT: Final = (
@@ -81,7 +90,8 @@ class S3Settings:
     `addressing_style`: `auto` puts the bucket into the path for an `endpoint_url`, and lets boto3 choose for AWS.
     `checksums`: of requests and answers, by boto3. `auto` is `when_required` for an `endpoint_url`, because many
     look-alikes refuse what they do not know, and `when_supported` for AWS.
-    `connect_timeout_s`, `read_timeout_s`: of one try. `attempts`: tries of everything but conditional writes: one.
+    `connect_timeout_s`, `read_timeout_s`: of one try. `attempts`: tries of everything but conditional writes, which
+    are tried once.
     `connections_max`: open at once, for each of the two clients; as many threads can wait for the store.
     `list_page_keys`: keys in one answer to a listing, at most 1,000.
     """
@@ -118,16 +128,24 @@ class S3Settings:
 class S3Store(ObjectStore):
     """Objects beneath a prefix of a bucket. The bucket must exist.
 
-    `wall_clock`: this machine's, Unix time in seconds, to compare the store's with.
+    `wall_clock`: this machine's, Unix time in seconds, to compare the store's with. `sleep`: between two tries.
     """
 
-    def __init__(self, settings: S3Settings, *, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        settings: S3Settings,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.settings: Final = settings
         self._bucket: Final = settings.bucket
         self._front: Final = f"{settings.prefix}/" if settings.prefix else ""
         session = boto3.session.Session()
-        self._conditional: Final = _client(session, settings, attempts=1)
-        self._data: Final = _client(session, settings, attempts=settings.attempts)
+        self._sleep = sleep
+        # Reads must not wait for the connections of what makes decisions durable.
+        self._conditional: Final = _client(session, settings)
+        self._data: Final = _client(session, settings)
         self._clock: Final = _ClockReader(wall_clock)
         for client in (self._conditional, self._data):
             self._clock.read_answers_of(client)
@@ -138,8 +156,12 @@ class S3Store(ObjectStore):
     def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> None:
         check_key(key)
         check_metadata(metadata)
-        with _translated(key):
-            self._data.put_object(Bucket=self._bucket, Key=self._front + key, Body=body, Metadata=dict(metadata))
+        self._repeated(
+            key,
+            lambda: self._data.put_object(
+                Bucket=self._bucket, Key=self._front + key, Body=body, Metadata=dict(metadata)
+            ),
+        )
 
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
         check_key(key)
@@ -153,21 +175,27 @@ class S3Store(ObjectStore):
 
     def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         check_key(key)
-        with _translated(key):
+
+        def read() -> tuple[bytes, Mapping[str, str]]:
             answer = self._data.get_object(Bucket=self._bucket, Key=self._front + key)
             with answer["Body"] as stream:
                 return stream.read(), answer["Metadata"]
 
+        return self._repeated(key, read)
+
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         check_key(key)
         check_range(offset, length)
-        with _translated(key):
+
+        def read() -> tuple[bytes, int]:
             answer = self._data.get_object(
                 Bucket=self._bucket, Key=self._front + key, Range=f"bytes={offset}-{offset + length - 1}"
             )
             with answer["Body"] as stream:
-                body = stream.read()
-        if answer["ResponseMetadata"]["HTTPStatusCode"] != 206:
+                return stream.read(), answer["ResponseMetadata"]["HTTPStatusCode"]
+
+        body, status = self._repeated(key, read)
+        if status != 206:
             raise StoreRefused(key, f"the server ignores ranges: {len(body)} bytes for {length} from {offset}")
         if len(body) != length:
             raise Damaged(key, f"{len(body)} bytes came back for {length} from {offset}")
@@ -175,8 +203,7 @@ class S3Store(ObjectStore):
 
     def head(self, key: str) -> ObjectInfo:
         check_key(key)
-        with _translated(key):
-            answer = self._data.head_object(Bucket=self._bucket, Key=self._front + key)
+        answer = self._repeated(key, lambda: self._data.head_object(Bucket=self._bucket, Key=self._front + key))
         return ObjectInfo(key, answer["ContentLength"], answer["Metadata"])
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ListedObject]:
@@ -184,25 +211,43 @@ class S3Store(ObjectStore):
         return self._list(prefix, start_after)
 
     def _list(self, prefix: str, start_after: str | None) -> Iterator[ListedObject]:
-        pages = self._data.get_paginator("list_objects_v2").paginate(
-            Bucket=self._bucket,
-            Prefix=self._front + prefix,
-            StartAfter="" if start_after is None else self._front + start_after,
-            PaginationConfig={"PageSize": self.settings.list_page_keys},
-        )
-        with _translated(prefix):
-            for page in pages:
-                for found in page.get("Contents", ()):
-                    modified_ms = int(found["LastModified"].timestamp() * 1000)
-                    yield ListedObject(found["Key"].removeprefix(self._front), found["Size"], modified_ms)
+        request: ListObjectsV2RequestTypeDef = {
+            "Bucket": self._bucket,
+            "Prefix": self._front + prefix,
+            "StartAfter": "" if start_after is None else self._front + start_after,
+            "MaxKeys": self.settings.list_page_keys,
+        }
+        while True:
+            page = self._repeated(prefix, lambda: self._data.list_objects_v2(**request))
+            for found in page.get("Contents", ()):
+                modified_ms = int(found["LastModified"].timestamp() * 1000)
+                yield ListedObject(found["Key"].removeprefix(self._front), found["Size"], modified_ms)
+            if not page["IsTruncated"]:
+                return
+            request["ContinuationToken"] = page["NextContinuationToken"]
 
     def delete(self, key: str) -> None:
         check_key(key)
         try:
-            with _translated(key):
-                self._data.delete_object(Bucket=self._bucket, Key=self._front + key)
+            self._repeated(key, lambda: self._data.delete_object(Bucket=self._bucket, Key=self._front + key))
         except NotFound:
             return  # some look-alikes answer 404, S3 does not
+
+    def _repeated(self, key: str, ask: Callable[[], T]) -> T:
+        """What the server answers, who is asked again, later each time, while what it says or does may pass.
+
+        Raises as `_translated` does, after as many tries as there may be.
+        """
+        step_s = _FIRST_DELAY_S
+        for _ in range(1, self.settings.attempts):
+            try:
+                with _translated(key):
+                    return ask()
+            except StoreUnavailable:
+                self._sleep(step_s * (0.5 + random.random() / 2))
+                step_s = min(2 * step_s, _LAST_DELAY_S)
+        with _translated(key):
+            return ask()
 
     def close(self) -> None:
         self._conditional.close()
@@ -236,7 +281,7 @@ class _ClockReader:
         self.read.answered(date_s, sent_s=self._of_thread.sent_s, received_s=self._wall_clock())
 
 
-def _client(session: boto3.session.Session, settings: S3Settings, *, attempts: int) -> S3Client:
+def _client(session: boto3.session.Session, settings: S3Settings) -> S3Client:
     own_server = settings.endpoint_url is not None
     checksums = settings.checksums
     if checksums == "auto":
@@ -248,7 +293,7 @@ def _client(session: boto3.session.Session, settings: S3Settings, *, attempts: i
         region_name=settings.region,
         connect_timeout=settings.connect_timeout_s,
         read_timeout=settings.read_timeout_s,
-        retries={"total_max_attempts": attempts, "mode": "standard"},
+        retries={"total_max_attempts": 1, "mode": "standard"},
         max_pool_connections=settings.connections_max,
         request_checksum_calculation=checksums,
         response_checksum_validation=checksums,

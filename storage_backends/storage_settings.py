@@ -62,7 +62,10 @@ class S3(Section, frozen=True):
     connect_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time to connect, for each try.")] = 1.0
     read_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time without a byte until a try fails.")] = 5.0
     attempts: Annotated[
-        int, Meta(ge=1, le=100, description="Tries of a request; conditional writes are never repeated by the SDK.")
+        int,
+        Meta(
+            ge=1, le=100, description="Tries of a request, each later than the one before; conditional writes have one."
+        ),
     ] = 4
     connections_max: Annotated[
         int, Meta(ge=1, le=1000, description="Connections kept open; as many requests can be under way.")

@@ -27,6 +27,7 @@ from storage_backends.formats.manifest import (
     TopicManifest,
     TopicPolicy,
 )
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import ObjectStore
 
 CODEC = commit.Codec(
@@ -87,7 +88,7 @@ class Create:
     topic: str
     topic_id: str
     epoch: int
-    applied: int
+    applied: ShardSlot
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
@@ -145,8 +146,8 @@ class Seal:
     buckets: tuple[LiveBucket, ...]
     progress: Progress | None
     progress_object: ObjectReference | None
-    slot_from: int
-    slot_to: int
+    slot_from: ShardSlot
+    slot_to: ShardSlot
     epoch: int
     replaced_delete_after_ms: int
 
@@ -233,7 +234,7 @@ class Quarantine:
 
     bucket: str
     damage: str
-    slot: int
+    slot: ShardSlot
     epoch: int
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
@@ -306,7 +307,7 @@ class DeleteTopic:
     was given before.
     """
 
-    slot: int
+    slot: ShardSlot
     epoch: int
     delete_after_ms: int
 
@@ -386,7 +387,7 @@ def _not_owned(tip: TopicManifest, epoch: int) -> str | None:
     return TOPIC_DELETED if tip.deleted else None
 
 
-def _moved_back(tip: TopicManifest, slot: int) -> str | None:
+def _moved_back(tip: TopicManifest, slot: ShardSlot) -> str | None:
     return f"applied is {tip.applied}, it cannot become {slot}" if slot < tip.applied else None
 
 

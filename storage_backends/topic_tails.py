@@ -17,8 +17,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Iterable, Iterator, Sequence
 
-from storage_backends.formats import checkpoint_format, manifest, slot_format
+from storage_backends.formats import checkpoint_format, manifest, shard_slot, slot_format
 from storage_backends.formats.checkpoint_format import CarriedSlot, SealingPart
+from storage_backends.formats.shard_slot import ShardSlot
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -33,8 +34,10 @@ class TopicTail:
     slots: tuple[CarriedSlot, ...] = ()
 
     @property
-    def part_slot(self) -> int:
-        return 0 if self.part is None or self.part.slot is None else self.part.slot
+    def part_slot(self) -> ShardSlot:
+        if self.part is None or self.part.slot is None:
+            return shard_slot.BEFORE_THE_FIRST
+        return self.part.slot
 
     def slots_above(self, tip: manifest.TopicManifest) -> Iterator[CarriedSlot]:
         """The decisions that are in neither the manifest nor the part."""
@@ -54,7 +57,7 @@ def tails_of(
     """By topic id, all topics that the checkpoint or the slots name; `only`: those among these."""
     parts: dict[str, checkpoint_format.TopicPart] = {}
     above: dict[str, list[CarriedSlot]] = {}
-    covered = 0 if loaded is None else loaded.slot
+    covered = shard_slot.BEFORE_THE_FIRST if loaded is None else loaded.slot
     for part in () if loaded is None else loaded.topics:
         if only is not None and part.topic_id not in only:
             continue

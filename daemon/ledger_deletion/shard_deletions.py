@@ -5,7 +5,7 @@ holds more of them than the loop can apply in a moment; writing begins and answe
 means; the attempts that are under way, and their end.
 Does not own: what a decision comes to (`daemon.core.deletions`), the portions of what is said to be in use
 (`in_use_changing`), when an attempt begins and its thread (`deletion_workers`), what it does (`daemon.ledger_stores`),
-the slots (`group_commit`) and the checkpoint (`checkpointing`).
+the slots (`shard_staging`) and the checkpoint (`checkpointing`).
 """
 
 from __future__ import annotations

@@ -34,10 +34,13 @@ LOOK_S = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimed:
-    """All shards of the root. `damaged`: why those that are not among the claims cannot be served."""
+    """All shards of the root. `damaged`: why these cannot be served. `unread`: how the store has failed for these,
+    which may be claimed again at once.
+    """
 
     claims: tuple[ShardClaim, ...]
     damaged: Mapping[int, Corruption]
+    unread: Mapping[int, Exception]
 
 
 class Candidate:
@@ -85,7 +88,7 @@ class Candidate:
         self._standby.owner_address = address
 
     async def become_owner(self) -> Claimed:
-        """Returns with every shard claimed and fenced that is not damaged, however long that takes.
+        """Returns with every shard claimed and fenced that could be read, however long it takes until that is one.
 
         Raises Corruption when all of them are damaged; then nothing is claimed.
         """
@@ -95,24 +98,23 @@ class Candidate:
                 log.info("taking over: %s", claimable.reason)
                 self._waiting("taking over the shards")
                 self.is_taking_over = True
-                claims, damaged = await self._claim_all(claimable.gone_owners)
+                return await self._claim_all(claimable.gone_owners)
             except commit.UNCERTAIN as error:
                 self._waiting(f"the store cannot be reached: {error}")
             except (NotOwner, commit.Refused) as error:
                 self._waiting(f"another daemon claims the shards: {error}")
-            else:
-                return Claimed(claims, damaged)
             finally:
                 self.is_taking_over = False
             # Two candidates that are refused together must not come back together.
             await self._environment.sleep(LOOK_S * (1 + self._environment.jitter()))
 
-    async def _claim_all(self, gone_owners: frozenset[str]) -> tuple[tuple[ShardClaim, ...], dict[int, Corruption]]:
+    async def _claim_all(self, gone_owners: frozenset[str]) -> Claimed:
         """Claims all shards that can be read; of several candidates the one that gets the first goes on with the
-        others. (What it got, the damaged shards.)
+        others. Where the store fails for one of those it keeps the rest; where another daemon came first, nothing.
         """
         claims: list[ShardClaim] = []
         damaged: dict[int, Corruption] = {}
+        unread: dict[int, Exception] = {}
         shards = list(range(len(self.shard_logs)))
         while shards and not claims:
             shard = shards.pop(0)
@@ -126,6 +128,8 @@ class Candidate:
         for shard, result in zip(shards, results, strict=True):
             if isinstance(result, Corruption):
                 damaged[shard] = result
+            elif isinstance(result, commit.UNCERTAIN):
+                unread[shard] = result
             elif isinstance(result, BaseException):
                 errors.append(result)
             else:
@@ -135,7 +139,7 @@ class Candidate:
             raise errors[0]
         if not claims:
             raise damaged[min(damaged)]
-        return tuple(claims), damaged
+        return Claimed(tuple(claims), damaged, unread)
 
     async def give_up(self, epochs: Mapping[int, int]) -> None:
         """Gives up shards that are still owned under these epochs, so that nobody waits for this daemon."""

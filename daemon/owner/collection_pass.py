@@ -148,14 +148,14 @@ class Pass:
         self._listing = listing
 
     async def _look_at_shard(self) -> None:
-        tip = self._shard.checkpoints.newest
+        tip = self._shard.tip.newest
         listed = None if self._listing is None else self._listing.shard
         look = self._look(tip.manifest, garbage.SHARD.named(tip.manifest), listed)
         if look.wanted:
             shard_log = topic_commits.shard_log(self._environment, self._shard.number)
             collector = garbage.Collector(shard_log, garbage.SHARD, self._tools)
             tip = await self._collect(collector, listed, tip) or tip
-            self._shard.checkpoints.saw(tip)
+            self._shard.tip.saw(tip)
         self._add(Summary(waiting=self._kept(tip.manifest)))
 
     async def _look_at_topics(self) -> AsyncIterator[None]:

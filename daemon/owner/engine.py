@@ -13,7 +13,8 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from daemon.call_values import Health, TopicLocation
 from daemon.core.quotas import PendingRows
@@ -33,6 +34,7 @@ from daemon.owner.candidate import Candidate, Claimed
 from daemon.owner.garbage_collection import Collection
 from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
+from daemon.owner.standby import Claimable
 from daemon.shard.shard import ServedShard
 from daemon.shard.shard_claim import ShardClaim
 from daemon.surroundings import backoff
@@ -275,24 +277,28 @@ class Engine:
     async def _take_again(self, shards: Sequence[int]) -> None:
         """Claims those of the shards that may be claimed now; the others are served meanwhile."""
         async with self._taking:
+            taking: list[Coroutine[Any, Any, None]] = []
             for number, decision in (await self._candidate.claimable(shards) if shards else {}).items():
-                if isinstance(decision, Wait):
-                    if number in self._away:
-                        self._away[number] = self._away[number].waiting(decision.reason, self._recorded(number))
-                    continue
-                try:
-                    self._serve_shard(await self._candidate.claim(number, decision.gone_owners))
-                except Corruption as error:
-                    self._away.pop(number, None)
-                    self._damaged[number] = error
-                    continue
-                except (*commit.UNCERTAIN, commit.Refused, NotOwner) as error:
-                    log.warning("shard %d cannot be taken over: %s", number, error)
-                    continue
-                self._away.pop(number, None)
-                self._damaged.pop(number, None)
-                log.info("shard %d is served again", number)
+                if not isinstance(decision, Wait):
+                    taking.append(self._take_one(number, decision))
+                elif number in self._away:
+                    self._away[number] = self._away[number].waiting(decision.reason, self._recorded(number))
+            await asyncio.gather(*taking)
             self._tell_which()
+
+    async def _take_one(self, number: int, claimable: Claimable) -> None:
+        try:
+            self._serve_shard(await self._candidate.claim(number, claimable.gone_owners))
+        except Corruption as error:
+            self._away.pop(number, None)
+            self._damaged[number] = error
+            return
+        except (*commit.UNCERTAIN, commit.Refused, NotOwner) as error:
+            log.warning("shard %d cannot be taken over: %s", number, error)
+            return
+        self._away.pop(number, None)
+        self._damaged.pop(number, None)
+        log.info("shard %d is served again", number)
 
     def _recorded(self, number: int) -> ShardManifest | None:
         recorded = self._candidate.recorded(number)
@@ -303,10 +309,13 @@ class Engine:
         # Keys of segments that an earlier ownership loaded mean nothing now.
         self._cache = SegmentCache(self._environment.config.delivery.segment_memory_bytes)
         self._damaged = dict(claimed.damaged)
-        self._away = {}
+        now_s = self._environment.clock.elapsed_s()
+        self._away = {
+            number: _Away(f"it cannot be read: {error}", "", now_s) for number, error in claimed.unread.items()
+        }
         self._epochs = {}
         shards = [self._serve_shard(claim) for claim in claimed.claims]
-        log.info("serving shards=%d damaged=%d", len(shards), len(self._damaged))
+        log.info("serving shards=%d damaged=%d unread=%d", len(shards), len(self._damaged), len(self._away))
         self._store_away = False
         self._set_serving()
         return shards

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from daemon.errors import Corruption
 from daemon.owner import candidacy, heartbeat
 from daemon.owner.candidacy import ClaimNow, OwnerLock, RecordedOwner, Wait
-from daemon.shard.epoch_confirmation import ShardLog
+from daemon.shard.shard_tip import ShardLog
 from daemon.surroundings import backoff
 from storage_backends import commit, local_directory, object_store
 from storage_backends.formats import names
@@ -131,6 +131,9 @@ class Standby:
                 except object_store.Damaged as error:
                     found[number] = Claimable(f"its manifest is damaged: {error}", frozenset())
                     continue
+                except object_store.StoreError as error:
+                    found[number] = Wait(f"its manifest cannot be read: {error}")
+                    continue
                 manifest = None if tip is None else tip.manifest
                 recorded[number] = None if manifest is None else RecordedOwner(manifest.owner, manifest.address)
             self._observe_heartbeats({each.owner for each in recorded.values() if each is not None})
@@ -156,6 +159,8 @@ class Standby:
         except object_store.StoreError as error:
             for watch in self._watches.values():
                 watch.store_failed(now_s=self._clock())
+            # It waits for nobody: what it has is not in anybody's way.
+            self._own_epochs = {}
             return Wait(f"the store cannot be reached: {error}")
         others = [each for each in recorded if each is not None and each.owner not in ("", self._daemon_id)]
         self.owner_address = others[0].address if others else ""

@@ -17,13 +17,14 @@ import logging
 from collections.abc import Callable
 
 from daemon.errors import Corruption, NotOwner
-from daemon.shard import checkpoint_store, epoch_confirmation, journal_tail, recovery, shard_manifest, slot_put
+from daemon.shard import checkpoint_store, journal_tail, recovery, shard_manifest, shard_tip, slot_put
 from daemon.shard.shard_claim import ShardClaim
 from daemon.surroundings import backoff
 from storage_backends import commit, object_store
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import slot_format
 from storage_backends.formats.manifest import ShardManifest
+from storage_backends.formats.shard_slot import ShardSlot
 
 log = logging.getLogger(__name__)
 
@@ -117,10 +118,10 @@ def _claim(shard_log: commit.ManifestLog[ShardManifest], shard: int, claimant: C
         )
     except commit.Refused as refused:
         # Another claimant took this epoch, or a later one.
-        tip = epoch_confirmation.existing_tip(shard_log, shard, before)
-        raise epoch_confirmation.superseded_by(tip, epoch=epoch) from refused
+        tip = shard_tip.existing_tip(shard_log, shard, before)
+        raise shard_tip.superseded_by(tip, epoch=epoch) from refused
     # It may be committed, and have another claim behind it: whose epoch must not be taken for this one's.
-    epoch_confirmation.check_owner(tip, epoch=epoch)
+    shard_tip.check_owner(tip, epoch=epoch)
     return tip
 
 
@@ -161,7 +162,8 @@ class _Takeover:
             epoch=self._epoch,
             tip=self._tip,
             confirmed_at_s=confirmed_at_s,
-            fence_slot=fence_slot,
+            # In a journal a fence takes a number, as a slot does.
+            last_slot=fence_slot,
             checkpoint=loaded.checkpoint,
             replay_from=loaded.replay_from,
             slots=tuple(slots),
@@ -191,16 +193,16 @@ class _Takeover:
 
     def _still_owner(self) -> None:
         """Reads the shard manifest. Raises Superseded when a later claim is there."""
-        tip = epoch_confirmation.existing_tip(self._shard_log, self._shard, self._tip)
-        epoch_confirmation.check_owner(tip, epoch=self._epoch)
+        tip = shard_tip.existing_tip(self._shard_log, self._shard, self._tip)
+        shard_tip.check_owner(tip, epoch=self._epoch)
         self._tip = tip
 
-    def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], int]:
+    def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], ShardSlot]:
         """The slots above `replay_from`, and the slot behind them, which now holds this claim's fence."""
         slots = self._read_from(self._tip.manifest.replay_from + 1)
         crash_point("takeover.after_probe")
         while True:
-            fence_slot = self._tip.manifest.replay_from + 1 + len(slots)
+            fence_slot = ShardSlot(self._tip.manifest.replay_from + 1 + len(slots))
             try:
                 self._put_fence(fence_slot)
             except slot_put.Occupied:
@@ -223,7 +225,7 @@ class _Takeover:
             )
         return slots
 
-    def _put_fence(self, fence_slot: int) -> None:
+    def _put_fence(self, fence_slot: ShardSlot) -> None:
         """Raises Occupied, or OutcomeUnknown when the store stays silent."""
         header = slot_format.SlotHeader(self._shard, self._epoch, fence_slot, slot_format.SlotKind.FENCE, 0)
         slot = slot_put.FrozenSlot(header, slot_format.encode_slot(header, ()), self._claimant.new_id())

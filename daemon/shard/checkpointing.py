@@ -20,17 +20,18 @@ from typing import Any, Protocol
 
 from daemon.core.deletions.ledger_deletions import DeletionCut
 from daemon.core.object_count import ObjectCount
-from daemon.shard import checkpoint_store, epoch_confirmation, journal_tail, recovery, shard_manifest
-from daemon.shard.epoch_confirmation import EpochConfirmation
+from daemon.shard import checkpoint_store, journal_tail, recovery, shard_manifest, shard_tip
 from daemon.shard.journal_truncation import BATCH_SLOTS, JournalTruncation
 from daemon.shard.journal_writer import WrittenSlot
 from daemon.shard.shard_claim import ShardClaim
+from daemon.shard.shard_tip import KnownTip
 from daemon.surroundings.environment import Environment
 from daemon.surroundings.failure_scope import TopicFailed
 from daemon.topic import checkpoint_parts
 from daemon.topic_terms.topic_staging import Commits
 from storage_backends import commit
 from storage_backends.formats import checkpoint_format, manifest
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import SlotKind
 from storage_backends.object_store import StoreError
 
@@ -56,13 +57,10 @@ class ShardOfCheckpoints(Protocol):
     def epoch(self) -> int: ...
 
     @property
-    def applied_slot(self) -> int: ...
+    def applied_slot(self) -> ShardSlot: ...
 
     @property
     def commits(self) -> Commits: ...
-
-    @property
-    def confirmation(self) -> EpochConfirmation: ...
 
     @property
     def reloading(self) -> Collection[str]:
@@ -100,10 +98,12 @@ class Checkpointing:
         self,
         shard: ShardOfCheckpoints,
         claim: ShardClaim,
+        tip: KnownTip,
         shard_log: commit.ManifestLog[manifest.ShardManifest],
         environment: Environment,
     ) -> None:
         self._shard = shard
+        self._tip = tip
         self._shard_log = shard_log
         self._environment = environment
         self._bytes_since = 0
@@ -113,8 +113,6 @@ class Checkpointing:
         self._tail_slots = len(claim.slots)
         self._last_data_slot = _last_data_slot(claim)
         self._written_at_s = environment.clock.elapsed_s()
-        # The newest manifest that this process has committed or seen; a probe may not have seen it yet.
-        self._known = claim.tip
         self._work: asyncio.Task[None] | None = None
         self._truncating: asyncio.Future[int] | None = None
         self._draining = False
@@ -124,7 +122,7 @@ class Checkpointing:
             environment.store,
             shard=claim.shard,
             epoch=claim.epoch,
-            fence_slot=claim.fence_slot,
+            fence_slot=claim.last_slot,
             known_kinds={slot.header.slot: slot.header.kind for slot in claim.slots},
             # As many slots are deleted as are written: with fewer threads than writing has, deletions, which the next
             # checkpoint of the shard waits for, would fall behind.
@@ -165,21 +163,9 @@ class Checkpointing:
     # ---- what others ask for
 
     @property
-    def newest(self) -> commit.Tip[manifest.ShardManifest]:
-        """The newest manifest of this epoch that is known. While slots are written, nothing probes for it."""
-        probed = self._shard.confirmation.tip
-        later = probed.number > self._known.number and probed.manifest.epoch == self._shard.epoch
-        return probed if later else self._known
-
-    def saw(self, tip: commit.Tip[manifest.ShardManifest]) -> None:
-        """Something else in this process has read or committed it. What is begun from here on is based on it."""
-        if tip.number > self.newest.number and tip.manifest.epoch == self._shard.epoch:
-            self._known = tip
-
-    @property
     def covered_twice(self) -> bool:
         """Whether two checkpoints cover every data slot that is known."""
-        previous = self.newest.manifest.previous_checkpoint
+        previous = self._tip.newest.manifest.previous_checkpoint
         return (0 if previous is None else previous.replay_from) >= self._last_data_slot
 
     async def settled(self) -> None:
@@ -211,7 +197,7 @@ class Checkpointing:
             except StoreError as error:
                 log.warning("shard %d: covered slots are left to the next owner: %s", self._shard.number, error)
 
-    async def tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, int]:
+    async def tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, ShardSlot]:
         """What the newest checkpoint and the slots above it hold of a topic, of which nothing is staged any more; and
         the last slot that is applied.
 
@@ -221,7 +207,7 @@ class Checkpointing:
         # No slot of those is deleted meanwhile.
         async with self._turn:
             await shard.commits.settled()
-            newest, until = self.newest.manifest, shard.applied_slot
+            newest, until = self._tip.newest.manifest, shard.applied_slot
 
             def read() -> recovery.TopicTail:
                 loaded = checkpoint_store.read_newest(
@@ -258,7 +244,7 @@ class Checkpointing:
     async def covered(self) -> ObjectCount:
         """What `collect` would delete now without another checkpoint. Raises the store's errors."""
         async with self._turn:
-            newest = self.newest.manifest
+            newest = self._tip.newest.manifest
             return await self._environment.pools.collection.run(lambda: self._truncation.covered(newest))
 
     def close(self) -> None:
@@ -319,7 +305,7 @@ class Checkpointing:
         while self._truncating is not None and not self._truncating.done():
             # Who began it was cancelled; a thread that deletes slots cannot be.
             await asyncio.wait([self._truncating])
-        newest = self.newest.manifest
+        newest = self._tip.newest.manifest
         before = self._truncation.deleted
         truncate = self._environment.pools.collection.run(
             lambda: self._truncation.truncate(newest, slots_max=slots_max)
@@ -343,7 +329,7 @@ class Checkpointing:
         size_bytes, slots = self._bytes_since, self._slots_since
         slot = shard.applied_slot
         state = shard.state()
-        tip = self.newest
+        tip = self._tip.newest
 
         def write() -> commit.Tip[manifest.ShardManifest]:
             parts = (*map(_part_of, state.cuts), *state.carried)
@@ -377,8 +363,8 @@ class Checkpointing:
             shard.let_go(failed.topic, failed.__cause__ or failed)
             raise
         # It may be committed, and have a successor's claim behind it.
-        epoch_confirmation.check_owner(committed, epoch=shard.epoch)
-        self._known = committed
+        shard_tip.check_owner(committed, epoch=shard.epoch)
+        self._tip.saw(committed)
         self._bytes_since -= size_bytes
         self._slots_since -= slots
 

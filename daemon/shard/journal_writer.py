@@ -20,7 +20,8 @@ from daemon.shard import slot_put
 from daemon.surroundings import backoff
 from storage_backends import object_store
 from storage_backends.crash_points import crash_point
-from storage_backends.formats import slot_format
+from storage_backends.formats import shard_slot, slot_format
+from storage_backends.formats.shard_slot import ShardSlot
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class WrittenSlot:
     `seconds`: from the first try until it was certain. `tries`: how many PUTs it took.
     """
 
-    slot: int
+    slot: ShardSlot
     sent_at_s: float
     size_bytes: int
     seconds: float
@@ -52,7 +53,7 @@ class _Try:
 
 
 class JournalWriter:
-    """Writes the slots of one epoch of one shard, from `next_slot` on. Made and used on one event loop.
+    """Writes the slots of one epoch of one shard, from the one behind `last_slot` on. Made and used on one event loop.
 
     `run` encodes and puts in an executor. `written` hears of each slot before `write` returns. `new_id` gives commit
     ids. A writer that has raised is never used again: its last slot may still land.
@@ -64,7 +65,7 @@ class JournalWriter:
         *,
         shard: int,
         epoch: int,
-        next_slot: int,
+        last_slot: ShardSlot,
         run: backoff.Run,
         clock: backoff.Clock,
         sleep: backoff.Sleep,
@@ -75,7 +76,7 @@ class JournalWriter:
         self._store = store
         self._shard = shard
         self._epoch = epoch
-        self._next_slot = next_slot
+        self._next_slot = shard_slot.next_after(last_slot)
         self._run = run
         self._clock = clock
         self._sleep = sleep
@@ -86,7 +87,7 @@ class JournalWriter:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def next_slot(self) -> int:
+    def next_slot(self) -> ShardSlot:
         """The number that the next `write` gives."""
         return self._next_slot
 
@@ -97,7 +98,7 @@ class JournalWriter:
 
     async def write(
         self, records: Sequence[slot_format.Record], deletions: Sequence[slot_format.DeletionRecord] = ()
-    ) -> int:
+    ) -> ShardSlot:
         """Writes the records, on topics and on deletions, as the next slot and returns its number once that is certain.
 
         While the store cannot be reached this does not return. Raises Fenced when the shard is lost, OutcomeUnknown
@@ -115,7 +116,7 @@ class JournalWriter:
             raise
         finally:
             self._writing = False
-        self._next_slot += 1
+        self._next_slot = ShardSlot(self._next_slot + 1)
         self._written(written)
         return written.slot
 
@@ -172,7 +173,7 @@ class JournalWriter:
 
         The successor's fence stands right behind it and is never deleted.
         """
-        following = slot.header.slot + 1
+        following = shard_slot.next_after(slot.header.slot)
         holder = slot_put.holder_of(self._store, self._shard, following)
         if holder is not None:
             raise slot_put.Occupied(following, holder.epoch)

@@ -7,6 +7,7 @@ Does not own: what follows; the engine drops the shard's state and answers with 
 from __future__ import annotations
 
 from daemon.errors import NotOwner
+from storage_backends.formats.shard_slot import ShardSlot
 
 
 class Superseded(NotOwner):
@@ -34,7 +35,7 @@ class Fenced(NotOwner):
     `shard`, `slot`; `epoch`: ours; `holder_epoch`: of who holds the slot. Who that is stands in the shard manifest.
     """
 
-    def __init__(self, *, shard: int, slot: int, epoch: int, holder_epoch: int) -> None:
+    def __init__(self, *, shard: int, slot: ShardSlot, epoch: int, holder_epoch: int) -> None:
         super().__init__(f"shard {shard}: slot {slot} is held by epoch {holder_epoch}, not by epoch {epoch}")
         self.shard = shard
         self.slot = slot

@@ -31,7 +31,15 @@ from daemon.errors import Corruption, InvariantViolated
 from daemon.shard import replay_runs
 from daemon.topic import bucket_reads, stored_progress, stored_redeliveries
 from storage_backends import object_store, topic_tails
-from storage_backends.formats import bucket_format, checkpoint_format, format_errors, index_ids, manifest, slot_format
+from storage_backends.formats import (
+    bucket_format,
+    checkpoint_format,
+    format_errors,
+    index_ids,
+    manifest,
+    shard_slot,
+    slot_format,
+)
 from storage_backends.formats.checkpoint_format import CarriedSlot
 from storage_backends.formats.manifest import BucketProgress
 from storage_backends.formats.row_columns import Rows
@@ -46,7 +54,7 @@ def deletion_records(
     slots: Iterable[tuple[slot_format.SlotHeader, Sequence[slot_format.DeletionRecord]]],
 ) -> list[slot_format.DeletionRecord]:
     """What was decided on the shard's deletions above the checkpoint, in order."""
-    covered = 0 if loaded is None else loaded.slot
+    covered = shard_slot.BEFORE_THE_FIRST if loaded is None else loaded.slot
     return [record for header, records in slots if header.slot > covered for record in records]
 
 
@@ -67,7 +75,7 @@ def carried_part(topic_id: str, tail: TopicTail) -> checkpoint_format.TopicPart:
     if part is None:
         # Its name and incarnation are in its manifest, which was not read.
         part = checkpoint_format.TopicPart(
-            topic_id=topic_id, topic="", incarnation=0, mutable_rows=Rows.empty(), slot=0
+            topic_id=topic_id, topic="", incarnation=0, mutable_rows=Rows.empty(), slot=shard_slot.BEFORE_THE_FIRST
         )
     return dataclasses.replace(part, carried=tail.slots)
 

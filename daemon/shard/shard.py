@@ -1,10 +1,10 @@
 """One shard that this daemon owns: its journal and its topics.
 
 Owns: finding a topic, the birth of topics, applying slots to them, and saying whose the shard is when it is lost.
-Does not own: taking the shard over (`candidate`), loading topics (`topic_loading`), writing slots (`group_commit`),
-checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers (`shard_deletions`), a topic's
-requests (`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and going (`topic_changes`), and
-changes of a topic as a whole (`topic_changes`).
+Does not own: taking the shard over (`candidate`), loading topics (`topic_loading`), what is staged (`shard_staging`),
+writing slots (`own_journal`), checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers
+(`shard_deletions`), a topic's requests (`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and
+going (`topic_changes`), and changes of a topic as a whole (`topic_changes`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from daemon.ledger_deletion.shard_deletions import ShardDeletions
-from daemon.shard import epoch_confirmation, giving_up, recovery, shard_manifest
+from daemon.shard import giving_up, recovery, shard_manifest, shard_tip
 from daemon.shard.checkpointing import Checkpointing, ShardState
-from daemon.shard.epoch_confirmation import EpochConfirmation
-from daemon.shard.group_commit import GroupCommit
-from daemon.shard.journal_writer import JournalWriter, WrittenSlot
+from daemon.shard.confirmation import Confirmation
+from daemon.shard.journal_writer import WrittenSlot
+from daemon.shard.own_journal import OwnJournal
 from daemon.shard.owned_topic import OwnedTopic
 from daemon.shard.shard_claim import ShardClaim
+from daemon.shard.shard_staging import ShardStaging
+from daemon.shard.shard_tip import KnownTip
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
 from daemon.surroundings import backoff
@@ -41,6 +43,7 @@ from daemon.topic_terms.topic_settings import TopicSettings
 from daemon.topic_terms.topic_staging import STALL_ANSWER_S, TopicStaging
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record
 from storage_backends.object_store import StoreError
 
@@ -79,8 +82,7 @@ class ServedShard:
         self.number = claim.shard
         self.epoch = claim.epoch
         self.topics: dict[str, OwnedTopic] = {}
-        self.applied_slot = claim.fence_slot
-        self._fence_slot = claim.fence_slot
+        self.applied_slot = claim.last_slot
         self._shard_log = shard_log
         self.pending = pending
         self._due_loop = due_loop
@@ -102,20 +104,13 @@ class ServedShard:
         self.reloading: dict[str, asyncio.Task[None]] = {}
         self._loaded_once = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self.confirmation = EpochConfirmation(
-            shard_log,
-            tip=claim.tip,
-            confirmed_at_s=claim.confirmed_at_s,
-            run=environment.pools.journal.run,
-            clock=environment.clock.elapsed_s,
-            sleep=environment.sleep,
-            jitter=environment.jitter,
-        )
-        self.journal = self._new_journal(claim)
+        self.tip = KnownTip(claim.tip)
+        self._journal = OwnJournal(claim, self.tip, shard_log, environment, written=self._written)
+        self.confirmation: Confirmation = self._journal.confirmation
         self.loading = TopicLoading(
             shard=claim.shard,
             epoch=claim.epoch,
-            fence_slot=claim.fence_slot,
+            last_slot=claim.last_slot,
             tails=recovery.tails_of(claim.checkpoint, ((slot.header, slot.records) for slot in claim.slots)),
             environment=environment,
             new_topic=self._core_topic,
@@ -124,34 +119,38 @@ class ServedShard:
             lost=self.lose,
         )
         self.changes = TopicChanges(self, environment)
-        self.commits = GroupCommit(self.journal, self.confirmation, environment, self._apply)
-        self.deletions = ShardDeletions(self, claim.deletions, environment, changed=deletions_changed)
-        self.checkpoints = Checkpointing(self, claim, shard_log, environment)
-
-    def _new_journal(self, claim: ShardClaim) -> JournalWriter:
-        environment = self._environment
-        return JournalWriter(
-            environment.store,
-            shard=claim.shard,
-            epoch=claim.epoch,
-            next_slot=claim.fence_slot + 1,
-            run=environment.pools.journal.run,
+        self.commits = ShardStaging(
+            claim.shard,
+            self._journal.sender,
+            self.confirmation,
             clock=environment.clock.elapsed_s,
-            sleep=environment.sleep,
-            jitter=environment.jitter,
-            new_id=environment.new_id,
-            written=self._written,
+            slot_bytes_max=environment.config.journal.slot_bytes_max,
+            applied=self._apply,
+            failed=self.lose,
         )
+        self.deletions = ShardDeletions(self, claim.deletions, environment, changed=deletions_changed)
+        self.checkpoints = Checkpointing(self, claim, self.tip, shard_log, environment)
 
     # ---- start and end
 
     def serve(self) -> None:
         """Starts writing slots, confirming the epoch, and loading the topics."""
-        for work in (self.commits.run(), self.confirmation.watch(), self._settle(), self._note_loaded()):
+        for work in (self._send(), self._journal.confirmation.watch(), self._settle(), self._note_loaded()):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_done)
             self._tasks.append(task)
         self.loading.start()
+
+    async def _send(self) -> None:
+        """Writes what is staged until the journal raises: then the shard is lost, and everybody who waits is told."""
+        try:
+            await self._journal.sender.run()
+        except NotOwner:
+            # Whoever waits is told whose the shard is, as soon as that is known: `close` does it then.
+            raise
+        except BaseException as error:
+            self.commits.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
+            raise
 
     async def loaded(self) -> None:
         """Returns when every topic has been loaded, or is refused; or the shard is served no longer."""
@@ -186,14 +185,14 @@ class ServedShard:
     async def _successor(self) -> NotOwner | None:
         """Whose the shard is now, as far as the store tells at once."""
         look = self._environment.pools.journal.run(
-            lambda: epoch_confirmation.existing_tip(self._shard_log, self.number, self.confirmation.tip)
+            lambda: shard_tip.existing_tip(self._shard_log, self.number, self.tip.newest)
         )
         try:
             tip = await asyncio.wait_for(look, SUCCESSOR_LOOK_S)
         except (StoreError, Corruption, TimeoutError) as error:
             log.warning("shard %d: who owns it now cannot be told: %s", self.number, error)
             return None
-        return None if tip.manifest.epoch == self.epoch else epoch_confirmation.superseded_by(tip, epoch=self.epoch)
+        return None if tip.manifest.epoch == self.epoch else shard_tip.superseded_by(tip, epoch=self.epoch)
 
     def begin_drain(self) -> None:
         """Nothing is handed out or loaded any more."""
@@ -214,7 +213,7 @@ class ServedShard:
             topic.served.end_streams(Unavailable("the daemon is stopping; try again"))
         await self.deletions.attempts_ended()
         await self._keep()
-        await giving_up.give_up(self._environment, self._shard_log, self.epoch, warm=self.confirmation.tip)
+        await giving_up.give_up(self._environment, self._shard_log, self.epoch, warm=self.tip.newest)
         await self.checkpoints.truncate_last()
 
     async def _keep(self) -> None:
@@ -242,8 +241,7 @@ class ServedShard:
         if not self._alone.done():
             self._alone.set_exception(error)
         self.commits.end(error)
-        self.journal.close()
-        self.confirmation.close()
+        self._journal.close()
         self.checkpoints.close()
         self.deletions.close()
         for topic in self.topics.values():
@@ -297,14 +295,14 @@ class ServedShard:
         while (wait_s := self.alone_in_s) > 0:
             await self._environment.sleep(wait_s)
         self._alone.set_result(None)
-        await backoff.until_answered(
+        settled = await backoff.until_answered(
             lambda: self._environment.pools.journal.run(
                 lambda: commit.commit(
                     self._shard_log,
                     shard_manifest.Settle(epoch=self.epoch),
                     writer=self._environment.config.daemon_id,
                     created_ms=self._environment.clock.now_ms(),
-                    warm=self.confirmation.tip,
+                    warm=self.tip.newest,
                     deadline_s=SETTLE_S,
                 )
             ),
@@ -314,15 +312,16 @@ class ServedShard:
             waiting=self._environment,
             again_after=commit.UNCERTAIN,
         )
+        self.tip.saw(settled)
 
     # ---- slots
 
     def _written(self, slot: WrittenSlot) -> None:
-        self.confirmation.confirmed(slot.sent_at_s)
+        self._journal.confirmation.confirmed(slot.sent_at_s)
         self._environment.metrics.slot_written(size_bytes=slot.size_bytes, seconds=slot.seconds)
         self.checkpoints.written(slot)
 
-    def _apply(self, slot: int, records: Sequence[Record], deletion_records: Sequence[DeletionRecord]) -> None:
+    def _apply(self, slot: ShardSlot, records: Sequence[Record], deletion_records: Sequence[DeletionRecord]) -> None:
         """A slot is certain: its decisions become state, topic by topic."""
         elapsed_ms = self._environment.elapsed_ms()
         # A topic that was deleted since a record was staged drops it, as replay does.
@@ -534,7 +533,7 @@ class ServedShard:
         del self.reloading[topic_id]
         self.loading.load_again(topic_id, tail, slot)
 
-    async def _tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, int]:
+    async def _tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, ShardSlot]:
         return await backoff.until_answered(
             lambda: self.checkpoints.tail_of(topic_id),
             failed=lambda error: log.warning(

@@ -9,6 +9,7 @@ from daemon.shard import journal_tail
 from storage_backends import commit
 from storage_backends.formats import checkpoint_format
 from storage_backends.formats.manifest import ShardManifest
+from storage_backends.formats.shard_slot import ShardSlot
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,8 +17,8 @@ class ShardClaim:
     """A shard that was taken over.
 
     `tip`: the shard manifest, read again after the fence; that read was sent at `confirmed_at_s`, monotonic seconds.
-    `fence_slot`: this claim's own fence; the next slot to write is the one behind it. `checkpoint`, `replay_from`: the
-    state to begin with and the slot above which `slots` continue it, up to the fence and without it; fences of earlier
+    `last_slot`: the last number that was given before; the first slot of this owner is the one behind it.
+    `checkpoint`, `replay_from`: the state to begin with and the slot above which `slots` continue it; fences of earlier
     claims are among them. `deletions`: what checkpoint and slots say of deletions of ledgers.
     """
 
@@ -25,9 +26,9 @@ class ShardClaim:
     epoch: int
     tip: commit.Tip[ShardManifest]
     confirmed_at_s: float
-    fence_slot: int
+    last_slot: ShardSlot
     checkpoint: checkpoint_format.Checkpoint | None
-    replay_from: int
+    replay_from: ShardSlot
     slots: tuple[journal_tail.Slot, ...]
     deletions: LedgerDeletions
 

@@ -11,6 +11,7 @@ import dataclasses
 
 from storage_backends import commit
 from storage_backends.formats.manifest import CheckpointReference, ShardManifest, Tombstone
+from storage_backends.formats.shard_slot import ShardSlot
 
 # The store may take so long to note that a shard is given up; nobody's data depends on it.
 GIVE_UP_S = 10.0
@@ -59,7 +60,7 @@ class WriteCheckpoint:
     """
 
     reference: CheckpointReference
-    replay_from: int
+    replay_from: ShardSlot
     epoch: int
     delete_after_ms: int
 

@@ -17,6 +17,7 @@ from daemon.shard import ownership_lost
 from storage_backends import object_store
 from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import names, slot_format
+from storage_backends.formats.shard_slot import ShardSlot
 
 EPOCH = "epoch"
 KIND = "kind"
@@ -52,7 +53,7 @@ class Outcome(enum.Enum):
 class Occupied(Exception):
     """Another writer's slot is in the way. `slot`: its number; `holder_epoch`: who wrote it."""
 
-    def __init__(self, slot: int, holder_epoch: int) -> None:
+    def __init__(self, slot: ShardSlot, holder_epoch: int) -> None:
         super().__init__(f"slot {slot} is held by epoch {holder_epoch}")
         self.slot = slot
         self.holder_epoch = holder_epoch

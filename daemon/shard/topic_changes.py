@@ -40,6 +40,7 @@ from storage_backends.formats.manifest import (
     TopicManifest,
     TopicPolicy,
 )
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.topic_manifest import DeleteTopic, SetDelayLevels, SetPolicy, SetSubscriptions
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class ShardOfChanges(Protocol):
     def epoch(self) -> int: ...
 
     @property
-    def applied_slot(self) -> int: ...
+    def applied_slot(self) -> ShardSlot: ...
 
     @property
     def commits(self) -> Commits: ...

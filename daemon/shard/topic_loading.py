@@ -36,6 +36,7 @@ from storage_backends import commit, topic_manifest
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.checkpoint_format import TopicPart
 from storage_backends.formats.manifest import TopicManifest
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import Damaged
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class _Later:
 class TopicLoading:
     """The topics of one shard that are not loaded yet. Used on one event loop.
 
+    `last_slot`: no slot above it names a topic that is not loaded yet.
     `tails`: what checkpoint and journal name. `new_topic` makes an empty one for a manifest; called in a thread.
     `loaded` takes each over, on the loop. `is_served`: whether a topic id is in no need of loading. `lost` hears of the
     error that ends the shard.
@@ -86,7 +88,7 @@ class TopicLoading:
         *,
         shard: int,
         epoch: int,
-        fence_slot: int,
+        last_slot: ShardSlot,
         tails: Mapping[str, recovery.TopicTail],
         environment: Environment,
         new_topic: Callable[[TopicManifest], Topic],
@@ -102,10 +104,10 @@ class TopicLoading:
         self.ended = asyncio.Event()
         self._shard = shard
         self._epoch = epoch
-        self._fence_slot = fence_slot
+        self._last_slot = last_slot
         self._tails = dict(tails)
         # Of topics that are loaded again, the last slot that may name them.
-        self._as_of: dict[str, int] = {}
+        self._as_of: dict[str, ShardSlot] = {}
         self._failures = Failures()
         self._environment = environment
         self._new_topic = new_topic
@@ -185,7 +187,7 @@ class TopicLoading:
         """A topic that was served has failed: whoever asks for it waits until it is loaded again (`load_again`)."""
         self._put_off.add(topic_id)
 
-    def load_again(self, topic_id: str, tail: recovery.TopicTail, slot: int) -> None:
+    def load_again(self, topic_id: str, tail: recovery.TopicTail, slot: ShardSlot) -> None:
         """A topic that was let go: `tail` is all that checkpoint and journal hold of it, no slot above `slot` names it.
         One that fails again and again is loaded later each time.
         """
@@ -498,11 +500,11 @@ class TopicLoading:
         for live in tip.manifest.live:
             damage = objects.buckets[live.object.name].damage
             if damage and not live.quarantined:
-                # Every slot that names the topic so far is below the fence, unless it is loaded again.
+                # No later slot has named the topic so far, unless it is loaded again.
                 operation = topic_manifest.Quarantine(
                     bucket=live.object.name,
                     damage=damage[: topic_commits.DAMAGE_CHARACTERS_MAX],
-                    slot=self._as_of.get(tip.manifest.topic_id, self._fence_slot),
+                    slot=self._as_of.get(tip.manifest.topic_id, self._last_slot),
                     epoch=self._epoch,
                 )
                 try:

@@ -3,7 +3,7 @@
 Owns: the moment at which such a request is decided, finding in the backlog what is in nobody's hand, and that the
 answer waits for what it says.
 Does not own: the decisions (`daemon.core.acknowledgements`), negative acknowledgements (`negative_acknowledging`), the
-ends of leases (`leases`), and slots (`group_commit`).
+ends of leases (`leases`), and slots (`shard_staging`).
 
 A position that a staged negative acknowledgement names is in no hand until that is applied: whoever names it waits.
 """

@@ -33,6 +33,7 @@ from storage_backends import topic_manifest
 from storage_backends.formats import index_ids
 from storage_backends.formats.bucket_format import BucketMetadata, BucketTable
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
+from storage_backends.formats.shard_slot import ShardSlot
 
 if TYPE_CHECKING:
     from daemon.topic.served_topic import ServedTopic
@@ -52,7 +53,7 @@ class Adoption:
     """Merged buckets of one topic. `slot`: the last one that is applied."""
 
     def __init__(
-        self, topic: ServedTopic, commits: TopicCommits, environment: Environment, *, slot: Callable[[], int]
+        self, topic: ServedTopic, commits: TopicCommits, environment: Environment, *, slot: Callable[[], ShardSlot]
     ) -> None:
         self._topic = topic
         self._commits = commits

@@ -38,6 +38,7 @@ from daemon.topic.topic_merging import BucketMerging
 from daemon.topic_terms.topic_settings import TopicSettings
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class _Seal:
     `redelivery`: what else there was of the topic.
     """
 
-    slot: int
+    slot: ShardSlot
     buckets: tuple[tuple[sealing.SealCut, MutableBucket], ...]
     bits: tuple[BucketBits, ...]
     redelivery: RedeliveryCut
@@ -90,7 +91,7 @@ class BucketLife:
         commits: TopicCommits,
         environment: Environment,
         *,
-        slot: int,
+        slot: ShardSlot,
         settings: Callable[[], TopicSettings],
         adopt: Callable[[manifest.TopicManifest], Awaitable[None]],
         failed: Callable[[BaseException], None],
@@ -131,12 +132,12 @@ class BucketLife:
 
     # ---- deciding
 
-    def before_rows(self, highest_ledger_id: int, slot: int) -> None:
+    def before_rows(self, highest_ledger_id: int, slot: ShardSlot) -> None:
         """Rows up to that ledger are about to be applied; everything up to `slot` is applied (PIP-195's rule)."""
         if self._topic.indexes.wants_seal_before(highest_ledger_id, self._settings().seal_limits):
             self.seal(slot)
 
-    def after_slot(self, slot: int) -> None:
+    def after_slot(self, slot: ShardSlot) -> None:
         """Everything up to `slot` is applied."""
         self._slot = slot
         limits = self._settings().seal_limits
@@ -146,7 +147,7 @@ class BucketLife:
         elif self._commits.number != self._learned or self._topic.indexes.droppable():
             self._start()
 
-    def look_after(self, slot: int) -> None:
+    def look_after(self, slot: ShardSlot) -> None:
         """Once a second: what depends on time alone. Everything up to `slot` is applied."""
         self.after_slot(slot)
         self.merging.consider()
@@ -162,7 +163,7 @@ class BucketLife:
         self._look_wanted = True
         self._start()
 
-    def seal(self, slot: int) -> asyncio.Future[Sealed] | None:
+    def seal(self, slot: ShardSlot) -> asyncio.Future[Sealed] | None:
         """Cuts the mutable buckets of all indexes now. Call between two slots; `slot` is the last one that is applied.
 
         The future ends when the buckets are committed; None when there was nothing to seal. Never cancel it.

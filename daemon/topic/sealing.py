@@ -23,6 +23,7 @@ from storage_backends import object_store
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import bucket_format, index_ids, manifest
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.formats.shard_slot import ShardSlot
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -35,7 +36,7 @@ class SealCut:
     topic: str
     key: str
     base: int
-    slot: int
+    slot: ShardSlot
     rows: MutableRows
     index_id: int = index_ids.SHARED
 

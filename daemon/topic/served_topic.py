@@ -3,7 +3,7 @@
 Owns: adding and asking for rows, its wake-ups, and loading its segments.
 Does not own: decisions (`daemon.core.topic`), who listens to a subscription and what is handed out
 (`served_subscription`), how streams open (`stream_opening`), requests on what was handed out (`acknowledging`,
-`negative_acknowledging`), the moment of a cancellation (`topic_withdrawing`), slots (`group_commit`), seals and drops
+`negative_acknowledging`), the moment of a cancellation (`topic_withdrawing`), slots (`shard_staging`), seals and drops
 (`bucket_life`), changes of the topic as a whole (`topic_changes`), and what is shown of it (`topic_inspection`,
 `topic_retention`).
 """

@@ -3,7 +3,7 @@
 Owns: that no former owner hands out at that moment what was decided to leave, that everything due has been passed, that
 nothing that is staged names the positions, and for how long a request waits for that; also for adds of positions that
 are leaving.
-Does not own: the decision (`daemon.core.withdrawals`), passing and loading (`served_topic`), slots (`group_commit`).
+Does not own: the decision (`daemon.core.withdrawals`), passing and loading (`served_topic`), slots (`shard_staging`).
 
 A request that finds its moment stages its decision before it awaits anything. Of several that name the same positions
 one is staged with each slot, in the order in which they came.

@@ -1,6 +1,6 @@
 """The decisions of one topic on their way into the slots of its shard.
 
-Owns: that a topic that has ended stages nothing more. Does not own: slots (`group_commit`).
+Owns: that a topic that has ended stages nothing more. Does not own: slots (`shard_staging`).
 """
 
 from __future__ import annotations

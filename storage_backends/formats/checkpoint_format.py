@@ -26,6 +26,7 @@ from storage_backends.formats.deletion_format import DeletionState
 from storage_backends.formats.generated import checkpoint_pb2, journal_pb2
 from storage_backends.formats.manifest import Progress
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 
 FORMAT_VERSION = 1
 MAGIC = b"TyCP"
@@ -41,7 +42,7 @@ class SealingPart:
     """
 
     bucket: str
-    slot: int
+    slot: ShardSlot
     rows: Rows
     subscription_id: int = 0
 
@@ -60,7 +61,7 @@ class CarriedSlot:
     read: what is wrong inside their columns is their topic's damage.
     """
 
-    slot: int
+    slot: ShardSlot
     records: tuple[slot_format.AnyRecord, ...]
 
 
@@ -80,7 +81,7 @@ class TopicPart:
     mutable_rows: Rows
     sealing: tuple[SealingPart, ...] = ()
     progress: Progress = dataclasses.field(default_factory=Progress)
-    slot: int | None = None
+    slot: ShardSlot | None = None
     carried: tuple[CarriedSlot, ...] = ()
     own_rows: tuple[OwnRows, ...] = ()
 
@@ -91,7 +92,7 @@ class Checkpoint:
 
     shard: int
     epoch: int
-    slot: int
+    slot: ShardSlot
     topics: tuple[TopicPart, ...] = ()
     deletions: DeletionState | None = None
 
@@ -101,7 +102,7 @@ class Checkpoint:
             _check_own_rows(part)
 
 
-def _check_slots(part: TopicPart, slot: int) -> None:
+def _check_slots(part: TopicPart, slot: ShardSlot) -> None:
     """Raises ValueError when the part, and what it carries, cannot be those of a checkpoint of `slot`."""
     reached = slot if part.slot is None else part.slot
     if reached > slot:
@@ -167,7 +168,7 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
         stored = None
         if message.HasField("deletions"):
             stored = deletion_format.state_of(message.deletions, f"{_WHAT} deletions", framing.HEADER_BYTES)
-        return Checkpoint(message.shard, message.epoch, message.slot, topics, stored)
+        return Checkpoint(message.shard, message.epoch, ShardSlot(message.slot), topics, stored)
 
 
 def _topic_part(state: checkpoint_pb2.TopicState) -> TopicPart:
@@ -175,7 +176,7 @@ def _topic_part(state: checkpoint_pb2.TopicState) -> TopicPart:
     sealing = tuple(
         SealingPart(
             part.bucket,
-            part.slot,
+            ShardSlot(part.slot),
             _rows(part.mutable_rows, f"{what} sealing {part.bucket}"),
             part.subscription_id,
         )
@@ -194,7 +195,7 @@ def _topic_part(state: checkpoint_pb2.TopicState) -> TopicPart:
         rows,
         sealing,
         progress,
-        state.slot if state.HasField("slot") else None,
+        ShardSlot(state.slot) if state.HasField("slot") else None,
         tuple(_carried(slot, what) for slot in state.carried),
         own_rows,
     )
@@ -208,7 +209,7 @@ def _carried(message: checkpoint_pb2.CarriedSlot, what: str) -> CarriedSlot:
         own = journal_pb2.Record()
         own.CopyFrom(record)
         records.append(slot_format.StoredRecord(own, f"{named} record {number}", framing.HEADER_BYTES))
-    return CarriedSlot(message.slot, tuple(records))
+    return CarriedSlot(ShardSlot(message.slot), tuple(records))
 
 
 def _fill_rows(message: checkpoint_pb2.MutableRows, rows: Rows, zstd: zstandard.ZstdCompressor) -> None:

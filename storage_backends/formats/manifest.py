@@ -17,9 +17,10 @@ from typing import TypeVar
 
 from google.protobuf import message as protobuf
 
-from storage_backends.formats import format_errors, framing, mirror
+from storage_backends.formats import format_errors, framing, mirror, shard_slot
 from storage_backends.formats.generated import manifest_pb2
 from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats.shard_slot import ShardSlot
 
 FORMAT_VERSION = 1
 LINEAGE_MAX = 256
@@ -81,8 +82,8 @@ class CheckpointReference:
     """The checkpoint of `slot`. `replay_from`: what it was when the checkpoint was committed."""
 
     object: ObjectReference
-    slot: int
-    replay_from: int
+    slot: ShardSlot
+    replay_from: ShardSlot
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class ShardManifest:
     address: str = ""
     checkpoint: CheckpointReference | None = None
     previous_checkpoint: CheckpointReference | None = None
-    replay_from: int = 0
+    replay_from: ShardSlot = shard_slot.BEFORE_THE_FIRST
     tombstones: tuple[Tombstone, ...] = ()
     fence_slot: int = 0
     settled_epoch: int = 0
@@ -127,7 +128,7 @@ class LiveBucket:
     compatible_form: bool = False
     segments: int = 0
     damage: str = ""
-    quarantined_slot: int = 0
+    quarantined_slot: ShardSlot = shard_slot.BEFORE_THE_FIRST
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +257,7 @@ class Subscription:
     subscription_id: int
     name: str
     since_ms: int
-    created_slot: int
+    created_slot: ShardSlot
     policy: SubscriptionPolicy = SubscriptionPolicy()
 
 
@@ -369,7 +370,7 @@ class TopicManifest:
     topic_id: str
     incarnation: int
     owner_epoch: int
-    applied: int
+    applied: ShardSlot
     live: tuple[LiveBucket, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
     subscriptions: tuple[Subscription, ...] = ()

@@ -44,6 +44,7 @@ from storage_backends.formats.record_columns import (
     WaiveRecord,
 )
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 
 __all__ = [
     "AcknowledgeRecord",
@@ -99,7 +100,7 @@ class SlotHeader:
 
     shard: int
     epoch: int
-    slot: int
+    slot: ShardSlot
     kind: SlotKind
     records: int
 

@@ -340,6 +340,8 @@ class EngineFixture:
         self.ledger_stores: Callable[[Daemon], LedgerStores] = lambda daemon: LedgerStores()
         """Where the ledgers of others are, as a daemon that is started is told."""
         self._settings = settings
+        self.faults_may_miss = False
+        """Whether the test plans faults for calls that may never come."""
         self._daemons: list[Daemon] = []
         loop.set_task_factory(_task_of_daemon)
 
@@ -378,6 +380,10 @@ class EngineFixture:
         await self.loop.jobs_ended()
         for _ in range(BURIED_AFTER_TURNS + 1):
             await asyncio.sleep(0)
+
+    def places_unmet(self) -> list[tuple[str, str]]:
+        """Where faults of the daemons' calls were planned that no call has met at all."""
+        return [place for daemon in self._daemons for place in daemon.script.places_unmet()]
 
     def keys(self, part: str) -> list[str]:
         """The keys of the store that contain `part`, in order."""

@@ -122,11 +122,13 @@ class Script:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._planned: list[tuple[str, str, Fault | Pause]] = []
+        self._unmet: dict[tuple[str, str], None] = {}
 
     def plan(self, operation: str, fault: Fault | Pause, *, key_part: str = "", times: int = 1) -> None:
         """The next `times` calls of `operation` whose key contains `key_part` meet `fault`."""
         with self._lock:
             self._planned.extend([(operation, key_part, fault)] * times)
+            self._unmet[operation, key_part] = None
 
     def pause(self, operation: str, *, key_part: str = "", then: Fault = Fault.NONE) -> Pause:
         """The next such call stops; the answer is to be waited for and released."""
@@ -139,11 +141,17 @@ class Script:
         with self._lock:
             return len(self._planned)
 
+    def places_unmet(self) -> list[tuple[str, str]]:
+        """Where faults were planned that no call has met at all since: operations, and parts of keys."""
+        with self._lock:
+            return list(self._unmet)
+
     def __call__(self, call: Call) -> Fault | Pause:
         with self._lock:
             for index, (operation, key_part, fault) in enumerate(self._planned):
                 if operation == call.operation and key_part in call.key:
                     del self._planned[index]
+                    self._unmet.pop((operation, key_part), None)
                     return fault
         return Fault.NONE
 

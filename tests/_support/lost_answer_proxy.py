@@ -1,8 +1,8 @@
 """A proxy before an S3 server that loses answers.
 
 Fault model: a request may take effect while its answer is lost (the connection is closed without a byte, or stays
-silent); a conditional PUT may be answered with an error before it takes effect. Nothing else: requests arrive as they
-were sent, answers that arrive are whole.
+silent); its body may be cut off in the middle; a request may be answered with an error before it takes effect. Nothing
+else: requests arrive as they were sent, other answers are whole.
 
 Owns: the proxy, and which answer it loses. Does not own: what was the fault's effect; that is the test's to say.
 """
@@ -29,6 +29,7 @@ class Loss(Enum):
 
     CLOSED = "the connection is closed without an answer"
     SILENT = "no answer comes, until the client gives up"
+    CUT = "the connection is closed in the middle of the body"
 
 
 class LostAnswerProxy:
@@ -68,6 +69,11 @@ class LostAnswerProxy:
         """The next conditional PUT is answered with this status and does not reach the server."""
         with self._lock:
             self._faults[_CONDITIONAL_PUT].append(status)
+
+    def answer_next_with(self, method: str, status: int, *, count: int = 1) -> None:
+        """The next requests of this method are answered with this status and do not reach the server."""
+        with self._lock:
+            self._faults[method].extend([status] * count)
 
     def drop_next_answer(self, method: str, *, count: int = 1, loss: Loss = Loss.CLOSED) -> None:
         """The next requests of this method (PUT: unconditional ones) reach the server; their answers reach nobody."""
@@ -109,10 +115,10 @@ class LostAnswerProxy:
                     proxy._stopping.wait(_UPSTREAM_TIMEOUT_S)
                 if fault is not None:
                     self.close_connection = True
-                    return
-                self.answer(status, headers, answer)
+                if fault is None or fault is Loss.CUT:
+                    self.answer(status, headers, answer, cut=fault is Loss.CUT)
 
-            def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+            def answer(self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False) -> None:
                 self.send_response_only(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
@@ -121,7 +127,7 @@ class LostAnswerProxy:
                 else:
                     self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(body[: len(body) // 2] if cut else body)
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
 

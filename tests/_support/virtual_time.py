@@ -28,3 +28,5 @@ async def machines() -> AsyncIterator[EngineFixture]:
     with crash_points.intercepted(fixture.crash_point):
         yield fixture
         await fixture.close()
+    if not fixture.faults_may_miss:
+        assert not fixture.places_unmet(), "faults that were planned never came: the test shows nothing of them"

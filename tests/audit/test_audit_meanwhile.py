@@ -30,6 +30,7 @@ from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA
 from tests._support import real_engine
 from tests._support.engine_fixture import EPOCH_MS, Daemon, EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests.audit._support.audits import (
     BUCKETS,
     HOUR_MS,
@@ -140,7 +141,7 @@ def store_at(story: list[Write], place: int) -> MemoryStore:
 
 def test_the_story_has_merges_collection_and_a_takeover(story: list[Write]) -> None:
     deleted = {key for key, body, _ in story if body is None}
-    for part in ("/buckets/", "/journal/", "/checkpoint/", "/topics/"):
+    for part in ("/buckets/", JOURNAL, "/checkpoint/", "/topics/"):
         assert any(part in key for key in deleted), part
     assert any("/manifest/" in key for key in deleted)
     final = store_at(story, len(story))

@@ -23,7 +23,7 @@ STEP = (*STARTED, "asyncio.base_events:BaseEventLoop._run_once", "asyncio.events
         (LOOP, ()),
         (WIRE, ("daemon.grpc_services.subscribe:SubscribeStream._send",)),
         (ENGINE, ("daemon.grpc_services.subscribe:SubscribeStream._send", "daemon.core.topic:Topic.take", "numpy:all")),
-        (JOURNAL, ("daemon.topic.served_topic:ServedTopic.add", "daemon.shard.group_commit:GroupCommit.stage")),
+        (JOURNAL, ("daemon.topic.served_topic:ServedTopic.add", "daemon.shard.shard_staging:ShardStaging.stage")),
         (METRICS, ("daemon.core.topic:Topic.take", "daemon.metrics:Metrics.handed_out", "asyncio.locks:Event.set")),
     ],
 )

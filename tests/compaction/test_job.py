@@ -21,6 +21,7 @@ from jobs.job_settings import Settings
 from storage_backends import crash_points, merge_hints, progress_objects
 from storage_backends.formats import names
 from storage_backends.formats.manifest import Progress, TopicManifest
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.merge_hints import MergeHint
 from storage_backends.object_store import NotFound, ObjectStore
 from storage_backends.topic_manifest import DeleteTopic
@@ -231,7 +232,7 @@ def test_two_jobs_at_once_merge_everything_once(world: World) -> None:
 def test_a_topic_that_is_deleted_meanwhile_is_done(world: World) -> None:
     topic = world.topic()
     topic.add(range(1, 5))
-    deletion = DeleteTopic(slot=topic.slot, epoch=topic.epoch, delete_after_ms=roots.NOW_MS)
+    deletion = DeleteTopic(slot=ShardSlot(topic.slot), epoch=topic.epoch, delete_after_ms=roots.NOW_MS)
     with at("compaction.before_commit", lambda: topic.commit(deletion)):
         summary = world.compact()
     assert only(summary, Outcome.REPLANNED).reason == "the topic was deleted"

@@ -23,6 +23,7 @@ from storage_backends.formats.manifest import (
     TopicManifest,
 )
 from storage_backends.formats.position_bitmap import NO_POSITIONS, position_bitmaps
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.topic_merge import MergeSource
 
 HOUR_MS = 3_600_000
@@ -56,7 +57,13 @@ def bucket(
 
 def manifest(live: Sequence[LiveBucket]) -> TopicManifest:
     return TopicManifest(
-        head=commit.NO_HEAD, topic="t", topic_id="t", incarnation=1, owner_epoch=1, applied=0, live=tuple(live)
+        head=commit.NO_HEAD,
+        topic="t",
+        topic_id="t",
+        incarnation=1,
+        owner_epoch=1,
+        applied=ShardSlot(0),
+        live=tuple(live),
     )
 
 

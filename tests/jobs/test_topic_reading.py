@@ -17,9 +17,11 @@ from storage_backends.formats import checkpoint_format, names, slot_format
 from storage_backends.formats.manifest import CheckpointReference, ShardManifest, Subscription
 from storage_backends.formats.position_bitmap import position_bitmaps
 from storage_backends.formats.row_columns import U64, Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
 from storage_backends.topic_manifest import DeleteTopic, SetSubscriptions
+from tests._support.fault_places import JOURNAL
 from tests.jobs._support.roots import NOW_MS, StoredTopic, make_root
 
 S, OTHER = 1, 2
@@ -61,7 +63,9 @@ class Shard:
 
     def write(self, *records: slot_format.Record) -> None:
         self.slot += 1
-        header = slot_format.SlotHeader(self.topic.shard, 1, self.slot, slot_format.SlotKind.DATA, len(records))
+        header = slot_format.SlotHeader(
+            self.topic.shard, 1, ShardSlot(self.slot), slot_format.SlotKind.DATA, len(records)
+        )
         self.topic.store.put(
             names.journal_slot_key(self.topic.shard, self.slot), slot_format.encode_slot(header, records)
         )
@@ -75,15 +79,17 @@ class Shard:
     def checkpoint(self, mutable: Rows) -> None:
         """Everything up to now; what the checkpoint before covers leaves the journal."""
         part = checkpoint_format.TopicPart(self.topic.topic_id, self.topic.name, 1, mutable)
-        written = checkpoint_format.Checkpoint(self.topic.shard, 1, self.slot, (part,))
+        written = checkpoint_format.Checkpoint(self.topic.shard, 1, ShardSlot(self.slot), (part,))
         tip = self._log.read_tip()
         assert tip is not None
         before = 0 if tip.manifest.checkpoint is None else tip.manifest.checkpoint.replay_from
         unique = f"c{self.slot}"
         reference = checkpoint_store.write_checkpoint(self.topic.store, written, base=tip.number, unique=unique)
-        named = CheckpointReference(object=reference, slot=self.slot, replay_from=self.slot)
+        named = CheckpointReference(object=reference, slot=ShardSlot(self.slot), replay_from=ShardSlot(self.slot))
         self._commit(
-            shard_manifest.WriteCheckpoint(reference=named, replay_from=self.slot, epoch=1, delete_after_ms=NOW_MS)
+            shard_manifest.WriteCheckpoint(
+                reference=named, replay_from=ShardSlot(self.slot), epoch=1, delete_after_ms=NOW_MS
+            )
         )
         for slot in range(1, before + 1):
             self.topic.store.delete(names.journal_slot_key(self.topic.shard, slot))
@@ -110,7 +116,9 @@ def subscribed(store: ObjectStore, *subscriptions: Subscription) -> StoredTopic:
 
 
 def subscription(number: int, *, since_ms: int = 0, created_slot: int = 0) -> Subscription:
-    return Subscription(subscription_id=number, name=f"s{number}", since_ms=since_ms, created_slot=created_slot)
+    return Subscription(
+        subscription_id=number, name=f"s{number}", since_ms=since_ms, created_slot=ShardSlot(created_slot)
+    )
 
 
 def state_of(store: ObjectStore, name: str = "t") -> TopicState:
@@ -203,7 +211,7 @@ def test_decisions_of_an_earlier_life_of_the_topic_are_dropped(store: WatchedSto
     topic = StoredTopic(store, "t")
     shard = Shard(topic)
     shard.add(1, 0)
-    topic.commit(DeleteTopic(slot=0, epoch=topic.epoch, delete_after_ms=NOW_MS))
+    topic.commit(DeleteTopic(slot=ShardSlot(0), epoch=topic.epoch, delete_after_ms=NOW_MS))
     assert list(read_states(Root.open(store))) == []
     StoredTopic(store, "t")
     shard.add(1, 5, incarnation=2)
@@ -247,7 +255,7 @@ def test_slots_that_are_deleted_before_they_are_read_are_in_the_newer_checkpoint
         shard.checkpoint(rows(1, 0, 1, 2, 3))
         shard.add(1, 4)
 
-    store.before["/journal/"] = go_on
+    store.before[JOURNAL] = go_on
     state = state_of(store)
     assert entries(store, state) == [0, 1, 2, 3, 4]
     assert state.applied_slot == 5

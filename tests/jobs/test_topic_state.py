@@ -14,6 +14,7 @@ from storage_backends.formats.position_bitmap import PositionSet
 from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA, StoreError
+from tests._support.fault_places import JOURNAL
 from tests.simulation import run as simulation
 from tests.simulation.oracle import Oracle, TopicTruth, WatchedStore
 from tests.simulation.positions import Position, in_index
@@ -42,7 +43,7 @@ class LookedAtStore(WatchedStore):
         self._landed(key)
 
     def _landed(self, key: str) -> None:
-        if ("/journal/" in key or "/manifest/" in key) and not self.draw.randrange(self.every):
+        if (JOURNAL in key or "/manifest/" in key) and not self.draw.randrange(self.every):
             self._look()
 
     def _look(self) -> None:

@@ -16,7 +16,6 @@ Row = tuple[int, int, int]
 """ledger, entry, deliver_at_ms"""
 
 BUCKETS = "/buckets/"
-JOURNAL = "/journal/"
 MANIFESTS = "/topics/"
 
 NEVER_BY_SIZE = "bucket.rows_max=1000000"

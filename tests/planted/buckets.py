@@ -24,6 +24,7 @@ from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, TopicManifest
 from storage_backends.formats.slot_format import Record
 from storage_backends.shard_listing import Listed
+from tests._support.fault_places import JOURNAL
 from tests.planted.bug import Bug
 from tests.simulation.faults import Trouble
 from tests.simulation.run import Directed
@@ -203,13 +204,13 @@ SMALL = (
 MANY_BUCKETS = Directed(settings=SMALL, chaos_s=20.0)
 # Only others merge, and the owner is killed when it has not heard of it.
 BY_OTHERS = Directed(
-    tuple(Trouble("kill", "put_if_absent", "/journal/", nth, False, 0.3) for nth in (20, 40, 60)),
+    tuple(Trouble("kill", "put_if_absent", JOURNAL, nth, False, 0.3) for nth in (20, 40, 60)),
     settings=(*SMALL, "bucket.max_num_buckets=-1", "journal.checkpoint_slots=2"),
     mergers=2,
     chaos_s=20.0,
 )
 OVERTAKEN = Directed(
-    tuple(Trouble("suspend", "put_if_absent", "/journal/", nth, False, 13.0) for nth in (9, 30, 60)),
+    tuple(Trouble("suspend", "put_if_absent", JOURNAL, nth, False, 13.0) for nth in (9, 30, 60)),
     settings=("ownership.heartbeat_interval_s=0.5", "journal.checkpoint_slots=2"),
     daemons=2,
     chaos_s=43.0,
@@ -219,11 +220,11 @@ BUGS = (
     Bug("R4", an_orphan_is_deleted_without_a_floor, MANY_BUCKETS, seed=6),
     Bug("tombstones", a_tombstone_is_dropped_before_its_object_is_deleted, MANY_BUCKETS, seed=6),
     Bug("kept", a_merge_drops_what_is_gone_in_memory_alone, MANY_BUCKETS, seed=8),
-    Bug("kept", bits_under_the_names_of_sources_are_overlooked_at_recovery, BY_OTHERS, seed=11),
+    Bug("kept", bits_under_the_names_of_sources_are_overlooked_at_recovery, BY_OTHERS, seed=8),
     Bug("kept", the_sources_of_sources_are_forgotten, MANY_BUCKETS, seed=6),
     Bug("merged buckets", an_owner_overwrites_a_merge_by_others, BY_OTHERS, seed=4),
     Bug("merged buckets", a_stale_merge_is_accepted, BY_OTHERS, seed=4),
-    Bug("merged buckets", a_manifest_of_its_own_tells_an_owner_of_no_merge, BY_OTHERS, seed=11),
+    Bug("merged buckets", a_manifest_of_its_own_tells_an_owner_of_no_merge, BY_OTHERS, seed=4),
     Bug("cancel", a_row_that_is_leaving_is_handed_out, seed=16),
     Bug("reschedule", a_reschedule_leaves_both_rows, seed=3),
     Bug("cancel", a_cancellation_is_answered_before_its_slot, seed=3),

@@ -25,6 +25,7 @@ from daemon.topic import checkpoint_parts, sealing, stored_redeliveries
 from storage_backends.formats import manifest
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import NackRecord, PurgeRecord, ReplayRecord
+from tests._support.fault_places import JOURNAL
 from tests.planted.buckets import OVERTAKEN
 from tests.planted.bug import Bug
 from tests.planted.state import SELDOM, not_journaled
@@ -234,7 +235,7 @@ def a_late_nack_hits_a_newer_hand_out(patch: pytest.MonkeyPatch) -> None:
 
 # The owner is killed again and again, soon after it decided; checkpoints are frequent.
 KILLED = Directed(
-    tuple(Trouble("kill", "put_if_absent", "/journal/", nth, False, 0.3) for nth in (30, 60, 90)),
+    tuple(Trouble("kill", "put_if_absent", JOURNAL, nth, False, 0.3) for nth in (30, 60, 90)),
     settings=("journal.checkpoint_slots=2", "bucket.min_index_count_per_bucket=12", "bucket.rows_max=36"),
     chaos_s=20.0,
     nacks=0.6,
@@ -242,7 +243,7 @@ KILLED = Directed(
 
 # Slots are slow, and nothing else is wrong: more is asked for before they land.
 SLOW = Directed(
-    slow_kind="/journal/",
+    slow_kind=JOURNAL,
     settings=("journal.commit_linger_ms=50",),
     daemons=1,
     weights={},
@@ -263,7 +264,7 @@ BUGS = (
     Bug("nacks", what_waits_comes_back_early, OFTEN, seed=4),
     Bug("nacks", a_nack_is_answered_at_once_after_a_takeover, OVERTAKEN, seed=2),
     Bug("nacks", messages_of_a_batch_stay_when_their_entry_leaves, seed=14),
-    Bug("redelivery counts", counts_are_lost_at_a_takeover, KILLED, seed=11),
+    Bug("redelivery counts", counts_are_lost_at_a_takeover, KILLED, seed=4),
     Bug("redelivery counts", a_position_that_is_about_to_wait_is_decided_again, SLOW, seed=4),
     Bug("redelivery counts", what_waits_is_counted_again, OFTEN, seed=15),
     Bug("hand-outs", an_acknowledgement_ends_any_hand_out, PASSED_ON),

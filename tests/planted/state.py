@@ -23,6 +23,7 @@ from daemon.topic.bucket_life import BucketLife
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AcknowledgeRecord
 from storage_backends.object_store import StoreError
 from tests.planted.bug import Bug
@@ -38,8 +39,8 @@ def a_checkpoint_claims_a_slot_that_it_does_not_hold(patch: pytest.MonkeyPatch) 
 
     def further(self: shard_manifest.WriteCheckpoint, tip: Any) -> Any:
         made = apply(self, tip)
-        reference = dataclasses.replace(self.reference, replay_from=made.replay_from + 1)
-        return dataclasses.replace(made, checkpoint=reference, replay_from=made.replay_from + 1)
+        reference = dataclasses.replace(self.reference, replay_from=ShardSlot(made.replay_from + 1))
+        return dataclasses.replace(made, checkpoint=reference, replay_from=ShardSlot(made.replay_from + 1))
 
     patch.setattr(shard_manifest.WriteCheckpoint, "apply", further)
 

@@ -8,6 +8,7 @@ import pytest
 
 from storage_backends.formats import slot_format
 from tests.planted import bug, registry, table
+from tests.simulation import fired
 from tests.simulation.run import AS_IT_COMES, run
 from tests.simulation.test_simulation import SEEDS
 
@@ -29,7 +30,11 @@ def test_the_simulation_finds_a_planted_bug(planted: bug.Bug) -> None:
 @pytest.mark.rotating
 @pytest.mark.parametrize("planted", CONTROLS.values(), ids=lambda planted: planted.name)
 def test_the_run_that_meets_a_planted_bug_breaks_no_rule_without_it(planted: bug.Bug) -> None:
-    assert not run(planted.seed, directed=planted.course).breaches
+    result = run(planted.seed, directed=planted.course)
+    assert not result.breaches
+    assert not result.unmet
+    wanted = [fired.trouble(trouble.kind, trouble.place) for trouble in planted.course.troubles]
+    assert not fired.missing(result.fired, wanted), "what was to befall it never did"
 
 
 def test_a_bug_that_does_not_fit_the_code_is_not_found() -> None:

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 
+from tests.simulation.faults import ALL_PLACES
+from tests.simulation.fired import Fired, at
 from tests.simulation.run import Result, run
 
 PROGRESS_S = 5.0
@@ -34,9 +36,11 @@ def main() -> int:
 def simulate(seeds: range, *, jobs: int, keep_going: bool) -> int:
     started_s = said_s = time.monotonic()
     done = steps = broken = 0
+    fired = Fired()
     for result in results(seeds, jobs):
         done += 1
         steps += result.steps
+        fired += result.fired
         now_s = time.monotonic()
         if result.breaches:
             broken += 1
@@ -52,6 +56,7 @@ def simulate(seeds: range, *, jobs: int, keep_going: bool) -> int:
         f"{done} seeds from {seeds.start} on, {steps} steps, {broken} violations, {done / seconds:.1f} seeds/s "
         f"in {jobs} processes"
     )
+    say(*(f"{fired[name]:>9} {name}" for name in sorted(fired | {at(place): 0 for place in ALL_PLACES})))
     return 1 if broken else 0
 
 

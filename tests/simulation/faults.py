@@ -15,7 +15,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from tests._support.engine_fixture import Daemon, Killed
+from tests._support.fault_places import JOURNAL, JOURNAL_POINTS
 from tests._support.fault_store import Call, Fault, Pause, applies
+from tests.simulation import fired as counted
+from tests.simulation.fired import Fired, Place
 from tests.simulation.history import History
 
 # How often each call fails: from a store that works to one that hardly does.
@@ -31,16 +34,16 @@ SUSPENDED_LOOK_S = 0.01
 
 # Where troubles are worth having: (operation, part of the key), and how many such calls there are in a run.
 PLACES: tuple[tuple[str, str, int], ...] = (
-    ("put_if_absent", "/journal/", 15),
-    ("put_if_absent", "/journal/", 60),
-    ("put_if_absent", "/journal/", 150),
+    ("put_if_absent", JOURNAL, 15),
+    ("put_if_absent", JOURNAL, 60),
+    ("put_if_absent", JOURNAL, 150),
     ("put_if_absent", "/topics/", 12),
     ("put_if_absent", "00/manifest/", 6),
     ("put", "/buckets/", 6),
     ("put", "/checkpoint/", 6),
-    ("delete", "/journal/", 30),
+    ("delete", JOURNAL, 30),
     ("delete", "/topics/", 20),
-    ("get_with_metadata", "/journal/", 20),
+    ("get_with_metadata", JOURNAL, 20),
     ("get_with_metadata", "/topics/", 10),
     ("get_with_metadata", "00/manifest/", 30),
     ("", "", 600),
@@ -48,8 +51,16 @@ PLACES: tuple[tuple[str, str, int], ...] = (
     ("crash_point", "takeover", 6),
     ("crash_point", "seal", 6),
     ("crash_point", "checkpoint", 6),
-    ("crash_point", "journal", 60),
+    ("crash_point", JOURNAL_POINTS, 60),
     ("crash_point", "merge", 6),
+)
+# What every run meets, however short.
+EVERYWHERE: tuple[Place, ...] = (
+    ("put_if_absent", JOURNAL),
+    ("get_with_metadata", JOURNAL),
+    ("put_if_absent", "00/manifest/"),
+    ("get_with_metadata", "00/manifest/"),
+    ("crash_point", "takeover"),
 )
 # The same of a store of ledgers.
 WEIGHTS_OF_LEDGERS: tuple[dict[Fault, float], ...] = (
@@ -65,9 +76,15 @@ PLACES_OF_OWNERS: tuple[tuple[str, str, int], ...] = (
     ("crash_point", "deletion", 20),
     ("crash_point", "deletion", 80),
 )
+ALL_PLACES: tuple[Place, ...] = tuple(dict.fromkeys(place[:2] for place in PLACES + PLACES_OF_OWNERS))
 # In some runs objects of buckets are damaged or lost; how often.
 DAMAGES = (0, 0, 0, 1, 3)
 TROUBLES = ("kill", "kill", "kill", "suspend", "suspend", "suspend", "cut off", "down", "stop", "step")
+
+
+def is_at(place: Place, operation: str, key: str) -> bool:
+    """Whether such a call, or crash point, is at the place."""
+    return place[0] in operation and place[1] in key
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,15 +98,19 @@ class Trouble:
     before: bool
     back_after_s: float
 
+    @property
+    def place(self) -> Place:
+        return self.operation, self.key_part
+
     def meets(self, operation: str, key: str, *, before: bool) -> bool:
-        if before is not self.before or self.operation not in operation or self.key_part not in key:
+        if before is not self.before or not is_at(self.place, operation, key):
             return False
         self.left -= 1
         return self.left < 0
 
 
 class Faults:
-    """`befall(daemon, trouble)` does it; it is called in the step that the trouble meets.
+    """`befall(daemon, trouble)` does it; it is called in the step that the trouble meets. `fired` counts what comes.
 
     `owners`: whether there are owners of ledgers. `troubles`, `weights`, `weights_of_ledgers`: some troubles, and the
     share of calls that fail, to the root and to the store of ledgers, whatever the seed says.
@@ -99,6 +120,7 @@ class Faults:
         self,
         seed: int,
         history: History,
+        fired: Fired,
         *,
         befall: Callable[[Daemon, Trouble], None],
         later: Callable[[float, Callable[[], object]], None],
@@ -109,6 +131,7 @@ class Faults:
     ) -> None:
         self._random = random.Random(f"faults {seed}")
         self._history = history
+        self._fired = fired
         self._befall = befall
         self._later = later
         drawn = self._random.choice(WEIGHTS)
@@ -116,6 +139,7 @@ class Faults:
         drawn = random.Random(f"faults of ledgers {seed}").choice(WEIGHTS_OF_LEDGERS)
         self._weights_of_ledgers = drawn if weights_of_ledgers is None else weights_of_ledgers
         self._troubles = [dataclasses.replace(trouble) for trouble in troubles]
+        self._watched = tuple(dict.fromkeys((*ALL_PLACES, *(trouble.place for trouble in troubles))))
         self._places = PLACES + PLACES_OF_OWNERS * owners
         self._troubles += [self._trouble() for _ in range(self._random.choice((0, 1, 2, 3, 4, 6, 9)))]
         self._troubles += [
@@ -144,6 +168,9 @@ class Faults:
     # ---- the steps of daemons
 
     def before(self, daemon: Daemon, operation: str, key: str) -> None:
+        for place in self._watched:
+            if is_at(place, operation, key):
+                self._fired[counted.at(place)] += 1
         self._step(daemon, operation, key, before=True)
 
     def after(self, daemon: Daemon, operation: str, key: str) -> None:
@@ -154,6 +181,7 @@ class Faults:
             if trouble.meets(operation, key, before=before):
                 self._troubles.remove(trouble)
                 self._history.note(f"{daemon.name} {trouble.kind} {'before' if before else 'after'} {operation} {key}")
+                self._fired[counted.trouble(trouble.kind, trouble.place)] += 1
                 self._befall(daemon, trouble)
                 break
         if daemon.suspended:
@@ -187,6 +215,7 @@ class Faults:
                         return Fault.NONE
                     if fault is Fault.DELIVER_LATE:
                         self._later(self._random.random() ** 3 * LATE_MAX_S, deliver_late)
+                    self._fired[counted.fault(fault.value)] += 1
                     self._history.note(f"{daemon.name} fault {fault.value}")
                     return fault
                 drawn -= probability

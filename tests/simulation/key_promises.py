@@ -80,7 +80,7 @@ class KeyPromises:
         """Whether a row is owed to the subscription, was there before its time, and can be nowhere but in READY."""
         number = consumer.subscription_id
         applied_ms = self._oracle.applied_ms.get((consumer.shard, row.slot))
-        in_time = row.slot <= self._oracle.fences[consumer.shard, consumer.epoch] or (
+        in_time = row.slot <= self._oracle.began_behind[consumer.shard, consumer.epoch] or (
             applied_ms is not None and applied_ms < row.deliver_at_ms
         )
         return (

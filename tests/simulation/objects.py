@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from storage_backends.formats import bucket_format, index_ids, manifest, names, position_bitmap, slot_format
+from tests._support import fault_places
 from tests.simulation.history import History
 
 Position = tuple[int, int]
@@ -157,7 +158,7 @@ class Objects:
             return
         if "manifest" in parts:
             self._history.breach(f"manifest {key} is deleted, and is young")
-        elif parts[2] == "journal":
+        elif fault_places.is_slot(key):
             self._check_slot(key, int(parts[1]))
         elif key not in self._deleted:
             self._check_object(key, parts)

@@ -19,6 +19,7 @@ from storage_backends.formats import index_ids, manifest, names, slot_format
 from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA
+from tests._support import fault_places
 from tests.simulation.deletion_truth import ShardDeletions
 from tests.simulation.history import History
 from tests.simulation.objects import Objects, positions_of
@@ -165,8 +166,8 @@ class Oracle:
         """By shard: the highest epoch that a shard manifest gave."""
         self.removals: dict[int, Removal] = {}
         """Requests under way that may remove rows."""
-        self.fences: dict[tuple[int, int], int] = {}
-        """By shard and epoch: the slot of its fence."""
+        self.began_behind: dict[tuple[int, int], int] = {}
+        """By shard and epoch: the last slot before it."""
         self.applied_ms: dict[tuple[int, int], int] = {}
         """By shard and slot: the latest time that a wall clock had shown when its owner had applied it for certain."""
         self.handed_out: dict[tuple[str, Position, int], int] = {}
@@ -178,6 +179,7 @@ class Oracle:
         self._history = history
         self._redeliveries = RedeliveryTruth(self, history.breach)
         self._journal: dict[int, tuple[int, int]] = {}
+        self._decided: dict[int, int] = {}
         self._slots: dict[str, bytes] = {}
         self._by_name: dict[str, TopicTruth] = {}
         self.objects = Objects(history)
@@ -195,8 +197,8 @@ class Oracle:
         return found
 
     def last_slot(self, shard: int) -> int:
-        """The last one that landed."""
-        return self._journal.get(shard, (0, 0))[0]
+        """The last one that landed with decisions."""
+        return self._decided.get(shard, 0)
 
     # ---- what lands
 
@@ -207,7 +209,7 @@ class Oracle:
             self.objects.given_up(key)
         if parts[0] != "shards":
             return
-        if parts[2] == "journal":
+        if fault_places.is_slot(key):
             if self._slots.get(key) == body:
                 # One of several tries of a slot that was truncated since arrives late. It says nothing new.
                 return
@@ -298,10 +300,12 @@ class Oracle:
             self._history.breach(f"shard {header.shard}: slot {header.slot} of epoch {header.epoch} follows {epoch}")
         self._journal[header.shard] = (header.slot, header.epoch)
         if header.kind is slot_format.SlotKind.FENCE:
-            self.fences[header.shard, header.epoch] = header.slot
-        elif header.epoch == epoch:
-            # One slot is under way at a time.
-            self.applied_ms[header.shard, slot] = self.latest_ms()
+            self.began_behind[header.shard, header.epoch] = slot
+        else:
+            self._decided[header.shard] = header.slot
+            if header.epoch == epoch:
+                # One slot is under way at a time.
+                self.applied_ms[header.shard, slot] = self.latest_ms()
         for record in records:
             topic = self.topics.setdefault(record.topic_id, TopicTruth())
             if record.incarnation == topic.incarnation:
@@ -504,7 +508,7 @@ class WatchedStore(MemoryStore):
 
     def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> None:
         super().put(key, body, metadata=metadata)
-        if "/journal/" in key or "/manifest/" in key:
+        if fault_places.is_slot(key) or "/manifest/" in key:
             self._oracle.landed(key, body)
         elif "/buckets/" in key:
             self._oracle.objects.bucket_written(key, body)

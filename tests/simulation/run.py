@@ -34,7 +34,8 @@ from tests._support.virtual_loop import VirtualLoop
 from tests.simulation import nacking, owning, quiet, quiet_deletions
 from tests.simulation.cluster import Cluster, Machines
 from tests.simulation.columns import batch_of, handed_of, held_positions
-from tests.simulation.faults import Faults, Trouble
+from tests.simulation.faults import EVERYWHERE, Faults, Trouble
+from tests.simulation.fired import Fired, at, confirmed_by, missing, slow
 from tests.simulation.forwarding import Output
 from tests.simulation.history import History
 from tests.simulation.offloaded import OffloadedStore
@@ -57,7 +58,9 @@ EXPECTED = (NotOwner, OutcomeUnknown, Unavailable, StoreError, Refused, CommitOu
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """`digest`: of every step. `lines`: the story, or its end."""
+    """`digest`: of every step. `lines`: the story, or its end. `fired`: what has come of faults, by name. `unmet`: what
+    should have been met, and was not; a run that ends with a breach may end before.
+    """
 
     seed: int
     digest: str
@@ -65,6 +68,8 @@ class Result:
     seconds: float
     breaches: tuple[str, ...]
     lines: tuple[str, ...]
+    fired: Fired
+    unmet: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ def run(seed: int, *, everything: bool = False, directed: Directed = AS_IT_COMES
     gc.disable()
     try:
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            history = runner.run(_run(seed, everything, directed))
+            history, fired = runner.run(_run(seed, everything, directed))
     finally:
         gc.enable()
     return Result(
@@ -114,6 +119,8 @@ def run(seed: int, *, everything: bool = False, directed: Directed = AS_IT_COMES
         time.perf_counter() - started_s,
         tuple(history.breaches),
         history.lines,
+        fired,
+        tuple(_unmet(directed, fired)),
     )
 
 
@@ -143,7 +150,7 @@ def settings_of(draw: random.Random) -> tuple[str, ...]:
     )
 
 
-async def _run(seed: int, everything: bool, directed: Directed) -> History:
+async def _run(seed: int, everything: bool, directed: Directed) -> tuple[History, Fired]:
     loop = asyncio.get_running_loop()
     history = History(loop.time, everything=everything)
     loop.set_exception_handler(lambda _, context: _unexpected(history, context))
@@ -154,7 +161,8 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
     oracle = Oracle(history, loop.time, config.load(environment={}, overrides=settings).deletion)
     owners = owning.has_owners(seed) if directed.owners is None else directed.owners
     offloaded = OffloadedStore(oracle.shard_deletions.values, history.breach)
-    pace = Pace(seed, slow_kind=directed.slow_kind)
+    fired = Fired()
+    pace = Pace(seed, fired, slow_kind=directed.slow_kind)
     store = WatchedStore(oracle)
     machines = Machines(store, seed, settings, pace, history, offloaded)
     if seed % SEEDS_A_SHORT_TAIL == SHORT_TAIL:
@@ -164,6 +172,7 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
     machines.faults = Faults(
         seed,
         history,
+        fired,
         befall=cluster.befall,
         later=cluster.later,
         owners=owners,
@@ -181,7 +190,16 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
         await _until(course.run(), broken)
         machines.faults.end()
         await machines.close()
-    return history
+    return history, fired
+
+
+def _unmet(directed: Directed, fired: Fired) -> list[str]:
+    """What was to be met by every run, or by this one, and was not: then the run has shown nothing of it."""
+    wanted = [at(place) for place in (*EVERYWHERE, *(trouble.place for trouble in directed.troubles))]
+    wanted += [confirmed_by(operation) for operation in ("put_if_absent", "get_with_metadata")]
+    if directed.slow_kind:
+        wanted.append(slow(directed.slow_kind))
+    return missing(fired, wanted)
 
 
 async def _until(work: Coroutine[Any, Any, None], broken: asyncio.Event) -> None:

@@ -18,30 +18,36 @@ from typing import TypeVar
 
 from storage_backends.object_store import NO_METADATA, ListedObject, NotFound, ObjectInfo, ObjectStore, StoreError
 from tests._support.engine_fixture import Daemon, Killed
+from tests._support.fault_places import JOURNAL
 from tests._support.virtual_loop import VirtualLoop
+from tests.simulation import fired as counted
+from tests.simulation.fired import Fired
 from tests.simulation.history import History
 
 T = TypeVar("T")
 
 # What tells a daemon that it was still the owner when it asked (R8).
 CONFIRMS = re.compile(
-    r"(?:(?:put_if_absent|head) shards/\d+/journal|(?:get_with_metadata|list) shards/\d+/manifest)/\d*"
+    rf"(?:(?:put_if_absent|head) shards/\d+{JOURNAL}|(?:get_with_metadata|list) shards/\d+/manifest/)\d*"
 )
 
 # A step's time: (mean in seconds, share of steps that take SLOW_FACTOR times as long).
 PACES = ((0.000_2, 0.0), (0.004, 0.0), (0.004, 0.01), (0.03, 0.003))
 SLOW_FACTOR = 200.0
 # In some runs everything about one kind of object takes longer: what is usually over at once overlaps with the rest.
-SLOW_KINDS = ("", "", "/buckets/", "/checkpoint/", "/manifest/", "/journal/")
+SLOW_KINDS = ("", "", "/buckets/", "/checkpoint/", "/manifest/", JOURNAL)
 SLOW_KIND_S = 2.0
 # So often the answer of a call travels as long as the request.
 SLOW_ANSWERS = 0.15
 
 
 class Pace:
-    """Draws how long each step takes. `slow_kind`: the kind of object that is slow, whatever the seed says."""
+    """Draws how long each step takes. `slow_kind`: the kind of object that is slow, whatever the seed says. `fired`
+    counts what was slow therefore.
+    """
 
-    def __init__(self, seed: int, *, slow_kind: str | None = None) -> None:
+    def __init__(self, seed: int, fired: Fired, *, slow_kind: str | None = None) -> None:
+        self.fired = fired
         self._random = random.Random(f"pace {seed}")
         self._mean_s, self._slow_share = self._random.choice(PACES)
         drawn = self._random.choice(SLOW_KINDS)
@@ -53,6 +59,7 @@ class Pace:
 
     def step_s(self, key: str) -> float:
         if self._slow_kind and self._slow_kind in key and self._random.random() < 0.3:
+            self.fired[counted.slow(self._slow_kind)] += 1
             return self._random.random() * SLOW_KIND_S
         seconds = self._random.random() * 2 * self._mean_s
         return seconds * SLOW_FACTOR if self._slow_share and self._random.random() < self._slow_share else seconds
@@ -128,6 +135,7 @@ class SteppedStore(ObjectStore):
         if answer_s:
             self._wait(answer_s)
         if answered and CONFIRMS.fullmatch(f"{operation} {key}"):
+            self._pace.fired[counted.confirmed_by(operation)] += 1
             self._daemon.confirmed_s = max(self._daemon.confirmed_s, sent_s)
 
     def _wait(self, seconds: float) -> None:

@@ -19,12 +19,14 @@ from daemon.errors import NotFound, OutcomeUnknown, TarryError, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, Record, SlotHeader, SlotKind, encode_slot
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import StoreRefused
 from storage_backends.probe import probe
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests._support.merging_process import MergingProcess
 from tests.compaction import test_job, test_job_sigkill
@@ -33,7 +35,6 @@ from tests.daemon.engine.test_collection import collect, pass_hours
 from tests.daemon.engine.test_merging import merge
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
-JOURNAL = "/journal/"
 BUCKETS = "/buckets/"
 
 # Every row of the table: the test of this module that is its case, or tests of batch jobs.
@@ -398,7 +399,7 @@ async def test_topic_deleted_then_a_stale_tail(machines: EngineFixture, born_aga
         AddRecord(stale.topic_id, stale.incarnation, 0, rows),
         AcknowledgeRecord(stale.topic_id, stale.incarnation, 1, rows),
     ]
-    body = encode_slot(SlotHeader(0, 1, slot, SlotKind.DATA, len(records)), records)
+    body = encode_slot(SlotHeader(0, 1, ShardSlot(slot), SlotKind.DATA, len(records)), records)
     machines.store.put_if_absent(names.journal_slot_key(0, slot), body, metadata={})
     two = await machines.served_by("one")
     if not born_again:

@@ -8,18 +8,23 @@ import sys
 
 import pytest
 
-from tests.simulation.run import run
+from tests.simulation.faults import ALL_PLACES, Trouble
+from tests.simulation.fired import Fired, at, confirmed_by, missing
+from tests.simulation.run import Directed, run
 
 SEEDS = 32
 AT_ONCE = 2
 LONG_SEEDS = 2_000
 TWICE = (2, 5, 11, 17)
+# Runs in which much happens: owners of ledgers, merges, seals.
+MANIFOLD = (17, 19)
 
 
 def check(seeds: range) -> None:
     for seed in seeds:
         result = run(seed)
         assert not result.breaches, "\n".join((f"seed {seed}", *result.breaches, *result.lines[-40:]))
+        assert not result.unmet, f"seed {seed}"
 
 
 @pytest.mark.rotating
@@ -54,6 +59,19 @@ def test_a_seed_leaves_the_same_trace_in_processes_whose_hashes_differ() -> None
         for hash_seed in ("1", "2")
     }
     assert len(traces) == 1
+
+
+def test_some_runs_meet_every_place_where_something_may_go_wrong() -> None:
+    met = Fired()
+    for seed in MANIFOLD:
+        met += run(seed).fired
+    assert not missing(met, map(at, ALL_PLACES))
+    assert not missing(met, (confirmed_by(operation) for operation in ("put_if_absent", "head", "get_with_metadata")))
+
+
+def test_a_run_that_does_not_meet_the_place_of_its_trouble_says_so() -> None:
+    elsewhere = Trouble("kill", "put_if_absent", "/nowhere/", 3, True, 1.0)
+    assert run(0, directed=Directed((elsewhere,), chaos_s=5.0)).unmet == (at(elsewhere.place),)
 
 
 def test_another_seed_is_another_run() -> None:

@@ -22,6 +22,7 @@ from spark_tables.pruning import Wanted
 from storage_backends.formats import index_ids, names, slot_format
 from storage_backends.formats.manifest import LiveBucket, Subscription
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.storage_settings import SettingsError
 from storage_backends.topic_manifest import SetSubscriptions
@@ -53,8 +54,8 @@ class Root:
         make_root(self.store)
         t, u = StoredTopic(self.store, "t"), StoredTopic(self.store, "u")
         stored = (
-            Subscription(subscription_id=S, name="s", since_ms=0, created_slot=0),
-            Subscription(subscription_id=OTHER, name="other", since_ms=NOW_MS + HOUR_MS, created_slot=0),
+            Subscription(subscription_id=S, name="s", since_ms=0, created_slot=ShardSlot(0)),
+            Subscription(subscription_id=OTHER, name="other", since_ms=NOW_MS + HOUR_MS, created_slot=ShardSlot(0)),
         )
         t.commit(
             SetSubscriptions(subscriptions=stored, last_subscription_id=OTHER, epoch=t.epoch, delete_after_ms=NOW_MS)
@@ -71,7 +72,7 @@ class Root:
         """A slot behind the seal, and before it slots that it covers."""
         for slot in range(1, topic.slot + 2):
             records = (slot_format.AddRecord(topic.topic_id, 1, 0, added),) if slot > topic.slot else ()
-            header = slot_format.SlotHeader(topic.shard, 1, slot, slot_format.SlotKind.DATA, len(records))
+            header = slot_format.SlotHeader(topic.shard, 1, ShardSlot(slot), slot_format.SlotKind.DATA, len(records))
             self.store.put(names.journal_slot_key(topic.shard, slot), slot_format.encode_slot(header, records))
 
 

@@ -10,8 +10,15 @@ import pytest
 
 from storage_backends.object_store import AlreadyExists, OutcomeUnknown, StoreError, StoreRefused, StoreUnavailable
 from storage_backends.s3 import S3Settings, S3Store
-from tests._support.lost_answer_proxy import LostAnswerProxy, lost_answer_proxy
+from tests._support.lost_answer_proxy import Loss, LostAnswerProxy, lost_answer_proxy
 from tests._support.moto_server import MotoServer, moto_server
+
+# Requests, each with three tries in vain: boto3's quota of retries is over after a third of them.
+BEYOND_THE_QUOTA = 100
+
+
+def no_sleep(seconds: float) -> None:
+    """What is waited for is not the time."""
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +115,57 @@ def test_everything_but_conditional_writes_is_repeated(moto: MotoServer) -> None
             store.head("a")
         assert proxy.requests == {"PUT": 2, "GET": 2, "DELETE": 2, "HEAD": 2}
         assert proxy.lost_answers == 5
+
+
+def test_a_body_that_is_cut_off_is_read_again_as_a_whole(moto: MotoServer) -> None:
+    with (
+        lost_answer_proxy(moto.endpoint_url) as proxy,
+        S3Store(moto.settings("answers", endpoint_url=proxy.endpoint_url, prefix="cut"), sleep=no_sleep) as store,
+    ):
+        store.put("a", b"0123456789")
+        proxy.drop_next_answer("GET", loss=Loss.CUT)
+        assert store.get("a") == b"0123456789"
+        proxy.drop_next_answer("GET", loss=Loss.CUT)
+        assert store.get_range("a", 2, 4) == b"2345"
+        proxy.drop_next_answer("GET", loss=Loss.CUT)
+        assert [found.key for found in store.list("")] == ["a"]
+        assert (proxy.requests["GET"], proxy.lost_answers) == (6, 3)
+        proxy.drop_next_answer("GET", count=4, loss=Loss.CUT)
+        with pytest.raises(StoreUnavailable):
+            store.get("a")
+
+
+def test_a_page_of_a_listing_that_fails_is_asked_for_again_and_no_key_comes_twice(moto: MotoServer) -> None:
+    settings = moto.settings("answers", prefix="pages", list_page_keys=2)
+    keys = [f"key-{number}" for number in range(5)]
+    with (
+        lost_answer_proxy(moto.endpoint_url) as proxy,
+        S3Store(dataclasses.replace(settings, endpoint_url=proxy.endpoint_url), sleep=no_sleep) as store,
+    ):
+        for key in keys:
+            store.put(key, b"")
+        listing = store.list("")
+        found = [next(listing), next(listing)]
+        proxy.answer_next_with("GET", 503, count=2)
+        found += listing
+        assert [each.key for each in found] == keys
+        assert proxy.requests["GET"] == 5
+        assert [each.key for each in store.list("", start_after="key-2")] == ["key-3", "key-4"]
+
+
+def test_each_request_has_its_tries_however_many_have_failed_of_late(moto: MotoServer) -> None:
+    slept: list[float] = []
+    with (
+        lost_answer_proxy(moto.endpoint_url) as proxy,
+        S3Store(moto.settings("answers", endpoint_url=proxy.endpoint_url, prefix="busy"), sleep=slept.append) as store,
+    ):
+        store.put("a", b"body")
+        for _ in range(BEYOND_THE_QUOTA):
+            proxy.answer_next_with("GET", 503, count=3)
+            assert store.get("a") == b"body"
+    assert len(slept) == 3 * BEYOND_THE_QUOTA
+    for first, second, third in zip(slept[::3], slept[1::3], slept[2::3], strict=True):
+        assert 0.05 <= first <= 0.1 <= second <= 0.2 <= third <= 0.4
 
 
 def test_a_bucket_that_does_not_exist_is_a_refusal(moto: MotoServer) -> None:

@@ -20,6 +20,7 @@ from storage_backends.formats.manifest import (
     TopicManifest,
     TopicPolicy,
 )
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.topic_manifest import Claim, DropBuckets
 from tests.storage_backends._support.topic_manifests import (
     APPLIED,
@@ -75,12 +76,12 @@ from tests.storage_backends._support.topic_manifests import (
         (LEVELS, TIP),
         (DELETE, TIP),
         (DELETE, QUARANTINED),
-        (dataclasses.replace(DELETE, slot=APPLIED), TIP),
-        (dataclasses.replace(DELETE, slot=APPLIED + 9), CREATE_AGAIN.apply(DELETED)),
+        (dataclasses.replace(DELETE, slot=ShardSlot(APPLIED)), TIP),
+        (dataclasses.replace(DELETE, slot=ShardSlot(APPLIED + 9)), CREATE_AGAIN.apply(DELETED)),
         (dataclasses.replace(DROP, buckets=("b2",)), QUARANTINED),
         (CREATE_AGAIN, DELETED),
         (dataclasses.replace(CREATE_AGAIN, epoch=EPOCH + 1), DELETED),
-        (dataclasses.replace(CREATE_AGAIN, applied=APPLIED + 7), DELETED),
+        (dataclasses.replace(CREATE_AGAIN, applied=ShardSlot(APPLIED + 7)), DELETED),
         (CLAIM, DELETED),
     ],
     ids=str,
@@ -139,9 +140,13 @@ def test_an_operation_is_accepted_when_all_of_its_precondition_holds(
         (POLICY, tip_with(owner_epoch=EPOCH + 1), "owner epoch is 5, not 4"),
         (DELETE, None, "the topic does not exist"),
         (DELETE, tip_with(owner_epoch=EPOCH + 1), "owner epoch is 5, not 4"),
-        (dataclasses.replace(DELETE, slot=APPLIED - 1), TIP, "applied is 100, it cannot become 99"),
+        (dataclasses.replace(DELETE, slot=ShardSlot(APPLIED - 1)), TIP, "applied is 100, it cannot become 99"),
         (dataclasses.replace(CREATE_AGAIN, epoch=EPOCH - 1), DELETED, "owner epoch is 4, above 3"),
-        (dataclasses.replace(CREATE_AGAIN, applied=APPLIED + 6), DELETED, "applied is 107, it cannot become 106"),
+        (
+            dataclasses.replace(CREATE_AGAIN, applied=ShardSlot(APPLIED + 6)),
+            DELETED,
+            "applied is 107, it cannot become 106",
+        ),
         (seal_with(slot_from=APPLIED + 7), DELETED, "the topic was deleted"),
         (DROP, DELETED, "the topic was deleted"),
         (SUBSCRIPTIONS, DELETED, "the topic was deleted"),
@@ -149,7 +154,7 @@ def test_an_operation_is_accepted_when_all_of_its_precondition_holds(
         (POLICY, DELETED, "the topic was deleted"),
         (LEVELS, tip_with(owner_epoch=EPOCH + 1), "owner epoch is 5, not 4"),
         (LEVELS, DELETED, "the topic was deleted"),
-        (dataclasses.replace(DELETE, slot=APPLIED + 8), DELETED, "the topic was deleted"),
+        (dataclasses.replace(DELETE, slot=ShardSlot(APPLIED + 8)), DELETED, "the topic was deleted"),
     ],
     ids=str,
 )
@@ -161,7 +166,7 @@ def test_an_operation_is_refused_when_one_part_of_its_precondition_fails(
 
 def test_a_topic_is_born_empty_and_owned() -> None:
     assert CREATE.apply(None) == TopicManifest(
-        head=commit.NO_HEAD, topic=TOPIC, topic_id=TOPIC_ID, incarnation=1, owner_epoch=EPOCH, applied=50
+        head=commit.NO_HEAD, topic=TOPIC, topic_id=TOPIC_ID, incarnation=1, owner_epoch=EPOCH, applied=ShardSlot(50)
     )
 
 
@@ -361,7 +366,7 @@ def test_a_deletion_buries_quarantined_buckets_too() -> None:
 
 def test_a_topic_born_again_keeps_what_its_deletion_raised_and_what_is_buried() -> None:
     born = dataclasses.replace(CREATE_AGAIN, epoch=EPOCH + 1).apply(DELETED)
-    assert born == dataclasses.replace(DELETED, deleted=False, owner_epoch=EPOCH + 1, applied=APPLIED + 9)
+    assert born == dataclasses.replace(DELETED, deleted=False, owner_epoch=EPOCH + 1, applied=ShardSlot(APPLIED + 9))
     assert (born.incarnation, born.last_subscription_id, born.head) == (2, 5, TIP.head)
 
 
@@ -439,7 +444,7 @@ def test_an_operation_with_an_object_finds_itself_also_after_what_came_later(
         (dataclasses.replace(LEVELS, levels=None), DELETED),
         (dataclasses.replace(POLICY, policy=TopicPolicy()), DELETED),
         (DELETE, dataclasses.replace(DELETED, owner_epoch=EPOCH + 1)),
-        (DELETE, dataclasses.replace(DELETED, applied=APPLIED + 8)),
+        (DELETE, dataclasses.replace(DELETED, applied=ShardSlot(APPLIED + 8))),
         (DELETE, CREATE_AGAIN.apply(DELETED)),
         (dataclasses.replace(SUBSCRIPTIONS, subscriptions=(), last_subscription_id=5), DELETED),
         (seal_with(buckets=()), tip_with(applied=APPLIED + 20, owner_epoch=EPOCH + 1)),

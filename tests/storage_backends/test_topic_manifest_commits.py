@@ -13,6 +13,7 @@ import pytest
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicManifest
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged
 from storage_backends.topic_manifest import (
@@ -296,7 +297,7 @@ def seal_twice(kind: type[Operation]) -> None:
 
 def seal_after_a_deletion(kind: type[Operation]) -> None:
     """A seal that was cut before the topic was deleted arrives after."""
-    store = with_topic(dataclasses.replace(DELETE, slot=50))
+    store = with_topic(dataclasses.replace(DELETE, slot=ShardSlot(50)))
     with pytest.raises(commit.Refused):
         put(log_of(store), planted(kind, FIRST_SEAL))
 

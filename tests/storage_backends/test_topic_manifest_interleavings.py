@@ -17,6 +17,7 @@ import pytest
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import TopicDelayLevels, TopicManifest, TopicPolicy
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import Claim, Create, DeleteTopic, SetDelayLevels, SetPolicy
 from tests.planted import registry
@@ -39,11 +40,11 @@ def levels(table: str, epoch: int) -> SetDelayLevels:
 
 
 def delete(slot: int, epoch: int) -> DeleteTopic:
-    return DeleteTopic(slot=slot, epoch=epoch, delete_after_ms=1)
+    return DeleteTopic(slot=ShardSlot(slot), epoch=epoch, delete_after_ms=1)
 
 
 def create(slot: int, epoch: int) -> Create:
-    return Create(topic=TOPIC, topic_id=TOPIC_ID, epoch=epoch, applied=slot)
+    return Create(topic=TOPIC, topic_id=TOPIC_ID, epoch=epoch, applied=ShardSlot(slot))
 
 
 OWNER: list[Operation] = [policy(1, EPOCH), delete(60, EPOCH), create(61, EPOCH), levels("2s", EPOCH)]

@@ -10,6 +10,7 @@ from storage_backends import commit, topic_merge
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet, position_bitmaps
 from storage_backends.formats.row_columns import row_hash
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.topic_merge import Merge, adjacent_order
 from tests.storage_backends._support.merges import Buckets, gone, rows_at
 from tests.storage_backends._support.topic_manifests import (
@@ -57,7 +58,7 @@ def quarantined(live: LiveBucket) -> LiveBucket:
     "tip",
     [
         TIP,
-        dataclasses.replace(TIP, owner_epoch=EPOCH + 1, applied=999),
+        dataclasses.replace(TIP, owner_epoch=EPOCH + 1, applied=ShardSlot(999)),
         dataclasses.replace(TIP, progress=gone(b1=[1, 2, 3], b2=[4, 5])),
         dataclasses.replace(TIP, live=(B3, B2, OWN, B1)),
         dataclasses.replace(TIP, live=(B1, B2)),

@@ -20,6 +20,7 @@ from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, merge, names
 from storage_backends.formats.manifest import Progress, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.manifest_collection import SetFloor
 from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import (
@@ -74,8 +75,8 @@ def seal(buckets: tuple[manifest.LiveBucket, ...], told: Progress, slot_from: in
         buckets=buckets,
         progress=told,
         progress_object=None,
-        slot_from=slot_from,
-        slot_to=slot_to,
+        slot_from=ShardSlot(slot_from),
+        slot_to=ShardSlot(slot_to),
         epoch=EPOCH,
         replaced_delete_after_ms=1,
     )
@@ -88,10 +89,10 @@ BEFORE: list[Operation] = [
 ]
 SECOND_SEAL = seal((B4, OWN3), SECOND_PROGRESS, 60, 70)
 DROP = DropBuckets(buckets=("b2",), epoch=EPOCH, delete_after_ms=1)
-QUARANTINE = Quarantine(bucket="b2", damage="its head is damaged", slot=61, epoch=EPOCH)
+QUARANTINE = Quarantine(bucket="b2", damage="its head is damaged", slot=ShardSlot(61), epoch=EPOCH)
 NO_SUBSCRIPTION = SetSubscriptions(subscriptions=(), last_subscription_id=OWN, epoch=EPOCH, delete_after_ms=1)
-DELETE = DeleteTopic(slot=80, epoch=EPOCH, delete_after_ms=1)
-CREATE_AGAIN = Create(topic=TOPIC, topic_id=TOPIC_ID, epoch=EPOCH, applied=90)
+DELETE = DeleteTopic(slot=ShardSlot(80), epoch=EPOCH, delete_after_ms=1)
+CREATE_AGAIN = Create(topic=TOPIC, topic_id=TOPIC_ID, epoch=EPOCH, applied=ShardSlot(90))
 
 OWNERS: dict[str, list[Operation]] = {
     "seals": [SECOND_SEAL],

@@ -28,6 +28,7 @@ from storage_backends.formats import merge, names
 from storage_backends.formats.format_errors import FormatError
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import StoreError
 from storage_backends.storage_settings import Bucket
 from storage_backends.topic_manifest import Create, DeleteTopic, DropBuckets, SetSubscriptions
@@ -136,9 +137,11 @@ class Topic:
     def be_born_again(self) -> None:
         """The topic is deleted; one of its name begins with other rows at the same positions."""
         owner = self.on_store
-        owner.commit(DeleteTopic(slot=owner.slot + 1, epoch=owner.epoch, delete_after_ms=roots.NOW_MS))
+        owner.commit(DeleteTopic(slot=ShardSlot(owner.slot + 1), epoch=owner.epoch, delete_after_ms=roots.NOW_MS))
         owner.slot += 2
-        owner.commit(Create(topic=owner.name, topic_id=owner.topic_id, epoch=owner.epoch, applied=owner.slot))
+        owner.commit(
+            Create(topic=owner.name, topic_id=owner.topic_id, epoch=owner.epoch, applied=ShardSlot(owner.slot))
+        )
         self._next_ledger = 1
         self.stored.clear()
         self._cancelled.clear()

@@ -22,6 +22,7 @@ from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, batch_parts_of, of_part
 from storage_backends.formats.manifest import Subscription
 from storage_backends.formats.row_columns import U32, U64
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import NackRecord, Record, SlotBuilder
 
 NOW_MS = 1_000_000
@@ -45,7 +46,7 @@ class One:
             "t",
             "id",
             1,
-            [Subscription(subscription_id=S, name="s", since_ms=0, created_slot=0)],
+            [Subscription(subscription_id=S, name="s", since_ms=0, created_slot=ShardSlot(0))],
             now_ms=NOW_MS,
             cache=SegmentCache(1 << 20),
             ready_rows_max=100,

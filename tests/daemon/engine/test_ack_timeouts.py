@@ -8,12 +8,12 @@ import pytest
 
 from daemon.call_values import SubscriptionPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests._support.outcomes import Counts
 from tests.daemon.engine._support.calling import create, delete_topic, extend, get, stats
 from tests.daemon.engine._support.nacking import EXACT, HandOut, constant, dispatcher, hand_outs, nack
 
-JOURNAL = "/journal/"
 TIMEOUT_MS = 10_000
 DELAY_MS = 1_000
 # It is looked for four times in a time-out, and at least every second.

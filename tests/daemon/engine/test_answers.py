@@ -9,11 +9,10 @@ import pytest
 
 from daemon.call_values import AddBatch
 from daemon.errors import NotOwner, QuotaExceeded, TarryError, Unavailable
-from daemon.shard.group_commit import STAGED_SLOTS_MAX
+from daemon.shard.shard_staging import STAGED_SLOTS_MAX
 from tests._support.engine_fixture import Daemon, EngineFixture, Held
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
-
-JOURNAL = "/journal/"
 
 
 async def holding_a_slot(daemon: Daemon) -> Held:

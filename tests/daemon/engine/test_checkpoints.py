@@ -9,9 +9,9 @@ import pytest
 
 from storage_backends.formats import names
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 
-JOURNAL = "/journal/"
 CHECKPOINTS = "/checkpoint/"
 OFTEN = ("journal.checkpoint_slots=5",)
 
@@ -92,7 +92,7 @@ async def test_slots_are_deleted_by_one_thread_also_when_who_waited_for_it_was_c
         await one.add("t", 1, [number], delay_ms=900_000)
     one.kill()
     two = await machines.served_by("one", "journal.checkpoint_slots=1")
-    held = two.pause("delete", "/journal/")
+    held = two.pause("delete", JOURNAL)
     for number in range(4, 8):
         await two.add("t", 1, [number], delay_ms=900_000)
     await held.reached()

@@ -17,12 +17,12 @@ from storage_backends.formats.manifest import (
     encode_dead_object,
 )
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests.daemon.engine._support.calling import delete_topic
 
 BUCKETS = "/buckets/"
 JOURNAL_0 = names.journal_prefix(0)
-JOURNAL = "/journal/"
 CHECKPOINTS = "/checkpoint/"
 HOUR_S = 3600
 IDLE_S = 61.0

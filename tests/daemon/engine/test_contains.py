@@ -11,9 +11,9 @@ import pytest
 from daemon import call_values
 from daemon.errors import InvalidArgument, NotFound, TarryError, Unavailable
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests.daemon.engine._support.calling import create, trim, up_to
 
-JOURNAL = "/journal/"
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")
 
 

@@ -10,6 +10,7 @@ import pytest
 from daemon import call_values
 from daemon.subscription import served_dead_letters
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests.daemon.engine._support.calling import Row, acknowledge, create, get, rows_of
 from tests.daemon.engine._support.dead_letter_calls import listed, nack, purge, replay, with_ids
 
@@ -87,7 +88,7 @@ class Story:
 
     async def kill_at_a_slot(self) -> None:
         """While several requests are on their way to a slot."""
-        held = self.daemon.pause("put_if_absent", "/journal/")
+        held = self.daemon.pause("put_if_absent", JOURNAL)
         work = [asyncio.ensure_future(each) for each in (self.pull(), self.give_up())]
         try:
             async with asyncio.timeout(2):
@@ -134,6 +135,7 @@ def _positions(rows: object) -> list[Position]:
 async def test_a_position_is_pending_due_dead_or_gone_and_only_one_of_these(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
+    machines.faults_may_miss = True
     story = Story(machines, seed)
     monkeypatch.setattr(served_dead_letters, "PORTION_ROWS", story.random.choice((2, 5, 10_000)))
     await story.begin()

@@ -20,6 +20,7 @@ from daemon.subscription import served_dead_letters
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.slot_format import DeadLetterReason
 from tests._support.engine_fixture import Daemon, EngineFixture, no_positions
+from tests._support.fault_places import JOURNAL
 from tests.daemon.engine._support.calling import (
     acknowledge,
     cancel,
@@ -47,7 +48,6 @@ from tests.daemon.engine._support.dead_letter_calls import (
 )
 
 OFTEN = ("journal.checkpoint_slots=5",)
-JOURNAL = "/journal/"
 
 
 async def counts(daemon: Daemon, subscription: str = "s") -> call_values.SubscriptionStats:

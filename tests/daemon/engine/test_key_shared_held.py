@@ -10,6 +10,7 @@ import pytest
 from daemon.errors import InvalidArgument, QuotaExceeded, TarryError
 from storage_backends.formats.manifest import HashSelector
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests.daemon.engine._support.calling import stats
 from tests.daemon.engine._support.key_dispatching import (
     HALF,
@@ -180,7 +181,7 @@ async def test_a_hash_waits_for_an_acknowledgement_of_who_had_it_before_though_a
     first = await open_by_key(one, [consumer(1, permits=1)], policy=by_key())
     await add(one, 1, range(2), [7, 7])
     rows = await first.next(1)
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     acknowledging = first.acknowledge(rows)
     await held.reached()
     first.stream.close()

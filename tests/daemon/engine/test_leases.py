@@ -13,7 +13,6 @@ from daemon.topic_terms import topic_settings
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon.engine._support.calling import acknowledge, create, entries_of, extend, get, rows_of, stats
 
-JOURNAL = "/journal/"
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 
 

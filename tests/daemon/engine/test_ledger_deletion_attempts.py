@@ -12,6 +12,7 @@ from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from storage_backends.formats import names
 from storage_backends.formats.deletion_format import DeletionOutcome
 from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests.daemon.engine._support.deleting import (
     ALL,
     DEAD,
@@ -127,7 +128,7 @@ async def test_what_was_decided_by_a_clock_that_was_a_year_ahead_does_not_wait_a
     one.step_clock(YEAR_MS)
     await record(one, 1)
     await one.until(lambda: [each.failures for each in pending(one)] == [1])
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     recording = record(one, 3)
     await held.reached()
     one.step_clock(-YEAR_MS)
@@ -319,7 +320,7 @@ async def test_a_shard_whose_slots_are_stalled_begins_nothing(machines: EngineFi
     one = await machines.served_by("one", "deletion.reconsume_later_seconds=5", "deletion.jitter=0")
     await record(one, 1)
     await one.until(lambda: len(stores.asked) == 1 and not pending(one)[0].begun)
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     adding = one.add("t", 1, [1], delay_ms=900_000)
     await held.reached()
     await asyncio.sleep(9)
@@ -387,7 +388,7 @@ async def test_what_was_answered_during_an_orderly_end_is_in_the_last_checkpoint
     held.release()
     await stopping
     # Without the journal: its last slots are covered.
-    for key in machines.keys("/journal/"):
+    for key in machines.keys(JOURNAL):
         if machines.store.head(key).metadata["kind"] == "data":
             machines.store.delete(key)
     two = await machines.served_by("two")
@@ -448,7 +449,7 @@ async def test_an_idle_shard_s_deletions_outlive_its_journal(machines: EngineFix
     for _ in range(3):
         async for _ in one.engine.requests.collect(dry_run=False, force=False, retry_dead=False):
             pass
-    data = [key for key in machines.keys("/journal/") if machines.store.head(key).metadata["kind"] == "data"]
+    data = [key for key in machines.keys(JOURNAL) if machines.store.head(key).metadata["kind"] == "data"]
     assert data == []
     one.kill()
     two = await machines.served_by("two")

@@ -23,6 +23,7 @@ from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.s3 import S3Store
 from tests._support.engine_fixture import Daemon, EngineFixture, Killed
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests._support.ledger_owner_server import LedgerOwnerServer, ledger_owner_server
 from tests._support.moto_server import MotoServer, moto_server
@@ -204,7 +205,7 @@ async def test_lost_answers_of_the_journal_and_of_the_place_are_found_out(
     machines: EngineFixture, point: str, nth: int, place: Place, component: LedgerComponent
 ) -> None:
     def lose(process: Daemon) -> None:
-        process.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part="/journal/")
+        process.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part=JOURNAL)
         place.lose_an_answer()
 
     story = Story(machines, place, component, *SETTINGS)

@@ -14,6 +14,7 @@ from daemon.ledger_deletion.deletion_values import DeletionFilter, DeletionPlace
 from daemon.ledger_stores.ledger_store import Answer
 from storage_backends.formats.deletion_format import DeletionOutcome, DeletionRecord, LedgerComponent, LedgerType
 from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests.daemon.engine._support.deleting import (
     ALL,
@@ -56,7 +57,7 @@ async def test_what_is_recorded_is_deleted_and_its_outcome_is_kept(machines: Eng
 async def test_a_record_is_answered_and_known_when_it_is_durable(machines: EngineFixture) -> None:
     ScriptedLedgers(machines)
     one = await machines.served_by()
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     recording = record(one, 1)
     await held.reached()
     await asyncio.sleep(1)
@@ -72,7 +73,7 @@ async def test_a_record_whose_slot_is_uncertain_has_an_unknown_outcome_and_count
 ) -> None:
     stores = ScriptedLedgers(machines)
     one = await machines.served_by()
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     with pytest.raises(OutcomeUnknown):
         await record(one, 1)
     with pytest.raises(Unavailable, match="has not answered"):
@@ -309,7 +310,7 @@ async def test_deletions_that_wait_for_their_ledgers_to_be_free_count_too(machin
 async def test_requests_that_come_together_share_the_quota(machines: EngineFixture) -> None:
     ScriptedLedgers(machines)
     one = await machines.served_by("one", "deletion.pending_max=100")
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     requests = [record(one, *range(10 * number, 10 * number + 10)) for number in range(15)]
     await held.reached()
     held.release()
@@ -345,7 +346,7 @@ async def test_no_slot_holds_more_than_the_loop_applies_in_a_moment(machines: En
         return apply(entry)
 
     state.apply = counted  # type: ignore[method-assign, assignment]
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     requests = [record(one, *range(1_000 * n, 1_000 * n + 1_000)) for n in range(3)]
     requests += [record(one, 5_000 + n) for n in range(5)]
     await held.reached()
@@ -420,7 +421,7 @@ async def test_a_lost_answer_of_a_slot_loses_no_deletion(machines: EngineFixture
     stores = ScriptedLedgers(machines)
     one = await machines.served_by()
     for _ in range(6):
-        one.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part="/journal/")
+        one.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part=JOURNAL)
     await record(one, 1, 2)
     await over(one)
     assert stores.deleted == [1, 2]

@@ -9,6 +9,7 @@ import pytest
 from daemon.ledger_deletion import in_use_changing
 from storage_backends.formats.deletion_format import DeletionOutcome
 from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests.daemon.engine._support.deleting import (
     ENDED,
     TOPIC,
@@ -44,7 +45,7 @@ async def test_what_is_in_use_before_an_attempt_begins_is_not_deleted(machines: 
 async def test_the_order_of_slots_decides_between_in_use_and_an_attempt(machines: EngineFixture) -> None:
     stores = ScriptedLedgers(machines)
     one = await machines.served_by()
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     recording = record(one, 1)
     await held.reached()
     # It rides with the next slot, and the begin cannot be in an earlier one.
@@ -60,7 +61,7 @@ async def test_in_use_comes_too_late_once_the_begin_has_its_slot(machines: Engin
     stores = ScriptedLedgers(machines)
     one = await machines.served_by()
     await record(one, 1)
-    begin = one.pause("put_if_absent", "/journal/")
+    begin = one.pause("put_if_absent", JOURNAL)
     await begin.reached()
     using = use(one, ledgers(1, 2))
     await asyncio.sleep(0.5)
@@ -116,7 +117,7 @@ async def test_what_is_said_during_a_long_replace_counts_after_it(
     monkeypatch.setattr(in_use_changing, "LEDGERS_A_DECISION", 10)
     one = await machines.served_by()
     await use(one, ledgers(*range(50)))
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     replacing = use(one, ledgers(*range(100, 150)), replace=True)
     await held.reached()
     said = use(one, ledgers(7))

@@ -9,6 +9,7 @@ import pytest
 
 from daemon.errors import TarryError, Unavailable
 from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests._support.outcomes import Counts, counts_of
 from tests.daemon.engine._support.calling import stats, trim, up_to
@@ -25,8 +26,6 @@ from tests.daemon.engine._support.nacking import (
     nack_of,
     with_rows,
 )
-
-JOURNAL = "/journal/"
 
 
 async def test_what_a_staged_nack_names_is_handed_to_nobody_and_whoever_names_it_waits(

@@ -11,6 +11,7 @@ from daemon.call_values import SubscriptionPolicy
 from daemon.core import feeding
 from daemon.errors import NotFound
 from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests._support.outcomes import Counts
 from tests.daemon.engine._support.calling import clear, create, delete_topic, get, stats, trim, up_to
 from tests.daemon.engine._support.nacking import (
@@ -175,7 +176,7 @@ async def test_mixed_delays_survive_crashes_with_the_journal_collected_in_betwee
             await asyncio.sleep(0.01)
         await asyncio.sleep(20)
         written_slots = max(shard.applied_slot for shard in one.shards.values())
-        assert len(machines.keys("/journal/")) < written_slots / 2, "the journal was collected"
+        assert len(machines.keys(JOURNAL)) < written_slots / 2, "the journal was collected"
         one.kill()
         one = await machines.served_by("one", *settings)
         down_ms = machines.now_ms()

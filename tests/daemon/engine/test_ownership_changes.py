@@ -10,6 +10,7 @@ from daemon.errors import TarryError, Unavailable
 from storage_backends.formats import names
 from storage_backends.formats.manifest import decode_shard_manifest
 from tests._support.engine_fixture import Daemon, EngineFixture, no_positions
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 
 SMALL_BUCKETS = ("bucket.rows_max=10", "bucket.min_index_count_per_bucket=10")
@@ -172,7 +173,7 @@ async def test_a_new_request_is_refused_while_what_was_staged_is_made_durable(ma
     receiver = await one.receiver("t")
     await one.add("t", 1, range(10))
     rows = await receiver.received(10)
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     add, acknowledged = one.add("t", 2, range(10), delay_ms=60_000), receiver.acknowledge(rows[:5])
     await held.reached()
     stopping = asyncio.ensure_future(one.stop())

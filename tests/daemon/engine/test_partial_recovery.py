@@ -19,6 +19,7 @@ from storage_backends.formats import checkpoint_format, names
 from storage_backends.formats.checkpoint_format import Checkpoint
 from storage_backends.formats.slot_format import SlotKind
 from tests._support.engine_fixture import Daemon, EngineFixture, Held, no_positions
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests.planted import registry
 
@@ -103,6 +104,7 @@ async def test_a_topic_that_is_asked_for_is_loaded_before_those_that_wait(
     topics = [f"topic-{number}" for number in range(6)]
     await with_topics(machines, *topics)
     two = machines.daemon("one")
+    machines.faults_may_miss = True
     holds = [hold(two, topic) for topic in topics]
     await fenced(two)
     await two.until(lambda: any(held.pause.reached.is_set() for held in holds))
@@ -238,7 +240,7 @@ def newest_checkpoint(machines: EngineFixture) -> Checkpoint:
 
 
 def data_slots(machines: EngineFixture) -> list[int]:
-    keys = machines.keys("/journal/")
+    keys = machines.keys(JOURNAL)
     data = [key for key in keys if machines.store.head(key).metadata["kind"] == SlotKind.DATA.name.lower()]
     return [names.number_of(key) for key in data]
 

@@ -20,12 +20,11 @@ from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComp
 from storage_backends.memory_store import MemoryStore
 from tests._support import owned_ledgers
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests._support.ledger_owner_server import ledger_owner_server
 from tests._support.owned_ledgers import OwnedLedger
 from tests.daemon.engine._support.deletion_stories import TOPIC, listed
-
-JOURNAL = "/journal/"
 
 
 class ManagedLedger:

@@ -17,7 +17,6 @@ from tests._support.fault_store import Fault
 from tests._support.outcomes import ignored_by
 from tests.daemon.engine._support.calling import create, get, rows_of, stats
 
-JOURNAL = "/journal/"
 TOPICS = "/topics/"
 
 

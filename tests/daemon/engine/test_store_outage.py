@@ -8,6 +8,7 @@ import pytest
 
 from daemon.errors import OutcomeUnknown, Unavailable
 from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 
 SETTINGS = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=45", "journal.checkpoint_slots=7")
@@ -46,9 +47,9 @@ async def test_adds_are_refused_after_two_seconds_and_those_that_wait_end_unknow
 async def test_without_head_a_lost_answer_stalls_the_shard_until_it_is_certain(machines: EngineFixture) -> None:
     one = await machines.served_by()
     await one.add("t", 0, [0])
-    one.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part="/journal/")
-    one.script.plan("head", Fault.FAIL_BEFORE, key_part="/journal/", times=1000)
-    one.script.plan("put_if_absent", Fault.FAIL_BEFORE, key_part="/journal/", times=1000)
+    one.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part=JOURNAL)
+    one.script.plan("head", Fault.FAIL_BEFORE, key_part=JOURNAL, times=1000)
+    one.script.plan("put_if_absent", Fault.FAIL_BEFORE, key_part=JOURNAL, times=1000)
     add = one.add("t", 1, range(10))
     with pytest.raises(OutcomeUnknown):
         await add

@@ -9,6 +9,7 @@ import pytest
 from daemon import call_values
 from daemon.errors import InvalidArgument, NotFound, OutcomeUnknown, TarryError, Unavailable
 from tests._support.engine_fixture import EngineFixture, no_positions
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests.daemon.engine._support.calling import (
     acknowledge,
@@ -23,7 +24,6 @@ from tests.daemon.engine._support.calling import (
     up_to,
 )
 
-JOURNAL = "/journal/"
 TOPICS = "/topics/"
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 

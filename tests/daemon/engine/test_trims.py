@@ -11,10 +11,10 @@ from daemon.core.trimming import LedgerRanges
 from daemon.errors import InvalidArgument, NotFound, OutcomeUnknown, TarryError, Unavailable
 from storage_backends.formats.slot_format import DeadLetterReason
 from tests._support.engine_fixture import EngineFixture, Receiver, no_positions
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests.daemon.engine._support.calling import acknowledge, clear, create, dead_letter, get, rows_of, trim, up_to
 
-JOURNAL = "/journal/"
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 
 

@@ -19,6 +19,7 @@ from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import ObjectStore
 from tests._support import real_engine
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests._support.merging_process import MergingProcess
 from tests.daemon.engine._support.calling import acknowledge, cancel, create, get, rows_of, stats
@@ -170,7 +171,7 @@ async def test_what_is_cancelled_is_shown_no_more(machines: EngineFixture) -> No
 
 async def test_a_cancellation_that_is_not_durable_holds_the_answer_up(machines: EngineFixture) -> None:
     one, added = await with_buckets(machines, 1)
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     cancelling = cancel(one, 1, [4])
     await held.reached()
     looking = scheduled(one)
@@ -255,7 +256,7 @@ async def test_an_acknowledgement_that_is_not_durable_holds_a_backlog_up(machine
     one, added = await with_buckets(machines, 1)
     await asyncio.sleep((added[9][0] - machines.now_ms()) / 1000)
     leased = rows_of(await get(one, 5))
-    held = one.pause("put_if_absent", "/journal/")
+    held = one.pause("put_if_absent", JOURNAL)
     acknowledging = acknowledge(one, leased[:2])
     await held.reached()
     looking = backlog(one)

@@ -12,6 +12,7 @@ import pytest
 
 from daemon.errors import NotFound, Unavailable
 from tests._support.engine_fixture import EPOCH_MS, EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests.daemon.engine._support.calling import (
     cancel,
@@ -28,7 +29,6 @@ from tests.daemon.engine.test_partial_recovery import fenced, hold
 from tests.daemon.engine.test_withdrawals import (
     BUCKETS,
     HOUR_MS,
-    JOURNAL,
     SMALL,
     UNREAD,
     Withdraw,

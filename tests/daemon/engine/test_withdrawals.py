@@ -15,6 +15,7 @@ import pytest
 from daemon.errors import DelayTooLong, InvalidArgument, NotFound, QuotaExceeded, TarryError
 from storage_backends.formats.manifest import TopicPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests.daemon.engine._support.calling import (
     acknowledge,
@@ -26,7 +27,6 @@ from tests.daemon.engine._support.calling import (
     rows_of,
 )
 
-JOURNAL = "/journal/"
 BUCKETS = "/buckets/"
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 UNREAD = ("delivery.lookahead_ms=0",)

@@ -8,10 +8,9 @@ import pytest
 
 from storage_backends.formats.manifest import TopicPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_places import JOURNAL
 from tests.daemon.engine.test_own_indexes import FAR_MS, everything, positions, seal, with_subscriptions
 from tests.daemon.engine.test_policies import set_policy
-
-JOURNAL = "/journal/"
 
 
 def present_in(daemon: Daemon) -> dict[int, int]:

@@ -21,6 +21,7 @@ from daemon.shard.shard_claim import ShardClaim
 from storage_backends import commit, crash_points, memory_store, object_store, shard_manifests
 from storage_backends.formats import checkpoint_format, manifest, names, slot_format
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot, next_after
 from tests._support.fault_store import Fault, FaultStore, Script
 from tests._support.virtual_clock import VirtualClock
 from tests.daemon.shard._support.interleaving import InlineExecutor, Scheduler, SteppedStore
@@ -110,7 +111,7 @@ class Owner:
             store,
             shard=SHARD,
             epoch=claim.epoch,
-            next_slot=claim.fence_slot + 1,
+            last_slot=claim.last_slot,
             run=self._run,
             clock=self.clock.now,
             sleep=self._sleep,
@@ -125,7 +126,7 @@ class Owner:
             self.store,
             shard=SHARD,
             epoch=claim.epoch,
-            fence_slot=claim.fence_slot,
+            fence_slot=claim.last_slot,
             known_kinds={slot.header.slot: slot.header.kind for slot in claim.slots},
             executor=InlineExecutor(),
         )
@@ -150,15 +151,15 @@ class Owner:
         )
         written = checkpoint_store.write_checkpoint(
             self.store,
-            checkpoint_format.Checkpoint(shard=SHARD, epoch=self.claim.epoch, slot=slot, topics=(part,)),
+            checkpoint_format.Checkpoint(shard=SHARD, epoch=self.claim.epoch, slot=ShardSlot(slot), topics=(part,)),
             base=self.tip.number,
             unique=f"{self.name}{slot}",
         )
-        reference = manifest.CheckpointReference(object=written, slot=slot, replay_from=slot)
+        reference = manifest.CheckpointReference(object=written, slot=ShardSlot(slot), replay_from=ShardSlot(slot))
         self.tip = commit.commit(
             self.log,
             shard_manifest.WriteCheckpoint(
-                reference=reference, replay_from=slot, epoch=self.claim.epoch, delete_after_ms=0
+                reference=reference, replay_from=ShardSlot(slot), epoch=self.claim.epoch, delete_after_ms=0
             ),
             writer=self.name,
             created_ms=0,
@@ -182,10 +183,10 @@ def kinds_in(store: object_store.ObjectStore) -> dict[int, slot_format.SlotHeade
 def test_the_first_owner_of_a_new_root_fences_slot_one_with_epoch_one() -> None:
     store = memory_store.MemoryStore()
     claim = take_over(store, "north")
-    assert (claim.shard, claim.epoch, claim.fence_slot, claim.replay_from) == (SHARD, 1, 1, 0)
+    assert (claim.shard, claim.epoch, claim.last_slot, claim.replay_from) == (SHARD, 1, 1, 0)
     assert (claim.slots, claim.checkpoint) == ((), None)
     assert (claim.tip.manifest.owner, claim.tip.manifest.address) == ("north", "north:7461")
-    assert kinds_in(store) == {1: slot_format.SlotHeader(SHARD, 1, 1, FENCE, 0)}
+    assert kinds_in(store) == {1: slot_format.SlotHeader(SHARD, 1, ShardSlot(1), FENCE, 0)}
 
 
 async def test_a_successor_reads_what_was_written_and_fences_behind_it() -> None:
@@ -194,7 +195,7 @@ async def test_a_successor_reads_what_was_written_and_fences_behind_it() -> None
     await first.write()
     await first.write()
     claim = take_over(store, "south")
-    assert (claim.epoch, claim.fence_slot) == (2, 4)
+    assert (claim.epoch, claim.last_slot) == (2, 4)
     assert [slot.header.slot for slot in claim.slots] == [1, 2, 3]
     assert Owner(store, claim, "south").known == first.known
     with pytest.raises(ownership_lost.Fenced):
@@ -276,7 +277,7 @@ async def test_after_a_crash_between_claim_and_fence_the_next_claimant_repeats_w
     # Nothing stands in the way of the first owner yet: what it writes is kept.
     await first.write()
     claim = take_over(store, "east")
-    assert (claim.epoch, claim.fence_slot) == (3, 4)
+    assert (claim.epoch, claim.last_slot) == (3, 4)
     assert Owner(store, claim, "east").known == first.known
     with pytest.raises(ownership_lost.Fenced) as fenced:
         await first.write()
@@ -295,14 +296,14 @@ async def test_an_owner_that_writes_between_probe_and_fence_is_heard_and_then_fe
                 other.submit(asyncio.run, write_two()).result()
 
     async def write_two() -> None:
-        owner = Owner(store, dataclasses.replace(first.claim, fence_slot=2), "north")
+        owner = Owner(store, dataclasses.replace(first.claim, last_slot=ShardSlot(2)), "north")
         await owner.write()
         await owner.write()
         late.extend(entry for _, entry in owner.answered)
 
     with crash_points.intercepted(interleave):
         claim = take_over(store, "south")
-    assert claim.fence_slot == 5
+    assert claim.last_slot == 5
     assert Owner(store, claim, "south").known == first.known | set(late)
 
 
@@ -317,8 +318,8 @@ def test_a_fence_whose_answer_was_lost_stands_once(fault: Fault) -> None:
 
     with crash_points.intercepted(fail_the_fence):
         claim = take_over(store, "north")
-    assert claim.fence_slot == 1
-    assert kinds_in(store) == {1: slot_format.SlotHeader(SHARD, 1, 1, FENCE, 0)}
+    assert claim.last_slot == 1
+    assert kinds_in(store) == {1: slot_format.SlotHeader(SHARD, 1, ShardSlot(1), FENCE, 0)}
 
 
 def test_a_store_that_stays_silent_about_the_fence_ends_the_takeover() -> None:
@@ -333,7 +334,7 @@ def test_a_store_that_stays_silent_about_the_fence_ends_the_takeover() -> None:
         takeover.take_over(store, shard_log_of(store, clock=clock), shard=SHARD, claimant=claimant_of("north", clock))
     store.deliver_late()
     claim = take_over(store.inner, "north")
-    assert (claim.epoch, claim.fence_slot) == (2, 2)
+    assert (claim.epoch, claim.last_slot) == (2, 2)
 
 
 class OvertakenInItsClaim(memory_store.MemoryStore):
@@ -388,7 +389,7 @@ def test_a_claimant_overtaken_before_its_fence_stops() -> None:
 
 def test_a_slot_of_an_epoch_that_was_never_given_refuses_the_shard() -> None:
     store = memory_store.MemoryStore()
-    header = slot_format.SlotHeader(SHARD, 9, 1, DATA, 0)
+    header = slot_format.SlotHeader(SHARD, 9, ShardSlot(1), DATA, 0)
     frozen = slot_put.FrozenSlot(header, slot_format.encode_slot(header, ()), "stray")
     store.put_if_absent(frozen.key, frozen.body, metadata=frozen.metadata)
     with pytest.raises(Corruption, match="epoch 9, which was not given"):
@@ -476,15 +477,15 @@ def test_in_every_order_of_steps_one_owner_remains_and_knows_all_that_was_answer
 
 
 class SkipsTheFence(takeover._Takeover):
-    def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], int]:
+    def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], ShardSlot]:
         slots = self._read_from(self._tip.manifest.replay_from + 1)
-        return slots, self._tip.manifest.replay_from + len(slots)
+        return slots, ShardSlot(self._tip.manifest.replay_from + len(slots))
 
 
 class DoesNotLookAgain(takeover._Takeover):
     fence_stands = False
 
-    def _put_fence(self, fence_slot: int) -> None:
+    def _put_fence(self, fence_slot: ShardSlot) -> None:
         super()._put_fence(fence_slot)
         self.fence_stands = True
 
@@ -524,16 +525,16 @@ def test_an_explored_takeover_that_probes_before_its_claim_is_found_out(monkeypa
         return claim(log, shard, claimant)
 
     class ProbesBeforeItsClaim(takeover._Takeover):
-        def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], int]:
+        def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], ShardSlot]:
             slots = probed[self._claimant.daemon_id]
-            fence_slot = slots[-1].header.slot + 1 if slots else self._tip.manifest.replay_from + 1
+            fence_slot = next_after(slots[-1].header.slot if slots else self._tip.manifest.replay_from)
             while True:
                 try:
                     self._put_fence(fence_slot)
                 except slot_put.Occupied:
                     self._still_owner()
                     slots = [*slots, *self._read_from(fence_slot)]
-                    fence_slot = slots[-1].header.slot + 1
+                    fence_slot = next_after(slots[-1].header.slot)
                 else:
                     return slots, fence_slot
 
@@ -549,7 +550,7 @@ def test_an_explored_truncation_that_deletes_fences_is_found_out(monkeypatch: py
             self.store,
             shard=SHARD,
             epoch=claim.epoch,
-            fence_slot=claim.fence_slot - 1,
+            fence_slot=claim.last_slot - 1,
             known_kinds={},
             executor=InlineExecutor(),
         )

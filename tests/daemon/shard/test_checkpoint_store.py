@@ -15,6 +15,7 @@ from daemon.shard.journal_truncation import JournalTruncation
 from storage_backends import memory_store, object_store
 from storage_backends.formats import checkpoint_format, manifest, names, slot_format
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 
 SHARD = 3
 DATA, FENCE = slot_format.SlotKind.DATA, slot_format.SlotKind.FENCE
@@ -25,12 +26,12 @@ def checkpoint_of(slot: int) -> checkpoint_format.Checkpoint:
     part = checkpoint_format.TopicPart(
         topic_id="a" * 32, topic="flights", incarnation=1, mutable_rows=Rows(column, column, column)
     )
-    return checkpoint_format.Checkpoint(shard=SHARD, epoch=2, slot=slot, topics=(part,))
+    return checkpoint_format.Checkpoint(shard=SHARD, epoch=2, slot=ShardSlot(slot), topics=(part,))
 
 
 def written(store: object_store.ObjectStore, slot: int) -> manifest.CheckpointReference:
     reference = checkpoint_store.write_checkpoint(store, checkpoint_of(slot), base=slot + 7, unique=f"U{slot}")
-    return manifest.CheckpointReference(object=reference, slot=slot, replay_from=slot)
+    return manifest.CheckpointReference(object=reference, slot=ShardSlot(slot), replay_from=ShardSlot(slot))
 
 
 def tip_of(
@@ -43,7 +44,7 @@ def tip_of(
         epoch=epoch,
         checkpoint=newest,
         previous_checkpoint=previous,
-        replay_from=0 if newest is None else newest.replay_from,
+        replay_from=ShardSlot(0 if newest is None else newest.replay_from),
     )
 
 
@@ -68,7 +69,7 @@ def test_a_checkpoint_is_named_after_the_manifest_it_was_started_from_and_read_b
 
 def test_without_a_checkpoint_the_whole_journal_is_replayed() -> None:
     loaded = checkpoint_store.read_newest(memory_store.MemoryStore(), tip_of(None), damaged=Alarm())
-    assert loaded == checkpoint_store.LoadedCheckpoint(None, 0)
+    assert loaded == checkpoint_store.LoadedCheckpoint(None, ShardSlot(0))
 
 
 def flip_last_bit(store: object_store.ObjectStore, key: str) -> None:
@@ -119,7 +120,7 @@ def test_the_whole_journal_stands_in_for_a_damaged_first_checkpoint() -> None:
     newest = written(store, 40)
     flip_last_bit(store, newest.object.name)
     loaded = checkpoint_store.read_newest(store, tip_of(newest), damaged=Alarm())
-    assert loaded == checkpoint_store.LoadedCheckpoint(None, 0)
+    assert loaded == checkpoint_store.LoadedCheckpoint(None, ShardSlot(0))
 
 
 def test_two_damaged_checkpoints_refuse_the_shard() -> None:
@@ -134,7 +135,7 @@ def test_two_damaged_checkpoints_refuse_the_shard() -> None:
 def test_a_checkpoint_under_the_right_sum_but_of_another_slot_is_damaged() -> None:
     store = memory_store.MemoryStore()
     newest, previous = written(store, 40), written(store, 30)
-    wrong = dataclasses.replace(newest, slot=41)
+    wrong = dataclasses.replace(newest, slot=ShardSlot(41))
     loaded = checkpoint_store.read_newest(store, tip_of(wrong, previous), damaged=Alarm())
     assert loaded.replay_from == 30
 
@@ -179,7 +180,7 @@ def journal_with(*, data: range, fences: tuple[int, ...]) -> CountingStore:
     for slot in data:
         kind = FENCE if slot in fences else DATA
         epoch = sum(fence <= slot for fence in fences)
-        header = slot_format.SlotHeader(SHARD, epoch, slot, kind, 0)
+        header = slot_format.SlotHeader(SHARD, epoch, ShardSlot(slot), kind, 0)
         frozen = slot_put.FrozenSlot(header, slot_format.encode_slot(header, ()), f"id-{slot}")
         store.put_if_absent(frozen.key, frozen.body, metadata=frozen.metadata)
     return store
@@ -192,7 +193,7 @@ def slots_in(store: object_store.ObjectStore) -> list[int]:
 def covered(newest: int, previous: int, *, epoch: int = 2) -> manifest.ShardManifest:
     def reference(slot: int) -> manifest.CheckpointReference:
         stored = manifest.ObjectReference(name="x", base=1, size_bytes=1, sha256=b"")
-        return manifest.CheckpointReference(object=stored, slot=slot, replay_from=slot)
+        return manifest.CheckpointReference(object=stored, slot=ShardSlot(slot), replay_from=ShardSlot(slot))
 
     return tip_of(reference(newest), reference(previous) if previous else None, epoch=epoch)
 

@@ -17,6 +17,7 @@ from daemon.shard.garbage import Collector
 from storage_backends import commit, shard_listing, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest, TopicPolicy
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import ObjectStore
 from storage_backends.shard_listing import Listed, ShardListing
 from storage_backends.topic_manifest import Seal, SetPolicy
@@ -67,7 +68,7 @@ def seal_of(tip: TopicManifest, live: LiveBucket) -> Seal:
         progress=progress(),
         progress_object=None,
         slot_from=tip.applied,
-        slot_to=tip.applied + 1,
+        slot_to=ShardSlot(tip.applied + 1),
         epoch=EPOCH,
         replaced_delete_after_ms=NOW_MS,
     )

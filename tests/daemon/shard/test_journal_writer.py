@@ -18,6 +18,7 @@ from daemon.shard.journal_writer import JournalWriter, WrittenSlot
 from storage_backends import journal_slots, memory_store, object_store
 from storage_backends.formats import names, slot_format
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from tests._support.fault_store import Fault, FaultStore, Script
 from tests._support.virtual_clock import VirtualClock, settle
 from tests._support.virtual_loop import InlineExecutor
@@ -50,7 +51,7 @@ def put_slot(
     shard: int = SHARD,
 ) -> None:
     records = (add_of(slot),) if kind is slot_format.SlotKind.DATA else ()
-    header = slot_format.SlotHeader(shard, epoch, slot, kind, len(records))
+    header = slot_format.SlotHeader(shard, epoch, ShardSlot(slot), kind, len(records))
     frozen = slot_put.FrozenSlot(header, slot_format.encode_slot(header, records), f"by-epoch-{epoch}-{slot}")
     store.put_if_absent(names.journal_slot_key(SHARD, slot), frozen.body, metadata=frozen.metadata)
 
@@ -69,16 +70,16 @@ class ScriptedStore(FaultStore):
 
 
 class Owner:
-    """A writer of epoch 5 from slot 10 on, with what it reported."""
+    """A writer of epoch 5 behind slot 9, with what it reported."""
 
-    def __init__(self, store: object_store.ObjectStore, clock: VirtualClock, *, next_slot: int = 10) -> None:
+    def __init__(self, store: object_store.ObjectStore, clock: VirtualClock, *, last_slot: int = 9) -> None:
         self.reported: list[WrittenSlot] = []
         ids = (f"commit-{number}" for number in itertools.count())
         self.writer = JournalWriter(
             store,
             shard=SHARD,
             epoch=5,
-            next_slot=next_slot,
+            last_slot=ShardSlot(last_slot),
             run=run,
             clock=clock.now,
             sleep=clock.sleep,
@@ -98,7 +99,7 @@ async def test_slots_follow_each_other_and_hold_their_records() -> None:
     assert [await owner.writer.write([add_of(1, 2), add_of(3)]), await owner.writer.write([])] == [10, 11]
     slot = journal_tail.read_slot(store, SHARD, 10)
     assert slot is not None
-    assert slot.header == slot_format.SlotHeader(SHARD, 5, 10, slot_format.SlotKind.DATA, 2)
+    assert slot.header == slot_format.SlotHeader(SHARD, 5, ShardSlot(10), slot_format.SlotKind.DATA, 2)
     first = slot.records[0].decoded()
     assert isinstance(first, slot_format.AddRecord)
     assert first.rows.entry_id.tolist() == [1, 2]

@@ -12,6 +12,7 @@ from daemon.core.object_count import NOTHING, ObjectCount
 from storage_backends import commit
 from storage_backends.formats import manifest
 from storage_backends.formats.manifest import TopicPolicy
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import StoreError
 from storage_backends.topic_manifest import SetPolicy
 from tests._support.fault_store import Fault, FaultStore, Script
@@ -216,7 +217,7 @@ def test_of_a_deleted_topic_the_last_manifest_stays_for_ever_and_nothing_else(to
         topic.collect()
     (number,) = topic.manifest_numbers()
     assert number >= last
-    again = topic.commit(dataclasses.replace(CREATE_AGAIN, applied=topic.tip.manifest.applied + 1))
+    again = topic.commit(dataclasses.replace(CREATE_AGAIN, applied=ShardSlot(topic.tip.manifest.applied + 1)))
     assert again.incarnation == 2
 
 

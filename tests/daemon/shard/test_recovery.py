@@ -22,6 +22,7 @@ from storage_backends import commit
 from storage_backends.formats import bucket_format, checkpoint_format, manifest, merge, position_bitmap, slot_format
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from tests._support.virtual_loop import InlineExecutor
 
@@ -30,7 +31,8 @@ Entries = Iterable[int]
 LEDGER = 7
 LIMITS = SegmentLimits(time_step_ms=1_000, rows_max=1_000, rows_min=0)
 FIRST, OTHER = (
-    manifest.Subscription(subscription_id=number, name=f"s{number}", since_ms=0, created_slot=0) for number in (1, 2)
+    manifest.Subscription(subscription_id=number, name=f"s{number}", since_ms=0, created_slot=ShardSlot(0))
+    for number in (1, 2)
 )
 
 
@@ -115,7 +117,7 @@ def tip_of(
         topic_id="id",
         incarnation=1,
         owner_epoch=1,
-        applied=applied,
+        applied=ShardSlot(applied),
         live=live,
         progress=progress,
         subscriptions=subscriptions,
@@ -142,7 +144,7 @@ def restored(store: Store, tip: manifest.TopicManifest, tail: recovery.TopicTail
 
 def part_of(slot: int, progress: manifest.Progress, **changes: Any) -> recovery.TopicTail:
     part = checkpoint_format.TopicPart(
-        topic_id="id", topic="t", incarnation=1, mutable_rows=Rows.empty(), progress=progress, slot=slot
+        topic_id="id", topic="t", incarnation=1, mutable_rows=Rows.empty(), progress=progress, slot=ShardSlot(slot)
     )
     return recovery.TopicTail(dataclasses.replace(part, **changes))
 
@@ -206,7 +208,7 @@ def test_a_bucket_that_was_sealed_and_merged_after_the_checkpoint_takes_its_bits
     part = part_of(
         12,
         progress_of(bits("a", gone=[1]), bits("b", gone=[6], s1=[7])),
-        sealing=(checkpoint_format.SealingPart(bucket="b", slot=10, rows=rows_of(range(5, 10))),),
+        sealing=(checkpoint_format.SealingPart(bucket="b", slot=ShardSlot(10), rows=rows_of(range(5, 10))),),
     )
     topic = restored(store, tip_of(merged, applied=10), part)
     assert entries_in(topic.index) == [0, 2, 3, 4, 5, 7, 8, 9]
@@ -217,7 +219,7 @@ def test_a_bucket_that_was_sealed_and_merged_after_the_checkpoint_takes_its_bits
 def test_a_quarantined_merged_bucket_misses_what_was_not_gone_from_its_sources() -> None:
     store = Store()
     merged = store.merged("d", [store.sealed("a", range(5)), store.sealed("b", range(5, 10))])
-    damaged = dataclasses.replace(merged, quarantined=True, damage="bad", quarantined_slot=9)
+    damaged = dataclasses.replace(merged, quarantined=True, damage="bad", quarantined_slot=ShardSlot(9))
     topic = restored(store, tip_of(damaged, progress=progress_of(bits("a", gone=range(4)), bits("b", gone=[9]))))
     assert [needed.rows for needed in topic.rebuild_needed()] == [5]
 
@@ -250,12 +252,12 @@ def test_rows_of_own_indexes_are_restored_from_buckets_checkpoint_and_journal() 
         mutable_rows=rows_of([30]),
         own_rows=(checkpoint_format.OwnRows(1, rows_of([31])), checkpoint_format.OwnRows(2, rows_of([30]))),
         sealing=(
-            checkpoint_format.SealingPart(bucket="c", slot=11, rows=rows_of([20, 21]), subscription_id=2),
-            checkpoint_format.SealingPart(bucket="b", slot=9, rows=rows_of(range(3, 8)), subscription_id=1),
+            checkpoint_format.SealingPart(bucket="c", slot=ShardSlot(11), rows=rows_of([20, 21]), subscription_id=2),
+            checkpoint_format.SealingPart(bucket="b", slot=ShardSlot(9), rows=rows_of(range(3, 8)), subscription_id=1),
         ),
     )
     add = slot_format.AddRecord("id", 1, 2, rows_of([40]))
-    tail = dataclasses.replace(part, slots=(checkpoint_format.CarriedSlot(13, (add,)),))
+    tail = dataclasses.replace(part, slots=(checkpoint_format.CarriedSlot(ShardSlot(13), (add,)),))
     topic = restored(store, tip_of(shared, own, applied=10), tail)
     assert entries_in(topic.indexes[0]) == [0, 1, 2, 3, 4, 30]
     assert entries_in(topic.indexes[1]) == [3, 5, 6, 7, 31]
@@ -269,10 +271,10 @@ def test_rows_of_the_own_index_of_a_subscription_that_is_no_more_are_left_out() 
         12,
         progress_of(bits("b", gone=[4])),
         own_rows=(checkpoint_format.OwnRows(1, rows_of([31])), checkpoint_format.OwnRows(2, rows_of([32]))),
-        sealing=(checkpoint_format.SealingPart(bucket="c", slot=11, rows=rows_of([20]), subscription_id=1),),
+        sealing=(checkpoint_format.SealingPart(bucket="c", slot=ShardSlot(11), rows=rows_of([20]), subscription_id=1),),
     )
     records = tuple(slot_format.AddRecord("id", 1, number, rows_of([40])) for number in (1, 2))
-    tail = dataclasses.replace(part, slots=(checkpoint_format.CarriedSlot(13, records),))
+    tail = dataclasses.replace(part, slots=(checkpoint_format.CarriedSlot(ShardSlot(13), records),))
     tip = tip_of(store.sealed("b", range(5), subscription_id=1), subscriptions=(OTHER,))
     topic = restored(store, tip, tail)
     assert set(topic.indexes) == {0, 2}
@@ -290,7 +292,7 @@ def test_what_a_checkpoint_says_of_several_indexes_is_what_recovery_reads() -> N
     begun = topic.indexes.begin_seal(lambda index: f"k{index}", now_ms=0)
     assert [number for number, _ in begun] == [0, 2, 1]
     cuts = tuple(
-        sealing.SealCut(topic="t", key=memory.name, base=1, slot=11, rows=memory.snapshot(), index_id=index)
+        sealing.SealCut(topic="t", key=memory.name, base=1, slot=ShardSlot(11), rows=memory.snapshot(), index_id=index)
         for index, memory in begun
     )
     topic.apply(slot_format.AddRecord("id", 1, 1, rows_of([13])), 12, elapsed_ms=0)
@@ -304,7 +306,7 @@ def test_what_a_checkpoint_says_of_several_indexes_is_what_recovery_reads() -> N
     )
     written = checkpoint_format.decode_checkpoint(
         checkpoint_format.encode_checkpoint(
-            checkpoint_format.Checkpoint(shard=1, epoch=1, slot=12, topics=(checkpoint_parts.part_of(cut),))
+            checkpoint_format.Checkpoint(shard=1, epoch=1, slot=ShardSlot(12), topics=(checkpoint_parts.part_of(cut),))
         )
     )
     tail = recovery.tails_of(written, ())["id"]

@@ -17,6 +17,7 @@ from daemon.shard.replay_runs import Decided
 from daemon.topic import checkpoint_parts
 from storage_backends.formats import checkpoint_format, manifest, position_bitmap
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, GoneReason, GoneRecord
 
 NOW_MS = 1_000_000
@@ -26,7 +27,7 @@ CREATED_SLOTS = (0, 20)
 
 def topic() -> Topic:
     subscriptions = [
-        manifest.Subscription(subscription_id=number, name=f"s{number}", since_ms=0, created_slot=slot)
+        manifest.Subscription(subscription_id=number, name=f"s{number}", since_ms=0, created_slot=ShardSlot(slot))
         for number, slot in enumerate(CREATED_SLOTS, 1)
     ]
     return Topic("t", "id", 1, subscriptions, now_ms=NOW_MS, cache=SegmentCache(1 << 20), ready_rows_max=100)
@@ -82,7 +83,7 @@ def state_after(decided: Iterable[Decided]) -> tuple[bytes, list[int]]:
     )
     rows = part.mutable_rows
     order = np.lexsort((rows.entry_id, rows.ledger_id, rows.deliver_at_ms))
-    body = checkpoint_format.Checkpoint(0, 1, 1_000, (part,))
+    body = checkpoint_format.Checkpoint(0, 1, ShardSlot(1_000), (part,))
     encoded = checkpoint_format.encode_checkpoint(body)
     columns = np.concatenate([column[order] for column in (rows.deliver_at_ms, rows.ledger_id, rows.entry_id)])
     progress = repr(checkpoint_format.decode_checkpoint(encoded).topics[0].progress)

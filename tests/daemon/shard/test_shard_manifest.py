@@ -17,6 +17,7 @@ from storage_backends.formats.manifest import (
     ShardManifest,
     Tombstone,
 )
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.manifest_collection import CollectTombstones, SetFloor
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, ObjectStore
@@ -32,7 +33,7 @@ Operation = commit.Operation[ShardManifest]
 
 def checkpoint(name: str, slot: int, base: int = 20) -> CheckpointReference:
     written = ObjectReference(name=name, base=base, size_bytes=7, sha256=b"\2" * 32)
-    return CheckpointReference(object=written, slot=slot, replay_from=slot)
+    return CheckpointReference(object=written, slot=ShardSlot(slot), replay_from=ShardSlot(slot))
 
 
 TIP = ShardManifest(
@@ -45,11 +46,13 @@ TIP = ShardManifest(
     address="a:1",
     checkpoint=checkpoint("c2", 90),
     previous_checkpoint=checkpoint("c1", 50),
-    replay_from=80,
+    replay_from=ShardSlot(80),
     fence_slot=40,
 )
 CLAIM = Claim(shard=SHARD, epoch=EPOCH + 1, owner="b", address="b:2")
-CHECKPOINT = WriteCheckpoint(reference=checkpoint("c3", 120), replay_from=110, epoch=EPOCH, delete_after_ms=77)
+CHECKPOINT = WriteCheckpoint(
+    reference=checkpoint("c3", 120), replay_from=ShardSlot(110), epoch=EPOCH, delete_after_ms=77
+)
 RELEASE = Release(epoch=EPOCH)
 
 

@@ -15,6 +15,7 @@ from storage_backends import commit, topic_manifest
 from storage_backends.formats import bucket_format, manifest, position_bitmap
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 
 BUCKET, PROGRESS = "buckets/b", "progress/p"
@@ -48,7 +49,7 @@ def tip_of(named: bucket_format.EncodedBucket) -> manifest.TopicManifest:
         topic_id="id",
         incarnation=1,
         owner_epoch=1,
-        applied=1,
+        applied=ShardSlot(1),
         live=(live,),
         progress_object=topic_manifest.reference_to(PROGRESS, 1, progress_of(1)),
     )

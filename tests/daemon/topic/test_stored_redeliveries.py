@@ -15,6 +15,7 @@ from daemon.errors import Corruption
 from daemon.shard import recovery
 from daemon.topic import checkpoint_parts, sealing, stored_redeliveries
 from storage_backends.formats import checkpoint_format, manifest, slot_format
+from storage_backends.formats.shard_slot import ShardSlot
 from tests.daemon.shard.test_recovery import FIRST, OTHER, Store, bits, part_of, restored, rows_of, tip_of
 from tests.daemon.topic._support.redelivery_samples import (
     EVERYTHING,
@@ -75,7 +76,7 @@ def from_a_checkpoint_of_a_topic_that_was_not_loaded(stored: Stored) -> Topic:
             loaded, (slot_format.read_slot(body)[:2] for body in stored.slots[loaded.slot : slot])
         )
         carried = recovery.carried_part("id", tails["id"])
-        encoded = checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(1, 1, slot, (carried,)))
+        encoded = checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(1, 1, ShardSlot(slot), (carried,)))
         loaded = checkpoint_format.decode_checkpoint(encoded)
     return stored.recovered(checkpoint_format.encode_checkpoint(loaded), truncated_to=len(stored.slots))
 
@@ -201,7 +202,9 @@ def test_what_a_subscription_acknowledged_is_nacked_no_more() -> None:
 
 def test_positions_of_a_damaged_bucket_are_left_out() -> None:
     store, progress = Store(), progress_of(*EVERYTHING)
-    lost = dataclasses.replace(store.sealed("a", range(3)), quarantined=True, damage="bad", quarantined_slot=9)
+    lost = dataclasses.replace(
+        store.sealed("a", range(3)), quarantined=True, damage="bad", quarantined_slot=ShardSlot(9)
+    )
     topic = restored(store, tip_of(lost, store.sealed("b", range(3, 30)), progress=progress))
     assert known(topic).counts == {(0, 3): 4, (0, 4): 1_000}
     assert set(known(topic).nacked) == {(0, 3), (0, 4)}

@@ -22,6 +22,7 @@ from storage_backends.formats.manifest import (
 )
 from storage_backends.formats.position_bitmap import PositionSet, position_bitmaps
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import ObjectStore
 from storage_backends.topic_manifest import Claim, Create, Quarantine, Seal
 
@@ -58,7 +59,7 @@ class StoredTopic:
             jitter=lambda: 0.5,
             new_id=lambda: f"owner-{next(self._numbers):08}",
         )
-        self.commit(Create(topic=name, topic_id=self.topic_id, epoch=self.epoch, applied=self.slot))
+        self.commit(Create(topic=name, topic_id=self.topic_id, epoch=self.epoch, applied=ShardSlot(self.slot)))
 
     # ---- what the owner does
 
@@ -86,8 +87,8 @@ class StoredTopic:
                 buckets=tuple(buckets),
                 progress=progress if inline else None,
                 progress_object=reference,
-                slot_from=self.slot,
-                slot_to=self.slot + 1,
+                slot_from=ShardSlot(self.slot),
+                slot_to=ShardSlot(self.slot + 1),
                 epoch=self.epoch,
                 replaced_delete_after_ms=NOW_MS,
             )
@@ -95,7 +96,7 @@ class StoredTopic:
         self.slot += 1
 
     def quarantine(self, name: str) -> None:
-        self.commit(Quarantine(bucket=name, damage="planted", slot=self.slot, epoch=self.epoch))
+        self.commit(Quarantine(bucket=name, damage="planted", slot=ShardSlot(self.slot), epoch=self.epoch))
 
     def write(self, rows: Rows, *, index: int = index_ids.SHARED) -> LiveBucket:
         """A bucket object that no manifest names yet."""

@@ -18,6 +18,7 @@ from storage_backends.formats.manifest import (
     TopicManifest,
     TopicPolicy,
 )
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.topic_manifest import (
     Claim,
     Create,
@@ -59,7 +60,7 @@ def bucket(name: str, base: int = 20, *, subscription_id: int = 0) -> LiveBucket
 
 
 def subscription(number: int) -> Subscription:
-    return Subscription(subscription_id=number, name=f"s{number}", since_ms=0, created_slot=1)
+    return Subscription(subscription_id=number, name=f"s{number}", since_ms=0, created_slot=ShardSlot(1))
 
 
 def progress(*buckets: str) -> Progress:
@@ -83,7 +84,7 @@ TIP = TopicManifest(
     topic_id=TOPIC_ID,
     incarnation=1,
     owner_epoch=EPOCH,
-    applied=APPLIED,
+    applied=ShardSlot(APPLIED),
     live=(bucket("b1"), bucket("b2")),
     tombstones=(tombstone("dead"),),
     subscriptions=(subscription(1), subscription(3)),
@@ -91,14 +92,14 @@ TIP = TopicManifest(
     progress=progress("b1", "b2"),
 )
 
-CREATE = Create(topic=TOPIC, topic_id=TOPIC_ID, epoch=EPOCH, applied=50)
+CREATE = Create(topic=TOPIC, topic_id=TOPIC_ID, epoch=EPOCH, applied=ShardSlot(50))
 CLAIM = Claim(epoch=EPOCH + 1)
 SEAL = Seal(
     buckets=(bucket("b3"),),
     progress=progress("b1", "b3"),
     progress_object=None,
-    slot_from=APPLIED,
-    slot_to=APPLIED + 20,
+    slot_from=ShardSlot(APPLIED),
+    slot_to=ShardSlot(APPLIED + 20),
     epoch=EPOCH,
     replaced_delete_after_ms=DELETE_AFTER_MS,
 )
@@ -106,10 +107,10 @@ DROP = DropBuckets(buckets=("b1",), epoch=EPOCH, delete_after_ms=DELETE_AFTER_MS
 SUBSCRIPTIONS = SetSubscriptions(
     subscriptions=(subscription(6),), last_subscription_id=6, epoch=EPOCH, delete_after_ms=DELETE_AFTER_MS
 )
-QUARANTINE = Quarantine(bucket="b1", damage="segment 3 is damaged", slot=APPLIED + 3, epoch=EPOCH)
+QUARANTINE = Quarantine(bucket="b1", damage="segment 3 is damaged", slot=ShardSlot(APPLIED + 3), epoch=EPOCH)
 POLICY = SetPolicy(policy=TopicPolicy(delay_max_ms=9, compatible_form=False), epoch=EPOCH)
 LEVELS = SetDelayLevels(levels=TopicDelayLevels(table="1s 5s", clamp=False), epoch=EPOCH)
-DELETE = DeleteTopic(slot=APPLIED + 7, epoch=EPOCH, delete_after_ms=DELETE_AFTER_MS)
+DELETE = DeleteTopic(slot=ShardSlot(APPLIED + 7), epoch=EPOCH, delete_after_ms=DELETE_AFTER_MS)
 
 
 def tip_with(**changes: object) -> TopicManifest:
@@ -119,13 +120,13 @@ def tip_with(**changes: object) -> TopicManifest:
 QUARANTINED = tip_with(
     live=(
         dataclasses.replace(
-            bucket("b1"), quarantined=True, damage="segment 3 is damaged", quarantined_slot=APPLIED + 3
+            bucket("b1"), quarantined=True, damage="segment 3 is damaged", quarantined_slot=ShardSlot(APPLIED + 3)
         ),
         bucket("b2"),
     )
 )
 DELETED = DELETE.apply(TIP)
-CREATE_AGAIN = dataclasses.replace(CREATE, applied=APPLIED + 9)
+CREATE_AGAIN = dataclasses.replace(CREATE, applied=ShardSlot(APPLIED + 9))
 
 
 def seal_with(**changes: object) -> Seal:

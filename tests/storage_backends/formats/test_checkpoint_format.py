@@ -11,6 +11,7 @@ from storage_backends.formats.checkpoint_format import CarriedSlot, Checkpoint, 
 from storage_backends.formats.generated import journal_pb2
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from tests.storage_backends.formats._support import examples
 
 bitmap = PositionBitmap(7, 0, b"bits")
@@ -62,12 +63,12 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
     for number, part in enumerate(parts):
         if draw(st.booleans()):
             carried = tuple(
-                CarriedSlot(slot, tuple(draw(st.lists(carried_records, max_size=2))))
+                CarriedSlot(ShardSlot(slot), tuple(draw(st.lists(carried_records, max_size=2))))
                 for slot in slots[1:]
                 if draw(st.booleans())
             )
-            parts[number] = dataclasses.replace(part, slot=slots[0], carried=carried)
-    return Checkpoint(draw(st.integers(0, 15)), draw(examples.u64), slots[-1], tuple(parts))
+            parts[number] = dataclasses.replace(part, slot=ShardSlot(slots[0]), carried=carried)
+    return Checkpoint(draw(st.integers(0, 15)), draw(examples.u64), ShardSlot(slots[-1]), tuple(parts))
 
 
 def plain(value: Checkpoint) -> object:
@@ -99,7 +100,12 @@ def test_a_checkpoint_comes_back_as_it_was(value: Checkpoint) -> None:
 def carrying(slot: int | None, *carried: int, topic_id: str = "id") -> TopicPart:
     record = slot_format.GoneRecord(topic_id, 1, 0, slot_format.GoneReason.TRIMMED, ())
     return TopicPart(
-        "id", "orders", 1, Rows.empty(), slot=slot, carried=tuple(CarriedSlot(each, (record,)) for each in carried)
+        "id",
+        "orders",
+        1,
+        Rows.empty(),
+        slot=None if slot is None else ShardSlot(slot),
+        carried=tuple(CarriedSlot(ShardSlot(each), (record,)) for each in carried),
     )
 
 
@@ -126,27 +132,27 @@ def test_a_part_that_cannot_be_one_of_this_checkpoint_is_refused_at_encode_and_a
     part: TopicPart, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        Checkpoint(0, 1, 9, (part,))
+        Checkpoint(0, 1, ShardSlot(9), (part,))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_format, "_check_slots", lambda part, slot: None)
         patch.setattr(checkpoint_format, "_check_own_rows", lambda part: None)
-        data = checkpoint_format.encode_checkpoint(Checkpoint(0, 1, 9, (part,)))
+        data = checkpoint_format.encode_checkpoint(Checkpoint(0, 1, ShardSlot(9), (part,)))
     with pytest.raises(format_errors.FormatError, match=f"checkpoint is damaged at byte 16: topic 'orders' .*{reason}"):
         checkpoint_format.decode_checkpoint(data)
 
 
 def test_the_rows_of_a_checkpoint_are_small() -> None:
     part = TopicPart("id", "orders", 1, examples.random_delays(100_000))
-    data = checkpoint_format.encode_checkpoint(Checkpoint(0, 1, 2, (part,)))
+    data = checkpoint_format.encode_checkpoint(Checkpoint(0, 1, ShardSlot(2), (part,)))
     assert len(data) / 100_000 < 3.6
 
 
 def test_what_is_wrong_inside_a_carried_record_is_its_topics_damage_and_stays_as_it_is() -> None:
     message = journal_pb2.Record(topic_id="id", incarnation=1, rows=3)
     record_messages.fill_rows(message.add, examples.fixed_delay(2, gap_ms=1))
-    damaged = CarriedSlot(3, (slot_format.StoredRecord(message, "journal slot record 0", 0),))
-    part = TopicPart("id", "t", 1, Rows.empty(), slot=2, carried=(damaged,))
-    body = checkpoint_format.encode_checkpoint(Checkpoint(1, 2, 3, (part,)))
+    damaged = CarriedSlot(ShardSlot(3), (slot_format.StoredRecord(message, "journal slot record 0", 0),))
+    part = TopicPart("id", "t", 1, Rows.empty(), slot=ShardSlot(2), carried=(damaged,))
+    body = checkpoint_format.encode_checkpoint(Checkpoint(1, 2, ShardSlot(3), (part,)))
     value = checkpoint_format.decode_checkpoint(body)
     assert checkpoint_format.encode_checkpoint(value) == body
     (record,) = value.topics[0].carried[0].records

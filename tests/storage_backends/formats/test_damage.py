@@ -25,6 +25,7 @@ from storage_backends.formats import (
 )
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.formats.shard_slot import ShardSlot
 from tests.storage_backends.formats._support import deletion_examples, examples
 
 ROWS = examples.random_delays(40, span_ms=30_000, keyed=True)
@@ -56,7 +57,7 @@ def a_slot() -> bytes:
         *examples.redelivery_records(ROWS),
     )
     decided = deletion_examples.one_of_each_record()
-    header = slot_format.SlotHeader(1, 2, 3, slot_format.SlotKind.DATA, len(records) + len(decided))
+    header = slot_format.SlotHeader(1, 2, ShardSlot(3), slot_format.SlotKind.DATA, len(records) + len(decided))
     return slot_format.encode_slot(header, records, decided)
 
 
@@ -65,7 +66,7 @@ def a_topic_manifest() -> bytes:
         subscription_id=1,
         name="s",
         since_ms=2,
-        created_slot=3,
+        created_slot=ShardSlot(3),
         policy=manifest.SubscriptionPolicy(
             lease_ms=4,
             properties=(("a", "b"),),
@@ -80,7 +81,7 @@ def a_topic_manifest() -> bytes:
             topic_id="id",
             incarnation=1,
             owner_epoch=1,
-            applied=9,
+            applied=ShardSlot(9),
             subscriptions=(subscription,),
             policy=manifest.TopicPolicy(delay_max_ms=5),
             delay_levels=manifest.TopicDelayLevels(table="1s 5s"),
@@ -98,20 +99,20 @@ def a_progress(rows: Rows = ROWS) -> bytes:
 
 
 def a_checkpoint(rows: Rows = ROWS) -> bytes:
-    carried = checkpoint_format.CarriedSlot(3, (slot_format.AddRecord("id", 1, 0, rows),))
+    carried = checkpoint_format.CarriedSlot(ShardSlot(3), (slot_format.AddRecord("id", 1, 0, rows),))
     parts = (
         checkpoint_format.TopicPart(
             "id",
             "t",
             1,
             rows,
-            (checkpoint_format.SealingPart("b", 4, rows),),
+            (checkpoint_format.SealingPart("b", ShardSlot(4), rows),),
             own_rows=(checkpoint_format.OwnRows(2, rows),),
         ),
-        checkpoint_format.TopicPart("id", "t", 1, Rows.empty(), slot=2, carried=(carried,)),
+        checkpoint_format.TopicPart("id", "t", 1, Rows.empty(), slot=ShardSlot(2), carried=(carried,)),
     )
     return checkpoint_format.encode_checkpoint(
-        checkpoint_format.Checkpoint(1, 2, 3, parts, deletion_examples.a_state())
+        checkpoint_format.Checkpoint(1, 2, ShardSlot(3), parts, deletion_examples.a_state())
     )
 
 

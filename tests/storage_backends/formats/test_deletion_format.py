@@ -18,13 +18,14 @@ from storage_backends.formats.deletion_format import (
 )
 from storage_backends.formats.generated import deletion_pb2
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AddRecord, SlotBuilder, SlotHeader, SlotKind
 from tests.storage_backends.formats._support import deletion_examples, examples
 from tests.storage_backends.formats._support.deletion_examples import plain
 
 
 def slot_of(*decided: DeletionRecord, records: tuple[slot_format.Record, ...] = ()) -> bytes:
-    header = SlotHeader(3, 7, 1_234, SlotKind.DATA, len(decided) + len(records))
+    header = SlotHeader(3, 7, ShardSlot(1_234), SlotKind.DATA, len(decided) + len(records))
     return slot_format.encode_slot(header, records, decided)
 
 
@@ -69,7 +70,7 @@ def test_the_size_of_a_decision_is_not_said_to_be_many_times_what_it_is() -> Non
 
 @given(deletion_examples.states)
 def test_the_state_of_deletions_comes_back_from_a_checkpoint_as_it_was(state: DeletionState) -> None:
-    value = checkpoint_format.Checkpoint(1, 2, 3, (), state)
+    value = checkpoint_format.Checkpoint(1, 2, ShardSlot(3), (), state)
     stored = checkpoint_format.decode_checkpoint(checkpoint_format.encode_checkpoint(value)).deletions
     assert stored is not None
     assert plain(stored) == plain(state)
@@ -82,7 +83,7 @@ def test_very_many_deletions_come_back_from_a_checkpoint_in_their_order(
     state = DeletionState(9, tuple(some), tuple(in_use))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deletion_format, "_PORTION_DELETIONS", 2)
-        body = checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(1, 2, 3, (), state))
+        body = checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(1, 2, ShardSlot(3), (), state))
     stored = checkpoint_format.decode_checkpoint(body).deletions
     assert stored is not None
     assert plain(stored) == plain(state)
@@ -101,7 +102,7 @@ def test_a_deletion_of_no_component_is_refused_before_it_is_read() -> None:
 
 def test_a_checkpoint_that_says_nothing_of_deletions_is_not_one_that_says_there_are_none() -> None:
     for state in (None, DeletionState()):
-        value = checkpoint_format.Checkpoint(1, 2, 3, (), state)
+        value = checkpoint_format.Checkpoint(1, 2, ShardSlot(3), (), state)
         stored = checkpoint_format.decode_checkpoint(checkpoint_format.encode_checkpoint(value)).deletions
         assert (stored is None) == (state is None)
 

@@ -24,6 +24,7 @@ from storage_backends.formats import (
 )
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.formats.shard_slot import ShardSlot
 from tests.storage_backends.formats._support import deletion_examples, examples
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -75,23 +76,29 @@ def golden_withdrawals() -> tuple[slot_format.Record, ...]:
 
 
 def golden_slot_of_withdrawals() -> bytes:
-    return slot_format.encode_slot(slot_format.SlotHeader(3, 4, 5, slot_format.SlotKind.DATA, 3), golden_withdrawals())
+    return slot_format.encode_slot(
+        slot_format.SlotHeader(3, 4, ShardSlot(5), slot_format.SlotKind.DATA, 3), golden_withdrawals()
+    )
 
 
 def golden_slot_of_redeliveries() -> bytes:
     records = examples.redelivery_records(golden_rows())
-    return slot_format.encode_slot(slot_format.SlotHeader(3, 4, 5, slot_format.SlotKind.DATA, len(records)), records)
+    return slot_format.encode_slot(
+        slot_format.SlotHeader(3, 4, ShardSlot(5), slot_format.SlotKind.DATA, len(records)), records
+    )
 
 
 def golden_slot_of_deletions() -> bytes:
     decided = deletion_examples.one_of_each_record()
     records = golden_records()[:1]
-    header = slot_format.SlotHeader(3, 4, 5, slot_format.SlotKind.DATA, len(records) + len(decided))
+    header = slot_format.SlotHeader(3, 4, ShardSlot(5), slot_format.SlotKind.DATA, len(records) + len(decided))
     return slot_format.encode_slot(header, records, decided)
 
 
 def golden_checkpoint_of_deletions() -> bytes:
-    return checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(3, 4, 7, (), deletion_examples.a_state()))
+    return checkpoint_format.encode_checkpoint(
+        checkpoint_format.Checkpoint(3, 4, ShardSlot(7), (), deletion_examples.a_state())
+    )
 
 
 def golden_topic_manifest_of_redeliveries() -> manifest.TopicManifest:
@@ -112,7 +119,7 @@ def golden_topic_manifest_of_redeliveries() -> manifest.TopicManifest:
                 subscription_id=number,
                 name=f"s{number}",
                 since_ms=4,
-                created_slot=5,
+                created_slot=ShardSlot(5),
                 policy=manifest.SubscriptionPolicy(
                     redelivery=policy, max_redeliver_count=0, ack_timeout_ms=100, nack_precision_bits=number
                 ),
@@ -144,7 +151,7 @@ def golden_topic_manifest_of_key_order() -> manifest.TopicManifest:
                 subscription_id=number,
                 name=f"s{number}",
                 since_ms=4,
-                created_slot=5,
+                created_slot=ShardSlot(5),
                 policy=manifest.SubscriptionPolicy(key_shared=policy),
             )
             for number, policy in enumerate(policies, start=1)
@@ -168,7 +175,9 @@ def golden_merged_bucket() -> bytes:
 
 
 def golden_slot() -> bytes:
-    return slot_format.encode_slot(slot_format.SlotHeader(3, 4, 5, slot_format.SlotKind.DATA, 4), golden_records())
+    return slot_format.encode_slot(
+        slot_format.SlotHeader(3, 4, ShardSlot(5), slot_format.SlotKind.DATA, 4), golden_records()
+    )
 
 
 def golden_progress() -> manifest.Progress:
@@ -211,7 +220,7 @@ def golden_topic_manifest() -> manifest.TopicManifest:
         compatible_form=True,
         segments=4,
         damage="a segment is missing",
-        quarantined_slot=2,
+        quarantined_slot=ShardSlot(2),
     )
     policy = manifest.SubscriptionPolicy(in_flight_rows_max=0, lease_ms=30_000, properties=(("a", "1"), ("b", "")))
     return manifest.TopicManifest(
@@ -220,10 +229,12 @@ def golden_topic_manifest() -> manifest.TopicManifest:
         topic_id="id",
         incarnation=1,
         owner_epoch=2,
-        applied=3,
+        applied=ShardSlot(3),
         live=(live,),
         tombstones=(manifest.Tombstone(object=golden_object(), removed_in=8, delete_after_ms=9, attempts=1),),
-        subscriptions=(manifest.Subscription(subscription_id=1, name="s", since_ms=4, created_slot=5, policy=policy),),
+        subscriptions=(
+            manifest.Subscription(subscription_id=1, name="s", since_ms=4, created_slot=ShardSlot(5), policy=policy),
+        ),
         last_subscription_id=1,
         progress=golden_progress(),
         progress_object=golden_object(),
@@ -235,7 +246,7 @@ def golden_topic_manifest() -> manifest.TopicManifest:
 
 
 def golden_shard_manifest() -> manifest.ShardManifest:
-    reference = manifest.CheckpointReference(object=golden_object(), slot=6, replay_from=5)
+    reference = manifest.CheckpointReference(object=golden_object(), slot=ShardSlot(6), replay_from=ShardSlot(5))
     return manifest.ShardManifest(
         head=golden_head(),
         shard=3,
@@ -244,7 +255,7 @@ def golden_shard_manifest() -> manifest.ShardManifest:
         address="127.0.0.1:7461",
         checkpoint=reference,
         previous_checkpoint=reference,
-        replay_from=5,
+        replay_from=ShardSlot(5),
         fence_slot=2,
     )
 
@@ -256,22 +267,29 @@ def golden_root_format() -> manifest.RootFormat:
 def golden_checkpoint() -> bytes:
     rows = golden_rows()
     part = checkpoint_format.TopicPart(
-        "id", "orders", 1, rows, (checkpoint_format.SealingPart("b", 6, rows.take(slice(0, 50))),), golden_progress()
+        "id",
+        "orders",
+        1,
+        rows,
+        (checkpoint_format.SealingPart("b", ShardSlot(6), rows.take(slice(0, 50))),),
+        golden_progress(),
     )
     carried = (
-        checkpoint_format.CarriedSlot(6, golden_records()[:2]),
-        checkpoint_format.CarriedSlot(7, golden_records()[2:]),
+        checkpoint_format.CarriedSlot(ShardSlot(6), golden_records()[:2]),
+        checkpoint_format.CarriedSlot(ShardSlot(7), golden_records()[2:]),
     )
-    carrying = checkpoint_format.TopicPart("id", "orders", 1, rows.take(slice(0, 0)), slot=5, carried=carried)
-    return checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(3, 4, 7, (part, carrying)))
+    carrying = checkpoint_format.TopicPart(
+        "id", "orders", 1, rows.take(slice(0, 0)), slot=ShardSlot(5), carried=carried
+    )
+    return checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(3, 4, ShardSlot(7), (part, carrying)))
 
 
 def golden_checkpoint_of_own_rows() -> bytes:
     rows = golden_rows()
-    sealing = checkpoint_format.SealingPart("b", 6, rows.take(slice(0, 50)), 2)
+    sealing = checkpoint_format.SealingPart("b", ShardSlot(6), rows.take(slice(0, 50)), 2)
     own = checkpoint_format.OwnRows(2, rows.take(slice(50, COUNT)))
     part = checkpoint_format.TopicPart("id", "orders", 1, rows.take(slice(0, 0)), (sealing,), own_rows=(own,))
-    return checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(3, 4, 7, (part,)))
+    return checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(3, 4, ShardSlot(7), (part,)))
 
 
 def golden_dead_object() -> manifest.DeadObject:
@@ -296,7 +314,13 @@ def golden_limits() -> manifest.TopicManifest:
         client_bytes_per_second_max=7,
     )
     return manifest.TopicManifest(
-        head=golden_head(), topic="orders", topic_id="id", incarnation=1, owner_epoch=2, applied=3, policy=policy
+        head=golden_head(),
+        topic="orders",
+        topic_id="id",
+        incarnation=1,
+        owner_epoch=2,
+        applied=ShardSlot(3),
+        policy=policy,
     )
 
 
@@ -402,7 +426,7 @@ def test_what_was_written_before_there_were_redeliveries_says_nothing_of_them() 
 
 def test_a_slot_of_version_1_is_read() -> None:
     header, records = slot_format.decode_slot(stored("slot-1.bin"))
-    assert header == slot_format.SlotHeader(3, 4, 5, slot_format.SlotKind.DATA, 4)
+    assert header == slot_format.SlotHeader(3, 4, ShardSlot(5), slot_format.SlotKind.DATA, 4)
     assert_golden(records)
 
 

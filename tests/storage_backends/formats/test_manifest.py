@@ -14,6 +14,7 @@ from storage_backends.formats import format_errors, framing, index_ids, manifest
 from storage_backends.formats.generated import bucket_pb2, manifest_pb2
 from storage_backends.formats.manifest import Progress, RootFormat, ShardManifest, TopicManifest
 from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats.shard_slot import ShardSlot
 
 u32 = st.integers(0, (1 << 32) - 1)
 u64 = st.integers(0, (1 << 64) - 1)
@@ -249,10 +250,13 @@ def test_an_absent_progress_and_an_empty_one_are_told_apart() -> None:
 
 def test_a_policy_that_sets_nothing_is_not_written_and_what_is_set_to_zero_is() -> None:
     message = manifest_pb2.Subscription()
-    mirror.fill(message, manifest.Subscription(subscription_id=1, name="s", since_ms=0, created_slot=0))
+    mirror.fill(message, manifest.Subscription(subscription_id=1, name="s", since_ms=0, created_slot=ShardSlot(0)))
     assert not message.HasField("policy")
     policy = manifest.SubscriptionPolicy(in_flight_rows_max=0)
-    mirror.fill(message, manifest.Subscription(subscription_id=1, name="s", since_ms=0, created_slot=0, policy=policy))
+    mirror.fill(
+        message,
+        manifest.Subscription(subscription_id=1, name="s", since_ms=0, created_slot=ShardSlot(0), policy=policy),
+    )
     assert message.policy.HasField("in_flight_rows_max")
     assert not message.policy.HasField("lease_ms")
 
@@ -289,7 +293,7 @@ def test_the_owner_of_what_is_planned_is_no_index() -> None:
 def test_properties_out_of_the_order_of_their_names_are_refused_at_encode_and_at_decode() -> None:
     with pytest.raises(ValueError, match="property 'a' comes after 'b'"):
         manifest.SubscriptionPolicy(properties=(("b", ""), ("a", "")))
-    subscription = manifest.Subscription(subscription_id=1, name="s", since_ms=0, created_slot=0)
+    subscription = manifest.Subscription(subscription_id=1, name="s", since_ms=0, created_slot=ShardSlot(0))
     head = manifest.ManifestHead(number=1, previous_sha256=b"", commit_id="", writer="", created_ms=0)
     message = manifest_pb2.TopicManifest()
     mirror.fill(
@@ -300,7 +304,7 @@ def test_properties_out_of_the_order_of_their_names_are_refused_at_encode_and_at
             topic_id="i",
             incarnation=1,
             owner_epoch=1,
-            applied=1,
+            applied=ShardSlot(1),
             subscriptions=(subscription,),
         ),
     )

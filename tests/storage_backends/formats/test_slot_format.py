@@ -16,6 +16,7 @@ from storage_backends.formats.generated import journal_pb2
 from storage_backends.formats.position_bitmap import PositionBitmap, position_bitmaps, positions_of
 from storage_backends.formats.record_columns import COLUMNS
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import (
     AcknowledgeRecord,
     AddRecord,
@@ -109,7 +110,7 @@ records: st.SearchStrategy[Record] = st.one_of(
 
 
 def header(count: int, *, kind: SlotKind = SlotKind.DATA) -> SlotHeader:
-    return SlotHeader(shard=3, epoch=7, slot=1_234, kind=kind, records=count)
+    return SlotHeader(shard=3, epoch=7, slot=ShardSlot(1_234), kind=kind, records=count)
 
 
 def built(some: list[Record]) -> tuple[Record, ...]:
@@ -127,7 +128,7 @@ def test_a_slot_comes_back_as_it_was(some: list[Record], kind: SlotKind) -> None
 
 
 def test_the_header_is_the_documented_one() -> None:
-    data = slot_format.encode_slot(SlotHeader(3, 7, 1_234, SlotKind.FENCE, 0), ())
+    data = slot_format.encode_slot(SlotHeader(3, 7, ShardSlot(1_234), SlotKind.FENCE, 0), ())
     head = b"TyJS" + struct.pack("<HBBIQQIQ", 1, 2, 0, 3, 7, 1_234, 0, 0)
     assert data == head + struct.pack("<I", google_crc32c.value(head))
 

@@ -38,6 +38,7 @@ from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import U32
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from tests._support.virtual_loop import InlineExecutor
 from tests.daemon.core._support.oracle import Claim
@@ -141,7 +142,7 @@ class JournaledTopic:
         self._compatible = compatible
         self._names = itertools.count(1)
         self._changed_slot = 0
-        create = topic_manifest.Create(topic="topic", topic_id=TOPIC_ID, epoch=EPOCH, applied=0)
+        create = topic_manifest.Create(topic="topic", topic_id=TOPIC_ID, epoch=EPOCH, applied=ShardSlot(0))
         self.tip = create.apply(None)
         self.core = self._new_core()
 
@@ -220,7 +221,7 @@ class JournaledTopic:
             return
         self.staged = slot_format.SlotBuilder()
         self.slot += 1
-        header = slot_format.SlotHeader(1, EPOCH, self.slot, slot_format.SlotKind.DATA, len(records))
+        header = slot_format.SlotHeader(1, EPOCH, ShardSlot(self.slot), slot_format.SlotKind.DATA, len(records))
         self.slots.append(slot_format.encode_slot(header, records))
         self._changed_slot = self.slot
         for record in records:
@@ -240,7 +241,7 @@ class JournaledTopic:
             subscription_id=number,
             name=f"subscription-{number}",
             since_ms=self.core.since_for_new_subscription(self.now_ms),
-            created_slot=self.slot,
+            created_slot=ShardSlot(self.slot),
             policy=policy,
         )
         self.core.begin_subscription(stored)
@@ -275,7 +276,7 @@ class JournaledTopic:
         self.commit()
 
     def quarantine(self, name: str, damage: str = "damaged") -> None:
-        operation = topic_manifest.Quarantine(bucket=name, damage=damage, slot=self.slot, epoch=EPOCH)
+        operation = topic_manifest.Quarantine(bucket=name, damage=damage, slot=ShardSlot(self.slot), epoch=EPOCH)
         assert operation.precondition(self.tip) is None
         self.tip = operation.apply(self.tip)
         self.core.quarantine(next(live for live in self.tip.live if live.object.name == name))
@@ -370,7 +371,7 @@ class JournaledTopic:
                 topic="topic",
                 key=bucket.name,
                 base=0,
-                slot=self.slot,
+                slot=ShardSlot(self.slot),
                 rows=taken[number].mutable,
                 index_id=number,
             )
@@ -459,7 +460,7 @@ class JournaledTopic:
                 redelivery=self.core.redelivery_cut(),
             )
             parts = (checkpoint_parts.part_of(cut),)
-        value = checkpoint_format.Checkpoint(shard=1, epoch=EPOCH, slot=self.slot, topics=parts)
+        value = checkpoint_format.Checkpoint(shard=1, epoch=EPOCH, slot=ShardSlot(self.slot), topics=parts)
         self.checkpoint = checkpoint_format.encode_checkpoint(value)
 
     def crash_and_recover(self) -> None:
@@ -467,7 +468,7 @@ class JournaledTopic:
         self.staged = slot_format.SlotBuilder()
         # The new owner's fence.
         self.slot += 1
-        fence = slot_format.SlotHeader(1, EPOCH, self.slot, slot_format.SlotKind.FENCE, 0)
+        fence = slot_format.SlotHeader(1, EPOCH, ShardSlot(self.slot), slot_format.SlotKind.FENCE, 0)
         self.slots.append(slot_format.encode_slot(fence, ()))
         self._changed_slot = self.slot
         self.tip = manifest.decode_topic_manifest(manifest.encode_topic_manifest(self.tip))

@@ -25,6 +25,7 @@ from daemon.topic import bucket_reads, sealing
 from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AddRecord, GoneReason, GoneRecord
 from tests.daemon.core._support.journaled_topic import TOPIC_ID, JournaledTopic
 
@@ -85,7 +86,12 @@ class ViewedTopic(JournaledTopic):
                 continue
             key = f"viewed/{next(self._bucket_numbers):03}"
             cut = sealing.SealCut(
-                topic="topic", key=key, base=0, slot=self.slot, rows=index.mutable.snapshot(), index_id=number
+                topic="topic",
+                key=key,
+                base=0,
+                slot=ShardSlot(self.slot),
+                rows=index.mutable.snapshot(),
+                index_id=number,
             )
             self.begun.append(Begun(index, index.begin_seal(key, now_ms=self.now_ms), cut))
 

@@ -32,6 +32,7 @@ from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from tests._support import owned_ledgers
 from tests._support.engine_fixture import Daemon, EngineFixture, Killed
+from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Call, Fault, FaultStore, Pause, Script
 from tests._support.ledger_owner_server import LedgerOwnerServer
 from tests._support.owned_ledgers import OwnedLedger
@@ -57,7 +58,7 @@ class WatchedJournal(MemoryStore):
 
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
         super().put_if_absent(key, body, metadata=metadata)
-        if "/journal/" in key:
+        if JOURNAL in key:
             slot = slot_format.read_slot(body)
             for record in slot.deletions:
                 self.truth.landed(record)

@@ -24,7 +24,6 @@ from tests._support.owned_ledgers import DRIVER, OwnedLedger, in_use
 from tests._support.virtual_loop import Gate
 
 STORE = "offloaded"
-JOURNAL = "/journal/"
 DAY_MS = 86_400_000
 BODY_BYTES = len(b"entries")
 # Everything is old, and nothing is so much that it is suspicious.

@@ -14,6 +14,7 @@ from daemon.shard import garbage
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from storage_backends.shard_listing import Listed, ShardListing
@@ -91,7 +92,7 @@ class TopicWithGarbage:
             progress=progress(),
             progress_object=None,
             slot_from=applied,
-            slot_to=applied + 1,
+            slot_to=ShardSlot(applied + 1),
             epoch=EPOCH,
             replaced_delete_after_ms=self.now_ms + GRACE_MS,
         )
@@ -107,7 +108,7 @@ class TopicWithGarbage:
 
     def delete(self) -> None:
         applied = self.tip.manifest.applied
-        self.commit(DeleteTopic(slot=applied + 1, epoch=EPOCH, delete_after_ms=self.now_ms + GRACE_MS))
+        self.commit(DeleteTopic(slot=ShardSlot(applied + 1), epoch=EPOCH, delete_after_ms=self.now_ms + GRACE_MS))
 
     # ---- collectors
 

@@ -19,6 +19,7 @@ from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint_format, index_ids, manifest, slot_format
 from storage_backends.formats.index_ids import batch_parts_of
 from storage_backends.formats.row_columns import U32, U64
+from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import DeadLetterReason, SlotHeader, SlotKind
 from tests.daemon.shard.test_recovery import LEDGER, LIMITS, Entries, Store, restored, rows_of, tip_of
 
@@ -182,7 +183,7 @@ class Stored:
         for record in records:
             builder.append(record)
         merged = builder.freeze()
-        header = SlotHeader(1, 1, len(self.slots) + 1, SlotKind.DATA, len(merged))
+        header = SlotHeader(1, 1, ShardSlot(len(self.slots) + 1), SlotKind.DATA, len(merged))
         self.slots.append(slot_format.encode_slot(header, merged))
         for record in merged:
             self.topic.apply(record, header.slot, elapsed_ms=0)
@@ -191,7 +192,9 @@ class Stored:
         """The manifest has all that was decided; the topic in memory serves its rows from where they were."""
         slot = len(self.slots)
         cuts = tuple(
-            sealing.SealCut(topic="t", key=f"b{slot}-{number}", base=1, slot=slot, rows=cut.mutable, index_id=number)
+            sealing.SealCut(
+                topic="t", key=f"b{slot}-{number}", base=1, slot=ShardSlot(slot), rows=cut.mutable, index_id=number
+            )
             for number, cut in self.topic.indexes.cut()
         )
         written = [sealing.write_bucket(self.store.store, cut, limits=LIMITS, compatible=False) for cut in cuts]
@@ -203,7 +206,7 @@ class Stored:
             reference = topic_manifest.reference_to("progress", 1, body)
         self.tip = dataclasses.replace(
             self.tip,
-            applied=slot,
+            applied=ShardSlot(slot),
             live=tuple(each.live for each in written if each is not None),
             progress=None if as_object else progress,
             progress_object=reference,
@@ -218,7 +221,7 @@ class Stored:
             sealing=(),
             redelivery=self.topic.redelivery_cut(),
         )
-        value = checkpoint_format.Checkpoint(1, 1, len(self.slots), (checkpoint_parts.part_of(cut),))
+        value = checkpoint_format.Checkpoint(1, 1, ShardSlot(len(self.slots)), (checkpoint_parts.part_of(cut),))
         return checkpoint_format.encode_checkpoint(value)
 
     def recovered(self, written: bytes | None = None, *, truncated_to: int = 0) -> Topic:

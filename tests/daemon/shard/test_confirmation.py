@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
@@ -11,7 +12,8 @@ import pytest
 
 from daemon.errors import Corruption, Unavailable
 from daemon.shard import ownership_lost
-from daemon.shard.epoch_confirmation import EpochConfirmation
+from daemon.shard.confirmation import ProbedConfirmation
+from daemon.shard.shard_tip import KnownTip, TipProbe
 from daemon.surroundings.failure_scope import ShardLost
 from storage_backends import commit, object_store
 from storage_backends.formats.manifest import ManifestHead, ShardManifest
@@ -35,8 +37,10 @@ class Probed:
         self.down = self.damaged = False
         self.reads = 0
         self.held: asyncio.Event | None = None
+        self.warm: list[Tip | None] = []
 
     def read_tip(self, warm: Tip | None = None) -> Tip | None:
+        self.warm.append(warm)
         if self.down:
             raise object_store.StoreUnavailable("manifest", "no route")
         if self.damaged:
@@ -54,11 +58,11 @@ class Fixture:
     def __init__(self) -> None:
         self.clock = VirtualClock()
         self.probed = Probed()
-        self.confirmation = EpochConfirmation(
-            self.probed,
-            tip=tip_of(epoch=5),
+        self.known = KnownTip(tip_of(epoch=5))
+        self.confirmation = ProbedConfirmation(
+            3,
+            TipProbe(self.probed, self.known, self.probed.run),
             confirmed_at_s=self.clock.now_s,
-            run=self.probed.run,
             clock=self.clock.now,
             sleep=self.clock.sleep,
             jitter=lambda: 0.5,
@@ -232,3 +236,23 @@ async def test_a_manifest_that_makes_no_sense_costs_the_shard_and_whoever_waits_
         await waiting
     with pytest.raises(Corruption, match="not UTF-8"):
         await owner.watching
+
+
+async def test_a_probe_goes_on_from_what_the_owner_has_committed(owner: Fixture) -> None:
+    committed = tip_of(epoch=5, number=7)
+    owner.known.saw(committed)
+    owner.probed.tip = tip_of(epoch=5, number=8)
+    await owner.clock.advance(5.0)
+    assert owner.probed.warm == [committed]
+    assert owner.known.newest is owner.probed.tip
+
+
+def test_an_owner_goes_on_from_the_newest_manifest_of_its_own_epoch_as_it_was_read_last() -> None:
+    known = KnownTip(tip_of(epoch=5, number=3))
+    newer = tip_of(epoch=5, number=4)
+    for tip in (newer, tip_of(epoch=5, number=2), tip_of(epoch=6, number=9)):
+        known.saw(tip)
+    assert known.newest is newer
+    read_later = dataclasses.replace(newer, read_at=60.0)
+    known.saw(read_later)
+    assert known.newest is read_later, "the older its reading, the sooner it is listed anew"
