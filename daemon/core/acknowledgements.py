@@ -54,9 +54,12 @@ class Acknowledging:
                 break
             keys = claims.keys_in(index)
             found = _taken(state, keys, claims)
-            if found.any():
-                taken, keys = (claims, keys) if found.all() else (claims.take(found), keys[found])
-                records += self._leave(state, index, taken, keys)
+            found_rows = np.count_nonzero(found)
+            if found_rows == len(claims):
+                records += self._leave(state, index, claims, keys)
+                return tuple(records), claims.take(slice(0, 0))
+            if found_rows:
+                records += self._leave(state, index, claims.take(found), keys[found])
                 claims = claims.take(~found)
         if len(claims) and state.key_shared is not None:
             # They have no row, and nothing to journal, but for messages of theirs.

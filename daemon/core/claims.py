@@ -42,7 +42,7 @@ class HeldPositions:
     def __len__(self) -> int:
         return len(self.ledger_id)
 
-    def take(self, chosen: Mask | Places) -> HeldPositions:
+    def take(self, chosen: Mask | Places | slice) -> HeldPositions:
         return HeldPositions(
             self.ledger_id[chosen],
             self.entry_id[chosen],
@@ -93,12 +93,13 @@ class HeldPositions:
         """The keys of the positions in an index; UNKNOWN_KEY where no bucket holds the page, and of what cannot be in
         such an index.
         """
-        if self.batch_index is None and index.of_batch_parts:
-            return np.full(len(self), UNKNOWN_KEY, np.uint64)
+        if self.batch_index is None:
+            if index.of_batch_parts:
+                return np.full(len(self), UNKNOWN_KEY, np.uint64)
+            return index.pages.find(self.ledger_id, self.entry_id)
         rows = self.rows_in(index)
         keys = index.pages.find(rows.ledger_id, rows.entry_id)
-        if self.batch_index is not None:
-            keys[self.are_parts() != index.of_batch_parts] = UNKNOWN_KEY
+        keys[self.are_parts() != index.of_batch_parts] = UNKNOWN_KEY
         return keys
 
 
