@@ -10,7 +10,7 @@ durability (`shard`) and the wire.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 from typing import Protocol
 
 import numpy as np
@@ -130,24 +130,24 @@ class OpenStream:
         """The dispatcher numbers under which rows are IN_FLIGHT at the stream."""
         return (self.dispatcher,)
 
-    async def acknowledge(self, claims: HeldPositions, *, awaited: bool = True) -> Ignored:
-        """Acknowledges positions with the times they were handed out with; returns when that is durable.
+    def acknowledge(self, claims: HeldPositions, *, awaited: bool = True) -> Awaitable[Ignored]:
+        """Acknowledges positions with the times they were handed out with; what it returns ends when that is durable.
 
         `awaited`: whether anybody waits for it; else it may ride along with the next slot. Answers with the positions
         to which nothing happened.
         """
         self._check_open()
-        return await self._topic.acknowledging.acknowledge(self.state, claims, awaited=awaited)
+        return self._topic.acknowledging.acknowledge(self.state, claims, awaited=awaited)
 
-    async def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> NackOutcome:
-        """Has positions come back later, or makes them dead letters; returns when that is durable."""
+    def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> Awaitable[NackOutcome]:
+        """Has positions come back later, or makes them dead letters; what it returns ends when that is durable."""
         self._check_open()
-        return await self._topic.redelivery.negative_acknowledge(self.state, nack, awaited=awaited)
+        return self._topic.redelivery.negative_acknowledge(self.state, nack, awaited=awaited)
 
-    async def extend(self, claims: HeldPositions) -> Ignored:
+    def extend(self, claims: HeldPositions) -> Awaitable[Ignored]:
         """The ack time-out of positions begins anew; those that are not IN_FLIGHT at this stream."""
         self._check_open()
-        return await self._topic.acknowledging.extend(self.state, claims, self.holders)
+        return self._topic.acknowledging.extend(self.state, claims, self.holders)
 
     def _check_open(self) -> None:
         if self._ended is not None:
