@@ -356,7 +356,8 @@ class Metrics:
     def handed_out(self, topic: str, *, rows: int, lateness_ms: npt.NDArray[np.int64]) -> None:
         """`rows` were handed out; those that were never negatively acknowledged so late."""
         self._handed_out(self._labels.label(topic)).inc(rows)
-        self._lateness.observe_ms(lateness_ms)
+        if len(lateness_ms):
+            self._lateness.observe_ms(lateness_ms)
 
     def planned(self, topic: str, *, sent: int, held: int) -> None:
         """A plan was made: so many positions go to consumers at once, the others wait."""

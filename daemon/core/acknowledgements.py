@@ -156,12 +156,21 @@ class Acknowledging:
             for number, other in self._subscriptions.items()
             if index is self._indexes.shared and other.stored.created_slot < slot
         }
-        with index.named_rows(record.rows) as (rows, keys):
-            passed_rows = entitlement.acknowledge(index, rows, keys, record.subscription_id, entitled)
-            state = self._subscriptions.get(record.subscription_id)
-            if state is not None:
-                state.backlog -= passed_rows
-                state.forget(keys)
+        if index.quarantined or index.acknowledging_lost:
+            with index.named_rows(record.rows) as (rows, keys):
+                self._leave_backlog(index, rows, keys, record.subscription_id, entitled)
+        else:
+            rows = index.pages.keyed(record.rows)
+            self._leave_backlog(index, rows, bitmap_of(rows.keys), record.subscription_id, entitled)
+
+    def _leave_backlog(
+        self, index: Index, rows: KeyedRows, keys: BitMap64, subscription_id: int, entitled: Mapping[int, int]
+    ) -> None:
+        passed_rows = entitlement.acknowledge(index, rows, keys, subscription_id, entitled)
+        state = self._subscriptions.get(subscription_id)
+        if state is not None:
+            state.backlog -= passed_rows
+            state.forget(keys)
 
 
 def _taken(state: SubscriptionState, keys: U64, claims: HeldPositions) -> Mask:

@@ -70,6 +70,9 @@ class Indexes(Mapping[int, Index]):
     def __getitem__(self, index_id: int) -> Index:
         return self._by_id[index_id]
 
+    def __contains__(self, index_id: object) -> bool:
+        return index_id in self._by_id
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._by_id)
 

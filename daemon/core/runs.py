@@ -146,7 +146,11 @@ def first_time_ms(times_ms: U64, from_ms: int = 0) -> int | None:
 
 def earliest(*times_ms: int | None) -> int | None:
     """The first of the times that there are; None when there is none."""
-    return min((each for each in times_ms if each is not None), default=None)
+    first_ms = None
+    for each_ms in times_ms:
+        if each_ms is not None and (first_ms is None or each_ms < first_ms):
+            first_ms = each_ms
+    return first_ms
 
 
 def in_due_order(parts: Iterable[KeyedRows]) -> KeyedRows:
@@ -172,5 +176,7 @@ class TieredRuns:
             self.runs.append(run)
 
     def next_due_ms(self) -> int | None:
-        self.runs = [run for run in self.runs if len(run)]
-        return min((run.next_due_ms() for run in self.runs), default=None)  # type: ignore[type-var]
+        first_ms = earliest(*[run.next_due_ms() for run in self.runs])
+        if not all(self.runs):
+            self.runs = [run for run in self.runs if len(run)]
+        return first_ms

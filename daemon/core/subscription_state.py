@@ -431,8 +431,10 @@ class SubscriptionState:
     def forget(self, keys: BitMap64) -> None:
         """Positions that nobody holds left the backlog by a decision."""
         self.acknowledging -= keys
-        self.nacking -= keys
-        self.nacks.drop(keys)
+        if self.nacking:
+            self.nacking -= keys
+        if len(self.nacks):
+            self.nacks.drop(keys)
         self.counts.drop(keys)
         self.timeouts.drop(keys)
         if self.key_shared is not None:

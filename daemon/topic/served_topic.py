@@ -334,6 +334,12 @@ class ServedTopic:
             self._settled_until_ms = earliest(self._settled_until_ms, next_due_ms) or 0
             self._due_loop.schedule(self, earliest(next_due_ms, self.core.next_redelivery_ms()))
 
+    def rows_left(self) -> None:
+        """Acknowledgements of a slot were applied: what waited for them may be handed out, and nothing comes sooner."""
+        if self._ended is None:
+            self._notify_sharing()
+            self._due_loop.schedule(self, self.core.next_redelivery_ms())
+
     def _count_order(self) -> None:
         """Counts rows that entered the index in the metrics, those of the journal when the topic
         was loaded included.
