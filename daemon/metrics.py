@@ -19,7 +19,9 @@ from prometheus_client.registry import CollectorRegistry
 from daemon import errors
 from daemon.array_histogram import ArrayHistogram
 from daemon.deletion_metrics import DeletionMetrics
+from daemon.hand_out_counts import HandOutCounts
 from daemon.topic_gauges import TopicGauges, TopicLabels, TopicNumbers
+from storage_backends.formats.row_columns import U32, U64
 
 # PIP-195, in seconds.
 BUCKET_OPERATION_BOUNDS_S = (0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)
@@ -46,12 +48,8 @@ class Metrics:
         self.deletions = DeletionMetrics(self.registry)
 
     def _declare_lateness(self) -> None:
-        self._lateness = ArrayHistogram(
-            "tarry_lateness_seconds",
-            "Hand-out time minus due time, repeats included, of rows that were not negatively acknowledged.",
-            LATENESS_BOUNDS_S,
-        )
-        self.registry.register(self._lateness)
+        self._hand_outs = HandOutCounts(self._labels.label, LATENESS_BOUNDS_S)
+        self.registry.register(self._hand_outs)
         self._redelivery_lateness = ArrayHistogram(
             "tarry_redelivery_lateness_seconds",
             "Time at which a negatively acknowledged row is READY again, minus its redelivery time.",
@@ -110,9 +108,6 @@ class Metrics:
             counter(
                 "tarry_add_sorted_rows", "Added rows that did not come in due order: the index sorts them.", "topic"
             )
-        )
-        self._handed_out = _Children(
-            counter("tarry_handed_out_rows", "Rows handed out to dispatchers, repeats included.", "topic")
         )
 
         self._trimmed = counter(
@@ -353,11 +348,9 @@ class Metrics:
         """Rows that were negatively acknowledged are READY again, each so late."""
         self._redelivery_lateness.observe_ms(lateness_ms)
 
-    def handed_out(self, topic: str, *, rows: int, lateness_ms: npt.NDArray[np.int64]) -> None:
-        """`rows` were handed out; those that were never negatively acknowledged so late."""
-        self._handed_out(self._labels.label(topic)).inc(rows)
-        if len(lateness_ms):
-            self._lateness.observe_ms(lateness_ms)
+    def handed_out(self, topic: str, deliver_at_ms: U64, redelivery_count: U32 | None, *, now_ms: int) -> None:
+        """Rows of those times were handed out. The columns are kept for a while; they must not change."""
+        self._hand_outs.add(topic, deliver_at_ms, redelivery_count, now_ms=now_ms)
 
     def planned(self, topic: str, *, sent: int, held: int) -> None:
         """A plan was made: so many positions go to consumers at once, the others wait."""

@@ -238,7 +238,7 @@ class Indexes(Mapping[int, Index]):
                 return []
             passed = []
             for (bucket, late, _), parts in due.items():
-                rows = bucket.pass_rows(self._staying(KeyedRows.concat(parts)))
+                rows = bucket.pass_rows(self._staying(parts[0] if len(parts) == 1 else KeyedRows.concat(parts)))
                 if len(rows):
                     self.passed_until_ms = max(self.passed_until_ms, int(rows.rows.deliver_at_ms[-1]))
                     passed.append(Passed(bucket, rows, late))
@@ -280,13 +280,15 @@ class Indexes(Mapping[int, Index]):
         return due
 
     def _runs_at(self, now_ms: int) -> tuple[list[_Source], list[SortedRun]]:
-        """The runs to take from, and of each its source."""
+        """The runs that rows are due of, or may be, and of each its source."""
         sources: list[_Source] = []
         runs: list[SortedRun] = []
         for memory in self.filled:
             for run in memory.runs_at(now_ms):
-                sources.append((memory, False, run))
-                runs.append(run)
+                next_due_ms = run.next_due_ms()
+                if next_due_ms is not None and next_due_ms <= now_ms:
+                    sources.append((memory, False, run))
+                    runs.append(run)
         for bucket in self.readable:
             if len(bucket.late):
                 sources.append((bucket, True, None))

@@ -439,10 +439,8 @@ class Topic:
 
     def next_redelivery_ms(self) -> int | None:
         """No nacked position comes back before; None when none does, or there is no room for any."""
-        states = self.subscriptions.values()
-        return earliest(
-            *[state.nacks.next_due_ms() for state in states if len(state.nacks) and self.takes_redeliveries(state)]
-        )
+        nacked = [state for state in self.subscriptions.values() if len(state.nacks)]
+        return earliest(*[state.nacks.next_due_ms() for state in nacked if self.takes_redeliveries(state)])
 
     def take_not_owed(self) -> list[GoneRecord]:
         """The decisions that make gone what was passed since the last call and no subscription is owed.

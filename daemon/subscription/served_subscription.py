@@ -195,15 +195,12 @@ class ServedSubscription:
     def count_handed_out(self, rows: KeyedRows) -> None:
         """Counts rows that were handed out in the metrics."""
         core, metrics = self.topic.core, self._environment.metrics
-        lateness_ms = self._environment.clock.now_ms() - rows.rows.deliver_at_ms.view(np.int64)
+        now_ms = self._environment.clock.now_ms()
         for index in core.indexes.serving(self.state.subscription_id):
             if index.levels:
                 for level, first in index.levels.handed_out(rows.keys):
-                    metrics.level_handed_out(core.name, level, lateness_ms[first])
-        # What was nacked or planned without having been pending has no time at which it was due.
-        if rows.redelivery_count is not None or np.count_nonzero(rows.rows.deliver_at_ms) < len(rows):
-            lateness_ms = lateness_ms[(rows.rows.deliver_at_ms > 0) & (rows.counts() == 0)]
-        metrics.handed_out(core.name, rows=len(rows), lateness_ms=lateness_ms)
+                    metrics.level_handed_out(core.name, level, now_ms - rows.rows.deliver_at_ms[first].astype(np.int64))
+        metrics.handed_out(core.name, rows.rows.deliver_at_ms, rows.redelivery_count, now_ms=now_ms)
 
     def notify(self) -> None:
         """There may be something to hand out."""

@@ -361,8 +361,9 @@ class ServedTopic:
         if self._ended is not None:
             return None
         self.pass_due(now_ms)
-        ahead_ms = self._environment.config.delivery.lookahead_ms
-        self._loader.start(self.core.indexes.wanted_segments(now_ms, ahead_ms))
+        if self.core.indexes.readable:
+            ahead_ms = self._environment.config.delivery.lookahead_ms
+            self._loader.start(self.core.indexes.wanted_segments(now_ms, ahead_ms))
         return self._next_wake_ms()
 
     def pass_due(self, now_ms: int) -> int:
@@ -390,6 +391,8 @@ class ServedTopic:
     def _next_wake_ms(self) -> int | None:
         """Rows whose segment is not in memory wake nobody: the end of its loading does."""
         indexes = self.core.indexes
+        if not indexes.readable:
+            return earliest(indexes.next_due_of_memory_buckets_ms(), self.core.next_redelivery_ms())
         next_load_ms = indexes.next_load_ms(self._environment.config.delivery.lookahead_ms, self._loader.reads)
         return earliest(indexes.next_due_in_memory_ms(), next_load_ms, self.core.next_redelivery_ms())
 
