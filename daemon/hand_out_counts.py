@@ -48,18 +48,18 @@ class HandOutCounts(Collector):
 
     def _count(self) -> None:
         with self._lock:
-            lateness = []
+            columns, rows, times_ms = [], [], []
             while self._uncounted:
                 label, due_ms, counts, now_ms = self._uncounted.popleft()
                 self._rows[label] += len(due_ms)
+                columns.append(due_ms if counts is None else due_ms[counts == 0])
+                rows.append(len(columns[-1]))
+                times_ms.append(now_ms)
+            if columns:
+                due_ms = np.concatenate(columns)
+                lateness_ms = np.repeat(np.array(times_ms, np.int64), rows) - due_ms.astype(np.int64)
                 # What was nacked or planned without having been pending has no time at which it was due.
-                if counts is not None:
-                    due_ms = due_ms[counts == 0]
-                if np.count_nonzero(due_ms) < len(due_ms):
-                    due_ms = due_ms[due_ms > 0]
-                lateness.append(now_ms - due_ms.astype(np.int64))
-            if lateness:
-                self._lateness.observe_ms(np.concatenate(lateness))
+                self._lateness.observe_ms(lateness_ms[due_ms > 0])
 
     def collect(self) -> Iterator[metrics_core.Metric]:
         self._count()

@@ -162,6 +162,11 @@ class Indexes(Mapping[int, Index]):
         """What was lost with damaged buckets and has not been added again, by ledgers."""
         return quarantine.rebuild_needed(self.quarantined.values())
 
+    @property
+    def has_droppable(self) -> bool:
+        """Whether there is a bucket every row of which is gone."""
+        return bool(self._counts.empty)
+
     def droppable(self) -> list[SealedBucket]:
         """Buckets every row of which is gone."""
         return list(self._counts.empty.values())

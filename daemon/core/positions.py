@@ -161,7 +161,10 @@ class KeyedRows:
 
     @staticmethod
     def empty() -> KeyedRows:
-        return KeyedRows(Rows.empty(), np.empty(0, np.uint64))
+        return _NO_ROWS
+
+
+_NO_ROWS = KeyedRows(Rows.empty(), np.empty(0, np.uint64))
 
 
 class PagePlaces:

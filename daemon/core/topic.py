@@ -399,9 +399,11 @@ class Topic:
         """Passes about `limit` due rows into the backlogs, and as many of each subscription that are to be redelivered;
         how many. 0 when none is due, or none that is in memory.
         """
-        states = tuple(self.subscriptions.values())
-        rows = sum(self._redeliver(state, now_ms, limit) for state in states if len(state.nacks))
-        by_key = any(state.key_shared is not None for state in states)
+        states, rows, by_key = tuple(self.subscriptions.values()), 0, False
+        for state in states:
+            if len(state.nacks):
+                rows += self._redeliver(state, now_ms, limit)
+            by_key = by_key or state.key_shared is not None
         look = (lambda: self.key_sharing.hold_up(states, now_ms)) if by_key else None
         passed = self.indexes.pass_due(now_ms, limit, look)
         if passed:
@@ -410,7 +412,7 @@ class Topic:
             )
             if any(each.late for each in passed):
                 self._seek_again(states)
-        return rows + sum(len(each.rows) for each in passed)
+        return rows + sum([len(each.rows) for each in passed])
 
     def takes_redeliveries(self, state: SubscriptionState) -> bool:
         """Whether NACKED positions of a subscription may come back now: there is room, and by key no earlier row is due

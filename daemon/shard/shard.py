@@ -350,10 +350,11 @@ class ServedShard:
             if self._by_id.get(topic.topic_id) is not topic:
                 continue
             try:
-                topic.life.after_slot(slot)
                 if has_more_rows:
+                    topic.life.after_slot(slot)
                     topic.served.rows_added()
                 else:
+                    topic.life.rows_left(slot)
                     topic.served.rows_left()
             except Exception as error:  # noqa: BLE001 - it is told with the topic
                 topic.served.failed(error)
@@ -454,6 +455,9 @@ class ServedShard:
 
         Raises Corruption when it is damaged, Unavailable when it cannot be loaded at once.
         """
+        topic = self.topics.get(name)
+        if topic is not None:
+            return topic.served
         topic_id = names.topic_id(name)
         while (topic := self.topics.get(name)) is None:
             await self.loading.settled(topic_id, name)

@@ -78,8 +78,7 @@ class Rows:
 
     @staticmethod
     def empty() -> Rows:
-        nothing = np.empty(0, np.uint64)
-        return Rows(nothing, nothing, nothing)
+        return _NO_ROWS
 
     @staticmethod
     def concat(parts: Sequence[Rows]) -> Rows:
@@ -137,6 +136,10 @@ class Rows:
     def sorted_by_due(self) -> Rows:
         """The rows in the order (deliver_at, ledger, entry)."""
         return self.take(self.due_order())
+
+
+_NOTHING = np.empty(0, np.uint64)
+_NO_ROWS = Rows(_NOTHING, _NOTHING, _NOTHING)
 
 
 def _packed_order(keys: Sequence[U64]) -> npt.NDArray[np.int64] | None:
