@@ -263,6 +263,10 @@ class Metrics:
             "How late the event loop's heartbeat of every 10 ms came: for so long nothing was received or handed out.",
             LOOP_PAUSE_BOUNDS_S,
         )
+        self._tick = gauge(
+            "tarry_tick_seconds",
+            "Time by which hand-outs are batched now where no tick_ms is set: longer while the daemon is busy.",
+        )
         self._clock_steps = counter(
             "tarry_clock_step", "Times that the wall clock was set, by direction: forward or back.", "direction"
         )
@@ -459,6 +463,10 @@ class Metrics:
     def event_loop_paused(self, seconds: float) -> None:
         """The heartbeat of the event loop was as late."""
         self._loop_pause.observe(seconds)
+
+    def set_tick(self, tick_ms: int) -> None:
+        """Hand-outs are batched by this time where none is set."""
+        self._tick.set(tick_ms / 1000)
 
     def clock_stepped(self, direction: Literal["forward", "back"]) -> None:
         self._clock_steps.labels(direction).inc()

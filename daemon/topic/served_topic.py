@@ -307,8 +307,8 @@ class ServedTopic:
     # ---- due rows
 
     @property
-    def tick_ms(self) -> int:
-        """Wake-ups are batched by as much."""
+    def tick_ms(self) -> int | None:
+        """Wake-ups are batched by as much; None: as the daemon is busy."""
         return self.settings.tick_ms
 
     @property
