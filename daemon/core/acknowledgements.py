@@ -14,7 +14,7 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core import batch_parts, entitlement
-from daemon.core.claims import HeldPositions, are_owed, claimed_in
+from daemon.core.claims import NO_CLAIMS, HeldPositions, are_owed, claimed_in
 from daemon.core.ignored import are_kept_back
 from daemon.core.in_flight import Mask
 from daemon.core.index import Index
@@ -57,7 +57,7 @@ class Acknowledging:
             found_rows = np.count_nonzero(found)
             if found_rows == len(claims):
                 records += self._leave(state, index, claims, keys)
-                return tuple(records), claims.take(slice(0, 0))
+                return tuple(records), NO_CLAIMS
             if found_rows:
                 records += self._leave(state, index, claims.take(found), keys[found])
                 claims = claims.take(~found)

@@ -42,7 +42,7 @@ class HeldPositions:
     def __len__(self) -> int:
         return len(self.ledger_id)
 
-    def take(self, chosen: Mask | Places | slice) -> HeldPositions:
+    def take(self, chosen: Mask | Places) -> HeldPositions:
         return HeldPositions(
             self.ledger_id[chosen],
             self.entry_id[chosen],
@@ -101,6 +101,10 @@ class HeldPositions:
         keys = index.pages.find(rows.ledger_id, rows.entry_id)
         keys[self.are_parts() != index.of_batch_parts] = UNKNOWN_KEY
         return keys
+
+
+_NOTHING = np.empty(0, np.uint64)
+NO_CLAIMS = HeldPositions(_NOTHING, _NOTHING, _NOTHING)
 
 
 def that_may_be_due(indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions) -> HeldPositions:

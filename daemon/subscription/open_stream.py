@@ -118,12 +118,14 @@ class OpenStream:
         self.dispatcher = subscription.next_dispatcher()
         self._subscription = subscription
         self._topic = subscription.topic
-        self._changed = asyncio.Event()
+        # Whoever takes out what is handed out, while it waits.
+        self._waiting: asyncio.Future[None] | None = None
         self._ended: Exception | None = None
 
     def notify(self) -> None:
         """There may be something to hand out."""
-        self._changed.set()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     @property
     def holders(self) -> Collection[int]:
@@ -154,9 +156,12 @@ class OpenStream:
             raise self._ended
 
     async def _change(self) -> None:
-        """Returns when there may be something to hand out since the call."""
-        self._changed.clear()
-        await self._changed.wait()
+        """Returns when there may be something to hand out since the call. One may wait at a time."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
 
     def end(self, error: Exception) -> None:
         """The topic is served here no longer."""
