@@ -8,9 +8,9 @@ longer tick, at the price of a lateness that is stated:
 
 | the loop | the tick, ms |
 |---|---|
-| is idle for much of the time | 5 |
+| has little to do | 5 |
 | is busy | 10, then 15 |
-| is behind: it comes to wake-ups later, on average, than the tick is long | 10 to 50, and never more |
+| is behind: it has much to do, and comes to wake-ups later, on average, than the tick is long | 10 to 50, never more |
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Tick:
         self._begin()
 
     def _next_step(self, *, busy: float, late_ms: float) -> int:
-        if late_ms > self.ms:
+        # A loop that has little to do is late because of others: a longer tick would not help it.
+        if late_ms > self.ms and busy > NOT_BUSY:
             return min(self._step + 1, len(STEPS_MS) - 1)
         if self._step > BUSY_STEP:
             return self._step - 1

@@ -99,14 +99,27 @@ async def test_a_busy_loop_stretches_the_tick_to_fifteen_ms_and_shrinks_it_again
 
 
 async def test_a_loop_that_is_behind_stretches_the_tick_to_fifty_ms_and_no_further() -> None:
-    tick = Tick(lambda: 0.0, lambda _: None)
+    load = Load()
+    tick = Tick(load.busy_s, lambda _: None)
     seen = []
-    for late_ms in [60] * 10 + [0] * 10:
+    for part, late_ms in [(0.4, 60)] * 6 + [(0.1, 0)] * 6:
+        load.becomes(part)
         await asyncio.sleep(WINDOW_S)
         tick.woke(late_ms)
         tick.look()
         seen.append(tick.ms)
-    assert seen == [10, 15, 25, 50, 50, 50, 50, 50, 50, 50, 25, 15, 10, 5, 5, 5, 5, 5, 5, 5]
+    assert seen == [10, 15, 25, 50, 50, 50, 25, 15, 10, 5, 5, 5]
+
+
+async def test_a_loop_that_others_make_late_keeps_its_tick() -> None:
+    load = Load()
+    tick = Tick(load.busy_s, lambda _: None)
+    load.becomes(0.1)
+    for _ in range(5):
+        await asyncio.sleep(WINDOW_S)
+        tick.woke(60)
+        tick.look()
+    assert tick.ms == STEPS_MS[0]
 
 
 async def no_row_waits_longer_than_the_longest_tick() -> None:
