@@ -63,6 +63,8 @@ from storage_backends.formats.slot_format import (
     WaiveRecord,
 )
 
+_NO_TIMES = np.empty(0, np.uint64)
+
 
 class Topic:
     """The state of one topic, changed only by its methods.
@@ -436,8 +438,10 @@ class Topic:
 
     def take_redelivered(self) -> U64:
         """The redelivery times of what came back since the last call."""
+        if not self._redelivered_at_ms:
+            return _NO_TIMES
         taken, self._redelivered_at_ms = self._redelivered_at_ms, []
-        return np.concatenate(taken) if taken else np.empty(0, np.uint64)
+        return np.concatenate(taken)
 
     def next_redelivery_ms(self) -> int | None:
         """No nacked position comes back before; None when none does, or there is no room for any."""

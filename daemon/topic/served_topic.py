@@ -374,7 +374,7 @@ class ServedTopic:
         if not passed:
             self._notify_sharing()
         else:
-            for served in self._listened_to:
+            for served in tuple(self._served.values()):
                 served.notify()
                 served.read_on()
             for record in self.core.take_not_owed():
