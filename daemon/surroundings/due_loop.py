@@ -111,7 +111,7 @@ class DueLoop:
 
     def _drop_stale(self) -> None:
         """Entries of sleepers that were scheduled for a sooner time since would stay until they are due."""
-        passes = {at_ms: [weakref.ref(each) for each in self._woken_at(at_ms)] for at_ms in self._times}
+        passes = {at_ms: [weakref.ref(each) for each in dict.fromkeys(self._woken_at(at_ms))] for at_ms in self._times}
         self._passes = {at_ms: sleepers for at_ms, sleepers in passes.items() if sleepers}
         self._times = list(self._passes)
         heapq.heapify(self._times)
