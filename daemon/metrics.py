@@ -19,7 +19,9 @@ from prometheus_client.registry import CollectorRegistry
 from daemon import errors
 from daemon.array_histogram import ArrayHistogram
 from daemon.deletion_metrics import DeletionMetrics
+from daemon.hand_out_counts import HandOutCounts
 from daemon.topic_gauges import TopicGauges, TopicLabels, TopicNumbers
+from storage_backends.formats.row_columns import U32, U64
 
 # PIP-195, in seconds.
 BUCKET_OPERATION_BOUNDS_S = (0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)
@@ -46,12 +48,8 @@ class Metrics:
         self.deletions = DeletionMetrics(self.registry)
 
     def _declare_lateness(self) -> None:
-        self._lateness = ArrayHistogram(
-            "tarry_lateness_seconds",
-            "Hand-out time minus due time, repeats included, of rows that were not negatively acknowledged.",
-            LATENESS_BOUNDS_S,
-        )
-        self.registry.register(self._lateness)
+        self._hand_outs = HandOutCounts(self._labels.label, LATENESS_BOUNDS_S)
+        self.registry.register(self._hand_outs)
         self._redelivery_lateness = ArrayHistogram(
             "tarry_redelivery_lateness_seconds",
             "Time at which a negatively acknowledged row is READY again, minus its redelivery time.",
@@ -110,9 +108,6 @@ class Metrics:
             counter(
                 "tarry_add_sorted_rows", "Added rows that did not come in due order: the index sorts them.", "topic"
             )
-        )
-        self._handed_out = _Children(
-            counter("tarry_handed_out_rows", "Rows handed out to dispatchers, repeats included.", "topic")
         )
 
         self._trimmed = counter(
@@ -268,6 +263,10 @@ class Metrics:
             "How late the event loop's heartbeat of every 10 ms came: for so long nothing was received or handed out.",
             LOOP_PAUSE_BOUNDS_S,
         )
+        self._tick = gauge(
+            "tarry_tick_seconds",
+            "Time by which hand-outs are batched now where no tick_ms is set: longer while the daemon is busy.",
+        )
         self._clock_steps = counter(
             "tarry_clock_step", "Times that the wall clock was set, by direction: forward or back.", "direction"
         )
@@ -353,10 +352,9 @@ class Metrics:
         """Rows that were negatively acknowledged are READY again, each so late."""
         self._redelivery_lateness.observe_ms(lateness_ms)
 
-    def handed_out(self, topic: str, *, rows: int, lateness_ms: npt.NDArray[np.int64]) -> None:
-        """`rows` were handed out; those that were never negatively acknowledged so late."""
-        self._handed_out(self._labels.label(topic)).inc(rows)
-        self._lateness.observe_ms(lateness_ms)
+    def handed_out(self, topic: str, deliver_at_ms: U64, redelivery_count: U32 | None, *, now_ms: int) -> None:
+        """Rows of those times were handed out. The columns are kept for a while; they must not change."""
+        self._hand_outs.add(topic, deliver_at_ms, redelivery_count, now_ms=now_ms)
 
     def planned(self, topic: str, *, sent: int, held: int) -> None:
         """A plan was made: so many positions go to consumers at once, the others wait."""
@@ -465,6 +463,10 @@ class Metrics:
     def event_loop_paused(self, seconds: float) -> None:
         """The heartbeat of the event loop was as late."""
         self._loop_pause.observe(seconds)
+
+    def set_tick(self, tick_ms: int) -> None:
+        """Hand-outs are batched by this time where none is set."""
+        self._tick.set(tick_ms / 1000)
 
     def clock_stepped(self, direction: Literal["forward", "back"]) -> None:
         self._clock_steps.labels(direction).inc()

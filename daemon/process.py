@@ -216,6 +216,7 @@ def _environment(
         new_id=_new_id,
         give_back_memory=process_memory.give_back,
         tail_slots_max=TAIL_REQUESTS_MAX if store.reads_are_requests else TAIL_SLOTS_MAX,
+        busy_s=time.thread_time,
     )
 
 

@@ -288,14 +288,18 @@ class Journal(Section, frozen=True):
 class Delivery(Section, frozen=True):
     """Loading ahead and handing out."""
 
-    tick_ms: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=500,
-            description="Hand-outs are batched by this time: a row may come later by as much, never earlier.",
-        ),
-    ] = 5
+    tick_ms: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=500,
+                description="Hand-outs are batched by this time: a row may come later by as much, never earlier. "
+                "Default: 5, and while the daemon is busy 10 or 15; while it comes to rows later than that, 25 or 50.",
+            ),
+        ]
+        | None
+    ) = None
     lookahead_ms: Annotated[
         int, Meta(ge=0, le=3_600_000, description="A segment is loaded so long before its first row is due.")
     ] = 30_000

@@ -14,7 +14,7 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core import batch_parts, entitlement
-from daemon.core.claims import HeldPositions, are_owed, claimed_in
+from daemon.core.claims import NO_CLAIMS, HeldPositions, are_owed, claimed_in
 from daemon.core.ignored import are_kept_back
 from daemon.core.in_flight import Mask
 from daemon.core.index import Index
@@ -54,9 +54,12 @@ class Acknowledging:
                 break
             keys = claims.keys_in(index)
             found = _taken(state, keys, claims)
-            if found.any():
-                taken, keys = (claims, keys) if found.all() else (claims.take(found), keys[found])
-                records += self._leave(state, index, taken, keys)
+            found_rows = np.count_nonzero(found)
+            if found_rows == len(claims):
+                records += self._leave(state, index, claims, keys)
+                return tuple(records), NO_CLAIMS
+            if found_rows:
+                records += self._leave(state, index, claims.take(found), keys[found])
                 claims = claims.take(~found)
         if len(claims) and state.key_shared is not None:
             # They have no row, and nothing to journal, but for messages of theirs.
@@ -153,12 +156,21 @@ class Acknowledging:
             for number, other in self._subscriptions.items()
             if index is self._indexes.shared and other.stored.created_slot < slot
         }
-        with index.named_rows(record.rows) as (rows, keys):
-            passed_rows = entitlement.acknowledge(index, rows, keys, record.subscription_id, entitled)
-            state = self._subscriptions.get(record.subscription_id)
-            if state is not None:
-                state.backlog -= passed_rows
-                state.forget(keys)
+        if index.quarantined or index.acknowledging_lost:
+            with index.named_rows(record.rows) as (rows, keys):
+                self._leave_backlog(index, rows, keys, record.subscription_id, entitled)
+        else:
+            rows = index.pages.keyed(record.rows)
+            self._leave_backlog(index, rows, bitmap_of(rows.keys), record.subscription_id, entitled)
+
+    def _leave_backlog(
+        self, index: Index, rows: KeyedRows, keys: BitMap64, subscription_id: int, entitled: Mapping[int, int]
+    ) -> None:
+        passed_rows = entitlement.acknowledge(index, rows, keys, subscription_id, entitled)
+        state = self._subscriptions.get(subscription_id)
+        if state is not None:
+            state.backlog -= passed_rows
+            state.forget(keys)
 
 
 def _taken(state: SubscriptionState, keys: U64, claims: HeldPositions) -> Mask:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.level_rows import LevelRows
-from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.positions import FEW, KeyedRows, bitmap_of, contained
 
 
 class GoneSet:
@@ -70,6 +71,8 @@ class Bucket:
 
         What is gone or due already is left out.
         """
+        if len(due) <= FEW and not self.levels:
+            return self._pass_few(due)
         waiting = bitmap_of(due.keys) & self.present
         waiting -= self.passed
         count = len(waiting)
@@ -80,6 +83,16 @@ class Bucket:
         if self.levels:
             self.levels.passed(waiting)
         return due
+
+    def _pass_few(self, due: KeyedRows) -> KeyedRows:
+        came = []
+        for key in due.keys.tolist():
+            waits = key in self.present and key not in self.passed
+            came.append(waits)
+            if waits:
+                self.passed.add(key)
+                self.passed_rows += 1
+        return due if all(came) else due.take(np.array(came))
 
     def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:
         """Makes positions gone: (those that were there, how many of them were due)."""

@@ -93,13 +93,18 @@ class HeldPositions:
         """The keys of the positions in an index; UNKNOWN_KEY where no bucket holds the page, and of what cannot be in
         such an index.
         """
-        if self.batch_index is None and index.of_batch_parts:
-            return np.full(len(self), UNKNOWN_KEY, np.uint64)
+        if self.batch_index is None:
+            if index.of_batch_parts:
+                return np.full(len(self), UNKNOWN_KEY, np.uint64)
+            return index.pages.find(self.ledger_id, self.entry_id)
         rows = self.rows_in(index)
         keys = index.pages.find(rows.ledger_id, rows.entry_id)
-        if self.batch_index is not None:
-            keys[self.are_parts() != index.of_batch_parts] = UNKNOWN_KEY
+        keys[self.are_parts() != index.of_batch_parts] = UNKNOWN_KEY
         return keys
+
+
+_NOTHING = np.empty(0, np.uint64)
+NO_CLAIMS = HeldPositions(_NOTHING, _NOTHING, _NOTHING)
 
 
 def that_may_be_due(indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions) -> HeldPositions:

@@ -60,9 +60,9 @@ def acknowledge(index: Index, rows: KeyedRows, keys: BitMap64, by: int, entitled
     held = BitMap64()
     passed_rows = 0
     for bucket in index.that_may_have(keys):
-        if not bucket.present_rows or not bucket.present.intersect(keys):
+        hit = bucket.present & keys if bucket.present_rows else None
+        if not hit:
             continue
-        hit = bucket.present & keys
         if index.quarantined:
             held |= hit
         if len(entitled) > 1 and by in entitled:

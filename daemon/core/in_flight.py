@@ -53,12 +53,16 @@ class Watcher(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Batch:
-    """`alive`: which of its rows are there; None: all."""
+    """`dispatcher`: of all of its rows, or of each. `alive`: which of its rows are there; None: all."""
 
     rows: KeyedRows
-    dispatchers: U32
+    dispatcher: int | U32
     since_ms: int
     alive: Mask | None = None
+
+    @functools.cached_property
+    def dispatchers(self) -> U32:
+        return np.broadcast_to(np.asarray(self.dispatcher, np.uint32), len(self.rows))
 
     @functools.cached_property
     def keys(self) -> BitMap64:
@@ -128,13 +132,16 @@ class InFlight:
         """
         if not len(rows):
             return
-        dispatchers = np.broadcast_to(np.asarray(dispatcher, np.uint32), len(rows))
-        for number, held_rows in _counted(dispatchers):
-            self._held[number] += held_rows
+        batch = _Batch(rows, dispatcher, elapsed_ms)
+        if isinstance(dispatcher, int):
+            self._held[dispatcher] += len(rows)
+        else:
+            for number, held_rows in _counted(dispatcher):
+                self._held[number] += held_rows
         self._living += len(rows)
-        self._batches[int(rows.keys[0])] = _Batch(rows, dispatchers, elapsed_ms)
+        self._batches[int(rows.keys[0])] = batch
         if self.watcher is not None:
-            self.watcher.came(rows, dispatchers)
+            self.watcher.came(rows, batch.dispatchers)
         if len(self._batches) > BATCHES_MAX:
             oldest = list(itertools.islice(self._batches, BATCHES_SORTED_IN))
             self._sort_in([self._batches.pop(first_key) for first_key in oldest])
@@ -204,10 +211,7 @@ class InFlight:
             if batch is None or batch.alive is not None:
                 break
             mine, end = batch.rows, taken + len(batch.rows)
-            if not (
-                np.array_equal(mine.keys, keys[taken:end])
-                and np.array_equal(mine.rows.deliver_at_ms, deliver_at_ms[taken:end])
-            ):
+            if not (_same(mine.keys, keys[taken:end]) and _same(mine.rows.deliver_at_ms, deliver_at_ms[taken:end])):
                 break
             self._leave_whole(first_key)
             if parts is not None:
@@ -389,7 +393,11 @@ class InFlight:
 
     def _leave_whole(self, first_key: int) -> None:
         batch = self._batches.pop(first_key).living
-        self._left(batch.rows, batch.dispatchers, are_claimed=True)
+        if isinstance(batch.dispatcher, int) and self.watcher is None:
+            self._living -= len(batch.rows)
+            self._leave_one(batch.dispatcher, len(batch.rows))
+        else:
+            self._left(batch.rows, batch.dispatchers, are_claimed=True)
 
     def _left(self, rows: KeyedRows | None, dispatchers: U32, *, are_claimed: bool) -> None:
         """`rows`: for the watcher; None when there is none."""
@@ -401,9 +409,17 @@ class InFlight:
 
     def _count_left(self, dispatchers: U32) -> None:
         for number, held_rows in _counted(dispatchers):
-            self._held[number] -= held_rows
-            if not self._held[number]:
-                del self._held[number]
+            self._leave_one(number, held_rows)
+
+    def _leave_one(self, dispatcher: int, rows: int) -> None:
+        self._held[dispatcher] -= rows
+        if not self._held[dispatcher]:
+            del self._held[dispatcher]
+
+
+def _same(one: U64, other: U64) -> bool:
+    """Whether the columns are alike; of few rows faster than numpy compares them."""
+    return len(one) == len(other) and one.tobytes() == other.tobytes()
 
 
 def _counted(dispatchers: U32) -> list[tuple[int, int]]:

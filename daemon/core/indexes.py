@@ -70,6 +70,9 @@ class Indexes(Mapping[int, Index]):
     def __getitem__(self, index_id: int) -> Index:
         return self._by_id[index_id]
 
+    def __contains__(self, index_id: object) -> bool:
+        return index_id in self._by_id
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._by_id)
 
@@ -159,6 +162,11 @@ class Indexes(Mapping[int, Index]):
         """What was lost with damaged buckets and has not been added again, by ledgers."""
         return quarantine.rebuild_needed(self.quarantined.values())
 
+    @property
+    def has_droppable(self) -> bool:
+        """Whether there is a bucket every row of which is gone."""
+        return bool(self._counts.empty)
+
     def droppable(self) -> list[SealedBucket]:
         """Buckets every row of which is gone."""
         return list(self._counts.empty.values())
@@ -235,7 +243,7 @@ class Indexes(Mapping[int, Index]):
                 return []
             passed = []
             for (bucket, late, _), parts in due.items():
-                rows = bucket.pass_rows(self._staying(KeyedRows.concat(parts)))
+                rows = bucket.pass_rows(self._staying(parts[0] if len(parts) == 1 else KeyedRows.concat(parts)))
                 if len(rows):
                     self.passed_until_ms = max(self.passed_until_ms, int(rows.rows.deliver_at_ms[-1]))
                     passed.append(Passed(bucket, rows, late))
@@ -277,13 +285,15 @@ class Indexes(Mapping[int, Index]):
         return due
 
     def _runs_at(self, now_ms: int) -> tuple[list[_Source], list[SortedRun]]:
-        """The runs to take from, and of each its source."""
+        """The runs that rows are due of, or may be, and of each its source."""
         sources: list[_Source] = []
         runs: list[SortedRun] = []
         for memory in self.filled:
             for run in memory.runs_at(now_ms):
-                sources.append((memory, False, run))
-                runs.append(run)
+                next_due_ms = run.next_due_ms()
+                if next_due_ms is not None and next_due_ms <= now_ms:
+                    sources.append((memory, False, run))
+                    runs.append(run)
         for bucket in self.readable:
             if len(bucket.late):
                 sources.append((bucket, True, None))

@@ -240,7 +240,8 @@ class MutableBucket(Bucket):
     def _log_passed(self, passed: KeyedRows) -> None:
         self.passed_log.append(passed)
         last_ms = int(passed.rows.deliver_at_ms[-1])
-        self.passed_until_ms = max(self.passed_until_ms or 0, last_ms)
+        if self.passed_until_ms is None or last_ms > self.passed_until_ms:
+            self.passed_until_ms = last_ms
 
     def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:
         hit, due_rows = super().remove(keys)

@@ -16,7 +16,7 @@ import bisect
 import dataclasses
 import itertools
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,19 @@ _LOW = (1 << PAGE_BITS) - 1
 LOW_MASK = np.uint64(_LOW)
 _SHIFT = np.uint64(PAGE_BITS)
 # A key that no table gives out: lookups of unknown positions.
-UNKNOWN_KEY = np.uint64((1 << 64) - 1)
+_UNKNOWN = (1 << 64) - 1
+UNKNOWN_KEY = np.uint64(_UNKNOWN)
 _HEADER = struct.Struct("<Q")
 _PAGE_HEADER = struct.Struct("<I")
 # So many keys in any order make a set faster when they are sorted first.
 _SORTED_FIRST = 20000
+# Up to so many keys plain Python is faster than columns: to name pages and make a set, and to look into a set.
+FEW = 16
+_LOOKED_UP = 64
 # The first and the last key, both included.
 KeyRange = tuple[int, int]
+# The ordinal of a page, which is ledger id and number; None when it has none.
+OrdinalOf = Callable[[tuple[int, int]], int | None]
 # The portable Roaring form: the mark of a bitmap that has run containers; below this many containers such a bitmap
 # carries no offsets; a container is never larger than a plain bit set.
 _COOKIE_WITH_RUNS = 12347
@@ -55,7 +61,9 @@ _TABLE_SPAN_PER_VALUE = 16
 def bitmap_of(keys: U64) -> BitMap64:
     """The set of the keys. (Passing numpy itself to pyroaring is several times dearer.)"""
     rows = len(keys)
-    if rows > 1 and int(keys[-1]) - int(keys[0]) == rows - 1 and bool((keys[1:] > keys[:-1]).all()):
+    if rows <= FEW:
+        return BitMap64(keys.tolist())
+    if int(keys[-1]) - int(keys[0]) == rows - 1 and bool((keys[1:] > keys[:-1]).all()):
         # Entries without gaps, as a broker writes them.
         unbroken = BitMap64()
         unbroken.add_range(int(keys[0]), int(keys[-1]) + 1)
@@ -96,6 +104,8 @@ def halves(bitmap: BitMap64) -> tuple[BitMap64, BitMap64]:
 
 def contained(keys: U64, bitmap: BitMap64) -> npt.NDArray[np.bool_]:
     """Which of the keys are in the set."""
+    if len(keys) <= _LOOKED_UP:
+        return np.array([key in bitmap for key in keys.tolist()], np.bool_)
     hits = keys_of(bitmap_of(keys) & bitmap)
     if not len(hits):
         return np.zeros(len(keys), np.bool_)
@@ -106,6 +116,8 @@ def contained(keys: U64, bitmap: BitMap64) -> npt.NDArray[np.bool_]:
 
 def firsts(keys: U64) -> npt.NDArray[np.intp]:
     """The places of the keys, ascending, of each key the first one."""
+    if len(keys) <= 1:
+        return np.arange(len(keys))
     return np.sort(np.unique(keys, return_index=True)[1])
 
 
@@ -149,7 +161,10 @@ class KeyedRows:
 
     @staticmethod
     def empty() -> KeyedRows:
-        return KeyedRows(Rows.empty(), np.empty(0, np.uint64))
+        return _NO_ROWS
+
+
+_NO_ROWS = KeyedRows(Rows.empty(), np.empty(0, np.uint64))
 
 
 class PagePlaces:
@@ -328,19 +343,19 @@ class PageTable:
         """Whether a bucket holds the page."""
         return ordinal in self._holders
 
-    def _keys(self, ledger_id: U64, entry_id: U64, ordinal_of: object) -> U64:
-        if not len(ledger_id):
-            return np.empty(0, np.uint64)
+    def _keys(self, ledger_id: U64, entry_id: U64, ordinal_of: OrdinalOf) -> U64:
+        if len(ledger_id) <= FEW:
+            return _keys_one_by_one(ledger_id.tolist(), entry_id.tolist(), ordinal_of)
         page = entry_id >> _SHIFT
         low = entry_id & LOW_MASK
         first = (int(ledger_id[0]), int(page[0]))
         if (ledger_id == ledger_id[0]).all() and (page == page[0]).all():
-            ordinal = ordinal_of(first)  # type: ignore[operator]
+            ordinal = ordinal_of(first)
             if ordinal is None:
                 return np.full(len(ledger_id), UNKNOWN_KEY)
             return low | np.uint64(ordinal << PAGE_BITS)
         distinct, inverse = _distinct_pages(ledger_id, page)
-        found = [ordinal_of(pair) for pair in distinct]  # type: ignore[operator]
+        found = [ordinal_of(pair) for pair in distinct]
         known = np.array([ordinal is not None for ordinal in found], np.bool_)
         bases = np.array([0 if ordinal is None else ordinal << PAGE_BITS for ordinal in found], np.uint64)
         keys = bases[inverse] | low
@@ -389,6 +404,14 @@ class PageTable:
             if ordinal is not None:
                 pages[ordinal] = part.entries
         return _joined(pages)
+
+
+def _keys_one_by_one(ledger_id: Sequence[int], entry_id: Sequence[int], ordinal_of: OrdinalOf) -> U64:
+    keys = []
+    for ledger, entry in zip(ledger_id, entry_id, strict=True):
+        ordinal = ordinal_of((ledger, entry >> PAGE_BITS))
+        keys.append(_UNKNOWN if ordinal is None else ordinal << PAGE_BITS | entry & _LOW)
+    return np.array(keys, np.uint64)
 
 
 def _joined(pages: Mapping[int, bytes]) -> BitMap64:

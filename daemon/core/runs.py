@@ -96,7 +96,10 @@ def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[i
     What is left in the runs, or follows them, comes after everything taken in hand-out order. Empty only when no run
     has a due row.
     """
-    return _take_up_to(runs, [run.due_end(now_ms) for run in runs], limit)
+    ends = [run.due_end(now_ms) for run in runs]
+    if len(runs) == 1 and runs[0].offset < ends[0] <= runs[0].offset + limit:
+        return [(0, runs[0].take(ends[0]))]
+    return _take_up_to(runs, ends, limit)
 
 
 def take_before(runs: Sequence[SortedRun], bound: Place, limit: int) -> list[tuple[int, KeyedRows]]:
@@ -106,8 +109,7 @@ def take_before(runs: Sequence[SortedRun], bound: Place, limit: int) -> list[tup
 
 def _take_up_to(runs: Sequence[SortedRun], ends: Sequence[int], limit: int) -> list[tuple[int, KeyedRows]]:
     """About `limit` of the rows of each run before its end: (index of the run, its rows)."""
-    due = [(number, run, end) for number, (run, end) in enumerate(zip(runs, ends, strict=True))]
-    due = [(number, run, end) for number, run, end in due if end > run.offset]
+    due = [(number, run, end) for number, run in enumerate(runs) if (end := ends[number]) > run.offset]
     if not due:
         return []
     quota = max(1, limit // len(due))
@@ -146,7 +148,11 @@ def first_time_ms(times_ms: U64, from_ms: int = 0) -> int | None:
 
 def earliest(*times_ms: int | None) -> int | None:
     """The first of the times that there are; None when there is none."""
-    return min((each for each in times_ms if each is not None), default=None)
+    first_ms = None
+    for each_ms in times_ms:
+        if each_ms is not None and (first_ms is None or each_ms < first_ms):
+            first_ms = each_ms
+    return first_ms
 
 
 def in_due_order(parts: Iterable[KeyedRows]) -> KeyedRows:
@@ -172,5 +178,7 @@ class TieredRuns:
             self.runs.append(run)
 
     def next_due_ms(self) -> int | None:
-        self.runs = [run for run in self.runs if len(run)]
-        return min((run.next_due_ms() for run in self.runs), default=None)  # type: ignore[type-var]
+        first_ms = earliest(*[run.next_due_ms() for run in self.runs])
+        if not all(self.runs):
+            self.runs = [run for run in self.runs if len(run)]
+        return first_ms

@@ -100,7 +100,7 @@ class SubscriptionState:
         """Which of the rows the subscription is owed; None for all of them."""
         since_ms = np.uint64(self.stored.since_ms)
         owed = rows.rows.deliver_at_ms > since_ms
-        return None if owed.all() else owed
+        return None if np.count_nonzero(owed) == len(owed) else owed
 
     # ---- dispatchers
 
@@ -217,6 +217,8 @@ class SubscriptionState:
             return None
         actual = self.counts.of(keys)
         if actual is None:
+            if not np.count_nonzero(counts):
+                return None
             ended = counts == 0
         else:
             timeouts = self.timeouts.of(keys)
@@ -429,8 +431,10 @@ class SubscriptionState:
     def forget(self, keys: BitMap64) -> None:
         """Positions that nobody holds left the backlog by a decision."""
         self.acknowledging -= keys
-        self.nacking -= keys
-        self.nacks.drop(keys)
+        if self.nacking:
+            self.nacking -= keys
+        if len(self.nacks):
+            self.nacks.drop(keys)
         self.counts.drop(keys)
         self.timeouts.drop(keys)
         if self.key_shared is not None:

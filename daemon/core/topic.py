@@ -63,6 +63,8 @@ from storage_backends.formats.slot_format import (
     WaiveRecord,
 )
 
+_NO_TIMES = np.empty(0, np.uint64)
+
 
 class Topic:
     """The state of one topic, changed only by its methods.
@@ -399,9 +401,11 @@ class Topic:
         """Passes about `limit` due rows into the backlogs, and as many of each subscription that are to be redelivered;
         how many. 0 when none is due, or none that is in memory.
         """
-        states = tuple(self.subscriptions.values())
-        rows = sum(self._redeliver(state, now_ms, limit) for state in states if len(state.nacks))
-        by_key = any(state.key_shared is not None for state in states)
+        states, rows, by_key = tuple(self.subscriptions.values()), 0, False
+        for state in states:
+            if len(state.nacks):
+                rows += self._redeliver(state, now_ms, limit)
+            by_key = by_key or state.key_shared is not None
         look = (lambda: self.key_sharing.hold_up(states, now_ms)) if by_key else None
         passed = self.indexes.pass_due(now_ms, limit, look)
         if passed:
@@ -410,7 +414,7 @@ class Topic:
             )
             if any(each.late for each in passed):
                 self._seek_again(states)
-        return rows + sum(len(each.rows) for each in passed)
+        return rows + sum([len(each.rows) for each in passed])
 
     def takes_redeliveries(self, state: SubscriptionState) -> bool:
         """Whether NACKED positions of a subscription may come back now: there is room, and by key no earlier row is due
@@ -434,15 +438,15 @@ class Topic:
 
     def take_redelivered(self) -> U64:
         """The redelivery times of what came back since the last call."""
+        if not self._redelivered_at_ms:
+            return _NO_TIMES
         taken, self._redelivered_at_ms = self._redelivered_at_ms, []
-        return np.concatenate(taken) if taken else np.empty(0, np.uint64)
+        return np.concatenate(taken)
 
     def next_redelivery_ms(self) -> int | None:
         """No nacked position comes back before; None when none does, or there is no room for any."""
-        states = self.subscriptions.values()
-        return earliest(
-            *[state.nacks.next_due_ms() for state in states if len(state.nacks) and self.takes_redeliveries(state)]
-        )
+        nacked = [state for state in self.subscriptions.values() if len(state.nacks)]
+        return earliest(*[state.nacks.next_due_ms() for state in nacked if self.takes_redeliveries(state)])
 
     def take_not_owed(self) -> list[GoneRecord]:
         """The decisions that make gone what was passed since the last call and no subscription is owed.

@@ -256,8 +256,15 @@ def _counts(data: bytes, field: tuple[int, int] | None, rows: int) -> U32 | None
     if field is None:
         return None
     start, size = field
-    counts = np.full(rows, int.from_bytes(data[start : start + 4], "little"), np.uint32) if size == 4 else None
-    counts = _u32(data, field, rows) if counts is None else counts
+    if size == 4:
+        count = int.from_bytes(data[start : start + 4], "little")
+        if count == wire_columns.COUNT_NONE:
+            raise NotPlainError
+        counts = np.zeros(rows, np.uint32)
+        if count:
+            counts.fill(count)
+        return counts
+    counts = _u32(data, field, rows)
     if (counts == wire_columns.COUNT_NONE).any():
         raise NotPlainError
     return counts

@@ -46,6 +46,7 @@ def packed_tag(field_number: int) -> bytes:
     return _tag(field_number, _PACKED)
 
 
+_SMALL_VARINTS = [bytes((number,)) for number in range(0x80)]
 _MESSAGES = dispatch_pb2.Messages
 _EPOCH = _tag(_MESSAGES.EPOCH_FIELD_NUMBER, _VARINT)
 _LEDGER_ID = _tag(_MESSAGES.LEDGER_ID_FIELD_NUMBER, _PACKED)
@@ -519,6 +520,8 @@ def nested(tag: bytes, body: bytes) -> bytes:
 
 def varint(number: int) -> bytes:
     """A number as the wire has it, in seven bits a byte."""
+    if number <= 0x7F:
+        return _SMALL_VARINTS[number]
     parts = bytearray()
     while number > 0x7F:
         parts.append(number & 0x7F | 0x80)

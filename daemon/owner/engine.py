@@ -82,7 +82,7 @@ class Engine:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._shards_total = 0
-        self._due_loop = DueLoop(environment.clock)
+        self._due_loop = DueLoop(environment.clock, environment.busy_s, environment.metrics.set_tick)
         self._pending = PendingRows(environment.config.limits.pending_rows_max)
         self._shards: dict[int, ServedShard] = {}
         self._damaged: dict[int, Corruption] = {}

@@ -44,7 +44,7 @@ from daemon.topic_terms.topic_staging import STALL_ANSWER_S, TopicStaging
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.shard_slot import ShardSlot
-from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record
+from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, DeletionRecord, Record
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
@@ -324,29 +324,39 @@ class ServedShard:
     def _apply(self, slot: ShardSlot, records: Sequence[Record], deletion_records: Sequence[DeletionRecord]) -> None:
         """A slot is certain: its decisions become state, topic by topic."""
         elapsed_ms = self._environment.elapsed_ms()
-        # A topic that was deleted since a record was staged drops it, as replay does.
-        records = [record for record in records if record.topic_id in self._by_id]
         for record in records:
             if isinstance(record, AddRecord) and (adding := self._by_id.get(record.topic_id)) is not None:
                 with adding.served.contained():
                     adding.life.before_rows(int(record.rows.ledger_id.max()), self.applied_slot)
-        touched: dict[str, OwnedTopic] = {}
+        # Of each topic, whether anything but acknowledgements was applied to it.
+        touched: dict[OwnedTopic, bool] = {}
         for record in records:
             topic = self._by_id.get(record.topic_id)
             if topic is None:
-                # It has failed by a record before: it is loaded again from this slot too.
+                # It was deleted since the record was staged, and drops it, as replay does; or it has failed by a record
+                # before, and is loaded again from this slot too.
                 continue
-            with topic.served.contained():
+            try:
                 topic.served.core.apply(record, slot, elapsed_ms=elapsed_ms)
-                topic.served.last_changed_slot = slot
-                touched[record.topic_id] = topic
+            except Exception as error:  # noqa: BLE001 - it is told with the topic
+                topic.served.failed(error)
+                continue
+            touched[topic] = touched.get(topic, False) or not isinstance(record, AcknowledgeRecord)
         self.deletions.apply(deletion_records)
         self.applied_slot = slot
-        for topic_id, topic in touched.items():
-            if self._by_id.get(topic_id) is topic:
-                with topic.served.contained():
+        for topic, has_more_rows in touched.items():
+            topic.served.last_changed_slot = slot
+            if self._by_id.get(topic.topic_id) is not topic:
+                continue
+            try:
+                if has_more_rows:
                     topic.life.after_slot(slot)
                     topic.served.rows_added()
+                else:
+                    topic.life.rows_left(slot)
+                    topic.served.rows_left()
+            except Exception as error:  # noqa: BLE001 - it is told with the topic
+                topic.served.failed(error)
         self.checkpoints.consider()
 
     def look_after(self) -> Iterator[None]:
@@ -444,6 +454,9 @@ class ServedShard:
 
         Raises Corruption when it is damaged, Unavailable when it cannot be loaded at once.
         """
+        topic = self.topics.get(name)
+        if topic is not None:
+            return topic.served
         topic_id = names.topic_id(name)
         while (topic := self.topics.get(name)) is None:
             await self.loading.settled(topic_id, name)

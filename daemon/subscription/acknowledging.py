@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import TypeVar
 
 from daemon.core import limits
 from daemon.core.claims import HeldPositions
@@ -25,6 +26,10 @@ from daemon.surroundings.environment import Environment
 from daemon.topic_terms.topic_port import TopicPort
 from daemon.topic_terms.topic_staging import STALL_ANSWER_S
 
+T = TypeVar("T")
+
+NONE_IGNORED = Ignored.nothing()
+
 
 class Acknowledging:
     """The acknowledgements of one topic, and the moment of every request that names what was handed out."""
@@ -32,17 +37,69 @@ class Acknowledging:
     def __init__(self, topic: TopicPort, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
+        # Requests that wait for their moment: none that comes behind them is decided before.
+        self._undecided: set[object] = set()
+        # Who waits for a slot, and with how many rows.
+        self._waiting: dict[asyncio.Future[int], list[tuple[asyncio.Future[Ignored], int]]] = {}
 
-    async def acknowledge(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> Ignored:
-        """Acknowledges hand-outs of positions; what was ignored. Raises NotFound."""
+    def acknowledge(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> Awaitable[Ignored]:
+        """Acknowledges hand-outs of positions; what was ignored, when that is durable. Raises NotFound, and what
+        refuses the request, at once or when it is awaited.
+        """
         self.check(claims)
-        topic, core, commits = self._topic, self._topic.core, self._topic.shard.commits
-        await self.decidable(state, claims)
+        return self.decided(state, claims, lambda: self._decide(state, claims, awaited=awaited))
+
+    def decided(
+        self,
+        state: SubscriptionState,
+        named: HeldPositions,
+        decide: Callable[[], Awaitable[T]],
+        *,
+        is_forwarded: bool = False,
+    ) -> Awaitable[T]:
+        """Has a request that names positions decided: now, where it need not wait for its moment and none that came
+        before it does; what comes of it. `decide`: decides before it awaits anything. `is_forwarded`: see `decidable`.
+        """
+        topic = self._topic
+        is_now = topic.gate.is_open and not self._undecided
+        if is_now and not topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
+            topic.check_there(state)
+            return decide()
+        turn = object()
+        self._undecided.add(turn)
+
+        async def later() -> T:
+            await self.decidable(state, named, is_forwarded=is_forwarded)
+            deciding = decide()
+            self._undecided.discard(turn)
+            return await deciding
+
+        task = asyncio.ensure_future(later())
+        task.add_done_callback(lambda _: self._undecided.discard(turn))
+        return task
+
+    def _decide(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> Awaitable[Ignored]:
+        topic, commits = self._topic, self._topic.shard.commits
         commits.check_accepting()
-        records, rest = core.acknowledging.stage(state, claims)
+        records, rest = topic.core.acknowledging.stage(state, claims)
         slot = commits.stage(*records, awaited=awaited) if records else None
         # There may be room IN_FLIGHT again.
         topic.notify(state)
+        if slot is None or len(rest) or topic.shard.alone_in_s:
+            return self._decide_rest(state, claims, rest, slot, awaited=awaited)
+        return self._answer_with(slot, len(claims))
+
+    async def _decide_rest(
+        self,
+        state: SubscriptionState,
+        claims: HeldPositions,
+        rest: HeldPositions,
+        slot: asyncio.Future[int] | None,
+        *,
+        awaited: bool,
+    ) -> Ignored:
+        """Looks in the backlog for what is in nobody's hand. `slot`: of what was; None where nothing was."""
+        core, commits = self._topic.core, self._topic.shard.commits
         ignored = Ignored.nothing()
         if len(rest):
             found = await self.find(state, rest, rest)
@@ -56,15 +113,43 @@ class Acknowledging:
         self._environment.metrics.acknowledged(core.name, acknowledged=len(claims) - len(ignored), ignored=len(ignored))
         return ignored
 
-    async def extend(self, state: SubscriptionState, claims: HeldPositions, holders: Collection[int]) -> Ignored:
+    def _answer_with(self, slot: asyncio.Future[int], rows: int) -> asyncio.Future[Ignored]:
+        """Ends with the slot: no task waits for that, and all acknowledgements of the topic in it end together."""
+        waiting = self._waiting.get(slot)
+        if waiting is None:
+            waiting = self._waiting[slot] = []
+            slot.add_done_callback(self._slot_ended)
+        answer: asyncio.Future[Ignored] = asyncio.get_running_loop().create_future()
+        waiting.append((answer, rows))
+        return answer
+
+    def _slot_ended(self, slot: asyncio.Future[int]) -> None:
+        error, acknowledged = slot.exception(), 0
+        for answer, rows in self._waiting.pop(slot):
+            # Whoever waited may have gone.
+            if answer.done():
+                continue
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(NONE_IGNORED)
+                acknowledged += rows
+        self._environment.metrics.acknowledged(self._topic.core.name, acknowledged=acknowledged, ignored=0)
+
+    def extend(self, state: SubscriptionState, claims: HeldPositions, holders: Collection[int]) -> Awaitable[Ignored]:
         """The ack time-out of what `holders` have begins anew; what they do not have."""
         self.check(claims)
-        await self.decidable(state, claims)
+        return self.decided(state, claims, lambda: self._extend(state, claims, holders))
+
+    def _extend(self, state: SubscriptionState, claims: HeldPositions, holders: Collection[int]) -> Awaitable[Ignored]:
         elapsed_ms = self._environment.elapsed_ms()
         left = self._topic.core.redelivery.extend(state, claims, holders, elapsed_ms=elapsed_ms)
+        return self._extended(Ignored.all_of(left, IgnoredReason.NOT_HELD))
+
+    async def _extended(self, ignored: Ignored) -> Ignored:
         # Under another owner the positions are due again.
         await self._topic.shard.commits.confirmed()
-        return Ignored.all_of(left, IgnoredReason.NOT_HELD)
+        return ignored
 
     def check(self, claims: HeldPositions) -> None:
         """Checks how many positions are named and that batch indexes fit their entries. Raises InvalidArgument."""

@@ -195,12 +195,17 @@ class KeySharedStream(OpenStream):
         places[places == len(known)] = 0
         return np.where(known[places] == numbers, consumer_ids[places], np.uint32(0))
 
-    async def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> NackOutcome:
-        """Acknowledges negatively; what is taken back by it has gone out when this returns, if anybody waits for it."""
-        outcome = await super().negative_acknowledge(nack, awaited=awaited)
-        if awaited:
-            await self.flushed()
-        return outcome
+    def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> Awaitable[NackOutcome]:
+        """Acknowledges negatively; what is taken back by it has gone out when what this returns ends, if anybody waits
+        for it.
+        """
+        outcome = super().negative_acknowledge(nack, awaited=awaited)
+        return self._once_out(outcome) if awaited else outcome
+
+    async def _once_out(self, outcome: Awaitable[NackOutcome]) -> NackOutcome:
+        decided = await outcome
+        await self.flushed()
+        return decided
 
     async def flushed(self) -> None:
         """Returns when what is on its way out now is out."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 from daemon.call_values import Nack, NackOutcome
@@ -66,17 +66,25 @@ class TopicRedelivery:
 
     # ---- requests
 
-    async def negative_acknowledge(self, state: SubscriptionState, nack: Nack, *, awaited: bool) -> NackOutcome:
-        """Has positions come back later, or makes them dead letters; what became of them.
+    def negative_acknowledge(self, state: SubscriptionState, nack: Nack, *, awaited: bool) -> Awaitable[NackOutcome]:
+        """Has positions come back later, or makes them dead letters; what became of them, when that is durable.
 
         `awaited`: whether anybody waits for it; else it may ride along with the next slot. Raises InvalidArgument,
-        DelayTooLong, NotFound and QuotaExceeded.
+        DelayTooLong, NotFound and QuotaExceeded, at once or when it is awaited.
         """
         batch = self._checked(nack)
-        topic, redelivery, commits = self._topic, self._topic.core.redelivery, self._topic.shard.commits
-        acknowledging = topic.acknowledging
         is_forwarded = bool(batch.may_get_rows.any())
-        await acknowledging.decidable(state, batch.positions, is_forwarded=is_forwarded)
+        return self._topic.acknowledging.decided(
+            state,
+            batch.positions,
+            lambda: self._decide(state, batch, is_forwarded=is_forwarded, awaited=awaited),
+            is_forwarded=is_forwarded,
+        )
+
+    def _decide(
+        self, state: SubscriptionState, batch: NackBatch, *, is_forwarded: bool, awaited: bool
+    ) -> Awaitable[NackOutcome]:
+        topic, redelivery, commits = self._topic, self._topic.core.redelivery, self._topic.shard.commits
         commits.check_accepting()
         if batch.positions.batch_index is not None or is_forwarded:
             # They may be rows of their own.
@@ -86,6 +94,22 @@ class TopicRedelivery:
         slot = commits.stage(*records, awaited=awaited) if records else None
         # There may be room IN_FLIGHT again.
         topic.notify(state)
+        return self._decide_rest(state, batch, left, records, slot, is_forwarded=is_forwarded, awaited=awaited)
+
+    async def _decide_rest(
+        self,
+        state: SubscriptionState,
+        batch: NackBatch,
+        left: NackBatch,
+        records: tuple[Record, ...],
+        slot: asyncio.Future[int] | None,
+        *,
+        is_forwarded: bool,
+        awaited: bool,
+    ) -> NackOutcome:
+        """Looks in the backlog for what is `left` in nobody's hand. `records`, `slot`: of what was."""
+        topic, redelivery, commits = self._topic, self._topic.core.redelivery, self._topic.shard.commits
+        acknowledging = topic.acknowledging
         ignored = Ignored.nothing()
         if len(left.positions):
             found = await acknowledging.find(

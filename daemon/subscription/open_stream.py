@@ -10,7 +10,7 @@ durability (`shard`) and the wire.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 from typing import Protocol
 
 import numpy as np
@@ -118,45 +118,50 @@ class OpenStream:
         self.dispatcher = subscription.next_dispatcher()
         self._subscription = subscription
         self._topic = subscription.topic
-        self._changed = asyncio.Event()
+        # Whoever takes out what is handed out, while it waits.
+        self._waiting: asyncio.Future[None] | None = None
         self._ended: Exception | None = None
 
     def notify(self) -> None:
         """There may be something to hand out."""
-        self._changed.set()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     @property
     def holders(self) -> Collection[int]:
         """The dispatcher numbers under which rows are IN_FLIGHT at the stream."""
         return (self.dispatcher,)
 
-    async def acknowledge(self, claims: HeldPositions, *, awaited: bool = True) -> Ignored:
-        """Acknowledges positions with the times they were handed out with; returns when that is durable.
+    def acknowledge(self, claims: HeldPositions, *, awaited: bool = True) -> Awaitable[Ignored]:
+        """Acknowledges positions with the times they were handed out with; what it returns ends when that is durable.
 
         `awaited`: whether anybody waits for it; else it may ride along with the next slot. Answers with the positions
         to which nothing happened.
         """
         self._check_open()
-        return await self._topic.acknowledging.acknowledge(self.state, claims, awaited=awaited)
+        return self._topic.acknowledging.acknowledge(self.state, claims, awaited=awaited)
 
-    async def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> NackOutcome:
-        """Has positions come back later, or makes them dead letters; returns when that is durable."""
+    def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> Awaitable[NackOutcome]:
+        """Has positions come back later, or makes them dead letters; what it returns ends when that is durable."""
         self._check_open()
-        return await self._topic.redelivery.negative_acknowledge(self.state, nack, awaited=awaited)
+        return self._topic.redelivery.negative_acknowledge(self.state, nack, awaited=awaited)
 
-    async def extend(self, claims: HeldPositions) -> Ignored:
+    def extend(self, claims: HeldPositions) -> Awaitable[Ignored]:
         """The ack time-out of positions begins anew; those that are not IN_FLIGHT at this stream."""
         self._check_open()
-        return await self._topic.acknowledging.extend(self.state, claims, self.holders)
+        return self._topic.acknowledging.extend(self.state, claims, self.holders)
 
     def _check_open(self) -> None:
         if self._ended is not None:
             raise self._ended
 
     async def _change(self) -> None:
-        """Returns when there may be something to hand out since the call."""
-        self._changed.clear()
-        await self._changed.wait()
+        """Returns when there may be something to hand out since the call. One may wait at a time."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
 
     def end(self, error: Exception) -> None:
         """The topic is served here no longer."""

@@ -26,6 +26,7 @@ from daemon.subscription.open_stream import OpenStream, TopicOfStreams
 from daemon.subscription.sharing_rounds import KeySharing
 from daemon.subscription.waiting_line import WaitingLine
 from daemon.surroundings.environment import Environment
+from daemon.surroundings.failure_scope import TopicFailed
 
 # Portions that a backlog is read again by.
 CATCH_UP_PORTIONS = 1
@@ -66,10 +67,6 @@ class TopicOfSubscription(TopicOfStreams, Protocol):
 
     def contained(self) -> AbstractContextManager[None]:
         """What goes wrong inside is the topic's failure, and nobody else's."""
-        ...
-
-    def failing(self) -> AbstractContextManager[None]:
-        """What goes wrong inside is the topic's failure, which whoever asked is told."""
         ...
 
 
@@ -174,12 +171,15 @@ class ServedSubscription:
         state = self.state
         if not state.available_rows or not self.may_hand_out:
             return KeyedRows.empty()
-        with self.topic.failing():
+        try:
             rows = state.hand_out(dispatcher, limit, elapsed_ms=self._environment.elapsed_ms())
             if len(rows):
                 self.count_handed_out(rows)
                 self.topic.redelivery.watch(state)
             self.refill()
+        except Exception as error:
+            self.topic.failed(error)
+            raise TopicFailed(self.topic.core.name) from error
         return rows
 
     @property
@@ -195,13 +195,12 @@ class ServedSubscription:
     def count_handed_out(self, rows: KeyedRows) -> None:
         """Counts rows that were handed out in the metrics."""
         core, metrics = self.topic.core, self._environment.metrics
-        now_ms, due_ms = self._environment.clock.now_ms(), rows.rows.deliver_at_ms.astype(np.int64)
+        now_ms = self._environment.clock.now_ms()
         for index in core.indexes.serving(self.state.subscription_id):
-            for level, first in index.levels.handed_out(rows.keys):
-                metrics.level_handed_out(core.name, level, now_ms - due_ms[first])
-        # What was nacked or planned without having been pending has no time at which it was due.
-        due_ms = due_ms[(due_ms > 0) & (rows.counts() == 0)]
-        metrics.handed_out(core.name, rows=len(rows), lateness_ms=now_ms - due_ms)
+            if index.levels:
+                for level, first in index.levels.handed_out(rows.keys):
+                    metrics.level_handed_out(core.name, level, now_ms - rows.rows.deliver_at_ms[first].astype(np.int64))
+        metrics.handed_out(core.name, rows.rows.deliver_at_ms, rows.redelivery_count, now_ms=now_ms)
 
     def notify(self) -> None:
         """There may be something to hand out."""
@@ -247,6 +246,8 @@ class ServedSubscription:
         if self._behind is not None or self.topic.has_ended:
             return
         state, core, pace = self.state, self.topic.core, self.topic.pace
+        if state.reader is None and state.key_shared is None:
+            return
         limit = CATCH_UP_PORTIONS * pace.rows_of(len(core.indexes.readable))
         needed: list[SegmentRange] = []
         goes_on = False

@@ -1,20 +1,25 @@
 """The timer of the daemon: wakes each topic when its next row comes due or its next segment is to be loaded.
 
-Owns: one heap of wake-up times, one task, and fairness: a topic passes a bounded number of rows, then the next has
-its turn.
-Does not own: what is due (`daemon.core.index`) and what a topic does when it wakes (`served_topic`).
+Owns: one heap of the times of passes, one task, and fairness: a topic passes a bounded number of rows, then the next
+has its turn.
+Does not own: what is due (`daemon.core.index`), what a topic does when it wakes (`served_topic`), and how long a tick
+is (`tick`, `topic_settings`).
+
+A pass wakes everybody whose time has come. After each 2 ms of it streams and requests have their turn, so what one
+topic has is on its way before the pass is over. What one topic cannot do is its own failure, and the pass goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from daemon.surroundings.environment import Clock
 from daemon.surroundings.pace import Pace
+from daemon.surroundings.tick import Tick
 
 # The wall clock may step while the loop sleeps: it looks again at least this often; a tick is at most that.
 SLEEP_MAX_MS = 500
@@ -22,8 +27,8 @@ SLEEP_MAX_MS = 500
 TURN_S = 0.002
 # Who is woken and has more to do goes on after so many times the time that it took.
 MORE_AFTER = 2.0
-# Stale entries that the heap may hold beside as many as there are sleepers.
-HEAP_SLACK = 1_000
+# Stale entries that there may be beside as many as there are sleepers.
+STALE_SLACK = 1_000
 
 
 class Sleeper(Protocol):
@@ -33,8 +38,10 @@ class Sleeper(Protocol):
     wake_at_ms: int | None
 
     @property
-    def tick_ms(self) -> int:
-        """The topic's wake-ups are batched by as much, only ever later."""
+    def tick_ms(self) -> int | None:
+        """The sleeper's wake-ups are batched by as much, only ever later; None: by as much as is good for the daemon
+        now.
+        """
         ...
 
     def wake(self, now_ms: int) -> int | None:
@@ -47,30 +54,41 @@ class Sleeper(Protocol):
 
 
 class DueLoop:
-    """Wakes sleepers, each at a multiple of its tick. `pace`: how much a sleeper does when it is woken."""
+    """Wakes sleepers, each at a multiple of its tick. `pace`: how much a sleeper does when it is woken. `busy_s`,
+    `tick_changed`: see `Tick`.
+    """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        busy_s: Callable[[], float] = lambda: 0.0,
+        tick_changed: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.pace = Pace()
+        self._tick = Tick(busy_s, tick_changed)
         self._clock = clock
-        # Who is no more is not kept until its time.
-        self._heap: list[tuple[int, int, weakref.ref[Sleeper]]] = []
-        self._numbers = itertools.count()
-        self._heap_max = HEAP_SLACK
+        # The times of passes, and whom each wakes. Who is no more is not kept until its time.
+        self._times: list[int] = []
+        self._passes: dict[int, list[weakref.ref[Sleeper]]] = {}
+        self._entries = 0
+        self._entries_max = STALE_SLACK
         self._sooner = asyncio.Event()
         self._sleeping_until_ms: int | None = None
 
     def schedule(self, sleeper: Sleeper, wake_at_ms: int | None) -> None:
         """Wakes the sleeper at that time, or at the time it is scheduled for if that is sooner."""
         if wake_at_ms is not None:
-            self._push(sleeper, -(-wake_at_ms // sleeper.tick_ms) * sleeper.tick_ms)
+            tick_ms = sleeper.tick_ms or self._tick.ms
+            # What is due already waits for nothing, and is late from now on.
+            self._push(sleeper, max(-(-wake_at_ms // tick_ms) * tick_ms, self._clock.now_ms()))
 
     def look_again(self) -> None:
         """The clock has stepped, or the machine was suspended: what the loop sleeps for may be due. Who had given way
         waits for a time that may be far now: everybody looks at the clock.
         """
         now_ms = self._clock.now_ms()
-        waiting = [sleeper for entry in self._heap if (sleeper := _sleeper_of(entry)) is not None]
-        self._heap.clear()
+        waiting = [sleeper for at_ms in sorted(self._times) for sleeper in self._woken_at(at_ms)]
+        self._times, self._passes, self._entries = [], {}, 0
         for sleeper in waiting:
             sleeper.wake_at_ms = None
             self._push(sleeper, now_ms)
@@ -80,17 +98,25 @@ class DueLoop:
         if sleeper.wake_at_ms is not None and sleeper.wake_at_ms <= wake_at_ms:
             return
         sleeper.wake_at_ms = wake_at_ms
-        if len(self._heap) > self._heap_max:
+        if self._entries > self._entries_max:
             self._drop_stale()
-        heapq.heappush(self._heap, (wake_at_ms, next(self._numbers), weakref.ref(sleeper)))
+        sleepers = self._passes.get(wake_at_ms)
+        if sleepers is None:
+            sleepers = self._passes[wake_at_ms] = []
+            heapq.heappush(self._times, wake_at_ms)
+        sleepers.append(weakref.ref(sleeper))
+        self._entries += 1
         if self._sleeping_until_ms is None or wake_at_ms < self._sleeping_until_ms:
             self._sooner.set()
 
     def _drop_stale(self) -> None:
         """Entries of sleepers that were scheduled for a sooner time since would stay until they are due."""
-        self._heap = [entry for entry in self._heap if _sleeper_of(entry) is not None]
-        heapq.heapify(self._heap)
-        self._heap_max = 2 * len(self._heap) + HEAP_SLACK
+        passes = {at_ms: [weakref.ref(each) for each in dict.fromkeys(self._woken_at(at_ms))] for at_ms in self._times}
+        self._passes = {at_ms: sleepers for at_ms, sleepers in passes.items() if sleepers}
+        self._times = list(self._passes)
+        heapq.heapify(self._times)
+        self._entries = sum(map(len, self._passes.values()))
+        self._entries_max = 2 * self._entries + STALE_SLACK
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -113,22 +139,32 @@ class DueLoop:
                     # The clock may have been set meanwhile.
                     now_ms = self._clock.now_ms()
                     began_s = turn_began_s = loop.time()
+            self._tick.look()
             await self._sleep()
 
     def _pop_due(self, now_ms: int) -> list[Sleeper]:
-        due = []
-        while self._heap and self._heap[0][0] <= now_ms:
-            sleeper = _sleeper_of(heapq.heappop(self._heap))
-            if sleeper is not None:
+        due: list[Sleeper] = []
+        while self._times and self._times[0] <= now_ms:
+            at_ms = heapq.heappop(self._times)
+            self._tick.woke(now_ms - at_ms)
+            for sleeper in self._woken_at(at_ms):
                 sleeper.wake_at_ms = None
                 due.append(sleeper)
+            self._entries -= len(self._passes.pop(at_ms))
         return due
+
+    def _woken_at(self, at_ms: int) -> Iterator[Sleeper]:
+        """Whom a pass wakes: not who was scheduled for another time since, or is no more."""
+        for reference in self._passes[at_ms]:
+            sleeper = reference()
+            if sleeper is not None and sleeper.wake_at_ms == at_ms:
+                yield sleeper
 
     async def _sleep(self) -> None:
         now_ms = self._clock.now_ms()
         until_ms = now_ms + SLEEP_MAX_MS
-        if self._heap:
-            until_ms = min(until_ms, max(now_ms + 1, self._heap[0][0]))
+        if self._times:
+            until_ms = min(until_ms, max(now_ms + 1, self._times[0]))
         self._sleeping_until_ms = until_ms
         self._sooner.clear()
         loop = asyncio.get_running_loop()
@@ -147,10 +183,3 @@ def _woken(sleeper: Sleeper, now_ms: int) -> int | None:
     except Exception as error:  # noqa: BLE001 - the sleeper's scope tells it
         sleeper.failed(error)
         return None
-
-
-def _sleeper_of(entry: tuple[int, int, weakref.ref[Sleeper]]) -> Sleeper | None:
-    """Whom the entry wakes; None when it is scheduled for another time, or is no more."""
-    wake_at_ms, _, reference = entry
-    sleeper = reference()
-    return sleeper if sleeper is not None and sleeper.wake_at_ms == wake_at_ms else None

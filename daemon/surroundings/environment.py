@@ -67,7 +67,7 @@ class Environment:
     """`pools`: the threads. `locks`: None where the root is not a local directory. `new_id`: unique, url-safe.
     `give_back_memory`: what is free in the process goes back to the machine; for a thread. `ledger_stores`: where the
     ledgers of others are. `tail_slots_max`: so many slots may a successor have to read, by what reading one costs at
-    this store.
+    this store. `busy_s`: seconds for which the thread that calls has run.
     """
 
     config: Config
@@ -83,6 +83,7 @@ class Environment:
     give_back_memory: Callable[[], None] = lambda: None
     ledger_stores: LedgerStores = dataclasses.field(default_factory=LedgerStores)
     tail_slots_max: int = TAIL_SLOTS_MAX
+    busy_s: Callable[[], float] = lambda: 0.0
 
     def run(self, work: Callable[[], T], /) -> Awaitable[T]:
         """Runs work that may block in a thread of those that calls wait for."""

@@ -144,7 +144,13 @@ class BucketLife:
         elapsed_ms = self._environment.elapsed_ms() + int(self._older * limits.age_max_ms)
         if self._topic.indexes.wants_seal(limits, elapsed_ms=elapsed_ms):
             self.seal(slot)
-        elif self._commits.number != self._learned or self._topic.indexes.droppable():
+        else:
+            self.rows_left(slot)
+
+    def rows_left(self, slot: ShardSlot) -> None:
+        """Everything up to `slot` is applied, which brought no rows: buckets may be dropped."""
+        self._slot = slot
+        if self._topic.indexes.has_droppable or self._commits.number != self._learned:
             self._start()
 
     def look_after(self, slot: ShardSlot) -> None:
@@ -304,7 +310,7 @@ class BucketLife:
                 async with self._environment.sealing_turns:
                     if not self._halted:
                         await self._seal(self._seals[0])
-            elif self._topic.indexes.droppable():
+            elif self._topic.indexes.has_droppable:
                 await self._drop()
             else:
                 self.merging.consider()

@@ -307,8 +307,8 @@ class ServedTopic:
     # ---- due rows
 
     @property
-    def tick_ms(self) -> int:
-        """Wake-ups are batched by as much."""
+    def tick_ms(self) -> int | None:
+        """Wake-ups are batched by as much; None: as the daemon is busy."""
         return self.settings.tick_ms
 
     @property
@@ -334,6 +334,12 @@ class ServedTopic:
             self._settled_until_ms = earliest(self._settled_until_ms, next_due_ms) or 0
             self._due_loop.schedule(self, earliest(next_due_ms, self.core.next_redelivery_ms()))
 
+    def rows_left(self) -> None:
+        """Acknowledgements of a slot were applied: what waited for them may be handed out, and nothing comes sooner."""
+        if self._ended is None:
+            self._notify_sharing()
+            self._due_loop.schedule(self, self.core.next_redelivery_ms())
+
     def _count_order(self) -> None:
         """Counts rows that entered the index in the metrics, those of the journal when the topic
         was loaded included.
@@ -355,8 +361,9 @@ class ServedTopic:
         if self._ended is not None:
             return None
         self.pass_due(now_ms)
-        ahead_ms = self._environment.config.delivery.lookahead_ms
-        self._loader.start(self.core.indexes.wanted_segments(now_ms, ahead_ms))
+        if self.core.indexes.readable:
+            ahead_ms = self._environment.config.delivery.lookahead_ms
+            self._loader.start(self.core.indexes.wanted_segments(now_ms, ahead_ms))
         return self._next_wake_ms()
 
     def pass_due(self, now_ms: int) -> int:
@@ -367,7 +374,7 @@ class ServedTopic:
         if not passed:
             self._notify_sharing()
         else:
-            for served in self._listened_to:
+            for served in tuple(self._served.values()):
                 served.notify()
                 served.read_on()
             for record in self.core.take_not_owed():
@@ -384,6 +391,8 @@ class ServedTopic:
     def _next_wake_ms(self) -> int | None:
         """Rows whose segment is not in memory wake nobody: the end of its loading does."""
         indexes = self.core.indexes
+        if not indexes.readable:
+            return earliest(indexes.next_due_of_memory_buckets_ms(), self.core.next_redelivery_ms())
         next_load_ms = indexes.next_load_ms(self._environment.config.delivery.lookahead_ms, self._loader.reads)
         return earliest(indexes.next_due_in_memory_ms(), next_load_ms, self.core.next_redelivery_ms())
 

@@ -17,6 +17,7 @@ from daemon.core.limits import RequestLimits
 from daemon.core.mutable_bucket import SealLimits
 from daemon.core.quotas import QuotaLimits
 from daemon.errors import InvalidArgument
+from daemon.surroundings import tick
 from daemon.surroundings.environment import Environment
 from storage_backends import storage_settings
 from storage_backends.formats.manifest import (
@@ -74,7 +75,8 @@ _NOT_ZERO = {
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicSettings:
     """In force for one topic. `policy`: as it was set; `effective`: every field filled. `max_num_buckets` is -1 where
-    nothing is merged. `delay_levels`: as they were set, None: not at all; `levels`: those that count.
+    nothing is merged. `tick_ms`: as it was set; None: the daemon's own (`daemon.surroundings.tick`). `delay_levels`: as
+    they were set, None: not at all; `levels`: those that count.
     """
 
     policy: TopicPolicy
@@ -88,7 +90,7 @@ class TopicSettings:
     merge_rows_max: int
     compatible_form: bool
     shared_index: bool
-    tick_ms: int
+    tick_ms: int | None
     delay_levels: TopicDelayLevels | None
     levels: DelayLevels
 
@@ -119,7 +121,7 @@ def settings_of(environment: Environment, policy: TopicPolicy, table: TopicDelay
         merge_rows_max=effective["merge_rows_max"],
         compatible_form=effective["compatible_form"],
         shared_index=effective["shared_index"],
-        tick_ms=effective["tick_ms"],
+        tick_ms=environment.config.delivery.tick_ms if policy.tick_ms is None else policy.tick_ms,
         delay_levels=table,
         # A limit that was set later refuses rows, not the table.
         levels=levels_of(environment, table, delay_max_ms=TIME_MAX_MS),
@@ -150,7 +152,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "max_num_buckets": bucket.max_num_buckets,
         "merge_buckets_max": bucket.merge_buckets_max,
         "merge_rows_max": bucket.merge_rows_max,
-        "tick_ms": config.delivery.tick_ms,
+        "tick_ms": tick.STEPS_MS[0] if config.delivery.tick_ms is None else config.delivery.tick_ms,
         "pending_rows_max": limits.pending_rows_per_topic_max,
         "due_rows_per_second_max": limits.due_rows_per_second_max,
         "client_rows_per_second_max": limits.client_rows_per_second_max,

@@ -17,6 +17,10 @@ U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
 Index = npt.NDArray[np.integer[Any]] | npt.NDArray[np.bool_] | slice
 
+_U64 = np.dtype(np.uint64)
+
+# Up to so many rows plain Python sorts faster than numpy.
+FEW_ROWS = 16
 # Rows hashed at a time: the working set stays in a core's cache.
 HASH_ROWS = 8192
 _HASH_SEEDS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
@@ -37,6 +41,17 @@ class Rows:
     key_hash: U32 | None = None
 
     def __post_init__(self) -> None:
+        times, ledgers, entries = self.deliver_at_ms, self.ledger_id, self.entry_id
+        if (
+            times.dtype is ledgers.dtype is entries.dtype is _U64
+            and self.key_hash is None
+            and len(times.shape) == 1
+            and times.shape == ledgers.shape == entries.shape
+        ):
+            return
+        self._check()
+
+    def _check(self) -> None:
         shape = self.deliver_at_ms.shape
         if len(shape) != 1 or self.ledger_id.shape != shape or self.entry_id.shape != shape:
             raise ValueError(
@@ -63,8 +78,7 @@ class Rows:
 
     @staticmethod
     def empty() -> Rows:
-        nothing = np.empty(0, np.uint64)
-        return Rows(nothing, nothing, nothing)
+        return _NO_ROWS
 
     @staticmethod
     def concat(parts: Sequence[Rows]) -> Rows:
@@ -107,6 +121,11 @@ class Rows:
 
     def due_order(self) -> npt.NDArray[np.int64]:
         """The index that sorts the rows by (deliver_at, ledger, entry); stable."""
+        if len(self) <= FEW_ROWS:
+            places = list(
+                zip(self.deliver_at_ms.tolist(), self.ledger_id.tolist(), self.entry_id.tolist(), strict=True)
+            )
+            return np.array(sorted(range(len(places)), key=places.__getitem__), np.int64)
         # Where the rows stand in position order, their index stands for the position.
         keys = [self.deliver_at_ms] if self.in_position_order() else [self.deliver_at_ms, self.ledger_id, self.entry_id]
         order = _packed_order(keys)
@@ -117,6 +136,10 @@ class Rows:
     def sorted_by_due(self) -> Rows:
         """The rows in the order (deliver_at, ledger, entry)."""
         return self.take(self.due_order())
+
+
+_NOTHING = np.empty(0, np.uint64)
+_NO_ROWS = Rows(_NOTHING, _NOTHING, _NOTHING)
 
 
 def _packed_order(keys: Sequence[U64]) -> npt.NDArray[np.int64] | None:

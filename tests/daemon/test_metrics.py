@@ -51,7 +51,7 @@ def used() -> metrics.Metrics:
     everything.added_in_order("t", in_due_order=4, others=1)
     everything.level_handed_out("t", 5, np.array([3, 4, 90]))
     everything.acknowledged("t", acknowledged=4, ignored=1)
-    everything.handed_out("t", rows=3, lateness_ms=np.array([1, 2]))
+    everything.handed_out("t", np.array([8, 9, 10], np.uint64), np.array([0, 1, 0], np.uint32), now_ms=10)
     everything.nacked("t", nacked=6, dead_lettered=2, ignored=1)
     everything.ack_timed_out("t", rows=5)
     everything.redelivered(np.array([3, 70]))
@@ -194,7 +194,7 @@ def test_topics_over_the_cap_share_one_label() -> None:
 def test_series_of_topics_can_be_switched_off() -> None:
     off = metrics.Metrics(per_topic=False)
     off.collect_topics_from(lambda: [numbers("a"), numbers("b")])
-    off.handed_out("a", rows=4, lateness_ms=np.array([]))
+    off.handed_out("a", np.zeros(4, np.uint64), None, now_ms=10)
     sample = off.registry.get_sample_value
     assert sample("tarry_handed_out_rows_total", {"topic": "_all"}) == 4
     assert sample("tarry_pending_rows", {"topic": "_all"}) == 2
@@ -205,9 +205,10 @@ def test_series_of_topics_can_be_switched_off() -> None:
 def test_a_column_is_counted_like_its_values_one_by_one(columns: list[list[int]]) -> None:
     ours = metrics.Metrics()
     registry = prometheus_client.CollectorRegistry()
+    now_ms = 10_000_000
     theirs = prometheus_client.Histogram("h", "h", registry=registry, buckets=metrics.LATENESS_BOUNDS_S)
     for column in columns:
-        ours.handed_out("t", rows=len(column), lateness_ms=np.array(column, np.uint64))
+        ours.handed_out("t", now_ms - np.array(column, np.uint64), None, now_ms=now_ms)
         for value in column:
             theirs.observe(value / 1000)
     for bound in [*map(str, metrics.LATENESS_BOUNDS_S), "+Inf"]:

@@ -19,6 +19,7 @@ from tests.daemon.engine._support.nacking import (
     NACKED,
     Claim,
     assert_back_after,
+    claims,
     counts,
     dispatcher,
     entries,
@@ -73,6 +74,23 @@ async def test_a_late_nack_waits_for_a_row_that_is_added_again_so_that_it_comes_
     back = [row for row in await listener.next(2) if row.redeliveries]
     back = back or await listener.next(2)
     assert (entries(back), counts(back)) == ([0, 1], [1, 1])
+
+
+async def test_a_request_is_not_decided_before_one_that_came_first_and_had_to_wait(machines: EngineFixture) -> None:
+    one, listener, rows = await with_rows(machines, 5)
+    gate = one.topic("t").gate
+
+    async def both() -> tuple[int, int]:
+        gate._open.clear()
+        nacking = asyncio.ensure_future(listener.stream.negative_acknowledge(nack_of(rows, 10_000)))
+        gate._open.set()
+        acknowledging = asyncio.ensure_future(listener.stream.acknowledge(claims(rows)))
+        return len((await nacking).ignored), len(await acknowledging)
+
+    assert await one.call(both()) == (0, 0)
+    # The acknowledgement has ended what was NACKED by then.
+    await asyncio.sleep(15)
+    assert listener.nothing_more()
 
 
 async def test_a_nack_that_is_repeated_on_the_next_owner_counts_once(machines: EngineFixture) -> None:
