@@ -319,7 +319,7 @@ def test_a_file_that_is_no_object_is_a_failure(tmp_path: Path) -> None:
 # On the wire
 
 
-@pytest.mark.parametrize("loss", list(Loss))
+@pytest.mark.parametrize("loss", [Loss.CLOSED, Loss.SILENT])
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_deletion_whose_answer_is_lost_may_have_deleted_and_the_next_attempt_ends_it(
     moto: MotoServer, monkeypatch: pytest.MonkeyPatch, loss: Loss, lost: int

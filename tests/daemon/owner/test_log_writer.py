@@ -12,7 +12,7 @@ import pytest
 from daemon.errors import Corruption, InvariantViolated, OutcomeUnknown, Unavailable
 from daemon.owner.log_writer import LogLost, LogWriter, Written
 from daemon.owner.own_log import Filling, OwnLog
-from storage_backends import log_fence
+from storage_backends import crash_points, log_fence
 from storage_backends.formats.log_slot_format import Head
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLog
@@ -72,6 +72,26 @@ class Daemon:
 
     def fence(self) -> None:
         log_fence.fence_log(self.other, FENCER, delays_s=iter(()), sleep=lambda _: None)
+
+
+class Crash(Exception):
+    """The process has died."""
+
+
+@pytest.mark.parametrize(("point", "lands"), [("log.before_put", False), ("log.after_put", True)])
+async def test_a_crash_around_the_put_leaves_the_slot_or_none_and_the_fence_tells_which(
+    point: str, lands: bool
+) -> None:
+    daemon = await Daemon().open()
+
+    def crash(name: str) -> None:
+        if name == point:
+            raise Crash
+
+    with crash_points.intercepted(crash), pytest.raises(Crash):
+        await daemon.write()
+    fence = log_fence.fence_log(daemon.other, FENCER, delays_s=iter(()), sleep=lambda _: None)
+    assert (fence.number, fence.heads) == ((3, {SHARD: Head(1, 1)}) if lands else (2, {}))
 
 
 async def test_slots_are_written_one_behind_the_other() -> None:
