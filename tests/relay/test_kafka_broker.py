@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,6 +168,31 @@ async def test_a_partition_is_committed_by_the_relay_that_has_it(cluster: Cluste
 async def test_a_partition_is_given_up_when_no_commit_of_it_is_under_way(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kafka_broker, "_COMMIT_WAIT_S", 60)
+    consumer = cluster[1]
+    order, goes_on, committing, read = await while_a_commit_waits(cluster, monkeypatch)
+    consumer.script += [goes_on.set, consumer.loses(0), lambda: order.append("given up")]
+    await read()
+    await committing
+    assert order == ["committed", "given up"]
+
+
+async def test_a_partition_is_given_up_though_a_commit_of_it_waits_for_that(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_broker, "_COMMIT_WAIT_S", 0.01)
+    consumer = cluster[1]
+    order, goes_on, committing, read = await while_a_commit_waits(cluster, monkeypatch)
+    consumer.script += [consumer.loses(0), lambda: order.append("given up"), goes_on.set]
+    await read()
+    await committing
+    assert order == ["given up", "committed"]
+
+
+async def while_a_commit_waits(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], threading.Event, asyncio.Task[None], Callable[[], Awaitable[object]]]:
+    """What has happened so far, what the commit waits for, the commit, and a read."""
     reader, consumer, _ = cluster
     consumer.script += [consumer.gets(0), message(0, 7)]
     read = (await reader.read(10, 0)).read
@@ -182,10 +207,7 @@ async def test_a_partition_is_given_up_when_no_commit_of_it_is_under_way(
     monkeypatch.setattr(consumer, "commit", slow)
     committing = asyncio.create_task(reader.commit(read))
     await asyncio.to_thread(commits.wait, 60)
-    consumer.script += [goes_on.set, consumer.loses(0), lambda: order.append("given up")]
-    await reader.read(10, 0)
-    await committing
-    assert order == ["committed", "given up"]
+    return order, goes_on, committing, lambda: reader.read(10, 0)
 
 
 async def test_a_topic_that_is_gone_is_not_there(cluster: Cluster) -> None:

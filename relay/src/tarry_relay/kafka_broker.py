@@ -30,6 +30,8 @@ from tarry_relay.reading_on import Search
 log = logging.getLogger(__name__)
 
 _NO_OFFSET = KafkaError._AUTO_OFFSET_RESET
+# A partition that is to be given up waits so long for a commit that is under way.
+_COMMIT_WAIT_S = 1.0
 _LOOK_AGAIN_S = 0.1
 """So often it is looked at whether the topic that messages are read from is still the same."""
 _REST_S = 1.0
@@ -397,12 +399,17 @@ class KafkaReader:
         log.info("reads partitions", extra={"topic": self._topic, "partitions": sorted(self._lanes)})
 
     def _revoked(self, consumer: kafka.Consumer, partitions: list[TopicPartition]) -> None:
-        # A commit that is under way ends before another relay has the partition, or it would undo the other's.
-        with self._giving_up:
+        # A commit that was sent ends before another relay has the partition, or it would undo the other's. One that was
+        # not is held back by Kafka's client until this call returns.
+        is_over = self._giving_up.acquire(timeout=_COMMIT_WAIT_S)
+        try:
             for each in partitions:
                 lane = self._lanes.pop(each.partition, None)
                 if lane is not None:
                     self._lost.append(lane)
+        finally:
+            if is_over:
+                self._giving_up.release()
 
     def _failed(self, error: KafkaError) -> None:
         if error.code() in (KafkaError._ALL_BROKERS_DOWN, KafkaError._AUTHENTICATION):
