@@ -10,11 +10,12 @@ import dataclasses
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
-from benchmarks import carrying, nats_carriers, redis_carriers
+from benchmarks import carrying, kafka_carriers, nats_carriers, redis_carriers
 from benchmarks.handing_back import HandingBack
 from examples import nats_relay, processes, redis_relay
-from tests.brokers import nats_server, redis_server
+from tests.brokers import kafka_server, nats_server, redis_server
 
+_Server = redis_server.RedisServer | nats_server.NatsServer | kafka_server.KafkaServer
 BROKER, RELAY, WORKER = "broker", "relay", "worker"
 
 
@@ -29,7 +30,7 @@ class Setting:
 # What is said to `tarry-relay`, so that producers and consumers are those of the relays of the examples.
 _RELAY_FILE = """
 daemon = {{ address = "{address}" }}
-broker = {{ kind = "{kind}", url = "{url}", {again} = 2 }}
+broker = {{ kind = "{kind}", url = "{url}", {more} }}
 targets = [{{ name = "{due}" }}]
 retry = {{ name = "{failed}", delays_ms = [{retry_ms}] }}
 
@@ -70,7 +71,7 @@ async def tarry_relay_of_redis(directory: Path, address: str) -> AsyncIterator[S
     """`tarry-relay`. `address`: of a daemon that serves."""
     with _redis(directory) as (server, broker):
         names = {"source": redis_relay.SOURCE, "due": redis_relay.DUE, "failed": redis_relay.FAILED}
-        told = {"kind": "redis", "url": server.url, "again": "claim_s", **names}
+        told = {"kind": "redis", "url": server.url, "more": "claim_s = 2", **names}
         with _started(_tarry_relay(directory, address, told)) as relay:
             yield Setting(redis_carriers.RedisRelayed(server.url, None), {BROKER: broker, RELAY: relay})
 
@@ -82,7 +83,23 @@ async def tarry_relay_of_nats(directory: Path, address: str) -> AsyncIterator[Se
         carrier = nats_carriers.NatsRelayed(server.url, None)
         await carrier.create_streams()
         names = {"source": nats_relay.SOURCE, "due": nats_relay.DUE, "failed": nats_relay.FAILED}
-        told = {"kind": "nats", "url": server.url, "again": "ack_wait_s", **names}
+        told = {"kind": "nats", "url": server.url, "more": "ack_wait_s = 2", **names}
+        with _started(_tarry_relay(directory, address, told)) as relay:
+            yield Setting(carrier, {BROKER: broker, RELAY: relay})
+
+
+@contextlib.asynccontextmanager
+async def tarry_relay_of_kafka(directory: Path, address: str) -> AsyncIterator[Setting]:
+    """`tarry-relay`. `address`: of a daemon that serves."""
+    if (jars := kafka_server.find()) is None:
+        raise processes.ProcessFailed(kafka_server.MISSING)
+    with kafka_server.KafkaServer(jars, directory) as server:
+        broker = _serving(server)
+        carrier = kafka_carriers.KafkaRelayed(server)
+        carrier.create_topics()
+        names = {"source": kafka_carriers.SOURCE, "due": kafka_carriers.DUE, "failed": kafka_carriers.FAILED}
+        # A message that is there already is not looked for in the output: the relay waits as long as the producer.
+        told = {"kind": "kafka", "url": server.url, "more": "confirm_s = 120", **names}
         with _started(_tarry_relay(directory, address, told)) as relay:
             yield Setting(carrier, {BROKER: broker, RELAY: relay})
 
@@ -121,7 +138,7 @@ def _nats(directory: Path) -> Iterator[tuple[nats_server.NatsServer, carrying.Vi
         yield server, _serving(server)
 
 
-def _serving(server: redis_server.RedisServer | nats_server.NatsServer) -> carrying.Victim:
+def _serving(server: _Server) -> carrying.Victim:
     def start() -> None:
         server.start()
         server.wait_until_loaded()

@@ -3,7 +3,7 @@
 in peace, with every process killed once, and with all messages due at once.
 
 Some messages fail at the consumer and come again. The consumer's own record is the oracle: every message, each delivery
-once, none early. Redis synchronises what it stores before it answers, as the daemon does; NATS does so later.
+once, none early. Redis synchronises what it stores before it answers, as the daemon does; NATS and Kafka do so later.
 
 Owns: the contenders, the kills, the figures. Does not own: the load and its account (`carrying`), the processes
 (`carrier_settings`).
@@ -27,7 +27,7 @@ from benchmarks import carrier_settings, carrying, machine, report, workbench
 from benchmarks.carrier_settings import BROKER, RELAY, WORKER, Setting
 from benchmarks.handing_back import HandingBack
 from examples import processes, redis_relay
-from tests.brokers import nats_server
+from tests.brokers import kafka_server, nats_server
 
 NAME = "relays"
 FAILS_EVERY = 50
@@ -44,6 +44,7 @@ Alone = Callable[[Path], AbstractAsyncContextManager[Setting]]
 WITH_TARRY_RELAY: Mapping[str, TarryRelayed] = {
     "tarry-relay, redis": carrier_settings.tarry_relay_of_redis,
     "tarry-relay, nats": carrier_settings.tarry_relay_of_nats,
+    "tarry-relay, kafka": carrier_settings.tarry_relay_of_kafka,
 }
 WITH_EXAMPLE: Mapping[str, Relayed] = {
     "example's relay, redis": carrier_settings.relayed_by_redis,
@@ -53,6 +54,10 @@ ALONE: Mapping[str, Alone] = {
     "sorted set, redis": carrier_settings.sorted_by_redis,
     "schedules, nats": carrier_settings.scheduled_by_nats,
 }
+
+
+# What may come twice, when a process is killed or partitions move to another reader: nothing drops it by its name.
+MAY_DOUBLE = ("tarry-relay, kafka", *ALONE)
 
 
 class Course(enum.StrEnum):
@@ -102,8 +107,12 @@ def run(bench: workbench.Workbench) -> report.Result:
 
 def _missing(bench: workbench.Workbench) -> dict[str, str]:
     """Brokers that are not measured, and why."""
-    missing = {} if bench.redis is not None else {"redis": bench.why_without_redis}
-    return missing if nats_server.find() is not None else missing | {"nats": nats_server.MISSING}
+    found = {
+        "redis": (bench.redis, bench.why_without_redis),
+        "nats": (nats_server.find(), nats_server.MISSING),
+        "kafka": (kafka_server.find(), kafka_server.MISSING),
+    }
+    return {broker: why for broker, (program, why) in found.items() if program is None}
 
 
 def _courses(bench: workbench.Workbench, name: str) -> list[Course]:
@@ -130,8 +139,7 @@ def _turn(
             return {}
     for problem in account.problems():
         rounds.check(what, problem)
-    # A schedule of NATS may come twice when the server is killed.
-    if name not in ALONE:
+    if name not in MAY_DOUBLE:
         rounds.check_count(f"{what}, deliveries that came twice", len(account.doubles), 0)
     used = {f"{what}, {each}'s CPU, s": seconds for each, seconds in cpu_s.items()}
     if course is Course.AT_ONCE:
