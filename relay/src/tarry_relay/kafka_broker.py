@@ -80,12 +80,11 @@ class KafkaBroker:
 
     def comes_back(self, target: str) -> bool:
         """Whether it is the source or the retry log."""
-        return target in self.own_targets()
+        return target in self._settings.read_names
 
     def own_targets(self) -> Sequence[str]:
         """The topics of source and retry log."""
-        retry = self._settings.retry
-        return [self._settings.source.name, *([retry.name] if retry else [])]
+        return self._settings.read_names
 
     async def findings(self) -> AsyncIterator[port.Finding]:
         """Looks at the topics of source, retry log and targets; changes nothing."""

@@ -53,9 +53,8 @@ class NatsBroker:
 
     async def learn_own_subjects(self) -> None:
         """Asks which subjects source and retry log have; a stream that is not there has none. Raises Unreachable."""
-        names = [self._settings.source.name, *([self._settings.retry.name] if self._settings.retry else [])]
         subjects: list[str] = []
-        for name in names:
+        for name in self._settings.read_names:
             with contextlib.suppress(port.NotThere):
                 subjects += (await _asked(self._js.stream_info(name))).config.subjects or ()
         self._own_subjects = tuple(subjects)

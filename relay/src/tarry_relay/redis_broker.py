@@ -64,12 +64,11 @@ class RedisBroker:
 
     def comes_back(self, target: str) -> bool:
         """Whether it is the source or the retry log."""
-        return target in self.own_targets()
+        return target in self._settings.read_names
 
     def own_targets(self) -> Sequence[str]:
         """The keys of source and retry log."""
-        retry = self._settings.retry
-        return [self._settings.source.name, *([retry.name] if retry else [])]
+        return self._settings.read_names
 
     async def findings(self) -> AsyncIterator[port.Finding]:
         """Looks at the server, its clock, and the keys of source and targets; changes nothing."""

@@ -207,6 +207,11 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     retry: Retry | None = None
     targets: tuple[Target, ...] = ()
 
+    @property
+    def read_names(self) -> tuple[str, ...]:
+        """The logs that the relay itself reads: the source, and the retry log if there is one."""
+        return (self.source.name,) if self.retry is None else (self.source.name, self.retry.name)
+
     def targets_by_field(self) -> dict[str, str]:
         """Where messages may go by a name that the file says, by the field that says it."""
         named: dict[str, str | None] = {f"targets[{n}].name": target.name for n, target in enumerate(self.targets)}
@@ -312,9 +317,8 @@ def _check(settings: Settings) -> None:
             raise SettingsError(f"targets[{index}].pattern is {target.pattern!r}: {error}") from error
     if settings.retry is not None and settings.retry.name == source.name:
         raise SettingsError(f"retry.name is {source.name!r}, which is the source: take another stream")
-    read_here = {source.name, source.name if settings.retry is None else settings.retry.name}
     for field, name in settings.targets_by_field().items():
-        if name in read_here:
+        if name in settings.read_names:
             raise SettingsError(f"{field} is {name!r}, which the relay reads itself: what it publishes would go round")
 
 

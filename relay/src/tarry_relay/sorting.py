@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tarry_relay import port, relay_settings
@@ -84,12 +84,9 @@ class Sorting:
     def _withdrawal_of(self, headers: Mapping[str, str], read: port.Read) -> Withdrawal | None:
         """None: it names no other message. Raises Bad."""
         names = self._source.headers
-        given = [name for name in (names.cancel_of, names.reschedule_of) if name in headers]
-        if not given:
+        name = _only_one(headers, (names.cancel_of, names.reschedule_of))
+        if name is None:
             return None
-        if len(given) > 1:
-            raise Bad(f"headers {' and '.join(given)} are given, and only one of them may be")
-        (name,) = given
         text = headers[name].strip()
         try:
             ledger_id, entry_id = self._names.position_of(text)
@@ -152,14 +149,19 @@ def refuse_rounds(settings: Settings, names: port.Names) -> None:
                 )
 
 
-def due_at_ms(headers: Mapping[str, str], sent_at_ms: int, names: Headers, levels_ms: list[int]) -> int | None:
-    """When it is due; None: it has no time. Raises Bad."""
-    given = [name for name in (names.deliver_at, names.delay, names.level) if name in headers]
-    if not given:
-        return None
+def _only_one(headers: Mapping[str, str], names: Sequence[str]) -> str | None:
+    """Which of the headers is given; None: none of them. Raises Bad where more than one is."""
+    given = [name for name in names if name in headers]
     if len(given) > 1:
         raise Bad(f"headers {' and '.join(given)} are given, and only one of them may be")
-    (name,) = given
+    return given[0] if given else None
+
+
+def due_at_ms(headers: Mapping[str, str], sent_at_ms: int, names: Headers, levels_ms: list[int]) -> int | None:
+    """When it is due; None: it has no time. Raises Bad."""
+    name = _only_one(headers, (names.deliver_at, names.delay, names.level))
+    if name is None:
+        return None
     text = headers[name].strip()
     if name == names.deliver_at:
         due_ms = time_ms(name, text)
