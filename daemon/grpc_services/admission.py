@@ -106,18 +106,20 @@ class Context:
         self._refused = refused
 
     async def write(self, response: bytes) -> None:
-        """Sends a response. gRPC takes no status while one is under way, so a call that is to end ends behind it."""
-        if self.ended is None:
-            self._is_writing = True
-            try:
-                await self._write(response)
-            finally:
-                self._is_writing = False
-            if self.ended is None:
-                return
-            self._cancel()
-        # Whoever writes for the call is about to be cancelled.
-        await asyncio.Event().wait()
+        """Sends a response; none when the call is to end. gRPC takes no status while a response is under way,
+        so the call ends behind that.
+        """
+        if self.ended is not None:
+            # Returns, since whoever ends the call may wait for a lock that is held for this.
+            await asyncio.sleep(0)
+            return
+        self._is_writing = True
+        try:
+            await self._write(response)
+        finally:
+            self._is_writing = False
+            if self.ended is not None:
+                self._cancel()
 
     def end(self, why: errors.TarryError, task: asyncio.Task[Any]) -> None:
         """Ends the call before its time. `task`: what serves it."""

@@ -23,7 +23,7 @@ from daemon import config, errors
 from daemon.audit_log import AuditLog
 from daemon.door.door import Door
 from daemon.door.identities import Scope, hash_of
-from daemon.grpc_services import admission
+from daemon.grpc_services import admission, pipeline
 from tarry.v1 import (
     access_pb2,
     admin_pb2,
@@ -392,6 +392,33 @@ async def test_a_call_that_is_ended_while_a_response_is_under_way_ends_behind_it
     slow.sent.set()
     with pytest.raises(asyncio.CancelledError):
         await serving
+
+
+async def test_a_call_whose_writer_holds_a_lock_ends_behind_the_response_too() -> None:
+    slow: Any = SlowCall()
+    call = admission.Context(slow, admission.Rule.of(METHODS_BY_NAME["Subscribe"]), lambda *_: None)
+    writing = asyncio.Lock()
+
+    async def write() -> None:
+        while True:
+            async with writing:
+                await call.write(b"")
+
+    async def serve() -> None:
+        writer = asyncio.create_task(write())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            async with writing:
+                await pipeline.end(writer)
+
+    serving = asyncio.ensure_future(serve())
+    await asyncio.sleep(0.01)
+    call.end(errors.Unavailable("gone"), serving)
+    slow.sent.set()
+    ended, _ = await asyncio.wait([serving], timeout=60)
+    assert ended == {serving}
+    assert serving.cancelled()
 
 
 def look_twice(guarded: Guarded) -> None:
