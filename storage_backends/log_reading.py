@@ -165,7 +165,7 @@ class ShardSections:
 
 
 def extents_once(wanted: Iterable[Extent]) -> list[Extent]:
-    """The same slots, each once: what overlaps or meets is one extent."""
+    """The slots of extents, each once: what overlaps or meets is one extent."""
     by_log: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
     for log_id, after, through in wanted:
         if after < through:

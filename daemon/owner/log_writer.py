@@ -18,6 +18,7 @@ from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknow
 from daemon.owner.own_log import Filling, FrozenSlot, OwnLog
 from daemon.owner.slot_outcome import Certain, Decision, Lost, Next, SlotOutcome
 from daemon.surroundings import backoff
+from daemon.surroundings.giving_up import unless_ended
 from storage_backends import object_store
 from storage_backends.crash_points import crash_point
 from storage_backends.slot_log import SlotLog
@@ -204,15 +205,9 @@ class LogWriter:
             return None
         return outcome.asked(found) if what is Next.ASK else outcome.looked(found)
 
-    async def _unless_ended(self, work: Awaitable[T]) -> T:
-        """The result of `work`; raises OutcomeUnknown when the writer is closed first. A thread that has begun ends by
-        itself.
-        """
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait((task, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-        finally:
-            task.cancel()
-        raise OutcomeUnknown(f"log {self._slots.log_id}: its last slot may or may not be durable")
+    def _unless_ended(self, work: Awaitable[T]) -> Awaitable[T]:
+        """The result of `work`; raises OutcomeUnknown when the writer is closed first."""
+        return unless_ended(work, self._ended, self._given_up)
+
+    def _given_up(self) -> OutcomeUnknown:
+        return OutcomeUnknown(f"log {self._slots.log_id}: its last slot may or may not be durable")

@@ -18,6 +18,7 @@ from typing import TypeVar
 from daemon.errors import InvariantViolated, OutcomeUnknown, Unavailable
 from daemon.shard import slot_put
 from daemon.surroundings import backoff
+from daemon.surroundings.giving_up import unless_ended
 from storage_backends import object_store
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import shard_slot, slot_format
@@ -178,15 +179,9 @@ class JournalWriter:
         if holder is not None:
             raise slot_put.Occupied(following, holder.epoch)
 
-    async def _unless_ended(self, work: Awaitable[T]) -> T:
-        """The result of `work`; raises OutcomeUnknown when the writer is closed first. A thread that has begun ends by
-        itself.
-        """
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait((task, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-        finally:
-            task.cancel()
-        raise OutcomeUnknown(f"shard {self._shard}: slot {self._next_slot} may or may not be durable")
+    def _unless_ended(self, work: Awaitable[T]) -> Awaitable[T]:
+        """The result of `work`; raises OutcomeUnknown when the writer is closed first."""
+        return unless_ended(work, self._ended, self._given_up)
+
+    def _given_up(self) -> OutcomeUnknown:
+        return OutcomeUnknown(f"shard {self._shard}: slot {self._next_slot} may or may not be durable")

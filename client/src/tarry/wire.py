@@ -336,7 +336,7 @@ def decode_lanes(message: bytes) -> list[LaneResponse]:
 
 
 def _lane_responses(message: bytes) -> list[LaneResponse]:
-    """The same for whatever the generated code reads."""
+    """The answers of a message in whatever form, which the generated code reads."""
     read = dispatch_pb2.SubscribeManyResponse.FromString(message)
     return [
         LaneResponse(each.lane, each.response.SerializeToString(), each.ended if each.HasField("ended") else None)
