@@ -18,7 +18,7 @@ from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknow
 from daemon.owner.own_log import Filling, FrozenSlot, OwnLog
 from daemon.owner.slot_outcome import Certain, Decision, Lost, Next, SlotOutcome
 from daemon.surroundings import backoff
-from daemon.surroundings.giving_up import unless_ended
+from daemon.surroundings.unless_ended import unless_ended
 from storage_backends import object_store
 from storage_backends.crash_points import crash_point
 from storage_backends.slot_log import SlotLog

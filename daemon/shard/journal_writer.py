@@ -18,7 +18,7 @@ from typing import TypeVar
 from daemon.errors import InvariantViolated, OutcomeUnknown, Unavailable
 from daemon.shard import slot_put
 from daemon.surroundings import backoff
-from daemon.surroundings.giving_up import unless_ended
+from daemon.surroundings.unless_ended import unless_ended
 from storage_backends import object_store
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import shard_slot, slot_format
