@@ -31,6 +31,7 @@ from botocore.config import Config
 from botocore.parsers import ResponseParserError
 from urllib3 import exceptions as urllib3_errors
 
+from storage_backends import doubling_delays
 from storage_backends.object_store import (
     NO_METADATA,
     AlreadyExists,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Before what has failed is asked for again; doubling, each drawn from the upper half of its step.
+# Before what has failed is asked for again, at first and at the longest.
 _FIRST_DELAY_S: Final = 0.1
 _LAST_DELAY_S: Final = 2.0
 
@@ -238,14 +239,13 @@ class S3Store(ObjectStore):
 
         Raises as `_translated` does, after as many tries as there may be.
         """
-        step_s = _FIRST_DELAY_S
+        delays_s = doubling_delays.delays_s(random.random, first_s=_FIRST_DELAY_S, last_s=_LAST_DELAY_S)
         for _ in range(1, self.settings.attempts):
             try:
                 with _translated(key):
                     return ask()
             except StoreUnavailable:
-                self._sleep(step_s * (0.5 + random.random() / 2))
-                step_s = min(2 * step_s, _LAST_DELAY_S)
+                self._sleep(next(delays_s))
         with _translated(key):
             return ask()
 

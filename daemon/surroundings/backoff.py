@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol, TypeVar
 
+from storage_backends import doubling_delays
 from storage_backends.object_store import StoreError
 
 # The store is asked again soon after a lost answer, and at a bearable rate during an outage.
@@ -63,8 +64,5 @@ async def until_answered(
 
 
 def delays_s(jitter: Jitter) -> Iterator[float]:
-    """Doubling delays in seconds, each drawn from the upper half of its step; without end."""
-    step_s = FIRST_DELAY_S
-    while True:
-        yield step_s * (0.5 + jitter() / 2)
-        step_s = min(2 * step_s, LAST_DELAY_S)
+    """Doubling delays in seconds, for asking the store; without end."""
+    return doubling_delays.delays_s(jitter, first_s=FIRST_DELAY_S, last_s=LAST_DELAY_S)
