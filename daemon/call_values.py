@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.core import garbage_rules
-from daemon.core.adding import AddBatch, AddOutcome
+from daemon.core.adding import AddBatch, AddOutcome, AddRow
 from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.dead_letter_rows import DeadLetterFilter, DeadLetterRows
@@ -33,6 +33,7 @@ from storage_backends.formats.row_columns import U32, U64, Rows
 __all__ = [
     "AddBatch",
     "AddOutcome",
+    "AddRow",
     "BacklogPage",
     "BucketPage",
     "BucketSummary",

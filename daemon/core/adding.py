@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,33 @@ class AddBatch:
         return dataclasses.replace(self, **{name: column[places] for name, column in given if column is not None})
 
 
+class AddRow(NamedTuple):
+    """One position to add, to the shared index, that is stored although its time has come. One of `deliver_at_ms` and
+    `delay_ms` is given.
+    """
+
+    ledger_id: int
+    entry_id: int
+    deliver_at_ms: int | None
+    delay_ms: int | None
+    key_hash: int | None = None
+
+    def batch(self) -> AddBatch:
+        """The row as a request by itself."""
+
+        def column(value: int | None) -> U64 | None:
+            return None if value is None else np.array([value], np.uint64)
+
+        return AddBatch(
+            ledger_id=np.array([self.ledger_id], np.uint64),
+            entry_id=np.array([self.entry_id], np.uint64),
+            deliver_at_ms=column(self.deliver_at_ms),
+            delay_ms=column(self.delay_ms),
+            key_hash=None if self.key_hash is None else np.array([self.key_hash], np.uint32),
+            return_already_due=False,
+        )
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AddOutcome:
     """What became of a batch. `returned_index`, `raised_index`: rows of the request.
@@ -84,6 +112,11 @@ class AddOutcome:
             raised_index=places[self.raised_index],
             refused=refused,
         )
+
+
+ACCEPTED = AddOutcome(1, 0, _NO_ROWS, 0, _NO_ROWS, np.empty(0, np.uint64))
+DUPLICATE = dataclasses.replace(ACCEPTED, accepted=0, duplicates=1)
+"""What becomes of a row that is a request by itself, and not due yet."""
 
 
 def admit_all(accepted: Sequence[Rows]) -> None:
@@ -120,6 +153,18 @@ def stage(
         admit=admit,
     )
     return accepted, outcome if places is None else outcome.placed(places, refused)
+
+
+def stage_each(rows: Rows, index: Index) -> npt.NDArray[np.bool_]:
+    """Which of the rows, each a request by itself, in that order, the index accepts; these are staged there."""
+    keys = index.pages.intern(rows.ledger_id, rows.entry_id)
+    fresh = _Fresh(index, keys, asked := bitmap_of(keys), index.fresh_among(keys, asked))
+    fresh.stage(fresh.fresh)
+    if fresh.fresh is None:
+        return np.ones(len(rows), np.bool_)
+    accepted = np.zeros(len(rows), np.bool_)
+    accepted[fresh.fresh] = True
+    return accepted
 
 
 def refused_of(batch: AddBatch, *, now_ms: int, request_limits: limits.RequestLimits, levels: DelayLevels) -> Refused:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, 
 from typing import assert_never
 
 import numpy as np
+import numpy.typing as npt
 from pyroaring import BitMap64
 
 from daemon.core import adding, delay_levels, entitlement, feeding, limits, trimming
@@ -48,7 +49,7 @@ from daemon.core.withdrawals import Withdrawals
 from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED, subscription_of
 from storage_backends.formats.manifest import LiveBucket, Subscription
-from storage_backends.formats.row_columns import U64
+from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.formats.slot_format import (
     AcknowledgeRecord,
     AddRecord,
@@ -162,6 +163,19 @@ class Topic:
             for level, rows in of_levels
         )
         return records, outcome
+
+    def stage_rows(self, rows: Rows) -> tuple[AddRecord | None, npt.NDArray[np.bool_]]:
+        """Rows for the shared index, each a request by itself, in that order, that are due later than `floor_ms`: (the
+        record to journal, None when nothing is new, and which of the rows are accepted; the others are duplicates).
+        """
+        accepted = adding.stage_each(rows, self.index)
+        if accepted.all():
+            chosen = rows
+        elif accepted.any():
+            chosen = rows.take(accepted)
+        else:
+            return None, accepted
+        return AddRecord(self.topic_id, self.incarnation, self.index.index_id, chosen), accepted
 
     # ---- what dispatchers claim to hold
 

@@ -201,8 +201,13 @@ class Context:
 
     def check(self, request: message.Message) -> None:
         """Refuses a request that the caller may not make. Raises `PermissionDenied`."""
-        self.topic = self._rule.topic_of(request)
-        self.subscription = getattr(request, "subscription", "")
+        self.check_named(self._rule.topic_of(request), getattr(request, "subscription", ""))
+
+    def check_named(self, topic: str, subscription: str) -> None:
+        """Refuses a request that names these where the caller may not make it. `subscription`: "" for none. Raises
+        `PermissionDenied`.
+        """
+        self.topic, self.subscription = topic, subscription
         if self.identity is None:
             return
         self._check_scope({self._rule.scope if self.subscription else self._rule.topic_wide})

@@ -7,6 +7,7 @@ it is: nothing proves it.
 
 from __future__ import annotations
 
+import functools
 import urllib.parse
 
 from daemon import call_values, errors
@@ -14,6 +15,8 @@ from daemon.grpc_services.admission import Context
 
 CLIENT_ID_KEY = "tarry-client-id"
 CLIENT_ID_MAX_BYTES = 128
+# So many connections call often.
+PEERS_REMEMBERED = 1_024
 # Whoever sends it waits for a former owner by itself, and can say what it waits for.
 TOLD_KEY = "tarry-told-of-former-owner"
 
@@ -45,6 +48,7 @@ def waits_by_itself(context: Context, wait_s: float) -> bool:
     return any(key == TOLD_KEY for key, _ in context.invocation_metadata() or ())
 
 
+@functools.lru_cache(PEERS_REMEMBERED)
 def host_of(peer: str) -> str:
     """`ipv4:127.0.0.1:1234` and `ipv6:%5B::1%5D:1234` without their ports; 127.0.0.1 behind a Unix socket."""
     kind, _, address = peer.partition(":")

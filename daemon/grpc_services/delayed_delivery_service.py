@@ -32,13 +32,14 @@ class DelayedDelivery:
         self._engine = engine
         self._settings = settings
         self._frame = unary.Frame(settings)
+        self._size_bytes_max = settings.limits.message_bytes_max
         self._draining = asyncio.Event()
 
     def handlers(self) -> dict[str, unary.Handler]:
         handler = self._frame.handler
         settled = functools.partial(self._frame.settled_handler, alone_in_s=self._engine.requests.alone_in_s)
         return {
-            "AddMessages": self._frame.caller_handler(pb.AddMessagesRequest, self._add),
+            "AddMessages": self._frame.bytes_handler(self._add),
             "StreamAddMessages": grpc.stream_stream_rpc_method_handler(self._stream_add),
             "CancelMessages": settled(pb.CancelMessagesRequest, self._cancel),
             "RescheduleMessages": settled(pb.RescheduleMessagesRequest, self._reschedule),
@@ -47,10 +48,33 @@ class DelayedDelivery:
             "ClearMessages": settled(pb.ClearMessagesRequest, self._clear),
         }
 
-    async def _add(self, request: pb.AddMessagesRequest, caller: call_values.Caller) -> pb.AddMessagesResponse:
+    async def _add(self, data: bytes, context: Context) -> bytes:
+        plain = row_requests.add(data) if len(data) <= self._size_bytes_max else None
+        if plain is None:
+            return await self._add_unusual(data, context)
+        topic, subscription, rows = plain
+        context.check_named(topic, subscription or "")
+        caller = callers.caller_of(context, len(data))
+        if isinstance(rows, call_values.AddRow):
+            answer = self._engine.requests.add_row(topic, rows, caller)
+            if answer is not None:
+                return wire_columns.add_response(await answer)
+            rows = rows.batch()
+        return await self._add_batch(topic, rows, subscription, caller)
+
+    async def _add_unusual(self, data: bytes, context: Context) -> bytes:
+        """A request that the runtime has to read, or that is refused."""
+        request = parsing.parse(pb.AddMessagesRequest, data, size_bytes_max=self._size_bytes_max)
+        context.check(request)
+        caller = callers.caller_of(context, len(data))
         batch = wire_columns.add_batch(request)
-        outcome = await self._engine.requests.add(request.topic, batch, request.subscription or None, caller)
-        return wire_columns.add_response(outcome)
+        return await self._add_batch(request.topic, batch, request.subscription or None, caller)
+
+    async def _add_batch(
+        self, topic: str, batch: call_values.AddBatch, subscription: str | None, caller: call_values.Caller
+    ) -> bytes:
+        adding = self._engine.requests.add(topic, batch, subscription, caller)
+        return wire_columns.add_response(await unary.unbroken(adding))
 
     async def _cancel(self, request: pb.CancelMessagesRequest) -> pb.CancelMessagesResponse:
         ledger_id, entry_id = wire_columns.positions(request)
@@ -172,6 +196,4 @@ def _refuse(error: errors.InvalidArgument) -> Awaitable[call_values.AddOutcome]:
 def _answer(request_id: int, outcome: call_values.AddOutcome | Exception) -> bytes:
     if isinstance(outcome, Exception):
         return pb.StreamAddMessagesResponse(request_id=request_id, error=status.refusal(outcome)).SerializeToString()
-    return pb.StreamAddMessagesResponse(
-        request_id=request_id, added=wire_columns.add_response(outcome)
-    ).SerializeToString()
+    return wire_columns.stream_add_response(request_id, outcome)

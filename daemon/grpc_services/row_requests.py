@@ -1,4 +1,4 @@
-"""The requests of streams that carry rows, read from their bytes: adds, acknowledgements and negative ones as clients
+"""Requests that carry rows, read from their bytes: adds, and of streams acknowledgements and negative ones, as clients
 send them.
 
 Owns: the way past the protobuf runtime. Between other work, with cold caches, the runtime and its way to numpy take
@@ -9,6 +9,7 @@ For anything else this module answers None (`parsing` and `wire_columns` read it
 
 from __future__ import annotations
 
+import struct
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -31,6 +32,9 @@ _SHIFT_MAX = 56
 # The largest and the longest varint of a sint32.
 _LEVEL_FOLDED_MAX = (1 << 32) - 1
 _LEVEL_BYTES_MAX = 5
+
+_ONE_U64 = struct.Struct("<Q").unpack_from
+_ONE_U32 = struct.Struct("<I").unpack_from
 
 _StreamAdd = delayed_delivery_pb2.StreamAddMessagesRequest
 _Add = delayed_delivery_pb2.AddMessagesRequest
@@ -55,6 +59,7 @@ _ON_INVALID_KNOWN = frozenset(delayed_delivery_pb2.OnInvalid.values())
 _ON_INVALID_RETURN = delayed_delivery_pb2.ON_INVALID_RETURN
 _STREAM_ADD_FIELDS = frozenset((_REQUEST_ID, _ADD))
 _TIMES = frozenset((_DELIVER_AT_MS, _DELAY_MS, _DELAY_LEVEL))
+_ADD_ROW_FIELDS = frozenset((_TOPIC, _LEDGER_ID, _ENTRY_ID, _DELIVER_AT_MS, _DELAY_MS, _KEY_HASH))
 _ADD_FIELDS = _TIMES | {_TOPIC, _LEDGER_ID, _ENTRY_ID, _KEY_HASH, _SUBSCRIPTION, _ALREADY_DUE, _ON_INVALID}
 
 _OF_SUBSCRIBE = dispatch_pb2.SubscribeRequest.ACKNOWLEDGE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
@@ -92,26 +97,60 @@ def stream_add(data: bytes) -> tuple[int, str, str | None, call_values.AddBatch]
         outer = scan(data, 0, len(data), _STREAM_ADD_FIELDS)
         start, size = outer[_ADD]
         fields = scan(data, start, start + size, _ADD_FIELDS)
-        rows = fields[_ENTRY_ID][1] >> 3
-        if len(_TIMES & fields.keys()) != 1:
-            return None
-        return (
-            outer[_REQUEST_ID][1],
-            _text(data, fields[_TOPIC]),
-            _text(data, fields[_SUBSCRIPTION]) or None if _SUBSCRIPTION in fields else None,
-            call_values.AddBatch(
-                ledger_id=_u64(data, fields[_LEDGER_ID], rows),
-                entry_id=_u64(data, fields[_ENTRY_ID], rows),
-                deliver_at_ms=_u64(data, fields[_DELIVER_AT_MS], rows) if _DELIVER_AT_MS in fields else None,
-                delay_ms=_u64(data, fields[_DELAY_MS], rows) if _DELAY_MS in fields else None,
-                key_hash=_u32(data, fields[_KEY_HASH], rows) if _KEY_HASH in fields else None,
-                return_already_due=_enum(fields, _ALREADY_DUE, _ALREADY_DUE_KNOWN) == _ALREADY_DUE_RETURN,
-                delay_level=_levels(data, fields[_DELAY_LEVEL], rows) if _DELAY_LEVEL in fields else None,
-                return_invalid=_enum(fields, _ON_INVALID, _ON_INVALID_KNOWN) == _ON_INVALID_RETURN,
-            ),
-        )
+        return outer[_REQUEST_ID][1], *_names_of_add(data, fields), _add_batch(data, fields)
     except (NotPlainError, KeyError, IndexError, UnicodeDecodeError):
         return None
+
+
+def add(data: bytes) -> tuple[str, str | None, call_values.AddRow | call_values.AddBatch] | None:
+    """Topic, subscription and rows of an `AddMessagesRequest`; None: it is for the runtime to read.
+
+    The subscription is None where the request names none. The rows are an `AddRow` where they can be one.
+    """
+    try:
+        fields = scan(data, 0, len(data), _ADD_FIELDS)
+        row = _add_row(data, fields) if fields[_ENTRY_ID][1] == 8 and fields.keys() <= _ADD_ROW_FIELDS else None
+        return *_names_of_add(data, fields), _add_batch(data, fields) if row is None else row
+    except (NotPlainError, KeyError, IndexError, UnicodeDecodeError):
+        return None
+
+
+def _names_of_add(data: bytes, fields: Fields) -> tuple[str, str | None]:
+    subscription = _text(data, fields[_SUBSCRIPTION]) or None if _SUBSCRIPTION in fields else None
+    return _text(data, fields[_TOPIC]), subscription
+
+
+def _add_row(data: bytes, fields: Fields) -> call_values.AddRow | None:
+    """The one row of an add; None where the columns do not fit together."""
+    by_delay = _DELAY_MS in fields
+    key_hash = fields.get(_KEY_HASH)
+    ledger_id, time = fields[_LEDGER_ID], fields[_DELAY_MS if by_delay else _DELIVER_AT_MS]
+    if (by_delay and _DELIVER_AT_MS in fields) or ledger_id[1] != 8 or time[1] != 8 or (key_hash and key_hash[1] != 4):
+        return None
+    time_ms = _ONE_U64(data, time[0])[0]
+    return call_values.AddRow(
+        _ONE_U64(data, ledger_id[0])[0],
+        _ONE_U64(data, fields[_ENTRY_ID][0])[0],
+        None if by_delay else time_ms,
+        time_ms if by_delay else None,
+        _ONE_U32(data, key_hash[0])[0] if key_hash else None,
+    )
+
+
+def _add_batch(data: bytes, fields: Fields) -> call_values.AddBatch:
+    rows = fields[_ENTRY_ID][1] >> 3
+    if len(_TIMES & fields.keys()) != 1:
+        raise NotPlainError
+    return call_values.AddBatch(
+        ledger_id=_u64(data, fields[_LEDGER_ID], rows),
+        entry_id=_u64(data, fields[_ENTRY_ID], rows),
+        deliver_at_ms=_u64(data, fields[_DELIVER_AT_MS], rows) if _DELIVER_AT_MS in fields else None,
+        delay_ms=_u64(data, fields[_DELAY_MS], rows) if _DELAY_MS in fields else None,
+        key_hash=_u32(data, fields[_KEY_HASH], rows) if _KEY_HASH in fields else None,
+        return_already_due=_enum(fields, _ALREADY_DUE, _ALREADY_DUE_KNOWN) == _ALREADY_DUE_RETURN,
+        delay_level=_levels(data, fields[_DELAY_LEVEL], rows) if _DELAY_LEVEL in fields else None,
+        return_invalid=_enum(fields, _ON_INVALID, _ON_INVALID_KNOWN) == _ON_INVALID_RETURN,
+    )
 
 
 def acknowledge(data: bytes) -> tuple[int, call_values.HeldPositions] | None:

@@ -20,13 +20,14 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 from google.protobuf import message
 
-from daemon import call_values, config, errors
+from daemon import config, errors
 from daemon.grpc_services import callers, parsing, status
 from daemon.grpc_services.admission import Context
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=message.Message)
+T = TypeVar("T")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Answer: TypeAlias = message.Message | bytes
 
@@ -40,10 +41,10 @@ class Frame:
     def handler(self, request_type: type[M], call: Callable[[M], Coroutine[Any, Any, Answer]]) -> Handler:
         """A call that goes on when its caller goes away: that does not stop the engine halfway."""
 
-        async def unbroken(request: M, _: Context) -> Answer:
-            return await _unbroken(call(request))
+        async def to_its_end(request: M, _: Context) -> Answer:
+            return await unbroken(call(request))
 
-        return self.cancelled_handler(request_type, unbroken)
+        return self.cancelled_handler(request_type, to_its_end)
 
     def settled_handler(
         self,
@@ -68,23 +69,18 @@ class Frame:
                     retry_after_ms=wait_ms,
                     former_owner_ms=wait_ms,
                 )
-            return await _unbroken(call(request))
+            return await unbroken(call(request))
 
         return self.cancelled_handler(request_type, told)
 
-    def caller_handler(
-        self, request_type: type[M], call: Callable[[M, call_values.Caller], Coroutine[Any, Any, Answer]]
-    ) -> Handler:
-        """Makes a handler of a call that is told who makes it and how large the request is, and goes on when its caller
-        goes away.
-        """
+    def bytes_handler(self, call: Callable[[bytes, Context], Awaitable[bytes]]) -> Handler:
+        """Makes a handler of a call that reads its request from the bytes, and checks what it names by itself."""
 
         async def handle(data: bytes, context: Context) -> bytes:
-            async def unbroken(request: M, _: Context) -> Answer:
-                caller = callers.caller_of(context, len(data))
-                return await _unbroken(call(request, caller))
-
-            return await self._handle(request_type, data, context, unbroken)
+            try:
+                return await call(data, context)
+            except Exception as error:  # noqa: BLE001 - every error has a status
+                await status.abort(context, error)
 
         return grpc.unary_unary_rpc_method_handler(handle)
 
@@ -123,7 +119,7 @@ class Frame:
         return grpc.unary_stream_rpc_method_handler(handle)
 
 
-async def _unbroken(call: Coroutine[Any, Any, Answer]) -> Answer:
+async def unbroken(call: Coroutine[Any, Any, T]) -> T:
     """The answer of a call that goes on when whoever waits for it is cancelled."""
     work = asyncio.ensure_future(call)
     try:
@@ -133,7 +129,7 @@ async def _unbroken(call: Coroutine[Any, Any, Answer]) -> Answer:
         raise
 
 
-def _tell(work: asyncio.Future[Answer]) -> None:
+def _tell(work: asyncio.Future[Any]) -> None:
     """The end of a call whose caller has gone."""
     if not work.cancelled() and (error := work.exception()) is not None:
         level = logging.INFO if isinstance(error, errors.TarryError) else logging.ERROR

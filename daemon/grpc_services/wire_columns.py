@@ -72,6 +72,12 @@ _TAKEN_COLUMNS = (
 _TAKEN_BATCH_INDEX = _tag(_TAKEN.BATCH_INDEX_FIELD_NUMBER, _PACKED)
 _TAKEN_CONSUMER_ID = _tag(_TAKEN.CONSUMER_ID_FIELD_NUMBER, _PACKED)
 _LEASED = _tag(dispatch_pb2.GetScheduledMessagesResponse.MESSAGES_FIELD_NUMBER, _PACKED)
+_add = delayed_delivery_pb2.AddMessagesResponse
+_ACCEPTED = _tag(_add.ACCEPTED_FIELD_NUMBER, _VARINT)
+_DUPLICATES = _tag(_add.DUPLICATES_FIELD_NUMBER, _VARINT)
+_LATE_ON_ARRIVAL = _tag(_add.LATE_ON_ARRIVAL_FIELD_NUMBER, _VARINT)
+_ADDED_ID = _tag(delayed_delivery_pb2.StreamAddMessagesResponse.REQUEST_ID_FIELD_NUMBER, _VARINT)
+_ADDED = _tag(delayed_delivery_pb2.StreamAddMessagesResponse.ADDED_FIELD_NUMBER, _PACKED)
 _RANGES = delayed_delivery_pb2.EntryRanges
 _RANGE_COLUMNS = (
     _tag(_RANGES.LEDGER_ID_FIELD_NUMBER, _PACKED),
@@ -356,19 +362,28 @@ def _one_where_alike(reasons: npt.NDArray[np.uint8]) -> Any:
     return (reasons[:1] if (reasons == reasons[0]).all() else reasons).tolist()
 
 
-def add_response(outcome: call_values.AddOutcome) -> delayed_delivery_pb2.AddMessagesResponse:
-    response = delayed_delivery_pb2.AddMessagesResponse(
-        accepted=outcome.accepted, duplicates=outcome.duplicates, late_on_arrival=outcome.late_on_arrival
-    )
-    if len(outcome.returned_index):
-        response.returned_index.extend(outcome.returned_index.tolist())
-    if len(outcome.raised_index):
-        response.raised_index.extend(outcome.raised_index.tolist())
-        response.raised_deliver_at_ms.extend(outcome.raised_deliver_at_ms.tolist())
+def add_response(outcome: call_values.AddOutcome) -> bytes:
+    """An encoded `AddMessagesResponse`."""
+    encoded = _ACCEPTED + varint(outcome.accepted) if outcome.accepted else b""
+    if outcome.duplicates:
+        encoded += _DUPLICATES + varint(outcome.duplicates)
+    if outcome.late_on_arrival:
+        encoded += _LATE_ON_ARRIVAL + varint(outcome.late_on_arrival)
+    if not (len(outcome.returned_index) or len(outcome.raised_index) or len(outcome.refused)):
+        return encoded
+    columns = delayed_delivery_pb2.AddMessagesResponse()
+    columns.returned_index.extend(outcome.returned_index.tolist())
+    columns.raised_index.extend(outcome.raised_index.tolist())
+    columns.raised_deliver_at_ms.extend(outcome.raised_deliver_at_ms.tolist())
     if len(outcome.refused):
-        response.refused_index.extend(outcome.refused.index.tolist())
-        response.refused_reason.extend(_one_where_alike(outcome.refused.reason))
-    return response
+        columns.refused_index.extend(outcome.refused.index.tolist())
+        columns.refused_reason.extend(_one_where_alike(outcome.refused.reason))
+    return encoded + columns.SerializeToString()
+
+
+def stream_add_response(request_id: int, outcome: call_values.AddOutcome) -> bytes:
+    """An encoded `StreamAddMessagesResponse`."""
+    return b"".join((_ADDED_ID, varint(request_id), nested(_ADDED, add_response(outcome))))
 
 
 def cancel_response(outcome: call_values.CancelOutcome) -> delayed_delivery_pb2.CancelMessagesResponse:

@@ -115,6 +115,15 @@ class Requests:
         with served.failing(InvariantViolated):
             return await served.add(batch, None, caller)
 
+    def add_row(
+        self, topic: str, row: call_values.AddRow, caller: call_values.Caller
+    ) -> asyncio.Future[call_values.AddOutcome] | None:
+        """Adds a row to a topic together with others that come at once. The future ends as `add` does; it may be
+        cancelled: the row is added all the same. None: the row is for `add`.
+        """
+        owned = self._engine.shard_of(topic).topics.get(topic)
+        return None if owned is None else owned.served.joint_adds.join(row, caller)
+
     async def cancel(
         self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64
     ) -> call_values.CancelOutcome:

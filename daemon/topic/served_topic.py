@@ -38,6 +38,7 @@ from daemon.surroundings.due_loop import DueLoop
 from daemon.surroundings.environment import Environment
 from daemon.surroundings.failure_scope import TopicFailed
 from daemon.surroundings.pace import Pace
+from daemon.topic.joint_adds import JointAdds
 from daemon.topic.segment_loading import SegmentLoader
 from daemon.topic.topic_gate import TopicGate
 from daemon.topic.topic_retention import TopicRetention
@@ -108,6 +109,7 @@ class ServedTopic:
         self.withdrawing = Withdrawing(self, environment)
         self.dead_letters = TopicDeadLetters(self, environment)
         self.retention = TopicRetention(topic, environment)
+        self.joint_adds = JointAdds(self, environment)
         self.wake_at_ms: int | None = None
         # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
         self.last_changed_slot = 0

@@ -21,6 +21,7 @@ from storage_backends.formats.row_columns import U64, Rows
 
 # Somebody who is refused again and again does not have the rows counted more often.
 COUNT_INTERVAL_S = 0.5
+UNLIMITED = QuotaLimits()
 
 
 class TopicQuotas:
@@ -61,6 +62,11 @@ class TopicQuotas:
             self.due = None
         elif self.due is None:
             self.due = DueSeconds()
+
+    @property
+    def apply(self) -> bool:
+        """Whether anything is limited."""
+        return self.limits != UNLIMITED or bool(self.pending.rows_max)
 
     async def counted(self) -> None:
         """Returns when it is known how many rows come due in each second, if that is limited."""

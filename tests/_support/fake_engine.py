@@ -131,6 +131,9 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             raised_deliver_at_ms=np.empty(0, np.uint64),
         ).placed(places, refused)
 
+    def add_row(self, topic: str, row: call_values.AddRow, caller: call_values.Caller) -> None:
+        """Each row goes by itself."""
+
     async def cancel(
         self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64
     ) -> call_values.CancelOutcome:

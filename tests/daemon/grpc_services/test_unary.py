@@ -26,7 +26,7 @@ async def test_what_becomes_of_a_call_that_its_caller_gave_up_is_told_once(
         raise error
 
     with caplog.at_level(logging.INFO):
-        handled = asyncio.ensure_future(unary._unbroken(call()))
+        handled = asyncio.ensure_future(unary.unbroken(call()))
         await asyncio.sleep(0)
         handled.cancel()
         await asyncio.wait([handled])
