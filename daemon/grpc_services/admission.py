@@ -81,6 +81,18 @@ class Rule:
 class Context:
     """One call that is let in, or refused: gRPC's context, and what the caller may do. `identity` None: everything."""
 
+    # What most calls never change is not set for each of them.
+    identity: Identity | None = None
+    # Known when the request was read, and when the call was over: the audit log tells them.
+    topic = subscription = ""
+    outcome = grpc.StatusCode.UNKNOWN
+    is_over = False
+    is_refused = False
+    # Why the call is ended before its time.
+    ended: errors.TarryError | None = None
+    _is_writing = False
+    _task: asyncio.Task[Any] | None = None
+
     def __init__(
         self, context: grpc.aio.ServicerContext[bytes, bytes], rule: Rule, refused: Callable[[Context, Refusal], None]
     ) -> None:
@@ -90,18 +102,8 @@ class Context:
         self.invocation_metadata = context.invocation_metadata
         self.time_remaining = context.time_remaining
         self.auth_context = context.auth_context
-        self.identity: Identity | None = None
-        # Known when the request was read, and when the call was over: the audit log tells them.
-        self.topic = self.subscription = ""
-        self.outcome = grpc.StatusCode.UNKNOWN
-        self.is_over = False
-        self.is_refused = False
-        # Why the call is ended before its time.
-        self.ended: errors.TarryError | None = None
         self._abort = context.abort
         self._write = context.write
-        self._is_writing = False
-        self._task: asyncio.Task[Any] | None = None
         self._rule = rule
         self._refused = refused
 
@@ -268,9 +270,20 @@ class Admission:
                     call.admit(identities)
             except (errors.Unauthenticated, errors.PermissionDenied) as refusal:
                 await status.abort(call, refusal)
+            task = cast("asyncio.Task[Any]", asyncio.current_task())
+            self._open[call] = task
             try:
-                return await self._serve(serve, request, call)
+                answer = await serve(request, call)
+                call.outcome = grpc.StatusCode.OK
+                return answer
+            except asyncio.CancelledError:
+                if call.ended is None:
+                    call.outcome = grpc.StatusCode.CANCELLED
+                    raise
+                task.uncancel()
+                await status.abort(call, call.ended)
             finally:
+                del self._open[call]
                 if rule.audited and not call.is_refused:
                     self._audit_log.tell("call", **call.known(), outcome=call.outcome.name)
 
@@ -284,22 +297,6 @@ class Admission:
                 lost = call.lost(identities)
                 if lost is not None:
                     call.end(lost, task)
-
-    async def _serve(self, serve: Callable[[Any, Context], Awaitable[Any]], request: Any, call: Context) -> Any:
-        task = cast("asyncio.Task[Any]", asyncio.current_task())
-        self._open[call] = task
-        try:
-            answer = await serve(request, call)
-            call.outcome = grpc.StatusCode.OK
-            return answer
-        except asyncio.CancelledError:
-            if call.ended is None:
-                call.outcome = grpc.StatusCode.CANCELLED
-                raise
-            task.uncancel()
-            await status.abort(call, call.ended)
-        finally:
-            del self._open[call]
 
     def _refused(self, call: Context, refusal: Refusal) -> None:
         self._told(refusal)

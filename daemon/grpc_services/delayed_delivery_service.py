@@ -73,8 +73,12 @@ class DelayedDelivery:
     async def _add_batch(
         self, topic: str, batch: call_values.AddBatch, subscription: str | None, caller: call_values.Caller
     ) -> bytes:
-        adding = self._engine.requests.add(topic, batch, subscription, caller)
-        return wire_columns.add_response(await unary.unbroken(adding))
+        requests = self._engine.requests
+        answer: Awaitable[call_values.AddOutcome] | None
+        answer = requests.add_at_once(topic, batch, caller) if subscription is None else None
+        if answer is None:
+            answer = unary.unbroken(requests.add(topic, batch, subscription, caller))
+        return wire_columns.add_response(await answer)
 
     async def _cancel(self, request: pb.CancelMessagesRequest) -> pb.CancelMessagesResponse:
         ledger_id, entry_id = wire_columns.positions(request)
@@ -186,7 +190,9 @@ class _AddStream:
         caller: call_values.Caller,
     ) -> Awaitable[call_values.AddOutcome]:
         self._context.check_topic(topic)
-        return self._engine.requests.add(topic, batch(), subscription, caller)
+        requests, rows = self._engine.requests, batch()
+        answer = requests.add_at_once(topic, rows, caller) if subscription is None else None
+        return requests.add(topic, rows, subscription, caller) if answer is None else answer
 
 
 def _refuse(error: errors.InvalidArgument) -> Awaitable[call_values.AddOutcome]:

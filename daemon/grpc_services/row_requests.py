@@ -207,8 +207,10 @@ def scan(data: bytes, place: int, end: int, known: frozenset[int]) -> Fields:
     """The fields of the message in data[place:end]. Raises NotPlainError, IndexError: it is for the runtime to read."""
     fields: Fields = {}
     while place < end:
-        tag = data[place]
-        number, place = varint_at(data, place + 1)
+        tag, number = data[place], data[place + 1]
+        place += 2
+        if number > 0x7F:
+            number, place = varint_at(data, place - 1)
         if tag not in known or tag in fields:
             raise NotPlainError
         fields[tag] = (place, number)

@@ -103,7 +103,7 @@ class Requests:
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
         if subscription is not None:
             async with self._served(topic) as (_, served):
-                return await served.add(batch, subscription, caller)
+                return await served.adding.add(batch, subscription, caller)
         shard = self._engine.shard_of(topic)
         if await shard.topic(topic) is None:
             # What is refused bears no topic.
@@ -113,16 +113,26 @@ class Requests:
             shard.pending.check(len(batch.entry_id) - len(refused))
         served = await shard.topic_to_write(topic)
         with served.failing(InvariantViolated):
-            return await served.add(batch, None, caller)
+            return await served.adding.add(batch, None, caller)
+
+    def add_at_once(
+        self, topic: str, batch: call_values.AddBatch, caller: call_values.Caller
+    ) -> asyncio.Future[call_values.AddOutcome] | None:
+        """Adds positions to a topic that is there. The future ends as `add` does; it may be cancelled: they are added
+        all the same. None: they are for `add`. Raises QuotaExceeded.
+        """
+        owned = self._engine.shard_of(topic).topics.get(topic)
+        if owned is None:
+            return None
+        limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
+        return owned.served.adding.add_at_once(batch, caller)
 
     def add_row(
         self, topic: str, row: call_values.AddRow, caller: call_values.Caller
     ) -> asyncio.Future[call_values.AddOutcome] | None:
-        """Adds a row to a topic together with others that come at once. The future ends as `add` does; it may be
-        cancelled: the row is added all the same. None: the row is for `add`.
-        """
+        """Adds a row, as `add_at_once` does, together with others that come at about the same time."""
         owned = self._engine.shard_of(topic).topics.get(topic)
-        return None if owned is None else owned.served.joint_adds.join(row, caller)
+        return None if owned is None else owned.served.adding.add_row(row, caller)
 
     async def cancel(
         self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64

@@ -1,8 +1,8 @@
 """A topic that this daemon serves: requests, due rows and streams meet here.
 
-Owns: adding and asking for rows, its wake-ups, and loading its segments.
-Does not own: decisions (`daemon.core.topic`), who listens to a subscription and what is handed out
-(`served_subscription`), how streams open (`stream_opening`), requests on what was handed out (`acknowledging`,
+Owns: asking for rows, its wake-ups, and loading its segments.
+Does not own: decisions (`daemon.core.topic`), adds (`topic_adding`), who listens to a subscription and what is handed
+out (`served_subscription`), how streams open (`stream_opening`), requests on what was handed out (`acknowledging`,
 `negative_acknowledging`), the moment of a cancellation (`topic_withdrawing`), slots (`shard_staging`), seals and drops
 (`bucket_life`), changes of the topic as a whole (`topic_changes`), and what is shown of it (`topic_inspection`,
 `topic_retention`).
@@ -19,10 +19,9 @@ from typing import Protocol
 import numpy as np
 
 from daemon.call_values import RetentionPage
-from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.positions import KeyedRows
-from daemon.core.quotas import Caller, PendingRows
+from daemon.core.quotas import PendingRows
 from daemon.core.runs import earliest
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription_state import SubscriptionState
@@ -38,8 +37,8 @@ from daemon.surroundings.due_loop import DueLoop
 from daemon.surroundings.environment import Environment
 from daemon.surroundings.failure_scope import TopicFailed
 from daemon.surroundings.pace import Pace
-from daemon.topic.joint_adds import JointAdds
 from daemon.topic.segment_loading import SegmentLoader
+from daemon.topic.topic_adding import TopicAdding
 from daemon.topic.topic_gate import TopicGate
 from daemon.topic.topic_retention import TopicRetention
 from daemon.topic.topic_withdrawing import Withdrawing
@@ -109,7 +108,7 @@ class ServedTopic:
         self.withdrawing = Withdrawing(self, environment)
         self.dead_letters = TopicDeadLetters(self, environment)
         self.retention = TopicRetention(topic, environment)
-        self.joint_adds = JointAdds(self, environment)
+        self.adding = TopicAdding(self, environment)
         self.wake_at_ms: int | None = None
         # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
         self.last_changed_slot = 0
@@ -127,43 +126,6 @@ class ServedTopic:
         self._withheld: frozenset[int] = frozenset()
 
     # ---- requests
-
-    async def add(self, batch: AddBatch, subscription: str | None = None, caller: Caller | None = None) -> AddOutcome:
-        """Adds rows for every subscription, or for one alone. Raises NotFound, QuotaExceeded."""
-        await self.quotas.counted()
-        await self.gate.passed()
-        await self.withdrawing.none_leaving(batch.ledger_id, batch.entry_id)
-        subscription_id = 0 if subscription is None else self.subscription(subscription).subscription_id
-        commits = self.shard.commits
-        commits.check_accepting()
-        self.check_room()
-        environment = self._environment
-        now_ms = environment.clock.now_ms()
-        admission = self.quotas.admission(caller, now_ms=now_ms)
-        records, outcome = self.core.stage_add(
-            batch,
-            now_ms=now_ms,
-            request_limits=self.settings.request_limits,
-            subscription_id=subscription_id,
-            shared_index=self.settings.shared_index,
-            levels=self.settings.levels,
-            admit=admission.admit,
-        )
-        slot = commits.stage(*records) if records else None
-        admission.staged(slot, rows=len(batch.entry_id) - len(outcome.refused))
-        if slot is not None:
-            await asyncio.shield(slot)
-        else:
-            await commits.confirmed()
-        environment.metrics.added(
-            self.core.name,
-            accepted=outcome.accepted,
-            duplicates=outcome.duplicates,
-            returned=len(outcome.returned_index),
-            late_on_arrival=outcome.late_on_arrival,
-            refused=len(outcome.refused),
-        )
-        return outcome
 
     def check_room(self) -> None:
         """Raises QuotaExceeded when too many buckets wait to be sealed for more rows to come."""

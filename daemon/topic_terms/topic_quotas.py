@@ -68,9 +68,14 @@ class TopicQuotas:
         """Whether anything is limited."""
         return self.limits != UNLIMITED or bool(self.pending.rows_max)
 
+    @property
+    def are_counted(self) -> bool:
+        """Whether it is known how many rows come due in each second, if that is limited."""
+        return self.due is None or not self.due.uncounted
+
     async def counted(self) -> None:
         """Returns when it is known how many rows come due in each second, if that is limited."""
-        if self.due is not None and self.due.uncounted:
+        if not self.are_counted:
             await asyncio.shield(self._count())
 
     def admission(self, caller: Caller | None, *, now_ms: int) -> Admission:

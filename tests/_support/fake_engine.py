@@ -131,6 +131,9 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             raised_deliver_at_ms=np.empty(0, np.uint64),
         ).placed(places, refused)
 
+    def add_at_once(self, topic: str, batch: call_values.AddBatch, caller: call_values.Caller) -> None:
+        """Nothing is known at once."""
+
     def add_row(self, topic: str, row: call_values.AddRow, caller: call_values.Caller) -> None:
         """Each row goes by itself."""
 

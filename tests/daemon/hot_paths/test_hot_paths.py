@@ -27,11 +27,14 @@ async def test_a_hot_path_costs_no_more_than_its_limit(machines: EngineFixture, 
 async def test_one_more_task_for_each_request_is_beyond_the_limits(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add: Any = Requests.add
+    add: Any = Requests.add_at_once
 
-    async def slower(*arguments: Any) -> Any:
-        return await asyncio.create_task(add(*arguments))
+    def slower(*arguments: Any) -> Any:
+        async def wait() -> Any:
+            return await add(*arguments)
 
-    monkeypatch.setattr(Requests, "add", slower)
+        return asyncio.create_task(wait())
+
+    monkeypatch.setattr(Requests, "add_at_once", slower)
     counts = await paths.counts_of(machines, "batches_added")
     assert "tasks" in counts.beyond(paths.LIMITS["batches_added"])
