@@ -45,13 +45,16 @@ class Refused:
 
     @staticmethod
     def nothing() -> Refused:
-        return Refused(np.empty(0, np.uint32), np.empty(0, np.uint8))
+        return _NOTHING
 
     def others(self, rows: int) -> U32:
         """The places of a request of so many rows that are not refused, ascending."""
         kept = np.ones(rows, np.bool_)
         kept[self.index] = False
         return np.flatnonzero(kept).astype(np.uint32)
+
+
+_NOTHING = Refused(np.empty(0, np.uint32), np.empty(0, np.uint8))
 
 
 def refused_rows(

@@ -117,12 +117,30 @@ def add_by_runtime(data: bytes) -> Read | None:
     return of_add(request.request_id, request.add.topic, request.add.subscription or None, batch)
 
 
+def unary_add_by_runtime(data: bytes, request_id: int) -> Read | None:
+    try:
+        request = delayed_delivery_pb2.AddMessagesRequest.FromString(data)
+        batch = wire_columns.add_batch(request)
+    except (message.DecodeError, errors.InvalidArgument):
+        return None
+    return of_add(request_id, request.topic, request.subscription or None, batch)
+
+
 def add_by_bytes(data: bytes) -> Read | None:
     read = row_requests.stream_add(data)
     if read is None:
         return None
     request_id, topic, subscription, batch = read
     return of_add(request_id, topic, subscription, batch)
+
+
+def unary_add_by_bytes(data: bytes, request_id: int) -> Read | None:
+    """An add that is a call of its own, as a request of a stream with that id would be."""
+    read = row_requests.add(data)
+    if read is None:
+        return None
+    topic, subscription, rows = read
+    return of_add(request_id, topic, subscription, rows.batch() if isinstance(rows, call_values.AddRow) else rows)
 
 
 def of_add(request_id: int, topic: str, subscription: str | None, batch: call_values.AddBatch) -> Read:
@@ -184,6 +202,35 @@ def test_an_add_is_read_as_the_runtime_reads_it(
         for part in (data, data[: len(data) - cut]):
             read = add_by_bytes(part)
             assert read is None or read == add_by_runtime(part)
+
+
+@given(request=ADDS, splice=SPLICES, cut=st.integers(0, 3))
+def test_an_add_by_itself_is_read_as_the_runtime_reads_it(
+    request: delayed_delivery_pb2.StreamAddMessagesRequest, splice: tuple[int, bytes], cut: int
+) -> None:
+    plain = request.add.SerializeToString()
+    for data in (plain, spliced(plain, splice)):
+        part = data[: len(data) - cut]
+        read = unary_add_by_bytes(part, 1)
+        assert read is None or read == unary_add_by_runtime(part, 1)
+
+
+@pytest.mark.parametrize("time", ["deliver_at_ms", "delay_ms"])
+@pytest.mark.parametrize("key_hash", [None, 0, (1 << 32) - 1])
+def test_an_add_of_one_row_is_read_as_numbers(time: str, key_hash: int | None) -> None:
+    fields: dict[str, Any] = {time: [1 << 40]} | ({} if key_hash is None else {"key_hash": [key_hash]})
+    add = delayed_delivery_pb2.AddMessagesRequest(topic="é", ledger_id=[3], entry_id=[(1 << 64) - 1], **fields)
+    read = row_requests.add(add.SerializeToString())
+    deliver_at_ms, delay_ms = (1 << 40, None) if time == "deliver_at_ms" else (None, 1 << 40)
+    assert read == ("é", None, call_values.AddRow(3, (1 << 64) - 1, deliver_at_ms, delay_ms, key_hash))
+
+
+@pytest.mark.parametrize("fields", [{"already_due": 2}, {"on_invalid": 2}, {"subscription": "s"}, {"entry_id": [1, 2]}])
+def test_an_add_of_which_more_may_have_to_be_said_is_read_as_columns(fields: dict[str, Any]) -> None:
+    given_fields: dict[str, Any] = {"ledger_id": [1], "entry_id": [1], "delay_ms": [5]} | fields
+    read = row_requests.add(delayed_delivery_pb2.AddMessagesRequest(topic="t", **given_fields).SerializeToString())
+    assert read is not None
+    assert isinstance(read[2], call_values.AddBatch)
 
 
 @given(request=ACKNOWLEDGEMENTS, splice=SPLICES, cut=st.integers(0, 3))

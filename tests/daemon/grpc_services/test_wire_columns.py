@@ -11,12 +11,56 @@ from daemon import call_values
 from daemon.grpc_services import wire_columns
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import Rows
-from tarry.v1 import dispatch_pb2
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 U64 = st.integers(0, (1 << 64) - 1)
 
 
 U32 = st.integers(0, (1 << 32) - 1)
+
+
+@given(
+    counts=st.tuples(*[st.integers(0, 1_000_000)] * 3),
+    returned=st.lists(U32, max_size=3),
+    raised=st.lists(st.tuples(U32, U64), max_size=3),
+    refused=st.lists(st.tuples(U32, st.integers(1, 3)), max_size=3),
+    request_id=U64,
+)
+def test_the_answer_to_an_add_is_what_protobuf_reads(
+    counts: tuple[int, ...],
+    returned: list[int],
+    raised: list[tuple[int, int]],
+    refused: list[tuple[int, int]],
+    request_id: int,
+) -> None:
+    accepted, duplicates, late_on_arrival = counts
+    index = [row for row, _ in refused]
+    reason = [delayed_delivery_pb2.RefusedReason.ValueType(reason) for _, reason in refused]
+    outcome = call_values.AddOutcome(
+        accepted,
+        duplicates,
+        np.array(returned, np.uint32),
+        late_on_arrival,
+        np.array([row for row, _ in raised], np.uint32),
+        np.array([time for _, time in raised], np.uint64),
+        call_values.Refused(np.array(index, np.uint32), np.array(reason, np.uint8)),
+    )
+    expected = delayed_delivery_pb2.AddMessagesResponse(
+        accepted=accepted,
+        duplicates=duplicates,
+        returned_index=returned,
+        late_on_arrival=late_on_arrival,
+        raised_index=[row for row, _ in raised],
+        raised_deliver_at_ms=[time for _, time in raised],
+        refused_index=index,
+        refused_reason=reason[:1] if len(set(reason)) == 1 else reason,
+    )
+    answer = wire_columns.add_response(outcome)
+    assert delayed_delivery_pb2.AddMessagesResponse.FromString(answer) == expected
+    streamed = wire_columns.stream_add_response(request_id, outcome)
+    assert delayed_delivery_pb2.StreamAddMessagesResponse.FromString(
+        streamed
+    ) == delayed_delivery_pb2.StreamAddMessagesResponse(request_id=request_id, added=expected)
 
 
 @given(

@@ -29,11 +29,12 @@ async def test_one_more_task_for_each_request_is_beyond_the_limits(
 ) -> None:
     add: Any = Requests.add_at_once
 
-    def slower(*arguments: Any) -> Any:
-        async def wait() -> Any:
-            return await add(*arguments)
+    async def wait(answer: Any) -> Any:
+        return await answer
 
-        return asyncio.create_task(wait())
+    def slower(*arguments: Any) -> Any:
+        answer = add(*arguments)
+        return None if answer is None else asyncio.create_task(wait(answer))
 
     monkeypatch.setattr(Requests, "add_at_once", slower)
     counts = await paths.counts_of(machines, "batches_added")
