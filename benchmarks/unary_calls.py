@@ -157,8 +157,8 @@ def _text(value: str) -> bytes:
 
 
 def serve_empty(parent: Connection) -> None:
-    """The work of a side process: a server of grpc.aio that answers empty calls with nothing. It sends its address when
-    it serves, and ends when it is told anything.
+    """The work of a side process: a server of grpc.aio that answers empty calls with nothing. When it serves, it sends
+    that it is ready, then its address; it ends when it is told anything.
     """
     asyncio.run(_serve_empty(parent))
 
@@ -173,6 +173,7 @@ async def _serve_empty(parent: Connection) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    parent.send("ready")
     parent.send(f"127.0.0.1:{port}")
     told = asyncio.Event()
     asyncio.get_running_loop().add_reader(parent.fileno(), told.set)
