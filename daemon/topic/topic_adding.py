@@ -9,7 +9,7 @@ by themselves are decided together: what numpy costs a call, it costs for all of
 | rows of such requests that are not durable yet | such a row is decided |
 |---|---|
 | none | in this turn of the loop, with those of the same turn |
-| some | when they are durable and for 1 ms none has come, or when it has waited for 10 ms |
+| some | when they are durable and for 1 ms none has come, or at the tenth look, one a ms |
 
 So a slot is wanted less often, which is most of what a row costs. A row of which more may have to be said than that
 it is new or a duplicate goes by itself.
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 # Whether more rows come is looked at this often.
 LOOK_S = 0.001
-WAIT_MAX_S = 0.010
+LOOKS_MAX = 10
 
 
 class TopicOfAdds(TopicPort, Protocol):
@@ -84,9 +84,10 @@ class TopicAdding:
         self._slot: asyncio.Future[int] | None = None
         self._with_slot: list[_Decided] = []
         self._waiting: list[_Waiting] = []
-        # Of those, how many there were at the last look, when the next one is, and how long the first row may wait.
+        # Of those, how many there were at the last look, when the next one is, and how many there may be.
         self._seen = 0
-        self._look_s = self._until_s = 0.0
+        self._look_s = 0.0
+        self._looks_left = 0
         # The last slot with such rows.
         self._rows_slot: asyncio.Future[int] | None = None
 
@@ -159,19 +160,19 @@ class TopicAdding:
         if not self._on_their_way:
             self._loop.call_soon(self._decide_rows)
             return
-        now_s = self._loop.time()
-        self._until_s = now_s + WAIT_MAX_S
-        self._look_later(now_s, 1)
+        self._looks_left = LOOKS_MAX
+        self._look_later(self._loop.time(), 1)
 
     def _look_later(self, now_s: float, seen: int) -> None:
         self._seen, self._look_s = seen, now_s + LOOK_S
+        self._looks_left -= 1
         self._loop.call_at(self._look_s, self._look)
 
     def _look(self) -> None:
         now_s, rows = self._loop.time(), len(self._waiting)
         # A loop that comes late to its look has more to do, and may not have come to the rows that are there.
         may_come = self._on_their_way or rows > self._seen or now_s > self._look_s + LOOK_S
-        if may_come and now_s < self._until_s:
+        if may_come and self._looks_left:
             # Whoever is answered meanwhile may come again.
             self._look_later(now_s, 0 if self._on_their_way else rows)
         else:

@@ -101,7 +101,7 @@ async def test_a_row_waits_no_longer_than_its_limit_for_others(machines: EngineF
         others.append(add(one, entry))
         await passed(one, 0.5)
     staged = one.topic("t").core.index.staged
-    assert len(staged.keys) > 2 * topic_adding.WAIT_MAX_S * 1000 * 0.9, "the first of them are decided"
+    assert len(staged.keys) > 2 * topic_adding.LOOKS_MAX * 0.9, "the first of them are decided"
     held.release()
     await asyncio.gather(first, *others)
     assert (await stats(one)).pending == 32
