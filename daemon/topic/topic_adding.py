@@ -38,7 +38,7 @@ from storage_backends.formats.row_columns import Rows
 
 log = logging.getLogger(__name__)
 
-# Whether more rows come is looked at this often.
+# Whether more rows come is looked at this often, and so many times.
 LOOK_S = 0.001
 LOOKS_MAX = 10
 
@@ -80,7 +80,7 @@ class TopicAdding:
         self._topic = topic
         self._environment = environment
         self._loop = asyncio.get_running_loop()
-        # What is answered with the slot that was staged last.
+        # The slot that was staged last, until it is durable, and what is answered with it.
         self._slot: asyncio.Future[int] | None = None
         self._with_slot: list[_Decided] = []
         self._waiting: list[_Waiting] = []
@@ -240,6 +240,8 @@ class TopicAdding:
         self._with_slot += decided
 
     def _durable(self, decided: Sequence[_Decided], durable: asyncio.Future[int] | asyncio.Future[None]) -> None:
+        if decided is self._with_slot:
+            self._slot, self._with_slot = None, []
         if durable.cancelled():
             for each in decided:
                 each.answer.cancel()

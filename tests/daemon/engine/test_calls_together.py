@@ -201,12 +201,27 @@ class Story:
         )
         while True:
             try:
-                await self.daemon.call(self.daemon.engine.requests.add("t", batch))
+                # Every other one row by row.
+                by_row = first % 2 == 0
+                await self.daemon.call(self.add_rows(positions, due_ms) if by_row else self.add_batch(batch))
             except (TarryError, asyncio.CancelledError):
                 await asyncio.sleep(0.3)
                 continue
             self.record.added |= set(positions)
             return
+
+    async def add_batch(self, batch: call_values.AddBatch) -> None:
+        await self.daemon.engine.requests.add("t", batch)
+
+    async def add_rows(self, positions: list[Position], due_ms: int) -> None:
+        """Each row by a call of its own, all at once."""
+        requests, caller = self.daemon.engine.requests, call_values.Caller("client", 50)
+
+        async def add_row(row: call_values.AddRow) -> None:
+            answer = requests.add_row("t", row, caller)
+            await (requests.add("t", row.batch()) if answer is None else answer)
+
+        await asyncio.gather(*(add_row(call_values.AddRow(*position, due_ms, None)) for position in positions))
 
     async def acknowledge(self) -> None:
         subscription = self.random.choice(SUBSCRIPTIONS)
