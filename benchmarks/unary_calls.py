@@ -1,7 +1,7 @@
 """Unary calls from many connections at once, each with one call in flight, and a server that does nothing but answer.
 
 gRPC's own clients in Python take as much CPU for a call as its server does, so that with two cores the client would be
-the limit. This one takes a tenth: it says of HTTP/2 what a unary call needs and no more. Its windows are so large that
+the limit. This one takes a fifth: it says of HTTP/2 what a unary call needs and no more. Its windows are so large that
 they are never used up, its requests so small that the server's never are.
 
 Owns: the calls, and what tells a right answer: a refused call has none, only a status.

@@ -157,13 +157,10 @@ def stage(
 
 def stage_each(rows: Rows, index: Index) -> npt.NDArray[np.bool_]:
     """Which of the rows, each a request by itself, in that order, the index accepts; these are staged there."""
-    keys = index.pages.intern(rows.ledger_id, rows.entry_id)
-    fresh = _Fresh(index, keys, asked := bitmap_of(keys), index.fresh_among(keys, asked))
-    fresh.stage(fresh.fresh)
-    if fresh.fresh is None:
-        return np.ones(len(rows), np.bool_)
+    asked = _fresh_in(index, rows)
+    asked.stage(asked.fresh)
     accepted = np.zeros(len(rows), np.bool_)
-    accepted[fresh.fresh] = True
+    accepted[slice(None) if asked.fresh is None else asked.fresh] = True
     return accepted
 
 
@@ -303,7 +300,7 @@ class _Fresh:
         self.index.pages.undo(pages_of(self.asked))
 
 
-def _fresh_in(index: Index, batch: AddBatch) -> _Fresh:
-    keys = index.pages.intern(batch.ledger_id, batch.entry_id)
+def _fresh_in(index: Index, asked_for: AddBatch | Rows) -> _Fresh:
+    keys = index.pages.intern(asked_for.ledger_id, asked_for.entry_id)
     asked = bitmap_of(keys)
     return _Fresh(index, keys, asked, index.fresh_among(keys, asked))

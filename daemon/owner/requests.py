@@ -121,16 +121,16 @@ class Requests:
         """Adds positions to a topic that is there. The future ends as `add` does; it may be cancelled: they are added
         all the same. None: they are for `add`. Raises QuotaExceeded.
         """
-        owned = self._engine.shard_of(topic).topics.get(topic)
-        if owned is None:
-            return None
+        self._check_topic(topic)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
-        return owned.served.adding.add_at_once(batch, caller)
+        owned = self._engine.shard_of(topic).topics.get(topic)
+        return None if owned is None else owned.served.adding.add_at_once(batch, caller)
 
     def add_row(
         self, topic: str, row: call_values.AddRow, caller: call_values.Caller
     ) -> asyncio.Future[call_values.AddOutcome] | None:
         """Adds a row, as `add_at_once` does, together with others that come at about the same time."""
+        self._check_topic(topic)
         owned = self._engine.shard_of(topic).topics.get(topic)
         return None if owned is None else owned.served.adding.add_row(row, caller)
 
