@@ -11,6 +11,7 @@ search.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import itertools
 import threading
@@ -29,6 +30,8 @@ from tests._support.virtual_clock import VirtualClock
 
 DAY_S = 86_400.0
 HANDOVER_TIMEOUT_S = 300.0
+# They act in one run after the other: starting them takes as long as a short run.
+THREADS = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="actor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,33 +84,29 @@ class Run:
         self._failed_heads = bounds.failed_heads
         self._collections = bounds.collections
         self._held_back: Callable[[], None] | None = None
-        self._turns: dict[str, threading.Semaphore] = {}
-        self._done = threading.Semaphore(0)
+        self._actors: dict[str, Callable[[], None]] = {}
+        self._turns: dict[str, threading.Lock] = {}
+        self._acting = ""
+        self._done = _taken_lock()
         self._failures: list[BaseException] = []
 
     def run(self, actors: Mapping[str, Callable[[], None]]) -> None:
-        self._turns = {name: threading.Semaphore(0) for name in actors}
-        threads = [threading.Thread(target=self._act, args=(name, act), name=name) for name, act in actors.items()]
-        for thread in threads:
-            thread.start()
+        self._actors = dict(actors)
         self._hand_over(next(iter(actors)))
         if not self._done.acquire(timeout=HANDOVER_TIMEOUT_S):
             raise TimeoutError(f"a run does not end: {self.trace}")
-        for thread in threads:
-            thread.join(HANDOVER_TIMEOUT_S)
         if self._failures:
             raise self._failures[0]
         self._arrive()
 
     def _act(self, name: str, act: Callable[[], None]) -> None:
-        self._wait(name)
         try:
             act()
         except BaseException as error:  # noqa: BLE001 - raised again by `run`
             self._failures.append(error)
-        del self._turns[name]
-        if self._turns:
-            self._hand_over(next(iter(self._turns)))
+        del self._actors[name]
+        if self._actors:
+            self._hand_over(next(iter(self._actors)))
         else:
             self._done.release()
 
@@ -116,15 +115,20 @@ class Run:
             raise TimeoutError(f"{name} never got its turn: {self.trace}")
 
     def _hand_over(self, name: str) -> None:
-        self._turns[name].release()
+        self._acting = name
+        if name in self._turns:
+            self._turns[name].release()
+        else:
+            self._turns[name] = _taken_lock()
+            THREADS.submit(self._act, name, self._actors[name])
 
     def step(self, label: str) -> None:
         """Called by the running committer before an operation: what happens first."""
-        name = threading.current_thread().name
+        name = self._acting
         while True:
             options = ["go on"]
             if self._preemptions:
-                options += [other for other in self._turns if other != name]
+                options += [other for other in self._actors if other != name]
             if self._collections and sum(1 for _ in self.store.list(self._prefix)) > 1:
                 options.append("collect")
             if self._held_back is not None:
@@ -174,6 +178,12 @@ class Run:
         self._failed_heads -= 1
         self.trace.append("HEAD fails")
         return True
+
+
+def _taken_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 class SteppedStore(MemoryStore):

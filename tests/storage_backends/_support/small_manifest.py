@@ -34,7 +34,8 @@ class Words:
 
 
 def encode(value: Words) -> bytes:
-    head = dataclasses.asdict(value.head) | {"previous_sha256": value.head.previous_sha256.hex()}
+    head = {name: getattr(value.head, name) for name in ManifestHead.__slots__}
+    head["previous_sha256"] = value.head.previous_sha256.hex()
     payload = json.dumps({"head": head, "words": value.words}).encode()
     return payload + zlib.crc32(payload).to_bytes(CRC_BYTES, "big")
 
