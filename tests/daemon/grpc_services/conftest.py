@@ -80,6 +80,15 @@ class Stream:
             raise EOFError
         return answer
 
+    async def end(self) -> None:
+        """Says that nothing more will come, and is answered that all is done."""
+        await self.done_sending()
+        try:
+            answer = await self.receive()
+        except EOFError:
+            return
+        raise AssertionError(f"something more came: {answer}")
+
 
 def by_stream(caller: Caller) -> Any:
     """A subscription's stream, a call of its own."""

@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator
 from types import ModuleType
+from typing import Any, cast
 
 import grpc
 import pytest
+import pytest_asyncio
 from google.protobuf import message
 
 from daemon import config
-from daemon.owner.engine import Engine
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests._support import either_engine
-from tests._support.fake_engine import FakeEngine
+from tests.daemon.grpc_services import conftest
 from tests.daemon.grpc_services._support import refusals
 from tests.daemon.grpc_services._support.bad_calls import (
     COVERED,
@@ -54,7 +55,6 @@ from tests.daemon.grpc_services._support.bad_requests import (
 )
 from tests.daemon.grpc_services._support.bad_views import VIEWS_COVERED
 from tests.daemon.grpc_services._support.bad_withdrawals import WITHDRAWALS_COVERED
-from tests.daemon.grpc_services.conftest import Edge
 
 ALL_COVERED = (
     COVERED
@@ -68,19 +68,22 @@ ALL_COVERED = (
 )
 
 
-@pytest.fixture(params=either_engine.ENGINES)
-async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
-    """The table holds for the real engine, and for the one that stands in for it elsewhere."""
-    async with either_engine.serving(request.param, settings) as engine:
-        yield engine
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture
-async def populated(edge: Edge) -> Edge:
-    await refusals.populate(edge)
-    return edge
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=either_engine.ENGINES)
+async def populated(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[refusals.Populated]:
+    """The table holds for the real engine, and for the one that stands in for it elsewhere. All tests have one topic,
+    since none changes it.
+    """
+    async with (
+        either_engine.serving(request.param, settings) as engine,
+        conftest.serving(cast(Any, engine), settings) as edge,
+    ):
+        yield await refusals.populate(edge)
 
 
+@in_one_loop
 @pytest.mark.parametrize(
     "case",
     [
@@ -90,11 +93,12 @@ async def populated(edge: Edge) -> Edge:
     ],
     ids=str,
 )
-async def test_a_bad_add_on_a_stream_is_refused_in_band_and_the_stream_goes_on(populated: Edge, case: Case) -> None:
-    before = await refusals.state(populated)
+async def test_a_bad_add_on_a_stream_is_refused_in_band_and_the_stream_goes_on(
+    populated: refusals.Populated, case: Case
+) -> None:
     body = case.request if isinstance(case.request, bytes) else case.request.SerializeToString()
     framed = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=41).SerializeToString() + _nested(2, body)
-    stream = populated.caller.stream(STREAM_ADD)
+    stream = populated.edge.caller.stream(STREAM_ADD)
     await stream.send(framed)
     answer = await stream.receive()
     assert answer.request_id == 41
@@ -104,37 +108,39 @@ async def test_a_bad_add_on_a_stream_is_refused_in_band_and_the_stream_goes_on(p
         else case.says
     )
     refusals.assert_says(dataclasses.replace(case, says=says), answer.error.code, answer.error.message)
-    assert await refusals.state(populated) == before
+    await populated.assert_unchanged()
 
     again = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=42, add=add(ledger_id=[77]))
     await stream.send(again)
     assert (await stream.receive()).added.duplicates == 3
+    await stream.end()
 
 
-async def test_an_add_stream_ends_when_a_message_has_not_even_an_id(populated: Edge) -> None:
-    before = await refusals.state(populated)
-    stream = populated.caller.stream(STREAM_ADD)
+@in_one_loop
+async def test_an_add_stream_ends_when_a_message_has_not_even_an_id(populated: refusals.Populated) -> None:
+    stream = populated.edge.caller.stream(STREAM_ADD)
     await stream.send(b"\xff\xff\xff")
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stream.receive()
     assert refused.value.code() is INVALID
     assert "StreamAddMessagesRequest" in (refused.value.details() or "")
-    assert await refusals.state(populated) == before
+    await populated.assert_unchanged()
 
 
+@in_one_loop
 @pytest.mark.parametrize("case", [*BAD_OPENS, *BAD_HELD_PARTS, *BAD_SHARED_OPENS], ids=str)
-async def test_a_bad_open_ends_the_stream(populated: Edge, case: Case) -> None:
-    before = await refusals.state(populated)
-    stream = populated.caller.stream(SUBSCRIBE)
+async def test_a_bad_open_ends_the_stream(populated: refusals.Populated, case: Case) -> None:
+    stream = populated.edge.caller.stream(SUBSCRIBE)
     await stream.send(case.request)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stream.receive()
     refusals.assert_says(case, refused.value.code(), refused.value.details())
-    assert await refusals.state(populated) == before
+    await populated.assert_unchanged()
 
 
-async def test_a_stream_that_ends_before_open_is_refused(populated: Edge) -> None:
-    stream = populated.caller.stream(SUBSCRIBE)
+@in_one_loop
+async def test_a_stream_that_ends_before_open_is_refused(populated: refusals.Populated) -> None:
+    stream = populated.edge.caller.stream(SUBSCRIBE)
     await stream.done_sending()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stream.receive()
@@ -142,44 +148,46 @@ async def test_a_stream_that_ends_before_open_is_refused(populated: Edge) -> Non
     assert "open" in (refused.value.details() or "")
 
 
+@in_one_loop
 @pytest.mark.parametrize("case", [*REFUSED_IN_BAND, *REDELIVERIES_REFUSED_IN_BAND, *REFUSED_ON_SHARED], ids=str)
 async def test_a_bad_request_on_an_open_stream_is_answered_by_done_and_the_stream_goes_on(
-    populated: Edge, case: Case
+    populated: refusals.Populated, case: Case
 ) -> None:
-    stream = populated.caller.stream(SUBSCRIBE)
+    stream = populated.edge.caller.stream(SUBSCRIBE)
     await stream.send(opening())
     assert (await stream.receive()).HasField("opened")
-    before = await refusals.state(populated)
+    opened = await refusals.state(populated.edge)
     await stream.send(case.request)
     done = (await stream.receive()).done
     assert done.request_id == (0 if case.name in ("zero permits", "an empty request", *UNNUMBERED) else 9)
     refusals.assert_says(case, done.error.code, done.error.message)
-    assert await refusals.state(populated) == before
+    assert await refusals.state(populated.edge) == opened
 
     await stream.send(acknowledge(request_id=10))
     done = (await stream.receive()).done
     assert (done.request_id, done.ignored, done.HasField("error")) == (10, 2, False)
+    await stream.end()
 
 
+@in_one_loop
 @pytest.mark.parametrize("case", FATAL, ids=str)
-async def test_what_is_no_request_of_an_open_stream_ends_it(populated: Edge, case: Case) -> None:
-    before = await refusals.state(populated)
-    stream = populated.caller.stream(SUBSCRIBE)
+async def test_what_is_no_request_of_an_open_stream_ends_it(populated: refusals.Populated, case: Case) -> None:
+    stream = populated.edge.caller.stream(SUBSCRIBE)
     await stream.send(opening())
     assert (await stream.receive()).HasField("opened")
     await stream.send(case.request)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stream.receive()
     refusals.assert_says(case, refused.value.code(), refused.value.details())
-    assert await refusals.state(populated) == before
+    await populated.assert_unchanged()
 
 
-async def test_a_message_far_over_the_limit_is_refused_by_grpc_itself(populated: Edge) -> None:
-    before = await refusals.state(populated)
+@in_one_loop
+async def test_a_message_far_over_the_limit_is_refused_by_grpc_itself(populated: refusals.Populated) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await populated.caller.unary(ADD, add(key_hash=[1] * 600_000))
+        await populated.edge.caller.unary(ADD, add(key_hash=[1] * 600_000))
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert await refusals.state(populated) == before
+    await populated.assert_unchanged()
 
 
 def _nested(field_number: int, body: bytes) -> bytes:

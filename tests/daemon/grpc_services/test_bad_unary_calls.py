@@ -29,14 +29,13 @@ from tests.daemon.grpc_services._support.bad_withdrawals import BAD_WITHDRAWALS
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=either_engine.ENGINES)
-async def populated(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[conftest.Edge]:
+async def populated(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[refusals.Populated]:
     """The table holds for the real engine, and for the one that stands in for it elsewhere."""
     async with (
         either_engine.serving(request.param, settings) as engine,
         conftest.serving(cast(Any, engine), settings) as edge,
     ):
-        await refusals.populate(edge)
-        yield edge
+        yield await refusals.populate(edge)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -55,10 +54,9 @@ async def populated(request: pytest.FixtureRequest, settings: config.Config) -> 
     ids=str,
 )
 async def test_a_bad_request_is_refused_by_field_value_and_limit_and_changes_nothing(
-    populated: conftest.Edge, case: Case
+    populated: refusals.Populated, case: Case
 ) -> None:
-    before = await refusals.state(populated)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await populated.caller.unary(case.method, case.request)
+        await populated.edge.caller.unary(case.method, case.request)
     refusals.assert_says(case, refused.value.code(), refused.value.details())
-    assert await refusals.state(populated) == before
+    await populated.assert_unchanged()

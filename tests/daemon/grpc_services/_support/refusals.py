@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import grpc
@@ -13,7 +14,18 @@ from tests.daemon.grpc_services._support.bad_requests import ADD, SUBSCRIPTION, 
 from tests.daemon.grpc_services.conftest import Edge
 
 
-async def populate(edge: Edge) -> None:
+@dataclasses.dataclass(frozen=True)
+class Populated:
+    """A server with such a topic, and what was seen of it at first."""
+
+    edge: Edge
+    before: list[Any]
+
+    async def assert_unchanged(self) -> None:
+        assert await state(self.edge) == self.before
+
+
+async def populate(edge: Edge) -> Populated:
     """A topic with three subscriptions, as many as it may have, rows that are pending and one that is due."""
     for subscription in (SUBSCRIPTION, "second", "third"):
         request = dispatch_pb2.CreateSubscriptionRequest(topic=TOPIC, subscription=subscription)
@@ -21,8 +33,9 @@ async def populate(edge: Edge) -> None:
     await edge.caller.unary(ADD, add(ledger_id=[77]))
     await edge.caller.unary(ADD, add(ledger_id=[78], entry_id=[1], deliver_at_ms=[1]))
     async with asyncio.timeout(300):
-        while (await state(edge))[0].pending != 3:
+        while (before := await state(edge))[0].pending != 3:
             pass
+    return Populated(edge, before)
 
 
 async def state(edge: Edge) -> list[Any]:
