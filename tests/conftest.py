@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import ipaddress
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,9 @@ hypothesis.settings.load_profile("gate")
 # Nor from what the process has imported: of that Hypothesis takes constants into its examples, unless it knows of none.
 NO_CONSTANTS = Constants()
 
+
+# Objects that come and stay before the young ones are looked through for cycles.
+YOUNG_OBJECTS_MAX = 10_000
 
 # Where tests begin processes of their own.
 LONG = ("benchmarks/", "client/cli/test_real", "client/conformance/test_real", "compaction/test_", "peers/test_many")
@@ -90,9 +94,20 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seeds and planted bugs: {which}; --part=all has every one"
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests, half a million objects, stay. Looking through them for cycles while they come, and again and
+    again afterwards, would take longer than many tests.
+    """
     if hypothesis.settings.get_current_profile_name() == "gate":
         providers._get_local_constants = lambda: NO_CONSTANTS
+    gc.disable()
+    collected = yield
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS_MAX)
+    gc.enable()
+    return collected
 
 
 @pytest.hookimpl(tryfirst=True)
