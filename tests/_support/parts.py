@@ -13,7 +13,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PARTS = 4
+PARTS = 8
 ALL = tuple(range(PARTS))
 
 _chosen = ALL

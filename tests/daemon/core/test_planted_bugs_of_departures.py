@@ -501,6 +501,7 @@ def test_a_planted_bug_is_found_by_the_state_machine(plant: Plant, monkeypatch: 
     found_by_the_state_machine()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("plant", "story"), BY_A_STORY, ids=lambda each: each.__name__)
 def test_a_planted_bug_is_found_by_a_story(
     plant: Plant, story: Callable[[], None], monkeypatch: pytest.MonkeyPatch

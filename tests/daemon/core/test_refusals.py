@@ -239,6 +239,7 @@ PLANTED: tuple[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]], 
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("plant", "story"), PLANTED, ids=lambda each: each.__name__)
 def test_a_planted_bug_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], story: Callable[[], None], monkeypatch: pytest.MonkeyPatch
