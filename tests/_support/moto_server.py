@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import boto3
 from botocore.config import Config
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.moto_server.werkzeug_app import create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 from storage_backends.s3 import S3Settings
@@ -103,7 +103,8 @@ def _moto() -> WSGIApplication:
     # The credentials are for moto's own boto3; no request leaves the process.
     os.environ.setdefault("AWS_ACCESS_KEY_ID", ACCESS_KEY_ID)
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", SECRET_ACCESS_KEY)
-    application: WSGIApplication = DomainDispatcherApplication(create_backend_app)
+    # S3 alone: to find out for each request which service it is for takes as long as to answer it.
+    application: WSGIApplication = create_backend_app("s3")
     return application
 
 
