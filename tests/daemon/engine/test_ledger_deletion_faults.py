@@ -134,7 +134,7 @@ class Hour:
         assert await daemon.call(requests.retry_dead(DeletionFilter(topic=TOPIC), all=False)) == len(self.deletions)
         await self.story.over()
         assert not self.story.breaches, self.story.breaches
-        assert not any(self.story.place.holds(ledger) for ledger in self.story.doomed)
+        assert not self.story.place.held(self.story.doomed)
         assert not await listed(daemon, ListedState.DEAD)
         assert [each.deletion.failures for each in await listed(daemon)] == [0] * len(self.deletions)
 

@@ -82,7 +82,8 @@ class Place(ABC):
         """Stores the ledger, with the metadata that the other one has."""
 
     @abstractmethod
-    def holds(self, ledger: OwnedLedger) -> bool: ...
+    def held(self, ledgers: Sequence[OwnedLedger]) -> list[OwnedLedger]:
+        """Those of the ledgers that are there."""
 
     @abstractmethod
     def lose_an_answer(self) -> None:
@@ -106,9 +107,9 @@ class InObjects(Place):
         for key in ledger.keys:
             self._inner.put(key, b"entries", metadata=metadata_of.object_metadata)
 
-    def holds(self, ledger: OwnedLedger) -> bool:
+    def held(self, ledgers: Sequence[OwnedLedger]) -> list[OwnedLedger]:
         there = {listed.key for listed in self._inner.list("")}
-        return not there.isdisjoint(ledger.keys)
+        return [ledger for ledger in ledgers if not there.isdisjoint(ledger.keys)]
 
     def lose_an_answer(self) -> None:
         self.script.plan("delete", Fault.FAIL_AFTER)
@@ -136,8 +137,8 @@ class AtTheirOwner(Place):
     def write(self, ledger: OwnedLedger, metadata_of: OwnedLedger) -> None:
         self._server.ledgers[ledger.ledger[0]] = metadata_of.metadata
 
-    def holds(self, ledger: OwnedLedger) -> bool:
-        return ledger.ledger[0] in self._server.ledgers
+    def held(self, ledgers: Sequence[OwnedLedger]) -> list[OwnedLedger]:
+        return [ledger for ledger in ledgers if ledger.ledger[0] in self._server.ledgers]
 
     def lose_an_answer(self) -> None:
         self._server.answers_lost += 1
@@ -198,11 +199,12 @@ class Story:
 
     def _late(self, own: Sequence[OwnedLedger], answer: InUseRecorded) -> list[OwnedLedger]:
         late = [own[row] for row in answer.being_deleted]
+        there = self.place.held(own)
         for ledger in own:
             if ledger in late and ledger.relied_on:
                 self.breaches.append(f"ledger {ledger.ledger} is being deleted, and is in use")
             # What it asked to be deleted, and was not told of, may be gone.
-            ledger.in_metadata = self.place.holds(ledger) or ledger in late
+            ledger.in_metadata = ledger in there or ledger in late
             ledger.relied_on = ledger not in late and ledger.in_metadata
         return late
 
@@ -251,16 +253,16 @@ class Story:
 
     def _deleting(self, ledger_id: int) -> None:
         ledger = self.ledgers[ledger_id - 1]
-        if self.place.holds(ledger):
+        if self.place.held([ledger]):
             as_it_is = dataclasses.replace(ledger, topic="another") if ledger is self.anothers else ledger
             check_deletion(as_it_is, [self.truth], self.breaches.append)
 
     def check_nothing_is_lost(self) -> None:
         """What its owner does not know has a record, or is gone: now, whatever happens next."""
-        for ledger in self.doomed:
+        for ledger in self.place.held([ledger for ledger in self.doomed if not ledger.in_metadata]):
             one = self.truth.of(TOPIC, ledger.pending_delete())
-            known = ledger.in_metadata or not self.place.holds(ledger)
-            assert known or (one is not None and one.standing not in OVER), f"ledger {ledger.ledger} has no record"
+            recorded = one is not None and one.standing not in OVER
+            assert recorded, f"ledger {ledger.ledger} has no record"
 
     async def until(self, condition: Callable[[], bool], *, look_s: float = 0.05) -> None:
         """Returns when the condition holds, whoever lives. `look_s`: somebody looks as often, virtual seconds."""
@@ -281,7 +283,7 @@ class Story:
         """
         await self.over()
         assert not self.breaches, self.breaches
-        left = [ledger for ledger in self.ledgers if self.place.holds(ledger)]
+        left = self.place.held(self.ledgers)
         assert left == [self.used, self.anothers, self.kept]
         assert self.used.in_metadata
         ended = {each.deletion.pending_delete.ledger_id: each.deletion for each in await listed(daemon)}
