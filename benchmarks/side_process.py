@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext, SpawnContext
 from types import TracebackType
 from typing import Any, Self
 
 from examples import processes
+
+#: How one is started: it is on the cores that whoever starts it is on.
+context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
 
 
 class SideProcess:
@@ -21,7 +25,6 @@ class SideProcess:
     """
 
     def __init__(self, work: Callable[..., None], *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
         self._mine, theirs = context.Pipe()
         self._name = work.__name__
         self._process = context.Process(target=work, args=(*arguments, theirs), daemon=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import benchmarks.__main__
-from benchmarks import workbench
+from benchmarks import side_process, workbench
 from benchmarks.__main__ import MEASUREMENTS, TUNING
 from examples import processes
 from tests._support.processes import child, run_child
@@ -22,6 +23,18 @@ from tests.brokers import redis_server
 
 WITH_REDIS = ["add", "drain", "memory", "relays", "restart", "stored"]
 needs_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def side_processes_are_loaded_once() -> Iterator[None]:
+    """And not by each of them, which would take longer than what it does. It is not on the cores that its measurement
+    names.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.steady_load"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_process, "context", context)
+        yield
 
 
 def measure(folder: Path, *arguments: str) -> dict[str, Any]:
