@@ -33,7 +33,7 @@ ADDED, CAME = "add answered", "row received"
 
 
 def run(bench: workbench.Workbench) -> report.Result:
-    count, buckets = bench.size(10_000_000, 200_000), bench.size(200, 20)
+    count, buckets = bench.size(10_000_000, 40_000), bench.size(200, 20)
     rounds = workbench.Rounds(bench, NAME)
     for number in range(1, bench.rounds + 1):
         rounds.turn(f"round {number} of {bench.rounds}", functools.partial(_turn, bench, rounds, count, buckets))

@@ -27,10 +27,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # By module, whose `main` is the program: what that imports when it is run.
 PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "daemon.main": ("daemon.command", "daemon.process"),
+    "examples.ledger_owner": (),
     "examples.nats_relay": (),
     "examples.redis_relay": (),
     "examples.s3_server": (),
     "tarry.cli": ("tarry.cli.commands",),
+    "tarry_relay.relay_command": ("tarry_relay.nats_broker", "tarry_relay.redis_broker"),
 }
 _POLL_S = 0.002
 
