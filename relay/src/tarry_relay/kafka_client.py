@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
@@ -179,6 +180,8 @@ class ClusterTopics:
     def __init__(self, client: admin.AdminClient, timeout_s: float) -> None:
         self._client = client
         self._timeout_s = timeout_s
+        self._seen: dict[str, tuple[str, float]] = {}
+        """The last id of each topic, and when it was asked for."""
 
     async def partitions(self, topic: str) -> int:
         """How many partitions a topic has. Raises NotThere, Unreachable."""
@@ -186,7 +189,19 @@ class ClusterTopics:
 
     async def generation(self, topic: str) -> str:
         """The id of a topic, which another one of its name does not have. Raises NotThere, Unreachable."""
-        return str((await self._described(topic)).topic_id).translate(_ID_LETTERS)
+        asked_at_s = time.monotonic()
+        found = str((await self._described(topic)).topic_id).translate(_ID_LETTERS)
+        self._seen[topic] = found, asked_at_s
+        return found
+
+    async def confirm(self, topic: str, generation: str, read_until_s: float) -> None:
+        """Makes sure that what was read of a topic until then, by `time.monotonic`, is of this generation: an id does
+        not come back. The cluster is asked unless it was since then. Raises NotThere, Unreachable.
+        """
+        now, asked_at_s = self._seen.get(topic, ("", 0.0))
+        if now != generation or asked_at_s < read_until_s:
+            now = await self.generation(topic)
+        port.must_be_same(f"topic {topic}", generation, now)
 
     async def first_offsets(self, topic: str, partitions: Iterable[int]) -> Mapping[int, int]:
         """The first offset that each partition still has; none of one that is not there. Raises NotThere,

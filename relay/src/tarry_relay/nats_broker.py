@@ -143,14 +143,15 @@ class NatsLog:
 
     async def generation(self) -> str:
         """The moment at which the stream was made, which another one of its name does not have."""
-        created = (await self.info()).created
-        return f"{created:%Y%m%dT%H%M%S.%f}Z"
+        return _made_at(await self.info())
 
-    async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
+    async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
         """The messages at these positions, by direct gets, many in flight; None for one that is gone for good."""
         ledgers, entries = zip(*positions, strict=True)
         sequences = NatsStream1.from_positions(list(ledgers), list(entries)).tolist()
-        return await _each(self._fetch_one, sequences, self._in_flight)
+        found = await _each(self._fetch_one, sequences, self._in_flight)
+        port.must_be_same(f"stream {self._stream}", generation, await self.generation())
+        return found
 
     async def _fetch_one(self, sequence: int) -> port.Message | None:
         for direct in (True, False):
@@ -159,7 +160,6 @@ class NatsLog:
             except port.NotThere:
                 continue  # A replica that is behind says so, too; the second time it is the leader who does.
             return _message(found.data or b"", found.headers)
-        await self.info()  # Or the whole stream is gone.
         return None
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
@@ -188,6 +188,7 @@ class NatsReader:
         )
         self._ack_wait_s = broker.ack_wait_s
         self._pulled: Any = None
+        self._generation: str | None = None
         now_s = time.monotonic()
         self._asked_at_s = (now_s, now_s)
         """When the last two reads began: what came too late for one is given by the next."""
@@ -195,8 +196,7 @@ class NatsReader:
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
         """Fetches what comes next; nothing when nothing came within `wait_s`."""
         if self._pulled is None:
-            await _asked(self._js.add_consumer(self._stream, self._asks_for))
-            self._pulled = await _asked(self._js.pull_subscribe_bind(self._asks_for.durable_name, self._stream))
+            await self._join()
         self._asked_at_s = (self._asked_at_s[1], time.monotonic())
         try:
             found = await _asked(self._pulled.fetch(rows_max, timeout=wait_s), may_time_out=True)
@@ -216,6 +216,14 @@ class NatsReader:
         told = await _asked(self._js.consumer_info(self._stream, self._asks_for.durable_name))
         floor = 0 if told.ack_floor is None else int(told.ack_floor.stream_seq)
         return [entry <= floor for _, entry in positions]
+
+    async def _join(self) -> None:
+        """Makes the consumer, or takes the one that is there: it went with its stream, if that was made anew."""
+        await _asked(self._js.add_consumer(self._stream, self._asks_for))
+        now = _made_at(await _asked(self._js.stream_info(self._stream)))
+        self._generation = self._generation or now
+        port.must_be_same(f"stream {self._stream}", self._generation, now)
+        self._pulled = await _asked(self._js.pull_subscribe_bind(self._asks_for.durable_name, self._stream))
 
     async def _leave(self) -> None:
         pulled, self._pulled = self._pulled, None
@@ -341,6 +349,10 @@ def fits(subject: str, target: str) -> bool:
     if words[-1] == ">":
         words, own = words[:-1], own[: len(words) - 1] if len(own) >= len(words) else []
     return len(words) == len(own) and all(word in ("*", each) for word, each in zip(words, own, strict=True))
+
+
+def _made_at(info: Any) -> str:
+    return f"{info.created:%Y%m%dT%H%M%S.%f}Z"
 
 
 def _message(data: bytes, headers: Mapping[str, str] | None) -> port.Message:

@@ -100,10 +100,15 @@ async def _run(settings: relay_settings.Settings, metrics: RelayMetrics) -> None
         try:
             async with ends.opened(settings) as opened:
                 refuse_rounds(settings, opened.broker)
-                topic = await ends.topic_of(settings, opened.broker.log)
+                generation = await opened.broker.log.generation()
                 sorting = Sorting(settings.source, settings.targets, opened.broker)
                 relay = Relay(
-                    settings, sorting, broker=opened.broker, client=opened.client, topic=topic, metrics=metrics
+                    settings,
+                    sorting,
+                    broker=opened.broker,
+                    client=opened.client,
+                    generation=generation,
+                    metrics=metrics,
                 )
                 await relay.run(ending)
         except* (port.NotThere, port.Unreachable) as failures:
@@ -149,7 +154,7 @@ async def _findings(settings: relay_settings.Settings) -> list[port.Finding]:
         refuse_rounds(settings, opened.broker)
         found = [each async for each in opened.broker.findings()]
         try:
-            topic = await ends.topic_of(settings, opened.broker.log)
+            topic = settings.relay.topic_of(await opened.broker.log.generation())
         except port.NotThere:
             topic = None
         found.append(await finding_of_retention(settings, opened.broker.log, opened.client, topic))
@@ -179,7 +184,8 @@ def status(file: Path, as_json: bool) -> None:
 
 async def _status(settings: relay_settings.Settings) -> dict[str, str | int]:
     async with ends.opened(settings) as opened:
-        topic = await ends.topic_of(settings, opened.broker.log)
+        generation = await opened.broker.log.generation()
+        topic = settings.relay.topic_of(generation)
         stats = await opened.client.stats(topic)
         told: dict[str, str | int] = {"topic": topic, "pending": stats.pending}
         for each in stats.subscriptions:
@@ -192,7 +198,7 @@ async def _status(settings: relay_settings.Settings) -> dict[str, str | int]:
                     "dead letters": each.dead_letters,
                     "relays": each.dispatchers,
                 }
-        guard = RetentionGuard(settings, opened.broker.log, opened.client, topic, RelayMetrics())
+        guard = RetentionGuard(settings, opened.broker.log, opened.client, generation, RelayMetrics())
         told["cut ledgers"] = len(await guard.cut())
         told["former generations"] = ", ".join(await former_topics(settings, opened.client, topic)) or 0
     return told

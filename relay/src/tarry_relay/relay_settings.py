@@ -73,6 +73,10 @@ class Relay(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     linger_ms: Annotated[int, Meta(ge=0, le=60_000)] = 5
     """How long the first of what comes due waits for more."""
 
+    def topic_of(self, generation: str) -> str:
+        """The Tarry topic of a source of this generation."""
+        return f"{self.topic}@{generation}"
+
 
 class Headers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Names of the headers that a producer sets."""

@@ -51,23 +51,22 @@ class RetentionGuard:
     """Looks now and then, and tells what the source has dropped."""
 
     def __init__(
-        self, settings: Settings, source: port.Log, client: tarry.aio.Client, topic: str, metrics: RelayMetrics
+        self, settings: Settings, source: port.Log, client: tarry.aio.Client, generation: str, metrics: RelayMetrics
     ) -> None:
+        """`generation`: of the source that the relay works for."""
         self._settings = settings
         self._source = source
         self._client = client
-        self._topic = topic
+        self._generation = generation
+        self._topic = settings.relay.topic_of(generation)
         self._metrics = metrics
 
     async def run(self) -> None:
         """Looks again and again. A look that fails for now is left out. Raises NotThere: the source is another one."""
-        made = await self._generation()
         while True:
             try:
-                now = await self._generation()
-                if made is not None and now is not None and now != made:
-                    raise port.NotThere(f"source {self._settings.source.name}: was made anew at {now}")
-                made = made or now
+                now = await self._source.generation()
+                port.must_be_same(f"source {self._settings.source.name}", self._generation, now)
                 await self.look()
             except (port.Unreachable, tarry.Unavailable, tarry.DeadlineExceeded, tarry.ResourceExhausted) as error:
                 log.warning("cannot look what the source has dropped", extra={"error": str(error)})
@@ -97,9 +96,3 @@ class RetentionGuard:
                 "the source has dropped what waits, which becomes dead letters when it is due",
                 extra={"ledgers": len(cut), "source": self._settings.source.name},
             )
-
-    async def _generation(self) -> str | None:
-        try:
-            return await self._source.generation()
-        except port.Unreachable:
-            return None
