@@ -96,8 +96,17 @@ class KafkaBroker:
 
     async def findings(self) -> AsyncIterator[port.Finding]:
         """Looks at the topics of source, retry log and targets; changes nothing."""
-        name = self._settings.source.name
-        yield port.Finding("source", True, f"topic {name}: has {await self._topics.partitions(name)} partitions")
+        source = await self._finding_of("source", self._settings.source.name)
+        yield source
+        if source.is_good:
+            async for each in self._findings_of_source(self._settings.source.name):
+                yield each
+        if self._settings.retry is not None:
+            yield await self._finding_of("retry", self._settings.retry.name)
+        for target in self._settings.named_targets():
+            yield await self._finding_of("target", target)
+
+    async def _findings_of_source(self, name: str) -> AsyncIterator[port.Finding]:
         told = await self._topics.settings(name)
         policy = told.get("cleanup.policy", "")
         keeps = "compact" not in policy
@@ -115,16 +124,12 @@ class KafkaBroker:
         yield port.Finding("elections", not unclean, f"topic {name}: {text}")
         clock = "the broker" if told.get("message.timestamp.type") == "LogAppendTime" else "the producer"
         yield port.Finding("clock", True, f"topic {name}: delays count from the time that {clock} has given")
-        if self._settings.retry is not None:
-            yield await self._finding_of("retry", self._settings.retry.name)
-        for target in self._settings.named_targets():
-            yield await self._finding_of("target", target)
 
     async def _finding_of(self, name: str, topic: str) -> port.Finding:
         try:
             partitions = await self._topics.partitions(topic)
         except port.NotThere:
-            return port.Finding(name, False, f"topic {topic}: is not there")
+            return port.Finding(name, False, f"topic {topic}: is not there; make it")
         return port.Finding(name, True, f"topic {topic}: has {partitions} partitions")
 
 
@@ -195,10 +200,9 @@ class KafkaLog:
     async def close(self) -> None:
         """Waits for what is under way, and leaves."""
         await self._thread.end(self._consumer.close)
-        log.info(
-            "has fetched",
-            extra={"messages": self._fetched, "of_these_kept": self._kept_ones, "read_for_the_rest": self._read_for_it},
-        )
+        if self._fetched:
+            told = {"of_these_kept": self._kept_ones, "read_for_the_rest": self._read_for_it}
+            log.info("has fetched", extra={"messages": self._fetched, **told})
 
     async def _look_for(self, wanted: Mapping[int, Sequence[int]], found: dict[Pair, Found]) -> None:
         """Adds what is found at these offsets of each partition."""

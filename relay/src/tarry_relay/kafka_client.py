@@ -212,31 +212,31 @@ class ClusterTopics:
             kafka.TopicPartition(topic, each): _admin.OffsetSpec.earliest() for each in partitions if each in there
         }
         asked = self._client.list_offsets(wanted, request_timeout=self._timeout_s) if wanted else {}
-        return {partition.partition: int((await _asked(answer)).offset) for partition, answer in asked.items()}
+        return {partition.partition: int((await _asked(topic, answer)).offset) for partition, answer in asked.items()}
 
     async def settings(self, topic: str) -> Mapping[str, str]:
         """The settings of a topic, by name. Raises NotThere, Unreachable."""
         resource = _admin.ConfigResource(_admin.ConfigResource.Type.TOPIC, topic)
         (asked,) = self._client.describe_configs([resource], request_timeout=self._timeout_s).values()
-        return {name: each.value or "" for name, each in (await _asked(asked)).items()}
+        return {name: each.value or "" for name, each in (await _asked(topic, asked)).items()}
 
     async def _described(self, topic: str) -> Any:
         asked = self._client.describe_topics(kafka.TopicCollection([topic]), request_timeout=self._timeout_s)
-        return await _asked(asked[topic])
+        return await _asked(topic, asked[topic])
 
 
 def unsaid(error: KafkaError) -> None:
     """Each call tells what it has failed with."""
 
 
-def failure(error: KafkaError) -> Exception:
-    """What the port calls a failure of Kafka's client."""
-    text = f"{error.name()}: {error.str()}"
+def failure(error: KafkaError, of: str = "") -> Exception:
+    """What the port calls a failure of Kafka's client. `of`: what its message begins with."""
+    text = f"{of}{error.name()}: {error.str()}"
     return port.NotThere(text) if error.code() in NO_TOPIC else port.Unreachable(text)
 
 
-async def _asked(answer: Any) -> Any:
+async def _asked(topic: str, answer: Any) -> Any:
     try:
         return await asyncio.wrap_future(answer)
     except KafkaException as error:
-        raise failure(error.args[0]) from error
+        raise failure(error.args[0], f"topic {topic}: ") from error

@@ -82,6 +82,17 @@ class NatsBroker:
     async def findings(self) -> AsyncIterator[port.Finding]:
         """Looks at the clock and the streams of source, retry log and targets; changes nothing."""
         name = self._settings.source.name
+        source = await self._finding_of(name, "source")
+        yield source
+        if source.is_good:
+            async for each in self._findings_of_source(name):
+                yield each
+        if self._settings.retry is not None:
+            yield await self._finding_of(self._settings.retry.name, "retry")
+        for subject in self._settings.named_targets():
+            yield await self._finding_of_target(subject)
+
+    async def _findings_of_source(self, name: str) -> AsyncIterator[port.Finding]:
         info = await self.log.info()
         yield await self._finding_of_clock(name)
         limits = info.config.retention == api.RetentionPolicy.LIMITS
@@ -92,10 +103,6 @@ class NatsBroker:
         limit = [each for each in ("max_msgs", "max_bytes") if (getattr(info.config, each) or -1) > 0]
         text = f"drops its oldest by {' and '.join(limit)}, also what waits" if limit else "drops nothing by size"
         yield port.Finding("size", not limit, f"stream {name}: {text}")
-        if self._settings.retry is not None:
-            yield await self._finding_of(self._settings.retry.name, "retry")
-        for subject in self._settings.named_targets():
-            yield await self._finding_of_target(subject)
 
     async def _finding_of_clock(self, stream: str) -> port.Finding:
         """By the time that stands in an answer, which the client library leaves out."""
@@ -112,7 +119,7 @@ class NatsBroker:
         try:
             await _asked(self._js.stream_info(stream))
         except port.NotThere:
-            return port.Finding(name, False, f"stream {stream}: is not there")
+            return port.Finding(name, False, f"stream {stream}: is not there; make it")
         return port.Finding(name, True, f"stream {stream}: is there")
 
     async def _finding_of_target(self, subject: str) -> port.Finding:
@@ -139,7 +146,10 @@ class NatsLog:
 
     async def info(self) -> Any:
         """What NATS says of the stream. Raises NotThere, Unreachable."""
-        return await _asked(self._js.stream_info(self._stream))
+        try:
+            return await _asked(self._js.stream_info(self._stream))
+        except port.NotThere as error:
+            raise port.NotThere(f"stream {self._stream}: {error}") from error
 
     async def generation(self) -> str:
         """The moment at which the stream was made, which another one of its name does not have."""

@@ -288,3 +288,21 @@ async def test_what_a_relay_needs_is_looked_at(broker: AnyBroker, tmp_path: Path
         found = [each async for each in opened.findings()]
         assert found
         assert [each.text for each in found if not each.is_good] == []
+
+
+@pytest.mark.parametrize("broker", ["nats", pytest.param("kafka", marks=pytest.mark.long)], indirect=True)
+async def test_what_is_missing_is_told_by_name_and_what_was_found_before_it(broker: AnyBroker, tmp_path: Path) -> None:
+    await broker.delete(SOURCE)
+    file = tmp_path / "away.toml"
+    daemon = f'"{NOWHERE}"'
+    text = configuration(broker, NOWHERE, '[relay]\ntopic = "orders"')
+    file.write_text(text.replace(daemon, f"{daemon}\ndaemon.timeout_s = 0.1"))
+    ended = await asyncio.to_thread(run_child, [*PROGRAM, "check", str(file)])
+    kind = "topic" if broker.kind == "kafka" else "stream"
+    assert ended.stdout.splitlines()[0] == f"WRONG source: {kind} orders: is not there; make it"
+    assert "\nok    retry: " in ended.stdout
+    assert ended.stderr.startswith("tarry-relay: the daemon cannot be reached, by daemon.address: DEADLINE_EXCEEDED: ")
+    assert ended.returncode == relay_command.EXIT_UNREACHABLE
+    ended = await asyncio.to_thread(run_child, [*PROGRAM, "status", str(file)])
+    assert ended.stderr.startswith(f"tarry-relay: {kind} orders: ")
+    assert ended.returncode == relay_command.EXIT_ENDED
