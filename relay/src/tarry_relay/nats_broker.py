@@ -128,7 +128,7 @@ class NatsBroker:
             info = await _asked(self._js.stream_info(stream))
         except port.NotThere:
             return port.Finding(
-                "target", False, f"subject {subject}: no stream has it, so that nothing can be published"
+                "target", False, f"subject {subject}: no stream has it, so that nothing can be published; make one"
             )
         window_s = info.config.duplicate_window or 0
         return port.Finding(
