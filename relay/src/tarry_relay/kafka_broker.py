@@ -49,7 +49,7 @@ Pair = tuple[int, int]
 
 
 class Found(NamedTuple):
-    """A message that was read, and until when, by `time.monotonic`."""
+    """A message, and a moment at which it had been read, by `time.monotonic`."""
 
     event: Event
     read_until_s: float
@@ -172,7 +172,7 @@ class KafkaLog:
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
         """The messages at these positions: what was kept, and the rest by reading all their partitions on; None for
-        one that is gone for good. What was kept was mostly looked at since it was read.
+        one that is gone for good. The cluster is asked for the generation, unless it was since they were read.
         """
         ledgers, entries = zip(*positions, strict=True)
         records = Kafka1.from_positions(list(ledgers), list(entries))

@@ -43,7 +43,7 @@ async def finding_of_retention(
         "age",
         False,
         f"{kept}, and {says}: what waits for longer ends as a dead letter. Let the source keep messages for longer "
-        f"than the longest delay, the longest outage and the retries together, or set source.delay_max to less than "
+        "than the longest delay, the longest outage and the retries together, or set source.delay_max to less than "
         f"{delay_text(kept_ms)}",
     )
 
