@@ -13,6 +13,7 @@ last; whatever fails or is killed, all begins anew. `orders` keeps messages by l
 import argparse
 import asyncio
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 import nats
@@ -38,11 +39,11 @@ async def take_in(js: Any, producer: tarry.aio.Producer, tasks: asyncio.TaskGrou
         tasks.create_task(commit(message, await producer.add(ledger, entry, deliver_at_ms=due_ms)))
 
 
-async def commit(message: Any, done: asyncio.Future[Any]) -> None:
+async def commit(message: Any, done: Awaitable[Any]) -> None:
     try:
         await done
     except (tarry.OutOfRange, tarry.InvalidArgument) as refused:
-        print(f"message {message.metadata.sequence.stream} is not delivered: {refused}")
+        print(f"message {message.metadata.sequence.stream} is passed over: {refused}", flush=True)
     await message.ack()
 
 
@@ -66,8 +67,12 @@ async def pass_on(js: Any, sequence: int, name: str) -> Any:
 
 async def take_back(js: Any, subscription: tarry.aio.Subscription, tasks: asyncio.TaskGroup) -> None:
     async for message in pushed(js, FAILED):
-        failed = tarry.DeliveryId.parse(message.headers["tarry-delivery-id"])
-        tasks.create_task(commit(message, subscription.nack(failed.positions, forwarded=True)))
+        tasks.create_task(commit(message, hand_back(subscription, message.headers or {})))
+
+
+async def hand_back(subscription: tarry.aio.Subscription, headers: dict[str, str]) -> None:
+    failed = tarry.DeliveryId.parse(headers.get("tarry-delivery-id", ""))
+    await subscription.nack(failed.positions, forwarded=True)
 
 
 async def relay(broker_url: str, address: str) -> None:

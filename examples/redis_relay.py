@@ -70,12 +70,13 @@ async def put_out(broker: Any, subscription: tarry.aio.Subscription) -> None:
 
 async def take_back(broker: Any, subscription: tarry.aio.Subscription) -> None:
     async for entries in portions(broker, FAILED):
-        handed_back = []
-        for _, fields in entries:
-            with contextlib.suppress(KeyError, ValueError):  # No id: there is nothing that could come again.
-                failed = tarry.DeliveryId.parse(fields[b"tarry-delivery-id"].decode())
-                handed_back.append(subscription.nack(failed.positions, forwarded=True))
-        await asyncio.gather(*handed_back)
+        await asyncio.gather(*(hand_back(subscription, fields) for _, fields in entries))
+
+
+async def hand_back(subscription: tarry.aio.Subscription, fields: dict[bytes, bytes]) -> None:
+    with contextlib.suppress(KeyError, ValueError):  # No id of Tarry: there is nothing that could come again.
+        failed = tarry.DeliveryId.parse(fields[b"tarry-delivery-id"].decode())
+        await subscription.nack(failed.positions, forwarded=True)
 
 
 async def relay(broker_url: str, address: str) -> None:

@@ -16,8 +16,8 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from tarry_relay import kafka_broker, kafka_client, kafka_output, port, relay_settings
-from tarry_relay.kafka_broker import KafkaReader
-from tarry_relay.kafka_client import ClientProperties
+from tarry_relay.kafka_broker import KafkaLog, KafkaReader
+from tarry_relay.kafka_client import ClientProperties, ClusterTopics
 from tarry_relay.kafka_output import KafkaOutput
 from tarry_relay.kept_messages import Kept
 from tests.planted import registry
@@ -87,16 +87,20 @@ class ScriptedConsumer:
         self.script.clear()
 
 
-class Topics:
+class Topics(ClusterTopics):
     """Says which topic it is."""
 
     def __init__(self) -> None:
+        nobody: Any = None
+        super().__init__(nobody, 5)
         self.now = "one"
+        self.asked = 0
 
-    async def generation(self, topic: str) -> str:
+    async def _described(self, topic: str) -> Any:
+        self.asked += 1
         if not self.now:
             raise port.Unreachable("away")
-        return self.now
+        return SimpleNamespace(topic_id=self.now)
 
 
 Cluster = tuple[KafkaReader, ScriptedConsumer, Topics]
@@ -243,10 +247,55 @@ async def test_what_is_read_is_kept_for_when_it_is_due(monkeypatch: pytest.Monke
     reader, consumer, topics = made(monkeypatch, kept_bytes=10_000)
     consumer.script += [consumer.gets(0), message(0, 7), message(0, 8)]
     await reader.read(10, 0)
-    log = kafka_broker.KafkaLog(TOPIC, topics, properties(), reader._kept, 5)  # type: ignore[arg-type]
-    found = await log.fetch([(0, 7), (0, 8)])
+    log = log_of((reader, consumer, topics))
+    found = await log.fetch([(0, 7), (0, 8)], "one")
     assert [each and each.headers["n"] for each in found] == ["7", "8"]
     assert log._read_for_it == 0
+    # It was looked whose they are when they were read.
+    assert topics.asked == 1
+
+
+def log_of(cluster: Cluster) -> KafkaLog:
+    """Fetches what the reader has kept."""
+    reader, _, topics = cluster
+    assert reader._kept is not None
+    return KafkaLog(TOPIC, topics, properties(), reader._kept, 5)
+
+
+async def looked_at_no_more(cluster: Cluster, patch: pytest.MonkeyPatch) -> None:
+    """What is read within a tenth of a second is kept before it is looked whose it is; its topic is made anew."""
+    reader, consumer, topics = cluster
+    consumer.script += [consumer.gets(0), message(0, 7)]
+    patch.setattr(kafka_broker, "_LOOK_AGAIN_S", 3_600)
+    await reader.read(10, 0)
+    log = log_of(cluster)
+    for offset, now in ((8, "one"), (9, "another")):
+        topics.now = now
+        consumer.script += [message(0, offset)]
+        await reader.read(10, 0)
+    with pytest.raises(port.NotThere):
+        await log.fetch([(0, 8), (0, 9)], "one")
+
+
+async def test_what_was_kept_is_not_given_when_its_topic_was_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    await looked_at_no_more(made(monkeypatch, kept_bytes=10_000), monkeypatch)
+
+
+async def test_what_was_kept_is_kept_on_when_nobody_says_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = reader, consumer, topics = made(monkeypatch, kept_bytes=10_000)
+    topics.now = ""
+    consumer.script += [consumer.gets(0), message(0, 7)]
+    monkeypatch.setattr(KafkaReader, "_look_whether_same", no_look)
+    await reader.read(10, 0)
+    log = log_of(cluster)
+    with pytest.raises(port.Unreachable):
+        await log.fetch([(0, 7)], "one")
+    topics.now = "one"
+    assert await log.fetch([(0, 7)], "one") != [None]
+
+
+async def no_look(reader: KafkaReader) -> None:
+    return
 
 
 class Producer:
@@ -390,10 +439,23 @@ def a_partition_that_was_never_read_is_not_begun(patch: pytest.MonkeyPatch) -> N
 
 
 def a_topic_that_was_made_anew_is_read_on(patch: pytest.MonkeyPatch) -> None:
-    async def same(self: KafkaReader) -> None:
+    patch.setattr(KafkaReader, "_look_whether_same", no_look)
+
+
+def what_was_kept_of_another_topic_is_given(patch: pytest.MonkeyPatch) -> None:
+    async def whosever(self: ClusterTopics, topic: str, generation: str, read_until_s: float) -> None:
         return
 
-    patch.setattr(KafkaReader, "_look_whether_same", same)
+    patch.setattr(ClusterTopics, "confirm", whosever)
+
+
+def a_look_stands_for_what_is_read_after_it(patch: pytest.MonkeyPatch) -> None:
+    confirm = ClusterTopics.confirm
+
+    async def at_any_time(self: ClusterTopics, topic: str, generation: str, read_until_s: float) -> None:
+        await confirm(self, topic, generation, 0.0)
+
+    patch.setattr(ClusterTopics, "confirm", at_any_time)
 
 
 def what_is_with_one_that_is_too_large_is_refused(patch: pytest.MonkeyPatch) -> None:
@@ -417,6 +479,8 @@ PLANTED = (
     a_commit_is_of_the_message_itself,
     a_partition_that_was_never_read_is_not_begun,
     a_topic_that_was_made_anew_is_read_on,
+    what_was_kept_of_another_topic_is_given,
+    a_look_stands_for_what_is_read_after_it,
     what_is_with_one_that_is_too_large_is_refused,
     what_was_aborted_counts_as_published,
 )
@@ -429,7 +493,12 @@ async def test_a_planted_bug_is_found(
 ) -> None:
     plant(monkeypatch)
     found = []
-    for story in (walk(made(monkeypatch)), publish(output_of(monkeypatch, transactional=True))):
+    stories = (
+        walk(made(monkeypatch)),
+        looked_at_no_more(made(monkeypatch, kept_bytes=10_000), monkeypatch),
+        publish(output_of(monkeypatch, transactional=True)),
+    )
+    for story in stories:
         try:
             await story
         except (AssertionError, KeyError, pytest.fail.Exception) as error:

@@ -64,7 +64,8 @@ class Listed:
     async def generation(self) -> str:
         return self.name
 
-    async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
+    async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
+        port.must_be_same("orders", generation, self.name)
         return [
             port.Message({"target": "other" if entry >= OTHERS else "due"}, (ledger, entry))
             for ledger, entry in positions
@@ -284,7 +285,7 @@ async def relayed(
         Sorting(said.source, said.targets, broker),
         broker=broker,
         client=client,
-        topic="orders@1",
+        generation="1",
         metrics=metrics,
     )
     ending = asyncio.Event()
@@ -522,6 +523,20 @@ async def test_a_source_that_was_made_anew_ends_a_relay(monkeypatch: pytest.Monk
     with pytest.raises(BaseExceptionGroup) as failures:
         await relayed(broker, Daemon(), lambda: False, retention_every_s=0.05)
     assert failures.group_contains(port.NotThere, match="was made anew")
+
+
+async def test_what_is_due_is_never_published_from_a_source_that_was_made_anew() -> None:
+    broker, daemon = Listed(), Daemon()
+
+    def is_made_anew() -> None:
+        broker.name = "2"
+        daemon.due.append(tarry.DeliveryId(1, 4, None, 5_000, 0))
+
+    asyncio.get_running_loop().call_later(0.1, is_made_anew)
+    with pytest.raises(BaseExceptionGroup) as failures:
+        await relayed(broker, daemon, lambda: False)
+    assert failures.group_contains(port.NotThere, match="was made anew")
+    assert (broker.published, daemon.acknowledged) == ([], [])
 
 
 async def test_what_waits_for_a_former_source_is_a_dead_letter_unless_somebody_receives_it() -> None:

@@ -1,6 +1,6 @@
 """The two ends of a relay, opened as its settings say.
 
-Owns: which adapter is for which broker, and the name of the Tarry topic.
+Owns: which adapter is for which broker.
 Does not own: the adapters, the client library.
 """
 
@@ -44,8 +44,3 @@ async def opened(settings: relay_settings.Settings) -> AsyncIterator[Ends]:
         ) from error
     async with adapter.opened(settings, settings.broker) as broker, relay_settings.client_of(settings.daemon) as client:
         yield Ends(broker, client)
-
-
-async def topic_of(settings: relay_settings.Settings, source: port.Log) -> str:
-    """The Tarry topic of the source as it is now. Raises NotThere, Unreachable."""
-    return f"{settings.relay.topic}@{await source.generation()}"

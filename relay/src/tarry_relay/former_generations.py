@@ -24,7 +24,7 @@ _ENTRY_MAX = 2**64 - 1
 async def former_topics(settings: Settings, client: tarry.aio.Client, topic: str) -> list[str]:
     """The topics of former generations. `topic`: that of the source as it is now."""
     names = [each.topic async for each in client.topics()]
-    return [name for name in names if name != topic and name.startswith(f"{settings.relay.topic}@")]
+    return [name for name in names if name != topic and name.startswith(settings.relay.topic_of(""))]
 
 
 class FormerGenerations:
@@ -71,7 +71,7 @@ class FormerGenerations:
     async def _reject(self, topic: str) -> int:
         """Makes dead letters of what is due there, with the reason; how many."""
         relay = self._settings.relay
-        generation = topic.removeprefix(f"{relay.topic}@")
+        generation = topic.removeprefix(relay.topic_of(""))
         reason = (
             f"payload gone: source {self._settings.source.name} was made anew, and this was in generation {generation}"
         )

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import confluent_kafka as kafka
 from confluent_kafka import KafkaError, KafkaException, TopicPartition, admin
@@ -45,6 +46,13 @@ _POSITION = re.compile(r"(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,18})", re.ASCII)
 
 Pair = tuple[int, int]
 """Partition and offset."""
+
+
+class Found(NamedTuple):
+    """A message, and a moment at which it had been read, by `time.monotonic`."""
+
+    event: Event
+    read_until_s: float
 
 
 class KafkaBroker:
@@ -88,8 +96,17 @@ class KafkaBroker:
 
     async def findings(self) -> AsyncIterator[port.Finding]:
         """Looks at the topics of source, retry log and targets; changes nothing."""
-        name = self._settings.source.name
-        yield port.Finding("source", True, f"topic {name}: has {await self._topics.partitions(name)} partitions")
+        source = await self._finding_of("source", self._settings.source.name)
+        yield source
+        if source.is_good:
+            async for each in self._findings_of_source(self._settings.source.name):
+                yield each
+        if self._settings.retry is not None:
+            yield await self._finding_of("retry", self._settings.retry.name)
+        for target in self._settings.named_targets():
+            yield await self._finding_of("target", target)
+
+    async def _findings_of_source(self, name: str) -> AsyncIterator[port.Finding]:
         told = await self._topics.settings(name)
         policy = told.get("cleanup.policy", "")
         keeps = "compact" not in policy
@@ -107,16 +124,12 @@ class KafkaBroker:
         yield port.Finding("elections", not unclean, f"topic {name}: {text}")
         clock = "the broker" if told.get("message.timestamp.type") == "LogAppendTime" else "the producer"
         yield port.Finding("clock", True, f"topic {name}: delays count from the time that {clock} has given")
-        if self._settings.retry is not None:
-            yield await self._finding_of("retry", self._settings.retry.name)
-        for target in self._settings.named_targets():
-            yield await self._finding_of("target", target)
 
     async def _finding_of(self, name: str, topic: str) -> port.Finding:
         try:
             partitions = await self._topics.partitions(topic)
         except port.NotThere:
-            return port.Finding(name, False, f"topic {topic}: is not there")
+            return port.Finding(name, False, f"topic {topic}: is not there; make it")
         return port.Finding(name, True, f"topic {topic}: has {partitions} partitions")
 
 
@@ -128,7 +141,7 @@ class KafkaLog:
         topic: str,
         topics: ClusterTopics,
         properties: ClientProperties,
-        kept: Kept[Event],
+        kept: Kept[Found],
         timeout_s: float,
     ) -> None:
         self._topic = topic
@@ -157,44 +170,50 @@ class KafkaLog:
         ms = int((await self._topics.settings(self._topic)).get("retention.ms") or -1)
         return None if ms < 0 else ms
 
-    async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
+    async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
         """The messages at these positions: what was kept, and the rest by reading all their partitions on; None for
-        one that is gone for good.
+        one that is gone for good. The cluster is asked for the generation, unless it was since they were read.
         """
         ledgers, entries = zip(*positions, strict=True)
         records = Kafka1.from_positions(list(ledgers), list(entries))
         pairs = list(zip(records.partition.tolist(), records.offset.tolist(), strict=True))
-        found: dict[Pair, Event] = {}
+        found: dict[Pair, Found] = {}
         wanted: dict[int, list[int]] = {}
         for pair in dict.fromkeys(pairs):
-            if (message := self._kept.take(pair)) is None:
+            if (kept := self._kept.take(pair)) is None:
                 wanted.setdefault(pair[0], []).append(pair[1])
             else:
-                found[pair] = message
+                found[pair] = kept
         self._fetched += len(pairs)
         self._kept_ones += len(found)
-        if wanted and max(wanted) >= self._partitions:
-            self._partitions = await self._topics.partitions(self._topic)
-        # A partition that the topic does not have never had what is looked for.
-        searches = {each: Search(of) for each, of in wanted.items() if each < self._partitions}
-        if searches:
-            try:
-                await self._thread.call(self._read_on, searches, found)
-            except port.Unreachable:
-                for pair, message in found.items():
-                    self._kept.keep(pair, message, _size(message))
-                raise
-        return [_message(found[pair]) if pair in found else None for pair in pairs]
+        try:
+            if wanted:
+                await self._look_for(wanted, found)
+            read_until_s = time.monotonic() if wanted else max(each.read_until_s for each in found.values())
+            await self._topics.confirm(self._topic, generation, read_until_s)
+        except port.Unreachable:
+            for pair, kept in found.items():
+                self._kept.keep(pair, kept, _size(kept.event))
+            raise
+        return [_message(found[pair].event) if pair in found else None for pair in pairs]
 
     async def close(self) -> None:
         """Waits for what is under way, and leaves."""
         await self._thread.end(self._consumer.close)
-        log.info(
-            "has fetched",
-            extra={"messages": self._fetched, "of_these_kept": self._kept_ones, "read_for_the_rest": self._read_for_it},
-        )
+        if self._fetched:
+            told = {"of_these_kept": self._kept_ones, "read_for_the_rest": self._read_for_it}
+            log.info("has fetched", extra={"messages": self._fetched, **told})
 
-    def _read_on(self, searches: dict[int, Search], found: dict[Pair, Event]) -> None:
+    async def _look_for(self, wanted: Mapping[int, Sequence[int]], found: dict[Pair, Found]) -> None:
+        """Adds what is found at these offsets of each partition."""
+        if max(wanted) >= self._partitions:
+            self._partitions = await self._topics.partitions(self._topic)
+        # A partition that the topic does not have never had what is looked for.
+        searches = {each: Search(of) for each, of in wanted.items() if each < self._partitions}
+        if searches:
+            await self._thread.call(self._read_on, searches, found)
+
+    def _read_on(self, searches: dict[int, Search], found: dict[Pair, Found]) -> None:
         """Reads all partitions on until each search is over. Raises KafkaException, NotThere, Unreachable."""
         self._begin(searches)
         try:
@@ -211,17 +230,18 @@ class KafkaLog:
         finally:
             self._consumer.unassign()
 
-    def _take(self, event: Event, searches: Mapping[int, Search], found: dict[Pair, Event]) -> int | None:
+    def _take(self, event: Event, searches: Mapping[int, Search], found: dict[Pair, Found]) -> int | None:
         """Finds a message, or keeps it; up to where its partition was read."""
         pair: Pair = (event.partition(), event.offset())
         search = searches.get(pair[0])
         if event.error() is not None:
             return self._look(event, search)
         self._read_for_it += 1
+        read = Found(event, time.monotonic())
         if search is not None and search.meets(pair[1]):
-            found[pair] = event
+            found[pair] = read
         else:
-            self._kept.keep(pair, event, _size(event))
+            self._kept.keep(pair, read, _size(event))
         return pair[1]
 
     def _begin(self, searches: Mapping[int, Search]) -> None:
@@ -269,7 +289,7 @@ class KafkaReader:
         topics: ClusterTopics,
         properties: ClientProperties,
         timeout_s: float,
-        kept: Kept[Event] | None = None,
+        kept: Kept[Found] | None = None,
     ) -> None:
         """`kept`: gets what is read."""
         self._topic = topic
@@ -304,7 +324,8 @@ class KafkaReader:
         portion, self._held = self._held, None
         if self._kept is not None:
             for each in portion.read:
-                self._kept.keep((each.ledger_id, each.entry_id), each.receipt, _size(each.receipt))
+                read = Found(each.receipt, self._asked_at_s)
+                self._kept.keep((each.ledger_id, each.entry_id), read, _size(each.receipt))
         return portion
 
     async def commit(self, read: Sequence[port.Read]) -> None:
@@ -338,10 +359,9 @@ class KafkaReader:
     async def _look_whether_same(self) -> None:
         """An id does not come back: where it is as before, all that was read until now is of the topic that has it."""
         looked_at_s = time.monotonic()
-        generation = await self._topics.generation(self._topic)
-        if self._generation not in (None, generation):
-            raise port.NotThere(f"topic {self._topic} was made anew: its id is {generation} now")
-        self._generation = generation
+        now = await self._topics.generation(self._topic)
+        self._generation = self._generation or now
+        port.must_be_same(f"topic {self._topic}", self._generation, now)
         self._looks_at_s = looked_at_s + _LOOK_AGAIN_S
 
     # In the thread of the consumer.
@@ -455,7 +475,7 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
     """Connects. Raises SettingsError, Unreachable."""
     relay, source = settings.relay, settings.source.name
     properties = ClientProperties(broker, relay.subscription, relay.id)
-    kept: Kept[Event] = Kept(broker.kept_bytes)
+    kept: Kept[Found] = Kept(broker.kept_bytes)
     async with contextlib.AsyncExitStack() as stack:
         try:
             client = admin.AdminClient(properties.shared())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
@@ -179,6 +180,8 @@ class ClusterTopics:
     def __init__(self, client: admin.AdminClient, timeout_s: float) -> None:
         self._client = client
         self._timeout_s = timeout_s
+        self._seen: dict[str, tuple[str, float]] = {}
+        """The last id of each topic, and when it was asked for."""
 
     async def partitions(self, topic: str) -> int:
         """How many partitions a topic has. Raises NotThere, Unreachable."""
@@ -186,7 +189,19 @@ class ClusterTopics:
 
     async def generation(self, topic: str) -> str:
         """The id of a topic, which another one of its name does not have. Raises NotThere, Unreachable."""
-        return str((await self._described(topic)).topic_id).translate(_ID_LETTERS)
+        asked_at_s = time.monotonic()
+        found = str((await self._described(topic)).topic_id).translate(_ID_LETTERS)
+        self._seen[topic] = found, asked_at_s
+        return found
+
+    async def confirm(self, topic: str, generation: str, read_until_s: float) -> None:
+        """Makes sure that what was read of a topic until then, by `time.monotonic`, is of this generation: an id does
+        not come back. The cluster is asked unless it was since then. Raises NotThere, Unreachable.
+        """
+        now, asked_at_s = self._seen.get(topic, ("", 0.0))
+        if now != generation or asked_at_s < read_until_s:
+            now = await self.generation(topic)
+        port.must_be_same(f"topic {topic}", generation, now)
 
     async def first_offsets(self, topic: str, partitions: Iterable[int]) -> Mapping[int, int]:
         """The first offset that each partition still has; none of one that is not there. Raises NotThere,
@@ -197,31 +212,31 @@ class ClusterTopics:
             kafka.TopicPartition(topic, each): _admin.OffsetSpec.earliest() for each in partitions if each in there
         }
         asked = self._client.list_offsets(wanted, request_timeout=self._timeout_s) if wanted else {}
-        return {partition.partition: int((await _asked(answer)).offset) for partition, answer in asked.items()}
+        return {partition.partition: int((await _asked(topic, answer)).offset) for partition, answer in asked.items()}
 
     async def settings(self, topic: str) -> Mapping[str, str]:
         """The settings of a topic, by name. Raises NotThere, Unreachable."""
         resource = _admin.ConfigResource(_admin.ConfigResource.Type.TOPIC, topic)
         (asked,) = self._client.describe_configs([resource], request_timeout=self._timeout_s).values()
-        return {name: each.value or "" for name, each in (await _asked(asked)).items()}
+        return {name: each.value or "" for name, each in (await _asked(topic, asked)).items()}
 
     async def _described(self, topic: str) -> Any:
         asked = self._client.describe_topics(kafka.TopicCollection([topic]), request_timeout=self._timeout_s)
-        return await _asked(asked[topic])
+        return await _asked(topic, asked[topic])
 
 
 def unsaid(error: KafkaError) -> None:
     """Each call tells what it has failed with."""
 
 
-def failure(error: KafkaError) -> Exception:
-    """What the port calls a failure of Kafka's client."""
-    text = f"{error.name()}: {error.str()}"
+def failure(error: KafkaError, of: str = "") -> Exception:
+    """What the port calls a failure of Kafka's client. `of`: what its message begins with."""
+    text = f"{of}{error.name()}: {error.str()}"
     return port.NotThere(text) if error.code() in NO_TOPIC else port.Unreachable(text)
 
 
-async def _asked(answer: Any) -> Any:
+async def _asked(topic: str, answer: Any) -> Any:
     try:
         return await asyncio.wrap_future(answer)
     except KafkaException as error:
-        raise failure(error.args[0]) from error
+        raise failure(error.args[0], f"topic {topic}: ") from error

@@ -82,6 +82,17 @@ class NatsBroker:
     async def findings(self) -> AsyncIterator[port.Finding]:
         """Looks at the clock and the streams of source, retry log and targets; changes nothing."""
         name = self._settings.source.name
+        source = await self._finding_of(name, "source")
+        yield source
+        if source.is_good:
+            async for each in self._findings_of_source(name):
+                yield each
+        if self._settings.retry is not None:
+            yield await self._finding_of(self._settings.retry.name, "retry")
+        for subject in self._settings.named_targets():
+            yield await self._finding_of_target(subject)
+
+    async def _findings_of_source(self, name: str) -> AsyncIterator[port.Finding]:
         info = await self.log.info()
         yield await self._finding_of_clock(name)
         limits = info.config.retention == api.RetentionPolicy.LIMITS
@@ -92,10 +103,6 @@ class NatsBroker:
         limit = [each for each in ("max_msgs", "max_bytes") if (getattr(info.config, each) or -1) > 0]
         text = f"drops its oldest by {' and '.join(limit)}, also what waits" if limit else "drops nothing by size"
         yield port.Finding("size", not limit, f"stream {name}: {text}")
-        if self._settings.retry is not None:
-            yield await self._finding_of(self._settings.retry.name, "retry")
-        for subject in self._settings.named_targets():
-            yield await self._finding_of_target(subject)
 
     async def _finding_of_clock(self, stream: str) -> port.Finding:
         """By the time that stands in an answer, which the client library leaves out."""
@@ -112,7 +119,7 @@ class NatsBroker:
         try:
             await _asked(self._js.stream_info(stream))
         except port.NotThere:
-            return port.Finding(name, False, f"stream {stream}: is not there")
+            return port.Finding(name, False, f"stream {stream}: is not there; make it")
         return port.Finding(name, True, f"stream {stream}: is there")
 
     async def _finding_of_target(self, subject: str) -> port.Finding:
@@ -121,7 +128,7 @@ class NatsBroker:
             info = await _asked(self._js.stream_info(stream))
         except port.NotThere:
             return port.Finding(
-                "target", False, f"subject {subject}: no stream has it, so that nothing can be published"
+                "target", False, f"subject {subject}: no stream has it, so that nothing can be published; make one"
             )
         window_s = info.config.duplicate_window or 0
         return port.Finding(
@@ -139,18 +146,22 @@ class NatsLog:
 
     async def info(self) -> Any:
         """What NATS says of the stream. Raises NotThere, Unreachable."""
-        return await _asked(self._js.stream_info(self._stream))
+        try:
+            return await _asked(self._js.stream_info(self._stream))
+        except port.NotThere as error:
+            raise port.NotThere(f"stream {self._stream}: {error}") from error
 
     async def generation(self) -> str:
         """The moment at which the stream was made, which another one of its name does not have."""
-        created = (await self.info()).created
-        return f"{created:%Y%m%dT%H%M%S.%f}Z"
+        return _made_at(await self.info())
 
-    async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
+    async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
         """The messages at these positions, by direct gets, many in flight; None for one that is gone for good."""
         ledgers, entries = zip(*positions, strict=True)
         sequences = NatsStream1.from_positions(list(ledgers), list(entries)).tolist()
-        return await _each(self._fetch_one, sequences, self._in_flight)
+        found = await _each(self._fetch_one, sequences, self._in_flight)
+        port.must_be_same(f"stream {self._stream}", generation, await self.generation())
+        return found
 
     async def _fetch_one(self, sequence: int) -> port.Message | None:
         for direct in (True, False):
@@ -159,7 +170,6 @@ class NatsLog:
             except port.NotThere:
                 continue  # A replica that is behind says so, too; the second time it is the leader who does.
             return _message(found.data or b"", found.headers)
-        await self.info()  # Or the whole stream is gone.
         return None
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
@@ -188,6 +198,7 @@ class NatsReader:
         )
         self._ack_wait_s = broker.ack_wait_s
         self._pulled: Any = None
+        self._generation: str | None = None
         now_s = time.monotonic()
         self._asked_at_s = (now_s, now_s)
         """When the last two reads began: what came too late for one is given by the next."""
@@ -195,8 +206,7 @@ class NatsReader:
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
         """Fetches what comes next; nothing when nothing came within `wait_s`."""
         if self._pulled is None:
-            await _asked(self._js.add_consumer(self._stream, self._asks_for))
-            self._pulled = await _asked(self._js.pull_subscribe_bind(self._asks_for.durable_name, self._stream))
+            await self._join()
         self._asked_at_s = (self._asked_at_s[1], time.monotonic())
         try:
             found = await _asked(self._pulled.fetch(rows_max, timeout=wait_s), may_time_out=True)
@@ -216,6 +226,14 @@ class NatsReader:
         told = await _asked(self._js.consumer_info(self._stream, self._asks_for.durable_name))
         floor = 0 if told.ack_floor is None else int(told.ack_floor.stream_seq)
         return [entry <= floor for _, entry in positions]
+
+    async def _join(self) -> None:
+        """Makes the consumer, or takes the one that is there: it went with its stream, if that was made anew."""
+        await _asked(self._js.add_consumer(self._stream, self._asks_for))
+        now = _made_at(await _asked(self._js.stream_info(self._stream)))
+        self._generation = self._generation or now
+        port.must_be_same(f"stream {self._stream}", self._generation, now)
+        self._pulled = await _asked(self._js.pull_subscribe_bind(self._asks_for.durable_name, self._stream))
 
     async def _leave(self) -> None:
         pulled, self._pulled = self._pulled, None
@@ -341,6 +359,10 @@ def fits(subject: str, target: str) -> bool:
     if words[-1] == ">":
         words, own = words[:-1], own[: len(words) - 1] if len(own) >= len(words) else []
     return len(words) == len(own) and all(word in ("*", each) for word, each in zip(words, own, strict=True))
+
+
+def _made_at(info: Any) -> str:
+    return f"{info.created:%Y%m%dT%H%M%S.%f}Z"
 
 
 def _message(data: bytes, headers: Mapping[str, str] | None) -> port.Message:

@@ -26,6 +26,12 @@ class NotThere(Exception):
     """The log is not there, or is another one by now: the relay begins anew."""
 
 
+def must_be_same(log: str, generation: str, now: str) -> None:
+    """Raises NotThere: a log is of another generation now than it was."""
+    if now != generation:
+        raise NotThere(f"{log} was made anew: its generation is {now} now, and was {generation}")
+
+
 class BadPosition(ValueError):
     """A text names no position of this broker. The message says what it is and how one is written."""
 
@@ -122,8 +128,11 @@ class Log(Protocol):
         """A name that another log of this name, made when this one was deleted, does not have."""
         ...
 
-    async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[Message | None]:
-        """The messages at these (ledger, entry), which ascend; None for one that is gone for good."""
+    async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[Message | None]:
+        """The messages at these (ledger, entry), which ascend, of the log of this generation; None for one that is gone
+        for good. Raises NotThere, by a look at the generation after they were read: what another log has at these
+        positions are other messages.
+        """
         ...
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:

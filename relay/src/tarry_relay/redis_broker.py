@@ -111,13 +111,22 @@ class RedisLog:
             raise port.NotThere(f"key {self._stream}: {error}") from error
         return _word(found)
 
-    async def fetch(self, positions: Sequence[tuple[int, int]]) -> Sequence[port.Message | None]:
-        """The entries at these positions, by one pipeline; None for one that is gone for good."""
+    async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
+        """The entries at these positions, by one pipeline, which ends with the look at the generation; None for one
+        that is gone for good.
+        """
         ledgers, entries = zip(*positions, strict=True)
         async with self._server.pipeline(transaction=False) as calls:
             for entry_id in RedisSequences1.from_positions(list(ledgers), list(entries)):
                 calls.xrange(self._stream, entry_id, entry_id)
-            found = await _asked(calls.execute())
+            calls.xinfo_groups(self._stream)
+            try:
+                *found, groups = await _asked(calls.execute())
+            except redis.ResponseError as error:
+                raise port.NotThere(f"key {self._stream}: {error}") from error
+        names = [_word(each["name"]) for each in groups]
+        now = [name.removeprefix(_GENERATION_PREFIX) for name in names if name.startswith(_GENERATION_PREFIX)]
+        port.must_be_same(f"key {self._stream}", generation, now[0] if now else "not known")
         return [_message(entry[0][1]) if entry else None for entry in found]
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:

@@ -16,7 +16,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,24 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(entry, enc_hook=str).decode()
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit status: 0 done, or all is well; 1 it cannot go on; 2 wrong usage or settings; 3 an end cannot be "
+    "reached; 4 check found something; 5 a message is bad, and source.on_bad is 'stop'.",
+)
 @click.version_option(package_name="tarry-relay")
 def main() -> None:
-    """Delayed messages for Kafka, NATS and Redis Streams: what a log has is published when its time has come."""
+    """Delayed messages for Kafka, NATS and Redis Streams: what a log has is published when its time has come.
+
+    Each command takes a FILE in TOML, which says what the relay stands between.
+    """
 
 
 _settings_file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 _as_json = click.option("--json", "as_json", is_flag=True, help="JSON, for programs.")
 
 
-@main.command()
+@main.command(short_help="Relay until SIGTERM or SIGINT.")
 @_settings_file
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
@@ -100,10 +107,15 @@ async def _run(settings: relay_settings.Settings, metrics: RelayMetrics) -> None
         try:
             async with ends.opened(settings) as opened:
                 refuse_rounds(settings, opened.broker)
-                topic = await ends.topic_of(settings, opened.broker.log)
+                generation = await opened.broker.log.generation()
                 sorting = Sorting(settings.source, settings.targets, opened.broker)
                 relay = Relay(
-                    settings, sorting, broker=opened.broker, client=opened.client, topic=topic, metrics=metrics
+                    settings,
+                    sorting,
+                    broker=opened.broker,
+                    client=opened.client,
+                    generation=generation,
+                    metrics=metrics,
                 )
                 await relay.run(ending)
         except* (port.NotThere, port.Unreachable) as failures:
@@ -124,45 +136,50 @@ async def _begin_again(
             await ending.wait()
 
 
-@main.command()
+@main.command(short_help="Look whether both ends are as a relay needs them.")
 @_settings_file
 @_as_json
 def check(file: Path, as_json: bool) -> None:
-    """Looks at the file, at both ends and at their clocks, and changes nothing but a mark of the source's generation.
+    """Looks at the file, at both ends and at their clocks, and changes nothing. But a source of Redis gets a group,
+    which a relay would make, too: its name is kept with the stream, and tells it from one that is made anew.
 
     Exit status 4: something is not as a relay needs it.
     """
     with _failures():
-        settings = relay_settings.load(file)
-        found = asyncio.run(_findings(settings))
+        found = asyncio.run(_check(relay_settings.load(file), tell=not as_json))
     if as_json:
         click.echo(json.dumps([{"name": each.name, "good": each.is_good, "text": each.text} for each in found]))
-    else:
-        for each in found:
-            click.echo(f"{'ok  ' if each.is_good else 'WRONG'}  {each.name}: {each.text}")
     if not all(each.is_good for each in found):
         sys.exit(EXIT_FOUND)
 
 
-async def _findings(settings: relay_settings.Settings) -> list[port.Finding]:
-    async with ends.opened(settings) as opened:
-        refuse_rounds(settings, opened.broker)
-        found = [each async for each in opened.broker.findings()]
-        try:
-            topic = await ends.topic_of(settings, opened.broker.log)
-        except port.NotThere:
-            topic = None
-        found.append(await finding_of_retention(settings, opened.broker.log, opened.client, topic))
-        asked_at_ms = port.now_ms()
-        page = await opened.client.topics_page(page_size=1)
-        found.append(port.finding_of_clock("Tarry", page.as_of_ms, asked_at_ms))
-        topics = [each.topic async for each in opened.client.topics()]
-        text = f"{settings.daemon.address} answers and has {len(topics)} topics"
-        found.append(port.Finding("daemon", True, text))
+async def _check(settings: relay_settings.Settings, *, tell: bool) -> list[port.Finding]:
+    """What was found. `tell`: each is told as soon as it is."""
+    found = []
+    async for each in _findings(settings):
+        found.append(each)
+        if tell:
+            click.echo(f"{'ok' if each.is_good else 'WRONG':5} {each.name}: {each.text}")
     return found
 
 
-@main.command()
+async def _findings(settings: relay_settings.Settings) -> AsyncIterator[port.Finding]:
+    async with ends.opened(settings) as opened:
+        refuse_rounds(settings, opened.broker)
+        async for each in opened.broker.findings():
+            yield each
+        asked_at_ms = port.now_ms()
+        page = await opened.client.topics_page(page_size=1)
+        yield port.finding_of_clock("Tarry", page.as_of_ms, asked_at_ms)
+        topics = [each.topic async for each in opened.client.topics()]
+        yield port.Finding("daemon", True, f"{settings.daemon.address} answers and has {len(topics)} topics")
+        with contextlib.suppress(port.NotThere):
+            # What the broker says of a source that is not there is found above.
+            topic = settings.relay.topic_of(await opened.broker.log.generation())
+            yield await finding_of_retention(settings, opened.broker.log, opened.client, topic)
+
+
+@main.command(short_help="Show what waits, what is due, and dead letters.")
 @_settings_file
 @_as_json
 def status(file: Path, as_json: bool) -> None:
@@ -179,7 +196,8 @@ def status(file: Path, as_json: bool) -> None:
 
 async def _status(settings: relay_settings.Settings) -> dict[str, str | int]:
     async with ends.opened(settings) as opened:
-        topic = await ends.topic_of(settings, opened.broker.log)
+        generation = await opened.broker.log.generation()
+        topic = settings.relay.topic_of(generation)
         stats = await opened.client.stats(topic)
         told: dict[str, str | int] = {"topic": topic, "pending": stats.pending}
         for each in stats.subscriptions:
@@ -192,7 +210,7 @@ async def _status(settings: relay_settings.Settings) -> dict[str, str | int]:
                     "dead letters": each.dead_letters,
                     "relays": each.dispatchers,
                 }
-        guard = RetentionGuard(settings, opened.broker.log, opened.client, topic, RelayMetrics())
+        guard = RetentionGuard(settings, opened.broker.log, opened.client, generation, RelayMetrics())
         told["cut ledgers"] = len(await guard.cut())
         told["former generations"] = ", ".join(await former_topics(settings, opened.client, topic)) or 0
     return told
@@ -205,8 +223,10 @@ def _failures() -> Iterator[None]:
         yield
     except* relay_settings.SettingsError as failures:
         _end(str(_first(failures)), EXIT_SETTINGS)
-    except* (port.Unreachable, tarry.Unavailable, tarry.DeadlineExceeded) as failures:
+    except* port.Unreachable as failures:
         _end(str(_first(failures)), EXIT_UNREACHABLE)
+    except* (tarry.Unavailable, tarry.DeadlineExceeded) as failures:
+        _end(f"the daemon cannot be reached, by daemon.address: {_first(failures)}", EXIT_UNREACHABLE)
     except* BadMessage as failures:
         _end(str(_first(failures)), EXIT_STOPPED)
     except* (port.NotThere, CannotBeRefused, tarry.TarryError) as failures:

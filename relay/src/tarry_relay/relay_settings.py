@@ -73,6 +73,10 @@ class Relay(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     linger_ms: Annotated[int, Meta(ge=0, le=60_000)] = 5
     """How long the first of what comes due waits for more."""
 
+    def topic_of(self, generation: str) -> str:
+        """The Tarry topic of a source of this generation."""
+        return f"{self.topic}@{generation}"
+
 
 class Headers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Names of the headers that a producer sets."""
@@ -141,6 +145,10 @@ class Target(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A regular expression that the whole name fits."""
     rate_limit: Annotated[float, Meta(gt=0)] | None = None
     """Messages a second, of each target by itself; None: as fast as it takes them."""
+
+    def allows(self, target: str) -> bool:
+        """Whether messages may go there by this."""
+        return target == self.name or (self.pattern is not None and re.fullmatch(self.pattern, target) is not None)
 
 
 class _Server(Struct, tag_field="kind", frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -228,7 +236,9 @@ def load(path: Path) -> Settings:
     """Reads the file. Raises SettingsError."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from error
+    except (UnicodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"{path}: {error}") from error
     try:
         settings = msgspec.convert(document, Settings)
@@ -320,6 +330,8 @@ def _check(settings: Settings) -> None:
     for field, name in settings.targets_by_field().items():
         if name in settings.read_names:
             raise SettingsError(f"{field} is {name!r}, which the relay reads itself: what it publishes would go round")
+    if source.target is not None and not any(each.allows(source.target) for each in settings.targets):
+        raise SettingsError(f"source.target is {source.target!r}, which none of targets allows: name it there, too")
 
 
 def _in_words(message: str, document: dict[str, Any]) -> str:

@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 async def finding_of_retention(
-    settings: Settings, source: port.Log, client: tarry.aio.Client, topic: str | None
+    settings: Settings, source: port.Log, client: tarry.aio.Client, topic: str
 ) -> port.Finding:
-    """Whether the source keeps messages for longer than they may be delayed. `topic`: None while there is no source."""
-    kept_ms = None if topic is None else await source.kept_ms()
+    """Whether the source keeps messages for longer than they may be delayed."""
+    kept_ms = await source.kept_ms()
     name = settings.source.name
     if kept_ms is None:
         return port.Finding("age", True, f"source {name}: no message goes by its age")
@@ -33,7 +33,7 @@ async def finding_of_retention(
     if (most_ms := delay_max_ms(settings.source)) is not None:
         allowed.append((most_ms, f"source.delay_max is {delay_text(most_ms)}"))
     with contextlib.suppress(tarry.NotFound):
-        most_ms = None if topic is None else (await client.policy(topic)).effective.delay_max_ms
+        most_ms = (await client.policy(topic)).effective.delay_max_ms
         if most_ms is not None:
             allowed.append((most_ms, f"delay_max_ms of the topic {topic} is {most_ms}, {delay_text(most_ms)}"))
     longest_ms, says = min(allowed, default=(None, "source.delay_max is not set, and the topic is not there yet"))
@@ -43,7 +43,8 @@ async def finding_of_retention(
         "age",
         False,
         f"{kept}, and {says}: what waits for longer ends as a dead letter. Let the source keep messages for longer "
-        "than the longest delay, the longest outage and the retries together, or set source.delay_max to less",
+        "than the longest delay, the longest outage and the retries together, or set source.delay_max to less than "
+        f"{delay_text(kept_ms)}",
     )
 
 
@@ -51,23 +52,22 @@ class RetentionGuard:
     """Looks now and then, and tells what the source has dropped."""
 
     def __init__(
-        self, settings: Settings, source: port.Log, client: tarry.aio.Client, topic: str, metrics: RelayMetrics
+        self, settings: Settings, source: port.Log, client: tarry.aio.Client, generation: str, metrics: RelayMetrics
     ) -> None:
+        """`generation`: of the source that the relay works for."""
         self._settings = settings
         self._source = source
         self._client = client
-        self._topic = topic
+        self._generation = generation
+        self._topic = settings.relay.topic_of(generation)
         self._metrics = metrics
 
     async def run(self) -> None:
         """Looks again and again. A look that fails for now is left out. Raises NotThere: the source is another one."""
-        made = await self._generation()
         while True:
             try:
-                now = await self._generation()
-                if made is not None and now is not None and now != made:
-                    raise port.NotThere(f"source {self._settings.source.name}: was made anew at {now}")
-                made = made or now
+                now = await self._source.generation()
+                port.must_be_same(f"source {self._settings.source.name}", self._generation, now)
                 await self.look()
             except (port.Unreachable, tarry.Unavailable, tarry.DeadlineExceeded, tarry.ResourceExhausted) as error:
                 log.warning("cannot look what the source has dropped", extra={"error": str(error)})
@@ -97,9 +97,3 @@ class RetentionGuard:
                 "the source has dropped what waits, which becomes dead letters when it is due",
                 extra={"ledgers": len(cut), "source": self._settings.source.name},
             )
-
-    async def _generation(self) -> str | None:
-        try:
-            return await self._source.generation()
-        except port.Unreachable:
-            return None

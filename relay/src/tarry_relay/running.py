@@ -106,19 +106,20 @@ class Relay:
         *,
         broker: port.Broker,
         client: tarry.aio.Client,
-        topic: str,
+        generation: str,
         metrics: RelayMetrics,
     ) -> None:
-        """`topic`: the Tarry topic, with the generation of the source."""
+        """`generation`: of the source, which gives the Tarry topic its name."""
         self._settings = settings
         self._sorting = sorting
         self._broker = broker
         self._client = client
-        self._topic = topic
+        self._generation = generation
+        self._topic = topic = settings.relay.topic_of(generation)
         self._metrics = metrics
         self._passage: Passage[Content, _Lane] = Passage(settings.source.dead_letters, settings.source.results)
         self._pacing = Pacing(self._limit_of)
-        self._guard = RetentionGuard(settings, broker.log, client, topic, metrics)
+        self._guard = RetentionGuard(settings, broker.log, client, generation, metrics)
         self._former = FormerGenerations(settings, client, topic, metrics)
         self._logs = [_ReadLog(settings.source.name, broker.source, is_source=True)]
         if settings.retry is not None and broker.retries is not None:
@@ -390,7 +391,7 @@ class Relay:
 
     async def _fetch(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
         ordered = sorted(items, key=_position)
-        found = await self._broker.log.fetch([_position(item) for item in ordered])
+        found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
         for item, message in zip(ordered, found, strict=True):
             self._fetched(item, message)
         self._park(subscription)

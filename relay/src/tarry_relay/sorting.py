@@ -127,7 +127,7 @@ class Sorting:
     def setting_of(self, target: str) -> Target | None:
         """The first setting that allows it."""
         for each in self._targets:
-            if target == each.name or (each.pattern is not None and re.fullmatch(each.pattern, target)):
+            if each.allows(target):
                 return each
         return None
 

@@ -62,11 +62,14 @@ async def test_what_is_read_is_fetched_by_its_position_and_what_is_gone_is_none(
         assert bodies([each.message for each in read]) == [str(number) for number in range(10)]
         positions = sorted((each.ledger_id, each.entry_id) for each in read)
         by_position = {(each.ledger_id, each.entry_id): each.message for each in read}
-        assert await opened.log.fetch(positions) == [by_position[each] for each in positions]
+        now = await opened.log.generation()
+        assert await opened.log.fetch(positions, now) == [by_position[each] for each in positions]
         await broker.cut(SOURCE, keep=4)
-        assert sorted(each for each in bodies(await opened.log.fetch(positions)) if each is not None) == list("6789")
+        assert sorted(each for each in bodies(await opened.log.fetch(positions, now)) if each is not None) == list(
+            "6789"
+        )
         first = await opened.log.first_entries([ledger for ledger, _ in positions])
-        there = [message is not None for message in await opened.log.fetch(positions)]
+        there = [message is not None for message in await opened.log.fetch(positions, now)]
         assert there == [entry >= first[ledger] for ledger, entry in positions]
 
 
@@ -205,6 +208,46 @@ async def test_a_log_that_is_made_anew_has_another_generation(broker: AnyBroker,
         assert await opened.log.generation() != first
 
 
+async def test_what_waits_is_never_fetched_from_a_log_that_was_made_anew(broker: AnyBroker, tmp_path: Path) -> None:
+    await publish(broker, range(3))
+    async with adapter(broker, tmp_path) as opened:
+        positions = sorted((each.ledger_id, each.entry_id) for each in await read_all(opened.source, 3))
+        former = await opened.log.generation()
+        await made_anew(broker)
+        with pytest.raises(port.NotThere, match=former):
+            await opened.log.fetch(positions, former)
+        now = await opened.log.generation()
+        others = bodies(await opened.log.fetch(positions, now))
+        # Ids of Redis are times, which do not come again.
+        assert set(others) == ({None} if broker.kind == "redis" else set("789"))
+
+
+@BY_MESSAGE
+async def test_a_log_that_was_made_anew_is_not_read_on(broker: AnyBroker, tmp_path: Path) -> None:
+    await publish(broker, range(3))
+    async with adapter(broker, tmp_path) as opened:
+        await read_all(opened.source, 3)
+        await made_anew(broker)
+        with pytest.raises(port.NotThere):
+            await read_until_there(opened.source)
+
+
+async def read_until_there(reader: port.Reader) -> list[port.Read]:
+    """Something, however often the reader cannot be reached."""
+    while True:
+        with contextlib.suppress(port.Unreachable):
+            return await read_all(reader, 1)
+
+
+async def made_anew(broker: AnyBroker) -> None:
+    """The source, with other messages wherever there was one."""
+    await broker.delete(SOURCE)
+    await broker.bring_back(SOURCE)
+    for _ in range(3):
+        # Of Kafka each call fills another partition.
+        await publish(broker, range(7, 10))
+
+
 async def test_a_reader_says_that_its_log_is_gone(broker: AnyBroker, tmp_path: Path) -> None:
     await publish(broker, range(1))
     async with adapter(broker, tmp_path) as opened:
@@ -218,15 +261,16 @@ async def test_a_broker_that_is_away_is_unreachable_and_then_there_again(broker:
     await publish(broker, range(1))
     async with adapter(broker, tmp_path) as opened:
         (read,) = await read_all(opened.source, 1)
+        now = await opened.log.generation()
         broker.server.kill()
         position = (read.ledger_id, read.entry_id)
         with pytest.raises(port.Unreachable):
-            await opened.log.fetch([position])
+            await opened.log.fetch([position], now)
         broker.server.start()
         broker.server.wait_until_loaded()
         while True:
             with contextlib.suppress(port.Unreachable):
-                assert bodies(await opened.log.fetch([position])) == ["0"]
+                assert bodies(await opened.log.fetch([position], now)) == ["0"]
                 break
 
 
@@ -244,3 +288,21 @@ async def test_what_a_relay_needs_is_looked_at(broker: AnyBroker, tmp_path: Path
         found = [each async for each in opened.findings()]
         assert found
         assert [each.text for each in found if not each.is_good] == []
+
+
+@pytest.mark.parametrize("broker", ["nats", pytest.param("kafka", marks=pytest.mark.long)], indirect=True)
+async def test_what_is_missing_is_told_by_name_and_what_was_found_before_it(broker: AnyBroker, tmp_path: Path) -> None:
+    await broker.delete(SOURCE)
+    file = tmp_path / "away.toml"
+    daemon = f'"{NOWHERE}"'
+    text = configuration(broker, NOWHERE, '[relay]\ntopic = "orders"')
+    file.write_text(text.replace(daemon, f"{daemon}\ndaemon.timeout_s = 0.1"))
+    ended = await asyncio.to_thread(run_child, [*PROGRAM, "check", str(file)])
+    kind = "topic" if broker.kind == "kafka" else "stream"
+    assert ended.stdout.splitlines()[0] == f"WRONG source: {kind} orders: is not there; make it"
+    assert "\nok    retry: " in ended.stdout
+    assert ended.stderr.startswith("tarry-relay: the daemon cannot be reached, by daemon.address: DEADLINE_EXCEEDED: ")
+    assert ended.returncode == relay_command.EXIT_UNREACHABLE
+    ended = await asyncio.to_thread(run_child, [*PROGRAM, "status", str(file)])
+    assert ended.stderr.startswith(f"tarry-relay: {kind} orders: ")
+    assert ended.returncode == relay_command.EXIT_ENDED

@@ -67,6 +67,7 @@ def run_programs(
             exec(compile(code, f"block {number}", "exec"), names)
             assert capsys.readouterr().out == (block.output or "")
             if number == 0:
+                assert all(each["good"] for each in running.told("check"))
                 running.start()
         assert len(blocks) == 3
         assert running.terminate() == 0

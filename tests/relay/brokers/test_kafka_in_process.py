@@ -25,6 +25,9 @@ class Topics:
     async def partitions(self, topic: str) -> int:
         return 2
 
+    async def confirm(self, topic: str, generation: str, read_until_s: float) -> None:
+        assert generation == "one"
+
 
 @pytest.fixture
 def url() -> Iterator[str]:
@@ -49,8 +52,8 @@ async def test_messages_are_found_by_partition_and_offset_and_what_is_passed_is_
     topics: Any = Topics()
     log = KafkaLog(TOPIC, topics, properties, Kept(broker.kept_bytes), LIMIT_S)
     wanted = [(0, 3), (0, 40), (0, 999), (0, 1_000), (1, 0), (1, 41), (2, 0)]
-    assert bodies(await log.fetch(wanted)) == [b"6", b"80", b"1998", None, b"1", b"83", None]
-    assert bodies(await log.fetch([(0, 3), (0, 39), (1, 1)])) == [b"6", b"78", b"3"]
+    assert bodies(await log.fetch(wanted, "one")) == [b"6", b"80", b"1998", None, b"1", b"83", None]
+    assert bodies(await log.fetch([(0, 3), (0, 39), (1, 1)], "one")) == [b"6", b"78", b"3"]
     await log.close()
 
 

@@ -178,9 +178,9 @@ async def a_nack_comes_before_its_ack(
         await broker.publish(SOURCE, [({"deliver-at": str(due)}, body) for body, due in more.items()])
         await consumer.until(lambda of=commits: relay.metric("tarry_relay_committed_total") >= of)  # type: ignore[misc]
         proxy.hold_back()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(10 + 2 * ahead_ms / 1_000):
-                await consumer.until(has_come_back)
+        # By the clock: in Python 3.11 what waits in the client of Redis may lose its cancellation.
+        ends_s = time.monotonic() + 10 + 2 * ahead_ms / 1_000
+        await consumer.until(lambda until_s=ends_s: has_come_back() or time.monotonic() > until_s)  # type: ignore[misc]
         proxy.let_pass()
         await consumer.until(all_done)
         if has_come_back():
@@ -310,9 +310,12 @@ async def test_a_payload_that_is_gone_is_a_dead_letter_of_tarry(broker: AnyBroke
         assert sorted(consumer.bodies()) == ["6", "7", "8", "9", "direct"]
 
 
-@pytest.mark.parametrize("retention", ["warn", pytest.param("dead_letter", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("retention", "is_running"),
+    [("warn", True), *(pytest.param(each, False, marks=pytest.mark.long) for each in ("warn", "dead_letter"))],
+)
 async def test_what_waits_for_a_source_that_was_made_anew_is_a_dead_letter_with_the_reason(
-    broker: AnyBroker, tmp_path: Path, retention: str
+    broker: AnyBroker, tmp_path: Path, retention: str, is_running: bool
 ) -> None:
     more = f'retention = "{retention}"\nretention_every_s = 0.2'
     with processes(broker, tmp_path, more) as (daemon, relay, _):
@@ -323,11 +326,13 @@ async def test_what_waits_for_a_source_that_was_made_anew_is_a_dead_letter_with_
 
         await asyncio.to_thread(wait_until, all_added, "not all is committed", timeout_s=LIMIT_S)
         former = relay.told("status")["topic"]
-        relay.kill()
+        if not is_running:
+            relay.kill()
         await broker.delete(SOURCE)
         await broker.bring_back(SOURCE)
         await broker.publish(SOURCE, [({}, f"new {row}") for row in range(20)])
-        relay.start()
+        if not is_running:
+            relay.start()
         async with tarry.aio.Client(daemon.address) as client, asyncio.timeout(LIMIT_S):
             if retention == "warn":
                 async for page in client.scheduled(former):
@@ -342,6 +347,6 @@ async def test_what_waits_for_a_source_that_was_made_anew_is_a_dead_letter_with_
         assert reasons == {by_reject if retention == "warn" else ""}
         assert relay.told("status")["former generations"] == former
         consumer = Consumer(broker)
-        await consumer.until(lambda: len(consumer.record) == 20)
+        await consumer.until(lambda: len(consumer.bodies()) == 20)
         assert consumer.bodies() == {f"new {row}" for row in range(20)}
         assert relay.terminate() == 0

@@ -67,13 +67,17 @@ async def story(broker: AnyBroker, directory: Path, *, rows: int) -> None:
                 for row, position in enumerate(positions)
             ]
 
+        cancels = asking("cancel-of", cancelled, "CANCELLED")
+        # What names one position stands in the first portion: a portion lies in one partition of Kafka, which alone has
+        # an order.
         asked = [
-            *asking("cancel-of", cancelled, "CANCELLED"),
+            *cancels[:few],
             *asking("cancel-of", cancelled[:few], "NOT_FOUND again"),
-            *asking("reschedule-of", moved, "RESCHEDULED", deliver_at=str(due_ms)),
             *asking("reschedule-of", both, "RESCHEDULED both", deliver_at=str(now_ms + 2 * HOUR_MS)),
             *asking("cancel-of", both, "CANCELLED both"),
             *asking("cancel-of", direct, "NOT_FOUND direct"),
+            *cancels[few:],
+            *asking("reschedule-of", moved, "RESCHEDULED", deliver_at=str(due_ms)),
         ]
         await published(broker, asked)
         await published(broker, asking("cancel-of", ["none", "-1"], "bad"))
