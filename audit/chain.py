@@ -13,14 +13,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from audit.findings import Flaw, Kind
-from storage_backends.formats import format_errors, names, position_bitmap, shard_slot
+from storage_backends.formats import format_errors, log_slot_format, names, position_bitmap, shard_slot
 from storage_backends.formats.manifest import (
     LINEAGE_MAX,
-    CheckpointReference,
     LiveBucket,
     ManifestHead,
     ObjectReference,
@@ -77,8 +77,34 @@ def flaws_of_shard(manifest: ShardManifest, *, number: int, commit_id: str) -> I
         yield _rule("it has a checkpoint before the newest, and no newest")
     if newest is not None and previous is not None and newest.slot < previous.slot:
         yield _rule(f"its checkpoint is of slot {newest.slot}, the one before of slot {previous.slot}")
+    yield from _flaws_of_ranges(manifest)
     live = [each.object for each in (newest, previous) if each is not None]
     yield from _flaws_of_objects(manifest.head, live, manifest.tombstones, names.checkpoint_prefix(manifest.shard))
+
+
+def _flaws_of_ranges(manifest: ShardManifest) -> Iterator[Flaw]:
+    """Every shard slot above the checkpoint before the newest is in one range; the last is open while it is owned."""
+    owned = manifest.open_range
+    if (owned is None) != (not manifest.owner):
+        yield _rule(f"its owner is {manifest.owner!r}, and its last range is {'closed' if owned is None else 'open'}")
+    if owned is not None and owned.epoch != manifest.epoch:
+        yield _rule(f"its open range is of epoch {owned.epoch}, its epoch is {manifest.epoch}")
+    first = manifest.previous_slot + 1
+    if manifest.ranges and manifest.ranges[0].first_slot > first:
+        yield _rule(f"no range has shard slots {first} to {manifest.ranges[0].first_slot - 1}")
+    for each in manifest.ranges:
+        if not log_slot_format.is_log_id(each.log_id):
+            yield _rule(f"a range names log {each.log_id!r}, which is no ULID")
+        if each.last_slot is not None and (each.last_slot < each.first_slot or (each.through or 0) <= each.after):
+            yield _rule(f"the range of epoch {each.epoch} has nothing")
+    for earlier, later in itertools.pairwise(manifest.ranges):
+        if later.epoch <= earlier.epoch:
+            yield _rule(f"a range of epoch {later.epoch} is behind one of epoch {earlier.epoch}")
+        if earlier.last_slot is not None and later.first_slot != earlier.last_slot + 1:
+            yield _rule(
+                f"the range of epoch {later.epoch} begins at shard slot {later.first_slot}, the one before it ends at "
+                f"{earlier.last_slot}"
+            )
 
 
 def _flaws_of_head(head: ManifestHead, number: int, commit_id: str) -> Iterator[Flaw]:
@@ -183,22 +209,50 @@ def flaws_of_dropped(before: TopicManifest, after: TopicManifest, progress: Prog
 
 def flaws_of_following_shard(before: ShardManifest, after: ShardManifest) -> Iterator[Flaw]:
     """What a shard manifest says that may not follow the one before it, their heads apart."""
-    for name in ("epoch", "settled_epoch", "replay_from", "fence_slot"):
+    for name in ("epoch", "settled_epoch"):
         yield from _never_falls(name, getattr(before, name), getattr(after, name))
-    old, new = before.checkpoint, after.checkpoint
-    leaving: list[ObjectReference] = []
-    arriving: list[ObjectReference] = []
-    if old != new:
-        if new is None:
-            yield _rule("its checkpoint vanished")
+    if after.epoch > before.epoch + 1:
+        yield _rule(f"epoch rose from {before.epoch} to {after.epoch}: each owner takes the next one")
+    yield from _flaws_of_following_ranges(before, after)
+    old = [each for each in (before.checkpoint, before.previous_checkpoint) if each is not None]
+    new = [each for each in (after.checkpoint, after.previous_checkpoint) if each is not None]
+    arriving = [each.object for each in new if each not in old]
+    leaving = [each.object for each in old if each not in new]
+    if old and after.checkpoint is None:
+        yield _rule("its checkpoint vanished")
+    else:
+        yield from _never_falls("checkpoint.slot", before.checkpoint_slot, after.checkpoint_slot)
+        if after.checkpoint == before.checkpoint:
+            follows = after.previous_checkpoint == before.previous_checkpoint
         else:
-            yield from _never_falls("checkpoint.slot", 0 if old is None else old.slot, new.slot)
-            arriving = [new.object]
-        leaving = [] if before.previous_checkpoint is None else [before.previous_checkpoint.object]
-    expected: CheckpointReference | None = before.previous_checkpoint if old == new else old
-    if after.previous_checkpoint != expected:
-        yield _rule("the checkpoint before the newest is not the one that was the newest")
+            # An owner that hands the shard over brings in two at once.
+            follows = after.previous_checkpoint == before.checkpoint or (len(arriving) == 2 and not after.owner)
+        if not follows:
+            yield _rule("the checkpoint before the newest is not the one that was the newest")
     yield from _flaws_of_change(before, after, leaving, arriving)
+
+
+def _flaws_of_following_ranges(before: ShardManifest, after: ShardManifest) -> Iterator[Flaw]:
+    """A range stays as it is until the checkpoints cover it; an open one may be closed, or dropped by who leaves it."""
+    kept = {(each.log_id, each.epoch): each for each in after.ranges}
+    for was in before.ranges:
+        now = kept.pop((was.log_id, was.epoch), None)
+        what = f"the range of epoch {was.epoch} in log {was.log_id}"
+        if now is None:
+            covered = was.last_slot is not None and was.last_slot <= after.previous_slot
+            left = was.last_slot is None and (after.epoch > before.epoch or not after.owner)
+            if not covered and not left:
+                yield _rule(f"{what} left before its shard slots were covered")
+            continue
+        yield from _never_falls(f"{what}: after", was.after, now.after)
+        if now.first_slot != was.first_slot:
+            yield _rule(f"{what} began at shard slot {was.first_slot}, and begins at {now.first_slot}")
+        closed = was.through is None and after.epoch > before.epoch
+        if not closed and (now.through, now.last_slot) != (was.through, was.last_slot):
+            yield _rule(f"{what} ended at slot {was.through}, and ends at {now.through}")
+    for came in kept.values():
+        if came.epoch != after.epoch or after.epoch == before.epoch or came.through is not None:
+            yield _rule(f"a range of epoch {came.epoch} in log {came.log_id} came in without a claim")
 
 
 def _never_falls(name: str, before: int, after: int) -> Iterator[Flaw]:

@@ -175,7 +175,7 @@ def _decode(bitmaps: Sequence[PositionBitmap]) -> None:
     PositionSet.of(bitmaps)
 
 
-def checkpoint_flaws(body: bytes, *, shard: int, reference: manifest.CheckpointReference | None) -> Iterator[Flaw]:
+def checkpoint_flaws(body: bytes, *, shard: int, reference: manifest.CheckpointCut | None) -> Iterator[Flaw]:
     """Decodes everything, what is carried over included. `reference`: what the manifest says, None when none does."""
     named = None if reference is None else bytes_flaw(reference.object, body, "checkpoint")
     try:

@@ -1,7 +1,7 @@
 """Which jobs an audit has, and what each costs.
 
-Owns: the division of manifests, slots and objects into jobs, and which objects a manifest names. Pure.
-Does not own: what a job does (`manifest_task`, `slot_task`, `object_task`, `row_tasks`), and which jobs make a task
+Owns: the division of manifests, log slots and objects into jobs, and which objects a manifest names. Pure.
+Does not own: what a job does (`manifest_task`, `log_task`, `object_task`, `row_tasks`), and which jobs make a task
 (`driver`).
 """
 
@@ -12,17 +12,20 @@ from typing import Any, Final, Protocol
 
 from audit import listed_shard
 from audit.listed_shard import OBJECT_BYTES
+from audit.log_task import LogRun
 from audit.manifest_task import ManifestRun
 from audit.object_task import Item, ObjectRun, Role
 from audit.reading import Place, WallClock
 from audit.row_tasks import LeftoversRun, Unnamed
-from audit.slot_task import SlotRun
 from jobs.root import Root
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.shard_listing import Listed
 
 MANIFESTS_BYTES: Final = 32 << 20
 """So much of manifests makes a run: what they have in common is decoded once in each."""
+
+LOG_RUN_SLOTS: Final = 2048
+"""So many log slots make a run. Where logs are files, each run reads the files that it begins and ends in."""
 
 
 class Job(Protocol):
@@ -56,7 +59,7 @@ def object_runs(
 def leftovers_runs(
     leftovers: Mapping[int, Sequence[tuple[Place, tuple[Unnamed, ...]]]], *, clock: WallClock, orphan_age_ms: int
 ) -> Iterator[tuple[Job, int]]:
-    """What is unnamed, by shard: its journal is read once."""
+    """What is unnamed, by shard: its sections are read once."""
     for shard, objects in leftovers.items():
         job = LeftoversRun(
             shard=shard,
@@ -79,13 +82,12 @@ def manifest_runs(place: Place, listed: Listed) -> Iterator[tuple[Job, int]]:
         before = numbers[-1]
 
 
-def slot_runs(shard: int, listed: Sequence[tuple[int, int]]) -> Iterator[tuple[Job, int]]:
-    """The slots of a shard, listed with their sizes, in runs; each knows the one before its first."""
-    before: int | None = None
-    for portion in listed_shard.portions(sorted(listed), _cost, 4 * listed_shard.PORTION_BYTES_MIN):
-        slots = tuple(slot for slot, _ in portion)
-        yield SlotRun(shard=shard, slots=slots, before=before), sum(map(_cost, portion))
-        before = slots[-1]
+def log_runs(log_id: str, numbers: Sequence[int]) -> Iterator[tuple[LogRun, int]]:
+    """The slots of a log, by ascending number, in runs; each knows the one before its first."""
+    for first in range(0, len(numbers), LOG_RUN_SLOTS):
+        portion = tuple(numbers[first : first + LOG_RUN_SLOTS])
+        before = numbers[first - 1] if first else None
+        yield LogRun(log_id=log_id, numbers=portion, before=before), len(portion) * OBJECT_BYTES
 
 
 def _cost(numbered: tuple[int, int]) -> int:

@@ -1,9 +1,10 @@
 """The audit of a root: whether everything that is stored is whole, and says what it should, while daemons serve.
 
     list         everything of a few shards
-    manifests    every manifest that is kept, and every slot, read in runs: what may not follow, what is not there
+    manifests    every manifest that is kept, read in runs: what may not follow, what is not there
     objects      all that the newest manifests name and all that was listed, by their bytes; rows that are held twice;
                  what no manifest names, and whether its rows are anywhere else
+    logs         behind all shards, as each has sections of many: every slot; what shards need, and what is not there
 
 Owns: that order, what is read by which task, and the report.
 Does not own: what is checked (the other modules of this package), the engine that runs the tasks, and the command.
@@ -22,15 +23,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
-from audit import division, listed_shard, manifest_task, slot_task
+from audit import division, listed_shard, manifest_task
 from audit.division import Job
 from audit.findings import Finding, Kind, Report, Severity, Tally
 from audit.listed_shard import OBJECT_BYTES, ListedShard
+from audit.log_phase import LogPhase
+from audit.log_rules import AppliedTopic
 from audit.manifest_task import ManifestRun, ManifestsSeen
 from audit.object_task import Item, Role
 from audit.reading import SYSTEM_CLOCK, Place, WallClock
 from audit.row_tasks import TwiceRun, Unnamed
-from audit.slot_task import SlotRun, SlotsSeen
 from jobs.engine_port import Engine
 from jobs.job_settings import Settings
 from jobs.root import Root
@@ -169,6 +171,9 @@ class _Audit:
         self._progress = progress
         self._random = random.Random(request.seed)
         self._given_up: frozenset[str] = frozenset()
+        # By shard; as `LogPhase` has them.
+        self._tips: dict[int, ShardManifest | None] = {}
+        self._applied: dict[int, list[AppliedTopic]] = {}
 
     def run(self) -> None:
         self.tally.saw("format", len(self._root.store.get(names.FORMAT_KEY)))
@@ -178,6 +183,8 @@ class _Audit:
         for wave in self._waves():
             _Wave(self, wave).run(records)
             records = []
+        if not self._request.topics:
+            self.tally.add(LogPhase(self._root, self._tips, self._applied, self.do).run())
 
     def _waves(self) -> Iterator[list[ListedShard]]:
         """The shards, as many at once as the driver can know all keys of."""
@@ -227,6 +234,14 @@ class _Audit:
     @property
     def given_up(self) -> frozenset[str]:
         return self._given_up
+
+    def knows_shard(self, shard: int, tip: ShardManifest | None) -> None:
+        """The newest manifest of a shard; None: nobody ever owned it."""
+        self._tips[shard] = tip
+
+    def knows_applied(self, shard: int, topic: AppliedTopic) -> None:
+        """A topic may be ahead of its shard: the logs will tell."""
+        self._applied.setdefault(shard, []).append(topic)
 
     def is_sampled(self) -> bool:
         return self._request.sample >= 1 or self._random.random() < self._request.sample
@@ -292,10 +307,7 @@ class _Wave:
     def run(self, records: Sequence[Item]) -> None:
         """`records`: of objects that were given up, of any shard; read here."""
         self._find_foreign()
-        slots = self._read_sequences()
-        for listed in self._shards:
-            if self._by_shard:
-                self._check_journal(listed, slots.get(listed.shard, []))
+        self._read_sequences()
         for sequence in self._sequences.values():
             self._check_sequence(sequence)
         self._audit.topics += sum(1 for place in self._sequences if place.topic_id)
@@ -310,22 +322,15 @@ class _Wave:
                 detail = "it lies among manifests: the newest one is not read while it is there"
                 self._audit.find(Kind.FOREIGN, Severity.ERROR, key, detail, place=place)
 
-    # ---- manifests and slots
+    # ---- manifests
 
-    def _read_sequences(self) -> dict[int, list[SlotsSeen]]:
-        """Reads all manifests and slots; what was seen of the slots, by shard."""
+    def _read_sequences(self) -> None:
         jobs: list[tuple[Job, int]] = []
         for sequence in self._sequences.values():
             jobs += division.manifest_runs(sequence.place, sequence.listed)
-        for listed in self._shards:
-            jobs += division.slot_runs(listed.shard, listed.slots)
-        slots: dict[int, list[SlotsSeen]] = {}
-        for job, result in self._audit.do("reading manifests and slots", jobs):
+        for job, result in self._audit.do("reading manifests", jobs):
             if isinstance(job, ManifestRun):
                 self._sequences[job.place].seen.append(result)
-            elif isinstance(job, SlotRun):
-                slots.setdefault(job.shard, []).append(result)
-        return slots
 
     def _check_sequence(self, sequence: _Sequence) -> None:
         """Whether manifests are missing, and what the newest one says of the shard."""
@@ -345,6 +350,8 @@ class _Wave:
                 key = names.numbered_key(place.manifest_prefix, number)
                 detail = f"it is one of the newest {kept}, which are kept; the newest is {newest}"
                 self._audit.find(Kind.MANIFEST_MISSING, Severity.ERROR, key, detail, place=place, topic=topic)
+            if isinstance(tip, ShardManifest):
+                self._audit.knows_shard(place.shard, tip)
             if isinstance(tip, TopicManifest) and self._by_shard:
                 self._check_against_shard(place, tip)
         except object_store.StoreError as error:
@@ -356,16 +363,17 @@ class _Wave:
         shard = next(each for each in self._shards if each.shard == place.shard)
         objects = len(sequence.listed.objects)
         if not place.topic_id:
-            objects += len(shard.slots) + len(shard.listing.topics)
-        if not objects:
-            return
-        tip: object = root.tip(place.of_topic) if place.topic_id else root.shard_tip(place.shard)
-        if tip is None:
+            objects += len(shard.listing.topics)
+        topic = root.tip(place.of_topic) if place.topic_id else None
+        shard_tip = None if place.topic_id else root.shard_tip(place.shard)
+        if topic is None and shard_tip is None and objects:
             detail = f"{objects} objects belong to it, and there is no manifest: it was lost, what they hold with it"
             self._audit.find(Kind.NO_MANIFEST, Severity.ERROR, place.manifest_prefix, detail, place=place)
+        elif not place.topic_id:
+            self._audit.knows_shard(place.shard, None if shard_tip is None else shard_tip.manifest)
 
     def _check_against_shard(self, place: Place, tip: TopicManifest) -> None:
-        """No topic is ahead of its shard. Raises the store's errors."""
+        """No topic is of an owner that its shard never had. Raises the store's errors."""
         key = names.numbered_key(place.manifest_prefix, tip.head.number)
         shard = self._sequences[Place(place.shard)].tip
         if shard is None or not isinstance(shard, ShardManifest):
@@ -375,45 +383,9 @@ class _Wave:
             epoch = 0 if newer is None else newer.manifest.epoch
             if tip.owner_epoch > epoch:
                 detail = f"its owner has epoch {tip.owner_epoch}, the shard epoch {epoch}"
-                self._audit.find(Kind.BEYOND_JOURNAL, Severity.ERROR, key, detail, place=place, topic=tip.topic)
-        listed = next(each for each in self._shards if each.shard == place.shard)
-        if tip.applied > max(listed.last_slot, slot_task.last_deleted(shard)) and self._is_beyond(
-            place.shard, tip.applied
-        ):
-            detail = f"it has applied slot {tip.applied}, and the journal ends before"
-            self._audit.find(Kind.BEYOND_JOURNAL, Severity.ERROR, key, detail, place=place, topic=tip.topic)
-
-    def _is_beyond(self, shard: int, slot: int) -> bool:
-        """Whether a slot never was, as far as can be told: it is not there, and no checkpoint let it go."""
-        if slot_task.is_there(self._audit.root, shard, slot):
-            return False
-        tip = self._audit.root.shard_tip(shard)
-        return slot > slot_task.last_deleted(None if tip is None else tip.manifest)
-
-    def _check_journal(self, listed: ListedShard, seen: Sequence[SlotsSeen]) -> None:
-        place = Place(listed.shard)
-        shard = self._sequences[place].tip
-        if not isinstance(shard, ShardManifest):
-            return
-        try:
-            candidates = slot_task.not_there([slot for slot, _ in listed.slots], seen, shard)
-            ranges = slot_task.lost(self._audit.root, listed.shard, candidates)
-            missing = sum(last - first + 1 for first, last in ranges)
-            self._audit.tally.moved_on += max(len(candidates) - missing, 0)
-            for first, last in ranges:
-                detail = f"slot {first}" if first == last else f"slots {first} to {last}"
-                detail += f" of the journal: replay needs what is above slot {slot_task.last_deleted(shard)}"
-                key = names.journal_slot_key(listed.shard, first)
-                self._audit.find(Kind.SLOT_MISSING, Severity.ERROR, key, detail, place=place)
-            epoch = max((part.epoch for part in seen), default=0)
-            if epoch > shard.epoch:
-                newer = self._audit.root.shard_tip(listed.shard)
-                if newer is None or newer.manifest.epoch < epoch:
-                    key = names.numbered_key(place.manifest_prefix, shard.head.number)
-                    detail = f"its epoch is {shard.epoch}, and there is a slot of epoch {epoch}"
-                    self._audit.find(Kind.BEYOND_JOURNAL, Severity.ERROR, key, detail, place=place)
-        except object_store.StoreError as error:
-            self._unreadable(place, "", error)
+                self._audit.find(Kind.BEYOND_LOG, Severity.ERROR, key, detail, place=place, topic=tip.topic)
+        if tip.applied > shard.checkpoint_slot:
+            self._audit.knows_applied(place.shard, AppliedTopic(key=key, topic=tip.topic, applied=tip.applied))
 
     def _unreadable(self, place: Place, topic: str, error: object_store.StoreError) -> None:
         # Damage of a tip has a finding of its own.

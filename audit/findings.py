@@ -1,7 +1,7 @@
 """What an audit finds, and how it is told.
 
 Owns: the kinds of findings with what each means, how many are kept of a kind, and the report as JSON.
-Does not own: looking (`manifest_task`, `slot_task`, `object_task`, `row_tasks`), and tables for people
+Does not own: looking (`manifest_task`, `log_task`, `log_rules`, `object_task`, `row_tasks`), and tables for people
 (the command).
 """
 
@@ -39,8 +39,8 @@ class Kind(enum.StrEnum):
     MANIFEST_MISSING = "manifest_missing"
     NO_MANIFEST = "no_manifest"
     SLOT_MISSING = "slot_missing"
-    JOURNAL_RULE = "journal_rule"
-    BEYOND_JOURNAL = "beyond_journal"
+    LOG_RULE = "log_rule"
+    BEYOND_LOG = "beyond_log"
     POSITION_TWICE = "position_twice"
     QUARANTINED = "quarantined"
     ROWS_UNACCOUNTED = "rows_unaccounted"
@@ -62,9 +62,9 @@ MEANING: Final = MappingProxyType(
         Kind.CHAIN_RULE: "a manifest says what may not follow the one before it",
         Kind.MANIFEST_MISSING: "a manifest that is still kept is not there",
         Kind.NO_MANIFEST: "there are objects, and no manifest at all",
-        Kind.SLOT_MISSING: "a slot of the journal that is still needed is not there",
-        Kind.JOURNAL_RULE: "a slot says what may not follow the one before it",
-        Kind.BEYOND_JOURNAL: "a manifest knows more than the journal or the shard ever had",
+        Kind.SLOT_MISSING: "a slot of a log, or of a shard in it, that is still needed is not there",
+        Kind.LOG_RULE: "a slot of a log says what may not follow the one before it",
+        Kind.BEYOND_LOG: "a manifest knows more than logs or shard ever had, or less than logs have",
         Kind.POSITION_TWICE: "two live buckets of one index hold the same row",
         Kind.QUARANTINED: "a bucket was found damaged: its rows are not served",
         Kind.ROWS_UNACCOUNTED: "rows that are nowhere else: gone since, or lost",

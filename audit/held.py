@@ -1,27 +1,28 @@
-"""Which rows the checkpoints and the journal of a shard know of: that wait there, or that left.
+"""Which rows the checkpoint and the sections of a shard know of: that wait there, or that left.
 
 Owns: reading them for some topics, and what of it accounts for a position.
 Does not own: rows of buckets (`row_tasks`).
 
-Everything that is still kept is read, also slots below the newest checkpoint: what they say of a row that has left
-since tells that it was not lost.
+The sections above the checkpoint before the newest are read, also those that the newest covers: what they say of a row
+that has left since tells that it was not lost.
 """
 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 from collections.abc import Iterable, Set
 from typing import TypeAlias
 
 from audit import reading as audit_reading
+from jobs import log_tails
 from jobs.root import Root
-from storage_backends import object_store, progress_objects
+from storage_backends import log_reading, object_store, progress_objects
 from storage_backends.formats import (
     checkpoint_format,
     format_errors,
     index_ids,
-    names,
     position_bitmap,
     redelivery_columns,
     slot_format,
@@ -41,13 +42,14 @@ from storage_backends.formats.slot_format import (
     RescheduleRecord,
     WaiveRecord,
 )
+from storage_backends.slot_log import SlotLogs
 
 Bitmaps: TypeAlias = dict[tuple[str, int], list[PositionBitmap]]
 
 
 @dataclasses.dataclass(slots=True)
 class HeldRows:
-    """By topic id and index: positions that wait in journal or checkpoint or left as a whole; and, with the
+    """By topic id and index: positions that wait in sections or checkpoint or left as a whole; and, with the
     subscription, those that it alone is done with.
     """
 
@@ -127,18 +129,25 @@ def _dead_letters(progress: Progress, index_id: int) -> Iterable[PositionBitmap]
 
 
 def read(root: Root, shard: int, wanted: Set[str], *, tries_max: int) -> HeldRows | None:
-    """What checkpoints and journal hold of the topics with these ids; None when they changed each time meanwhile.
+    """What checkpoint and sections hold of the topics with these ids; None when they changed each time meanwhile.
 
     Raises the store's errors, Damaged among them.
     """
-    for _ in range(tries_max):
-        before = _tip(root, shard)
-        found = HeldRows(root)
-        if _read_checkpoint(root, before, found, wanted):
-            _read_slots(root, shard, found, wanted)
-            after = _tip(root, shard)
-            if (before and before.checkpoint) == (after and after.checkpoint):
+    with concurrent.futures.ThreadPoolExecutor(audit_reading.READ_AHEAD, thread_name_prefix="audit") as threads:
+        for _ in range(tries_max):
+            before = _tip(root, shard)
+            found = HeldRows(root)
+            if before is None:
                 return found
+            try:
+                _read_checkpoint(root, before, found, wanted)
+                _read_sections(root.logs(threads), before, found, wanted)
+            except (object_store.Damaged, object_store.NotFound):
+                if _stands(before, _tip(root, shard)):
+                    raise
+            else:
+                if _stands(before, _tip(root, shard)):
+                    return found
     return None
 
 
@@ -147,33 +156,33 @@ def _tip(root: Root, shard: int) -> ShardManifest | None:
     return None if tip is None else tip.manifest
 
 
-def _read_checkpoint(root: Root, tip: ShardManifest | None, found: HeldRows, wanted: Set[str]) -> bool:
-    """Whether the newest one could be read. Raises Damaged, and the store's errors."""
-    if tip is None or tip.checkpoint is None:
-        return True
+def _stands(before: ShardManifest, now: ShardManifest | None) -> bool:
+    """Whether what was read by a manifest is all there is, as of the other one."""
+    return (
+        now is not None
+        and now.checkpoint == before.checkpoint
+        and log_reading.judged(before, now) is log_reading.Verdict.STANDS
+    )
+
+
+def _read_checkpoint(root: Root, tip: ShardManifest, found: HeldRows, wanted: Set[str]) -> None:
+    """Raises Damaged, NotFound, and the store's errors."""
+    if tip.checkpoint is None:
+        return
     key = tip.checkpoint.object.name
     try:
         found.take_checkpoint(checkpoint_format.decode_checkpoint(root.store.get(key)), wanted)
-    except object_store.NotFound:
-        return False
     except format_errors.FormatError as error:
         raise object_store.Damaged(key, str(error)) from error
-    return True
 
 
-def _read_slots(root: Root, shard: int, found: HeldRows, wanted: Set[str]) -> None:
-    """Slots that were deleted meanwhile are passed over: checkpoint and manifests have what they held. Raises Damaged,
-    and the store's errors.
-    """
-    keys = sorted(entry.key for entry in root.store.list(names.journal_prefix(shard)))
-    for each in audit_reading.read_all(root.store, keys):
-        if each.absent:
-            continue
-        if each.body is None:
-            raise object_store.Damaged(each.key, each.damage or each.failure)
+def _read_sections(logs: SlotLogs, tip: ShardManifest, found: HeldRows, wanted: Set[str]) -> None:
+    """Raises Damaged, and the store's errors."""
+    tail = log_tails.read_tail(logs, tip, tip.previous_slot)
+    for key, section in zip(tail.keys, tail.sections, strict=True):
         try:
-            for record in slot_format.read_slot(each.body).records:
+            for record in section.records:
                 if record.topic_id in wanted:
                     found.take(record.decoded())
         except format_errors.FormatError as error:
-            raise object_store.Damaged(each.key, str(error)) from error
+            raise object_store.Damaged(key, str(error)) from error

@@ -1,6 +1,6 @@
 """What a listing of a shard shows an audit, and how reading it is split.
 
-Owns: the listing with everything in it: manifests, objects, slots, and what is none of these; and portions of work.
+Owns: the listing with everything in it: manifests, objects, and what is none of these; and portions of work.
 Does not own: the reading of listed keys (`storage_backends.shard_listing`), tasks and their order (`driver`).
 """
 
@@ -26,18 +26,16 @@ PORTION_BYTES_MAX: Final = 256 << 20
 
 @dataclasses.dataclass(slots=True)
 class ListedShard:
-    """Everything that was listed of one shard. `slots`: number and size. `foreign`: keys that are of nothing that a
-    shard has; `astray`: those that lie among manifests, where they keep the newest one from being read.
+    """Everything that was listed of one shard. `foreign`: keys that are of nothing that a shard has; `astray`: those
+    that lie among manifests, where they keep the newest one from being read.
     """
 
     shard: int
     listing: ShardListing
-    slots: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     modified_ms: dict[str, int] = dataclasses.field(default_factory=dict)
     foreign: list[str] = dataclasses.field(default_factory=list)
     astray: list[str] = dataclasses.field(default_factory=list)
     objects: int = 0
-    last_slot: int = 0
 
     def add(self, entry: ListedObject) -> None:
         self.objects += 1
@@ -52,10 +50,6 @@ class ListedShard:
             number = names.number_of(entry.key)
             is_numbered = entry.key == f"{entry.key.rpartition('/')[0]}/{number:020d}"
             match parts:
-                case ["journal", _] if is_numbered:
-                    self.slots.append((number, entry.size_bytes))
-                    self.last_slot = max(self.last_slot, number)
-                    return
                 case ["manifest", _] | ["topics", _, "manifest", _] if not is_numbered:
                     self.astray.append(entry.key)
                     return

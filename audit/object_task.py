@@ -24,7 +24,7 @@ from audit.reading import Named, Place, Read, WallClock
 from jobs.root import Root
 from storage_backends import bucket_reading, object_store
 from storage_backends.formats import format_errors, manifest, names
-from storage_backends.formats.manifest import CheckpointReference, LiveBucket, ObjectReference
+from storage_backends.formats.manifest import CheckpointCut, LiveBucket, ObjectReference
 
 GRACE_SLACK_MS: Final = 300_000
 """Clocks of machines differ: so much earlier than its time a tombstone's object may be gone."""
@@ -53,7 +53,7 @@ class Item:
     topic_name: str = ""
     live: LiveBucket | None = None
     reference: ObjectReference | None = None
-    checkpoint: CheckpointReference | None = None
+    checkpoint: CheckpointCut | None = None
     delete_after_ms: int = 0
     in_full: bool = True
 

@@ -2,10 +2,10 @@
 
 Owns: positions of the live buckets of a topic against each other; of objects that are not named, which are garbage
 and which are on their way, and whether the rows of a bucket are anywhere else.
-Does not own: what a journal and a checkpoint hold of rows (`held`), and whether objects are whole
+Does not own: what sections and a checkpoint hold of rows (`held`), and whether objects are whole
 (`object_task`).
 
-A row moves from the journal and the checkpoint into a bucket, and from there into merged ones. They are read in that
+A row moves from a section and the checkpoint into a bucket, and from there into merged ones. They are read in that
 order, so that no row is overlooked that moves meanwhile.
 """
 
@@ -184,7 +184,7 @@ class _Leftovers:
     def look(self) -> Tally:
         topics = {place.topic_id for place, found in self._run.objects if any(map(_is_bucket, found))}
         held: HeldRows | None = None
-        # The journal and the checkpoint first, then the manifests: rows move that way.
+        # Sections and checkpoint first, then the manifests: rows move that way.
         if topics:
             try:
                 held = audit_held.read(self._root, self._run.shard, topics, tries_max=TRIES_MAX)
@@ -335,7 +335,7 @@ class _Leftovers:
         later = audit_content.not_due(rows, self._run.clock.now_ms())
         detail = (
             f"{len(rows)} of its {len(left.rows)} rows of index {left.index_id} are in no bucket that is live or has "
-            f"just left, nor in checkpoint or journal: gone since (delivered, cancelled, trimmed), or lost; {later} "
+            f"just left, nor in checkpoint or log: gone since (delivered, cancelled, trimmed), or lost; {later} "
             f"of them are not due yet; such as {_examples(left.positions)}"
         )
         severity = Severity.WARNING if later else Severity.INFO

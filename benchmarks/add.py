@@ -104,7 +104,9 @@ def _figures(rounds: workbench.Rounds, sizes: Sequence[int], rivals: Sequence[Ri
         names = [_at_once(name, connections) for name in (ONE_BY_ONE, EMPTY)]
         figures += [rounds.figure(name, "calls/s") for name in names]
         added, empty = (rounds.figure(_cpu(name), "us/call") for name in names)
-        figures += [added, empty, report.ratio(added, empty, CALL_GOAL if connections > 1 else None)]
+        figures += [added, empty]
+        if min(empty.values) > 0:
+            figures.append(report.ratio(added, empty, CALL_GOAL if connections > 1 else None))
     for rival in rivals:
         rate = rounds.figure(rival.name, "rows/s")
         goal = GOALS[rival.form] if rival.aof == "always" else None

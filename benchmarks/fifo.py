@@ -1,6 +1,6 @@
 """What FIFO runs save: CPU a row from entering the index until it is passed, the same rows with runs and without.
 
-In this process, on a clock of its own: the index alone is measured, neither the journal nor the wire. Rows come at
+In this process, on a clock of its own: the index alone is measured, neither the log nor the wire. Rows come at
 100,000 a second; every tick of 5 ms what is due is passed.
 
 Owns: the loads and the virtual clock. Does not own: the index and its runs (`daemon.core`).

@@ -103,15 +103,17 @@ def sealed_at_ms(root: Path, topics: Sequence[str], *, from_ms: int) -> dict[str
 
 
 def owned_shards(root: Path) -> list[int]:
-    """Those whose newest manifest names an owner: the others were given up."""
+    """Those whose newest manifest names a log that has no end: the others were given up."""
     with contextlib.closing(local_directory.LocalDirectory(root)) as store:
-        return [shard for shard in _shards(root) if _owner(store, shard)]
+        living = shard_tips.living_logs(store)
+        return [shard for shard in _shards(root) if _log_of(store, shard) in living]
 
 
 def _shards(root: Path) -> list[int]:
     return sorted(int(folder.name) for folder in (root / "shards").iterdir())
 
 
-def _owner(store: local_directory.LocalDirectory, shard: int) -> str:
+def _log_of(store: local_directory.LocalDirectory, shard: int) -> str:
+    """The log of its owner, empty when it has none."""
     newest = shard_tips.newest(store, shard)
-    return "" if newest is None else newest.owner
+    return "" if newest is None or newest.open_range is None else newest.open_range.log_id

@@ -45,7 +45,6 @@ from benchmarks.service_clients import Added, Received
 from benchmarks.service_load import NAME, Load, Mode
 from examples import processes
 from storage_backends import local_directory
-from storage_backends.formats import names
 
 START_S = 120.0
 PATIENCE_S = 300.0
@@ -190,7 +189,7 @@ def _as_served(served: Served, received: Received) -> dict[str, float]:
         "rows a message, rows": rows / messages,
         "rows received a second, 1/s": rows / served.seconds,
         **{name: value / served.seconds for name, value in served.counted.items()},
-        "journal a row received, B": served.counted["journal a second, B"] / rows,
+        "log a row received, B": served.counted["log a second, B"] / rows,
     }
 
 
@@ -260,8 +259,8 @@ def _counts(daemon: processes.DaemonProcess) -> dict[str, float]:
 
 
 _COUNTS: dict[str, tuple[str, dict[str, str]]] = {
-    "journal slots a second, 1/s": ("tarry_journal_slot_seconds_count", {}),
-    "journal a second, B": ("tarry_journal_slot_bytes_sum", {}),
+    "log slots a second, 1/s": ("tarry_journal_slot_seconds_count", {}),
+    "log a second, B": ("tarry_journal_slot_bytes_sum", {}),
     "checkpoints a second, 1/s": ("tarry_commits_total", {"operation": "WriteCheckpoint", "outcome": "committed"}),
     "seals a second, 1/s": ("tarry_commits_total", {"operation": "Seal", "outcome": "committed"}),
     "slots deleted a second, 1/s": ("tarry_collected_objects_total", {"kind": "journal_slot"}),
@@ -282,16 +281,10 @@ def _daemon(
 
 
 def _slots_to_read(root: Path) -> int:
-    """How many slots lie above what the newest checkpoints cover."""
-    slots = 0
+    """How many log slots a successor reads, for what the newest checkpoints do not cover."""
+    shards = [int(folder.name) for folder in sorted((root / "shards").iterdir())]
     with contextlib.closing(local_directory.LocalDirectory(root)) as store:
-        for folder in sorted((root / "shards").iterdir()):
-            shard = int(folder.name)
-            newest = shard_tips.newest(store, shard)
-            covered = 0 if newest is None else newest.replay_from
-            listed = store.list(names.journal_prefix(shard))
-            slots += sum(names.number_of(each.key) > covered for each in listed)
-    return slots
+        return shard_tips.slots_to_read(store, shards)
 
 
 def _check(

@@ -1,14 +1,20 @@
-"""The newest manifests of the shards of a root, read when no daemon runs."""
+"""The newest manifests of the shards of a root, and what they need of logs, read when no daemon runs."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
 import time
 import uuid
+from collections.abc import Iterable
 
+from jobs import log_tails
+from jobs.root import Root
 from storage_backends import shard_manifests
 from storage_backends.formats.manifest import ShardManifest
+from storage_backends.log_reading import ShardSections, extents_once
 from storage_backends.object_store import ObjectStore
+from storage_backends.slot_log import SlotLog
 
 
 def newest(store: ObjectStore, shard: int) -> ShardManifest | None:
@@ -23,3 +29,27 @@ def newest(store: ObjectStore, shard: int) -> ShardManifest | None:
     )
     tip = log.read_tip()
     return None if tip is None else tip.manifest
+
+
+def living_logs(store: ObjectStore) -> frozenset[str]:
+    """The logs whose highest slot is no end: a daemon may write to them."""
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        logs = Root.open(store).logs(executor)
+        return frozenset(log_id for log_id in logs.log_ids() if not _has_end(logs.log(log_id)))
+
+
+def _has_end(slots: SlotLog) -> bool:
+    highest = slots.highest()
+    found = None if highest is None else slots.head(highest)
+    return found is not None and found.kind.ends
+
+
+def slots_to_read(store: ObjectStore, shards: Iterable[int]) -> int:
+    """How many log slots have what the newest checkpoints of these shards do not cover, each counted once."""
+    tips = [tip for tip in (newest(store, shard) for shard in shards) if tip is not None]
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        logs = Root.open(store).logs(executor)
+        living = {tip.open_range.log_id for tip in tips if tip.open_range is not None}
+        ends = {log_id: log_tails.end_of(logs, log_id).number for log_id in living}
+    wanted = [each for tip in tips for each in ShardSections(tip, tip.checkpoint_slot).extents(ends)]
+    return sum(each.through - each.after for each in extents_once(wanted))

@@ -169,7 +169,7 @@ def _made(place: _Place, topics: Sequence[str]) -> tuple[dict[str, float], int]:
 
 
 def _loaded_and_stopped(place: _Place, count: int, served: Sequence[str]) -> tuple[dict[str, float], single_adds.Seen]:
-    """After a kill, with rows of every topic in the journal."""
+    """After a kill, with rows of every topic in the log."""
     plan = place.plan
     with place.daemon("loading", delay_ms=plan.delay_ms) as daemon:
         with single_adds.SingleAdds(daemon.address, served, per_second=plan.adds_per_s) as adding:

@@ -18,6 +18,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from daemon import errors
 from daemon.array_histogram import ArrayHistogram
+from daemon.core.object_count import ObjectCount
 from daemon.deletion_metrics import DeletionMetrics
 from daemon.hand_out_counts import HandOutCounts
 from daemon.topic_gauges import TopicGauges, TopicLabels, TopicNumbers
@@ -175,11 +176,22 @@ class Metrics:
 
     def _declare_storage(self) -> None:
         counter, histogram, gauge = self._counter, self._histogram, self._gauge
-        self._slot_bytes = histogram("tarry_journal_slot_bytes", "Size of journal slots.", SLOT_BOUNDS_BYTES)
+        self._slot_bytes = histogram(
+            "tarry_journal_slot_bytes", "Size of slots of the log of this daemon.", SLOT_BOUNDS_BYTES
+        )
         self._slot_seconds = histogram(
             "tarry_journal_slot_seconds",
-            "Time from the first try to write a journal slot until it is durable.",
+            "Time from the first try to write a slot of the log of this daemon until it is durable.",
             SLOT_BOUNDS_S,
+        )
+        self._log_slots = gauge("tarry_log_slots", "Slots of the log of this daemon that are not deleted.")
+        self._log_bytes = gauge("tarry_log_bytes", "Bytes of the log of this daemon that are not deleted.")
+        self._log_uncertain = gauge(
+            "tarry_log_uncertain_seconds",
+            "For how long the slot has been on its way that every shard waits for; 0 without one.",
+        )
+        self._fences = counter(
+            "tarry_log_fences", "Logs of former owners that this daemon has ended, or found ended, to take shards over."
         )
         self._commits = counter(
             "tarry_commits", "Manifest commits, by outcome: committed, refused or unknown.", "operation", "outcome"
@@ -411,6 +423,15 @@ class Metrics:
 
     def topic_deleted(self) -> None:
         self._topics_deleted.inc()
+
+    def set_log(self, kept: ObjectCount, *, uncertain_s: float) -> None:
+        """What is kept of the log of this daemon, and for how long its newest slot has been on its way."""
+        self._log_slots.set(kept.objects)
+        self._log_bytes.set(kept.size_bytes)
+        self._log_uncertain.set(uncertain_s)
+
+    def log_fenced(self) -> None:
+        self._fences.inc()
 
     def slot_written(self, *, size_bytes: int, seconds: float) -> None:
         self._slot_bytes.observe(size_bytes)

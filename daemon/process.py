@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import logging
 import os
@@ -35,9 +36,9 @@ from daemon.grpc_services.server import Server
 from daemon.ledger_stores import ledger_stores
 from daemon.owner.engine import Engine
 from daemon.surroundings import counted_store, loop_pause, pools
-from daemon.surroundings.environment import TAIL_REQUESTS_MAX, TAIL_SLOTS_MAX, Environment
+from daemon.surroundings.environment import TAIL_REQUESTS_MAX, TAIL_WORK_MAX, Environment
 from daemon.surroundings.system_clock import SystemClock
-from storage_backends import local_directory, object_store
+from storage_backends import local_directory, log_opening, object_store
 
 log = logging.getLogger(__name__)
 
@@ -203,9 +204,10 @@ def _environment(
     threads: pools.Pools,
 ) -> Environment:
     local = settings.store.kind == "local"
+    store = counted_store.CountedStore(store, daemon_metrics.store_error)
     return Environment(
         config=settings,
-        store=counted_store.CountedStore(store, daemon_metrics.store_error),
+        store=store,
         locks=local_directory.LocalLocks(settings.store.path) if local else None,
         metrics=daemon_metrics,
         clock=SystemClock(),
@@ -215,7 +217,9 @@ def _environment(
         jitter=random.random,
         new_id=_new_id,
         give_back_memory=process_memory.give_back,
-        tail_slots_max=TAIL_REQUESTS_MAX if store.reads_are_requests else TAIL_SLOTS_MAX,
+        open_logs=lambda form: log_opening.open_logs(form, store, threads.journal.parts),
+        version=importlib.metadata.version("tarryd"),
+        tail_work_max=TAIL_REQUESTS_MAX if store.reads_are_requests else TAIL_WORK_MAX,
         busy_s=time.thread_time,
     )
 

@@ -83,7 +83,7 @@ class Daemon(Section, frozen=True):
         Meta(
             ge=1,
             le=4096,
-            description="Shards of a new root. A shard has one owner, one journal and its checkpoints. An existing "
+            description="Shards of a new root. A shard has one owner and its checkpoints. An existing "
             "root keeps its number.",
         ),
     ] = 16
@@ -262,25 +262,35 @@ class Journal(Section, frozen=True):
             Meta(
                 ge=0,
                 le=10_000,
-                description="How long a slot waits for more decisions to join it when the shard is not idle. Default: "
-                "2 for a local directory, 50 for S3.",
+                description="How long a slot of the log waits for more decisions to join it, at most. It waits only "
+                "while others come, and not longer than the slot before it took. Default: 10 for a local directory, "
+                "50 for S3.",
             ),
         ]
         | None
     ) = None
-    slot_bytes_max: Annotated[int, Meta(ge=64 << 10, le=64 << 20, description="Size of one journal slot, at most.")] = (
-        8 << 20
-    )
+    commit_latency_ms: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10_000,
+            description="Slots of the log leave at most this often: every one is a request to S3, and costs money. "
+            "Answers come later by as much. 0: as soon as they can.",
+        ),
+    ] = 0
+    slot_bytes_max: Annotated[
+        int, Meta(ge=64 << 10, le=64 << 20, description="What one shard has in a slot of the log, at most.")
+    ] = 8 << 20
     checkpoint_bytes: Annotated[
-        int, Meta(ge=64 << 10, description="Bytes of journal after which a shard writes a checkpoint.")
+        int, Meta(ge=64 << 10, description="Bytes in the log after which a shard writes a checkpoint.")
     ] = 64 << 20
     checkpoint_slots: Annotated[
         int,
         Meta(
             ge=1,
-            description="Slots of journal after which a shard writes a checkpoint. A restart reads the slots above the "
-            "checkpoints, so a shard writes one sooner where all shards together would have more than 10,000 such "
-            "slots (2,000 where a read is a request to another machine).",
+            description="Slots of the log with something of a shard after which it writes a checkpoint. A restart "
+            "reads the log from the oldest checkpoint on, so shards take turns sooner than that where it would take "
+            "long.",
         ),
     ] = 10_000
 

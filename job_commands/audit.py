@@ -52,7 +52,7 @@ def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Pat
     """Check everything that is stored, while daemons serve from it; change nothing.
 
     Every object is read and decoded. The audit checks hashes and checksums, each object against the manifest that names
-    it, each manifest and journal slot against the one before it, and what is missing. It lists objects that no manifest
+    it, each manifest and log slot against the one before it, and what is missing. It lists objects that no manifest
     names, and looks for their rows elsewhere. With --topic only the manifests and objects of these topics are read.
 
     \b

@@ -1,4 +1,4 @@
-"""The decisions that a journal's slots hold on one topic, sorted by what they are about.
+"""The decisions that the sections of a shard hold on one topic, sorted by what they are about.
 
 Owns: which decisions still say something (of this incarnation, of indexes and subscriptions that are there), and their
 order.

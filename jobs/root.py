@@ -8,6 +8,7 @@ Nothing here writes: a job creates no root, and a log that it gets here writes o
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import random
 import time
@@ -16,10 +17,11 @@ from typing import Final
 
 import ulid
 
-from storage_backends import commit, root_format, shard_manifests, topic_manifest
+from storage_backends import commit, log_opening, root_format, shard_manifests, topic_manifest
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.manifest import RootFormat, ShardManifest, TopicManifest
 from storage_backends.object_store import ObjectStore
+from storage_backends.slot_log import SlotLogs
 
 _ABSENT: Final = "there is no root: the object FORMAT is missing; a daemon creates it when it serves this store first"
 
@@ -55,6 +57,12 @@ class Root:
         if found is None:
             raise RootAbsent(_ABSENT)
         return Root(store, found)
+
+    def logs(self, executor: concurrent.futures.Executor) -> SlotLogs:
+        """The logs of the daemons that write, or wrote, to this root. `executor` reads in parallel; it must not be the
+        one that calls a log. Raises StoreRefused where they cannot be read from here.
+        """
+        return log_opening.open_logs(self.format.log_form, self.store, executor)
 
     @property
     def shards(self) -> int:

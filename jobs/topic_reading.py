@@ -2,7 +2,7 @@
 
 Owns: the stored state of a topic (its manifest, or its part of the checkpoint where that is newer) as the events that
 everything later follows, and reading again what has changed meanwhile.
-Does not own: the values (`topic_state`), reading checkpoint and journal of a shard (`shard_reading`), and what the
+Does not own: the values (`topic_state`), reading checkpoint and sections of a shard (`shard_reading`), and what the
 events come to (`replay`).
 """
 
@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 from jobs import replay
 from jobs.decisions import STORED_BITS_AT, STORED_ROWS_AT, Added, Decisions, Nacked, Settled
 from jobs.root import Root, TopicPlace
-from jobs.shard_reading import ShardReading
+from jobs.shard_reading import Beginning, ShardReading, begin_together
 from jobs.topic_state import BucketState, NackedRows, SubscriptionState, TopicState, UnsealedRows
 from storage_backends import bucket_reading, commit, progress_objects
 from storage_backends.formats import format_errors, index_ids, merge, redelivery_columns, slot_format
@@ -37,7 +37,10 @@ READS_MAX: Final = 16
 """Requests to the store at once."""
 
 GROUP_TOPICS: Final = 256
-"""Manifests that are read together, before the journal is read up to its end again."""
+"""Manifests that are read together, before what was written since is read."""
+
+SHARDS_TOGETHER: Final = 16
+"""Shards that are begun together: each log is read once for all of them, and their sections are in memory at once."""
 
 ATTEMPTS_MAX: Final = 5
 """How often a topic is read whose manifest changes while it is."""
@@ -53,24 +56,31 @@ def read_states(
     deleted, are left out.
 
     `failed`: hears of a topic that cannot be read, and why; the others follow. It hears so of each topic of a shard
-    whose manifest, checkpoint or journal cannot be read. Without it the error is raised: Damaged with the key of the
+    whose manifest, checkpoint or sections cannot be read. Without it the error is raised: Damaged with the key of the
     object, NotFound for one that is missing though it is named, and the store's other errors.
     """
     with concurrent.futures.ThreadPoolExecutor(READS_MAX, thread_name_prefix="reads") as executor:
-        for shard in range(root.shards):
-            here = root.listed(shard) if places is None else sorted({each for each in places if each.shard == shard})
-            if here:
-                yield from _of_shard(root, shard, here, executor, failed)
+        shards = range(root.shards) if places is None else sorted({place.shard for place in places})
+        for first in range(0, len(shards), SHARDS_TOGETHER):
+            together = shards[first : first + SHARDS_TOGETHER]
+            begun = begin_together(root, together, executor) if len(together) > 1 else {}
+            for shard in together:
+                here = (
+                    root.listed(shard) if places is None else sorted({each for each in places if each.shard == shard})
+                )
+                if here:
+                    yield from _of_shard(root, here, executor, failed, begun.pop(shard, None))
 
 
 def _of_shard(
     root: Root,
-    shard: int,
     places: Sequence[TopicPlace],
     executor: concurrent.futures.Executor,
     failed: Callable[[TopicPlace, StoreError], None] | None,
+    begun: Beginning | None,
 ) -> Iterator[TopicState]:
-    reading = ShardReading(root, shard, executor, only={place.topic_id for place in places})
+    only = {place.topic_id for place in places}
+    reading = ShardReading(root, places[0].shard, executor, only=only, begun=begun)
     for first in range(0, len(places), GROUP_TOPICS):
         group = places[first : first + GROUP_TOPICS]
         try:

@@ -1,7 +1,8 @@
 """Reading the checkpoints of a shard.
 
 Owns: that what is read is whole, and falling back to the checkpoint before a damaged one.
-Does not own: writing one, the form of its bytes (`formats.checkpoint_format`), and the slots kept for the one before.
+Does not own: writing one, the form of its bytes (`formats.checkpoint_format`), and the sections kept for the one
+before.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """The newest checkpoint that can be read, and the slot above which the journal is to be replayed with it.
+    """The newest checkpoint that can be read, and the shard slot above which sections continue it.
 
     `checkpoint` is None before the first one. `key`: of the object that it was read from.
     """
 
     checkpoint: checkpoint_format.Checkpoint | None
-    replay_from: ShardSlot
+    slot: ShardSlot
     key: str = ""
 
 
 def read_checkpoint(
-    store: object_store.ObjectStore, shard: int, reference: manifest.CheckpointReference
+    store: object_store.ObjectStore, shard: int, reference: manifest.CheckpointCut
 ) -> checkpoint_format.Checkpoint:
     """Raises Damaged, NotFound when it is missing, and what the store raises when it cannot be reached."""
     key = reference.object.name
@@ -54,23 +55,22 @@ def read_newest(
     """The checkpoint that `tip` names, or the one before when it is damaged or missing: then `damaged` hears of its
     key.
 
-    Before the second checkpoint no slot was deleted, so that the whole journal stands in for a damaged first one.
+    Before the second checkpoint no section was let go, so that all of them stand in for a damaged first one.
     Raises Damaged or NotFound when the predecessor cannot be read either, and the store's errors.
     """
     if tip.checkpoint is None:
-        return LoadedCheckpoint(None, tip.replay_from)
+        return LoadedCheckpoint(None, shard_slot.BEFORE_THE_FIRST)
     try:
-        return _loaded(store, tip.shard, tip.checkpoint, tip.replay_from)
+        return _loaded(store, tip.shard, tip.checkpoint)
     except (object_store.Damaged, object_store.NotFound) as error:
         damaged(error.key)
         log.error("shard %d falls back to the checkpoint before: %s", tip.shard, error)
     previous = tip.previous_checkpoint
     if previous is None:
         return LoadedCheckpoint(None, shard_slot.BEFORE_THE_FIRST)
-    return _loaded(store, tip.shard, previous, previous.replay_from)
+    return _loaded(store, tip.shard, previous)
 
 
-def _loaded(
-    store: object_store.ObjectStore, shard: int, reference: manifest.CheckpointReference, replay_from: ShardSlot
-) -> LoadedCheckpoint:
-    return LoadedCheckpoint(read_checkpoint(store, shard, reference), replay_from, reference.object.name)
+def _loaded(store: object_store.ObjectStore, shard: int, reference: manifest.CheckpointCut) -> LoadedCheckpoint:
+    checkpoint = read_checkpoint(store, shard, reference)
+    return LoadedCheckpoint(checkpoint, checkpoint.slot, reference.object.name)

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from storage_backends import object_store
-from storage_backends.formats import format_errors, framing, log_slot_format
+from storage_backends.formats import format_errors, framing, log_slot_format, names
 from storage_backends.formats.log_slot_format import Identity
-from storage_backends.slot_log import LOGS_PREFIX, LogHeld, ReadSlot, SlotLog
+from storage_backends.slot_log import LogHeld, ReadSlot, SlotLog
 
 LOGS_FOLDER: Final = ".logs"
 LOCK_FILE: Final = "LOCK"
@@ -56,12 +56,12 @@ class FileLogs:
         return FileLog(self._folder / log_id, log_id)
 
     def log_ids(self) -> frozenset[str]:
-        with _translated(LOGS_PREFIX):
+        with _translated(names.LOGS_PREFIX):
             try:
-                names = os.listdir(self._folder)
+                listed = os.listdir(self._folder)
             except FileNotFoundError:
                 return frozenset()
-            return frozenset(name for name in names if log_slot_format.is_log_id(name) and self.log(name).highest())
+            return frozenset(name for name in listed if log_slot_format.is_log_id(name) and self.log(name).highest())
 
 
 class _Record(NamedTuple):
@@ -79,6 +79,13 @@ class _Parsed(NamedTuple):
     end: int
 
 
+class _ReadFile(NamedTuple):
+    """`state`: first number of the file and of the next one, size in bytes, time of the last change in ns."""
+
+    state: tuple[int, int | None, int, int]
+    records: list[_Record]
+
+
 class FileLog(SlotLog):
     """One log. The first `create` takes the lock, and raises LogHeld while another has it."""
 
@@ -92,6 +99,8 @@ class FileLog(SlotLog):
         self._last = 0
         self._file: int | None = None
         self._file_bytes = 0
+        # The file that was read last, which has all its records whole: who reads a log asks for a few slots at a time.
+        self._read_last: _ReadFile | None = None
 
     def create(self, number: int, slot: bytes) -> None:
         ends = log_slot_format.identity_of(slot).kind.ends
@@ -139,6 +148,11 @@ class FileLog(SlotLog):
                 return self._last
             return self._stored_highest()
 
+    def numbers(self) -> list[int]:
+        with self._using, self._usable():
+            firsts, highest = self._firsts(), self._stored_highest()
+            return [] if highest is None else list(range(firsts[0], highest + 1))
+
     def delete_through(self, number: int) -> None:
         with self._using, self._usable():
             highest = (self._last if self._lock_file is not None else self._stored_highest()) or 0
@@ -154,7 +168,7 @@ class FileLog(SlotLog):
             for file in (self._file, self._lock_file):
                 if file is not None:
                     os.close(file)
-            self._file = self._lock_file = None
+            self._file = self._lock_file = self._read_last = None
             self._broken = self._broken or "it is closed"
 
     # ---- the holder of the lock
@@ -169,7 +183,7 @@ class FileLog(SlotLog):
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _MODE)
         except FileNotFoundError as error:
-            raise object_store.StoreUnavailable(f"{LOGS_PREFIX}{self.log_id}", "there is no such log") from error
+            raise object_store.StoreUnavailable(names.log_prefix(self.log_id), "there is no such log") from error
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,7 +197,7 @@ class FileLog(SlotLog):
         except BaseException:
             os.close(file)
             raise
-        self._lock_file = file
+        self._lock_file, self._read_last = file, None
 
     def _make_folder(self) -> None:
         for folder in (self._folder.parent, self._folder):
@@ -253,20 +267,20 @@ class FileLog(SlotLog):
         return self._folder / f"{first:0{_NUMBER_DIGITS}d}"
 
     def _key(self, number: int) -> str:
-        return f"{LOGS_PREFIX}{self.log_id}/{number}"
+        return names.log_slot_key(self.log_id, number)
 
     def _firsts(self) -> list[int]:
         """The first numbers of the files, ascending. Raises Damaged for a file that is none of a log's."""
         try:
-            names = os.listdir(self._folder)
+            listed = os.listdir(self._folder)
         except FileNotFoundError:
             return []
         found = []
-        for name in names:
+        for name in listed:
             if name == LOCK_FILE:
                 continue
             if len(name) != _NUMBER_DIGITS or not name.isdecimal():
-                raise object_store.Damaged(f"{LOGS_PREFIX}{self.log_id}", f"{self._folder / name} is no file of a log")
+                raise object_store.Damaged(names.log_prefix(self.log_id), f"{self._folder / name} is no file of a log")
             found.append(int(name))
         return sorted(found)
 
@@ -286,11 +300,17 @@ class FileLog(SlotLog):
         except FileNotFoundError:
             return []  # deleted since it was listed
         try:
+            status = os.fstat(file)
+            state = first, following, status.st_size, status.st_mtime_ns
+            if self._read_last is not None and self._read_last.state == state:
+                return self._read_last.records
             records, _ = _parse(_read_file(file), first, following)
             if following is None and records:
                 # Its writer may have died, or be about to die, before it did so.
                 self._synchronise(file)
                 self._synchronise_folder(self._folder)
+            whole = self._lock_file is None and not any(each.damage for each in records)
+            self._read_last = _ReadFile(state, records) if whole else None
             return records
         finally:
             os.close(file)
@@ -315,8 +335,8 @@ class FileLog(SlotLog):
     @contextmanager
     def _usable(self) -> Iterator[None]:
         if self._broken is not None:
-            raise object_store.StoreUnavailable(f"{LOGS_PREFIX}{self.log_id}", self._broken)
-        with _translated(f"{LOGS_PREFIX}{self.log_id}"):
+            raise object_store.StoreUnavailable(names.log_prefix(self.log_id), self._broken)
+        with _translated(names.log_prefix(self.log_id)):
             yield
 
 

@@ -4,8 +4,8 @@ Owns: the layout of the directory, what is synchronised when, the removal of tem
 the locks by which one process sees that another is dead.
 Does not own: the bytes in front of a body (`envelope`), the keys, and who holds which lock (`daemon.owner`).
 
-An object `a/b/c` is the file `a/b/c`, with one exception. Keys `.../journal/<20 digits>...` are numbered without end
-and are kept in folders of 1,000 numbers, `journal/00000000000000012000+/00000000000000012345`; no key contains a `+`,
+An object `a/b/c` is the file `a/b/c`, with one exception. Keys `logs/<log id>/<20 digits>...` are numbered without end
+and are kept in folders of 1,000 numbers, `00000000000000012000+/00000000000000012345`; no key contains a `+`,
 and `list` undoes it. Names that begin with a dot are no objects: `.temporary/` holds files before they have their name,
 `.locks/` the lock files.
 
@@ -60,14 +60,14 @@ FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 
 _KNOWN_FOLDERS_MAX: Final = 10_000
-# Journal folders that are held open: one or two of each shard are in use.
+# Folders of logs that are held open: few are in use.
 _HELD_FOLDERS_MAX: Final = 128
 """Folders remembered as synchronised; beyond that they are forgotten and synchronised once more."""
 
 _PLACE_TRIES_MAX: Final = 10
-"""How often an empty journal folder may vanish between being made and receiving a file."""
+"""How often an empty folder of a log may vanish between being made and receiving a file."""
 
-_NUMBERED: Final = re.compile(r"((?:.*/)?journal/)(\d{17})(\d{3}[^/]*)")
+_NUMBERED: Final = re.compile(r"((?:.*/)?logs/[0-9A-Z]{26}/)(\d{17})(\d{3}[^/]*)")
 _NUMBERED_FOLDER: Final = re.compile(r"(\d{17})000\+")
 
 # Answers of the file system that no repetition changes.
@@ -156,6 +156,10 @@ class LocalDirectory(ObjectStore):
         return bodies
 
     @property
+    def folder(self) -> str:
+        return str(self.root)
+
+    @property
     def reads_are_requests(self) -> bool:
         return False
 
@@ -242,7 +246,7 @@ class LocalDirectory(ObjectStore):
         return True
 
     def _place(self, path: Path, place: Callable[[], None]) -> None:
-        """Give a file its name, in a folder that survives. Others may remove an empty journal folder meanwhile."""
+        """Give a file its name, in a folder that survives. Others may remove an empty folder of a log meanwhile."""
         for _ in range(_PLACE_TRIES_MAX):
             self._make_folder(path.parent)
             try:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, Final, TypeAlias
 
 from storage_backends import object_store
-from storage_backends.formats import format_errors, log_slot_format
+from storage_backends.formats import format_errors, log_slot_format, names
 from storage_backends.formats.log_slot_format import Heads, LogSlot, LogSlotHeader, LogSlotKind, Writer
-from storage_backends.slot_log import LOGS_PREFIX, SlotLog
+from storage_backends.slot_log import LogHeld, SlotLog
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +85,11 @@ def fencing(log_id: str, by: Writer) -> Generator[Step, Any, Fence]:
         number = yield ListHighest()
         if number is None:
             if listed_nothing:
-                raise object_store.Damaged(f"{LOGS_PREFIX}{log_id}", "the log has no slot: the store has lost it")
+                raise object_store.Damaged(names.log_prefix(log_id), "the log has no slot: the store has lost it")
             listed_nothing = True
             continue
         if number == gone:
-            raise object_store.Damaged(f"{LOGS_PREFIX}{log_id}", f"slot {number} is listed as the highest, and absent")
+            raise object_store.Damaged(names.log_prefix(log_id), f"slot {number} is listed as the highest, and absent")
         fence = yield from _fencing_from(log_id, number, by)
         if fence is not None:
             return fence
@@ -117,8 +117,9 @@ def _fencing_from(log_id: str, number: int, by: Writer) -> Generator[Step, Any, 
 def fence_log(slots: SlotLog, by: Writer, *, delays_s: Iterator[float], sleep: Callable[[float], None]) -> Fence:
     """Fences the log, and gives the fence that stands at its end. Synchronous; may be repeated after any error.
 
-    What fails for now is tried again after each of `delays_s`; after the last one its error is raised. Raises Damaged
-    when the newest slot cannot be read: then nobody knows where the log ends.
+    What fails for now is tried again after each of `delays_s`; after the last one its error is raised. Raises LogHeld
+    at once while a process lives that may write to it, Damaged when the newest slot cannot be read: then nobody knows
+    where the log ends.
     """
     steps = fencing(slots.log_id, by)
     answer: Any = None
@@ -136,6 +137,8 @@ def _patiently(slots: SlotLog, step: Step, delays_s: Iterator[float], sleep: Cal
     while True:
         try:
             return _perform(slots, step)
+        except LogHeld:
+            raise
         except (object_store.StoreUnavailable, object_store.OutcomeUnknown) as error:
             delay_s = next(delays_s, None)
             if delay_s is None:
@@ -161,7 +164,7 @@ def read_one(slots: SlotLog, number: int) -> LogSlot | None:
 
 def decoded(log_id: str, number: int, body: bytes | None, damage: str) -> LogSlot:
     """The slot of that number. Raises Damaged when header or table are not whole, or are of another slot."""
-    key = f"{LOGS_PREFIX}{log_id}/{number}"
+    key = names.log_slot_key(log_id, number)
     if body is None:
         raise object_store.Damaged(key, f"the log slot cannot be read: {damage}")
     try:

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from storage_backends import log_fence, object_store
-from storage_backends.formats import format_errors
+from storage_backends.formats import format_errors, names
 from storage_backends.formats.log_slot_format import Head, Heads, LogSlot
-from storage_backends.formats.shard_ranges import LogRange, RangedShardManifest
-from storage_backends.slot_log import LOGS_PREFIX, SlotLogs
+from storage_backends.formats.manifest import LogRange, ShardManifest
+from storage_backends.slot_log import SlotLogs
 
 # Slots that are read and decoded at once: what is under way is bounded.
 BATCH_SLOTS = 256
@@ -52,7 +52,7 @@ class Verdict(enum.Enum):
     STANDS = enum.auto()
 
 
-def judged(read_by: RangedShardManifest, now: RangedShardManifest) -> Verdict:
+def judged(read_by: ShardManifest, now: ShardManifest) -> Verdict:
     """What `now`, read after the slots, says of what was read by `read_by`."""
     if now.epoch != read_by.epoch:
         return Verdict.SUPERSEDED
@@ -71,7 +71,7 @@ class ShardSections:
     where no range is open.
     """
 
-    def __init__(self, manifest: RangedShardManifest, from_slot: int) -> None:
+    def __init__(self, manifest: ShardManifest, from_slot: int) -> None:
         self._shard = manifest.shard
         self._from_slot = from_slot
         self._ranges = tuple(each for each in manifest.ranges if each.last_slot is None or each.last_slot > from_slot)
@@ -129,7 +129,7 @@ class ShardSections:
             log_id, number, slot = self._twice.log_id, self._twice.number, self._twice.slot
             first = self._found[slot]
             raise object_store.Damaged(
-                f"{LOGS_PREFIX}{log_id}/{number}",
+                names.log_slot_key(log_id, number),
                 f"shard {self._shard}, shard slot {slot} lies in slot {first.number} of log {first.log_id}, too",
             )
         return [self._found[slot] for slot in sorted(self._found)]
@@ -160,7 +160,7 @@ class ShardSections:
         between = f"behind slot {after}" + (f" and before slot {before}" if upper or each.through else "")
         why = f" ({'; '.join(reasons[:3])})" if reasons else ""
         return object_store.Damaged(
-            f"{LOGS_PREFIX}{each.log_id}", f"shard {self._shard}, shard slot {slot}, {between}: {detail}{why}"
+            names.log_prefix(each.log_id), f"shard {self._shard}, shard slot {slot}, {between}: {detail}{why}"
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from storage_backends import object_store
 from storage_backends.formats import format_errors, log_slot_format, names
 from storage_backends.formats.log_slot_format import Identity, LogSlotKind
-from storage_backends.slot_log import LOGS_PREFIX, ReadSlot, SlotLog
+from storage_backends.slot_log import ReadSlot, SlotLog
 
 _KIND = "kind"
 _FINGERPRINT = "fingerprint"
@@ -34,8 +34,8 @@ class ObjectLogs:
     def log_ids(self) -> frozenset[str]:
         """Raises `Damaged` for a key that is not of a log."""
         found = set()
-        for entry in self._store.list(LOGS_PREFIX):
-            log_id, _, _ = entry.key.removeprefix(LOGS_PREFIX).partition("/")
+        for entry in self._store.list(names.LOGS_PREFIX):
+            log_id, _, _ = entry.key.removeprefix(names.LOGS_PREFIX).partition("/")
             if not log_slot_format.is_log_id(log_id):
                 raise object_store.Damaged(entry.key, "it lies among logs, and its name is not a log's")
             found.add(log_id)
@@ -51,7 +51,7 @@ class ObjectLog(SlotLog):
         super().__init__(log_id)
         self._store = store
         self._executor = executor
-        self._prefix = f"{LOGS_PREFIX}{log_id}/"
+        self._prefix = names.log_prefix(log_id)
         # The lowest number that the owner has not deleted; None for anybody else.
         self._low: int | None = None
         self._top = 0
@@ -86,6 +86,9 @@ class ObjectLog(SlotLog):
     def highest(self) -> int | None:
         return max(self._listed(), default=None)
 
+    def numbers(self) -> list[int]:
+        return sorted(self._listed())
+
     def delete_through(self, number: int) -> None:
         if self._low is None:
             numbers = sorted(self._listed())
@@ -106,7 +109,7 @@ class ObjectLog(SlotLog):
         """Nothing to give up."""
 
     def _key(self, number: int) -> str:
-        return names.numbered_key(self._prefix, number)
+        return names.log_slot_key(self.log_id, number)
 
     def _listed(self) -> list[int]:
         found = []

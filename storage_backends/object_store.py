@@ -151,6 +151,11 @@ class ObjectStore(ABC):
         """Whether a read waits for another machine: then many should be under way at once."""
         return True
 
+    @property
+    def folder(self) -> str | None:
+        """The folder in which everything lies; None where the store is no local directory."""
+        return None
+
     @abstractmethod
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """Exactly `length` bytes (at least one) of the body from `offset` on.

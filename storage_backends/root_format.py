@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from storage_backends import commit
 from storage_backends.formats import format_errors, manifest, names
-from storage_backends.formats.manifest import RootFormat
+from storage_backends.formats.manifest import LogForm, RootFormat
 from storage_backends.object_store import (
     AlreadyExists,
     Damaged,
@@ -21,8 +21,8 @@ from storage_backends.object_store import (
 _SHARDS_PREFIX = "shards/"
 
 
-def read_or_create(store: ObjectStore, *, shards: int, root_id: str, created_ms: int) -> RootFormat:
-    """The root's FORMAT. A new root gets one with `shards` shards; an existing root keeps its own number.
+def read_or_create(store: ObjectStore, *, shards: int, log_form: LogForm, root_id: str, created_ms: int) -> RootFormat:
+    """FORMAT of the root. A new one has `shards` shards and logs of `log_form`; an existing root keeps its own.
 
     `root_id`: unique for each call; it stays with the root if this call creates it. May be repeated after an error.
     Raises Damaged when FORMAT cannot be read, is of another version, or is missing from a root that has shards; and
@@ -33,7 +33,13 @@ def read_or_create(store: ObjectStore, *, shards: int, root_id: str, created_ms:
         return found
     if next(store.list(_SHARDS_PREFIX), None) is not None:
         return _created_meanwhile(store, "it is missing, and the root has shards: their number is not known")
-    made = RootFormat(format_version=manifest.FORMAT_VERSION, shards=shards, created_ms=created_ms, root_id=root_id)
+    made = RootFormat(
+        format_version=manifest.FORMAT_VERSION,
+        shards=shards,
+        created_ms=created_ms,
+        root_id=root_id,
+        log_form=log_form,
+    )
     try:
         store.put_if_absent(names.FORMAT_KEY, manifest.encode_root_format(made), metadata={commit.COMMIT_ID: root_id})
     except AlreadyExists as error:
@@ -69,13 +75,19 @@ def read(store: ObjectStore) -> RootFormat | None:
         return None
     try:
         found = manifest.decode_root_format(body)
+    except format_errors.UnsupportedVersion as error:
+        raise Damaged(names.FORMAT_KEY, _other_version(error.found)) from error
     except format_errors.FormatError as error:
         raise Damaged(names.FORMAT_KEY, str(error)) from error
     if found.format_version != manifest.FORMAT_VERSION:
-        raise Damaged(
-            names.FORMAT_KEY,
-            f"the root has format version {found.format_version}, this release serves {manifest.FORMAT_VERSION}",
-        )
+        raise Damaged(names.FORMAT_KEY, _other_version(found.format_version))
     if found.shards < 1:
         raise Damaged(names.FORMAT_KEY, f"it says that the root has {found.shards} shards")
     return found
+
+
+def _other_version(found: int) -> str:
+    return (
+        f"the root has format version {found}, this release serves {manifest.FORMAT_VERSION}: serve it with the "
+        "release that made it, or begin with an empty root"
+    )

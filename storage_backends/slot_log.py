@@ -9,7 +9,7 @@ Promised, by every implementation:
 - `create` has at most one winner for a number, whoever asks, from whichever process.
 - What was created, and what `head`, `read` or `highest` has shown, survives a crash of the machine.
 - A slot is seen whole or not at all; what is damaged since is told apart from what is absent.
-- `highest` and `log_ids` show everything that was there before they began.
+- `highest`, `numbers` and `log_ids` show everything that was there before they began.
 
 Not promised:
 - That a number which was deleted stays empty: a copy of a slot that was sent before may land there later.
@@ -22,16 +22,15 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 
 from storage_backends import object_store
+from storage_backends.formats import names
 from storage_backends.formats.log_slot_format import Identity
-
-LOGS_PREFIX = "logs/"
 
 
 class LogHeld(object_store.StoreUnavailable):
     """Another process may write to the log as long as it lives. `holder`: which one and since when, for people."""
 
     def __init__(self, log_id: str, holder: str) -> None:
-        super().__init__(f"{LOGS_PREFIX}{log_id}", f"it is held by {holder}, which lives: end that process first")
+        super().__init__(names.log_prefix(log_id), f"it is held by {holder}, which lives: end that process first")
         self.holder = holder
 
 
@@ -70,6 +69,10 @@ class SlotLog(ABC):
     @abstractmethod
     def highest(self) -> int | None:
         """The highest number; None when the log has no slot. Raises `Damaged` for what cannot be in a log."""
+
+    @abstractmethod
+    def numbers(self) -> list[int]:
+        """The numbers of all slots, ascending; those of damaged ones too. Raises `Damaged` as `highest`."""
 
     @abstractmethod
     def delete_through(self, number: int) -> None:

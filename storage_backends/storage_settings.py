@@ -79,6 +79,15 @@ class Store(Section, frozen=True):
     path: Annotated[str, Meta(min_length=1, description="The local directory; made when it does not exist.")] = (
         "./tarry-data"
     )
+    log_form: Annotated[
+        Literal["auto", "objects", "files"],
+        Meta(
+            description="How the logs of daemons are stored; it counts when a root is made, and stays with the root. "
+            "`objects`: an object for each slot. `files`: files that are appended to, in a local directory that one "
+            "machine alone uses; while the process of a daemon lives, no other takes its shards. `auto`: files where "
+            "the file system of a local directory is known to be of one machine, else objects."
+        ),
+    ] = "auto"
     io_threads: Annotated[
         int,
         Meta(
@@ -90,8 +99,7 @@ class Store(Section, frozen=True):
         Meta(
             ge=1,
             le=4096,
-            description="Threads of the daemon for journal slots, heartbeats, and reads that confirm the epoch. With "
-            "two threads a shard none of these waits for another.",
+            description="Threads of the daemon for slots of its log, heartbeats, and looks at the end of logs.",
         ),
     ] = 32
     load_threads: Annotated[
@@ -165,7 +173,7 @@ class Collection(Section, frozen=True):
     """Deleting what no manifest needs any more."""
 
     interval_s: Annotated[
-        float, Meta(gt=0, le=86_400, description="Time between two passes over a shard's tombstones and journal.")
+        float, Meta(gt=0, le=86_400, description="Time between two passes over a shard's tombstones and the log.")
     ] = 600.0
     orphan_interval_s: Annotated[
         float,

@@ -1,12 +1,12 @@
-"""What the checkpoint and the journal of a shard hold of each topic beside its manifest, and which of it counts.
+"""What the checkpoint and the sections of a shard hold of each topic beside its manifest, and which of it counts.
 
 Owns: parting the checkpoint and the slots above it by topic, and when a part of the checkpoint counts.
-Does not own: reading either (`checkpoints`, `journal_slots`), and what the decisions do when they are applied.
+Does not own: reading either (`checkpoints`, `sections`), and what the decisions do when they are applied.
 
     state as of max(applied, p)  =  manifest, and where `applied` < p and the checkpoint has a part for the topic,
                                     that part in place of the manifest's progress
     state now                    =  that, and the decisions of the slots above: those that the part carries, then those
-                                    of the journal above the checkpoint's slot
+                                    of the sections above the checkpoint's slot
 
 `p` is the part's slot: the checkpoint's, or, of a part that was carried over, that of the checkpoint it was written
 for; 0 where there is none.
@@ -24,7 +24,7 @@ from storage_backends.formats.shard_slot import ShardSlot
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicTail:
-    """What checkpoint and journal hold of a topic beside its manifest.
+    """What checkpoint and sections hold of a topic beside its manifest.
 
     `part`: its part of the checkpoint, which always says its slot; None when there is none. `slots`: the decisions
     above it, ascending. Most are never decoded: a later seal holds the rows.
@@ -50,11 +50,13 @@ NOTHING = TopicTail()
 
 def tails_of(
     loaded: checkpoint_format.Checkpoint | None,
-    slots: Iterable[tuple[slot_format.SlotHeader, Sequence[slot_format.AnyRecord]]],
+    slots: Iterable[tuple[ShardSlot, Sequence[slot_format.AnyRecord]]],
     *,
     only: Container[str] | None = None,
 ) -> dict[str, TopicTail]:
-    """By topic id, all topics that the checkpoint or the slots name; `only`: those among these."""
+    """By topic id, all topics that the checkpoint or the slots name; `only`: those among these. `slots`: the records of
+    each, ascending.
+    """
     parts: dict[str, checkpoint_format.TopicPart] = {}
     above: dict[str, list[CarriedSlot]] = {}
     covered = shard_slot.BEFORE_THE_FIRST if loaded is None else loaded.slot
@@ -62,17 +64,17 @@ def tails_of(
         if only is not None and part.topic_id not in only:
             continue
         above[part.topic_id] = list(part.carried)
-        slot = covered if part.slot is None else part.slot
-        parts[part.topic_id] = dataclasses.replace(part, slot=slot, carried=())
-    for header, records in slots:
-        if header.slot <= covered:
+        of = covered if part.slot is None else part.slot
+        parts[part.topic_id] = dataclasses.replace(part, slot=of, carried=())
+    for slot, records in slots:
+        if slot <= covered:
             continue
         named: dict[str, list[slot_format.AnyRecord]] = {}
         for record in records:
             if only is None or record.topic_id in only:
                 named.setdefault(record.topic_id, []).append(record)
         for topic_id, own in named.items():
-            above.setdefault(topic_id, []).append(CarriedSlot(header.slot, tuple(own)))
+            above.setdefault(topic_id, []).append(CarriedSlot(slot, tuple(own)))
     return {topic_id: TopicTail(parts.get(topic_id), tuple(own)) for topic_id, own in above.items()}
 
 

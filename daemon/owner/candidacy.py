@@ -1,8 +1,8 @@
 """May this daemon claim a shard now, or whom does it wait for?
 
 Owns: the decision, once for each former owner.
-Does not own: what it is decided on (the shard manifest's tip, local locks, `heartbeat`), the claim (`takeover`), and
-safety: two candidates that both claim cost churn, never data.
+Does not own: what it is decided on (the shard manifest's tip, the end of a log, local locks, `heartbeat`), the claim
+(`takeover`), and safety: two candidates that both claim cost churn, never data.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class OwnerLock(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedOwner:
-    """Who owns a shard by the tip of its manifest; `owner` and `address` are empty when the shard was given up."""
+    """Who owns a shard by the tip of its manifest, and in which log; all are empty when the shard was given up."""
 
     owner: str
     address: str
+    log_id: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,14 +55,15 @@ def decide(
     *,
     daemon_id: str,
     lock: OwnerLock,
+    log_ended: bool = False,
     watch: heartbeat.Watch,
     rank: int,
     now_s: float,
 ) -> ClaimNow | Wait:
     """Decides on the shards of one recorded owner; None stands for shards that nobody ever claimed.
 
-    `watch`: of the recorded owner's heartbeat. `rank`: this daemon's among the live candidates, see `rendezvous_rank`.
-    `now_s`: monotonic seconds.
+    `log_ended`: a FENCE or CLOSE was seen at the end of the recorded owner's log. `watch`: of its
+    heartbeat. `rank`: this daemon's among the live candidates, see `rendezvous_rank`. `now_s`: monotonic seconds.
     """
     if recorded is None:
         return ClaimNow("nobody ever owned it")
@@ -71,6 +73,8 @@ def decide(
         return ClaimNow("it belonged to this daemon before it was started again")
     if lock is OwnerLock.FREE:
         return ClaimNow(f"the process of daemon {recorded.owner} has ended")
+    if log_ended:
+        return ClaimNow(f"the log of daemon {recorded.owner} has ended")
     whom = f"waiting for daemon {recorded.owner} at {recorded.address}"
     if not watch.suspected:
         return Wait(f"{whom} ({watch.describe(now_s)})")

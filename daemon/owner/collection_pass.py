@@ -1,10 +1,10 @@
 """One pass of garbage collection over one shard.
 
 Owns: the order of its steps, which topics need one, the guard against deleting suspiciously much, and the count.
-Does not own: what may be deleted (`daemon.core.garbage_rules`) and in which order (`garbage`), the journal
-(`checkpointing`), and when there is a pass (`garbage_collection`).
+Does not own: what may be deleted (`daemon.core.garbage_rules`) and in which order (`garbage`), logs
+(`living_log`, `dead_logs`), and when there is a pass (`garbage_collection`).
 
-Without a listing a pass looks at the journal and at what served topics know of their tombstones: it asks the store
+Without a listing a pass looks at the checkpoints and at what served topics know of their tombstones: it asks the store
 nothing about topics that are at rest. With one it finds orphans, old manifests, and what is left of topics that were
 deleted or cannot be served.
 """
@@ -50,7 +50,7 @@ class Halted(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wish:
-    """What a pass does beside the journal and known tombstones. `force`: orphans go however many there are.
+    """What a pass does beside checkpoints and known tombstones. `force`: orphans go however many there are.
     `retry_dead`: what was given up is tried again.
     """
 
@@ -102,7 +102,7 @@ class Pass:
 
     async def steps(self) -> AsyncIterator[None]:
         """Each step, in order. Raises Halted, and commit.UNCERTAIN: the next pass tries again."""
-        await self._journal()
+        await self._checkpoints()
         yield
         if self._wish.listing:
             await self._list()
@@ -119,15 +119,16 @@ class Pass:
 
     # ---- the steps
 
-    async def _journal(self) -> None:
+    async def _checkpoints(self) -> None:
+        """Of an idle shard: so that it holds up no slot of the log."""
         self._check()
+        if self._wish.dry_run:
+            return
         try:
-            checkpoints = self._shard.checkpoints
-            slots = await (checkpoints.covered() if self._wish.dry_run else checkpoints.collect())
+            await self._shard.checkpoints.collect()
         except (commit.Refused, TarryError) as error:
             self._shard.lose(error)
             raise Halted from error
-        self._add(Summary(journal_slots=slots))
 
     async def _list(self) -> None:
         listing = ShardListing(self._shard.number)

@@ -28,13 +28,15 @@ from daemon.errors import (
 )
 from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_workers import DeletionWorkers
-from daemon.owner import heartbeat
 from daemon.owner.candidacy import Wait
 from daemon.owner.candidate import Candidate, Claimed
 from daemon.owner.garbage_collection import Collection
+from daemon.owner.heartbeat import Heart
+from daemon.owner.living_log import LivingLog
 from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
 from daemon.owner.standby import Claimable
+from daemon.owner.takeover import KeptByLog
 from daemon.shard.shard import ServedShard
 from daemon.shard.shard_claim import ShardClaim
 from daemon.surroundings import backoff
@@ -42,10 +44,11 @@ from daemon.surroundings.clock_watch import ClockWatch
 from daemon.surroundings.due_loop import DueLoop
 from daemon.surroundings.environment import Environment
 from daemon.surroundings.failure_scope import Failures, ProcessFailed, ShardLost, TopicFailed
-from storage_backends import commit, root_format
+from storage_backends import commit, log_opening, root_format
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RootFormat, ShardManifest
 from storage_backends.object_store import Damaged
+from storage_backends.slot_log import SlotLogs
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +94,9 @@ class Engine:
         self._failures = Failures()
         # One look at shards that are to be taken again, and their claims, at a time.
         self._taking = asyncio.Lock()
-        # Of the shards as they were claimed, so that they can be given up when they are lost.
-        self._epochs: dict[int, int] = {}
-        self._candidate = Candidate(environment, waiting=self._wait_for)
+        self._candidate = Candidate(environment, waiting=self._wait_for, log_lost=self._log_lost)
+        # The shards as they were claimed, and the log that they are in; None when none is owned.
+        self._owned: Claimed | None = None
         self._health = Health(serving=False, reason=STARTING)
         self._health_callbacks: list[Callable[[Health], None]] = []
         self._lost = asyncio.Event()
@@ -103,7 +106,23 @@ class Engine:
         self._draining = False
         self._loop = asyncio.get_running_loop()
         self._store_away = False
-        self.collection = Collection(environment, lambda: self._shards, lambda: self._shards_total)
+        self._heart = Heart(
+            environment.store,
+            daemon_id=environment.config.daemon_id,
+            address=environment.config.daemon.address or "",
+            shards=lambda: tuple(sorted(self._shards)),
+            log_state=lambda: self._candidate.log_state,
+            instance=environment.new_id(),
+            run=environment.pools.journal.run,
+            sleep=environment.sleep,
+            interval_s=environment.config.ownership.heartbeat_interval_s,
+        )
+        self.collection = Collection(
+            environment,
+            lambda: self._shards,
+            lambda: self._shards_total,
+            living=lambda: None if self._owned is None else self._owned.living,
+        )
         self._merge_watch = MergeWatch(environment, lambda: self._shards)
         self.requests = Requests(self, environment)
         self.deletion_requests = DeletionRequests(self, environment, shards_total=lambda: self._shards_total)
@@ -119,18 +138,9 @@ class Engine:
         Raises Corruption when the root cannot be served by this version.
         """
         environment = self._environment
-        self._shards_total = (await self._root_format()).shards
-        self._candidate.look_at(self._shards_total)
-        beat = heartbeat.beat(
-            environment.store,
-            daemon_id=environment.config.daemon_id,
-            address=environment.config.daemon.address or "",
-            shards=lambda: tuple(sorted(self._shards)),
-            instance=environment.new_id(),
-            run=environment.pools.journal.run,
-            sleep=environment.sleep,
-            interval_s=environment.config.ownership.heartbeat_interval_s,
-        )
+        self._shards_total, logs = await self._open_root()
+        self._candidate.look_at(self._shards_total, logs)
+        self.collection.look_at(logs, self._candidate.shard_logs)
         watch = ClockWatch(
             environment.clock,
             environment.store,
@@ -146,28 +156,35 @@ class Engine:
             self._merge_watch.run(),
             self._deletion_workers.run(),
         )
-        for work in (*serving, self._look_after(), watch.run(), beat):
+        for work in (*serving, self._look_after(), watch.run(), self._heart.beats()):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_ended)
             self._tasks.append(task)
         self._serving_tasks = self._tasks[: len(serving)]
 
-    async def _root_format(self) -> RootFormat:
+    async def _open_root(self) -> tuple[int, SlotLogs]:
+        """How many shards the root has, and its logs."""
         environment = self._environment
 
         def read_or_create() -> RootFormat:
+            config, store = environment.config, environment.store
             try:
                 return root_format.read_or_create(
-                    environment.store,
-                    shards=environment.config.daemon.shards,
+                    store,
+                    shards=config.daemon.shards,
+                    log_form=log_opening.form_of_new_root(store, config.store.log_form),
                     root_id=environment.new_id(),
                     created_ms=environment.clock.now_ms(),
                 )
             except Damaged as error:
                 raise Corruption(f"the root cannot be served: {error}") from error
 
+        def open_logs() -> tuple[int, SlotLogs]:
+            found = read_or_create()
+            return found.shards, environment.open_logs(found.log_form)
+
         return await backoff.until_answered(
-            lambda: environment.run(read_or_create),
+            lambda: environment.run(open_logs),
             failed=lambda error: self._wait_for(f"the store cannot be reached: {error}"),
             waiting=environment,
         )
@@ -182,7 +199,7 @@ class Engine:
             shard.begin_drain()
 
     async def drain(self) -> None:
-        """Makes durable what is staged, ends the streams, writes checkpoints and gives the shards up.
+        """Makes durable what is staged, ends the streams, writes checkpoints and closes the log.
 
         It takes as long as the store lets it; `left` tells what there is still to do. Then `close`.
         """
@@ -191,28 +208,38 @@ class Engine:
             task.cancel()
         await asyncio.gather(
             self.deletion_requests.sweeping.answered(),
-            *(self._release(shard) for shard in list(self._shards.values())),
+            *(self._drain_shard(shard) for shard in list(self._shards.values())),
         )
+        await self._close_log()
 
-    async def _release(self, shard: ServedShard) -> None:
+    async def _close_log(self) -> None:
+        """The next owner need not wait for this one: all that was in the log is anybody's."""
+        if self._owned is not None:
+            owned, self._owned = self._owned, None
+            await owned.living.close()
+            await self._heart.beat()
+
+    async def _drain_shard(self, shard: ServedShard) -> None:
         try:
             await backoff.until_answered(
-                shard.release,
-                failed=lambda error: log.warning("shard %d cannot be given up, trying again: %s", shard.number, error),
+                shard.drain,
+                failed=lambda error: log.warning("shard %d cannot end yet, trying again: %s", shard.number, error),
                 waiting=self._environment,
                 again_after=(*commit.UNCERTAIN, OutcomeUnknown, TopicFailed),
             )
         except (NotOwner, commit.Refused, Unavailable) as error:
-            log.warning("shard %d was lost while it was given up: %s", shard.number, error)
+            log.warning("shard %d was lost while it ended: %s", shard.number, error)
         if self._shards.pop(shard.number, None) is not None:
             self._close(shard, _stopped())
 
     def left(self) -> list[str]:
         """What was not finished, for people."""
         left = [
-            f"shard {shard.number} is not given up, {shard.commits.staged_rows} of its rows are staged"
+            f"shard {shard.number} has not ended, {shard.commits.staged_rows} of its rows are staged"
             for shard in self._shards.values()
         ]
+        if self._owned is not None:
+            left.append(f"log {self._owned.living.log_id} is not closed, the next owner fences it")
         if self._deletion_workers.under_way:
             left.append(f"{self._deletion_workers.under_way} attempts to delete a ledger wait for their stores")
         if self.deletion_requests.sweeping.asked:
@@ -230,6 +257,8 @@ class Engine:
         for shard in shards.values():
             self._close(shard, _stopped())
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._owned is not None:
+            await self._owned.living.abandon()
 
     async def stop(self) -> list[str]:
         """The orderly end, within `daemon.drain_s`; what was left then."""
@@ -244,7 +273,6 @@ class Engine:
     async def _serve_for_ever(self) -> None:
         while True:
             try:
-                # Kept nowhere: what was read of the journals is let go when the topics are loaded.
                 shards = self._serve(await self._candidate.become_owner())
             except Corruption as error:
                 self._damaged = dict.fromkeys(range(self._shards_total), error)
@@ -259,7 +287,7 @@ class Engine:
             finally:
                 for task in beside:
                     task.cancel()
-            await self._candidate.give_up(self._epochs)
+            await self._close_log()
             wait_s = max((away.again_s for away in self._away.values()), default=0.0)
             await self._environment.sleep(max(LOOK_S, wait_s - self._environment.clock.elapsed_s()))
 
@@ -277,23 +305,34 @@ class Engine:
     async def _take_again(self, shards: Sequence[int]) -> None:
         """Claims those of the shards that may be claimed now; the others are served meanwhile."""
         async with self._taking:
+            owned = self._owned
+            if owned is None or owned.living.is_ended or self._kept_by_log:
+                return
             taking: list[Coroutine[Any, Any, None]] = []
             for number, decision in (await self._candidate.claimable(shards) if shards else {}).items():
                 if not isinstance(decision, Wait):
-                    taking.append(self._take_one(number, decision))
+                    taking.append(self._take_one(owned, number, decision))
                 elif number in self._away:
                     self._away[number] = self._away[number].waiting(decision.reason, self._recorded(number))
             await asyncio.gather(*taking)
             self._tell_which()
+            if kept := self._kept_by_log:
+                # With a new log they are claimed once more and given back: nothing that lives is named by them then.
+                self._log_lost(Unavailable(f"log {owned.living.log_id} is closed: shards {kept} are damaged in it"))
 
-    async def _take_one(self, number: int, claimable: Claimable) -> None:
+    @property
+    def _kept_by_log(self) -> list[int]:
+        """Damaged shards that can be given back only when the log that they were claimed in has an end."""
+        return [number for number, error in self._damaged.items() if isinstance(error, KeptByLog)]
+
+    async def _take_one(self, owned: Claimed, number: int, claimable: Claimable) -> None:
         try:
-            self._serve_shard(await self._candidate.claim(number, claimable.gone_owners))
+            self._serve_shard(await self._candidate.claim(owned.takeover, number, claimable.gone_owners), owned.living)
         except Corruption as error:
             self._away.pop(number, None)
             self._damaged[number] = error
             return
-        except (*commit.UNCERTAIN, commit.Refused, NotOwner) as error:
+        except (*commit.UNCERTAIN, commit.Refused, NotOwner, Unavailable) as error:
             log.warning("shard %d cannot be taken over: %s", number, error)
             return
         self._away.pop(number, None)
@@ -313,8 +352,10 @@ class Engine:
         self._away = {
             number: _Away(f"it cannot be read: {error}", "", now_s) for number, error in claimed.unread.items()
         }
-        self._epochs = {}
-        shards = [self._serve_shard(claim) for claim in claimed.claims]
+        self._environment.tail_bound.new_log()
+        shards = [self._serve_shard(claim, claimed.living) for claim in claimed.claims]
+        # Kept without what was read: that is let go when the topics are loaded.
+        self._owned = dataclasses.replace(claimed, claims=())
         log.info("serving shards=%d damaged=%d unread=%d", len(shards), len(self._damaged), len(self._away))
         self._store_away = False
         self._set_serving()
@@ -327,7 +368,7 @@ class Engine:
         rows = sum(shard.loading.rows_replayed for shard in shards)
         seconds = self._environment.clock.elapsed_s() - started_s
         self._environment.metrics.recovered(seconds=seconds, rows_replayed=rows)
-        # The journal's tail and the bytes of what was loaded are free now.
+        # The sections and the bytes of what was loaded are free now.
         await self._environment.run(self._environment.give_back_memory)
         topics = sum(len(shard.topics) for shard in shards)
         damaged = sum(len(shard.loading.damaged) for shard in shards)
@@ -335,10 +376,11 @@ class Engine:
             "the topics are loaded topics=%d damaged=%d rows_replayed=%d seconds=%.3f", topics, damaged, rows, seconds
         )
 
-    def _serve_shard(self, claim: ShardClaim) -> ServedShard:
+    def _serve_shard(self, claim: ShardClaim, living: LivingLog) -> ServedShard:
         shard = ServedShard(
             claim,
             self._candidate.shard_logs[claim.shard],
+            living,
             self._due_loop,
             self._cache,
             self._pending,
@@ -347,7 +389,6 @@ class Engine:
             deletions_changed=self._deletion_workers.look_at,
         )
         self._shards[shard.number] = shard
-        self._epochs[shard.number] = shard.epoch
         self._environment.metrics.set_epoch(shard.number, shard.epoch)
         shard.serve()
         return shard
@@ -357,6 +398,11 @@ class Engine:
         while True:
             await self._environment.sleep(DAMAGED_LOOK_S)
             await self._take_again(list(self._damaged))
+
+    def _log_lost(self, error: BaseException) -> None:
+        """The log has an end, gets one, or cannot be written: every shard that is in it is lost."""
+        for shard in list(self._shards.values()):
+            shard.lose(error)
 
     def _shard_lost(self, number: int, error: BaseException) -> None:
         """It costs that shard: the others are served, and this one is stood by for."""
@@ -454,6 +500,9 @@ class Engine:
             damaged=self.topics_damaged,
         )
         self._environment.metrics.set_shards_damaged(len(self._damaged))
+        if self._owned is not None:
+            living = self._owned.living
+            self._environment.metrics.set_log(living.kept, uncertain_s=living.sender.stalled_s)
         self._deletion_workers.tell_state()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:

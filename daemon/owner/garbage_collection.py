@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from daemon.call_values import GarbageProgress
@@ -19,10 +19,14 @@ from daemon.core.garbage_rules import Summary
 from daemon.core.object_count import NOTHING
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
 from daemon.owner.collection_pass import Halted, Pass, Wish
+from daemon.owner.living_log import LivingLog
+from daemon.owner.log_collection import LogCollection
 from daemon.shard import garbage
 from daemon.surroundings.environment import Environment
 from storage_backends import commit
+from storage_backends.formats.manifest import ShardManifest
 from storage_backends.object_store import StoreError
+from storage_backends.slot_log import SlotLogs
 
 if TYPE_CHECKING:
     from daemon.shard.shard import ServedShard
@@ -52,7 +56,8 @@ class _Shard:
 class Collection:
     """The garbage collection of one daemon. Used on one event loop.
 
-    `shards`: those that are served now. `shards_total`: of the root.
+    `shards`: those that are served now. `shards_total`: of the root. `living`: the own log. The root is to be looked at
+    before anything is collected.
     """
 
     def __init__(
@@ -60,10 +65,14 @@ class Collection:
         environment: Environment,
         shards: Callable[[], Mapping[int, ServedShard]],
         shards_total: Callable[[], int],
+        *,
+        living: Callable[[], LivingLog | None],
     ) -> None:
         self._environment = environment
         self._shards = shards
         self._shards_total = shards_total
+        self._living = living
+        self._logs_listed_s: float | None = None
         self._known: dict[int, _Shard] = {}
         # One pass at a time.
         self._turn = asyncio.Lock()
@@ -84,6 +93,10 @@ class Collection:
             ),
         )
 
+    def look_at(self, logs: SlotLogs, manifests: Sequence[commit.ManifestLog[ShardManifest]]) -> None:
+        """The root has these logs, and these manifests of its shards."""
+        self._log_collection = LogCollection(logs, manifests, self._living, self._environment)
+
     # ---- by itself
 
     async def run(self) -> None:
@@ -96,6 +109,19 @@ class Collection:
                 if known.next_s <= self._environment.clock.elapsed_s() and known.shard.loading.ended.is_set():
                     async with self._turn:
                         await self._pass_when_due(known)
+            if self._known:
+                await self._collect_dead_logs()
+
+    async def _collect_dead_logs(self) -> None:
+        """As often as shards are listed."""
+        now_s, interval_s = self._environment.clock.elapsed_s(), self._environment.config.collection.orphan_interval_s
+        if self._halted or (self._logs_listed_s is not None and now_s - self._logs_listed_s < interval_s):
+            return
+        self._logs_listed_s = now_s
+        try:
+            await self._log_collection.dead()
+        except StoreError as error:
+            log.warning("the logs of former owners are not collected: %s", error)
 
     def halt(self) -> None:
         """No pass begins, and one that is under way ends with the step that it is at."""
@@ -178,6 +204,10 @@ class Collection:
                     if not dry_run:
                         self._passed(each, pass_)
                     done = done.plus(pass_.topics_done, pass_.topics, pass_.summary, shards_done=1)
+                if not dry_run:
+                    await self._log_collection.dead()
+                slots = await self._log_collection.own(dry_run=dry_run)
+                done = done.plus(0, 0, Summary(journal_slots=slots))
             except Halted:
                 raise Unavailable(
                     "the shard is served by this daemon no longer, or it is stopping; try again"

@@ -10,9 +10,9 @@ Does not own: what follows from a suspicion (`candidacy`).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,7 +31,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """What a daemon writes about itself.
 
     `address`: host:port of its gRPC service. `shards`: those that it owns. `instance`: unique for each start of the
-    process. `sequence`: one more at each beat.
+    process. `sequence`: one more at each beat. `log_id`: of the log that it writes, or wrote last, empty before the
+    first; `last_slot`: of that log, for certain; `log_ended`: it writes that log no more.
     """
 
     daemon_id: str
@@ -39,6 +40,17 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[int, ...]
     instance: str
     sequence: int
+    log_id: str = ""
+    last_slot: int = 0
+    log_ended: bool = False
+
+
+class LogState(NamedTuple):
+    """What a daemon tells of its log; as in `Heartbeat`."""
+
+    log_id: str = ""
+    last_slot: int = 0
+    log_ended: bool = False
 
 
 def read_heartbeat(store: object_store.ObjectStore, daemon_id: str) -> Heartbeat | None:
@@ -57,36 +69,62 @@ def read_heartbeat(store: object_store.ObjectStore, daemon_id: str) -> Heartbeat
         return None
 
 
-async def beat(
-    store: object_store.ObjectStore,
-    *,
-    daemon_id: str,
-    address: str,
-    shards: Callable[[], tuple[int, ...]],
-    instance: str,
-    run: Run,
-    sleep: Sleep,
-    interval_s: float = INTERVAL_S,
-) -> None:
-    """Writes a heartbeat at once and then every `interval_s`, until it is cancelled.
+class Heart:
+    """Writes the heartbeats of one process. `shards`, `log_state`: what it tells at each beat."""
 
-    A beat that the store does not take is logged when it begins to fail and not repeated: the next one is due soon.
-    """
-    key = names.daemon_key(daemon_id)
-    failing = False
-    for sequence in itertools.count(1):
-        body = msgspec.json.encode(
-            Heartbeat(daemon_id=daemon_id, address=address, shards=shards(), instance=instance, sequence=sequence)
+    def __init__(
+        self,
+        store: object_store.ObjectStore,
+        *,
+        daemon_id: str,
+        address: str,
+        shards: Callable[[], tuple[int, ...]],
+        log_state: Callable[[], LogState],
+        instance: str,
+        run: Run,
+        sleep: Sleep,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._store = store
+        self._daemon_id = daemon_id
+        self._address = address
+        self._shards = shards
+        self._log_state = log_state
+        self._instance = instance
+        self._run = run
+        self._sleep = sleep
+        self._interval_s = interval_s
+        self._sequence = 0
+        self._failing = False
+
+    async def beats(self) -> None:
+        """A beat at once and then every `interval_s`, until it is cancelled."""
+        while True:
+            await self.beat()
+            await self._sleep(self._interval_s)
+
+    async def beat(self) -> None:
+        """One beat. One that the store does not take is logged when that begins, and not repeated: the next is due
+        soon.
+        """
+        self._sequence += 1
+        heartbeat = Heartbeat(
+            daemon_id=self._daemon_id,
+            address=self._address,
+            shards=self._shards(),
+            instance=self._instance,
+            sequence=self._sequence,
+            **self._log_state()._asdict(),
         )
+        body = msgspec.json.encode(heartbeat)
         try:
-            await run(lambda body=body: store.put(key, body))  # type: ignore[misc]
+            await self._run(lambda: self._store.put(names.daemon_key(self._daemon_id), body))
         except object_store.StoreError as error:
-            if not failing:
+            if not self._failing:
                 log.warning("heartbeats cannot be written: %s", error)
-            failing = True
+            self._failing = True
         else:
-            failing = False
-        await sleep(interval_s)
+            self._failing = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -125,6 +163,12 @@ class Watch:
         self._misses = 0
         self._counted_at_s = now_s
         self._suspected_at_s = None
+
+    def may_have_ended(self, log_id: str) -> bool:
+        """Whether it is worth looking if the log has an end: a beat was missed, or the daemon writes another one."""
+        if self.last_seen is None:
+            return False
+        return self._misses > 0 or self.last_seen.log_ended or self.last_seen.log_id != log_id
 
     @property
     def suspected(self) -> bool:

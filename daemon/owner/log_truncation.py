@@ -10,7 +10,7 @@ daemon holds, may be the only ones that need the slots.
 from __future__ import annotations
 
 from daemon.errors import InvariantViolated
-from storage_backends.formats.shard_ranges import RangedShardManifest
+from storage_backends.formats.manifest import ShardManifest
 
 
 class LogTruncation:
@@ -35,7 +35,7 @@ class LogTruncation:
         """The claim under way certainly has not landed, and never will."""
         del self._claims[shard]
 
-    def claimed(self, manifest: RangedShardManifest) -> None:
+    def claimed(self, manifest: ShardManifest) -> None:
         """The claim under way has landed, with this manifest."""
         shard = manifest.shard
         del self._claims[shard]
@@ -43,7 +43,7 @@ class LogTruncation:
         self._needs.pop(shard, None)
         self.learned(manifest)
 
-    def learned(self, manifest: RangedShardManifest) -> None:
+    def learned(self, manifest: ShardManifest) -> None:
         """A manifest of a shard that was claimed, at least as new as any before."""
         shard = manifest.shard
         if self._epochs.get(shard) != manifest.epoch:

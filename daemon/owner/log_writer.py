@@ -1,9 +1,7 @@
 """Writes the slots of this daemon's log, one after the other, each until its outcome is certain.
 
-Owns: sending a slot, also again and side by side, and the time that each certain slot confirms (L10).
+Owns: sending a slot, also again, and the time that each certain slot confirms (L10).
 Does not own: what is in a slot (`own_log`), what an answer means (`slot_outcome`).
-
-No daemon uses it: daemons write the journals of their shards (`journal_writer`).
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknown, Unavailable
-from daemon.owner.own_log import Filling, FrozenSlot, OwnLog
+from daemon.owner.own_log import Filling, Frozen, FrozenSlot, OwnLog
 from daemon.owner.slot_outcome import Certain, Decision, Lost, Next, SlotOutcome
 from daemon.surroundings import backoff
 from daemon.surroundings.unless_ended import unless_ended
@@ -61,8 +59,8 @@ class Written:
 class LogWriter:
     """Writes the slots of `own`. Made and used on one event loop.
 
-    `run` encodes slots and asks the store in an executor. `hedge_after_s`: a copy that is not answered for so long gets
-    another one beside it; None: never. A writer that has raised is never used again: its last slot may still land.
+    `run` encodes slots and asks the store in an executor. A writer that has raised is never used again: its last slot
+    may still land.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class LogWriter:
         clock: backoff.Clock,
         sleep: backoff.Sleep,
         jitter: backoff.Jitter,
-        hedge_after_s: float | None = None,
     ) -> None:
         self._slots = slots
         self._own = own
@@ -82,7 +79,6 @@ class LogWriter:
         self._clock = clock
         self._sleep = sleep
         self._jitter = jitter
-        self._hedge_after_s = hedge_after_s
         self._writing = False
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -90,6 +86,11 @@ class LogWriter:
         """Nothing more is written: a pending `write` raises OutcomeUnknown, a later one Unavailable."""
         if not self._ended.done():
             self._ended.set_result(None)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more is written, as it was closed or has raised."""
+        return self._ended.done()
 
     async def write(self, filling: Filling) -> Written:
         """Writes the slot that was begun in `own`; returns when it is certain.
@@ -99,13 +100,13 @@ class LogWriter:
         """
         if self._writing:
             raise InvariantViolated(f"log {self._slots.log_id}: a slot is still being written")
-        if self._ended.done():
+        if self.is_closed:
             raise Unavailable(f"log {self._slots.log_id} is closed")
         self._writing = True
         try:
-            frozen = await self._unless_ended(self._run(filling.freeze))
+            frozen, first = await self._unless_ended(self._run(lambda: self._freeze_and_send(filling)))
             self._own.frozen(frozen.slot)
-            certain = None if frozen.slot is None else await self._until_certain(frozen.slot)
+            certain = None if frozen.slot is None else await self._until_certain(frozen.slot, first)
         except BaseException:
             self.close()
             raise
@@ -115,15 +116,18 @@ class LogWriter:
             self._own.certain()
         return Written(certain, frozen.unencodable)
 
-    async def probe(self) -> float | None:
+    def probe(self) -> Awaitable[float | None]:
         """Looks whether the number behind the last certain slot is absent; the time at which the log was this daemon's.
         None when a slot has been sent there meanwhile, which confirms by itself.
 
-        Raises LogLost when a fence is there, InvariantViolated while a slot is uncertain, and the store's errors.
+        Raises InvariantViolated at once while a slot is uncertain. Raises LogLost when a fence is there, and the
+        store's errors.
         """
         if not self._own.rests:
             raise InvariantViolated(f"log {self._slots.log_id}: a probe while a slot is not certain tells nothing")
-        number, sent_at_s = self._own.last_certain + 1, self._clock()
+        return self._probe(self._own.last_certain + 1, self._clock())
+
+    async def _probe(self, number: int, sent_at_s: float) -> float | None:
         found = await self._run(lambda: self._slots.head(number))
         if found is None:
             return sent_at_s
@@ -133,65 +137,45 @@ class LogWriter:
             raise LogLost(self._slots.log_id, number)
         raise Corruption(f"log {self._slots.log_id}: slot {number} is DATA, and its owner has not written it")
 
-    async def _until_certain(self, slot: FrozenSlot) -> CertainSlot:
+    def _freeze_and_send(self, filling: Filling) -> tuple[Frozen, _Copy]:
+        """In one go: to hand a slot from thread to thread takes as long as to encode a small one."""
+        frozen = filling.freeze()
+        return frozen, _Copy(self._clock(), False) if frozen.slot is None else self._send(frozen.slot)
+
+    def _send(self, slot: FrozenSlot) -> _Copy:
+        crash_point("log.before_put")
+        sent_at_s = self._clock()
+        try:
+            self._slots.create(slot.number, slot.body)
+        except object_store.StoreError as error:
+            log.info("slot %d of the log is not certain yet: %s", slot.number, error)
+            return _Copy(sent_at_s, False)
+        crash_point("log.after_put")
+        return _Copy(sent_at_s, True)
+
+    async def _until_certain(self, slot: FrozenSlot, first: _Copy) -> CertainSlot:
+        if first.created:
+            # The only copy that was sent: nothing is to be found out.
+            return CertainSlot(slot, first.sent_at_s, 1, self._clock() - first.sent_at_s)
         outcome = SlotOutcome(self._slots.log_id, slot.number, slot.identity)
-        begun_at_s = self._clock()
         delays_s = backoff.delays_s(self._jitter)
-        decision = await self._send(slot, outcome)
+        decision = first.told_to(outcome)
+        log.warning("slot %d of the log is uncertain: every shard waits for it", slot.number)
         while not isinstance(decision, Certain):
             if isinstance(decision, Lost):
                 raise LogLost(self._slots.log_id, decision.fence)
             if decision is Next.SEND_AGAIN:
-                if outcome.copies == 1:
-                    log.warning("slot %d of the log is uncertain: every shard waits for it", slot.number)
                 await self._unless_ended(self._sleep(next(delays_s)))
-                decision = await self._send(slot, outcome)
+                again = await self._unless_ended(self._run(lambda: self._send(slot)))
+                decision = again.told_to(outcome)
                 continue
             answer = await self._ask(slot, outcome, decision)
             if answer is None:
                 await self._unless_ended(self._sleep(next(delays_s)))
                 continue
             decision = answer
-        return CertainSlot(slot, decision.confirmed_at_s, outcome.copies, self._clock() - begun_at_s)
-
-    async def _send(self, slot: FrozenSlot, outcome: SlotOutcome) -> Decision:
-        """Sends a copy, and another one when it takes long; what the first answer of them decides. What the other one
-        is answered is of no use: the outcome is asked for.
-        """
-        copies = [self._copy(slot, outcome)]
-        try:
-            if self._hedge_after_s is not None:
-                patience = asyncio.ensure_future(self._sleep(self._hedge_after_s))
-                try:
-                    await self._unless_ended(asyncio.wait((copies[0], patience), return_when=asyncio.FIRST_COMPLETED))
-                finally:
-                    patience.cancel()
-                if not copies[0].done():
-                    copies.append(self._copy(slot, outcome))
-            await self._unless_ended(asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED))
-            answered = next(copy for copy in copies if copy.done())
-            sent_at_s = answered.result()
-            return outcome.open() if sent_at_s is None else outcome.created(sent_at_s)
-        finally:
-            for copy in copies:
-                copy.cancel()
-
-    def _copy(self, slot: FrozenSlot, outcome: SlotOutcome) -> asyncio.Future[float | None]:
-        """A copy that is being sent: when it was sent if the store says that it was created, else None."""
-        sent_at_s = self._clock()
-        outcome.sent(sent_at_s)
-
-        def create() -> float | None:
-            crash_point("log.before_put")
-            try:
-                self._slots.create(slot.number, slot.body)
-            except object_store.StoreError as error:
-                log.info("slot %d of the log is not certain yet: %s", slot.number, error)
-                return None
-            crash_point("log.after_put")
-            return sent_at_s
-
-        return asyncio.ensure_future(self._run(create))
+        log.warning("slot %d of the log is certain, it was sent %d times", slot.number, outcome.copies)
+        return CertainSlot(slot, decision.confirmed_at_s, outcome.copies, self._clock() - first.sent_at_s)
 
     async def _ask(self, slot: FrozenSlot, outcome: SlotOutcome, what: Next) -> Decision | None:
         """None when the store does not say."""
@@ -211,3 +195,15 @@ class LogWriter:
 
     def _given_up(self) -> OutcomeUnknown:
         return OutcomeUnknown(f"log {self._slots.log_id}: its last slot may or may not be durable")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy that was sent at that monotonic time; whether the store says that it was created."""
+
+    sent_at_s: float
+    created: bool
+
+    def told_to(self, outcome: SlotOutcome) -> Decision:
+        outcome.sent(self.sent_at_s)
+        return outcome.created(self.sent_at_s) if self.created else outcome.open()

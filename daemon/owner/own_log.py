@@ -25,11 +25,11 @@ _NOTHING: Mapping[int, bytes] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FrozenSlot:
-    """A log slot as it is sent, the same at each try. `shards`: those with a section."""
+    """A log slot as it is sent, the same at each try. `section_bytes`: by shard with a section, how long that is."""
 
     header: LogSlotHeader
     body: bytes
-    shards: tuple[int, ...]
+    section_bytes: Mapping[int, int]
 
     @property
     def number(self) -> int:
@@ -71,7 +71,7 @@ class Filling:
         given = {shard: self.sections[shard][0] for shard in bodies}
         header = dataclasses.replace(self.header, heads={**self.header.heads, **given})
         body = log_slot_format.encode_log_slot(header, bodies or _NOTHING)
-        return Frozen(FrozenSlot(header, body, tuple(bodies)), unencodable)
+        return Frozen(FrozenSlot(header, body, {shard: len(section) for shard, section in bodies.items()}), unencodable)
 
 
 class OwnLog:
@@ -114,6 +114,14 @@ class OwnLog:
         """How far the log certainly goes for the shard; None when it never had a section of it."""
         return self._heads.get(shard)
 
+    def has_under_way(self, shard: int) -> bool:
+        """Whether a section of the shard is in the slot that was begun."""
+        return self._under_way is not None and shard in self._under_way.sections
+
+    def stages(self, shard: int) -> bool:
+        """Whether the shard may have sections now."""
+        return shard in self._staging
+
     def begin(self, shard: int, claimed: Head) -> None:
         """The claim of a shard is certain: it may have sections of that epoch, behind that shard slot."""
         if self._certain == 0:
@@ -129,7 +137,7 @@ class OwnLog:
         """The shard has no sections from now on, as it is about to be released, given back or claimed anew; its epoch
         and its last shard slot. Raises InvariantViolated while a section of it is under way.
         """
-        if self._under_way is not None and shard in self._under_way.sections:
+        if self._under_way is not None and self.has_under_way(shard):
             number = self._under_way.header.number
             raise InvariantViolated(f"shard {shard} stops while its section in slot {number} is not certain")
         return self._staging.pop(shard)
@@ -169,7 +177,7 @@ class OwnLog:
         self._under_way = self._slot = None
         self._certain = slot.number
         self._heads = slot.header.heads
-        self._staging.update((shard, slot.header.heads[shard]) for shard in slot.shards)
+        self._staging.update((shard, slot.header.heads[shard]) for shard in slot.section_bytes)
 
     def _begin_slot(self, kind: LogSlotKind, sections: Mapping[int, Encode]) -> Filling:
         self._check_rests(f"{kind.name} begins")

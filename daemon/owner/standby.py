@@ -3,7 +3,7 @@
 One daemon owns all shards of a root: it takes over when it may claim every one of them. Of several that may at once,
 the one that gets shard 0 goes on with the others.
 
-Owns: looking at the shards' manifests, heartbeats and local locks, again and again.
+Owns: looking at the shards' manifests, heartbeats, ends of logs and local locks, again and again.
 Does not own: the decision (`candidacy`), the takeover, and the lock of this daemon's own id.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from daemon.errors import Corruption
 from daemon.owner import candidacy, heartbeat
@@ -51,10 +51,17 @@ class Claimable:
     gone_owners: frozenset[str]
 
 
+def recorded_owner(manifest: ShardManifest) -> RecordedOwner:
+    """Who owns the shard by its manifest."""
+    owned = manifest.open_range
+    return RecordedOwner(manifest.owner, manifest.address, "" if owned is None else owned.log_id)
+
+
 class Standby:
     """The observations of one daemon. `shard_logs`: one for each shard of the root.
 
-    `lock`: what the lock of a daemon id says, see `lock_of`; called in the executor. `look_interval_s`: between two
+    `lock`: what the lock of a daemon id says, see `lock_of`; `log_has_ended`: whether the highest slot of a log is a
+    FENCE or CLOSE; both are called in the executor. `look_interval_s`: between two
     looks; worth being short where there are locks, as they show at once that a process has ended.
     """
 
@@ -65,6 +72,7 @@ class Standby:
         *,
         daemon_id: str,
         lock: Callable[[str], OwnerLock],
+        log_has_ended: Callable[[str], bool],
         run: backoff.Run,
         clock: backoff.Clock,
         sleep: backoff.Sleep,
@@ -75,6 +83,9 @@ class Standby:
         self._shard_logs = shard_logs
         self._daemon_id = daemon_id
         self._lock = lock
+        self._log_has_ended = log_has_ended
+        # Logs of which that was seen: it stays so.
+        self._ended_logs: set[str] = set()
         self._run = run
         self._clock = clock
         self._sleep = sleep
@@ -82,24 +93,16 @@ class Standby:
         self._tips: list[commit.Tip[ShardManifest] | None] = [None] * len(shard_logs)
         self._new_watch = new_watch
         self._damaged: dict[int, object_store.Damaged] = {}
-        # Shards that were recorded as this daemon's at the last look.
-        self._own_epochs: dict[int, int] = {}
         self._watches: dict[str, heartbeat.Watch] = {}
         # host:port of another daemon that owned a shard at the last look, empty when there was none.
         self.owner_address = ""
 
-    def recorded(self, shard: int) -> ShardManifest | None:
+    def tip(self, shard: int) -> commit.Tip[ShardManifest] | None:
         """The tip of a shard's manifest at the last look; None when there was none."""
-        tip = self._tips[shard]
-        return None if tip is None else tip.manifest
+        return self._tips[shard]
 
-    async def until_claimable(
-        self, waiting: Callable[[str], None], give_up: Callable[[Mapping[int, int]], Awaitable[None]]
-    ) -> Claimable:
+    async def until_claimable(self, waiting: Callable[[str], None]) -> Claimable:
         """Returns, with the reason for the log, when every shard may be claimed; `waiting` hears of each reason not to.
-
-        `give_up` is called with the shards that are recorded as this daemon's while it waits for another, and their
-        epochs: a claim may have landed without its answer, and two daemons must not wait for each other.
 
         A shard whose manifest is damaged has no say. Raises Corruption when that holds for all of them.
         """
@@ -111,8 +114,6 @@ class Standby:
             if isinstance(decision, Claimable):
                 return decision
             waiting(decision.reason)
-            if self._own_epochs:
-                await give_up(self._own_epochs)
             await self._sleep(self._look_interval_s)
 
     async def claimable(self, shards: Sequence[int]) -> dict[int, Claimable | Wait]:
@@ -135,7 +136,7 @@ class Standby:
                     found[number] = Wait(f"its manifest cannot be read: {error}")
                     continue
                 manifest = None if tip is None else tip.manifest
-                recorded[number] = None if manifest is None else RecordedOwner(manifest.owner, manifest.address)
+                recorded[number] = None if manifest is None else recorded_owner(manifest)
             self._observe_heartbeats({each.owner for each in recorded.values() if each is not None})
         except object_store.StoreError as error:
             for watch in self._watches.values():
@@ -159,8 +160,6 @@ class Standby:
         except object_store.StoreError as error:
             for watch in self._watches.values():
                 watch.store_failed(now_s=self._clock())
-            # It waits for nobody: what it has is not in anybody's way.
-            self._own_epochs = {}
             return Wait(f"the store cannot be reached: {error}")
         others = [each for each in recorded if each is not None and each.owner not in ("", self._daemon_id)]
         self.owner_address = others[0].address if others else ""
@@ -178,19 +177,16 @@ class Standby:
     def _recorded_owners(self) -> list[RecordedOwner | None]:
         """The distinct owners by the tips of all shards. Raises Damaged when not one of them can be read."""
         self._damaged = {}
-        self._own_epochs = {}
         for number, shard_log in enumerate(self._shard_logs):
             try:
-                tip = self._tips[number] = shard_log.read_tip(self._tips[number])
+                self._tips[number] = shard_log.read_tip(self._tips[number])
             except object_store.Damaged as error:
                 self._damaged[number] = error
                 continue
-            if tip is not None and tip.manifest.owner == self._daemon_id:
-                self._own_epochs[number] = tip.manifest.epoch
         if len(self._damaged) == len(self._shard_logs):
             raise self._damaged[0]
         recorded = (
-            None if tip is None else RecordedOwner(owner=tip.manifest.owner, address=tip.manifest.address)
+            None if tip is None else recorded_owner(tip.manifest)
             for number, tip in enumerate(self._tips)
             if number not in self._damaged
         )
@@ -204,6 +200,19 @@ class Standby:
             watch = self._watches.setdefault(daemon_id, self._new_watch())
             watch.observe(seen, now_s=asked_at_s)
 
+    def _has_ended(self, recorded: RecordedOwner | None, lock: OwnerLock) -> bool:
+        """A fence is proof, a heartbeat is suspicion; to look for one is a request."""
+        if recorded is None or recorded.owner in ("", self._daemon_id) or lock is OwnerLock.FREE:
+            return False
+        log_id, watch = recorded.log_id, self._watches.get(recorded.owner)
+        if log_id not in self._ended_logs and watch is not None and watch.may_have_ended(log_id):
+            try:
+                if self._log_has_ended(log_id):
+                    self._ended_logs.add(log_id)
+            except object_store.StoreError as error:
+                log.warning("the end of log %s cannot be read: %s", log_id, error)
+        return log_id in self._ended_logs
+
     def _decide(self, recorded: RecordedOwner | None, lock: OwnerLock) -> ClaimNow | Wait:
         owner = recorded.owner if recorded is not None else ""
         alive = [daemon_id for daemon_id, watch in self._watches.items() if watch.alive]
@@ -211,6 +220,7 @@ class Standby:
             recorded,
             daemon_id=self._daemon_id,
             lock=lock,
+            log_ended=self._has_ended(recorded, lock),
             watch=self._watches.get(owner, self._new_watch()),
             rank=candidacy.rendezvous_rank(self._daemon_id, others=alive, former_owner=owner),
             now_s=self._clock(),

@@ -1,255 +1,317 @@
-"""Takes over one shard (R5): claim, probe, fence, look again.
+"""Takes shards over (L4, L5, L9): fence, claim, read.
 
-    claim the shard manifest (epoch + 1)      from here on the former owner commits nothing
-    read the journal from `replay_from`       only now: what it wrote before the claim is there to be seen
-    put a FENCE in the next free slot         from here on the former owner writes nothing
-    read the shard manifest again             a later claimant may have overtaken this one
+    fence the log of the former owner     from here on it writes nothing, and its heads say where each shard ends
+    claim the shard manifest, epoch + 1   from here on it commits nothing, and sections may go into this daemon's log
+    read the sections above a checkpoint  each log once for all shards that were claimed
 
-Owns: that order, for one shard, in one thread.
-Does not own: whether to claim (`candidacy`), the topics' claims and replay (recovery).
+Owns: that order, which fence a claim stands on, claims whose outcome is not known yet, and what a shard begins with.
+Does not own: whether to claim (`candidacy`), which shards (`candidate`), the operations (`range_operations`), replay.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
-from daemon.errors import Corruption, NotOwner
-from daemon.shard import checkpoint_store, journal_tail, recovery, shard_manifest, shard_tip, slot_put
+from daemon.errors import Corruption, NotOwner, Unavailable
+from daemon.owner.fences import Fences
+from daemon.owner.living_log import LivingLog
+from daemon.shard import checkpoint_store, recovery, shard_tip
+from daemon.shard.range_operations import Claim, GiveBack, OwnLogEnd, has_earlier_sections_in
 from daemon.shard.shard_claim import ShardClaim
-from daemon.surroundings import backoff
-from storage_backends import commit, object_store
+from daemon.surroundings.environment import Environment
+from storage_backends import commit, object_store, sections
+from storage_backends.checkpoints import LoadedCheckpoint
 from storage_backends.crash_points import crash_point
-from storage_backends.formats import slot_format
+from storage_backends.formats.log_slot_format import Head, Heads
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.formats.shard_slot import ShardSlot
+from storage_backends.log_fence import Fence
+from storage_backends.log_reading import ShardSections, read_logs
+from storage_backends.slot_log import SlotLogs
 
 log = logging.getLogger(__name__)
 
-# How long the claim and the fence may be tried before the store counts as unreachable.
+T = TypeVar("T")
+
+# How long a claim may be tried before the store counts as unreachable.
 DEADLINE_S = 30.0
+# The store may take so long to note that a shard is given back; nobody's data depends on it.
+GIVE_BACK_S = 10.0
+
+Tip: TypeAlias = commit.Tip[ShardManifest]
+Manifests: TypeAlias = Sequence[commit.ManifestLog[ShardManifest]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Claimant:
-    """Who takes over, and what it needs for that.
+class Won:
+    """A shard that was claimed, and not read yet."""
 
-    `address`: host:port of its gRPC service. `executor` reads slots and must not be the one that runs `take_over`.
-    `wall_clock_ms`: for the manifest's `created_ms` only. `new_id`: gives commit ids. `checkpoint_damaged` hears of
-    the key of a checkpoint that cannot be read. `gone_owners`: see `shard_manifest.Claim`.
+    shard: int
+    tip: Tip
+
+
+class KeptByLog(Corruption):
+    """A shard was claimed anew in the own log and cannot be read: it can be given back when that log has an end."""
+
+
+class Takeover:
+    """Shards of a root that this daemon takes into its log `living`. Used on one event loop.
+
+    `manifests`: of every shard of the root.
     """
 
-    daemon_id: str
-    address: str
-    executor: concurrent.futures.Executor
-    clock: backoff.Clock
-    sleep: backoff.BlockingSleep
-    jitter: backoff.Jitter
-    wall_clock_ms: Callable[[], int]
-    new_id: Callable[[], str]
-    checkpoint_damaged: Callable[[str], None]
-    gone_owners: frozenset[str] = frozenset()
+    def __init__(self, manifests: Manifests, living: LivingLog, environment: Environment) -> None:
+        self._manifests = manifests
+        self._living = living
+        self._environment = environment
+        # Claims that may have landed, or may yet.
+        self._under_way: dict[int, Claim] = {}
 
+    # ---- claiming
 
-def take_over(
-    store: object_store.ObjectStore, shard_log: commit.ManifestLog[ShardManifest], *, shard: int, claimant: Claimant
-) -> ShardClaim:
-    """Takes over `shard` whoever owns it. Synchronous; may be repeated after any error, with a higher epoch.
+    async def claim(self, shard: int, looked_at: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> Won:
+        """Claims a shard from whoever owned it at the look, by whose outcome it may be claimed. `looked_at`: its tip
+        then. `fences`: of this attempt. `gone_owners`: recorded owners of whom no process is alive; "" stands for
+        nobody. May be repeated after any error.
 
-    Raises Superseded when another claimant was later, Corruption when the shard cannot be served (damaged slot,
-    manifest or both checkpoints), and the store's error when it cannot be reached. A shard that turns out to be damaged
-    is given up again: nobody is to wait for this daemon.
-    """
-    try:
-        tip = _claim(shard_log, shard, claimant)
-        crash_point("takeover.after_claim")
-        return _finish(_Takeover(store, shard_log, tip, claimant))
-    except object_store.Damaged as error:
-        raise Corruption(f"shard manifest {error}") from error
-
-
-def check_readable(
-    store: object_store.ObjectStore, shard_log: commit.ManifestLog[ShardManifest], *, shard: int, claimant: Claimant
-) -> None:
-    """Reads what `take_over` reads, and changes nothing. Raises Corruption, and the store's errors."""
-    try:
-        tip = shard_log.read_tip()
-    except object_store.Damaged as error:
-        raise Corruption(f"shard manifest {error}") from error
-    if tip is not None:
-        _Takeover(store, shard_log, tip, claimant).check_readable()
-
-
-def _finish(takeover: _Takeover) -> ShardClaim:
-    try:
-        return takeover.finish()
-    except Corruption:
-        takeover.give_up()
-        raise
-    except (*commit.UNCERTAIN, commit.Refused, NotOwner):
-        raise
-    except Exception as error:
-        # What is stored of it makes no sense together, or there is a bug: the others are served all the same.
-        takeover.give_up()
-        log.exception("a shard cannot be restored")
-        raise Corruption(f"it cannot be restored: {error!r}") from error
-
-
-def _claim(shard_log: commit.ManifestLog[ShardManifest], shard: int, claimant: Claimant) -> commit.Tip[ShardManifest]:
-    before = shard_log.read_tip()
-    epoch = 1 if before is None else before.manifest.epoch + 1
-    operation = shard_manifest.Claim(
-        shard=shard,
-        epoch=epoch,
-        owner=claimant.daemon_id,
-        address=claimant.address,
-        gone_owners=claimant.gone_owners,
-    )
-    try:
-        tip = commit.commit(
-            shard_log,
-            operation,
-            writer=claimant.daemon_id,
-            created_ms=claimant.wall_clock_ms(),
-            warm=before,
-            deadline_s=DEADLINE_S,
-        )
-    except commit.Refused as refused:
-        # Another claimant took this epoch, or a later one.
-        tip = shard_tip.existing_tip(shard_log, shard, before)
-        raise shard_tip.superseded_by(tip, epoch=epoch) from refused
-    # It may be committed, and have another claim behind it: whose epoch must not be taken for this one's.
-    shard_tip.check_owner(tip, epoch=epoch)
-    return tip
-
-
-class _Takeover:
-    """What follows the claim `tip`."""
-
-    def __init__(
-        self,
-        store: object_store.ObjectStore,
-        shard_log: commit.ManifestLog[ShardManifest],
-        tip: commit.Tip[ShardManifest],
-        claimant: Claimant,
-    ) -> None:
-        self._store = store
-        self._shard_log = shard_log
-        self._tip = tip
-        self._claimant = claimant
-        self._shard = tip.manifest.shard
-        self._epoch = tip.manifest.epoch
-
-    def finish(self) -> ShardClaim:
+        Raises NotOwner when another claimant was quicker, Corruption when manifest or log are damaged,
+        CommitOutcomeUnknown, and the store's errors.
+        """
         try:
-            slots, fence_slot = self._probe_and_fence()
-        except Corruption:
-            # A later owner deletes what it has covered, also under the eyes of this claimant: then nothing is damaged.
-            self._still_owner()
-            raise
-        crash_point("takeover.after_fence")
-        confirmed_at_s = self._claimant.clock()
-        self._still_owner()
-        loaded = checkpoint_store.read_newest(
-            self._store, self._tip.manifest, damaged=self._claimant.checkpoint_damaged
-        )
-        slots = [*self._kept_slots(loaded.replay_from + 1), *slots]
-        log.info("shard %d: taken over with epoch %d, fence at slot %d", self._shard, self._epoch, fence_slot)
-        return ShardClaim(
-            shard=self._shard,
-            epoch=self._epoch,
-            tip=self._tip,
-            confirmed_at_s=confirmed_at_s,
-            # In a journal a fence takes a number, as a slot does.
-            last_slot=fence_slot,
-            checkpoint=loaded.checkpoint,
-            replay_from=loaded.replay_from,
-            slots=tuple(slots),
-            deletions=recovery.deletions_of(loaded.checkpoint, ((slot.header, slot.deletions) for slot in slots)),
-        )
+            tip = await self._run(lambda: self._manifests[shard].read_tip(looked_at))
+            claim = self._under_way.get(shard)
+            if (
+                claim is not None
+                and tip is not None
+                and tip.manifest.epoch >= claim.epoch
+                and not claim.landed(tip.manifest)
+            ):
+                # Another one has come first: it never lands.
+                self._settled(shard)
+                claim = None
+            if claim is None:
+                self._check_owner(looked_at, tip)
+                claim = await self._begun(shard, tip, fences, gone_owners)
+            return await self._commit(claim, tip)
+        except object_store.Damaged as error:
+            raise Corruption(f"{error}") from error
 
-    def give_up(self) -> None:
-        """What keeps it from being given up is logged: the reason to give it up is the caller's."""
-        claimant = self._claimant
+    def _check_owner(self, looked_at: Tip | None, tip: Tip | None) -> None:
+        """Raises NotOwner when another claimant has come since the look: who has lost a race never fences its winner,
+        and looks again.
+        """
+        if tip is not None and _open_log(tip) not in (None, self._living.log_id, _open_log(looked_at)):
+            raise shard_tip.superseded_by(tip, epoch=_epoch(looked_at) + 1)
+
+    async def _begun(self, shard: int, tip: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> Claim:
+        """The claim as it is sent, the same at each try."""
+        manifest = None if tip is None else tip.manifest
+        owned = None if manifest is None else manifest.open_range
+        former: Fence | OwnLogEnd | None = None
+        if owned is not None and owned.log_id == self._living.log_id:
+            await self._living.stop(shard)
+            former = await self._living.end_for_claim()
+        elif owned is not None:
+            former = await fences.of(owned.log_id)
+        config = self._environment.config
+        claim = Claim(
+            shard=shard,
+            epoch=_epoch(tip) + 1,
+            owner=config.daemon_id,
+            address=config.daemon.address or "",
+            log_id=self._living.log_id,
+            after=self._living.last_certain,
+            former=former,
+            former_is_dead=manifest is not None and manifest.owner in gone_owners,
+        )
+        self._under_way[shard] = claim
+        self._living.truncation.claims(shard, after=claim.after)
+        return claim
+
+    async def _commit(self, claim: Claim, tip: Tip | None) -> Won:
+        shard, config = claim.shard, self._environment.config
+
+        def committed() -> Tip:
+            landed = commit.commit(
+                self._manifests[shard],
+                claim,
+                writer=config.daemon_id,
+                created_ms=self._environment.clock.now_ms(),
+                warm=tip,
+                just_read=tip is not None,
+                deadline_s=DEADLINE_S,
+            )
+            crash_point("takeover.after_claim")
+            return landed
+
         try:
-            shard_manifest.give_up(
-                self._shard_log,
-                self._epoch,
-                writer=claimant.daemon_id,
-                created_ms=claimant.wall_clock_ms(),
-                warm=self._tip,
+            landed = await self._run(committed)
+        except commit.Refused as refused:
+            self._settled(shard)
+            if refused.tip is None or refused.tip.manifest.epoch < claim.epoch:
+                # The fence may stop nobody, or another log has come: the next attempt looks again.
+                raise Unavailable(f"shard {shard} cannot be claimed: {refused.reason}") from refused
+            raise shard_tip.superseded_by(refused.tip, epoch=claim.epoch) from refused
+        if landed.manifest.epoch != claim.epoch:
+            # It has landed, and has another claim behind it: that one's claimant has fenced this daemon's log.
+            self._settled(shard)
+            raise shard_tip.superseded_by(landed, epoch=claim.epoch)
+        del self._under_way[shard]
+        self._living.truncation.claimed(landed.manifest)
+        self._living.begin(shard, Head(claim.epoch, _last_slot(landed.manifest)))
+        return Won(shard, landed)
+
+    def _settled(self, shard: int) -> None:
+        """The claim under way has certainly not landed, or has been overtaken."""
+        del self._under_way[shard]
+        self._living.truncation.claim_failed(shard)
+
+    async def give_back(self, won: Won) -> None:
+        """The shard is nobody's, as it was: this daemon cannot serve it. What keeps it from that is logged."""
+        shard, living = won.shard, self._living
+        head = await living.stop(shard)
+        own_head = living.head(shard)
+        operation = GiveBack(epoch=won.tip.manifest.epoch, log_id=living.log_id, own_head=own_head)
+        try:
+            await self._run(
+                lambda: commit.commit(
+                    self._manifests[shard],
+                    operation,
+                    writer=self._environment.config.daemon_id,
+                    created_ms=self._environment.clock.now_ms(),
+                    warm=won.tip,
+                    deadline_s=GIVE_BACK_S,
+                )
             )
         except (*commit.UNCERTAIN, commit.Refused) as error:
-            log.warning("shard %d could not be given up: %s", self._shard, error)
+            log.warning("shard %d could not be given back: %s", shard, error)
+            return
+        if head is not None:
+            living.truncation.left(shard)
 
-    def check_readable(self) -> None:
-        """Raises Corruption where `finish` would."""
-        manifest = self._tip.manifest
-        journal_tail.read_tail(self._store, self._shard, manifest.replay_from + 1, executor=self._claimant.executor)
-        loaded = checkpoint_store.read_newest(self._store, manifest, damaged=self._claimant.checkpoint_damaged)
-        self._kept_slots(loaded.replay_from + 1)
+    def is_kept(self, won: Won) -> bool:
+        """Whether the shard cannot be given back while the own log lives: sections of an earlier epoch lie in it."""
+        return has_earlier_sections_in(self._living.log_id, won.tip.manifest)
 
-    def _still_owner(self) -> None:
-        """Reads the shard manifest. Raises Superseded when a later claim is there."""
-        tip = shard_tip.existing_tip(self._shard_log, self._shard, self._tip)
-        shard_tip.check_owner(tip, epoch=self._epoch)
-        self._tip = tip
+    # ---- reading
 
-    def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], ShardSlot]:
-        """The slots above `replay_from`, and the slot behind them, which now holds this claim's fence."""
-        slots = self._read_from(self._tip.manifest.replay_from + 1)
-        crash_point("takeover.after_probe")
-        while True:
-            fence_slot = ShardSlot(self._tip.manifest.replay_from + 1 + len(slots))
+    async def read(self, won: Iterable[Won]) -> dict[int, ShardClaim | Exception]:
+        """What each of the shards begins with; each log is read once for all of them. An error costs its shard alone:
+        Corruption when it cannot be served, NotOwner when it was claimed by another meanwhile, else the store's.
+        """
+        living = self._living
+        ends = {living.log_id: (living.last_certain, {each.shard: _own_head(each, living) for each in won})}
+        return await self._run(lambda: self._read([*won], ends))
+
+    def _read(self, won: Sequence[Won], ends: Mapping[str, tuple[int, Heads]]) -> dict[int, ShardClaim | Exception]:
+        found: dict[int, ShardClaim | Exception] = {}
+        loaded: dict[int, LoadedCheckpoint] = {}
+        wanted: dict[int, ShardSections] = {}
+        for each in won:
             try:
-                self._put_fence(fence_slot)
-            except slot_put.Occupied:
-                # The former owner was quicker, or another claimant.
-                self._still_owner()
-            else:
-                return slots, fence_slot
-            more = self._read_from(fence_slot)
-            if slots and more:
-                journal_tail.check_epochs(slots[-1].header, more[0].header)
-            slots += more
+                loaded[each.shard] = _newest_checkpoint(each.tip.manifest, self._environment)
+                wanted[each.shard] = ShardSections(each.tip.manifest, loaded[each.shard].slot)
+            except (Corruption, object_store.StoreError) as error:
+                found[each.shard] = error
+        try:
+            read_logs(self._living.logs, wanted.values(), {log_id: end for log_id, (end, _) in ends.items()})
+        except object_store.StoreError as error:
+            return found | dict.fromkeys(wanted, error)
+        heads = {log_id: of_log for log_id, (_, of_log) in ends.items()}
+        for each in won:
+            if each.shard in wanted:
+                found[each.shard] = self._restored(each, loaded[each.shard], wanted.pop(each.shard), heads)
+        return found
 
-    def _read_from(self, slot: int) -> list[journal_tail.Slot]:
-        slots = journal_tail.read_tail(self._store, self._shard, slot, executor=self._claimant.executor)
-        if slots and slots[-1].header.epoch >= self._epoch:
-            last = slots[-1].header
-            raise Corruption(
-                f"shard {self._shard}: slot {last.slot} carries epoch {last.epoch}, which was not given before "
-                f"epoch {self._epoch}"
-            )
-        return slots
+    def _restored(
+        self, won: Won, loaded: LoadedCheckpoint, found: ShardSections, heads: Mapping[str, Heads]
+    ) -> ShardClaim | Exception:
+        try:
+            return _shard_claim(won, loaded, sections.decoded(won.shard, found.complete(heads)))
+        except object_store.Damaged as damage:
+            return self._superseded(won) or Corruption(f"{damage}")
+        except object_store.StoreError as error:
+            return error
+        except Exception as error:
+            # What is stored of it makes no sense together, or there is a bug: the others are served all the same.
+            log.exception("shard %d cannot be restored", won.shard)
+            return Corruption(f"it cannot be restored: {error!r}")
 
-    def _put_fence(self, fence_slot: ShardSlot) -> None:
-        """Raises Occupied, or OutcomeUnknown when the store stays silent."""
-        header = slot_format.SlotHeader(self._shard, self._epoch, fence_slot, slot_format.SlotKind.FENCE, 0)
-        slot = slot_put.FrozenSlot(header, slot_format.encode_slot(header, ()), self._claimant.new_id())
-        deadline_s = self._claimant.clock() + DEADLINE_S
-        reason = "it is absent"
-        for delay_s in backoff.delays_s(self._claimant.jitter):
-            try:
-                if slot_put.try_once(self._store, slot) is not slot_put.Outcome.ABSENT:
-                    return
-            except object_store.StoreError as error:
-                reason = str(error)
-            if self._claimant.clock() + delay_s > deadline_s:
-                break
-            self._claimant.sleep(delay_s)
-        raise object_store.OutcomeUnknown(slot.key, f"whether the fence stands is unknown: {reason}")
+    def _superseded(self, won: Won) -> Exception | None:
+        """A later owner deletes what it has covered, also under the eyes of this claimant: then nothing is damaged."""
+        try:
+            tip = shard_tip.existing_tip(self._manifests[won.shard], won.shard, won.tip)
+            shard_tip.check_owner(tip, epoch=won.tip.manifest.epoch)
+        except (NotOwner, object_store.StoreError) as error:
+            return error
+        return None
 
-    def _kept_slots(self, from_slot: int) -> list[journal_tail.Slot]:
-        """The slots from `from_slot` up to `replay_from`, kept for a checkpoint that could not be read."""
-        end = self._tip.manifest.replay_from + 1
-        read = [journal_tail.read_slot(self._store, self._shard, slot) for slot in range(from_slot, end)]
-        kept = [slot for slot in read if slot is not None]
-        if len(kept) < len(read):
-            missing = from_slot + read.index(None)
-            raise Corruption(
-                f"shard {self._shard}: slot {missing} is missing, and the checkpoint that covered it is damaged"
-            )
-        return kept
+    def _run(self, work: Callable[[], T]) -> Awaitable[T]:
+        return self._environment.run(work)
+
+
+async def check_readable(
+    logs: SlotLogs, manifests: commit.ManifestLog[ShardManifest], shard: int, environment: Environment
+) -> None:
+    """Reads what a claim of a shard that nobody owns would read, and changes nothing. Raises Corruption, and the
+    store's errors.
+    """
+
+    def check() -> None:
+        try:
+            tip = manifests.read_tip()
+            if tip is None or tip.manifest.open_range is not None:
+                return
+            wanted = ShardSections(tip.manifest, _newest_checkpoint(tip.manifest, environment).slot)
+            read_logs(logs, [wanted], {})
+            sections.decoded(shard, wanted.complete({}))
+        except object_store.Damaged as error:
+            raise Corruption(f"{error}") from error
+
+    await environment.run(check)
+
+
+def _newest_checkpoint(manifest: ShardManifest, environment: Environment) -> LoadedCheckpoint:
+    return checkpoint_store.read_newest(
+        environment.store, manifest, damaged=lambda key: environment.metrics.damage_found("checkpoint")
+    )
+
+
+def _shard_claim(won: Won, loaded: LoadedCheckpoint, read: Sequence[sections.DecodedSection]) -> ShardClaim:
+    manifest = won.tip.manifest
+    deletions = recovery.deletions_of(loaded.checkpoint, ((each.slot, each.deletions) for each in read))
+    log.info("shard %d: taken over with epoch %d behind slot %d", won.shard, manifest.epoch, _last_slot(manifest))
+    return ShardClaim(
+        shard=won.shard,
+        epoch=manifest.epoch,
+        tip=won.tip,
+        last_slot=ShardSlot(_last_slot(manifest)),
+        checkpoint=loaded.checkpoint,
+        sections=tuple(read),
+        deletions=deletions,
+    )
+
+
+def _last_slot(manifest: ShardManifest) -> int:
+    """The last shard slot before the range of its owner. Raises Corruption when nobody owns the shard."""
+    owned = manifest.open_range
+    if owned is None:
+        raise Corruption(f"shard {manifest.shard}: its manifest {manifest.head.number} names no log of its owner")
+    return owned.first_slot - 1
+
+
+def _own_head(won: Won, living: LivingLog) -> Head:
+    return living.head(won.shard) or Head(won.tip.manifest.epoch, _last_slot(won.tip.manifest))
+
+
+def _open_log(tip: Tip | None) -> str | None:
+    """The log of the shard's owner; None when nobody owns it."""
+    owned = None if tip is None else tip.manifest.open_range
+    return None if owned is None else owned.log_id
+
+
+def _epoch(tip: Tip | None) -> int:
+    return 0 if tip is None else tip.manifest.epoch

@@ -2,8 +2,8 @@
 
 Owns: writing the object, and that damage is Corruption.
 Does not own: reading it (`storage_backends.checkpoints`), what is in a checkpoint and when one is taken
-(`checkpoint_parts`, the engine), the commit that makes it count (`shard_manifest`), the slots kept for the one before
-(`journal_truncation`).
+(`checkpoint_parts`, the engine), the commit that makes it count (`range_operations`), the sections kept for the one
+before.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The checkpoints of one shard, and what they let go of its journal.
+"""The checkpoints of one shard, and what they let go of the log.
 
-Owns: when a checkpoint is written, that one is written at a time, and deleting the slots that two checkpoints cover.
-Does not own: what a checkpoint holds (`daemon.topic.checkpoint_parts`), its object (`checkpoint_store`), which slots
-may go (`journal_truncation`).
+Owns: when a checkpoint is written, that one is written at a time, and that an idle shard holds up no slot of the log.
+Does not own: what a checkpoint holds (`daemon.topic.checkpoint_parts`), its object (`checkpoint_store`), deleting slots
+(the log, which hears of each manifest).
 
-A shard that writes is checkpointed after so many slots or bytes, and when the slots of all shards that no checkpoint
-covers are many and its are the most (`tail_bound`). One that has fallen silent is checkpointed twice, when garbage is
-collected: then two checkpoints cover its whole journal, and only fences are left of it.
+A shard that writes is checkpointed after so many sections or bytes, and when its turn comes because a successor would
+have to read much of the log (`tail_bound`). One that has fallen silent is checkpointed twice, when garbage is
+collected: then two checkpoints cover all of its sections. While the log grows it says now and then that it needs less.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, Protocol
 
 from daemon.core.deletions.ledger_deletions import DeletionCut
-from daemon.core.object_count import ObjectCount
-from daemon.shard import checkpoint_store, journal_tail, recovery, shard_manifest, shard_tip
-from daemon.shard.journal_truncation import BATCH_SLOTS, JournalTruncation
-from daemon.shard.journal_writer import WrittenSlot
+from daemon.errors import Corruption
+from daemon.shard import checkpoint_store, recovery, shard_tip
+from daemon.shard.log_of_shards import LogOfShards
+from daemon.shard.range_operations import NeedLess, WriteCheckpoint
 from daemon.shard.shard_claim import ShardClaim
 from daemon.shard.shard_tip import KnownTip
 from daemon.surroundings.environment import Environment
 from daemon.surroundings.failure_scope import TopicFailed
 from daemon.topic import checkpoint_parts
 from daemon.topic_terms.topic_staging import Commits
-from storage_backends import commit
+from storage_backends import commit, object_store, sections
 from storage_backends.formats import checkpoint_format, manifest
+from storage_backends.formats.log_slot_format import Head
 from storage_backends.formats.shard_slot import ShardSlot
-from storage_backends.formats.slot_format import SlotKind
-from storage_backends.object_store import StoreError
+from storage_backends.log_reading import ShardSections, read_logs
 
 log = logging.getLogger(__name__)
 
 # One attempt to find out whether a checkpoint is committed.
 DEADLINE_S = 30.0
-# A shard that has written no slot for so long is idle.
+# A shard that has written no section for so long is idle.
 IDLE_S = 60.0
-# At an orderly end, so long is spent on deleting covered slots; the next owner deletes the rest.
-LAST_TRUNCATION_S = 3.0
-# So many at a time: then the time is looked at. With fewer for each shard all shards have their turn.
-LAST_BATCH_SLOTS = 50
+# An idle shard says that it needs less when so much of the log is kept for it; or so old a part.
+KEPT_BYTES_MAX = 64 << 20
+KEPT_S_MAX = 3600.0
 
 
 class ShardOfCheckpoints(Protocol):
@@ -100,106 +99,80 @@ class Checkpointing:
         claim: ShardClaim,
         tip: KnownTip,
         shard_log: commit.ManifestLog[manifest.ShardManifest],
+        log_of_shards: LogOfShards,
         environment: Environment,
     ) -> None:
         self._shard = shard
         self._tip = tip
         self._shard_log = shard_log
+        self._log = log_of_shards
         self._environment = environment
         self._bytes_since = 0
-        self._slots_since = 0
+        self._sections_since = 0
         self._tail = environment.tail_bound.tail(self._begin)
-        self._tail_bytes = sum(slot.size_bytes for slot in claim.slots)
-        self._tail_slots = len(claim.slots)
-        self._last_data_slot = _last_data_slot(claim)
+        self._left_bytes = sum(section.size_bytes for section in claim.sections)
+        self._left_sections = len(claim.sections)
         self._written_at_s = environment.clock.elapsed_s()
+        # When, and how long the log was, when the newest manifest said from where on the shard needs it.
+        self._needs_since_s = environment.clock.elapsed_s()
+        self._needs_since_bytes = log_of_shards.bytes_written
         self._work: asyncio.Task[None] | None = None
-        self._truncating: asyncio.Future[int] | None = None
-        self._draining = False
-        # One checkpoint, and one deletion of slots, at a time.
+        # One checkpoint at a time.
         self._turn = asyncio.Lock()
-        self._truncation = JournalTruncation(
-            environment.store,
-            shard=claim.shard,
-            epoch=claim.epoch,
-            fence_slot=claim.last_slot,
-            known_kinds={slot.header.slot: slot.header.kind for slot in claim.slots},
-            # As many slots are deleted as are written: with fewer threads than writing has, deletions, which the next
-            # checkpoint of the shard waits for, would fall behind.
-            executor=environment.pools.journal.parts,
-        )
 
-    # ---- what happens to the journal
+    # ---- what happens to the log
 
-    def written(self, slot: WrittenSlot) -> None:
-        """A slot is certain."""
-        self._bytes_since += slot.size_bytes
-        self._slots_since += 1
-        self._tail.grown(1)
-        self._last_data_slot = slot.slot
+    def written(self, size_bytes: int) -> None:
+        """A section of the shard is certain."""
+        self._bytes_since += size_bytes
+        self._sections_since += 1
+        self._tail.grown(self._log.work_written)
         self._written_at_s = self._environment.clock.elapsed_s()
-        self._truncation.written(slot.size_bytes)
 
     def topics_loaded(self) -> None:
-        """Every topic is loaded or damaged: what former owners left in the journal counts for the next checkpoint."""
-        self._bytes_since += self._tail_bytes
-        self._slots_since += self._tail_slots
-        self._tail.grown(self._tail_slots)
+        """Every topic is loaded or damaged: what former owners have left counts for the next checkpoint."""
+        self._bytes_since += self._left_bytes
+        self._sections_since += self._left_sections
+        if self._left_sections:
+            self._tail.grown(-self._left_sections)
         self.consider()
 
     def consider(self) -> None:
-        """Begins a checkpoint if the journal has grown enough and none is under way; of this shard, or of that whose
-        journal has grown most.
+        """Begins a checkpoint if the shard has written enough and none is under way; of this shard, or of that whose
+        turn it is.
         """
         limits = self._environment.config.journal
-        if self._bytes_since >= limits.checkpoint_bytes or self._slots_since >= limits.checkpoint_slots:
+        if self._bytes_since >= limits.checkpoint_bytes or self._sections_since >= limits.checkpoint_slots:
             self._begin()
         self.look_after()
 
     def look_after(self) -> None:
-        """Begins a checkpoint of some shard where all tails together are long: also when no slot comes any more."""
-        self._environment.tail_bound.consider()
+        """Begins a checkpoint of some shard where a successor would have to read much: also when no slot comes."""
+        self._environment.tail_bound.consider(self._log.work_written)
 
     # ---- what others ask for
 
     @property
     def covered_twice(self) -> bool:
-        """Whether two checkpoints cover every data slot that is known."""
-        previous = self._tip.newest.manifest.previous_checkpoint
-        return (0 if previous is None else previous.replay_from) >= self._last_data_slot
+        """Whether two checkpoints cover every section."""
+        return self._tip.newest.manifest.previous_slot >= self._shard.applied_slot
 
     async def settled(self) -> None:
-        """Returns when no checkpoint and no deletion of slots is under way."""
+        """Returns when no checkpoint is under way."""
         while self._busy and self._work is not None:
             await asyncio.wait([self._work])
 
-    def begin_drain(self) -> None:
-        """The last checkpoint does not wait until every slot is deleted that may be."""
-        self._draining = True
-
     async def write_last(self) -> None:
-        """The state as of now, for the next owner. Raises the store's errors, CommitOutcomeUnknown and Refused, and
-        TopicFailed where a topic is let go by it: then it may be repeated.
+        """The state as of now, for the next owner, unless the newest checkpoint holds it. Raises the store's errors,
+        CommitOutcomeUnknown and Refused, and TopicFailed where a topic is let go by it: then it may be repeated.
         """
         async with self._turn:
-            await self._write()
-            if not self.covered_twice:
-                # Slots are kept for a checkpoint that may turn out to be damaged: a second one stands in for them.
+            if self._tip.newest.manifest.checkpoint_slot < self._shard.applied_slot:
                 await self._write()
 
-    async def truncate_last(self) -> None:
-        """Deletes covered slots for a while. The shard may belong to another by now: what is covered stays covered."""
-        end_s = self._environment.clock.elapsed_s() + LAST_TRUNCATION_S
-        async with self._turn:
-            try:
-                while await self._truncate_some(LAST_BATCH_SLOTS) and self._environment.clock.elapsed_s() < end_s:
-                    pass
-            except StoreError as error:
-                log.warning("shard %d: covered slots are left to the next owner: %s", self._shard.number, error)
-
     async def tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, ShardSlot]:
-        """What the newest checkpoint and the slots above it hold of a topic, of which nothing is staged any more; and
-        the last slot that is applied.
+        """What the newest checkpoint and the sections above it hold of a topic, of which nothing is staged any more;
+        and the last slot that is applied.
 
         Raises Corruption when they are damaged, and the store's errors.
         """
@@ -207,45 +180,39 @@ class Checkpointing:
         # No slot of those is deleted meanwhile.
         async with self._turn:
             await shard.commits.settled()
-            newest, until = self._tip.newest.manifest, shard.applied_slot
+            newest, until, end = self._tip.newest.manifest, shard.applied_slot, self._log.sender.applied
 
             def read() -> recovery.TopicTail:
                 loaded = checkpoint_store.read_newest(
                     environment.store, newest, damaged=lambda key: environment.metrics.damage_found("checkpoint")
                 )
-                slots = journal_tail.read_tail(
-                    environment.store,
-                    shard.number,
-                    loaded.replay_from + 1,
-                    executor=environment.pools.loads.parts,
-                )
-                above = ((slot.header, slot.records) for slot in slots if slot.header.slot <= until)
+                wanted = ShardSections(newest, loaded.slot)
+                try:
+                    read_logs(self._log.logs, [wanted], {self._log.log_id: end})
+                    heads = {self._log.log_id: {shard.number: Head(shard.epoch, until)}}
+                    found = sections.decoded(shard.number, wanted.complete(heads))
+                except object_store.Damaged as error:
+                    raise Corruption(f"{error}") from error
+                above = ((section.slot, section.records) for section in found)
                 tails = recovery.tails_of(loaded.checkpoint, above, only={topic_id})
                 return tails.get(topic_id, recovery.NOTHING)
 
             return await environment.pools.loads.run(read), until
 
-    async def collect(self) -> ObjectCount:
-        """Checkpoints an idle shard whose journal is not covered twice, and deletes what is; what was deleted.
+    async def collect(self) -> None:
+        """Checkpoints an idle shard whose sections are not covered twice; one whose are says that it needs less of the
+        log, where much is kept for it.
 
         Raises the store's errors and CommitOutcomeUnknown. The shard is lost when its epoch is over.
         """
         await self.settled()
-        before = self._truncation.deleted
         work = self._start(self._collect())
         # Nobody may be waiting any more when it fails.
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
-        # Who waits may be cancelled; a thread that deletes slots cannot be.
+        # Who waits may be cancelled; a commit that is under way is not given up.
         await asyncio.wait([work])
         if not work.cancelled():
             work.result()
-        return self._truncation.deleted - before
-
-    async def covered(self) -> ObjectCount:
-        """What `collect` would delete now without another checkpoint. Raises the store's errors."""
-        async with self._turn:
-            newest = self._tip.newest.manifest
-            return await self._environment.pools.collection.run(lambda: self._truncation.covered(newest))
 
     def close(self) -> None:
         self._tail.forget()
@@ -283,38 +250,39 @@ class Checkpointing:
                     # What a checkpoint has to hold of a topic that failed is being read: the next slots ask again.
                     return
                 await self._write()
-                await self._truncate()
+        except object_store.Damaged as error:
+            # No checkpoint will ever be written: the shard is refused by name until its manifest is mended.
+            raise Corruption(f"shard manifest {error}") from error
         except (*commit.UNCERTAIN, TopicFailed) as error:
-            # The journal is longer for it; the next slots ask again.
+            # The log is longer for it; the next slots ask again.
             log.warning("shard %d: no checkpoint could be written: %s", self._shard.number, error)
 
     async def _collect(self) -> None:
         async with self._turn:
-            idle_s = self._environment.clock.elapsed_s() - self._written_at_s
-            if idle_s >= IDLE_S and not self.covered_twice and not self._shard.reloading:
+            now_s = self._environment.clock.elapsed_s()
+            if now_s - self._written_at_s < IDLE_S or self._shard.reloading:
+                return
+            if not self.covered_twice:
                 # Where a topic fails by it, the next pass asks again.
                 with contextlib.suppress(TopicFailed):
                     await self._write()
-            await self._truncate()
+            elif self._is_much_kept(now_s):
+                await self._need_less()
 
-    async def _truncate(self) -> None:
-        while await self._truncate_some() and not self._draining:
-            pass
+    def _is_much_kept(self, now_s: float) -> bool:
+        kept_bytes = self._log.bytes_written - self._needs_since_bytes
+        return kept_bytes >= KEPT_BYTES_MAX or (kept_bytes > 0 and now_s - self._needs_since_s >= KEPT_S_MAX)
 
-    async def _truncate_some(self, slots_max: int = BATCH_SLOTS) -> int:
-        while self._truncating is not None and not self._truncating.done():
-            # Who began it was cancelled; a thread that deletes slots cannot be.
-            await asyncio.wait([self._truncating])
-        newest = self._tip.newest.manifest
-        before = self._truncation.deleted
-        truncate = self._environment.pools.collection.run(
-            lambda: self._truncation.truncate(newest, slots_max=slots_max)
+    async def _need_less(self) -> None:
+        shard, written = self._shard, self._log.bytes_written
+        operation = NeedLess(
+            epoch=shard.epoch,
+            log_id=self._log.log_id,
+            after=self._log.sender.applied,
+            last_slot=shard.applied_slot,
         )
-        self._truncating = asyncio.ensure_future(truncate)
-        looked_at = await asyncio.shield(self._truncating)
-        deleted = self._truncation.deleted - before
-        self._environment.metrics.collected("journal_slot", objects=deleted.objects, size_bytes=deleted.size_bytes)
-        return looked_at
+        await self._commit(operation)
+        self._needs_since_s, self._needs_since_bytes = self._environment.clock.elapsed_s(), written
 
     async def _write(self) -> None:
         """Writes the state as of now and commits it."""
@@ -326,47 +294,55 @@ class Checkpointing:
         for topic_id in shard.reloading:
             # It is not in memory, and not read yet.
             raise TopicFailed(topic_id)
-        size_bytes, slots = self._bytes_since, self._slots_since
-        slot = shard.applied_slot
+        size_bytes, count, written = self._bytes_since, self._sections_since, self._log.bytes_written
+        slot, at = shard.applied_slot, self._log.sender.applied
         state = shard.state()
         tip = self._tip.newest
 
-        def write() -> commit.Tip[manifest.ShardManifest]:
-            parts = (*map(_part_of, state.cuts), *state.carried)
+        def write() -> manifest.ObjectReference:
             body = checkpoint_format.Checkpoint(
                 shard=shard.number,
                 epoch=shard.epoch,
                 slot=slot,
-                topics=parts,
+                topics=(*map(_part_of, state.cuts), *state.carried),
                 deletions=None if state.deletions is None else state.deletions.state(),
             )
-            written = checkpoint_store.write_checkpoint(
+            return checkpoint_store.write_checkpoint(
                 environment.store, body, base=tip.number, unique=environment.new_id()
             )
-            return commit.commit(
+
+        try:
+            stored = await environment.run(write)
+        except TopicFailed as failed:
+            shard.let_go(failed.topic, failed.__cause__ or failed)
+            raise
+        await self._commit(
+            WriteCheckpoint(
+                cut=manifest.CheckpointCut(object=stored, slot=slot, log_id=self._log.log_id, at=at),
+                epoch=shard.epoch,
+                delete_after_ms=environment.clock.now_ms() + environment.grace_ms,
+            )
+        )
+        self._bytes_since -= size_bytes
+        self._sections_since -= count
+        self._needs_since_s, self._needs_since_bytes = environment.clock.elapsed_s(), written
+
+    async def _commit(self, operation: commit.Operation[manifest.ShardManifest]) -> None:
+        environment, tip = self._environment, self._tip.newest
+        committed = await environment.run(
+            lambda: commit.commit(
                 self._shard_log,
-                shard_manifest.WriteCheckpoint(
-                    reference=manifest.CheckpointReference(object=written, slot=slot, replay_from=slot),
-                    replay_from=slot,
-                    epoch=shard.epoch,
-                    delete_after_ms=environment.clock.now_ms() + environment.grace_ms,
-                ),
+                operation,
                 writer=environment.config.daemon_id,
                 created_ms=environment.clock.now_ms(),
                 warm=tip,
                 deadline_s=DEADLINE_S,
             )
-
-        try:
-            committed = await environment.run(write)
-        except TopicFailed as failed:
-            shard.let_go(failed.topic, failed.__cause__ or failed)
-            raise
+        )
         # It may be committed, and have a successor's claim behind it.
-        shard_tip.check_owner(committed, epoch=shard.epoch)
+        shard_tip.check_owner(committed, epoch=self._shard.epoch)
         self._tip.saw(committed)
-        self._bytes_since -= size_bytes
-        self._slots_since -= slots
+        self._log.learned(committed.manifest)
 
 
 def _part_of(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
@@ -376,12 +352,3 @@ def _part_of(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
         raise
     except Exception as error:
         raise TopicFailed(cut.topic) from error
-
-
-def _last_data_slot(claim: ShardClaim) -> int:
-    """The highest data slot that may be left of former owners; 0 when none is."""
-    read = max((slot.header.slot for slot in claim.slots if slot.header.kind is SlotKind.DATA), default=0)
-    previous = claim.tip.manifest.previous_checkpoint
-    kept_from = 0 if previous is None else previous.replay_from
-    covered = claim.tip.manifest.replay_from
-    return max(read, covered if covered > kept_from else 0)

@@ -1,11 +1,12 @@
-"""How recently it was certain that this daemon owns what it serves (R8).
+"""How recently it was certain that this daemon owns what it serves (R8, L10).
 
-A confirmation is a slot that is certain, or a probe that found the daemon to be the owner still. Its time is the
-monotonic time at which it was *sent*: ownership may be lost while the answer travels.
+A confirmation is a slot that is certain, or a probe that found the log to be this daemon's still. Its time is the
+monotonic time at which it was *sent*: the log may be fenced while the answer travels. One is good for every shard
+whose sections the log has: nobody takes one of them before the log is fenced.
 
 Owns: the time of the newest confirmation, when a probe is due, and who waits for one.
-Does not own: the slots (`journal_writer` reports them), what a probe looks at (`shard_tip`), and what stops when
-confirmations grow old (the shard, the sender of its slots).
+Does not own: the slots and what a probe looks at (the log), and what stops when confirmations grow old (the shards,
+the sender of their slots).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Protocol
 
 from daemon.errors import NotOwner, Unavailable
 from daemon.surroundings import backoff
-from daemon.surroundings.failure_scope import ShardLost
 from storage_backends import object_store
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ IDLE_PROBE_S = 5.0
 
 
 class Confirmation(Protocol):
-    """How recently the ownership of a shard was certain, whatever stands behind that."""
+    """How recently the ownership of what is served was certain, whatever stands behind that."""
 
     def fresh_within(self, seconds: float) -> bool:
         """Whether the newest confirmation was sent less than `seconds` ago. May be asked in any thread."""
@@ -36,7 +36,7 @@ class Confirmation(Protocol):
         """Returns when a confirmation that was sent at or after `after_s` (monotonic seconds) has succeeded.
 
         While the store cannot be reached this waits; the caller's deadline ends it. Raises NotOwner when the ownership
-        is over, Unavailable when it is given up, ShardLost when whether it is over cannot be told.
+        is over, Unavailable when it is given up, or when whether it is over cannot be told.
         """
         ...
 
@@ -44,22 +44,24 @@ class Confirmation(Protocol):
 class Probe(Protocol):
     """What tells whether this daemon is the owner still."""
 
-    async def look(self) -> None:
-        """Returns when it was the owner at some time after this call. Raises NotOwner when it is not, Corruption when
-        what is stored of that is damaged, and the store's errors: then nothing is known.
+    async def look(self) -> float | None:
+        """A monotonic time after this call at which it was the owner; None when a slot is on its way, which will tell.
+
+        Raises NotOwner when it is the owner no longer, Corruption when what is stored of that is damaged, and the
+        store's errors: then nothing is known.
         """
         ...
 
 
 class ProbedConfirmation(Confirmation):
-    """The confirmations of one ownership. Used on one event loop; `watch` must be running.
+    """The confirmations of one log. Used on one event loop; `watch` must be running.
 
-    `shard`: what is owned. `confirmed_at_s`: when what the claim ended with was sent, monotonic seconds.
+    `whose`: names the log in messages. `confirmed_at_s`: when its first slot was sent, monotonic seconds.
     """
 
     def __init__(
         self,
-        shard: int,
+        whose: str,
         probe: Probe,
         *,
         confirmed_at_s: float,
@@ -67,7 +69,7 @@ class ProbedConfirmation(Confirmation):
         sleep: backoff.Sleep,
         jitter: backoff.Jitter,
     ) -> None:
-        self._shard = shard
+        self._whose = whose
         self._probe = probe
         self._confirmed_at_s = confirmed_at_s
         self._clock = clock
@@ -128,12 +130,12 @@ class ProbedConfirmation(Confirmation):
             self._end(error)
             raise
         except Exception as error:
-            self._end(ShardLost(self._shard, error))
+            self._end(Unavailable(f"{self._whose}: whether it is this daemon's still cannot be told: {error}"))
             raise
 
     def close(self) -> None:
         """Nothing is confirmed any more; whoever waits gets Unavailable."""
-        self._end(Unavailable(f"shard {self._shard}: this daemon has stopped serving it"))
+        self._end(Unavailable(f"{self._whose}: this daemon has stopped writing it"))
 
     def _end(self, error: Exception) -> None:
         if self._ended is not None:
@@ -161,15 +163,15 @@ class ProbedConfirmation(Confirmation):
                 grown_old.cancel()
 
     async def _ask(self) -> None:
-        """One successful probe."""
+        """One probe that is answered."""
         for attempt, delay_s in enumerate(backoff.delays_s(self._jitter)):
-            sent_at_s = self._clock()
             try:
-                await self._probe.look()
+                confirmed_at_s = await self._probe.look()
             except object_store.StoreError as error:
                 if attempt == 0:
-                    log.warning("shard %d: whose it is cannot be read: %s", self._shard, error)
+                    log.warning("%s: whether it is this daemon's still cannot be read: %s", self._whose, error)
                 await self._sleep(delay_s)
                 continue
-            self.confirmed(sent_at_s)
+            if confirmed_at_s is not None:
+                self.confirmed(confirmed_at_s)
             return

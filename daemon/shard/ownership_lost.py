@@ -1,13 +1,12 @@
 """What an owner is told when its shard has become another's.
 
-Owns: the two ways to learn it.
+Owns: what the tip of its manifest says then; that its log was fenced says `log_writer`.
 Does not own: what follows; the engine drops the shard's state and answers with the new owner's address.
 """
 
 from __future__ import annotations
 
 from daemon.errors import NotOwner
-from storage_backends.formats.shard_slot import ShardSlot
 
 
 class Superseded(NotOwner):
@@ -27,17 +26,3 @@ class Superseded(NotOwner):
         self.epoch = epoch
         self.owner_epoch = owner_epoch
         self.owner = owner
-
-
-class Fenced(NotOwner):
-    """The journal slot that this daemon meant to write holds what a later owner wrote.
-
-    `shard`, `slot`; `epoch`: ours; `holder_epoch`: of who holds the slot. Who that is stands in the shard manifest.
-    """
-
-    def __init__(self, *, shard: int, slot: ShardSlot, epoch: int, holder_epoch: int) -> None:
-        super().__init__(f"shard {shard}: slot {slot} is held by epoch {holder_epoch}, not by epoch {epoch}")
-        self.shard = shard
-        self.slot = slot
-        self.epoch = epoch
-        self.holder_epoch = holder_epoch

@@ -1,7 +1,7 @@
 """The operations on the manifest of a shard whose sections lie in the logs of daemons.
 
 Owns: precondition and effect of each (L5, L7, L8), as `commit.Operation`s.
-Does not own: the manifest as a value (`formats.shard_ranges`), committing (`storage_backends.commit`), when any of them
+Does not own: the manifest as a value (`formats.manifest`), committing (`storage_backends.commit`), when any of them
 is due, and what must have been stored before.
 
 An operation is frozen before its first try: what it carries says how its daemon's log was at that time.
@@ -13,8 +13,7 @@ import dataclasses
 
 from storage_backends import commit
 from storage_backends.formats.log_slot_format import Head, Heads, LogSlotKind
-from storage_backends.formats.manifest import Tombstone
-from storage_backends.formats.shard_ranges import CheckpointCut, LogRange, RangedShardManifest
+from storage_backends.formats.manifest import CheckpointCut, LogRange, ShardManifest, Tombstone
 from storage_backends.log_fence import Fence
 
 NOBODY = "nobody ever owned the shard"
@@ -48,7 +47,7 @@ class Claim:
     former: Fence | OwnLogEnd | None = None
     former_is_dead: bool = False
 
-    def precondition(self, tip: RangedShardManifest | None) -> str | None:
+    def precondition(self, tip: ShardManifest | None) -> str | None:
         epoch = 0 if tip is None else tip.epoch
         if epoch != self.epoch - 1:
             return f"the epoch is {epoch}, not {self.epoch - 1}"
@@ -66,11 +65,13 @@ class Claim:
             )
         return None
 
-    def apply(self, tip: RangedShardManifest | None) -> RangedShardManifest:
-        before = tip or RangedShardManifest(head=commit.NO_HEAD, shard=self.shard, epoch=0)
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
+        before = tip or ShardManifest(head=commit.NO_HEAD, shard=self.shard, epoch=0)
         ranges, last_slot = before.ranges, before.last_closed_slot
         if before.open_range is not None:
             ranges, last_slot = _closed(before, self.former)
+        # An idle shard, which is not checkpointed again, would name the log of a former owner for ever.
+        ranges = _above_previous(ranges, before)
         own = LogRange(
             log_id=self.log_id,
             epoch=self.epoch,
@@ -88,22 +89,22 @@ class Claim:
             ranges=(*ranges, own),
         )
 
-    def _settles(self, before: RangedShardManifest) -> bool:
+    def _settles(self, before: ShardManifest) -> bool:
         """Whether no owner before this one hands out anything any more."""
         orderly = self.former is None or isinstance(self.former, OwnLogEnd) or self.former.kind is LogSlotKind.CLOSE
         return before.settled_epoch == before.epoch and (orderly or self.former_is_dead)
 
-    def landed(self, tip: RangedShardManifest) -> bool:
+    def landed(self, tip: ShardManifest) -> bool:
         return any((each.log_id, each.epoch) == (self.log_id, self.epoch) for each in tip.ranges)
 
 
-def _is_proof(tip: RangedShardManifest, fence: Fence) -> bool:
+def _is_proof(tip: ShardManifest, fence: Fence) -> bool:
     """Whether the fence stands behind every number that can have been emptied when `tip` was committed."""
     lowest = tip.lowest_after(fence.log_id)
     return lowest is not None and lowest < fence.number
 
 
-def _closed(tip: RangedShardManifest, former: Fence | OwnLogEnd | None) -> tuple[tuple[LogRange, ...], int]:
+def _closed(tip: ShardManifest, former: Fence | OwnLogEnd | None) -> tuple[tuple[LogRange, ...], int]:
     """(the ranges with the open one closed where the log ends, or dropped without a section; the last shard slot)."""
     owned = tip.open_range
     if owned is None or former is None:
@@ -128,10 +129,10 @@ class WriteCheckpoint:
     delete_after_ms: int
     settles: bool = False
 
-    def precondition(self, tip: RangedShardManifest | None) -> str | None:
+    def precondition(self, tip: ShardManifest | None) -> str | None:
         return _not_of_epoch(tip, self.epoch) or _goes_back(tip, self.cut) or _was_begun_below_the_floor(tip, self.cut)
 
-    def apply(self, tip: RangedShardManifest | None) -> RangedShardManifest:
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
         tip = _existing(tip)
         after = dataclasses.replace(
             tip,
@@ -142,18 +143,39 @@ class WriteCheckpoint:
         )
         return dataclasses.replace(after, ranges=_still_needed(after))
 
-    def landed(self, tip: RangedShardManifest) -> bool:
+    def landed(self, tip: ShardManifest) -> bool:
         return _names(tip, self.cut)
 
 
-def _still_needed(manifest: RangedShardManifest) -> tuple[LogRange, ...]:
+def _above_previous(ranges: tuple[LogRange, ...], manifest: ShardManifest) -> tuple[LogRange, ...]:
+    """Those with a section above the manifest's previous checkpoint, and the open one."""
+    return tuple(each for each in ranges if each.last_slot is None or each.last_slot > manifest.previous_slot)
+
+
+def _still_needed(manifest: ShardManifest) -> tuple[LogRange, ...]:
     """The ranges with a section above the previous checkpoint; the open one from where that was cut, if in its log."""
     previous = manifest.previous_checkpoint
-    kept = tuple(each for each in manifest.ranges if each.last_slot is None or each.last_slot > manifest.previous_slot)
+    kept = _above_previous(manifest.ranges, manifest)
     owned = manifest.open_range
     if owned is None or previous is None or previous.log_id != owned.log_id:
         return kept
     return (*kept[:-1], dataclasses.replace(owned, after=max(owned.after, previous.at)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """The owners before this one have gone without a confirmation for so long that they hand out nothing any more."""
+
+    epoch: int
+
+    def precondition(self, tip: ShardManifest | None) -> str | None:
+        return _not_of_epoch(tip, self.epoch)
+
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
+        return dataclasses.replace(_existing(tip), settled_epoch=self.epoch)
+
+    def landed(self, tip: ShardManifest) -> bool:
+        return tip.settled_epoch == self.epoch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,18 +189,18 @@ class NeedLess:
     after: int
     last_slot: int
 
-    def precondition(self, tip: RangedShardManifest | None) -> str | None:
+    def precondition(self, tip: ShardManifest | None) -> str | None:
         reason = _not_of_epoch(tip, self.epoch) or _not_owned_by(tip, self.log_id)
         if reason is None and tip is not None and tip.previous_slot != self.last_slot:
             return f"the previous checkpoint is of shard slot {tip.previous_slot}, the last one is {self.last_slot}"
         return reason
 
-    def apply(self, tip: RangedShardManifest | None) -> RangedShardManifest:
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
         tip = _existing(tip)
         owned = dataclasses.replace(tip.ranges[-1], after=max(tip.ranges[-1].after, self.after))
         return dataclasses.replace(tip, ranges=(*tip.ranges[:-1], owned))
 
-    def landed(self, tip: RangedShardManifest) -> bool:
+    def landed(self, tip: ShardManifest) -> bool:
         owned = tip.open_range
         return tip.epoch == self.epoch and owned is not None and owned.after >= self.after
 
@@ -197,7 +219,7 @@ class Release:
     second: CheckpointCut
     delete_after_ms: int
 
-    def precondition(self, tip: RangedShardManifest | None) -> str | None:
+    def precondition(self, tip: ShardManifest | None) -> str | None:
         reason = _not_of_epoch(tip, self.epoch) or _not_owned_by(tip, self.log_id)
         if reason is not None:
             return reason
@@ -210,7 +232,7 @@ class Release:
             return f"checkpoint {self.cut.object.name} is named twice: if it is damaged, nothing is left"
         return None
 
-    def apply(self, tip: RangedShardManifest | None) -> RangedShardManifest:
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
         tip = _existing(tip)
         return dataclasses.replace(
             tip,
@@ -222,7 +244,7 @@ class Release:
             tombstones=(*tip.tombstones, *_left(tip, {self.cut, self.second}, self.delete_after_ms)),
         )
 
-    def landed(self, tip: RangedShardManifest) -> bool:
+    def landed(self, tip: ShardManifest) -> bool:
         return _names(tip, self.cut) and _names(tip, self.second)
 
 
@@ -237,52 +259,57 @@ class GiveBack:
     log_id: str
     own_head: Head | None
 
-    def precondition(self, tip: RangedShardManifest | None) -> str | None:
+    def precondition(self, tip: ShardManifest | None) -> str | None:
         if self.own_head is not None and self.own_head.epoch == self.epoch:
             return f"shard slot {self.own_head.last_slot} was written in epoch {self.epoch}: release the shard instead"
         reason = _not_of_epoch(tip, self.epoch) or _not_owned_by(tip, self.log_id)
-        if reason is None and any(each.log_id == self.log_id for each in _existing(tip).ranges[:-1]):
+        if reason is None and has_earlier_sections_in(self.log_id, _existing(tip)):
             # Nobody would hold the bound of a log that lives on.
             return f"sections of an earlier epoch lie in log {self.log_id}, too: close the log instead"
         return reason
 
-    def apply(self, tip: RangedShardManifest | None) -> RangedShardManifest:
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
         tip = _existing(tip)
         return dataclasses.replace(tip, owner="", address="", ranges=tip.ranges[:-1])
 
-    def landed(self, tip: RangedShardManifest) -> bool:
+    def landed(self, tip: ShardManifest) -> bool:
         return tip.epoch == self.epoch and not tip.owner
 
 
 # ---- what several of them look at
 
 
-def _not_of_epoch(tip: RangedShardManifest | None, epoch: int) -> str | None:
+def has_earlier_sections_in(log_id: str, manifest: ShardManifest) -> bool:
+    """Whether the shard, which is owned, has sections of an earlier epoch in the log: it was claimed anew in it."""
+    return any(each.log_id == log_id for each in manifest.ranges[:-1])
+
+
+def _not_of_epoch(tip: ShardManifest | None, epoch: int) -> str | None:
     if tip is None:
         return NOBODY
     return None if tip.epoch == epoch else f"the epoch is {tip.epoch}, not {epoch}"
 
 
-def _not_owned_by(tip: RangedShardManifest | None, log_id: str) -> str | None:
+def _not_owned_by(tip: ShardManifest | None, log_id: str) -> str | None:
     owned = _existing(tip).open_range
     if owned is None:
         return "the shard is owned by nobody"
     return None if owned.log_id == log_id else f"its owner writes log {owned.log_id}, not {log_id}"
 
 
-def _goes_back(tip: RangedShardManifest | None, cut: CheckpointCut) -> str | None:
+def _goes_back(tip: ShardManifest | None, cut: CheckpointCut) -> str | None:
     known = _existing(tip).checkpoint_slot
     return None if cut.slot >= known else f"there is a checkpoint of shard slot {known}, after {cut.slot}"
 
 
-def _was_begun_below_the_floor(tip: RangedShardManifest | None, cut: CheckpointCut) -> str | None:
+def _was_begun_below_the_floor(tip: ShardManifest | None, cut: CheckpointCut) -> str | None:
     floor = _existing(tip).head.orphan_floor
     if cut.object.base >= floor:
         return None
     return f"checkpoint {cut.object.name} was started below the orphan floor {floor}"
 
 
-def _left(tip: RangedShardManifest, kept: set[CheckpointCut | None], delete_after_ms: int) -> list[Tombstone]:
+def _left(tip: ShardManifest, kept: set[CheckpointCut | None], delete_after_ms: int) -> list[Tombstone]:
     """Tombstones of the tip's checkpoints that are not kept."""
     return [
         Tombstone(object=each.object, removed_in=tip.head.number + 1, delete_after_ms=delete_after_ms)
@@ -291,13 +318,13 @@ def _left(tip: RangedShardManifest, kept: set[CheckpointCut | None], delete_afte
     ]
 
 
-def _names(tip: RangedShardManifest, cut: CheckpointCut) -> bool:
+def _names(tip: ShardManifest, cut: CheckpointCut) -> bool:
     """Whether the checkpoint is, or was, one of the shard's: it is brought in by one operation alone."""
     cuts = [each.object.name for each in (tip.checkpoint, tip.previous_checkpoint) if each is not None]
     return cut.object.name in cuts or any(each.object.name == cut.object.name for each in tip.tombstones)
 
 
-def _existing(tip: RangedShardManifest | None) -> RangedShardManifest:
+def _existing(tip: ShardManifest | None) -> ShardManifest:
     if tip is None:
         raise ValueError("the operation was applied to a shard that nobody ever owned")
     return tip

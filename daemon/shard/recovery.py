@@ -51,16 +51,16 @@ from storage_backends.topic_tails import tails_of as tails_of
 
 def deletion_records(
     loaded: checkpoint_format.Checkpoint | None,
-    slots: Iterable[tuple[slot_format.SlotHeader, Sequence[slot_format.DeletionRecord]]],
+    slots: Iterable[tuple[shard_slot.ShardSlot, Sequence[slot_format.DeletionRecord]]],
 ) -> list[slot_format.DeletionRecord]:
     """What was decided on the shard's deletions above the checkpoint, in order."""
     covered = shard_slot.BEFORE_THE_FIRST if loaded is None else loaded.slot
-    return [record for header, records in slots if header.slot > covered for record in records]
+    return [record for slot, records in slots if slot > covered for record in records]
 
 
 def deletions_of(
     loaded: checkpoint_format.Checkpoint | None,
-    slots: Iterable[tuple[slot_format.SlotHeader, Sequence[slot_format.DeletionRecord]]],
+    slots: Iterable[tuple[shard_slot.ShardSlot, Sequence[slot_format.DeletionRecord]]],
 ) -> LedgerDeletions:
     """The deletions of the shard as of now. O(n): for a thread."""
     restored = LedgerDeletions.restored(None if loaded is None else loaded.deletions)

@@ -1,8 +1,8 @@
-"""One shard that this daemon owns: its journal and its topics.
+"""One shard that this daemon owns: its topics, and what it has in the log.
 
-Owns: finding a topic, the birth of topics, applying slots to them, and saying whose the shard is when it is lost.
+Owns: finding a topic, the birth of topics, applying sections to them, and saying whose the shard is when it is lost.
 Does not own: taking the shard over (`candidate`), loading topics (`topic_loading`), what is staged (`shard_staging`),
-writing slots (`own_journal`), checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers
+the log (`living_log`), checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers
 (`shard_deletions`), a topic's requests (`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and
 going (`topic_changes`), and changes of a topic as a whole (`topic_changes`).
 """
@@ -19,15 +19,16 @@ from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from daemon.ledger_deletion.shard_deletions import ShardDeletions
-from daemon.shard import giving_up, recovery, shard_manifest, shard_tip
+from daemon.shard import recovery, shard_tip
 from daemon.shard.checkpointing import Checkpointing, ShardState
 from daemon.shard.confirmation import Confirmation
-from daemon.shard.journal_writer import WrittenSlot
-from daemon.shard.own_journal import OwnJournal
+from daemon.shard.log_of_shards import LogOfShards
 from daemon.shard.owned_topic import OwnedTopic
+from daemon.shard.range_operations import Settle
 from daemon.shard.shard_claim import ShardClaim
 from daemon.shard.shard_staging import ShardStaging
 from daemon.shard.shard_tip import KnownTip
+from daemon.shard.slot_sender import LandedSection
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
 from daemon.surroundings import backoff
@@ -71,6 +72,7 @@ class ServedShard:
         self,
         claim: ShardClaim,
         shard_log: commit.ManifestLog[manifest.ShardManifest],
+        log_of_shards: LogOfShards,
         due_loop: DueLoop,
         cache: SegmentCache,
         pending: PendingRows,
@@ -105,13 +107,13 @@ class ServedShard:
         self._loaded_once = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.tip = KnownTip(claim.tip)
-        self._journal = OwnJournal(claim, self.tip, shard_log, environment, written=self._written)
-        self.confirmation: Confirmation = self._journal.confirmation
+        self._log = log_of_shards
+        self.confirmation: Confirmation = log_of_shards.confirmation
         self.loading = TopicLoading(
             shard=claim.shard,
             epoch=claim.epoch,
             last_slot=claim.last_slot,
-            tails=recovery.tails_of(claim.checkpoint, ((slot.header, slot.records) for slot in claim.slots)),
+            tails=recovery.tails_of(claim.checkpoint, ((each.slot, each.records) for each in claim.sections)),
             environment=environment,
             new_topic=self._core_topic,
             loaded=self._loaded,
@@ -121,7 +123,7 @@ class ServedShard:
         self.changes = TopicChanges(self, environment)
         self.commits = ShardStaging(
             claim.shard,
-            self._journal.sender,
+            log_of_shards.sender,
             self.confirmation,
             clock=environment.clock.elapsed_s,
             slot_bytes_max=environment.config.journal.slot_bytes_max,
@@ -129,28 +131,17 @@ class ServedShard:
             failed=self.lose,
         )
         self.deletions = ShardDeletions(self, claim.deletions, environment, changed=deletions_changed)
-        self.checkpoints = Checkpointing(self, claim, self.tip, shard_log, environment)
+        self.checkpoints = Checkpointing(self, claim, self.tip, shard_log, log_of_shards, environment)
 
     # ---- start and end
 
     def serve(self) -> None:
-        """Starts writing slots, confirming the epoch, and loading the topics."""
-        for work in (self._send(), self._journal.confirmation.watch(), self._settle(), self._note_loaded()):
+        """Starts loading the topics, and notes when no former owner is left."""
+        for work in (self._settle(), self._note_loaded()):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_done)
             self._tasks.append(task)
         self.loading.start()
-
-    async def _send(self) -> None:
-        """Writes what is staged until the journal raises: then the shard is lost, and everybody who waits is told."""
-        try:
-            await self._journal.sender.run()
-        except NotOwner:
-            # Whoever waits is told whose the shard is, as soon as that is known: `close` does it then.
-            raise
-        except BaseException as error:
-            self.commits.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
-            raise
 
     async def loaded(self) -> None:
         """Returns when every topic has been loaded, or is refused; or the shard is served no longer."""
@@ -199,13 +190,13 @@ class ServedShard:
         self._releasing = True
         self.loading.close()
         self.deletions.begin_drain()
-        self.checkpoints.begin_drain()
         for topic in self.topics.values():
             topic.life.merging.close()
 
-    async def release(self) -> None:
-        """Orderly end: what is staged becomes durable and is answered, streams and attempts to delete end, the state
-        goes into a checkpoint, and the shard is given up. May be repeated after an error of the store.
+    async def drain(self) -> None:
+        """Orderly end: what is staged becomes durable and is answered, streams and attempts to delete end, and the
+        state goes into a checkpoint. The shard is nobody's when the log is closed. May be repeated after an error of
+        the store.
         """
         self.begin_drain()
         await self.commits.flush()
@@ -213,8 +204,6 @@ class ServedShard:
             topic.served.end_streams(Unavailable("the daemon is stopping; try again"))
         await self.deletions.attempts_ended()
         await self._keep()
-        await giving_up.give_up(self._environment, self._shard_log, self.epoch, warm=self.tip.newest)
-        await self.checkpoints.truncate_last()
 
     async def _keep(self) -> None:
         """Everything that is in memory is in buckets and a checkpoint when this returns. What is in mutable buckets
@@ -241,7 +230,6 @@ class ServedShard:
         if not self._alone.done():
             self._alone.set_exception(error)
         self.commits.end(error)
-        self._journal.close()
         self.checkpoints.close()
         self.deletions.close()
         for topic in self.topics.values():
@@ -299,7 +287,7 @@ class ServedShard:
             lambda: self._environment.pools.journal.run(
                 lambda: commit.commit(
                     self._shard_log,
-                    shard_manifest.Settle(epoch=self.epoch),
+                    Settle(epoch=self.epoch),
                     writer=self._environment.config.daemon_id,
                     created_ms=self._environment.clock.now_ms(),
                     warm=self.tip.newest,
@@ -313,16 +301,16 @@ class ServedShard:
             again_after=commit.UNCERTAIN,
         )
         self.tip.saw(settled)
+        self._log.learned(settled.manifest)
 
     # ---- slots
 
-    def _written(self, slot: WrittenSlot) -> None:
-        self._journal.confirmation.confirmed(slot.sent_at_s)
-        self._environment.metrics.slot_written(size_bytes=slot.size_bytes, seconds=slot.seconds)
-        self.checkpoints.written(slot)
-
-    def _apply(self, slot: ShardSlot, records: Sequence[Record], deletion_records: Sequence[DeletionRecord]) -> None:
-        """A slot is certain: its decisions become state, topic by topic."""
+    def _apply(
+        self, landed: LandedSection, records: Sequence[Record], deletion_records: Sequence[DeletionRecord]
+    ) -> None:
+        """A section is certain: its decisions become state, topic by topic."""
+        slot = landed.slot
+        self.checkpoints.written(landed.size_bytes)
         elapsed_ms = self._environment.elapsed_ms()
         for record in records:
             if isinstance(record, AddRecord) and (adding := self._by_id.get(record.topic_id)) is not None:

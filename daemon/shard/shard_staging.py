@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 
 from daemon.errors import OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.shard.confirmation import Confirmation
-from daemon.shard.slot_sender import Section, SlotSender
+from daemon.shard.slot_sender import LandedSection, Section, SlotSender
 from daemon.surroundings import backoff
 from daemon.topic_terms.topic_staging import STALL_ANSWER_S
 from storage_backends.formats import deletion_format
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import DeletionRecord, Record, SlotBuilder, size_max
 
 # What may wait for its slot before requests are refused; four full slots by default.
@@ -30,7 +29,7 @@ STALL_REFUSE_S = 2.0
 # Records that nobody awaits go with the next slot, or after this time.
 UNAWAITED_S = 1.0
 
-Applied = Callable[[ShardSlot, Sequence[Record], Sequence[DeletionRecord]], None]
+Applied = Callable[[LandedSection, Sequence[Record], Sequence[DeletionRecord]], None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -201,6 +200,11 @@ class ShardStaging:
         """Sections that wait for a slot; the last may have room still."""
         return len(self._slots)
 
+    @property
+    def next_bytes(self) -> int:
+        """An upper bound of the size of the first section that waits."""
+        return self._slots[0].builder.size_bytes
+
     def take(self) -> Section:
         """The first section that waits. It is on its way from now on, and no other is taken until it has `landed`."""
         self._on_its_way = self._slots.popleft()
@@ -209,21 +213,27 @@ class ShardStaging:
         builder = self._on_its_way.builder
         return Section(self._shard, builder.freeze(), builder.deletions)
 
-    def landed(self, section: Section, slot: ShardSlot) -> None:
+    def never_lands(self, error: Exception) -> None:
+        """What was taken cannot be encoded: nothing of what this shard has in memory is relied on. Raises nothing."""
+        if self._on_its_way is not None:
+            self.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
+            self._failed(error)
+
+    def landed(self, section: Section, landed: LandedSection) -> None:
         """What was taken is certain: it is applied, and who waits for it is told. Raises nothing."""
         taken = self._on_its_way
         if taken is None:
             # The shard has ended meanwhile, and dropped its state.
             return
         try:
-            self._applied(slot, section.records, section.deletions)
+            self._applied(landed, section.records, section.deletions)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this shard's
             self.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
             self._failed(error)
             return
         for future in (taken.certain, taken.applied):
             if not future.done():
-                future.set_result(slot)
+                future.set_result(landed.slot)
         self._on_its_way = None
 
     def end(self, error: Exception) -> None:

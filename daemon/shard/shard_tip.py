@@ -1,7 +1,7 @@
 """The newest manifest of a shard, by which its owner learns that the shard has become another's.
 
 Owns: reading it, and what it says of who owns the shard.
-Does not own: when it is looked at (`confirmation`, `takeover`), and what follows.
+Does not own: when it is looked at (`takeover`, the shard), and what follows.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from typing import Protocol
 
 from daemon.errors import Corruption
 from daemon.shard import ownership_lost
-from daemon.shard.confirmation import Probe
-from daemon.surroundings import backoff
-from storage_backends import commit, object_store
+from storage_backends import commit
 from storage_backends.formats.manifest import ShardManifest
 
 
@@ -64,22 +62,3 @@ class KnownTip:
         known = self.newest
         if tip.manifest.epoch == known.manifest.epoch and (tip.number, tip.read_at) > (known.number, known.read_at):
             self.newest = tip
-
-
-class TipProbe(Probe):
-    """Looks whether the tip of the shard manifest carries the epoch of what is `known`."""
-
-    def __init__(self, shard_log: ShardLog, known: KnownTip, run: backoff.Run) -> None:
-        self._shard_log = shard_log
-        self._known = known
-        self._run = run
-
-    async def look(self) -> None:
-        """Raises Superseded when the epoch is over, Corruption when the tip is damaged, and the store's errors."""
-        known = self._known.newest
-        try:
-            tip = await self._run(lambda: existing_tip(self._shard_log, known.manifest.shard, known))
-        except object_store.Damaged as error:
-            raise Corruption(f"shard manifest {error}") from error
-        check_owner(tip, epoch=known.manifest.epoch)
-        self._known.saw(tip)

@@ -255,8 +255,8 @@ class ServedSubscription:
         if runs_low:
             needed += core.catch_up(state, limit)
             goes_on = state.reader is None or not state.reader.is_held_up
-        # However long that goes on.
-        if state.key_shared is not None and state.key_shared.reads_on:
+        # However long that goes on. While nothing may be handed out READY stays: it would be passed over for ever.
+        if state.key_shared is not None and state.key_shared.reads_on and self.may_hand_out:
             needed += core.key_sharing.find_let_go(state, limit)
             goes_on = goes_on or not state.key_shared.is_held_up
         if not goes_on and not needed:

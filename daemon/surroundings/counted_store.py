@@ -47,6 +47,10 @@ class CountedStore(ObjectStore):
     def reads_are_requests(self) -> bool:
         return self._inner.reads_are_requests
 
+    @property
+    def folder(self) -> str | None:
+        return self._inner.folder
+
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         with self._counting("get_range"):
             return self._inner.get_range(key, offset, length)

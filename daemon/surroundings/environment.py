@@ -23,15 +23,17 @@ from daemon.surroundings import backoff
 from daemon.surroundings.outages import Outages
 from daemon.surroundings.pools import Pools
 from daemon.surroundings.tail_bound import TailBound
+from storage_backends.formats.manifest import LogForm
 from storage_backends.local_directory import LocalLocks
 from storage_backends.object_store import ObjectStore
+from storage_backends.slot_log import SlotLogs
 
 T = TypeVar("T")
 
-# Slots above the newest checkpoints, over all shards, which a successor reads: it takes about a second. In a local
-# directory a slot costs some 50 us of CPU, elsewhere a request.
-TAIL_SLOTS_MAX = 10_000
-TAIL_REQUESTS_MAX = 2_000
+# What of the log no checkpoint covers, and a successor reads: slots and sections, some 30 us of CPU each. It takes
+# about half a second; where a read is a request to another machine slots count more.
+TAIL_WORK_MAX = 20_000
+TAIL_REQUESTS_MAX = 4_000
 
 
 class Clock(Protocol):
@@ -64,10 +66,11 @@ class CommitObserver:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """`pools`: the threads. `locks`: None where the root is not a local directory. `new_id`: unique, url-safe.
+    """`pools`: the threads. `locks`: None where the root is not a local directory. `new_id`: unique ULIDs.
+    `open_logs`: the logs of the root in the form that its FORMAT says. `version`: of this daemon.
     `give_back_memory`: what is free in the process goes back to the machine; for a thread. `ledger_stores`: where the
-    ledgers of others are. `tail_slots_max`: so many slots may a successor have to read, by what reading one costs at
-    this store. `busy_s`: seconds for which the thread that calls has run.
+    ledgers of others are. `tail_work_max`: so many slots and sections may a successor have to read, by what
+    reading them costs at this store. `busy_s`: seconds for which the thread that calls has run.
     """
 
     config: Config
@@ -80,9 +83,11 @@ class Environment:
     blocking_sleep: backoff.BlockingSleep
     jitter: backoff.Jitter
     new_id: Callable[[], str]
+    open_logs: Callable[[LogForm], SlotLogs]
+    version: str = ""
     give_back_memory: Callable[[], None] = lambda: None
     ledger_stores: LedgerStores = dataclasses.field(default_factory=LedgerStores)
-    tail_slots_max: int = TAIL_SLOTS_MAX
+    tail_work_max: int = TAIL_WORK_MAX
     busy_s: Callable[[], float] = lambda: 0.0
 
     def run(self, work: Callable[[], T], /) -> Awaitable[T]:
@@ -106,8 +111,8 @@ class Environment:
 
     @functools.cached_property
     def tail_bound(self) -> TailBound:
-        """The bound on the tails of all shards of the daemon together."""
-        return TailBound(self.tail_slots_max, self.clock.elapsed_s)
+        """The bound on what of the log a successor has to read."""
+        return TailBound(self.tail_work_max, self.clock.elapsed_s)
 
     @functools.cached_property
     def random(self) -> np.random.Generator:
@@ -134,7 +139,7 @@ class Environment:
     def linger_s(self) -> float:
         linger_ms = self.config.journal.commit_linger_ms
         if linger_ms is None:
-            linger_ms = 2 if self.config.store.kind == "local" else 50
+            linger_ms = 10 if self.config.store.kind == "local" else 50
         return linger_ms / 1000
 
     @functools.cached_property

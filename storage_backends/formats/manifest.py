@@ -19,16 +19,26 @@ from google.protobuf import message as protobuf
 
 from storage_backends.formats import format_errors, framing, mirror, shard_slot
 from storage_backends.formats.generated import manifest_pb2
+from storage_backends.formats.log_slot_format import Head
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.shard_slot import ShardSlot
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Of the frame of each of these objects but FORMAT, which has the version of the root.
+_FRAME_VERSION = 1
 LINEAGE_MAX = 256
 ROOT_MAGIC = b"TyRF"
 SHARD_MAGIC = b"TySM"
 TOPIC_MAGIC = b"TyTM"
 PROGRESS_MAGIC = b"TyPG"
 DEAD_OBJECT_MAGIC = b"TyDO"
+
+
+class LogForm(enum.IntEnum):
+    """How the logs of daemons are stored: an object for each slot, or files that are appended to."""
+
+    OBJECTS = 1
+    FILES = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +49,7 @@ class RootFormat:
     shards: int
     created_ms: int
     root_id: str
+    log_form: LogForm
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,20 +89,54 @@ class Tombstone:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointReference:
-    """The checkpoint of `slot`. `replay_from`: what it was when the checkpoint was committed."""
+class LogRange:
+    """The sections of `epoch` with `first_slot` <= shard slot <= `last_slot` lie in the slots of the log with
+    `after` < number <= `through`. `through` and `last_slot` are None while the range is open: the epoch lasts.
+
+    Raises ValueError when one of the two is None alone.
+    """
+
+    log_id: str
+    epoch: int
+    after: int
+    through: int | None
+    first_slot: int
+    last_slot: int | None
+
+    def __post_init__(self) -> None:
+        if (self.through is None) != (self.last_slot is None):
+            raise ValueError(f"the range of epoch {self.epoch} goes through {self.through} to slot {self.last_slot}")
+
+    def covers(self, log_id: str, number: int, head: Head) -> bool:
+        """Whether a section of epoch and shard slot `head`, in that slot of that log, is one of this range."""
+        return (
+            (self.log_id, self.epoch) == (log_id, head.epoch)
+            and self.after < number
+            and (self.through is None or number <= self.through)
+            and self.first_slot <= head.last_slot
+            and (self.last_slot is None or head.last_slot <= self.last_slot)
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCut:
+    """The checkpoint of shard slot `slot`. `at`: the last slot of the log `log_id` that was applied when it was cut."""
 
     object: ObjectReference
-    slot: ShardSlot
-    replay_from: ShardSlot
+    slot: int
+    log_id: str
+    at: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardManifest:
-    """Who owns a shard, and where replay begins: `replay_from` and every lower slot are covered.
+    """Who owns a shard, and where its sections lie: `ranges`, oldest first; the last is open while it is owned.
 
-    `owner` is empty when the shard was given up. `previous_checkpoint`: slots are kept for it as well. `fence_slot`:
-    the highest fence known, 0 when there is none. Owners of epochs below `settled_epoch` hand out nothing any more.
+    Replay begins at `checkpoint`, or at `previous_checkpoint` where that is damaged, and at shard slot 0 without one.
+    `owner` is empty when the shard was released or given back. Owners of epochs below `settled_epoch` hand out nothing
+    any more.
+
+    Raises ValueError for an open range that is not the last.
     """
 
     head: ManifestHead
@@ -99,12 +144,44 @@ class ShardManifest:
     epoch: int
     owner: str = ""
     address: str = ""
-    checkpoint: CheckpointReference | None = None
-    previous_checkpoint: CheckpointReference | None = None
-    replay_from: ShardSlot = shard_slot.BEFORE_THE_FIRST
-    tombstones: tuple[Tombstone, ...] = ()
-    fence_slot: int = 0
     settled_epoch: int = 0
+    ranges: tuple[LogRange, ...] = ()
+    checkpoint: CheckpointCut | None = None
+    previous_checkpoint: CheckpointCut | None = None
+    tombstones: tuple[Tombstone, ...] = ()
+
+    def __post_init__(self) -> None:
+        for each in self.ranges[:-1]:
+            if each.through is None:
+                raise ValueError(f"the range of epoch {each.epoch} is open, and not the last")
+
+    @property
+    def open_range(self) -> LogRange | None:
+        """The range of the owner; None when nobody owns the shard."""
+        return self.ranges[-1] if self.ranges and self.ranges[-1].through is None else None
+
+    @property
+    def checkpoint_slot(self) -> int:
+        return slot_of(self.checkpoint)
+
+    @property
+    def previous_slot(self) -> int:
+        return slot_of(self.previous_checkpoint)
+
+    @property
+    def last_closed_slot(self) -> int:
+        """The last shard slot before an open range: of the last range, else of the checkpoint, else 0."""
+        before = [each.last_slot for each in self.ranges if each.last_slot is not None]
+        return before[-1] if before else self.checkpoint_slot
+
+    def lowest_after(self, log_id: str) -> int | None:
+        """The number of the log behind which it is needed for this shard; None when no range names the log."""
+        return min((each.after for each in self.ranges if each.log_id == log_id), default=None)
+
+
+def slot_of(checkpoint: CheckpointCut | None) -> int:
+    """The shard slot of a checkpoint; 0 without one."""
+    return 0 if checkpoint is None else checkpoint.slot
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,11 +477,12 @@ _Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress,
 
 
 def encode_root_format(value: RootFormat) -> bytes:
-    return _encode(ROOT_MAGIC, manifest_pb2.RootFormat(), value)
+    return _encode(ROOT_MAGIC, manifest_pb2.RootFormat(), value, FORMAT_VERSION)
 
 
 def decode_root_format(data: bytes) -> RootFormat:
-    return _decode(RootFormat, ROOT_MAGIC, manifest_pb2.RootFormat, "FORMAT", data)
+    """Raises UnsupportedVersion for a root of another version, whatever it says besides."""
+    return _decode(RootFormat, ROOT_MAGIC, manifest_pb2.RootFormat, "FORMAT", data, FORMAT_VERSION)
 
 
 def encode_shard_manifest(value: ShardManifest) -> bytes:
@@ -435,7 +513,7 @@ class TopicManifestDecoder:
 
     def decode(self, data: bytes) -> TopicManifest:
         what = "topic manifest"
-        payload = framing.unframe(data, TOPIC_MAGIC, FORMAT_VERSION, what)
+        payload = framing.unframe(data, TOPIC_MAGIC, _FRAME_VERSION, what)
         message = framing.parse(manifest_pb2.TopicManifest, payload, what, framing.HEADER_BYTES)
         with format_errors.reading(what, framing.HEADER_BYTES):
             live = tuple(_made_once(LiveBucket, self._live, part) for part in message.live)
@@ -482,13 +560,20 @@ def check_bytes(reference: ObjectReference, body: bytes, what: str) -> None:
         raise format_errors.FormatError(what, 0, detail)
 
 
-def _encode(magic: bytes, message: protobuf.Message, value: object) -> bytes:
+def _encode(magic: bytes, message: protobuf.Message, value: object, version: int = _FRAME_VERSION) -> bytes:
     mirror.fill(message, value)
-    return framing.frame(magic, FORMAT_VERSION, message.SerializeToString(deterministic=True))
+    return framing.frame(magic, version, message.SerializeToString(deterministic=True))
 
 
-def _decode(cls: type[_Mirror], magic: bytes, message_class: type[protobuf.Message], what: str, data: bytes) -> _Mirror:
-    payload = framing.unframe(data, magic, FORMAT_VERSION, what)
+def _decode(
+    cls: type[_Mirror],
+    magic: bytes,
+    message_class: type[protobuf.Message],
+    what: str,
+    data: bytes,
+    version: int = _FRAME_VERSION,
+) -> _Mirror:
+    payload = framing.unframe(data, magic, version, what)
     message = framing.parse(message_class, payload, what, framing.HEADER_BYTES)
     with format_errors.reading(what, framing.HEADER_BYTES):
         return mirror.made_from(cls, message)

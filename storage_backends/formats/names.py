@@ -5,8 +5,8 @@ Does not own: listing and reading (`object_store`), and the order of keys: no co
 
     FORMAT                                                      created once
     daemons/<daemon-id>                                         heartbeat
+    logs/<log-id>/<number>                                      a slot of the log of a daemon, where slots are objects
     shards/<ss>/manifest/<number>
-    shards/<ss>/journal/<slot>
     shards/<ss>/checkpoint/<base>-<unique>
     shards/<ss>/topics/<topic-id>/manifest/<number>
     shards/<ss>/topics/<topic-id>/buckets/<base>-<unique>
@@ -31,6 +31,7 @@ from storage_backends.formats import format_errors
 
 FORMAT_KEY = "FORMAT"
 DAEMONS_PREFIX = "daemons/"
+LOGS_PREFIX = "logs/"
 _DEAD_OBJECTS_PREFIX = "dead_objects/"
 MERGE_HINTS_PREFIX = "hints/merged/"
 MERGE_HINTS_CHANGED_KEY = "hints/merged-changed"
@@ -62,6 +63,15 @@ def daemon_key(daemon_id: str) -> str:
     return f"{DAEMONS_PREFIX}{daemon_id}"
 
 
+def log_prefix(log_id: str) -> str:
+    return f"{LOGS_PREFIX}{log_id}/"
+
+
+def log_slot_key(log_id: str, number: int) -> str:
+    """The key of a slot of a log; where slots are no objects it names the slot for people."""
+    return numbered_key(log_prefix(log_id), number)
+
+
 def shard_prefix(shard: int) -> str:
     return f"shards/{shard:02d}/"
 
@@ -72,14 +82,6 @@ def shard_manifest_prefix(shard: int) -> str:
 
 def shard_manifest_key(shard: int, number: int) -> str:
     return numbered_key(shard_manifest_prefix(shard), number)
-
-
-def journal_prefix(shard: int) -> str:
-    return f"{shard_prefix(shard)}journal/"
-
-
-def journal_slot_key(shard: int, slot: int) -> str:
-    return numbered_key(journal_prefix(shard), slot)
 
 
 def checkpoint_prefix(shard: int) -> str:

@@ -11,7 +11,6 @@ Does not own: the records, which are named here too (`record_columns`; on deleti
 from __future__ import annotations
 
 import dataclasses
-import enum
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -62,7 +61,6 @@ __all__ = [
     "RescheduleRecord",
     "SlotBuilder",
     "SlotHeader",
-    "SlotKind",
     "StoredRecord",
     "StoredSlot",
     "WaiveRecord",
@@ -82,16 +80,12 @@ _HEADER = struct.Struct("<4sHBBIQQIQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC.size
 _WHAT = "journal slot"
+# The kind of every slot.
+_DATA = 1
 # Tags, lengths, incarnation, subscription, index, reason: an upper bound for a record without its columns or bitmaps.
 _RECORD_BYTES_MAX = 160
 # Tags, lengths, ledger, page, the head of the bitmap: an upper bound for a bitmap without its containers.
 _BITMAP_BYTES_MAX = 64
-
-
-class SlotKind(enum.IntEnum):
-    DATA = 1
-    # Written by a new owner: whoever finds it in the way of a slot of its own has lost the shard.
-    FENCE = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +95,6 @@ class SlotHeader:
     shard: int
     epoch: int
     slot: ShardSlot
-    kind: SlotKind
     records: int
 
 
@@ -159,7 +152,7 @@ def encode_slot(
     head = _HEADER.pack(
         MAGIC,
         FORMAT_VERSION,
-        header.kind,
+        _DATA,
         0,
         header.shard,
         header.epoch,
@@ -220,9 +213,9 @@ def _checked(data: bytes) -> tuple[SlotHeader, bytes]:
     computed = framing.crc32c(data[: _HEADER.size], payload)
     if computed != stored:
         raise format_errors.FormatError(_WHAT, _HEADER.size, f"CRC32C is {computed:#010x}, stored is {stored:#010x}")
-    if kind not in (SlotKind.DATA, SlotKind.FENCE):
+    if kind != _DATA:
         raise format_errors.FormatError(_WHAT, 6, f"slot kind {kind} is not known")
-    return SlotHeader(shard, epoch, slot, SlotKind(kind), records), payload
+    return SlotHeader(shard, epoch, slot, records), payload
 
 
 def fill_record(message: journal_pb2.Record, record: AnyRecord) -> None:

@@ -27,10 +27,12 @@ from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.owner.engine import Engine
 from daemon.shard.shard import ServedShard
 from daemon.subscription.open_stream import DispatchStream
-from daemon.surroundings.environment import TAIL_SLOTS_MAX, Environment
+from daemon.surroundings.environment import TAIL_WORK_MAX, Environment
 from daemon.surroundings.pools import Pool, Pools
 from daemon.topic.served_topic import ServedTopic
-from storage_backends.formats import names
+from storage_backends import log_opening
+from storage_backends.formats import log_slot_format, names
+from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import (
     ShardManifest,
     TopicManifest,
@@ -53,8 +55,8 @@ TIMEOUT_S = 600.0
 """Virtual seconds in which anything that a test waits for must have come."""
 
 
-class Killed(BaseException):
-    """What a thread of a dead process meets."""
+class Killed(asyncio.CancelledError):
+    """What a thread of a dead process meets. Whoever waits for it on the loop is no more, either."""
 
 
 class Daemon(Process):
@@ -88,7 +90,7 @@ class Daemon(Process):
         self._tasks: weakref.WeakValueDictionary[int, asyncio.Task[Any]] = weakref.WeakValueDictionary()
         self._task_numbers = itertools.count()
         self._changed = asyncio.Event()
-        environment = Environment(
+        self.environment = environment = Environment(
             config=_config(daemon_id, tuple(settings)),
             store=fixture.store_of(self),
             locks=None,
@@ -98,9 +100,10 @@ class Daemon(Process):
             sleep=asyncio.sleep,
             blocking_sleep=self._block,
             jitter=fixture.random.random,
-            new_id=lambda: f"id-{next(fixture.numbers):06d}",
+            new_id=lambda: f"{next(fixture.numbers):026d}",
+            open_logs=lambda form: log_opening.open_logs(form, fixture.store_of(self), InlineExecutor()),
             ledger_stores=fixture.ledger_stores(self),
-            tail_slots_max=fixture.tail_slots_max,
+            tail_work_max=fixture.tail_work_max,
         )
         self.engine = Engine(environment)
         self.engine.on_health_change(lambda _: self._changed.set())
@@ -335,7 +338,7 @@ class EngineFixture:
         self.numbers = itertools.count()
         self.receivers: list[Receiver] = []
         self.step_ms = 0
-        self.tail_slots_max = TAIL_SLOTS_MAX
+        self.tail_work_max = TAIL_WORK_MAX
         """Of a daemon that is started."""
         self.ledger_stores: Callable[[Daemon], LedgerStores] = lambda daemon: LedgerStores()
         """Where the ledgers of others are, as a daemon that is started is told."""
@@ -388,6 +391,23 @@ class EngineFixture:
     def keys(self, part: str) -> list[str]:
         """The keys of the store that contain `part`, in order."""
         return sorted(each.key for each in self.store.list("") if part in each.key)
+
+    def slots(self, kind: LogSlotKind | None = None) -> list[str]:
+        """The keys of all slots of logs, or of those of one kind, in order."""
+        keys = self.keys(names.LOGS_PREFIX)
+        if kind is None:
+            return keys
+        return [key for key in keys if self.store.head(key).metadata["kind"] == kind.name.lower()]
+
+    def slots_of(self, shard: int) -> list[str]:
+        """The keys of the slots that have a section of a shard, in order."""
+        bodies = ((key, self.store.get(key)) for key in self.slots(LogSlotKind.DATA))
+        return [key for key, body in bodies if shard in log_slot_format.decode_log_slot(body).shards]
+
+    def sections_to_read(self, shard: int = 0) -> int:
+        """How many sections of a shard a successor would have to read."""
+        slots = (log_slot_format.decode_log_slot(self.store.get(key)) for key in self.slots_of(shard))
+        return sum(slot.header.heads[shard].last_slot > self.shard_tip(shard).checkpoint_slot for slot in slots)
 
     def topic_tip(self, topic: str = "t", shard: int = 0) -> TopicManifest:
         """The newest manifest of a topic."""

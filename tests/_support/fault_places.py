@@ -1,4 +1,4 @@
-"""Where tests put their faults: by what they know the slots of shards among all keys, and among crash points.
+"""Where tests put their faults: by what they know the slots of logs among all keys, and among crash points.
 
 Owns: these names. Does not own: the keys (`storage_backends.formats.names`), and the faults.
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Final
 
-JOURNAL: Final = "/journal/"
-"""A part of the key of each slot, fences included, and of no other key."""
+JOURNAL: Final = "logs/"
+"""How the key of each slot of a log begins, OPEN, FENCE and CLOSE included, and no other key."""
 
-JOURNAL_POINTS: Final = "journal."
+JOURNAL_POINTS: Final = "log."
 """How the crash points around the PUT of a slot begin."""
 
 
 def is_slot(key: str) -> bool:
     """Whether it is the key of a slot."""
-    return JOURNAL in key
+    return key.startswith(JOURNAL)

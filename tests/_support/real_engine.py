@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import itertools
 import random
 import time
 from collections.abc import AsyncIterator
+
+import ulid
 
 from daemon import config, metrics
 from daemon.ledger_stores.ledger_stores import LedgerStores
@@ -16,6 +17,7 @@ from daemon.owner.engine import Engine
 from daemon.surroundings import pools
 from daemon.surroundings.environment import Environment
 from daemon.surroundings.system_clock import SystemClock
+from storage_backends import log_opening
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 
@@ -33,7 +35,7 @@ async def serving(
     ledger_stores: LedgerStores | None = None,
 ) -> AsyncIterator[Engine]:
     """An engine that serves; stopped in order at the end. `ledger_stores`: none by default."""
-    numbers = itertools.count()
+    kept = store if store is not None else MemoryStore()
     with (
         pools.opened(
             settings.store, deletions=settings.deletion.parallelism, threads=_threads, patient=_threads
@@ -42,7 +44,7 @@ async def serving(
         engine = Engine(
             Environment(
                 config=settings,
-                store=store if store is not None else MemoryStore(),
+                store=kept,
                 locks=None,
                 metrics=daemon_metrics if daemon_metrics is not None else metrics.Metrics(),
                 clock=SystemClock(),
@@ -50,7 +52,8 @@ async def serving(
                 sleep=asyncio.sleep,
                 blocking_sleep=time.sleep,
                 jitter=random.Random(1).random,
-                new_id=lambda: f"id-{next(numbers)}",
+                new_id=lambda: str(ulid.ULID()),
+                open_logs=lambda form: log_opening.open_logs(form, kept, threads.journal.parts),
                 ledger_stores=ledger_stores if ledger_stores is not None else LedgerStores(),
             )
         )

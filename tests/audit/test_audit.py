@@ -13,7 +13,8 @@ from audit.findings import Kind, Severity
 from jobs.root import RootAbsent
 from storage_backends import topic_manifest
 from storage_backends.commit import COMMIT_ID
-from storage_backends.formats import manifest, names, slot_format
+from storage_backends.formats import log_slot_format, manifest, names, slot_format
+from storage_backends.formats.log_slot_format import Head
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import StoreUnavailable
 from tests._support.engine_fixture import EPOCH_MS
@@ -21,8 +22,8 @@ from tests.audit._support.audits import (
     BUCKETS,
     CHECKPOINTS,
     HOUR_MS,
-    JOURNAL,
     LIMITS,
+    LOGS,
     MANIFESTS,
     SHARD_MANIFESTS,
     audited,
@@ -94,7 +95,7 @@ OBJECTS = {
     "newest topic manifest": (nth(MANIFESTS, -1), Severity.ERROR),
     "shard manifest": (nth(SHARD_MANIFESTS, 2), Severity.ERROR),
     "newest shard manifest": (nth(SHARD_MANIFESTS, -1), Severity.ERROR),
-    "journal slot": (nth(JOURNAL, -2), Severity.ERROR),
+    "log slot": (nth(LOGS, -2), Severity.ERROR),
     "live bucket": (live_bucket, Severity.ERROR),
     "progress": (progress_object, Severity.ERROR),
     "checkpoint": (checkpoint, Severity.ERROR),
@@ -120,7 +121,7 @@ def test_every_object_but_heartbeats_is_read(store: MemoryStore) -> None:
     stored = [entry for entry in store.list("") if not entry.key.startswith(names.DAEMONS_PREFIX)]
     assert report.tally.objects.total() == len(stored)
     assert report.tally.size_bytes.total() == sum(entry.size_bytes for entry in stored)
-    assert report.tally.objects["journal slot"] == len(keys(store, JOURNAL))
+    assert report.tally.objects["log slot"] == len(keys(store, LOGS))
     assert report.tally.objects["checkpoint"] == len(keys(store, CHECKPOINTS))
 
 
@@ -249,50 +250,45 @@ def test_a_shard_without_any_manifest_is_found(store: MemoryStore) -> None:
 
 
 def test_a_slot_that_is_missing_in_the_middle_is_found_and_covered_ones_are_not_missed(store: MemoryStore) -> None:
-    slots = keys(store, JOURNAL)
+    slots = keys(store, LOGS)
     store.delete(slots[-4])
     store.delete(slots[-3])
     (found,) = findings(audited(store))
-    assert (found.kind, found.object) == (Kind.SLOT_MISSING, slots[-4])
-    first, last = names.number_of(slots[-4]), names.number_of(slots[-3])
-    assert f"slots {first} to {last}" in found.detail
+    assert (found.kind, found.object, found.shard) == (Kind.SLOT_MISSING, slots[-4], 0)
+    before, behind = names.number_of(slots[-5]), names.number_of(slots[-2])
+    assert f"behind slot {before} and before slot {behind}" in found.detail
 
 
-def test_a_journal_whose_end_was_lost_is_found(store: MemoryStore) -> None:
+def test_a_log_whose_end_was_lost_is_found(store: MemoryStore) -> None:
     newest = shard_tip(store).checkpoint
     assert newest is not None
-    above = [key for key in keys(store, JOURNAL) if names.number_of(key) >= newest.slot]
+    above = [key for key in keys(store, names.log_prefix(newest.log_id)) if names.number_of(key) >= newest.at]
     for key in above:
         store.delete(key)
     assert (Kind.SLOT_MISSING, above[0]) in kinds(audited(store))
 
 
-# ---- the order of the journal
+# ---- the epochs of sections
 
 
-def rewritten(body: bytes, **changed: object) -> bytes:
-    """A slot with another header, and a checksum that is right."""
-    header, records = slot_format.decode_slot(body)
-    return slot_format.encode_slot(dataclasses.replace(header, **changed), records)  # type: ignore[arg-type]
+def of_epoch(body: bytes, epoch: int) -> bytes:
+    """A log slot whose section is of another epoch, and checksums that are right."""
+    slot = log_slot_format.decode_log_slot(body)
+    header, records = slot_format.decode_slot(slot.section(0))
+    section = slot_format.encode_slot(dataclasses.replace(header, epoch=epoch), records)
+    heads = {0: Head(epoch, slot.header.heads[0].last_slot)}
+    return log_slot_format.encode_log_slot(dataclasses.replace(slot.header, heads=heads), {0: section})
 
 
 def test_an_epoch_that_falls_is_found(store: MemoryStore) -> None:
-    key = keys(store, JOURNAL)[-1]
-    change(store, key, lambda body: rewritten(body, epoch=1))
-    assert kinds(audited(store)) == [(Kind.JOURNAL_RULE, key)]
+    key = keys(store, LOGS)[-1]
+    change(store, key, lambda body: of_epoch(body, 1))
+    assert kinds(audited(store)) == [(Kind.LOG_RULE, key)]
 
 
-def test_an_epoch_without_a_fence_is_found_and_that_the_shard_never_had_it(store: MemoryStore) -> None:
-    key = keys(store, JOURNAL)[-1]
-    change(store, key, lambda body: rewritten(body, epoch=3))
-    newest = keys(store, SHARD_MANIFESTS)[-1]
-    assert kinds(audited(store)) == [(Kind.JOURNAL_RULE, key), (Kind.BEYOND_JOURNAL, newest)]
-
-
-def test_a_slot_under_the_number_of_another_is_found(store: MemoryStore) -> None:
-    key, other = keys(store, JOURNAL)[-2:]
-    change(store, key, lambda _: store.get(other))
-    assert kinds(audited(store)) == [(Kind.JOURNAL_RULE, key)]
+def test_an_epoch_that_the_shard_never_had_is_found(store: MemoryStore) -> None:
+    change(store, keys(store, LOGS)[-1], lambda body: of_epoch(body, 3))
+    assert kinds(audited(store)) == [(Kind.BEYOND_LOG, keys(store, SHARD_MANIFESTS)[-1])]
 
 
 # ---- what is nobody's
@@ -348,7 +344,7 @@ def test_what_the_store_does_not_give_is_told(store: MemoryStore) -> None:
     assert "out for lunch" in found.detail
 
 
-@pytest.mark.parametrize("what", ["live bucket", "topic manifest", "journal slot", "checkpoint"])
+@pytest.mark.parametrize("what", ["live bucket", "topic manifest", "log slot", "checkpoint"])
 def test_damage_that_a_second_read_does_not_show_is_none(store: MemoryStore, what: str) -> None:
     key = OBJECTS[what][0](store)
     body = store.get(key)

@@ -11,7 +11,7 @@ import pytest
 
 from audit.findings import Finding, Kind, Report, Severity
 from storage_backends import commit, manifest_collection, topic_manifest
-from storage_backends.formats import bucket_format, names, slot_format
+from storage_backends.formats import bucket_format, names
 from storage_backends.formats.bucket_format import SegmentLimits
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.formats.row_columns import Rows
@@ -20,6 +20,7 @@ from tests._support.engine_fixture import EPOCH_MS, EngineFixture
 from tests.audit._support.audits import (
     HOUR_MS,
     LIMITS,
+    LOGS,
     SMALL,
     TOPIC_ID,
     audited,
@@ -28,9 +29,11 @@ from tests.audit._support.audits import (
     in_virtual_time,
     keys,
     sealed,
+    sections_of,
     shard_tip,
     sound_root,
     topic_tip,
+    without_sections,
 )
 from tests.daemon.engine._support.calling import acknowledge, cancel, delete_topic
 
@@ -165,14 +168,13 @@ def test_rows_of_a_bucket_that_has_just_left_are_accounted_for() -> None:
 
     in_virtual_time(store, live)
     put_bucket(store, 1, range(20))
-    for key in keys(store, names.journal_prefix(0))[1:]:
-        store.delete(key)
+    without_sections(store)
     assert unaccounted(audited(store)) == []
     store.delete(topic_tip(store).tombstones[0].object.name)
     assert len(unaccounted(audited(store))) == 1
 
 
-def test_rows_that_wait_in_the_journal_are_accounted_for(store: MemoryStore) -> None:
+def test_rows_that_wait_in_sections_are_accounted_for(store: MemoryStore) -> None:
     put_bucket(store, 31, range(9))
     (found,) = unaccounted(audited(store))
     assert "2 of its 9 rows" in found.detail
@@ -182,14 +184,15 @@ def test_rows_that_wait_in_the_journal_are_accounted_for(store: MemoryStore) -> 
 def test_rows_that_wait_in_the_checkpoint_are_accounted_for(store: MemoryStore) -> None:
     covered = shard_tip(store).checkpoint
     assert covered is not None
-    in_journal = {
+    in_sections = {
         entry
-        for key in keys(store, names.journal_prefix(0))
-        for record in slot_format.read_slot(store.get(key)).records
+        for section in sections_of(store)
+        if section.header.slot > shard_tip(store).previous_slot
+        for record in section.records
         if record.topic_id == names.topic_id("other")
         for entry in getattr(record.decoded(), "rows").entry_id.tolist()  # noqa: B009
     }
-    assert not {0, 1, 2} <= in_journal
+    assert not {0, 1, 2} <= in_sections
     put_bucket(store, 41, range(12), topic="other")
     assert unaccounted(audited(store)) == []
     put_bucket(store, 41, range(15), topic="other")
@@ -210,9 +213,9 @@ def test_rows_of_another_index_account_for_nothing(store: MemoryStore) -> None:
     assert f"5 of its 5 rows of index {subscription_id}" in found.detail
 
 
-def test_nothing_is_said_of_rows_where_the_journal_is_damaged(store: MemoryStore) -> None:
+def test_nothing_is_said_of_rows_where_a_log_is_damaged(store: MemoryStore) -> None:
     put_bucket(store, 777, range(5))
-    slot = keys(store, names.journal_prefix(0))[-1]
+    slot = keys(store, LOGS)[-1]
     store.put(slot, b"no slot")
     report = audited(store)
     assert [(found.kind, found.object) for found in findings(report)] == [(Kind.DAMAGED, slot)]
@@ -230,7 +233,7 @@ def test_nothing_is_said_of_rows_where_a_live_bucket_is_missing(store: MemorySto
 
 
 def story_with(act: str) -> MemoryStore:
-    """Rows of ledger 1 are in the journal, and leave in the way that is named."""
+    """Rows of ledger 1 are in sections, and leave in the way that is named."""
     store = MemoryStore(wall_clock=lambda: EPOCH_MS / 1000)
 
     async def live(machines: EngineFixture) -> None:
@@ -255,7 +258,7 @@ def story_with(act: str) -> MemoryStore:
 
 
 @pytest.mark.parametrize("act", ["cancelled", "acknowledged"])
-def test_rows_of_which_the_journal_says_that_they_left_are_not_lost(act: str) -> None:
+def test_rows_of_which_sections_say_that_they_left_are_not_lost(act: str) -> None:
     store = story_with(act)
     put_bucket(store, 1, range(5), base=1)
     assert unaccounted(audited(store)) == []
@@ -273,7 +276,7 @@ def test_rows_of_a_topic_that_was_deleted_since_are_nobodys() -> None:
     assert len(unaccounted(audited(store))) == 1
 
 
-def test_a_seal_that_never_was_committed_has_rows_that_are_still_in_the_journal() -> None:
+def test_a_seal_that_never_was_committed_has_rows_that_are_still_in_sections() -> None:
     store = MemoryStore(wall_clock=lambda: EPOCH_MS / 1000)
 
     async def live(machines: EngineFixture) -> None:
@@ -289,7 +292,6 @@ def test_a_seal_that_never_was_committed_has_rows_that_are_still_in_the_journal(
     report = audited(store)
     assert [kind for kind, _ in report.tally.kinds] == [Kind.UNNAMED]
     assert unaccounted(report) == []
-    for key in keys(store, names.journal_prefix(0))[2:]:
-        store.delete(key)
+    without_sections(store)
     (found,) = unaccounted(audited(store))
     assert "20 of its 20 rows" in found.detail

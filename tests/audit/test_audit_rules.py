@@ -13,7 +13,7 @@ from storage_backends import progress_objects
 from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import bucket_format, manifest, names, position_bitmap
 from storage_backends.formats.bucket_format import SegmentLimits
-from storage_backends.formats.manifest import LiveBucket, ShardManifest, TopicManifest
+from storage_backends.formats.manifest import LiveBucket, LogRange, ShardManifest, TopicManifest
 from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import CODEC
@@ -30,6 +30,7 @@ from tests.audit._support.audits import (
     sound_root,
     topic_tip,
 )
+from tests.storage_backends._support.log_slots import OTHER_LOG_ID
 
 ChangeTopic = Callable[[TopicManifest], TopicManifest]
 ChangeShard = Callable[[ShardManifest], ShardManifest]
@@ -153,9 +154,49 @@ def test_a_sound_manifest_that_follows_has_no_finding(store: MemoryStore) -> Non
     assert findings(audited(store)) == []
 
 
+def of_range(tip: ShardManifest, **changed: object) -> ShardManifest:
+    """The last range says something else."""
+    return replace(tip, ranges=(*tip.ranges[:-1], replace(tip.ranges[-1], **changed)))
+
+
+def closed_before(tip: ShardManifest) -> LogRange:
+    """A range that ends two shard slots before the last one begins."""
+    first = tip.ranges[-1].first_slot
+    return LogRange(log_id=OTHER_LOG_ID, epoch=1, after=1, through=2, first_slot=first - 3, last_slot=first - 2)
+
+
 SHARD_RULES: dict[str, tuple[ChangeShard, str]] = {
     "the epoch falls": (lambda tip: replace(tip, epoch=1, settled_epoch=1), "epoch fell from 2 to 1"),
-    "replay_from falls": (lambda tip: replace(tip, replay_from=tip.replay_from - 1), "replay_from fell"),
+    "an epoch is left out": (lambda tip: replace(tip, epoch=4), "epoch rose from 2 to 4"),
+    "nobody owns an open range": (lambda tip: replace(tip, owner=""), "its owner is '', and its last range is open"),
+    "a log is needed from further back": (lambda tip: of_range(tip, after=tip.ranges[-1].after - 1), ": after fell"),
+    "a range begins elsewhere": (
+        lambda tip: of_range(tip, first_slot=tip.ranges[-1].first_slot + 1),
+        "and begins at",
+    ),
+    "a range is closed without a claim": (
+        lambda tip: of_range(tip, through=99, last_slot=99),
+        "ended at slot None, and ends at 99",
+    ),
+    "a range has nothing": (lambda tip: of_range(tip, through=0, last_slot=99), "has nothing"),
+    "a range vanishes": (lambda tip: replace(tip, ranges=()), "left before its shard slots were covered"),
+    "a range comes in without a claim": (
+        lambda tip: replace(tip, ranges=(replace(tip.ranges[-1], log_id=OTHER_LOG_ID),)),
+        "came in without a claim",
+    ),
+    "ranges do not meet": (
+        lambda tip: replace(tip, ranges=(closed_before(tip), *tip.ranges)),
+        "the one before it ends at",
+    ),
+    "epochs of ranges fall": (
+        lambda tip: replace(tip, ranges=(replace(closed_before(tip), epoch=7), *tip.ranges)),
+        "is behind one of epoch 7",
+    ),
+    "no range has what is needed": (
+        lambda tip: of_range(tip, first_slot=tip.previous_slot + 2),
+        "no range has shard slots",
+    ),
+    "a log has no id": (lambda tip: of_range(tip, log_id="mine"), "which is no ULID"),
     "an epoch is settled that nobody had": (lambda tip: replace(tip, settled_epoch=9), "above the epoch"),
     "the checkpoint before is another one": (
         lambda tip: replace(tip, previous_checkpoint=tip.checkpoint),
@@ -206,14 +247,14 @@ def test_a_manifest_of_another_topic_is_damage(store: MemoryStore) -> None:
     assert "it is of topic 'other'" in found[0].detail
 
 
-def test_a_topic_that_is_ahead_of_its_journal_is_found(store: MemoryStore) -> None:
+def test_a_topic_that_is_ahead_of_its_shard_is_found(store: MemoryStore) -> None:
     key = follow(store, lambda tip: replace(tip, applied=1_000_000))
-    assert kinds(audited(store)) == [(Kind.BEYOND_JOURNAL, key)]
+    assert kinds(audited(store)) == [(Kind.BEYOND_LOG, key)]
 
 
 def test_a_topic_whose_owner_the_shard_never_had_is_found(store: MemoryStore) -> None:
     key = follow(store, lambda tip: replace(tip, owner_epoch=9))
-    assert kinds(audited(store)) == [(Kind.BEYOND_JOURNAL, key)]
+    assert kinds(audited(store)) == [(Kind.BEYOND_LOG, key)]
 
 
 # ---- what a manifest says of a bucket

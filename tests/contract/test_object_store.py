@@ -198,11 +198,11 @@ def test_a_reader_sees_the_old_or_the_new_object_never_a_mixture(open_store: Ope
 
 
 def test_a_listing_is_complete_and_knows_sizes(store: ObjectStore) -> None:
-    keys = {f"shards/00/journal/{number:020d}": number % 7 for number in range(970, 1030)}
+    keys = {f"logs/00000000000000000000000001/{number:020d}": number % 7 for number in range(970, 1030)}
     with ThreadPoolExecutor(4) as threads:
         for _ in threads.map(lambda key: store.put(key, b"x" * keys[key]), keys):
             pass
-    listed = {found.key: found.size_bytes for found in store.list("shards/00/journal/")}
+    listed = {found.key: found.size_bytes for found in store.list("logs/00000000000000000000000001/")}
     assert listed.keys() == keys.keys()
     assert all(listed[key] >= size for key, size in keys.items())
 

@@ -57,12 +57,13 @@ def written(log: SlotLog, through: int) -> SlotLog:
     return log
 
 
-def numbers(slots: list[ReadSlot]) -> list[int]:
+def numbers_of(slots: list[ReadSlot]) -> list[int]:
     return [slot.number for slot in slots]
 
 
 def test_a_log_without_slots_shows_none(logs: SlotLogs, owner: SlotLog) -> None:
     assert owner.highest() is None
+    assert owner.numbers() == []
     assert owner.head(1) is None
     assert owner.read(0, 10) == []
     assert logs.log_ids() == frozenset()
@@ -72,10 +73,11 @@ def test_what_was_created_is_shown_to_everybody(logs: SlotLogs, owner: SlotLog) 
     written(owner, 4)
     for log in (owner, logs.log(LOG_ID)):
         assert log.highest() == 4
+        assert log.numbers() == [1, 2, 3, 4]
         assert log.head(3) == log_slot_format.identity_of(log_slots.data(3))
         assert log.head(5) is None
         assert log.read(1, 3) == [ReadSlot(number, log_slots.data(number)) for number in (2, 3)]
-        assert numbers(log.read(0, 100)) == [1, 2, 3, 4]
+        assert numbers_of(log.read(0, 100)) == [1, 2, 3, 4]
     assert logs.log_ids() == {LOG_ID}
 
 
@@ -121,8 +123,9 @@ def test_the_beginning_goes_and_the_end_stays(logs: SlotLogs, owner: SlotLog) ->
     owner.delete_through(4)
     owner.delete_through(4)
     log = logs.log(LOG_ID)
-    assert set(numbers(log.read(0, 10))) >= {5, 6}
+    assert set(numbers_of(log.read(0, 10))) >= {5, 6}
     assert log.highest() == 6
+    assert log.numbers() == numbers_of(log.read(0, 10))
     with pytest.raises(ValueError, match="it stays"):
         owner.delete_through(6)
     with pytest.raises(ValueError, match="it stays"):
@@ -140,7 +143,7 @@ def test_a_fence_stays_and_what_lies_before_it_goes(logs: SlotLogs, owner: SlotL
     fencer.close()
     collector = logs.log(LOG_ID)
     collector.delete_through(3)
-    assert numbers(collector.read(0, 10)) == [4]
+    assert collector.numbers() == numbers_of(collector.read(0, 10)) == [4]
     found = collector.head(4)
     assert found is not None
     assert found.kind is LogSlotKind.FENCE

@@ -1,5 +1,5 @@
 """No slot and no look at the epoch waits behind loads, seals or collection: with real threads, and a store that lets
-everything wait but what belongs to the journals.
+everything wait but what belongs to the log.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOUND_S = 0.5
 FAR_MS = 2_000_000_000_000
 ADDED_TO = "added-to"
 NOT_HELD = re.compile(
-    rf"FORMAT|daemons/|shards/\d+/((journal|manifest|checkpoint)/|topics/($|{names.topic_id(ADDED_TO)}/))"
+    rf"FORMAT|daemons/|logs/|shards/\d+/((manifest|checkpoint)/|topics/($|{names.topic_id(ADDED_TO)}/))"
 )
 
 SETTINGS = [
@@ -49,8 +49,8 @@ SETTINGS = [
 
 
 class HeldStore(MemoryStore):
-    """While it is held, every call waits that is none of the journals or of the topic that is added to. `waits`: is
-    released by each that begins to. While `listed` is not set, the topics are not listed.
+    """While it is held, every call waits that is none of the log, of manifests of shards or of the topic that is added
+    to. `waits`: is released by each that begins to. While `listed` is not set, the topics are not listed.
     """
 
     def __init__(self) -> None:

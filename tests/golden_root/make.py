@@ -1,4 +1,5 @@
-"""Makes the golden root: `python -m tests.golden_root.make` writes `root.tar.xz` and `expected.json` beside this file.
+"""Makes the golden roots, one of each form of logs: `python -m tests.golden_root.make` writes an archive of each and
+what it must serve beside this file.
 
 Daemons of this commit are asked through the client for one of each thing that they can store, killed, taken over from,
 and misled where a state is rare (`misled_daemon`). What the root must serve is written down beside each request, by an
@@ -27,7 +28,7 @@ from typing import Any
 
 import tarry
 from examples.processes import DaemonProcess, local_store
-from storage_backends import topic_manifest
+from storage_backends import file_log, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.local_directory import LocalDirectory
 from tests._support import patience
@@ -36,7 +37,7 @@ from tests.golden_root import misled_daemon
 from tests.golden_root.account import NO_BATCH_INDEX, Json, Row, TopicAccount
 
 HERE = Path(__file__).parent
-ARCHIVE, EXPECTED = HERE / "root.tar.xz", HERE / "expected.json"
+FORMS = tuple(form.name.lower() for form in manifest.LogForm)
 PAST_MS = 1_577_836_800_000  # 2020
 FAR_MS = 7_258_118_400_000  # 2200
 CENTURY_MS = 36_500 * 86_400_000
@@ -44,7 +45,7 @@ PRECISION_MS = 256
 SHARDS = 4
 TIMEOUT_S = 120.0
 PROGRAM = (sys.executable, "-m", misled_daemon.__name__)
-TRANSIENT = {".locks", ".temporary", "daemons", "probe"}
+TRANSIENT = {".locks", ".temporary", "daemons", "probe", file_log.LOCK_FILE}
 SETTINGS: Mapping[str, object] = {
     "daemon.shards": SHARDS,
     "limits.delay_max_ms": 9_007_199_254_740_992,
@@ -68,13 +69,13 @@ class Owner(LedgerOwnerServer):
 
 
 class Story:
-    """The root, its daemon and the accounts of its topics."""
+    """The root, its daemon and the accounts of its topics. `form`: of its logs."""
 
-    def __init__(self, directory: Path, owner: Owner) -> None:
+    def __init__(self, directory: Path, owner: Owner, form: str) -> None:
         self.root, self.offloaded = directory / "root", directory / "offloaded"
         self.topics: dict[str, TopicAccount] = {}
         self.deletions: dict[str, Any] = {"pending": [], "given_up": [], "ended": [], "in_use": 0}
-        self._directory, self._owner = directory, owner
+        self._directory, self._owner, self._form = directory, owner, form
         self._control = directory / "control.json"
         os.environ[misled_daemon.CONTROL] = str(self._control)
         self.mislead()
@@ -86,8 +87,8 @@ class Story:
         written.replace(self._control)
 
     @contextlib.contextmanager
-    def daemon(self, daemon_id: str, **settings: object) -> Iterator[tarry.Client]:
-        """A daemon that is killed at the end, and its client."""
+    def daemon(self, daemon_id: str, *, stops: bool = False, **settings: object) -> Iterator[tarry.Client]:
+        """A daemon that is killed at the end, or `stops` in order, and its client."""
         configuration = (
             f'[[deletion.object_stores]]\nname = "archive"\ndrivers = ["{OFFLOAD_DRIVER}"]\nkind = "local"\n'
             f'path = "{self.offloaded}"\n'
@@ -97,6 +98,7 @@ class Story:
         given = {
             **SETTINGS,
             **local_store(self.root),
+            "store.log_form": self._form,
             **{key.replace("__", "."): value for key, value in settings.items()},
         }
         daemon = DaemonProcess(daemon_id, self._directory, given, configuration=configuration, program=PROGRAM)
@@ -105,6 +107,8 @@ class Story:
             with tarry.Client(daemon.address, timeout_s=TIMEOUT_S) as client:
                 self.client = client
                 yield client
+            if stops:
+                daemon.terminate()
 
     # ---- requests, each with its account
 
@@ -658,7 +662,7 @@ def checkpointed(story: Story, topic: str) -> None:
 
 
 def to_be_carried(story: Story) -> None:
-    """A topic in the journal, that the next owner cannot load."""
+    """A topic in the log, that the next owner cannot load."""
     topic = "carried"
     story.subscribe(topic, "s")
     story.add(topic, 1, range(10), PAST_MS)
@@ -681,7 +685,7 @@ def unsealed(story: Story) -> None:
 
 
 def above_the_checkpoints(story: Story) -> None:
-    """What only the journal knows."""
+    """What only the log knows."""
     story.add("orders", 5, range(7), FAR_MS)
     story.ack("orders", "ship", 3, range(14, 16))
     withdraw(story, "orders", 4, range(3), range(3, 6))
@@ -711,7 +715,7 @@ REFUSED = tuple((operation, CARRIED_MANIFESTS) for operation in ("list", "head",
 
 
 def tell(story: Story) -> None:
-    with story.daemon("one", collection__grace_s=0, collection__attempts_max=1):
+    with story.daemon("one", stops=True, collection__grace_s=0, collection__attempts_max=1):
         collected(story)
     with story.daemon("one"):
         for chapter in (orders, compatible, merged, private, unshared, redelivered, levels, keys, deleted):
@@ -756,26 +760,36 @@ def pack(root: Path) -> bytes:
     return packed.getvalue()
 
 
-def unpack(directory: Path) -> Path:
-    """A copy of the golden root."""
-    with tarfile.open(ARCHIVE) as archive:
+def archive_of(form: str) -> Path:
+    return HERE / f"root-{form}.tar.xz"
+
+
+def expected_of(form: str) -> Path:
+    return HERE / f"expected-{form}.json"
+
+
+def unpack(form: str, directory: Path) -> Path:
+    """A copy of the golden root whose logs have that form."""
+    with tarfile.open(archive_of(form)) as archive:
         archive.extractall(directory, filter="data")
     return directory
 
 
 def main() -> int:
-    if ARCHIVE.exists():
-        sys.stderr.write(f"{ARCHIVE} exists: it stays as it is until the storage format is broken on purpose\n")
+    there = [path for path in map(archive_of, FORMS) if path.exists()]
+    if there:
+        sys.stderr.write(f"{there[0]} exists: it stays as it is until the storage format is broken on purpose\n")
         return 1
     owner = Owner()
     owner.start()
     try:
-        with tempfile.TemporaryDirectory(prefix="tarry-golden-") as directory:
-            story = Story(Path(directory), owner)
-            tell(story)
-            body = pack(story.root)
-            EXPECTED.write_text(json.dumps(expectation(story)).replace(", [", ",\n[") + "\n")
-            ARCHIVE.write_bytes(body)
+        for form in FORMS:
+            with tempfile.TemporaryDirectory(prefix="tarry-golden-") as directory:
+                story = Story(Path(directory), owner, form)
+                tell(story)
+                body = pack(story.root)
+                expected_of(form).write_text(json.dumps(expectation(story)).replace(", [", ",\n[") + "\n")
+                archive_of(form).write_bytes(body)
     finally:
         owner.stop()
     return 0

@@ -42,8 +42,14 @@ class _SteppingClock(SystemClock):
         return super().now_ms() + int(_control()["step_ms"])
 
 
+class _MisledStore(FaultStore):
+    @property
+    def folder(self) -> str | None:
+        return self.inner.folder
+
+
 def _misled_store(place: store_opening.Place, *, deletions_survive: bool = False) -> object_store.ObjectStore:
-    return FaultStore(_open_store(place, deletions_survive=deletions_survive), _decide)
+    return _MisledStore(_open_store(place, deletions_survive=deletions_survive), _decide)
 
 
 _open_store = store_opening.open_store

@@ -1,7 +1,9 @@
-"""The golden root is served and read as it was written, and has one of each kind of thing that is stored."""
+"""The golden roots are served and read as they were written, and have one of each kind of thing that is stored."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
 import re
 import time
@@ -13,9 +15,18 @@ import pytest
 import tarry
 from audit.findings import Kind
 from examples.processes import DaemonProcess, local_store
-from storage_backends import object_store
-from storage_backends.formats import bucket_format, checkpoint_format, deletion_format, manifest, slot_format
+from storage_backends import log_fence, log_opening, object_store
+from storage_backends.formats import (
+    bucket_format,
+    checkpoint_format,
+    deletion_format,
+    log_slot_format,
+    manifest,
+    names,
+    slot_format,
+)
 from storage_backends.formats.generated import deletion_pb2, journal_pb2
+from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.local_directory import LocalDirectory
 from tests.audit._support import audits
 from tests.golden_root import account, make
@@ -23,22 +34,28 @@ from tests.golden_root import account, make
 DOCUMENT = Path(__file__).parents[2] / "docs" / "STORAGE_FORMAT.md"
 
 
-@pytest.fixture(scope="module")
-def expected() -> account.Json:
-    return json.loads(make.EXPECTED.read_text())
+@pytest.fixture(scope="module", params=make.FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    """Of the logs of the root."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def expected(form: str) -> account.Json:
+    return json.loads(make.expected_of(form).read_text())
+
+
+@pytest.fixture(scope="module")
+def root(form: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """To be read only."""
-    return make.unpack(tmp_path_factory.mktemp("golden"))
+    return make.unpack(form, tmp_path_factory.mktemp("golden"))
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tarry.Client]:
+def client(form: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tarry.Client]:
     """Of a daemon that serves a copy, under the id of the one that died on it, and has loaded all of it."""
     directory = tmp_path_factory.mktemp("served")
-    settings = local_store(make.unpack(directory / "root"))
+    settings = local_store(make.unpack(form, directory / "root"))
     with DaemonProcess(make.LAST_DAEMON, directory, settings) as daemon:
         daemon.start_serving(timeout_s=600)
         with tarry.Client(daemon.address, timeout_s=600) as client:
@@ -109,9 +126,12 @@ class Stored:
                 bodies[listed.key] = store.get(listed.key)
             except object_store.Damaged:
                 self.damaged.append(listed.key)
-        self.magics = {body[:4].decode() for body in bodies.values()}
+        self.logs = dict(_logs(store, manifest.decode_root_format(bodies[names.FORMAT_KEY]).log_form))
+        log_slots = [slot for slots in self.logs.values() for slot in slots]
+        stored = [slot.section(shard) for slot in log_slots for shard in slot.shards]
+        self.magics = {body[:4].decode() for body in (log_slot_format.MAGIC, *bodies.values(), *stored)}
         of = {kind: [body for key, body in bodies.items() if f"/{kind}/" in key] for kind in KINDS}
-        self.slots = [slot_format.read_slot(body) for body in of["journal"]]
+        self.slots = [slot_format.read_slot(body) for body in stored]
         self.checkpoints = [checkpoint_format.decode_checkpoint(body) for body in of["checkpoint"]]
         self.progress_objects = [manifest.decode_progress(body) for body in of["progress"]]
         shards: list[tuple[str, bytes]] = []
@@ -131,7 +151,17 @@ class Stored:
         self.parts = [part for each in self.checkpoints for part in each.topics]
 
 
-KINDS = ("journal", "checkpoint", "progress")
+KINDS = ("checkpoint", "progress")
+
+
+def _logs(store: LocalDirectory, form: manifest.LogForm) -> Iterator[tuple[str, list[log_slot_format.LogSlot]]]:
+    """By log, its slots, ascending."""
+    with concurrent.futures.ThreadPoolExecutor() as executor:
+        logs = log_opening.open_logs(form, store, executor)
+        for log_id in sorted(logs.log_ids()):
+            with contextlib.closing(logs.log(log_id)) as slots:
+                found = slots.read(0, slots.highest() or 0)
+            yield log_id, [log_fence.decoded(log_id, each.number, each.body, each.damage) for each in found]
 
 
 def _tips(found: list[tuple[str, bytes]], decode: account.Json) -> dict[str, account.Json]:
@@ -146,7 +176,7 @@ def stored(root: Path) -> Stored:
 
 def test_it_has_each_kind_of_object(stored: Stored) -> None:
     documented = set(re.findall(r"`(Ty[A-Z]{2})`", DOCUMENT.read_text())) - {"TyBF"}
-    assert len(documented) == 8
+    assert len(documented) == 9
     assert stored.magics == documented
 
 
@@ -182,11 +212,14 @@ def _index_kind(index_id: int) -> str:
     return "shared" if index_id == 0 else "parts" if index_id >= 1 << 63 else "own"
 
 
-def test_it_has_slots_and_fences_of_two_owners_above_two_checkpoints(stored: Stored) -> None:
-    assert {slot.header.kind for slot in stored.slots} == set(slot_format.SlotKind)
-    for tip in stored.shard_tips:
-        of_shard = [slot.header for slot in stored.slots if slot.header.shard == tip.shard]
-        assert len({header.epoch for header in of_shard if header.kind is slot_format.SlotKind.FENCE}) >= 2
+def test_it_has_logs_of_two_owners_and_sections_above_two_checkpoints(stored: Stored) -> None:
+    kinds = {slot.header.kind for slots in stored.logs.values() for slot in slots}
+    assert kinds | {LogSlotKind.OPEN} == set(LogSlotKind), "OPEN goes when no shard needs it"
+    living = {tip.open_range.log_id for tip in stored.shard_tips if tip.open_range is not None}
+    ended = {log_id for log_id, slots in stored.logs.items() if slots[-1].header.kind.ends}
+    assert living | ended == stored.logs.keys()
+    assert living.isdisjoint(ended)
+    assert {each.log_id for tip in stored.shard_tips for each in tip.ranges} & ended, "a range that is closed"
     both = [tip for tip in stored.shard_tips if tip.checkpoint and tip.previous_checkpoint]
     assert len(both) >= 2
     tails = {

@@ -25,7 +25,9 @@ def test_an_absent_root_is_refused_and_not_created() -> None:
 
 def test_a_root_of_another_version_is_refused() -> None:
     store = MemoryStore()
-    other = manifest.RootFormat(format_version=99, shards=2, created_ms=0, root_id="r")
+    other = manifest.RootFormat(
+        format_version=99, shards=2, created_ms=0, root_id="r", log_form=manifest.LogForm.OBJECTS
+    )
     store.put(names.FORMAT_KEY, manifest.encode_root_format(other))
     with pytest.raises(Damaged, match="format version 99"):
         Root.open(store)

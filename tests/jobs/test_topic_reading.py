@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from daemon.shard import checkpoint_store, shard_manifest
 from jobs.root import Root, TopicPlace
 from jobs.topic_reading import read_states
 from jobs.topic_state import TopicState, owed_mask, rows_of
-from storage_backends import commit, shard_manifests
 from storage_backends.formats import checkpoint_format, names, slot_format
-from storage_backends.formats.manifest import CheckpointReference, ShardManifest, Subscription
+from storage_backends.formats.manifest import LogForm, Subscription
 from storage_backends.formats.position_bitmap import position_bitmaps
 from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.formats.shard_slot import ShardSlot
+from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
+from storage_backends.object_log import ObjectLogs
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
 from storage_backends.topic_manifest import DeleteTopic, SetSubscriptions
-from tests._support.fault_places import JOURNAL
+from tests.daemon.owner._support.log_walk import AtOnce
 from tests.jobs._support.roots import NOW_MS, StoredTopic, make_root
+from tests.jobs._support.stored_logs import LogDaemon
 
 S, OTHER = 1, 2
 
@@ -43,56 +45,34 @@ class WatchedStore(MemoryStore):
 
 
 class Shard:
-    """The journal and the checkpoints of a topic's shard, as its owner of epoch 1 writes them."""
+    """A topic's shard, as its owner writes it."""
 
-    def __init__(self, topic: StoredTopic) -> None:
+    def __init__(self, topic: StoredTopic, owner: LogDaemon | None = None) -> None:
         self.topic = topic
-        self.slot = 0
-        self._log = shard_manifests.shard_log(
-            topic.store,
-            topic.shard,
-            monotonic=lambda: 0.0,
-            sleep=lambda _: None,
-            jitter=lambda: 0.5,
-            new_id=lambda: f"shard-{next(topic._numbers):08}",
-        )
-        self._commit(shard_manifest.Claim(shard=topic.shard, epoch=1, owner="one", address="one:1"))
+        self.owner = owner or LogDaemon(topic.store, ObjectLogs(topic.store, AtOnce()), "one")
+        self.owner.claim(topic.shard)
 
-    def _commit(self, operation: commit.Operation[ShardManifest]) -> None:
-        commit.commit(self._log, operation, writer="owner", created_ms=NOW_MS, deadline_s=1.0)
+    def write(self, *records: slot_format.Record) -> int:
+        """The number of the log slot."""
+        return self.owner.write({self.topic.shard: records})
 
-    def write(self, *records: slot_format.Record) -> None:
-        self.slot += 1
-        header = slot_format.SlotHeader(
-            self.topic.shard, 1, ShardSlot(self.slot), slot_format.SlotKind.DATA, len(records)
-        )
-        self.topic.store.put(
-            names.journal_slot_key(self.topic.shard, self.slot), slot_format.encode_slot(header, records)
-        )
-
-    def add(self, ledger: int, *entries: int, index: int = 0, incarnation: int = 1) -> None:
-        self.write(slot_format.AddRecord(self.topic.topic_id, incarnation, index, rows(ledger, *entries)))
+    def add(self, ledger: int, *entries: int, index: int = 0, incarnation: int = 1) -> int:
+        return self.write(slot_format.AddRecord(self.topic.topic_id, incarnation, index, rows(ledger, *entries)))
 
     def acknowledge(self, by: int, ledger: int, *entries: int) -> None:
         self.write(slot_format.AcknowledgeRecord(self.topic.topic_id, 1, by, rows(ledger, *entries)))
 
-    def checkpoint(self, mutable: Rows) -> None:
-        """Everything up to now; what the checkpoint before covers leaves the journal."""
-        part = checkpoint_format.TopicPart(self.topic.topic_id, self.topic.name, 1, mutable)
-        written = checkpoint_format.Checkpoint(self.topic.shard, 1, ShardSlot(self.slot), (part,))
-        tip = self._log.read_tip()
-        assert tip is not None
-        before = 0 if tip.manifest.checkpoint is None else tip.manifest.checkpoint.replay_from
-        unique = f"c{self.slot}"
-        reference = checkpoint_store.write_checkpoint(self.topic.store, written, base=tip.number, unique=unique)
-        named = CheckpointReference(object=reference, slot=ShardSlot(self.slot), replay_from=ShardSlot(self.slot))
-        self._commit(
-            shard_manifest.WriteCheckpoint(
-                reference=named, replay_from=ShardSlot(self.slot), epoch=1, delete_after_ms=NOW_MS
-            )
-        )
-        for slot in range(1, before + 1):
-            self.topic.store.delete(names.journal_slot_key(self.topic.shard, slot))
+    def checkpoint(self, mutable: Rows) -> str:
+        """Everything up to now; what nobody needs any more leaves the log. The key of the checkpoint."""
+        cut = self.owner.checkpoint(self.topic.shard, self.part(mutable))
+        lowest = self.owner.tip(self.topic.shard).lowest_after(self.owner.log_id)
+        assert lowest is not None
+        if 0 < lowest < self.owner.own.last_certain:
+            self.owner.truncate(lowest)
+        return cut.object.name
+
+    def part(self, mutable: Rows) -> checkpoint_format.TopicPart:
+        return checkpoint_format.TopicPart(self.topic.topic_id, self.topic.name, 1, mutable)
 
 
 def rows(ledger: int, *entries: int, due_ms: int = NOW_MS) -> Rows:
@@ -255,10 +235,104 @@ def test_slots_that_are_deleted_before_they_are_read_are_in_the_newer_checkpoint
         shard.checkpoint(rows(1, 0, 1, 2, 3))
         shard.add(1, 4)
 
-    store.before[JOURNAL] = go_on
+    store.before[names.LOGS_PREFIX] = go_on
     state = state_of(store)
     assert entries(store, state) == [0, 1, 2, 3, 4]
     assert state.applied_slot == 5
+
+
+@pytest.mark.parametrize("when", [names.LOGS_PREFIX, "/topics/"])
+def test_what_another_owner_writes_meanwhile_counts(store: WatchedStore, when: str) -> None:
+    """Before its log is known, and after that of the former owner was read."""
+    topic = StoredTopic(store, "t")
+    shard = Shard(topic)
+    shard.add(1, 0)
+
+    def take_over() -> None:
+        other = LogDaemon(store, ObjectLogs(store, AtOnce()), "two")
+        other.claim(topic.shard, other.fence(shard.owner))
+        other.write({topic.shard: [slot_format.AddRecord(topic.topic_id, 1, 0, rows(1, 1))]})
+        topic.take_over()
+
+    store.before[when] = take_over
+    state = state_of(store)
+    assert entries(store, state) == [0, 1]
+    assert state.manifest.owner_epoch == 2
+
+
+def test_a_shard_that_is_handed_over_meanwhile_is_read_from_its_checkpoints(store: WatchedStore) -> None:
+    topic = StoredTopic(store, "t")
+    shard = Shard(topic)
+    shard.add(1, 0)
+
+    def hand_over() -> None:
+        shard.owner.release(topic.shard, shard.part(rows(1, 0)))
+
+    store.before["/topics/"] = hand_over
+    assert entries(store, state_of(store)) == [0]
+    successor = LogDaemon(store, ObjectLogs(store, AtOnce()), "two")
+    assert entries(store, state_of(store)) == [0]
+    Shard(topic, successor).add(1, 1)
+    assert entries(store, state_of(store)) == [0, 1]
+
+
+def test_an_owner_that_needs_less_meanwhile_deletes_what_was_to_be_read(store: WatchedStore) -> None:
+    topic = StoredTopic(store, "t")
+    shard = Shard(topic)
+    other = 1 - topic.shard
+    shard.owner.claim(other)
+    shard.add(1, 0)
+    for _ in range(2):
+        shard.checkpoint(rows(1, 0))
+
+    def go_on() -> None:
+        for _ in range(3):
+            shard.owner.write({other: []})
+        shard.owner.need_less(topic.shard)
+        shard.add(1, 1)
+
+    store.before[names.LOGS_PREFIX] = go_on
+    assert entries(store, state_of(store)) == [0, 1]
+
+
+def test_each_log_is_read_once_for_all_shards(store: WatchedStore) -> None:
+    topics = [StoredTopic(store, name) for name in ("t", "u", "v", "w")]
+    owner = LogDaemon(store, ObjectLogs(store, AtOnce()), "one")
+    for shard in (0, 1):
+        owner.claim(shard)
+    for entry in range(5):
+        owner.write(
+            {
+                shard: [
+                    slot_format.AddRecord(each.topic_id, 1, 0, rows(1, entry)) for each in topics if each.shard == shard
+                ]
+                for shard in (0, 1)
+            }
+        )
+    states = list(read_states(Root.open(store)))
+    assert [entries(store, state) for state in states] == [list(range(5))] * 4
+    slots = [key for key in store.read if key.startswith(names.LOGS_PREFIX)]
+    highest = names.log_slot_key(owner.log_id, 6)
+    assert len(set(slots)) == 5
+    assert sorted({key for key in slots if slots.count(key) > 1}) == [highest], "it is looked at again for the end"
+
+
+@pytest.mark.parametrize("log_form", list(LogForm))
+def test_both_forms_of_logs_are_read(tmp_path: Path, log_form: LogForm) -> None:
+    with LocalDirectory(tmp_path / "root") as store:
+        make_root(store, log_form)
+        topic = StoredTopic(store, "t")
+        logs = Root.open(store).logs(AtOnce())
+        shard = Shard(topic, LogDaemon(store, logs, "one"))
+        for entry in range(3):
+            shard.add(1, entry)
+        assert entries(store, state_of(store)) == [0, 1, 2], "while its owner lives"
+        shard.checkpoint(rows(1, 0, 1, 2))
+        other = LogDaemon(store, logs, "two")
+        other.claim(topic.shard, other.fence(shard.owner))
+        other.write({topic.shard: [slot_format.AddRecord(topic.topic_id, 1, 0, rows(1, 3))]})
+        assert entries(store, state_of(store)) == [0, 1, 2, 3]
+        other.close()
 
 
 def test_what_is_written_before_a_manifest_is_read_counts(store: WatchedStore) -> None:
@@ -305,27 +379,55 @@ def test_what_is_lost_is_not_asked_for_for_ever(store: WatchedStore) -> None:
 # ---- damage
 
 
-def test_a_damaged_slot_is_named_to_each_topic_of_its_shard_and_the_others_are_read(store: WatchedStore) -> None:
+def damage_section(store: ObjectStore, log_id: str, number: int) -> str:
+    """Flips the last bit of a log slot; its key."""
+    key = names.log_slot_key(log_id, number)
+    body = store.get(key)
+    store.put(key, body[:-1] + bytes([body[-1] ^ 1]))
+    return key
+
+
+def test_a_damaged_section_is_named_to_each_topic_of_its_shard_and_the_others_are_read(store: WatchedStore) -> None:
     topics = [StoredTopic(store, name) for name in ("t", "u", "v", "w")]
-    damaged = topics[0].shard
     assert {topic.shard for topic in topics} == {0, 1}
-    key = names.journal_slot_key(damaged, 1)
-    store.put(key, b"no slot")
+    owner = LogDaemon(store, ObjectLogs(store, AtOnce()), "one")
+    for shard in (0, 1):
+        owner.claim(shard)
+    owner.write({shard: [] for shard in (0, 1)})
+    owner.write({shard: [] for shard in (0, 1)})
+    # The last section of a slot is that of shard 1.
+    damage_section(store, owner.log_id, 2)
     failures: dict[TopicPlace, StoreError] = {}
     states = list(read_states(Root.open(store), failed=failures.__setitem__))
-    assert {state.name for state in states} == {topic.name for topic in topics if topic.shard != damaged}
-    assert {place.topic_id for place in failures} == {topic.topic_id for topic in topics if topic.shard == damaged}
-    assert {error.key for error in failures.values()} == {key}
-    with pytest.raises(Damaged, match=key):
+    assert {state.name for state in states} == {topic.name for topic in topics if topic.shard == 0}
+    assert {place.topic_id for place in failures} == {topic.topic_id for topic in topics if topic.shard == 1}
+    (reason,) = {str(error) for error in failures.values()}
+    assert "shard 1, shard slot 1" in reason
+    assert f"section of shard 1 in slot 2 of log {owner.log_id} is damaged" in reason
+    with pytest.raises(Damaged, match="shard 1, shard slot 1"):
         list(read_states(Root.open(store)))
 
 
-def test_a_journal_with_a_gap_is_damaged(store: WatchedStore) -> None:
+def test_a_log_with_a_hole_is_damaged(store: WatchedStore) -> None:
     shard = Shard(StoredTopic(store, "t"))
     for entry in range(3):
         shard.add(1, entry)
-    store.delete(names.journal_slot_key(shard.topic.shard, 2))
-    with pytest.raises(Damaged, match=r"0002: it is missing though a later slot exists"):
+    store.delete(names.log_slot_key(shard.owner.log_id, 3))
+    with pytest.raises(Damaged, match=r"shard slot 2, behind slot 2 and before slot 4: it is missing"):
+        state_of(store)
+
+
+def test_a_log_without_its_end_is_damaged(store: WatchedStore) -> None:
+    """Its last slots may have held anything."""
+    shard = Shard(StoredTopic(store, "t"))
+    number = shard.add(1, 0)
+    key = names.log_slot_key(shard.owner.log_id, number)
+    store.put(key, b"no slot")
+    with pytest.raises(Damaged, match=key):
+        state_of(store)
+    for each in range(1, number + 1):
+        store.delete(names.log_slot_key(shard.owner.log_id, each))
+    with pytest.raises(Damaged, match="a manifest names the log, and it has no slot"):
         state_of(store)
 
 
@@ -334,9 +436,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(store: WatchedStore) 
     shard.add(1, 0)
     shard.checkpoint(rows(1, 0))
     shard.add(1, 1)
-    shard.checkpoint(rows(1, 0, 1))
+    newest = shard.checkpoint(rows(1, 0, 1))
     shard.add(1, 2)
-    (newest,) = [each.key for each in store.list(names.checkpoint_prefix(shard.topic.shard)) if each.key.endswith("c2")]
     store.put(newest, b"no checkpoint")
     assert entries(store, state_of(store)) == [0, 1, 2]
 

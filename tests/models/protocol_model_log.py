@@ -31,7 +31,7 @@ FS = frozenset
 D = nt('D', 'alive nxt pend late hd own ops cand bound bud')            # daemon i writes log i; nxt - 1 is its last certain slot
 B = nt('B', 'adds tries claims cks rels recl plans dup')                # what it may still do
 PUT = nt('PUT', 'secs heads fly sent made sup')                         # slot nxt under way: copies in flight, sent, creations; lost when last sent
-OWN = nt('OWN', 'e k mem st')                                           # st 0 claimed, 1 serves, 2 stopped, 3 being given back
+OWN = nt('OWN', 'e k mem st')                                           # st 0 claimed, 1 serves, 2 stopped, 3 being given back, 4 lost to another while it was claimed anew
 OP = nt('OP', 'kind e frm k mem fence')                                 # under way on a manifest; frm = last certain slot at freezing
 TIP = nt('TIP', 'epoch ranges ck prev')                                 # ck, prev = (k, records)
 RNG = nt('RNG', 'log epoch frm to first last')
@@ -86,6 +86,8 @@ def claimed(s, tip, i, op, L):
             h = (r.epoch, max([r.first - 1] + [x[2] for n in range(r.frm + 1, f) for x in d[n][1] if x[:2] == (s, r.epoch)]))
         if h and (h[0] == r.epoch or 'heads_no_epoch' in M): last = h[1]; rng[-1] = r._replace(to=f - 1, last=last)
         else: last = tip.ck[0] if 'first_slot' in M else r.first - 1; rng.pop()
+    covered = tip.ck[0] if 'claim_drop_ck' in M else tip.prev[0]
+    rng = [x for x in rng if x.last is None or x.last > covered]
     rng.append(RNG(i, op.e, op.frm, None, last + 1, None))
     return tip._replace(epoch=op.e, ranges=tuple(rng))
 
@@ -150,7 +152,9 @@ def succs(S):
             op = p.ops[s]
             if op is None: continue
             tip = landed(s, SM[s], i, op, L); own = p.own[s]
-            if tip is None: own = None if op.kind in ('cl', 'rc') else own
+            if tip is None:
+                if op.kind == 'rc' and own: own = own._replace(st=4)
+                elif op.kind == 'cl' and own and own.st < 4: own = None
             elif op.kind in ('rel', 'gb'): own = None
             elif op.kind == 'rc' or (op.kind == 'cl' and 'stage_early' not in M): own = OWN(op.e, tip.ranges[-1].first - 1, FS(), 0)
             q = p._replace(ops=rep(p.ops, s, None), own=rep(p.own, s, own) if p.alive else p.own)
@@ -206,7 +210,7 @@ def succs(S):
                     yield to(('p%d freezes a release of shard %d at k %d', i, s, o.k), ops=rep(p.ops, s, OP('rel', o.e, n - 1, o.k, o.mem, None)), own=rep(p.own, s, o._replace(st=2)), bud=b._replace(rels=b.rels - 1))
                 if b.recl and (not put or 'rc_uncertain' in M):
                     yield to(('p%d freezes a reclaim of shard %d at slot %d', i, s, n - 1), ops=rep(p.ops, s, OP('rc', o.e + 1, n - 1, o.k, None, bool(p.hd[s] and p.hd[s][0] == o.e))), own=rep(p.own, s, o._replace(st=2)), bud=b._replace(recl=b.recl - 1))
-            if o is None and b.claims and (log or 'open_late' in M):
+            if (o is None or o.st == 4) and b.claims and (log or 'open_late' in M):
                 f = p.cand[:3] if p.cand and p.cand[3] else None
                 if r is None or (f and (r.log == f[0] or 'epoch_only' in M)):
                     op = OP('cl', tip.epoch + 1, n if 'from_next' in M else n - 1, 0, None, f if r else None); own = p.own
@@ -384,6 +388,8 @@ RUNS = {
     'back':    R_(1, (2, 0, 0, 0, 0, 0, 1, 0), (1, 1, 2, 0, 1, 0, 1, 0), (1, 1, 1, 1, 0, 0, 0, 0), gc=1, back=True),    # a claimant gives back what it won
     'back2':   R_(2, (2, 0, 0, 0, 0, 0, 0, 0), (1, 1, 2, 0, 1, 0, 0, 0), (0, 1, 1, 0, 0, 0, 0, 0), back=True),
     'backrc':  R_(1, (2, 0, 1, 0, 1, 1, 1, 0), (0, 1, 1, 0, 0, 0, 0, 0), back=True),                                # reclaim, then giving back
+    'backck':  R_(1, (2, 0, 1, 2, 1, 1, 1, 0), (1, 1, 2, 0, 1, 0, 0, 0), gc=1, back=True),                          # claims drop ranges, shards are given back
+    'backck2': R_(1, (1, 0, 0, 2, 0, 0, 1, 0), (1, 1, 2, 0, 1, 0, 1, 0), (1, 1, 1, 1, 0, 0, 0, 0), gc=1, back=True),
     'idle':    R_(2, (3, 0, 0, 4, 0, 0, 1, 0), (0, 1, 1, 0, 0, 0, 0, 0)),
 }
 # planted bugs, each with a run that shows it ('again:heads_no_epoch' on the command line)
@@ -415,6 +421,7 @@ MUTANTS = {
     'stage_stopped':   ('release', 'staging after the release was begun'),
     'rc_uncertain':    ('release', 'reclaim while a slot is uncertain'),
     'k_staged':        ('tiny', 'k given at staging'),
+    'claim_drop_ck':   ('fence', 'a claim drops ranges at checkpoint.slot'),
     'drop_ck':         ('fence', 'ranges dropped at checkpoint.slot'),
     'raise_ck':        ('idle', '`from` raised by checkpoint.slot'),
     'idle_ck':         ('idle', '`from` of an idle shard raised by checkpoint.slot alone'),

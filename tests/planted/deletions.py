@@ -203,7 +203,7 @@ def nobody_waits_for_the_time_of_a_retry(patch: pytest.MonkeyPatch) -> None:
 
 # Ledgers have owners, and the daemon is killed again and again while it deletes.
 KILLED = Directed(
-    tuple(Trouble("kill", "put_if_absent", JOURNAL, nth, False, 0.3) for nth in (30, 60, 90))
+    tuple(Trouble("kill", "put_if_absent", JOURNAL, nth, False, 0.3) for nth in (20, 40, 60))
     + tuple(Trouble("kill", "delete", "-ledger-", nth, before, 0.3) for nth, before in ((2, False), (9, True))),
     settings=("journal.checkpoint_slots=2",),
     chaos_s=25.0,
@@ -215,7 +215,7 @@ SLOW = Directed(
 )
 # Attempts fail, and the daemon is killed now and then.
 FAILING = Directed(
-    tuple(Trouble("kill", "put_if_absent", JOURNAL, nth, False, 0.3) for nth in (40, 80)),
+    tuple(Trouble("kill", "put_if_absent", JOURNAL, nth, False, 0.3) for nth in (12, 30)),
     weights={},
     weights_of_ledgers={Fault.FAIL_BEFORE: 0.1, Fault.FAIL_AFTER: 0.2},
     settings=("journal.checkpoint_slots=2", "deletion.max_retry_delete_count=2"),
@@ -233,13 +233,13 @@ BUGS = (
     Bug("pending deletes", answers_of_attempts_are_not_journaled, OWNED, seed=0),
     Bug("pending deletes", a_checkpoint_forgets_that_attempts_have_begun, KILLED, seed=8),
     Bug("pending deletes", a_checkpoint_forgets_that_something_may_be_deleted, KILLED, seed=8),
-    Bug("pending deletes", a_checkpoint_forgets_how_often_attempts_failed, FAILING, seed=3),
+    Bug("pending deletes", a_checkpoint_forgets_how_often_attempts_failed, FAILING, seed=0),
     Bug("pending deletes", a_ledger_s_metadata_is_not_compared, FORGED, seed=0),
     Bug("pending deletes", a_cursor_s_key_is_not_compared, FORGED, seed=0),
     Bug("pending deletes", a_topic_s_name_is_not_compared, FORGED, seed=0),
     Bug("pending deletes", the_index_of_a_ledger_stays, OWNED, seed=0),
-    Bug("pending deletes", a_deletion_is_given_up_one_retry_early, FAILING, seed=3),
-    Bug("pending deletes", nobody_waits_for_the_time_of_a_retry, FAILING, seed=3),
+    Bug("pending deletes", a_deletion_is_given_up_one_retry_early, FAILING, seed=0),
+    Bug("pending deletes", nobody_waits_for_the_time_of_a_retry, FAILING, seed=0),
     Bug("in-use records", what_is_in_use_is_answered_before_it_is_durable, SLOW, seed=2),
     Bug("in-use records", a_checkpoint_forgets_what_is_in_use, KILLED, seed=8),
     Bug("in-use records", whether_it_is_in_use_is_asked_before_the_begin, SLOW, seed=6),

@@ -235,7 +235,7 @@ def a_late_nack_hits_a_newer_hand_out(patch: pytest.MonkeyPatch) -> None:
 
 # The owner is killed again and again, soon after it decided; checkpoints are frequent.
 KILLED = Directed(
-    tuple(Trouble("kill", "put_if_absent", JOURNAL, nth, False, 0.3) for nth in (30, 60, 90)),
+    tuple(Trouble("kill", "put_if_absent", JOURNAL, nth, False, 0.3) for nth in (20, 40, 60)),
     settings=("journal.checkpoint_slots=2", "bucket.min_index_count_per_bucket=12", "bucket.rows_max=36"),
     chaos_s=20.0,
     nacks=0.6,

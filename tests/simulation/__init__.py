@@ -15,7 +15,9 @@ some in processes whose hashes differ. A run that breaks a rule prints its seed,
     mergers.py     who merges beside the daemons          run.py        the course of one run
     columns.py     rows in calls and in the truth         positions.py  positions of every index in the truth
     leasing.py     the clients that lease                 nacking.py    those that negatively acknowledge
-    history.py     the record of a run                    test_failure_table.py   one case for each row of that table
+    history.py     the record of a run                    log_truth.py  logs, claims and deletions of slots
+
+    test_failure_table.py   one case for each row of that table
 
     redelivery_truth.py, redelivery_promises.py, quiet_redelivery.py   the same three of redeliveries and dead letters
     owning.py, offloaded.py, deletion_truth.py, quiet_deletions.py     owners of ledgers, the ledgers, what is recorded
@@ -23,8 +25,9 @@ some in processes whose hashes differ. A run that breaks a rule prints its seed,
 What is checked: nothing is early by the clock of the daemon that hands out; what was answered OK has landed, and is
 there after every crash until somebody asked to remove it; what was answered Done is never handed out again, nor what
 was answered to be cancelled; a row that is rescheduled has one time; no position has two rows; nothing is removed but
-by who asked; a merge keeps every row, whoever makes it, and nothing is deleted that may be needed; epochs only grow and
-the journal has no gap; what was negatively acknowledged comes back, not before its time and with its count, counted
+by who asked; a merge keeps every row, whoever makes it, and nothing is deleted that may be needed; epochs only grow,
+the slots of a shard have no gap, no log goes on behind its end, and each claim begins where the sections before it end;
+what was negatively acknowledged comes back, not before its time and with its count, counted
 once for each time that somebody asked; a dead letter leaves by a replay or a purge that somebody asked for; counts are
 right when nothing is under way; no ledger is deleted without a durable begin, nor one that is in use or is not what its
 record says, and what was recorded is gone in the end; when nothing fails any more somebody serves, and everything

@@ -43,6 +43,8 @@ PLACES: tuple[tuple[str, str, int], ...] = (
     ("put", "/checkpoint/", 6),
     ("delete", JOURNAL, 30),
     ("delete", "/topics/", 20),
+    ("head", JOURNAL, 40),
+    ("list", JOURNAL, 6),
     ("get_with_metadata", JOURNAL, 20),
     ("get_with_metadata", "/topics/", 10),
     ("get_with_metadata", "00/manifest/", 30),
@@ -57,6 +59,7 @@ PLACES: tuple[tuple[str, str, int], ...] = (
 # What every run meets, however short.
 EVERYWHERE: tuple[Place, ...] = (
     ("put_if_absent", JOURNAL),
+    ("list", JOURNAL),
     ("get_with_metadata", JOURNAL),
     ("put_if_absent", "00/manifest/"),
     ("get_with_metadata", "00/manifest/"),

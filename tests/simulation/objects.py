@@ -1,7 +1,8 @@
 """What becomes of objects, by what has landed: a merge keeps every row, and nothing is deleted that may be needed.
 
-Owns: the rules for merges that land, for deletions, and for what leaves the tombstones of a manifest.
-Does not own: which rows there are (`oracle`), and when things are deleted.
+Owns: the rules for merges that land, for deletions of objects that manifests name, and for what leaves the tombstones
+of a manifest.
+Does not own: which rows there are (`oracle`), slots of logs (`log_truth`), and when things are deleted.
 
 Time is in none of these rules: at its earliest moment collection must be as harmless as a day later.
 """
@@ -11,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from storage_backends.formats import bucket_format, index_ids, manifest, names, position_bitmap, slot_format
-from tests._support import fault_places
+from storage_backends.formats import bucket_format, index_ids, manifest, names, position_bitmap
 from tests.simulation.history import History
 
 Position = tuple[int, int]
@@ -51,8 +51,6 @@ class Objects:
         """What damaged bucket objects hold: of these rows it is not known any more whether they are due."""
         self._history = history
         self._sequences: dict[str, _Sequence] = {}
-        self._fences: set[str] = set()
-        self._replay_from: dict[int, int] = {}
         self._ever_buried: set[str] = set()
         self._deleted: set[str] = set()
         self._given_up: set[str] = set()
@@ -75,16 +73,10 @@ class Objects:
         """An object is recorded as one that cannot be deleted."""
         self._given_up.add(key.removeprefix(names.dead_objects_prefix()))
 
-    def slot_landed(self, key: str, kind: slot_format.SlotKind) -> None:
-        if kind is slot_format.SlotKind.FENCE:
-            self._fences.add(key)
-
     def shard_landed(self, landed: manifest.ShardManifest) -> None:
         checkpoints = [each for each in (landed.checkpoint, landed.previous_checkpoint) if each is not None]
         needed = frozenset(each.object.name for each in checkpoints)
         self._follow(names.shard_prefix(landed.shard), needed, landed)
-        if landed.previous_checkpoint is not None:
-            self._replay_from[landed.shard] = landed.previous_checkpoint.replay_from
 
     def topic_landed(self, shard: int, before: manifest.TopicManifest | None, landed: manifest.TopicManifest) -> None:
         needed = {live.object.name for live in landed.live}
@@ -158,18 +150,9 @@ class Objects:
             return
         if "manifest" in parts:
             self._history.breach(f"manifest {key} is deleted, and is young")
-        elif fault_places.is_slot(key):
-            self._check_slot(key, int(parts[1]))
         elif key not in self._deleted:
             self._check_object(key, parts)
         self._deleted.add(key)
-
-    def _check_slot(self, key: str, shard: int) -> None:
-        if key in self._fences:
-            self._history.breach(f"fence {key} is deleted")
-        limit = self._replay_from.get(shard, 0)
-        if names.number_of(key) > limit:
-            self._history.breach(f"slot {key} is deleted, and the checkpoint before the newest covers {limit}")
 
     def _check_object(self, key: str, parts: list[str]) -> None:
         prefix = "/".join(parts[:4] if parts[2] == "topics" else parts[:2]) + "/"

@@ -3,9 +3,9 @@
 A slot counts from the moment at which its PUT takes effect, whoever has been answered; so the truth is certain where
 the clients are not. It is naive: one record after the other, one position at a time.
 
-Owns: the truth, and the rules that hold for what lands: one row for each position, epochs that only grow, no gap in
-the journal, nothing removed that nobody asked to remove.
-Does not own: objects (`objects`), answers (`promises`), and what a daemon has in memory (`quiet`).
+Owns: the truth, and the rules that hold for what lands: one row for each position, epochs that only grow, nothing
+removed that nobody asked to remove.
+Does not own: logs (`log_truth`), objects (`objects`), answers (`promises`), and what a daemon has in memory (`quiet`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from storage_backends.object_store import NO_METADATA
 from tests._support import fault_places
 from tests.simulation.deletion_truth import ShardDeletions
 from tests.simulation.history import History
+from tests.simulation.log_truth import Logs
 from tests.simulation.objects import Objects, positions_of
 from tests.simulation.positions import Position, entry_of, in_index, index_of, is_part, named, owner_of
 from tests.simulation.redelivery_truth import Asked, Nacked, Redeliveries, RedeliveryTruth
@@ -178,11 +179,11 @@ class Oracle:
         """The latest time that a wall clock of any daemon has shown."""
         self._history = history
         self._redeliveries = RedeliveryTruth(self, history.breach)
-        self._journal: dict[int, tuple[int, int]] = {}
-        self._decided: dict[int, int] = {}
-        self._slots: dict[str, bytes] = {}
+        # By log, the sections of its last slot: shards and their slots. One slot is under way at a time.
+        self._under_way: dict[str, list[tuple[int, int]]] = {}
         self._by_name: dict[str, TopicTruth] = {}
         self.objects = Objects(history)
+        self.logs = Logs(history)
 
     def topic(self, name: str) -> TopicTruth:
         topic = self._by_name.get(name)
@@ -197,33 +198,20 @@ class Oracle:
         return found
 
     def last_slot(self, shard: int) -> int:
-        """The last one that landed with decisions."""
-        return self._decided.get(shard, 0)
+        """The last one that landed."""
+        return self.logs.last(shard).last_slot
 
     # ---- what lands
 
     def landed(self, key: str, body: bytes) -> None:
         """An object that did not exist was created."""
         parts = key.split("/")
-        if parts[0] == "dead_objects":
-            self.objects.given_up(key)
-        if parts[0] != "shards":
-            return
         if fault_places.is_slot(key):
-            if self._slots.get(key) == body:
-                # One of several tries of a slot that was truncated since arrives late. It says nothing new.
-                return
-            stored = slot_format.read_slot(body)
-            header = stored.header
-            self.objects.slot_landed(key, header.kind)
-            again = key in self._slots and header.kind is slot_format.SlotKind.FENCE
-            self._slots[key] = body
-            if again and header.epoch < self.epochs[header.shard]:
-                # A claimant that was overtaken long ago fences where truncation has passed: it looks again, and stops.
-                return
-            self._slot(header, [record.decoded() for record in stored.records])
-            for decided in stored.deletions:
-                self.deletions(header.shard).landed(decided)
+            self._log_slot(key, body)
+        elif parts[0] == "dead_objects":
+            self.objects.given_up(key)
+        elif parts[0] != "shards":
+            return
         elif parts[2] == "manifest":
             self._shard_manifest(manifest.decode_shard_manifest(body))
         elif parts[2] == "topics" and parts[4] == "manifest":
@@ -233,8 +221,18 @@ class Oracle:
         before = self.epochs.get(landed.shard, 0)
         if landed.epoch < before:
             self._history.breach(f"shard {landed.shard}: a manifest of epoch {landed.epoch} follows epoch {before}")
+        if landed.epoch != before:
+            self.began_behind[landed.shard, landed.epoch] = self.last_slot(landed.shard)
         self.epochs[landed.shard] = landed.epoch
         self.objects.shard_landed(landed)
+        self.logs.shard_landed(landed)
+
+    def deleting(self, key: str) -> None:
+        """Somebody deletes an object, or does so again."""
+        if fault_places.is_slot(key):
+            self.logs.deleting(key)
+        else:
+            self.objects.deleting(key)
 
     def _topic_manifest(self, shard: int, landed: manifest.TopicManifest) -> None:
         topic = self.topics.setdefault(landed.topic_id, TopicTruth())
@@ -292,20 +290,21 @@ class Oracle:
                     topic.withdrawn[entry_of(position)] += 1
         topic.buckets = {name: slot for name, slot in topic.buckets.items() if name in names_live}
 
-    def _slot(self, header: slot_format.SlotHeader, records: Iterable[slot_format.Record]) -> None:
-        slot, epoch = self._journal.get(header.shard, (0, 0))
-        if header.slot != slot + 1:
-            self._history.breach(f"shard {header.shard}: slot {header.slot} lands after slot {slot}")
-        if header.epoch < epoch:
-            self._history.breach(f"shard {header.shard}: slot {header.slot} of epoch {header.epoch} follows {epoch}")
-        self._journal[header.shard] = (header.slot, header.epoch)
-        if header.kind is slot_format.SlotKind.FENCE:
-            self.began_behind[header.shard, header.epoch] = slot
-        else:
-            self._decided[header.shard] = header.slot
-            if header.epoch == epoch:
-                # One slot is under way at a time.
-                self.applied_ms[header.shard, slot] = self.latest_ms()
+    def _log_slot(self, key: str, body: bytes) -> None:
+        sections = self.logs.landed(key, body)
+        if not sections:
+            return
+        log_id = key.split("/")[1]
+        # A slot is sent when the one before it was applied.
+        for section in self._under_way.get(log_id, ()):
+            self.applied_ms[section] = self.latest_ms()
+        self._under_way[log_id] = [(header.shard, header.slot) for header, _, _ in sections]
+        for header, records, deletions in sections:
+            self._section(header, records)
+            for decided in deletions:
+                self.deletions(header.shard).landed(decided)
+
+    def _section(self, header: slot_format.SlotHeader, records: Iterable[slot_format.Record]) -> None:
         for record in records:
             topic = self.topics.setdefault(record.topic_id, TopicTruth())
             if record.incarnation == topic.incarnation:
@@ -530,5 +529,5 @@ class WatchedStore(MemoryStore):
         self._oracle.landed(key, body)
 
     def delete(self, key: str) -> None:
-        self._oracle.objects.deleting(key)
+        self._oracle.deleting(key)
         super().delete(key)

@@ -42,7 +42,7 @@ from tests.simulation.offloaded import OffloadedStore
 from tests.simulation.oracle import Oracle, TopicTruth, WatchedStore
 from tests.simulation.positions import index_of, is_part
 from tests.simulation.promises import OpenStream, Promises
-from tests.simulation.scheduler import Pace
+from tests.simulation.scheduler import CONFIRMS, Pace
 from tests.simulation.workload import Clients
 
 # Virtual seconds.
@@ -98,7 +98,7 @@ AS_IT_COMES = Directed()
 
 # In runs of some seeds the tails of all shards together may have so few slots that they, and not those of one shard,
 # decide when a checkpoint is written.
-TAIL_SLOTS_MAX = 2
+TAIL_WORK_MAX = 2
 SEEDS_A_SHORT_TAIL = 8
 SHORT_TAIL = 5
 
@@ -166,7 +166,7 @@ async def _run(seed: int, everything: bool, directed: Directed) -> tuple[History
     store = WatchedStore(oracle)
     machines = Machines(store, seed, settings, pace, history, offloaded)
     if seed % SEEDS_A_SHORT_TAIL == SHORT_TAIL:
-        machines.tail_slots_max = TAIL_SLOTS_MAX
+        machines.tail_work_max = TAIL_WORK_MAX
     drawn = draw.choice((1, 2, 2, 3))
     cluster = Cluster(machines, store, oracle, seed, ("one", "two", "three")[: directed.daemons or drawn], history)
     machines.faults = Faults(
@@ -196,7 +196,7 @@ async def _run(seed: int, everything: bool, directed: Directed) -> tuple[History
 def _unmet(directed: Directed, fired: Fired) -> list[str]:
     """What was to be met by every run, or by this one, and was not: then the run has shown nothing of it."""
     wanted = [at(place) for place in (*EVERYWHERE, *(trouble.place for trouble in directed.troubles))]
-    wanted += [confirmed_by(operation) for operation in ("put_if_absent", "get_with_metadata")]
+    wanted += [confirmed_by(operation) for operation in CONFIRMS]
     if directed.slow_kind:
         wanted.append(slow(directed.slow_kind))
     return missing(fired, wanted)

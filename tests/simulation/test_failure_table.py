@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,17 +19,20 @@ import pytest
 from daemon.errors import NotFound, OutcomeUnknown, TarryError, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
+from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, encode_log_slot
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.shard_slot import ShardSlot
-from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, Record, SlotHeader, SlotKind, encode_slot
+from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, Record, SlotHeader, encode_slot
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
+from storage_backends.object_log import ObjectLogs
 from storage_backends.object_store import StoreRefused
 from storage_backends.probe import probe
-from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
+from tests._support.engine_fixture import Daemon, EngineFixture, Held, Receiver
 from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests._support.merging_process import MergingProcess
+from tests._support.virtual_loop import InlineExecutor
 from tests.compaction import test_job, test_job_sigkill
 from tests.daemon.engine._support.calling import cancel, reschedule
 from tests.daemon.engine.test_collection import collect, pass_hours
@@ -36,10 +40,11 @@ from tests.daemon.engine.test_merging import merge
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 BUCKETS = "/buckets/"
+SHARD_MANIFEST = names.shard_manifest_prefix(0)
 
 # Every row of the table: the test of this module that is its case, or tests of batch jobs.
 TABLE: dict[str, str | tuple[Callable[..., None], ...]] = {
-    "crash before the journal PUT lands": "test_crash_before_the_slot_lands",
+    "crash before the slot's PUT lands": "test_crash_before_the_slot_lands",
     "crash after it lands, before the answer": "test_crash_after_the_slot_landed",
     "a duplicate that depends on a slot that never lands": "test_duplicate_of_a_slot_that_never_lands",
     "answer lost, owner alive": "test_answer_lost_and_the_owner_lives",
@@ -48,8 +53,23 @@ TABLE: dict[str, str | tuple[Callable[..., None], ...]] = {
     "crash between seal and checkpoint": "test_crash_between_seal_and_checkpoint",
     "manifest landed, answer lost, others committed after": "test_manifest_landed_and_its_answer_was_lost",
     "seal by a zombie after the claim": "test_seal_by_a_zombie",
-    "crash between claim and fence": "test_crash_between_claim_and_fence",
-    "two claimants interleave": "test_two_claimants",
+    "crash after OPEN, before a claim; after a claim, before a section": "test_crash_around_the_claim",
+    "owner's slot and the fence race for a number": "test_a_slot_and_the_fence_race",
+    "the PUT of a slot timed out, and lands an hour later": "test_a_slot_that_lands_an_hour_later",
+    "a slot landed unknown to its owner, was fenced and collected, and is created again": (
+        "test_a_slot_that_landed_unknown_and_was_collected"
+    ),
+    "fencer dies after the fence": "test_fencer_dies_after_the_fence",
+    "claimant dies after some of its claims": "test_claimant_dies_between_its_claims",
+    "fencer slept between list and create, the log lived on": "test_fencer_sleeps_and_the_log_lives_on",
+    "owner paused after planning a truncation, then fenced": "test_owner_pauses_before_it_deletes",
+    "two candidates": "test_two_candidates",
+    "claim lands when the claimant's own log has an end": "test_a_claim_that_lands_when_its_log_has_an_end",
+    "checkpoint of the fenced owner lands before the claim": (
+        "test_a_checkpoint_of_the_fenced_owner_lands_before_the_claim"
+    ),
+    "one slot uncertain for minutes": "test_store_out_of_reach",
+    "newest slot damaged before the fence": "test_the_newest_slot_is_damaged",
     "cancel, ack or reschedule between a merge's plan and its commit": "test_what_left_between_plan_and_commit",
     "Spark output written, commit never sent": (
         test_job_sigkill.test_a_driver_that_is_killed_leaves_orphans_alone_and_a_later_job_does_the_rest,
@@ -62,7 +82,7 @@ TABLE: dict[str, str | tuple[Callable[..., None], ...]] = {
     "merge slower than the floor": "test_merge_slower_than_the_floor",
     "two merges of one run": "test_two_merges_of_one_run",
     "crash after hand-out, before ack": "test_crash_after_hand_out",
-    "topic deleted, then a stale journal tail": "test_topic_deleted_then_a_stale_tail",
+    "topic deleted, then a stale tail of the log": "test_topic_deleted_then_a_stale_tail",
     "topic deleted, then a stale merge": "test_topic_deleted_then_a_stale_merge",
     "tombstone deleted, crash before it is dropped": "test_tombstone_deleted_and_not_dropped",
     "reader holds an old manifest past the grace": "test_reader_holds_an_old_manifest",
@@ -78,7 +98,7 @@ def test_every_row_of_the_table_has_its_case() -> None:
     module = sys.modules[__name__]
     own = [case for case in TABLE.values() if isinstance(case, str)]
     assert [case for case in own if not callable(getattr(module, case, None))] == []
-    assert len(TABLE) == 25
+    assert len(TABLE) == 36
 
 
 async def everything(daemon: Daemon, rows: int) -> set[tuple[int, int]]:
@@ -248,21 +268,160 @@ async def test_seal_by_a_zombie(machines: EngineFixture) -> None:
     await everything(two, 21)
 
 
-async def test_crash_between_claim_and_fence(machines: EngineFixture) -> None:
+async def suspected(machines: EngineFixture, one: Daemon, operation: str, key_part: str) -> tuple[Daemon, Held]:
+    """Another daemon that takes over from one whose store is out of reach, held at such a call of its own."""
+    one.freeze()
+    two = machines.daemon("two", *SMALL)
+    held = two.pause(operation, key_part)
+    await two.start()
+    await held.reached()
+    return two, held
+
+
+async def test_crash_around_the_claim(machines: EngineFixture) -> None:
     one = await machines.served_by()
     await one.add("t", 1, range(10))
     one.kill()
     two = machines.daemon()
-    held = two.pause("put_if_absent", JOURNAL, then=Fault.FAIL_BEFORE)
+    held = two.pause("put_if_absent", SHARD_MANIFEST, then=Fault.FAIL_BEFORE)
     await two.start()
     await held.reached()
     two.kill()
-    three = await machines.served_by()
-    assert three.shards[0].epoch == 3
-    await everything(three, 10)
+    three = await machines.daemon().start()
+    await three.until(lambda: machines.shard_tip().epoch == 2)
+    three.kill()
+    empty = machines.shard_tip().ranges[-1].log_id
+    assert machines.keys(names.log_prefix(empty)) == [names.log_slot_key(empty, 1)], "no section"
+    four = await machines.served_by()
+    assert four.shards[0].epoch == 3
+    assert empty not in {each.log_id for each in machines.shard_tip().ranges}
+    await everything(four, 10)
 
 
-async def test_two_claimants(machines: EngineFixture) -> None:
+async def test_a_slot_and_the_fence_race(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await one.add("t", 0, [0])
+    slot = one.pause("put_if_absent", JOURNAL)
+    add = one.add("t", 1, range(10))
+    await slot.reached()
+    two, fence = await suspected(machines, one, "put_if_absent", JOURNAL)
+    slot.release()
+    one.thaw()
+    with pytest.raises(OutcomeUnknown):
+        await add
+    await one.until(lambda: one.engine.health.serving)
+    fence.release()
+    await two.serving()
+    await one.until(lambda: not one.engine.health.serving)
+    assert (await two.add("t", 1, range(10))).duplicates == 10
+    await everything(two, 11)
+
+
+async def test_a_slot_that_lands_an_hour_later(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await one.add("t", 0, [0])
+    one.script.plan("put_if_absent", Fault.DELIVER_LATE, key_part=JOURNAL)
+    held = one.pause("head", JOURNAL)
+    lost = one.add("t", 1, range(10))
+    await held.reached()
+    one.kill()
+    two = await machines.served_by("two")
+    await asyncio.sleep(3600)
+    assert one.store.deliver_late() == 0, "the fence stands in its place"
+    assert lost.cancelled()
+    await everything(two, 1)
+
+
+async def test_a_slot_that_landed_unknown_and_was_collected(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await one.add("t", 0, [0])
+    one.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part=JOURNAL)
+    held = one.pause("head", JOURNAL)
+    add = one.add("t", 1, range(10))
+    await held.reached()
+    landed = machines.keys(JOURNAL)[-1]
+    one.freeze()
+    two = await machines.served_by("two", *SMALL)
+    ledgers = itertools.count(10)
+    while landed in machines.keys(JOURNAL):
+        await two.add("t", next(ledgers), [0])
+        await two.call(collect(two))
+    held.release()
+    one.thaw()
+    with pytest.raises(TarryError):
+        await add
+    await one.until(lambda: "waiting for daemon two" in one.engine.health.reason)
+    assert landed in machines.keys(JOURNAL), "it was created again, and is behind no answer"
+    await everything(two, 11 + next(ledgers) - 10)
+
+
+async def test_fencer_dies_after_the_fence(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await one.add("t", 1, range(10))
+    two, _ = await suspected(machines, one, "put_if_absent", names.numbered_key("/", 1))
+    two.kill()
+    one.thaw()
+    await one.until(lambda: one.shards == {} or one.shards[0].epoch == 2)
+    await one.serving()
+    assert one.shards[0].epoch == 2, "it finds the fence, and comes back with another log"
+    await everything(one, 10)
+
+
+async def test_claimant_dies_between_its_claims(machines: EngineFixture) -> None:
+    shards = "daemon.shards=4"
+    one = await machines.served_by("one", shards)
+    for number in range(8):
+        await one.add(f"t{number}", 1, range(5))
+    one.kill()
+    two = machines.daemon("two", shards)
+    held = [two.pause("put_if_absent", names.shard_manifest_prefix(shard), then=Fault.FAIL_BEFORE) for shard in (1, 3)]
+    await two.start()
+    for each in held:
+        await each.reached()
+    await two.until(lambda: machines.shard_tip(2).epoch == 2)
+    two.kill()
+    three = await machines.served_by("one", shards)
+    assert [three.shards[shard].epoch for shard in range(4)] == [3, 2, 3, 2]
+    assert [(await three.add(f"t{number}", 1, range(5))).duplicates for number in range(8)] == [5] * 8
+
+
+async def test_fencer_sleeps_and_the_log_lives_on(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SMALL)
+    await one.add("t", 0, [0])
+    _, fence = await suspected(machines, one, "put_if_absent", JOURNAL)
+    emptied = names.number_of(machines.keys(JOURNAL)[-1]) + 1
+    log_id = machines.shard_tip().ranges[-1].log_id
+    one.thaw()
+    ledgers = itertools.count(1)
+    while (lowest := machines.shard_tip().lowest_after(log_id)) is None or lowest < emptied:
+        await one.add("t", next(ledgers), [0])
+    slots = machines.keys(names.log_prefix(log_id))
+    await one.until(lambda: names.log_slot_key(log_id, emptied) not in machines.keys(JOURNAL))
+    fence.release()
+    await asyncio.sleep(30)
+    assert names.log_slot_key(log_id, emptied) in machines.keys(JOURNAL), f"a fence that stops nobody, among {slots}"
+    assert one.engine.health.serving
+    assert one.shards[0].epoch == 1
+    await everything(one, next(ledgers))
+
+
+async def test_owner_pauses_before_it_deletes(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SMALL)
+    delete = one.pause("delete", JOURNAL)
+    ledgers = itertools.count()
+    while not delete.pause.reached.is_set():
+        await one.add("t", next(ledgers), [0])
+    one.freeze()
+    two = await machines.served_by("two")
+    delete.release()
+    one.thaw()
+    await one.until(lambda: "waiting for daemon two" in one.engine.health.reason)
+    two.kill()
+    one.kill()
+    await everything(await machines.served_by("three"), next(ledgers))
+
+
+async def test_two_candidates(machines: EngineFixture) -> None:
     one = await machines.served_by()
     await one.add("t", 1, range(10))
     one.kill()
@@ -277,7 +436,57 @@ async def test_two_claimants(machines: EngineFixture) -> None:
     await asyncio.sleep(10)
     assert not lower.engine.health.serving
     assert higher.engine.health.serving
+    assert higher.shards[0].epoch == 2, "who has lost does not fence who has won"
     await everything(higher, 10)
+
+
+async def test_a_claim_that_lands_when_its_log_has_an_end(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await one.add("t", 1, range(10))
+    one.kill()
+    two = machines.daemon()
+    two.script.plan("put_if_absent", Fault.DELIVER_LATE, key_part=SHARD_MANIFEST)
+    two.script.plan("put_if_absent", Fault.FAIL_BEFORE, key_part=SHARD_MANIFEST, times=1_000)
+    await two.start()
+    await two.until(lambda: "cannot be reached" in two.engine.health.reason)
+    two.kill()
+    assert two.store.deliver_late() == 1
+    closed = machines.shard_tip().ranges[-1].log_id
+    assert len(machines.keys(names.log_prefix(closed))) == 2, "OPEN and CLOSE"
+    three = await machines.served_by()
+    assert three.shards[0].epoch == 3
+    assert closed not in {each.log_id for each in machines.shard_tip().ranges}
+    await everything(three, 10)
+
+
+async def test_a_checkpoint_of_the_fenced_owner_lands_before_the_claim(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SMALL)
+    checkpoint = one.pause("put_if_absent", SHARD_MANIFEST)
+    ledgers = itertools.count()
+    while not checkpoint.pause.reached.is_set():
+        await one.add("t", next(ledgers), [0])
+    two, claim = await suspected(machines, one, "put_if_absent", SHARD_MANIFEST)
+    checkpoint.release()
+    await two.until(lambda: machines.shard_tip().checkpoint is not None)
+    claim.release()
+    await two.serving()
+    assert machines.shard_tip().epoch == 2
+    await everything(two, next(ledgers))
+
+
+async def test_the_newest_slot_is_damaged(machines: EngineFixture, caplog: pytest.LogCaptureFixture) -> None:
+    one = await machines.served_by()
+    await one.add("t", 1, range(10))
+    one.kill()
+    newest = machines.keys(JOURNAL)[-1]
+    body, metadata = machines.store.get_with_metadata(newest)
+    machines.store.put(newest, b"?" + body[1:], metadata=metadata)
+    two = await machines.daemon().start()
+    await two.until(lambda: newest in two.engine.health.reason)
+    assert not two.shards
+    machines.store.put(newest, body, metadata=metadata)
+    await two.serving()
+    await everything(two, 10)
 
 
 async def with_three_buckets(machines: EngineFixture) -> tuple[Daemon, Receiver]:
@@ -399,8 +608,11 @@ async def test_topic_deleted_then_a_stale_tail(machines: EngineFixture, born_aga
         AddRecord(stale.topic_id, stale.incarnation, 0, rows),
         AcknowledgeRecord(stale.topic_id, stale.incarnation, 1, rows),
     ]
-    body = encode_slot(SlotHeader(0, 1, ShardSlot(slot), SlotKind.DATA, len(records)), records)
-    machines.store.put_if_absent(names.journal_slot_key(0, slot), body, metadata={})
+    section = encode_slot(SlotHeader(0, 1, ShardSlot(slot), len(records)), records)
+    newest = machines.keys(JOURNAL)[-1]
+    log_id, number = newest.split("/")[1], names.number_of(newest) + 1
+    header = LogSlotHeader(log_id=log_id, number=number, kind=LogSlotKind.DATA, heads={0: Head(1, slot)})
+    ObjectLogs(machines.store, InlineExecutor()).log(log_id).create(number, encode_log_slot(header, {0: section}))
     two = await machines.served_by("one")
     if not born_again:
         assert [topic.topic for topic in (await two.call(two.engine.requests.list_topics(10, ""))).topics] == ["other"]
@@ -408,7 +620,7 @@ async def test_topic_deleted_then_a_stale_tail(machines: EngineFixture, born_aga
     assert await everything(two, 5) == {(2, entry) for entry in range(5)}
 
 
-async def test_topic_deleted_then_a_journal_tail(machines: EngineFixture) -> None:
+async def test_topic_deleted_then_a_tail_of_the_log(machines: EngineFixture) -> None:
     one = await machines.served_by()
     receiver = await one.receiver("t")
     await one.add("t", 1, range(10), delay_ms=5_000)

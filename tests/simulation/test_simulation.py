@@ -11,6 +11,7 @@ import pytest
 from tests.simulation.faults import ALL_PLACES, Trouble
 from tests.simulation.fired import Fired, at, confirmed_by, missing
 from tests.simulation.run import Directed, run
+from tests.simulation.scheduler import CONFIRMS
 
 SEEDS = 32
 AT_ONCE = 2
@@ -66,7 +67,7 @@ def test_some_runs_meet_every_place_where_something_may_go_wrong() -> None:
     for seed in MANIFOLD:
         met += run(seed).fired
     assert not missing(met, map(at, ALL_PLACES))
-    assert not missing(met, (confirmed_by(operation) for operation in ("put_if_absent", "head", "get_with_metadata")))
+    assert not missing(met, map(confirmed_by, CONFIRMS))
 
 
 def test_a_run_that_does_not_meet_the_place_of_its_trouble_says_so() -> None:

@@ -19,14 +19,17 @@ from examples.processes import REPOSITORY
 from jobs import root as job_root
 from spark_tables import datasource, pruning, tables, u64
 from spark_tables.pruning import Wanted
-from storage_backends.formats import index_ids, names, slot_format
+from storage_backends.formats import index_ids, slot_format
 from storage_backends.formats.manifest import LiveBucket, Subscription
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.local_directory import LocalDirectory
+from storage_backends.object_log import ObjectLogs
 from storage_backends.storage_settings import SettingsError
 from storage_backends.topic_manifest import SetSubscriptions
+from tests.daemon.owner._support.log_walk import AtOnce
 from tests.jobs._support.roots import HOUR_MS, NOW_MS, StoredTopic, make_root
+from tests.jobs._support.stored_logs import LogDaemon
 
 PAGE = REPOSITORY / "docs" / "DATA_SOURCE.md"
 HIGH = (1 << 63) + 5
@@ -70,10 +73,12 @@ class Root:
 
     def _write_slot(self, topic: StoredTopic, added: Rows) -> None:
         """A slot behind the seal, and before it slots that it covers."""
+        owner = LogDaemon(self.store, ObjectLogs(self.store, AtOnce()), "one")
+        owner.claim(topic.shard)
         for slot in range(1, topic.slot + 2):
-            records = (slot_format.AddRecord(topic.topic_id, 1, 0, added),) if slot > topic.slot else ()
-            header = slot_format.SlotHeader(topic.shard, 1, ShardSlot(slot), slot_format.SlotKind.DATA, len(records))
-            self.store.put(names.journal_slot_key(topic.shard, slot), slot_format.encode_slot(header, records))
+            owner.write(
+                {topic.shard: (slot_format.AddRecord(topic.topic_id, 1, 0, added),) if slot > topic.slot else ()}
+            )
 
 
 @pytest.fixture(scope="module")

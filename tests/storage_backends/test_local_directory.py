@@ -25,7 +25,7 @@ from storage_backends.object_store import (
 )
 from tests._support.processes import child
 
-SLOT = "shards/00/journal/00000000000000012345"
+SLOT = "logs/00000000000000000000000001/00000000000000012345"
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -127,11 +127,11 @@ def test_a_root_that_went_away_is_not_an_empty_one(store: LocalDirectory, tmp_pa
         list(store.list("a"))
 
 
-def test_a_journal_folder_holds_a_thousand_slots(store: LocalDirectory, tmp_path: Path) -> None:
+def test_a_folder_of_a_log_holds_a_thousand_slots(store: LocalDirectory, tmp_path: Path) -> None:
     for number in (0, 999, 1000, 12345):
-        store.put_if_absent(f"shards/00/journal/{number:020d}", b"", metadata={})
-    journal = tmp_path / "shards/00/journal"
-    assert {str(path.relative_to(journal)) for path in journal.glob("*/*")} == {
+        store.put_if_absent(f"logs/00000000000000000000000001/{number:020d}", b"", metadata={})
+    log = tmp_path / "logs/00000000000000000000000001"
+    assert {str(path.relative_to(log)) for path in log.glob("*/*")} == {
         "00000000000000000000+/00000000000000000000",
         "00000000000000000000+/00000000000000000999",
         "00000000000000001000+/00000000000000001000",
@@ -139,14 +139,14 @@ def test_a_journal_folder_holds_a_thousand_slots(store: LocalDirectory, tmp_path
     }
 
 
-def test_only_a_folder_named_journal_is_divided(store: LocalDirectory, tmp_path: Path) -> None:
+def test_only_the_folder_of_a_log_is_divided(store: LocalDirectory, tmp_path: Path) -> None:
     key = "shards/00/manifest/00000000000000012345"
     assert store.path_of(key) == tmp_path / key
-    key = "shards/00/myjournal/00000000000000012345"
+    key = "logs/no-log-id/00000000000000012345"
     assert store.path_of(key) == tmp_path / key
 
 
-def test_a_journal_folder_goes_with_its_last_slot_and_comes_again(store: LocalDirectory) -> None:
+def test_a_folder_of_a_log_goes_with_its_last_slot_and_comes_again(store: LocalDirectory) -> None:
     other = LocalDirectory(store.root)
     folder = store.path_of(SLOT).parent
     for _ in range(2):
@@ -189,10 +189,10 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_slot_costs_one_synchronised_file_and_one_synchronised_folder(
     store: LocalDirectory, calls: SystemCalls
 ) -> None:
-    store.put_if_absent("shards/00/journal/00000000000000012344", b"", metadata={})
+    store.put_if_absent("logs/00000000000000000000000001/00000000000000012344", b"", metadata={})
     calls.seen.clear()
     store.put_if_absent(SLOT, b"body", metadata={"commitid": "1"})
-    folder = "shards/00/journal/00000000000000012000+"
+    folder = "logs/00000000000000000000000001/00000000000000012000+"
     assert calls.seen == ["fsync temporary", f"link {folder}/00000000000000012345", f"fsync {folder}"]
 
 
@@ -221,10 +221,10 @@ def test_a_folder_that_another_process_made_is_synchronised_too(store: LocalDire
     assert calls.seen.index("fsync .") < calls.seen.index("rename a/b")
 
 
-def test_a_journal_folder_that_another_process_removed_and_made_anew_is_synchronised_again(
+def test_a_folder_of_a_log_that_another_process_removed_and_made_anew_is_synchronised_again(
     store: LocalDirectory, calls: SystemCalls
 ) -> None:
-    first, second = (f"shards/00/journal/{slot:020}" for slot in (1, 2))
+    first, second = (f"logs/00000000000000000000000001/{slot:020}" for slot in (1, 2))
     store.put_if_absent(first, b"x", metadata={})
     folder = store.path_of(first).parent
     store.path_of(first).unlink()
@@ -232,7 +232,7 @@ def test_a_journal_folder_that_another_process_removed_and_made_anew_is_synchron
     folder.mkdir()
     calls.seen.clear()
     store.put_if_absent(second, b"x", metadata={})
-    assert "fsync shards/00/journal" in calls.seen
+    assert "fsync logs/00000000000000000000000001" in calls.seen
 
 
 @pytest.mark.parametrize("concluding", ["put_if_absent", "get", "head"])
@@ -254,7 +254,7 @@ def test_what_is_found_to_exist_is_synchronised_before_it_is_said(
 def test_of_a_run_of_slots_each_folder_is_synchronised_once_before_anybody_is_told(
     store: LocalDirectory, calls: SystemCalls
 ) -> None:
-    slots = [f"shards/00/journal/{number:020d}" for number in range(998, 1003)]
+    slots = [f"logs/00000000000000000000000001/{number:020d}" for number in range(998, 1003)]
     for key in slots[:-1]:
         store.put_if_absent(key, key.encode(), metadata={})
     calls.seen.clear()
@@ -347,7 +347,7 @@ def test_any_flipped_bit_is_found_and_named_with_path_and_place(store: LocalDire
     path = store.path_of(SLOT)
     assert path.stat().st_size == 60
     _damage(path, _flip(place))
-    with pytest.raises(Damaged, match=r"journal/00000000000000012000\+/00000000000000012345 is damaged at byte \d+"):
+    with pytest.raises(Damaged, match=r"00000000000000012000\+/00000000000000012345 is damaged at byte \d+"):
         store.get(SLOT)
 
 
@@ -428,7 +428,7 @@ def stop(*arguments):
     print("ready", flush=True)
     signal.pause()
 os.link = stop
-store.put_if_absent("shards/00/journal/00000000000000000001", b"x" * 1000, metadata={"commitid": "1"})
+store.put_if_absent("logs/00000000000000000000000001/00000000000000000001", b"x" * 1000, metadata={"commitid": "1"})
 """
 
 
@@ -448,7 +448,7 @@ def test_temporaries_of_a_killed_process_are_removed_and_those_of_a_living_one_a
     with LocalDirectory(tmp_path) as store:
         assert len(_temporaries(tmp_path)) == 2
         assert {found.key for found in store.list("")} == {"written"}
-        store.put_if_absent("shards/00/journal/00000000000000000001", b"next", metadata={"commitid": "2"})
+        store.put_if_absent("logs/00000000000000000000000001/00000000000000000001", b"next", metadata={"commitid": "2"})
     living.put("still", b"works")
     living.close()
     assert _temporaries(tmp_path) == []

@@ -144,7 +144,7 @@ def test_where_the_newest_slot_is_damaged_nobody_can_fence(log: Log) -> None:
     body = bytearray(log_slots.data(3))
     body[30] ^= 1
     log.memory.put(f"logs/{LOG_ID}/{3:020d}", bytes(body))
-    with pytest.raises(object_store.Damaged, match=f"logs/{LOG_ID}/3"):
+    with pytest.raises(object_store.Damaged, match=f"logs/{LOG_ID}/{3:020d}"):
         log.fence()
 
 

@@ -10,7 +10,7 @@ import pytest
 from storage_backends import commit, object_store
 from storage_backends.formats import log_slot_format
 from storage_backends.formats.log_slot_format import Head, Heads, LogSlotHeader, LogSlotKind
-from storage_backends.formats.shard_ranges import LogRange, RangedShardManifest
+from storage_backends.formats.manifest import LogRange, ShardManifest
 from storage_backends.log_reading import Extent, ShardSections, Verdict, extents_once, judged, read_logs
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLogs
@@ -38,7 +38,7 @@ class Root:
         return body
 
     def read(
-        self, *manifests: RangedShardManifest, ends: Mapping[str, int] | None = None, from_slot: int = 0
+        self, *manifests: ShardManifest, ends: Mapping[str, int] | None = None, from_slot: int = 0
     ) -> list[ShardSections]:
         shards = [ShardSections(manifest, from_slot) for manifest in manifests]
         read_logs(self.logs, shards, ends or {})
@@ -62,8 +62,8 @@ def opened(log_id: str, epoch: int, after: int, first_slot: int) -> LogRange:
     return LogRange(log_id=log_id, epoch=epoch, after=after, through=None, first_slot=first_slot, last_slot=None)
 
 
-def manifest(shard: int, *ranges: LogRange) -> RangedShardManifest:
-    return RangedShardManifest(head=commit.NO_HEAD, shard=shard, epoch=ranges[-1].epoch, ranges=ranges)
+def manifest(shard: int, *ranges: LogRange) -> ShardManifest:
+    return ShardManifest(head=commit.NO_HEAD, shard=shard, epoch=ranges[-1].epoch, ranges=ranges)
 
 
 def slots_of(sections: ShardSections, ends: Mapping[str, Heads] | None = None) -> list[int]:
@@ -112,7 +112,7 @@ def test_a_hole_is_damage_of_its_shard_alone_named_by_log_slot_and_shard_slot(ro
     with pytest.raises(object_store.Damaged) as damaged:
         shards[0].complete({})
     assert str(damaged.value) == (
-        f"logs/{LOG_ID}: shard 0, shard slot 2, behind slot 2 and before slot 4: it is missing"
+        f"logs/{LOG_ID}/: shard 0, shard slot 2, behind slot 2 and before slot 4: it is missing"
     )
     assert slots_of(shards[1]) == [1]
 

@@ -12,16 +12,18 @@ import pytest
 
 from storage_backends import root_format
 from storage_backends.formats import manifest, names
-from storage_backends.formats.manifest import RootFormat
+from storage_backends.formats.manifest import LogForm, RootFormat
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, ObjectStore, OutcomeUnknown, StoreUnavailable
 from tests._support.fault_store import Call, Fault, FaultStore, Script
 
-MADE = RootFormat(format_version=1, shards=4, created_ms=9, root_id="root-a")
+MADE = RootFormat(format_version=2, shards=4, created_ms=9, root_id="root-a", log_form=LogForm.OBJECTS)
 
 
-def read_or_create(store: ObjectStore, *, shards: int = 4, root_id: str = "root-a") -> RootFormat:
-    return root_format.read_or_create(store, shards=shards, root_id=root_id, created_ms=9)
+def read_or_create(
+    store: ObjectStore, *, shards: int = 4, root_id: str = "root-a", log_form: LogForm = LogForm.OBJECTS
+) -> RootFormat:
+    return root_format.read_or_create(store, shards=shards, log_form=log_form, root_id=root_id, created_ms=9)
 
 
 def test_a_new_root_gets_its_format_once() -> None:
@@ -31,10 +33,11 @@ def test_a_new_root_gets_its_format_once() -> None:
     assert read_or_create(store, root_id="root-b") == MADE
 
 
-def test_an_existing_root_keeps_its_number_of_shards() -> None:
+def test_an_existing_root_keeps_its_number_of_shards_and_the_form_of_its_logs() -> None:
     store = MemoryStore()
     read_or_create(store)
-    assert read_or_create(store, shards=16, root_id="root-b").shards == 4
+    found = read_or_create(store, shards=16, root_id="root-b", log_form=LogForm.FILES)
+    assert (found.shards, found.log_form) == (4, LogForm.OBJECTS)
 
 
 def test_of_several_that_create_a_root_at_once_all_get_the_same() -> None:
@@ -73,8 +76,8 @@ def test_a_creation_that_nobody_won_is_no_damage_and_may_be_tried_again() -> Non
     script.plan("put_if_absent", Fault.ANSWER_EXISTS)
     store = FaultStore(MemoryStore(), script)
     with pytest.raises(StoreUnavailable):
-        root_format.read_or_create(store, shards=4, root_id="one", created_ms=1)
-    assert root_format.read_or_create(store, shards=4, root_id="two", created_ms=1).root_id == "two"
+        read_or_create(store, root_id="one")
+    assert read_or_create(store, root_id="two").root_id == "two"
 
 
 def test_a_store_that_is_away_is_its_own_error() -> None:
@@ -111,19 +114,23 @@ def test_a_damaged_format_refuses_the_root_with_the_offset(place: int) -> None:
     body = bytearray(manifest.encode_root_format(MADE))
     body[place] ^= 0x40
     store.put(names.FORMAT_KEY, bytes(body))
-    with pytest.raises(Damaged, match=r"^FORMAT: FORMAT is damaged at byte \d+: "):
+    with pytest.raises(Damaged, match=r"^FORMAT: (FORMAT is damaged at byte \d+|the root has format version \d+)"):
         read_or_create(store)
 
 
 def test_another_version_refuses_the_root_and_names_both() -> None:
     store = MemoryStore()
-    body = bytearray(manifest.encode_root_format(MADE))
-    struct.pack_into("<I", body, 4, 2)
-    store.put(names.FORMAT_KEY, bytes(body))
-    with pytest.raises(Damaged, match="format version 2 is not known, this release reads version 1"):
-        read_or_create(store)
     store.put(names.FORMAT_KEY, manifest.encode_root_format(dataclasses.replace(MADE, format_version=3)))
-    with pytest.raises(Damaged, match="the root has format version 3, this release serves 1"):
+    with pytest.raises(Damaged, match="the root has format version 3, this release serves 2"):
+        read_or_create(store)
+
+
+def test_a_root_whose_shards_have_journals_is_refused() -> None:
+    store = MemoryStore()
+    body = bytearray(manifest.encode_root_format(MADE))
+    struct.pack_into("<I", body, 4, 1)
+    store.put(names.FORMAT_KEY, bytes(body))
+    with pytest.raises(Damaged, match="the root has format version 1, this release serves 2: serve it with the rel"):
         read_or_create(store)
 
 

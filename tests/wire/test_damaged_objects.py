@@ -5,6 +5,7 @@ the topic and the shard are refused by name until the objects are mended, and no
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,11 +54,12 @@ class Plain:
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._stub = delayed_delivery_pb2_grpc.DelayedDeliveryStub(channel)
+        self._entries = itertools.count()
 
     def refusal(self, topic: str) -> tuple[grpc.StatusCode, str] | None:
         """What an add is refused with; None when it is not."""
         request = delayed_delivery_pb2.AddMessagesRequest(
-            topic=topic, ledger_id=[1_000], entry_id=[0], delay_ms=[3_600_000]
+            topic=topic, ledger_id=[1_000], entry_id=[next(self._entries)], delay_ms=[3_600_000]
         )
         try:
             self._stub.AddMessages(request, timeout=PATIENCE_S)
@@ -87,6 +89,8 @@ def daemon(daemons: Daemons, tmp_path: Path) -> Iterator[processes.DaemonProcess
     settings = {
         **processes.local_store(tmp_path / "root"),
         "daemon.shards": SHARDS,
+        # A daemon comes upon the manifest of a shard when it writes the next one.
+        "journal.checkpoint_slots": 5,
         "ownership.heartbeat_interval_s": 0.5,
         # Older manifests are not removed meanwhile.
         "collection.interval_s": 86_400,

@@ -76,7 +76,8 @@ def test_a_paused_owner_that_was_superseded_begins_no_deletion_when_it_goes_on(
     rng = random.Random(16569)
     ledgers = deletion_traffic.ledgers_of(rng, {Kind.UNUSED: PAUSED})
     archive = Archive(tmp_path / "archive", ledgers, rng)
-    settings = SETTINGS | processes.local_store(tmp_path / "root")
+    # Files are not taken over while the process lives.
+    settings = SETTINGS | processes.local_store(tmp_path / "root") | {"store.log_form": "objects"}
     owner = daemons.make("paused", settings, configuration=archive.configuration)
     successor = daemons.make("successor", settings | IMPATIENT, configuration=archive.configuration)
     owner.start_serving()

@@ -18,9 +18,11 @@ TOPICS = {"exact": 0, "a quarter of a second": 8, "two seconds": 11}
 # that Tarry never had, as a whole and as parts of batches.
 ADDED, TWICE, ORDINARY, PARTS = 12, 3, 12, 12
 DELAY_MAX_MS = 18_000
-# Small, so that the journal is written to checkpoints, and its slots are deleted, all the time.
+# Small, so that the log is written to checkpoints, and its slots are deleted, all the time.
 SETTINGS: dict[str, object] = {
     "daemon.shards": 2,
+    # A file of slots goes as a whole.
+    "store.log_form": "objects",
     "bucket.min_index_count_per_bucket": 5_000,
     "bucket.rows_max": 10_000,
     "journal.checkpoint_slots": 8,
@@ -83,9 +85,9 @@ async def through_a_kill(daemon: processes.DaemonProcess, rng: random.Random, ro
 
 
 def slots_of(root: Path) -> tuple[int, list[int]]:
-    """(how many there are, the highest of each shard)."""
-    shards = [
-        [int(path.name) for path in journal.rglob("*") if path.is_file() and path.name.isdigit()]
-        for journal in (root / "shards").glob("*/journal")
+    """(how many there are, the highest of each log)."""
+    logs = [
+        [int(path.name) for path in log.rglob("*") if path.is_file() and path.name.isdigit()]
+        for log in (root / "logs").iterdir()
     ]
-    return sum(map(len, shards)), [max(each, default=0) for each in shards]
+    return sum(map(len, logs)), [max(each, default=0) for each in logs]

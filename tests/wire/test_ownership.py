@@ -116,7 +116,7 @@ def test_on_s3_the_same_id_serves_at_once_and_another_one_when_the_heartbeat_is_
 def test_a_paused_owner_that_was_superseded_is_fenced_and_answers_nothing_as_durable(
     daemons: Daemons, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    store = processes.local_store(tmp_path / "root")
+    store = processes.local_store(tmp_path / "root") | {"store.log_form": "objects"}
     owner = daemons.make("owner", PATIENT | store)
     standby = daemons.make("standby", IMPATIENT | store)
     owner.start_serving()
@@ -174,6 +174,30 @@ def test_a_paused_owner_that_was_superseded_is_fenced_and_answers_nothing_as_dur
     history.wait_for(lambda: history.missing == 0, 600, "every answered row comes")
     traffic.wait_until_nothing_is_left(standby.address, "topic")
     assert history.breaches() == []
+
+
+def test_where_logs_are_files_a_standby_waits_for_a_paused_owner_names_its_process_and_claims_when_that_has_ended(
+    daemons: Daemons, tmp_path: Path
+) -> None:
+    store = processes.local_store(tmp_path / "root") | {"store.log_form": "files"}
+    owner = daemons.make("owner", PATIENT | store)
+    standby = daemons.make("standby", IMPATIENT | store)
+    owner.start_serving()
+    traffic.create_subscription(owner.address, "topic")
+    added = batch(1)
+    traffic.add(owner.address, "topic", added)
+
+    owner.stop()
+    standby.start()
+    standby.wait_for_log(f"waiting for process {owner.pid} since ")
+    assert not standby.is_serving()
+    with pytest.raises(grpc.RpcError, match=f"process {owner.pid} ") as refused:
+        traffic.add(standby.address, "topic", batch(2))
+    assert traffic.code_of(refused.value) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
+
+    owner.kill()
+    standby.wait_for_health(serving=True)
+    assert receive_rows(standby.address, "topic", 10) == set(added.positions)
 
 
 def _assert_refused_with_the_new_owner(owner: processes.DaemonProcess, new_owner: processes.DaemonProcess) -> None:

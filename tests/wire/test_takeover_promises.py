@@ -211,6 +211,8 @@ def overtaken_while_paused(daemons: Daemons, root: Path, name: str) -> None:
     """
     settings = {
         **processes.local_store(root),
+        # Files are not taken over while the process lives.
+        "store.log_form": "objects",
         "daemon.shards": 2,
         "ownership.heartbeat_interval_s": HEARTBEAT_S,
     }

@@ -512,6 +512,8 @@ class Plans:
         held = np.zeros(len(keys), np.bool_)
         held[places] = self._shared.hold(rows, numbers[places], elapsed_ms=elapsed_ms) if len(places) else False
         self._shared.planned.add(stream, keys[held])
+        # Another stream may have planned it since, and it waited.
+        self._shared.last_sent.sent(positions.ledger_id[held], positions.entry_id[held])
         return held
 
     def plan(self, stream: int, positions: Rows, *, elapsed_ms: int) -> U32:

@@ -26,15 +26,38 @@ class RootFormat(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _LogForm:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _LogFormEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[RootFormat._LogForm.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        LOG_FORM_UNSPECIFIED: RootFormat._LogForm.ValueType  # 0
+        OBJECTS: RootFormat._LogForm.ValueType  # 1
+        """An object for each log slot, below logs/."""
+        FILES: RootFormat._LogForm.ValueType  # 2
+        """Files that are appended to, in the folder .logs of a local directory."""
+
+    class LogForm(_LogForm, metaclass=_LogFormEnumTypeWrapper):
+        """How the logs of daemons are stored."""
+
+    LOG_FORM_UNSPECIFIED: RootFormat.LogForm.ValueType  # 0
+    OBJECTS: RootFormat.LogForm.ValueType  # 1
+    """An object for each log slot, below logs/."""
+    FILES: RootFormat.LogForm.ValueType  # 2
+    """Files that are appended to, in the folder .logs of a local directory."""
+
     FORMAT_VERSION_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     CREATED_MS_FIELD_NUMBER: _builtins.int
     ROOT_ID_FIELD_NUMBER: _builtins.int
+    LOG_FORM_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
     shards: _builtins.int
     created_ms: _builtins.int
     root_id: _builtins.str
     """Unique for each root: the hash of its creation."""
+    log_form: Global___RootFormat.LogForm.ValueType
     def __init__(
         self,
         *,
@@ -42,10 +65,11 @@ class RootFormat(_message.Message):
         shards: _builtins.int | None = ...,
         created_ms: _builtins.int | None = ...,
         root_id: _builtins.str | None = ...,
+        log_form: Global___RootFormat.LogForm.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created_ms", b"created_ms", "format_version", b"format_version", "root_id", b"root_id", "shards", b"shards"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_ms", b"created_ms", "format_version", b"format_version", "log_form", b"log_form", "root_id", b"root_id", "shards", b"shards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_ms", b"created_ms", "format_version", b"format_version", "root_id", b"root_id", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_ms", b"created_ms", "format_version", b"format_version", "log_form", b"log_form", "root_id", b"root_id", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -165,19 +189,14 @@ class ShardManifest(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     PREVIOUS_CHECKPOINT_FIELD_NUMBER: _builtins.int
-    REPLAY_FROM_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
     TOMBSTONES_FIELD_NUMBER: _builtins.int
-    FENCE_SLOT_FIELD_NUMBER: _builtins.int
     SETTLED_EPOCH_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     epoch: _builtins.int
     owner: _builtins.str
-    """Empty when the shard was given up."""
+    """Empty when nobody owns the shard."""
     address: _builtins.str
-    replay_from: _builtins.int
-    """This slot and every lower one are covered by checkpoint and topic manifests."""
-    fence_slot: _builtins.int
-    """The highest fence written by the owner of the previous epoch or this one, 0 when there is none yet."""
     settled_epoch: _builtins.int
     """Owners of lower epochs hand out nothing any more: each has ended, given the shard up, or gone without a confirmation
     for long enough.
@@ -185,10 +204,14 @@ class ShardManifest(_message.Message):
     @_builtins.property
     def head(self) -> Global___ManifestHead: ...
     @_builtins.property
-    def checkpoint(self) -> Global___CheckpointReference: ...
+    def checkpoint(self) -> Global___CheckpointCut: ...
     @_builtins.property
-    def previous_checkpoint(self) -> Global___CheckpointReference:
+    def previous_checkpoint(self) -> Global___CheckpointCut:
         """The one before, for which slots are kept as well."""
+
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogRange]:
+        """Where the sections of the shard lie, oldest first; the last one is open while the shard is owned."""
 
     @_builtins.property
     def tombstones(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tombstone]: ...
@@ -200,31 +223,71 @@ class ShardManifest(_message.Message):
         epoch: _builtins.int | None = ...,
         owner: _builtins.str | None = ...,
         address: _builtins.str | None = ...,
-        checkpoint: Global___CheckpointReference | None = ...,
-        previous_checkpoint: Global___CheckpointReference | None = ...,
-        replay_from: _builtins.int | None = ...,
+        checkpoint: Global___CheckpointCut | None = ...,
+        previous_checkpoint: Global___CheckpointCut | None = ...,
+        ranges: _abc.Iterable[Global___LogRange] | None = ...,
         tombstones: _abc.Iterable[Global___Tombstone] | None = ...,
-        fence_slot: _builtins.int | None = ...,
         settled_epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checkpoint", b"checkpoint", "epoch", b"epoch", "fence_slot", b"fence_slot", "head", b"head", "owner", b"owner", "previous_checkpoint", b"previous_checkpoint", "replay_from", b"replay_from", "settled_epoch", b"settled_epoch", "shard", b"shard"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checkpoint", b"checkpoint", "epoch", b"epoch", "head", b"head", "owner", b"owner", "previous_checkpoint", b"previous_checkpoint", "settled_epoch", b"settled_epoch", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checkpoint", b"checkpoint", "epoch", b"epoch", "fence_slot", b"fence_slot", "head", b"head", "owner", b"owner", "previous_checkpoint", b"previous_checkpoint", "replay_from", b"replay_from", "settled_epoch", b"settled_epoch", "shard", b"shard", "tombstones", b"tombstones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checkpoint", b"checkpoint", "epoch", b"epoch", "head", b"head", "owner", b"owner", "previous_checkpoint", b"previous_checkpoint", "ranges", b"ranges", "settled_epoch", b"settled_epoch", "shard", b"shard", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShardManifest: _TypeAlias = ShardManifest  # noqa: Y015
 
 @_typing.final
-class CheckpointReference(_message.Message):
+class LogRange(_message.Message):
+    """The sections of an epoch with first_slot <= shard slot <= last_slot lie in the log slots with after < number <=
+    through. An open range has neither through nor last_slot.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    THROUGH_FIELD_NUMBER: _builtins.int
+    FIRST_SLOT_FIELD_NUMBER: _builtins.int
+    LAST_SLOT_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.str
+    epoch: _builtins.int
+    after: _builtins.int
+    through: _builtins.int
+    first_slot: _builtins.int
+    last_slot: _builtins.int
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.str | None = ...,
+        epoch: _builtins.int | None = ...,
+        after: _builtins.int | None = ...,
+        through: _builtins.int | None = ...,
+        first_slot: _builtins.int | None = ...,
+        last_slot: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "epoch", b"epoch", "first_slot", b"first_slot", "last_slot", b"last_slot", "log_id", b"log_id", "through", b"through"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "epoch", b"epoch", "first_slot", b"first_slot", "last_slot", b"last_slot", "log_id", b"log_id", "through", b"through"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogRange: _TypeAlias = LogRange  # noqa: Y015
+
+@_typing.final
+class CheckpointCut(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OBJECT_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
-    REPLAY_FROM_FIELD_NUMBER: _builtins.int
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    replay_from: _builtins.int
-    """What replay_from was when it was committed."""
+    """The shard slot that it is of."""
+    log_id: _builtins.str
+    """The last log slot of that log which was applied when it was cut."""
+    at: _builtins.int
     @_builtins.property
     def object(self) -> Global___ObjectReference: ...
     def __init__(
@@ -232,15 +295,16 @@ class CheckpointReference(_message.Message):
         *,
         object: Global___ObjectReference | None = ...,
         slot: _builtins.int | None = ...,
-        replay_from: _builtins.int | None = ...,
+        log_id: _builtins.str | None = ...,
+        at: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["object", b"object", "replay_from", b"replay_from", "slot", b"slot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "log_id", b"log_id", "object", b"object", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["object", b"object", "replay_from", b"replay_from", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "log_id", b"log_id", "object", b"object", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CheckpointReference: _TypeAlias = CheckpointReference  # noqa: Y015
+Global___CheckpointCut: _TypeAlias = CheckpointCut  # noqa: Y015
 
 @_typing.final
 class TopicManifest(_message.Message):

@@ -7,6 +7,7 @@ Owns: making the root, and running the audit on it. Does not own: damaging it (t
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from audit.driver import Limits, Request
 from audit.findings import Finding, Kind, Report, Severity
 from audit.reading import WallClock
 from daemon.topic import bucket_life
-from storage_backends.formats import manifest, names
+from storage_backends.formats import log_slot_format, manifest, names, slot_format
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA, ListedObject, ObjectInfo, ObjectStore
@@ -36,7 +37,7 @@ TOPIC_ID = names.topic_id("t")
 BUCKETS = names.buckets_prefix(0, TOPIC_ID)
 MANIFESTS = names.topic_manifest_prefix(0, TOPIC_ID)
 SHARD_MANIFESTS = names.shard_manifest_prefix(0)
-JOURNAL = names.journal_prefix(0)
+LOGS = names.LOGS_PREFIX
 CHECKPOINTS = names.checkpoint_prefix(0)
 
 
@@ -74,6 +75,10 @@ class ReadOnly(ObjectStore):
     def __init__(self, store: ObjectStore, before_read: Callable[[str], None] = lambda key: None) -> None:
         self._store = store
         self._before_read = before_read
+
+    @property
+    def folder(self) -> str | None:
+        return self._store.folder
 
     def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> NoReturn:
         raise Writes(f"put {key}")
@@ -137,7 +142,7 @@ def kinds(report: Report) -> list[tuple[Kind, str]]:
 
 def sound_root() -> MemoryStore:
     """A root that two daemons have written, one after the other: topic `t` with buckets, merged and not, rows that
-    left, tombstones and a progress object; topic `other` with rows in journal and checkpoint; checkpoints, fences;
+    left, tombstones and a progress object; topic `other` with rows in sections and checkpoint; checkpoints, a CLOSE;
     topic `gone`, deleted. One bucket was written when its daemon was killed, and no manifest names it.
     """
     store = MemoryStore(wall_clock=lambda: EPOCH_MS / 1000)
@@ -168,6 +173,21 @@ def topic_tip(store: ObjectStore, topic_id: str = TOPIC_ID) -> TopicManifest:
 def shard_tip(store: ObjectStore) -> ShardManifest:
     """The newest manifest of the shard."""
     return manifest.decode_shard_manifest(store.get(keys(store, SHARD_MANIFESTS)[-1]))
+
+
+def sections_of(store: ObjectStore) -> Iterator[slot_format.StoredSlot]:
+    """Every section of the shard that is still kept, log by log."""
+    for key in keys(store, LOGS):
+        slot = log_slot_format.decode_log_slot(store.get(key))
+        if 0 in slot.shards:
+            yield slot_format.read_slot(slot.section(0))
+
+
+def without_sections(store: ObjectStore) -> None:
+    """The newest manifest of the shard says that its checkpoint is all there is."""
+    key = keys(store, SHARD_MANIFESTS)[-1]
+    tip = dataclasses.replace(shard_tip(store), owner="", address="", ranges=())
+    store.put(key, manifest.encode_shard_manifest(tip), metadata=store.head(key).metadata)
 
 
 def in_virtual_time(store: ObjectStore, story: Callable[[EngineFixture], object]) -> None:

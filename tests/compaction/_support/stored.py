@@ -12,7 +12,7 @@ from storage_backends import topic_manifest
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.local_directory import LocalDirectory
 
-_TRANSIENT = {"journal", "daemons", "checkpoint", ".locks", ".temporary"}
+_TRANSIENT = {"logs", ".logs", "daemons", "checkpoint", ".locks", ".temporary"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def tips(root: Path) -> list[TopicManifest]:
 
 
 def everything(root: Path) -> frozenset[str]:
-    """Every file that a process could leave behind, without those of the living daemon's journal and heartbeat, and
+    """Every file that a process could leave behind, without those of the living daemon's log and heartbeat, and
     without temporaries: those of a dead process go when another one opens the root.
     """
     return frozenset(

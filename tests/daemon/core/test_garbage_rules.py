@@ -113,7 +113,7 @@ def test_a_listing_is_sorted_by_what_it_shows_and_what_is_unknown_is_left_alone(
     keys = [
         names.shard_manifest_key(SHARD, 4),
         names.checkpoint_key(SHARD, 2, "U"),
-        names.journal_slot_key(SHARD, 9),
+        f"{names.shard_prefix(SHARD)}other/00000000000000000009",
         names.topic_manifest_key(SHARD, TOPIC_ID, 7),
         names.bucket_key(SHARD, TOPIC_ID, 5, "U"),
         names.progress_key(SHARD, TOPIC_ID, 6, "U"),

@@ -41,7 +41,7 @@ async def served(machines: EngineFixture, *settings: str) -> Daemon:
 
 
 def slots(machines: EngineFixture) -> int:
-    return len(machines.keys("journal"))
+    return len(machines.slots())
 
 
 def counted(daemon: Daemon, result: str) -> float | None:

@@ -104,7 +104,7 @@ async def test_a_slot_that_landed_before_the_fence_is_not_answered_by_an_owner_t
     reached = asyncio.Event()
 
     def after_put(name: str) -> None:
-        if name == "journal.after_put":
+        if name == "log.after_put":
             machines.loop.call_soon_threadsafe(reached.set)
             one.stop_here(gate)
 

@@ -1,4 +1,4 @@
-"""Checkpoints, what they let go of the journal, and what happens when stored things are damaged."""
+"""Checkpoints, what they let go of the log, and what happens when stored things are damaged."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import logging
 
 import pytest
 
-from storage_backends.formats import names
+from daemon.shard import checkpointing
+from daemon.shard.checkpointing import IDLE_S
+from storage_backends.formats import log_slot_format, names
+from storage_backends.formats.log_slot_format import LogSlotKind
 from tests._support.engine_fixture import Daemon, EngineFixture
-from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 
 CHECKPOINTS = "/checkpoint/"
 OFTEN = ("journal.checkpoint_slots=5",)
-
-
-def slots(machines: EngineFixture, kind: str) -> list[int]:
-    keys = machines.keys(JOURNAL)
-    return [names.number_of(key) for key in keys if machines.store.head(key).metadata["kind"] == kind]
 
 
 async def add_slots(daemon: Daemon, first: int, count: int) -> None:
@@ -42,7 +39,7 @@ async def test_a_checkpoint_is_written_after_so_many_slots(machines: EngineFixtu
     assert len(machines.keys(CHECKPOINTS)) == 1
     reference = machines.shard_tip().checkpoint
     assert reference is not None
-    assert reference.replay_from >= 5
+    assert reference.slot >= 5
 
 
 async def test_a_checkpoint_is_written_after_so_many_bytes(machines: EngineFixture) -> None:
@@ -56,17 +53,19 @@ async def test_a_checkpoint_is_written_after_so_many_bytes(machines: EngineFixtu
 async def test_slots_that_the_checkpoint_before_covers_are_deleted_and_fences_stay(machines: EngineFixture) -> None:
     for _ in range(3):
         one = await machines.served_by("one", *OFTEN)
-        await add_slots(one, len(machines.keys(JOURNAL)) * 10, 12)
+        await add_slots(one, len(machines.slots()) * 10, 12)
         one.kill()
     await machines.served_by("one", *OFTEN)
     tip = machines.shard_tip()
     assert tip.previous_checkpoint is not None
-    assert len(slots(machines, "fence")) == 4
-    assert min(slots(machines, "data")) == tip.previous_checkpoint.replay_from + 1
+    assert len(machines.slots(LogSlotKind.FENCE)) == 3, "one for each owner that is dead"
+    owned = [machines.store.get(key) for key in machines.slots_of(0) if tip.ranges[0].log_id in key]
+    kept = [log_slot_format.decode_log_slot(body).header.heads[0].last_slot for body in owned]
+    assert min(kept) == tip.previous_checkpoint.slot + 1
 
 
 @pytest.mark.parametrize("setting", ["journal.checkpoint_slots=5", "journal.checkpoint_bytes=65536"])
-async def test_owners_that_live_for_a_few_slots_only_do_not_make_the_journal_long(
+async def test_owners_that_live_for_a_few_slots_only_do_not_make_the_log_long(
     machines: EngineFixture, setting: str
 ) -> None:
     for life in range(12):
@@ -78,31 +77,10 @@ async def test_owners_that_live_for_a_few_slots_only_do_not_make_the_journal_lon
         one.kill()
     tip = machines.shard_tip()
     assert tip.checkpoint is not None
-    assert max(slots(machines, "data")) - tip.replay_from < 12
-    assert len(slots(machines, "data")) < 24
+    assert machines.sections_to_read() < 12
+    assert len(tip.ranges) <= 8, "three sections each"
     two = await machines.served_by("one")
     assert two.topic("t").core.index.pending_rows == 36 * 1000
-
-
-async def test_slots_are_deleted_by_one_thread_also_when_who_waited_for_it_was_cancelled(
-    machines: EngineFixture,
-) -> None:
-    one = await machines.served_by("one", "journal.checkpoint_slots=1000")
-    for number in range(4):
-        await one.add("t", 1, [number], delay_ms=900_000)
-    one.kill()
-    two = await machines.served_by("one", "journal.checkpoint_slots=1")
-    held = two.pause("delete", JOURNAL)
-    for number in range(4, 8):
-        await two.add("t", 1, [number], delay_ms=900_000)
-    await held.reached()
-    checkpoints = two.shards[0].checkpoints
-    checkpoints.close()
-    collecting = two.call(checkpoints.collect())
-    await asyncio.sleep(1)
-    assert not collecting.done()
-    held.release()
-    await collecting
 
 
 async def test_after_truncation_everything_is_still_there(machines: EngineFixture) -> None:
@@ -115,7 +93,7 @@ async def test_after_truncation_everything_is_still_there(machines: EngineFixtur
     assert len(receiver.positions) == 90
 
 
-async def test_a_checkpoint_that_fails_leaves_a_longer_journal_and_the_next_one_takes_it(
+async def test_a_checkpoint_that_fails_leaves_a_longer_log_and_the_next_one_takes_it(
     machines: EngineFixture,
 ) -> None:
     one = await machines.served_by("one", *OFTEN)
@@ -163,30 +141,32 @@ def named(daemon: Daemon, *parts: str) -> bool:
     return all(part in daemon.engine.health.reason for part in parts)
 
 
-async def test_a_damaged_slot_refuses_its_shard_by_name_and_offset_and_is_looked_at_again(
+async def test_a_damaged_section_refuses_its_shard_by_name_and_offset_and_is_looked_at_again(
     machines: EngineFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = await machines.served_by("one")
     await add_slots(one, 0, 5)
     one.kill()
-    key = machines.keys(JOURNAL)[3]
+    key = machines.slots_of(0)[2]
     size = len(machines.store.get(key))
     flip(machines, key, size // 2)
     two = await machines.daemon("one").start()
-    await two.until(lambda: named(two, key, "at byte"))
+    log_id, number = key.split("/")[1], names.number_of(key)
+    where = f"slot {number} of log {log_id}"
+    await two.until(lambda: named(two, where, "at byte"))
     assert not two.engine.health.serving
-    assert any(key in each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR)
+    assert any(where in each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR)
     flip(machines, key, size // 2)
     await two.serving()
     assert two.topic("t").core.index.pending_rows == 15
 
 
 async def test_a_missing_slot_is_never_skipped(machines: EngineFixture) -> None:
-    """The slots behind a hole were answered: to serve without them would lose rows silently."""
+    """The sections behind a hole were answered: to serve without them would lose rows silently."""
     one = await machines.served_by("one")
     await add_slots(one, 0, 5)
     one.kill()
-    machines.store.delete(machines.keys(JOURNAL)[3])
+    machines.store.delete(machines.slots_of(0)[2])
     two = await machines.daemon("one").start()
     await asyncio.sleep(60)
     assert not two.engine.health.serving
@@ -200,8 +180,8 @@ async def test_the_orderly_end_leaves_nothing_to_replay_and_nobody_to_wait_for(m
     two = await machines.served_by("two")
     assert machines.loop.time() - asked_s < 1
     assert two.topic("t").core.index.pending_rows == 15
-    tip = machines.shard_tip()
-    assert tip.replay_from >= 6
+    assert machines.shard_tip().checkpoint_slot == 5
+    assert machines.sections_to_read() == 0
 
 
 async def test_a_checkpoint_between_a_cut_and_its_seal_holds_the_rows_once(machines: EngineFixture) -> None:
@@ -231,7 +211,83 @@ async def test_a_checkpoint_between_a_cut_and_its_seal_holds_the_rows_once(machi
 def copied(machines: EngineFixture) -> EngineFixture:
     """The store as it is now, for other daemons."""
     copy = EngineFixture()
+    # No log of the copy has the id of one that was copied.
+    copy.numbers = machines.numbers
     for key in machines.keys(""):
         body, metadata = machines.store.get_with_metadata(key)
         copy.store.put(key, body, metadata=metadata)
     return copy
+
+
+# ---- shards that have fallen silent
+
+
+def topic_of(shard: int) -> str:
+    return next(name for name in (f"t{number}" for number in range(100)) if names.shard_of(name, 2) == shard)
+
+
+async def collect(daemon: Daemon) -> None:
+    async def whole() -> None:
+        async for _ in daemon.engine.requests.collect(dry_run=False, force=False, retry_dead=False):
+            pass
+
+    await daemon.call(whole())
+
+
+async def with_an_idle_shard(machines: EngineFixture) -> Daemon:
+    """Shard 0 has fallen silent, and two checkpoints cover it; shard 1 is written on."""
+    one = await machines.served_by("one", "daemon.shards=2", "collection.interval_s=86400")
+    await one.add(topic_of(0), 1, range(3), delay_ms=100_000_000)
+    await asyncio.sleep(IDLE_S + 1)
+    for _ in range(2):
+        await collect(one)
+    assert machines.shard_tip(0).previous_slot == 1
+    for number in range(4):
+        await one.add(topic_of(1), number, range(3), delay_ms=100_000_000)
+    return one
+
+
+async def test_an_idle_shard_says_that_it_needs_less_when_much_of_the_log_is_kept_for_it(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await with_an_idle_shard(machines)
+    before, checkpoints = machines.shard_tip(0), machines.keys(names.checkpoint_prefix(0))
+    await collect(one)
+    assert machines.shard_tip(0) == before, "little is kept"
+    monkeypatch.setattr(checkpointing, "KEPT_BYTES_MAX", 500)
+    await collect(one)
+    after = machines.shard_tip(0)
+    assert after.head.number == before.head.number + 1
+    assert after.ranges[-1].after == names.number_of(machines.slots()[-1])
+    assert machines.keys(names.checkpoint_prefix(0)) == checkpoints, "a commit without an object"
+    await collect(one)
+    assert machines.shard_tip(0) == after, "nothing was written since"
+    one.kill()
+    two = await machines.served_by("one", "daemon.shards=2")
+    assert two.topic(topic_of(0)).core.index.pending_rows == 3
+    assert two.topic(topic_of(1)).core.index.pending_rows == 12
+
+
+async def test_an_idle_shard_says_that_it_needs_less_now_and_then_while_the_log_grows(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "KEPT_S_MAX", 300.0)
+    one = await with_an_idle_shard(machines)
+    before = machines.shard_tip(0)
+    await asyncio.sleep(checkpointing.KEPT_S_MAX)
+    await one.add(topic_of(1), 9, range(3), delay_ms=100_000_000)
+    await collect(one)
+    after = machines.shard_tip(0)
+    assert after.ranges[-1].after > before.ranges[-1].after
+    await asyncio.sleep(checkpointing.KEPT_S_MAX)
+    await collect(one)
+    assert machines.shard_tip(0) == after, "an idle daemon writes nothing"
+
+
+async def test_the_orderly_end_writes_a_checkpoint_of_each_shard_that_has_changed(machines: EngineFixture) -> None:
+    one = await with_an_idle_shard(machines)
+    idle = machines.shard_tip(0)
+    await one.stop()
+    assert machines.shard_tip(0) == idle
+    assert machines.shard_tip(1).checkpoint_slot == 4
+    assert machines.sections_to_read(1) == 0

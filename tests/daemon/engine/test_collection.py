@@ -10,6 +10,7 @@ import pytest
 from daemon import call_values
 from daemon.errors import NotOwner, Unavailable
 from storage_backends.formats import names
+from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import (
     DeadObject,
     decode_shard_manifest,
@@ -17,12 +18,10 @@ from storage_backends.formats.manifest import (
     encode_dead_object,
 )
 from tests._support.engine_fixture import Daemon, EngineFixture
-from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests.daemon.engine._support.calling import delete_topic
 
 BUCKETS = "/buckets/"
-JOURNAL_0 = names.journal_prefix(0)
 CHECKPOINTS = "/checkpoint/"
 HOUR_S = 3600
 IDLE_S = 61.0
@@ -45,10 +44,6 @@ async def collect(
         return progress[-1]
 
     return await daemon.call(last())
-
-
-def data_slots(machines: EngineFixture) -> list[str]:
-    return [key for key in machines.keys(JOURNAL) if machines.store.head(key).metadata["kind"] == "data"]
 
 
 def pass_hours(machines: EngineFixture, hours: float) -> None:
@@ -93,10 +88,16 @@ async def test_when_everything_is_delivered_and_collected_exactly_this_is_left(m
     two = await machines.served_by("two", *settings)
     await asyncio.sleep(IDLE_S)
     pass_hours(machines, 25)
-    await collect(two)
+    for _ in range(2):
+        await collect(two)
     two.kill()
 
     expected = ["FORMAT", "daemons/one", "daemons/two"]
+    ends = [machines.slots(kind) for kind in (LogSlotKind.FENCE, LogSlotKind.CLOSE, LogSlotKind.OPEN)]
+    assert [len(each) for each in ends] == [1, 1, 1], (
+        "the highest of each log: one was killed, one has ended, one lives"
+    )
+    expected += itertools.chain.from_iterable(ends)
     for shard in range(2):
         prefix = names.shard_manifest_prefix(shard)
         tip = decode_shard_manifest(machines.store.get(machines.keys(prefix)[-1]))
@@ -105,9 +106,6 @@ async def test_when_everything_is_delivered_and_collected_exactly_this_is_left(m
         assert tip.previous_checkpoint is not None
         expected += [names.shard_manifest_key(shard, tip.head.number - back) for back in range(KEPT)]
         expected += [tip.checkpoint.object.name, tip.previous_checkpoint.object.name]
-        fences = [key for key in machines.keys(names.journal_prefix(shard)) if key not in data_slots(machines)]
-        assert len(fences) == 3, "one for each owner"
-        expected += fences
     for topic in (*topics, "deleted"):
         shard, topic_id = names.shard_of(topic, 2), names.topic_id(topic)
         newest = decode_topic_manifest(machines.store.get(machines.keys(topic_id)[-1]))
@@ -127,10 +125,11 @@ async def test_a_daemon_collects_by_itself(machines: EngineFixture) -> None:
     for _ in range(6):
         await asyncio.sleep(150)
         pass_hours(machines, 25)
-    await asyncio.sleep(150)
+    # A shard that was never written to says once an hour that it needs nothing of the log.
+    await asyncio.sleep(HOUR_S)
     assert not machines.keys(BUCKETS)
     assert not machines.keys("/progress/")
-    assert not data_slots(machines)
+    assert len(machines.slots()) == 1, "the highest of the log stays"
     assert len(machines.keys(names.topic_manifest_prefix(names.shard_of("t", 2), names.topic_id("t")))) == KEPT
     at_rest = machines.keys("shards/")
     pass_hours(machines, 25)
@@ -138,22 +137,24 @@ async def test_a_daemon_collects_by_itself(machines: EngineFixture) -> None:
     assert machines.keys("shards/") == at_rest, "what is at rest stays so"
 
 
-# The journal
+# The log
 
 
-async def test_a_shard_that_has_fallen_silent_keeps_only_fences_of_its_journal(machines: EngineFixture) -> None:
+async def test_a_shard_that_has_fallen_silent_keeps_only_the_highest_slot_of_its_log(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *ON_REQUEST)
     await one.add("t", 1, range(5), delay_ms=FAR_MS)
-    slots = len(data_slots(machines))
-    assert slots > 0
+    slots = len(machines.slots())
+    assert slots > 1
     await asyncio.sleep(IDLE_S)
-    assert (await collect(one)).summary.journal_slots.objects == 0
+    await collect(one)
     assert len(machines.keys(CHECKPOINTS)) == 1, "one a pass"
-    done = await collect(one)
-    assert done.summary.journal_slots.objects == slots
-    assert done.summary.journal_slots.size_bytes > slots * 20
-    assert not data_slots(machines)
-    assert len(machines.keys(JOURNAL)) == 1
+    await collect(one)
+    await one.add("other", 1, range(5), delay_ms=FAR_MS)
+    would_go = (await collect(one, dry_run=True)).summary.journal_slots
+    assert (await collect(one)).summary.journal_slots == would_go
+    assert would_go.objects == 1
+    assert would_go.size_bytes > 20
+    assert machines.slots()[:-1] == []
     number = machines.shard_tip().head.number
     await collect(one)
     assert machines.shard_tip().head.number == number, "and then no checkpoint more"
@@ -186,17 +187,27 @@ async def test_slots_that_a_former_owner_left_covered_go(machines: EngineFixture
     await asyncio.sleep(IDLE_S)
     for _ in range(2):
         await collect(two)
-    assert not data_slots(machines)
-    assert len(machines.keys(JOURNAL)) == 2
+    assert not machines.slots(LogSlotKind.DATA)
+    assert len(machines.slots()) == 2, "a FENCE, and the OPEN of the log that lives"
 
 
-async def test_an_orderly_end_leaves_only_fences_of_the_journal_and_two_checkpoints(machines: EngineFixture) -> None:
+async def test_an_orderly_end_leaves_nothing_to_read_and_a_log_that_its_successor_collects(
+    machines: EngineFixture,
+) -> None:
     one = await machines.served_by("one", *ON_REQUEST)
     for number in range(20):
         await one.add("t", number, range(3), delay_ms=100_000)
     await one.stop()
-    assert not data_slots(machines)
+    assert machines.sections_to_read() == 0
+    assert len(machines.keys(CHECKPOINTS)) == 1
+    assert machines.slots()[-1] == machines.slots(LogSlotKind.CLOSE)[-1]
+    two = await machines.served_by("one", *ON_REQUEST)
+    await asyncio.sleep(IDLE_S)
+    for _ in range(2):
+        await collect(two)
     assert len(machines.keys(CHECKPOINTS)) == 2
+    assert not machines.slots(LogSlotKind.DATA)
+    assert len(machines.slots()) == 2, "a CLOSE, and the OPEN of the log that lives"
 
 
 async def test_after_an_orderly_end_a_damaged_checkpoint_can_be_done_without(machines: EngineFixture) -> None:
@@ -305,7 +316,7 @@ async def test_a_seal_that_takes_longer_than_the_floor_is_begun_anew_and_loses_n
     pass_hours(machines, 25)
     assert (await collect(one)).summary.orphans.objects == 1
     held.release()
-    # The shard is taken over anew: the rows are in the journal still.
+    # The shard is taken over anew: the rows are in the log still.
     await one.until(lambda: machines.shard_tip().epoch == 2 and one.engine.health.serving and one.engine.loaded)
     await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 2)
     assert one.topic("t").core.indexes.pending_rows == 30
@@ -380,13 +391,13 @@ async def test_a_record_of_what_no_collector_gives_up_deletes_nothing(machines: 
     await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 1)
     manifest_key = machines.keys(names.topic_manifest_prefix(0, names.topic_id("t")))[-1]
     (live,) = machines.keys(BUCKETS)
-    for name in (manifest_key, live, "shards/00/note", machines.keys(JOURNAL)[0]):
+    for name in (manifest_key, live, "shards/00/note"):
         record = DeadObject(object=name, size_bytes=1, attempts=10, error="denied", given_up_ms=1)
         machines.store.put(names.dead_object_key(name), encode_dead_object(record))
-    machines.store.put("shards/00/journal/note", b"not a slot")
-    before = machines.keys("")
-    assert (await collect(one, retry_dead=True)).summary.failed.objects == 4
-    assert machines.keys("") == before
+    machines.store.put("shards/00/notes/note", b"nothing of this layout")
+    before = machines.keys("shards/"), machines.keys("dead_objects/")
+    assert (await collect(one, retry_dead=True)).summary.failed.objects == 3
+    assert (machines.keys("shards/"), machines.keys("dead_objects/")) == before
 
 
 async def test_what_was_given_up_is_not_tried_again_by_a_daemon_that_does_not_serve_every_shard(
@@ -411,7 +422,7 @@ async def test_after_failures_a_shard_is_collected_less_and_less_often_until_it_
     seen = 0
     for _ in range(4000):
         await asyncio.sleep(1)
-        listed = sum(call.operation == "list" and call.key in (JOURNAL_0, "shards/00/") for call in one.store.calls)
+        listed = sum(call.operation == "list" and call.key == "shards/00/" for call in one.store.calls)
         if listed > seen:
             seen = listed
             tried_s.append(machines.loop.time())

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from daemon.errors import Corruption, NotOwner
+from daemon.errors import Corruption, InvariantViolated, NotOwner
 from daemon.owner import engine
 from storage_backends.formats import bucket_format, names
+from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import LiveBucket
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests._support.fault_store import Fault
@@ -273,8 +274,10 @@ async def check_serves(daemon: Daemon, shards: Iterable[int]) -> None:
         assert (await daemon.add(topic_of(shard), 0, range(4), delay_ms=FAR_MS)).duplicates >= 3
 
 
-def journal_of(machines: EngineFixture, shard: int) -> list[str]:
-    return machines.keys(names.journal_prefix(shard))
+def place_of(key: str) -> tuple[str, str]:
+    """How a damaged slot of a log is named: each has one section here."""
+    log_id = key.split("/")[1]
+    return f"logs/{log_id}/", f"slot {names.number_of(key)} of log {log_id}"
 
 
 async def check_that_only_the_shard_is_refused(machines: EngineFixture, damaged: int, *parts: str) -> Daemon:
@@ -310,18 +313,43 @@ async def check_that_it_is_served_again(daemon: Daemon, damaged: int) -> None:
 
 async def test_a_damaged_slot_refuses_its_shard_alone_until_it_is_mended(machines: EngineFixture) -> None:
     await with_a_topic_a_shard(machines)
-    key = journal_of(machines, 2)[2]
-    alter(machines, key)
-    two = await check_that_only_the_shard_is_refused(machines, 2, key, "at byte")
-    alter(machines, key)
+    key = machines.slots_of(2)[2]
+    alter(machines, key, 0.8)
+    two = await check_that_only_the_shard_is_refused(machines, 2, *place_of(key), "shard slot 3", "at byte")
+    alter(machines, key, 0.8)
     await check_that_it_is_served_again(two, 2)
+
+
+async def test_damage_in_the_log_that_is_written_costs_every_shard_one_short_takeover(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SEVERAL)
+    for shard in range(SHARDS):
+        await one.add(topic_of(shard), 1, range(5), 3_600_000)
+    key = machines.slots_of(2)[0]
+    alter(machines, key, 0.8)
+    one.context.run(one.shards[2].lose, InvariantViolated("a row is waiting twice"))
+    await one.until(lambda: len(machines.slots(LogSlotKind.CLOSE)) == 1, timeout_s=5)
+    await one.until(lambda: sorted(one.shards) == [0, 1, 3], timeout_s=5)
+    await one.until(lambda: machines.shard_tip(2).open_range is None, timeout_s=5)
+    written = machines.keys("shards/02/")
+    epochs = {number: shard.epoch for number, shard in one.shards.items()}
+    await asyncio.sleep(10 * engine.DAMAGED_LOOK_S)
+    assert machines.keys("shards/02/") == written, "it is looked at, and not claimed again and again"
+    assert {number: shard.epoch for number, shard in one.shards.items()} == epochs
+    for shard in (0, 1, 3):
+        assert (await one.add(topic_of(shard), 2, range(5), 3_600_000)).accepted == 5
+    with pytest.raises(Corruption, match=r"shard 2, .*shard slot 1"):
+        await one.add(topic_of(2), 2, range(5))
+    alter(machines, key, 0.8)
+    await one.until(lambda: 2 in one.shards and one.engine.loaded, timeout_s=engine.DAMAGED_LOOK_S + 1)
+    assert one.topic(topic_of(2)).core.indexes.present_rows == 5
+    assert len(machines.slots(LogSlotKind.CLOSE)) == 1
 
 
 async def test_a_missing_slot_refuses_its_shard_alone(machines: EngineFixture) -> None:
     await with_a_topic_a_shard(machines)
-    key = journal_of(machines, 2)[2]
+    key = machines.slots_of(2)[2]
     machines.store.delete(key)
-    await check_that_only_the_shard_is_refused(machines, 2, key)
+    await check_that_only_the_shard_is_refused(machines, 2, place_of(key)[0], "shard slot 3", "it is missing")
 
 
 @pytest.mark.parametrize("damaged", [0, 3])
@@ -352,14 +380,14 @@ async def test_two_damaged_checkpoints_refuse_their_shard_alone(machines: Engine
 
 async def test_when_every_shard_is_damaged_the_daemon_serves_none_and_claims_none(machines: EngineFixture) -> None:
     await with_a_topic_a_shard(machines)
-    keys = [journal_of(machines, shard)[2] for shard in range(SHARDS)]
+    keys = [machines.slots_of(shard)[2] for shard in range(SHARDS)]
     for key in keys:
         alter(machines, key)
     two = await machines.daemon("one", *SEVERAL).start()
-    await two.until(lambda: keys[0] in two.engine.health.reason)
-    written = machines.keys("shards/")
+    await two.until(lambda: "shard 0, shard slot 3" in two.engine.health.reason)
+    written = machines.keys("shards/"), machines.slots()
     await asyncio.sleep(5 * engine.DAMAGED_LOOK_S)
-    assert machines.keys("shards/") == written
+    assert (machines.keys("shards/"), machines.slots()) == written
     assert not two.engine.health.serving
     for key in keys:
         alter(machines, key)
@@ -369,7 +397,7 @@ async def test_when_every_shard_is_damaged_the_daemon_serves_none_and_claims_non
 
 async def test_a_damaged_shard_belongs_to_nobody_and_keeps_no_successor_waiting(machines: EngineFixture) -> None:
     await with_a_topic_a_shard(machines)
-    key = journal_of(machines, 2)[2]
+    key = machines.slots_of(2)[2]
     alter(machines, key)
     two = await machines.served_by("two", *SEVERAL)
     assert machines.shard_tip(2).owner == ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import msgspec
@@ -13,7 +13,9 @@ import pytest
 from daemon.core.topic import Topic
 from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
 from daemon.owner import heartbeat
-from daemon.shard import shard_manifest
+from daemon.owner.fences import Fences
+from daemon.owner.living_log import LivingLog
+from daemon.owner.takeover import Takeover
 from daemon.shard.checkpointing import Checkpointing
 from daemon.shard.shard import ServedShard
 from daemon.surroundings import due_loop
@@ -21,6 +23,7 @@ from daemon.surroundings.failure_scope import Failures, ShardLost, TopicFailed
 from daemon.topic import topic_commits
 from storage_backends import commit
 from storage_backends.formats import names
+from storage_backends.formats.manifest import LogForm
 from tests._support.bad_text import put_bad_successor, with_bad_text
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests._support.fault_store import Fault
@@ -199,7 +202,7 @@ async def failed_while_checkpoints_are_due(machines: EngineFixture, monkeypatch:
     await one.add(failing, 1, range(10), 3_600_000)
     await one.add(failing, 2, range(1), 100)
     breaks(monkeypatch, failing, times=1)
-    held = one.pause("get_with_metadata", names.journal_prefix(1))
+    held = one.pause("get_with_metadata", "logs/")
     await held.reached()
     for ledger in range(12):
         await one.add(other, ledger, range(2), 3_600_000)
@@ -214,7 +217,7 @@ async def test_what_was_staged_when_a_topic_failed_is_answered_and_there_when_it
     one = await machines.served_by("one", *SEVERAL)
     failing = topic_of(1)
     await one.add(failing, 1, range(10), 3_600_000)
-    held = one.pause("put_if_absent", names.journal_prefix(1))
+    held = one.pause("put_if_absent", "logs/")
     adding = one.add(failing, 2, range(5), 3_600_000)
     await held.reached()
     topic = one.topic(failing)
@@ -239,6 +242,7 @@ async def test_a_shard_whose_manifest_makes_no_sense_costs_that_shard_until_it_i
     own = await one.receiver(topic_of(2))
     await one.add(topic_of(2), 1, range(5), 3_600_000)
     key = put_bad_successor(machines.store, names.shard_manifest_prefix(2), "one:1")
+    one.context.run(one.shards[2].checkpoints._begin)
     await one.until(lambda: 2 not in one.shards)
     assert isinstance(own.ended, ShardLost), "its stream may come again: only then it is told of the damage"
     written = len(machines.keys("/manifest/"))
@@ -294,7 +298,7 @@ async def test_a_shard_that_fails_is_taken_again_while_the_others_are_served(mac
 def commit_on(machines: EngineFixture, daemon: Daemon, shard: int, operation: Any) -> None:
     """As another daemon would."""
     commit.commit(
-        topic_commits.shard_log(daemon.engine._environment, shard),
+        topic_commits.shard_log(daemon.environment, shard),
         operation,
         writer="two",
         created_ms=machines.now_ms(),
@@ -323,46 +327,61 @@ async def test_segments_that_were_in_memory_when_a_shard_was_lost_are_read_again
     assert beside.ended is None
 
 
-async def test_a_shard_that_a_living_daemon_took_is_waited_for_and_its_callers_are_sent_there(
+async def taken_by_two(machines: EngineFixture, two: Daemon, shard: int, *, closes: bool) -> None:
+    """Another daemon fences the owner of every shard, and claims this one alone."""
+    logs = two.environment.open_logs(LogForm.OBJECTS)
+    living = await two.call(LivingLog.opened(logs, two.environment, lost=lambda error: None))
+    manifests = [topic_commits.shard_log(two.environment, each) for each in range(SHARDS)]
+    takeover = Takeover(manifests, living, two.environment)
+    seen = manifests[shard].read_tip()
+    await two.call(takeover.claim(shard, seen, Fences(logs, two.environment), frozenset({""})))
+    if closes:
+        await two.call(living.close())
+
+
+async def test_a_daemon_that_lost_its_log_waits_for_who_took_a_shard_and_sends_its_callers_there(
     machines: EngineFixture,
 ) -> None:
     one = await machines.served_by("one", *SEVERAL)
-    traffic = await Traffic.on(one, [topic_of(shard) for shard in (0, 1, 3)])
-    await one.add(topic_of(2), 1, range(5), 3_600_000)
-    living = asyncio.ensure_future(beats(machines, "two"))
-    epoch = one.shards[2].epoch
-    taken = shard_manifest.Claim(shard=2, epoch=epoch + 1, owner="two", address="two:1", gone_owners=frozenset())
-    await one.call(in_thread(one, lambda: commit_on(machines, one, 2, taken)))
-    await one.until(lambda: 2 not in one.shards)
+    for shard in range(SHARDS):
+        await one.add(topic_of(shard), 1, range(5), 3_600_000)
+    living = asyncio.ensure_future(beats(machines, "two", machines.shard_tip(2).ranges[-1].log_id))
+    epochs = {number: shard.epoch for number, shard in one.shards.items()}
+    two = machines.daemon("two", *SEVERAL)
+    await taken_by_two(machines, two, 2, closes=False)
+    living.cancel()
+    living = asyncio.ensure_future(beats(machines, "two", machines.shard_tip(2).ranges[-1].log_id))
+    await one.until(lambda: not one.shards, timeout_s=30)
+    await one.until(lambda: "waiting for daemon two" in one.engine.health.reason)
     for _ in range(6):
-        await traffic.check()
-        with pytest.raises(NotOwner) as told:
-            await one.add(topic_of(2), 2, range(5))
-        assert told.value.owner_address == "two:1"
+        for shard in range(SHARDS):
+            with pytest.raises(NotOwner) as told:
+                await one.add(topic_of(shard), 2, range(5))
+            assert told.value.owner_address == "two:1"
         await asyncio.sleep(5)
-    assert "shard 2 is not served here: waiting for daemon two" in one.engine.health.reason
     location = one.engine.location_of(topic_of(2))
     assert (location.owner_address, location.served_here) == ("two:1", False)
     living.cancel()
-    await one.until(lambda: 2 in one.shards, timeout_s=60)
-    assert one.shards[2].epoch == epoch + 2
-    await one.until(lambda: topic_of(2) in one.shards[2].topics)
-    assert one.topic(topic_of(2)).core.indexes.present_rows == 5
-    await traffic.check()
+    await one.until(lambda: len(one.shards) == SHARDS, timeout_s=60)
+    assert one.shards[2].epoch == epochs[2] + 2
+    await one.until(lambda: one.engine.loaded)
+    for shard in range(SHARDS):
+        assert one.topic(topic_of(shard)).core.indexes.present_rows == 5
 
 
-async def test_a_shard_that_was_taken_and_given_up_is_taken_again_at_once(machines: EngineFixture) -> None:
+async def test_a_shard_that_was_taken_into_a_log_that_was_closed_is_taken_again_at_once(
+    machines: EngineFixture,
+) -> None:
     """So ends a candidate that did not get every shard."""
     one = await machines.served_by("one", *SEVERAL)
-    traffic = await Traffic.on(one, [topic_of(shard) for shard in (0, 1, 3)])
     two = await machines.daemon("two", *SEVERAL).start()
-    epoch = one.shards[2].epoch
-    taken = shard_manifest.Claim(shard=2, epoch=epoch + 1, owner="two", address="two:1", gone_owners=frozenset())
-    await two.call(in_thread(two, lambda: commit_on(machines, two, 2, taken)))
-    await one.until(lambda: 2 not in one.shards)
-    await one.until(lambda: 2 in one.shards, timeout_s=5)
-    assert not two.shards, "who owns none waits until it may own all"
-    await traffic.check()
+    await taken_by_two(machines, two, 2, closes=True)
+    await one.until(lambda: not one.shards, timeout_s=30)
+    await one.until(lambda: len({*one.shards, *two.shards}) == SHARDS, timeout_s=5)
+    assert not (one.shards and two.shards)
+    owner = one if one.shards else two
+    for shard in range(SHARDS):
+        await owner.add(topic_of(shard), 1, range(5), 3_600_000)
 
 
 async def test_two_daemons_that_take_shards_from_each_other_come_to_rest_with_every_shard_served_once(
@@ -384,18 +403,14 @@ async def test_two_daemons_that_take_shards_from_each_other_come_to_rest_with_ev
     assert len(machines.keys("/manifest/")) == claims, "nobody takes anything from anybody any more"
 
 
-async def beats(machines: EngineFixture, daemon_id: str) -> None:
+async def beats(machines: EngineFixture, daemon_id: str, log_id: str) -> None:
     """A daemon lives that does nothing else."""
     for sequence in range(1_000):
         beat = heartbeat.Heartbeat(
-            daemon_id=daemon_id, address=f"{daemon_id}:1", shards=(), instance="i", sequence=sequence
+            daemon_id=daemon_id, address=f"{daemon_id}:1", shards=(), instance="i", sequence=sequence, log_id=log_id
         )
         machines.store.put(names.daemon_key(daemon_id), msgspec.json.encode(beat))
         await asyncio.sleep(heartbeat.INTERVAL_S)
-
-
-async def in_thread(daemon: Daemon, work: Callable[[], None]) -> None:
-    await daemon.engine._environment.run(work)
 
 
 # ---- planted bugs

@@ -6,6 +6,9 @@ import asyncio
 
 import pytest
 
+from daemon.core.backlog_reader import BacklogReader
+from daemon.core.in_flight import Mask
+from daemon.core.key_shared.let_go import LetGo
 from daemon.owner.requests import Requests
 from daemon.subscription.open_stream import StreamClosed
 from daemon.surroundings.failure_scope import TopicFailed
@@ -78,6 +81,37 @@ async def test_others_have_their_turn_between_portions(machines: EngineFixture) 
         turns += 1
         assert len(shared.got) - before <= 10_000
     assert turns > 4
+
+
+async def test_what_was_let_go_is_not_sought_while_nothing_may_be_handed_out(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await machines.served_by("one", "delivery.ready_rows_max=10")
+    # The third one has permits, so that rows of the others are looked at: they wait, and are let go.
+    consumers = [consumer(number, (number, number), permits=number // 3) for number in (1, 2, 3)]
+    shared = await open_by_key(one, consumers, policy=sticky())
+    state = shared.stream.state
+    await add(one, 1, range(12), [1, 2] * 6)
+    await one.until(lambda: state.key_shared is not None and state.key_shared.let_go is not None)
+    seeks, seek = 0, LetGo.seek
+
+    def counted(self: LetGo, able: Mask, reader: BacklogReader) -> None:
+        nonlocal seeks
+        seeks += 1
+        assert seeks < 100, "each time what is READY is passed over, and it begins again"
+        seek(self, able, reader)
+
+    monkeypatch.setattr(LetGo, "seek", counted)
+    monkeypatch.setattr(type(one.topic("t").shard), "may_hand_out", False)
+    shared.stream.grant(1_000, 1)
+    await add(one, 2, [0], [1])
+    assert await shared.nothing_more()
+    assert (state.ready_rows, seeks, shared.ended) == (1, 0, None)
+    monkeypatch.undo()
+    assert [(each.row.ledger, each.entry) for each in await shared.next(7)] == [
+        *((1, entry) for entry in range(0, 12, 2)),
+        (2, 0),
+    ]
 
 
 async def test_what_is_planned_kept_back_and_taken_back_is_counted(machines: EngineFixture) -> None:

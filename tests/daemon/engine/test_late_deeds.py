@@ -11,20 +11,20 @@ import pytest
 from daemon.errors import NotFound, NotOwner, TarryError, Unavailable
 from storage_backends.formats import names
 from tests._support.engine_fixture import Daemon, EngineFixture, Held
+from tests._support.fault_places import JOURNAL
 from tests.daemon.engine._support.calling import create, delete_topic, stats
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")
 FAR_MS = 500_000
 MANIFESTS = names.topic_manifest_prefix(0, names.topic_id("t"))
 TOPICS = names.topics_prefix(0)
-SHARD_MANIFESTS = names.shard_manifest_prefix(0)
 
 
 async def superseded(machines: EngineFixture) -> tuple[Daemon, Daemon, Held]:
     """The former owner, which does not know it yet; the one that serves; the former one's probe, on its way."""
     one = await machines.served_by("one")
     one.pause("put", names.DAEMONS_PREFIX)
-    probe = one.pause("get_with_metadata", SHARD_MANIFESTS)
+    probe = one.pause("head", JOURNAL)
     two = await machines.served_by("two")
     assert one.engine.health.serving
     return one, two, probe

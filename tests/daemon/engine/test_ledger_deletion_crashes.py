@@ -42,7 +42,7 @@ DELETING = (
 )
 DELETED_HALF = "deletion.after_index_delete"
 DELETED = {DELETED_HALF, "deletion.after_delete"}
-WRITING = ("journal.before_put", "journal.after_put", "checkpoint.before_put", "checkpoint.after_put")
+WRITING = ("log.before_put", "log.after_put", "checkpoint.before_put", "checkpoint.after_put")
 SETTINGS = (
     "deletion.parallelism=2",
     "deletion.reconsume_later_seconds=2",

@@ -143,7 +143,7 @@ async def test_a_long_replace_that_a_daemon_could_not_finish_has_forgotten_nothi
 
     def die_at_the_seventh(name: str) -> None:
         nonlocal slots
-        slots += name == "journal.after_put"
+        slots += name == "log.after_put"
         if slots == 7:
             one.kill()
 

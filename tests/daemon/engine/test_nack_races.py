@@ -124,7 +124,7 @@ async def test_who_waits_for_a_staged_nack_that_is_not_durable_is_told_in_time(m
     assert counts(await listener.next(4)) == [1] * 4
 
 
-@pytest.mark.parametrize("point", ["journal.before_put", "journal.after_put"])
+@pytest.mark.parametrize("point", ["log.before_put", "log.after_put"])
 async def test_a_crash_around_the_slot_leaves_them_all_nacked_or_none(machines: EngineFixture, point: str) -> None:
     one, listener, rows = await with_rows(machines, 10)
 
@@ -139,7 +139,7 @@ async def test_a_crash_around_the_slot_leaves_them_all_nacked_or_none(machines: 
     assert asked.cancelled()
     two = await machines.served_by("one")
     again = await dispatcher(two, policy=None)
-    landed = point == "journal.after_put"
+    landed = point == "log.after_put"
     back = await again.next(10)
     assert {row.entry: row.redeliveries for row in back} == {entry: int(landed and entry < 6) for entry in range(10)}
     assert_back_after([row for row in back if row.redeliveries], nacked_ms, 20_000, late_ms=100)

@@ -181,8 +181,8 @@ class OwnClient:
 @pytest.mark.parametrize(
     "name",
     [
-        "journal.before_put",
-        "journal.after_put",
+        "log.before_put",
+        "log.after_put",
         "seal.before_bucket_put",
         "seal.after_bucket_put",
         "checkpoint.before_put",

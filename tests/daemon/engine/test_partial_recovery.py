@@ -15,11 +15,9 @@ import pytest
 from daemon.errors import Corruption, NotFound, Unavailable
 from daemon.shard import recovery, topic_loading
 from daemon.topic import bucket_life
-from storage_backends.formats import checkpoint_format, names
+from storage_backends.formats import checkpoint_format, log_slot_format, names
 from storage_backends.formats.checkpoint_format import Checkpoint
-from storage_backends.formats.slot_format import SlotKind
 from tests._support.engine_fixture import Daemon, EngineFixture, Held, no_positions
-from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests.planted import registry
 
@@ -118,7 +116,7 @@ async def test_a_topic_that_is_asked_for_is_loaded_before_those_that_wait(
     assert list(two.shards[0].topics)[:2] == [under_way, asked]
 
 
-async def test_topics_that_checkpoint_and_journal_name_come_before_those_that_are_listed(
+async def test_topics_that_checkpoint_and_sections_name_come_before_those_that_are_listed(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(topic_loading, "TOPICS_AT_ONCE", 1)
@@ -140,7 +138,7 @@ async def test_a_topic_that_was_not_listed_yet_is_found_by_its_name_and_one_that
 ) -> None:
     one = await machines.served_by("one")
     await one.add("there", 1, range(3), delay_ms=FAR_MS)
-    # So that neither the checkpoint nor the journal names it.
+    # So that neither the checkpoint nor a section names it.
     await one.call(one.engine.requests.seal("there"))
     await one.stop()
     two = machines.daemon("one")
@@ -239,10 +237,15 @@ def newest_checkpoint(machines: EngineFixture) -> Checkpoint:
     return checkpoint_format.decode_checkpoint(machines.store.get(reference.object.name))
 
 
-def data_slots(machines: EngineFixture) -> list[int]:
-    keys = machines.keys(JOURNAL)
-    data = [key for key in keys if machines.store.head(key).metadata["kind"] == SlotKind.DATA.name.lower()]
-    return [names.number_of(key) for key in data]
+def shard_slots(machines: EngineFixture) -> list[int]:
+    """Those of whose sections a successor may read."""
+    headers = (log_slot_format.decode_log_slot(machines.store.get(key)).header for key in machines.slots_of(0))
+    ranges = machines.shard_tip().ranges
+    return [
+        header.heads[0].last_slot
+        for header in headers
+        if any(each.covers(header.log_id, header.number, header.heads[0]) for each in ranges)
+    ]
 
 
 async def write_slots(daemon: Daemon, count: int) -> None:
@@ -288,9 +291,9 @@ async def story_of_a_carried_topic(
         (carried,) = (part for part in newest_checkpoint(machines).topics if part.topic_id == names.topic_id("t"))
         assert carried.slot is not None
         part_slot = carried.slot
-        assert part_slot < machines.shard_tip().replay_from
+        assert part_slot < machines.shard_tip().checkpoint_slot
         between.kill()
-    assert min(data_slots(machines)) > part_slot, "its slots are deleted: what is carried is all there is"
+    assert min(shard_slots(machines)) > part_slot, "nobody needs its sections: what is carried is all there is"
     if checkpoint_damaged:
         reference = machines.shard_tip().checkpoint
         assert reference is not None
@@ -405,7 +408,7 @@ async def test_a_topic_that_only_slots_name_is_carried_without_a_state(machines:
 # ---- a topic that is damaged
 
 
-async def test_a_damaged_topic_is_refused_by_name_and_place_and_does_not_keep_the_journal_from_shrinking(
+async def test_a_damaged_topic_is_refused_by_name_and_place_and_does_not_keep_the_log_from_shrinking(
     machines: EngineFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
     await with_topics(machines, "bad", "other")
@@ -419,7 +422,7 @@ async def test_a_damaged_topic_is_refused_by_name_and_place_and_does_not_keep_th
         await write_slots(two, 20)
         two.kill()
     assert any(key in each.getMessage() for each in caplog.records if each.levelname == "ERROR")
-    assert min(data_slots(machines)) > 5
+    assert min(shard_slots(machines)) > 5
     flip(machines, key)
     three = await machines.served_by("one", *OFTEN)
     assert three.engine.topics_damaged == 0
@@ -444,7 +447,7 @@ async def test_a_damaged_topic_that_was_mended_is_served_without_a_restart_and_c
     assert two.metrics.registry.get_sample_value("tarry_damage_found_total", {"kind": "topic"}) == 1
 
 
-async def test_a_topic_whose_manifests_are_gone_is_damaged_where_the_journal_names_it(machines: EngineFixture) -> None:
+async def test_a_topic_whose_manifests_are_gone_is_damaged_where_a_section_names_it(machines: EngineFixture) -> None:
     await with_topics(machines, "bad", "good")
     for key in machines.keys(manifests_of("bad")):
         machines.store.delete(key)

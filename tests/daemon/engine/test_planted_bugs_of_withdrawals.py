@@ -132,7 +132,7 @@ PLANTED: tuple[tuple[Plant, Story], ...] = (
     (
         the_answer_does_not_wait_for_its_slot,
         lambda machines: stories.test_a_crash_around_the_slot_leaves_the_old_row_or_the_new_one(
-            machines, cancelled, "journal.before_put"
+            machines, cancelled, "log.before_put"
         ),
     ),
     (
@@ -152,7 +152,7 @@ PLANTED: tuple[tuple[Plant, Story], ...] = (
     (
         a_reschedule_is_two_slots,
         lambda machines: stories.test_a_crash_around_the_slot_leaves_the_old_row_or_the_new_one(
-            machines, rescheduled, "journal.after_put"
+            machines, rescheduled, "log.after_put"
         ),
     ),
 )

@@ -20,7 +20,7 @@ from daemon.errors import (
 from daemon.ledger_deletion import sweeping
 from daemon.ledger_deletion.deletion_values import SweepProgress, SweepWish
 from daemon.ledger_stores.ledger_store import InUseAnswer
-from storage_backends.formats import names
+from storage_backends.formats import log_slot_format, names
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Fault
@@ -108,7 +108,7 @@ async def test_a_ledger_that_is_used_in_a_slot_before_its_record_is_not_deleted(
     head = swept.hold(one, "head")
     sweeping_ = one.call(_whole(one, DELETE))
     await head.reached()
-    slot = one.pause("put_if_absent", names.journal_prefix(number))
+    slot = one.pause("put_if_absent", "logs/")
     saying = one.call(one.engine.deletion_requests.record_in_use("t", in_use([ledger]), replace=False))
     await slot.reached()
     head.release()
@@ -289,11 +289,10 @@ async def test_a_daemon_without_every_shard_sweeps_nothing(machines: EngineFixtu
     for index in range(1, 40):
         await one.add(f"t{index}", 1, range(3))
     one.kill()
-    (key, *_) = [
-        key for key in machines.keys(names.journal_prefix(2)) if "data" in machines.store.head(key).metadata.values()
-    ]
+    (key, *_) = machines.slots_of(2)
     body, metadata = machines.store.get_with_metadata(key)
-    machines.store.put(key, body[: len(body) // 2], metadata=metadata)
+    section = log_slot_format.decode_log_slot(body).section(2)
+    machines.store.put(key, body.replace(section, section[:-1] + bytes([section[-1] ^ 1])), metadata=metadata)
     one = await swept.daemon()
     assert 2 not in one.shards
     swept.write(1)

@@ -22,7 +22,7 @@ from daemon.surroundings.failure_scope import TopicFailed
 from daemon.topic import checkpoint_parts
 from daemon.topic.bucket_life import BucketLife
 from daemon.topic.topic_commits import TopicCommits
-from storage_backends.formats import checkpoint_format, manifest, names, slot_format
+from storage_backends.formats import checkpoint_format, log_slot_format, manifest, names, slot_format
 from storage_backends.formats.manifest import TopicManifest
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Call, Fault
@@ -58,7 +58,7 @@ async def test_a_trim_that_waits_for_its_slot_when_its_topic_fails_takes_nobody_
     one = await machines.served_by("one", *SEVERAL)
     for topic in (FAILING, OTHER):
         await one.add(topic, 1, range(10), HOUR_MS)
-    held = one.pause("put_if_absent", names.journal_prefix(SHARD))
+    held = one.pause("put_if_absent", "logs/")
     trimming = trim(one, up_to(4, 1), topic=FAILING)
     await held.reached()
     waits = trim(one, up_to(4, 1), topic=OTHER)
@@ -209,9 +209,9 @@ async def test_a_topic_that_cannot_be_told_to_a_checkpoint_fails_and_the_checkpo
         failed, lost = failures(one)
         assert failed >= 1
         assert not lost
-        replayed_from = machines.shard_tip(SHARD).replay_from
+        replayed_from = machines.shard_tip(SHARD).checkpoint_slot
         await traffic.check()
-        await one.until(lambda: machines.shard_tip(SHARD).replay_from > replayed_from)
+        await one.until(lambda: machines.shard_tip(SHARD).checkpoint_slot > replayed_from)
     await served_again(one)
     assert one.topic(FAILING).core.indexes.present_rows == 10
     one.kill()
@@ -219,7 +219,7 @@ async def test_a_topic_that_cannot_be_told_to_a_checkpoint_fails_and_the_checkpo
     assert two.topic(FAILING).core.indexes.present_rows == 10
 
 
-async def test_an_orderly_end_gives_a_shard_up_though_a_topic_of_it_cannot_be_told_at_first(
+async def test_an_orderly_end_leaves_nothing_to_read_though_a_topic_of_it_cannot_be_told_at_first(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = await machines.served_by("one", *SEVERAL)
@@ -237,7 +237,7 @@ async def test_an_orderly_end_gives_a_shard_up_though_a_topic_of_it_cannot_be_to
     monkeypatch.setattr(BucketLife, "seal", lambda life, slot: None)
     await one.stop()
     assert broken
-    assert machines.shard_tip(SHARD).owner == ""
+    assert machines.sections_to_read(SHARD) == 0
     two = await machines.served_by("two", *SEVERAL)
     assert two.topic(FAILING).core.indexes.present_rows == 10
 
@@ -343,19 +343,22 @@ async def test_a_manifest_of_another_topic_s_name_is_damage_of_its_topic(machine
     assert len(two.shards) == 4
 
 
-async def test_a_slot_that_names_what_is_no_topic_refuses_its_shard_by_name(machines: EngineFixture) -> None:
+async def test_a_section_that_names_what_is_no_topic_refuses_its_shard_by_name(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *SEVERAL)
     await one.add(FAILING, 1, range(5), HOUR_MS)
     one.kill()
-    key = machines.keys(names.journal_prefix(SHARD))[-1]
-    stored = slot_format.read_slot(machines.store.get(key))
+    key = machines.slots_of(SHARD)[-1]
+    body, metadata = machines.store.get_with_metadata(key)
+    slot = log_slot_format.decode_log_slot(body)
+    stored = slot_format.read_slot(slot.section(SHARD))
     odd = [dataclasses.replace(each.decoded(), topic_id="../../../x") for each in stored.records]
-    machines.store.put(key, slot_format.encode_slot(stored.header, odd))
+    section = slot_format.encode_slot(stored.header, odd)
+    machines.store.put(key, log_slot_format.encode_log_slot(slot.header, {SHARD: section}), metadata=metadata)
     two = await machines.served_by("one", *SEVERAL)
     traffic = await Traffic.on(two, [topic_of(each) for each in (0, 2, 3)])
     written = len(machines.keys("/manifest/"))
     for _ in range(3):
-        with pytest.raises(Corruption, match=rf"shard {SHARD}, .*{key} .*names topic id '../../../x', which is none"):
+        with pytest.raises(Corruption, match=rf"shard {SHARD}, .*{key}: .*names topic id '../../../x', which is none"):
             await two.add(FAILING, 2, range(5))
         await traffic.check()
         await asyncio.sleep(40)
@@ -367,11 +370,11 @@ async def test_a_slot_that_names_what_is_no_topic_refuses_its_shard_by_name(mach
 
 async def checkpointed_after(machines: EngineFixture, daemon: Daemon, slots: int) -> bool:
     """Whether so many more slots make a checkpoint."""
-    before = machines.shard_tip(SHARD).replay_from
+    before = machines.shard_tip(SHARD).checkpoint_slot
     for number in range(slots):
         await daemon.add(OTHER, 100 + number, range(1), HOUR_MS)
     await asyncio.sleep(5)
-    return machines.shard_tip(SHARD).replay_from > before
+    return machines.shard_tip(SHARD).checkpoint_slot > before
 
 
 async def test_the_tail_of_a_shard_that_is_taken_again_counts_for_its_next_checkpoint(machines: EngineFixture) -> None:

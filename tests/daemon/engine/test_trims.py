@@ -143,8 +143,8 @@ async def test_a_staged_trim_withholds_until_it_is_applied_though_its_caller_was
     await held.reached()
     with pytest.raises(OutcomeUnknown):
         await trimming
-    # The epoch is confirmed all the time: nothing but the trim keeps the rows back.
-    await asyncio.sleep(6)
+    # The log was confirmed lately enough: nothing but the trim keeps the rows back.
+    await asyncio.sleep(4)
     assert one.topic("t").shard.may_hand_out
     assert not stream.rows
     with pytest.raises(Unavailable):
@@ -293,7 +293,7 @@ async def test_a_trim_that_fails_in_the_middle_has_done_a_part_and_may_be_repeat
 
     def crash_at_the_third(name: str) -> None:
         nonlocal slots
-        slots += name == "journal.after_put"
+        slots += name == "log.after_put"
         if slots == 3:
             one.kill()
 
@@ -352,7 +352,7 @@ async def test_dead_letters_of_a_trim_need_a_subscription(machines: EngineFixtur
 
 
 @pytest.mark.parametrize("subscription", [None, "s"])
-@pytest.mark.parametrize("point", ["journal.before_put", "journal.after_put"])
+@pytest.mark.parametrize("point", ["log.before_put", "log.after_put"])
 async def test_a_crash_around_the_slot_of_a_trim_leaves_all_or_nothing(
     machines: EngineFixture, subscription: str | None, point: str
 ) -> None:
@@ -370,7 +370,7 @@ async def test_a_crash_around_the_slot_of_a_trim_leaves_all_or_nothing(
     await asyncio.wait([trimming])
     assert trimming.cancelled()
     two = await machines.served_by("one")
-    landed = point == "journal.after_put"
+    landed = point == "log.after_put"
     assert await trim(two, up_to(4, 1), subscription=subscription) == (0 if landed else 5)
     receiver, other = await two.receiver("t"), await two.receiver("t", "other")
     await receiver.received(5)

@@ -259,7 +259,7 @@ async def test_that_rows_have_left_is_answered_when_no_former_owner_can_hand_the
 
 
 @withdrawals
-@pytest.mark.parametrize("point", ["journal.before_put", "journal.after_put"])
+@pytest.mark.parametrize("point", ["log.before_put", "log.after_put"])
 async def test_a_crash_around_the_slot_leaves_the_old_row_or_the_new_one(
     machines: EngineFixture, withdraw: Withdraw, point: str
 ) -> None:
@@ -278,7 +278,7 @@ async def test_a_crash_around_the_slot_leaves_the_old_row_or_the_new_one(
     assert asked.cancelled()
     two = await machines.served_by("one")
     receiver = await two.receiver("t")
-    landed = point == "journal.after_put"
+    landed = point == "log.after_put"
     gone = landed and withdraw is cancelled
     await receiver.received(12 if landed else 20)
     await asyncio.sleep(60)

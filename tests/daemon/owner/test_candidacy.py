@@ -32,12 +32,15 @@ def decide(
     recorded: RecordedOwner | None,
     *,
     lock: OwnerLock = OwnerLock.UNKNOWN,
+    log_ended: bool = False,
     watch: heartbeat.Watch | None = None,
     rank: int = 0,
     now_s: float = 4.0,
 ) -> ClaimNow | Wait:
     watch = silent_watch(until_s=0.0) if watch is None else watch
-    return candidacy.decide(recorded, daemon_id="south", lock=lock, watch=watch, rank=rank, now_s=now_s)
+    return candidacy.decide(
+        recorded, daemon_id="south", lock=lock, log_ended=log_ended, watch=watch, rank=rank, now_s=now_s
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,11 @@ def test_what_belongs_to_nobody_alive_is_claimed_at_once(
 def test_a_daemon_stands_by_while_the_owner_beats_and_says_whom_it_waits_for(lock: OwnerLock) -> None:
     decision = decide(OTHER, lock=lock)
     assert decision == Wait("waiting for daemon north at 127.0.0.1:7461 (last heartbeat seen 4 s ago)")
+
+
+def test_a_log_with_an_end_is_proof_though_its_owner_beats_and_others_go_first() -> None:
+    decision = decide(OTHER, lock=OwnerLock.HELD, log_ended=True, rank=3)
+    assert decision == ClaimNow("the log of daemon north has ended")
 
 
 def test_a_daemon_that_has_read_no_heartbeat_yet_waits() -> None:

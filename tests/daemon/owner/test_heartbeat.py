@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from daemon.owner import heartbeat
@@ -36,17 +37,22 @@ class FailingWrites(memory_store.MemoryStore):
         super().put(key, body)
 
 
-async def start(store: object_store.ObjectStore, clock: VirtualClock) -> asyncio.Task[None]:
+async def start(
+    store: object_store.ObjectStore,
+    clock: VirtualClock,
+    log_state: Callable[[], heartbeat.LogState] = heartbeat.LogState,
+) -> asyncio.Task[None]:
     beating = asyncio.create_task(
-        heartbeat.beat(
+        heartbeat.Heart(
             store,
             daemon_id="north",
             address="127.0.0.1:7461",
             shards=lambda: (0, 1),
+            log_state=log_state,
             instance="first",
             run=run,
             sleep=clock.sleep,
-        )
+        ).beats()
     )
     await settle()
     return beating
@@ -83,6 +89,18 @@ async def test_an_outage_of_the_store_is_survived_and_logged_once(caplog: pytest
     assert [record.message for record in caplog.records] == [
         "heartbeats cannot be written: daemons/north: no route",
     ]
+    await stop(beating)
+
+
+async def test_a_beat_tells_of_the_log_as_it_is_then() -> None:
+    store, clock = memory_store.MemoryStore(), VirtualClock()
+    states = [heartbeat.LogState("log", 7), heartbeat.LogState("log", 9, True)]
+    beating = await start(store, clock, lambda: states.pop(0))
+    seen = heartbeat.read_heartbeat(store, "north")
+    assert seen == msgspec.structs.replace(beat_of(1), log_id="log", last_slot=7)
+    await clock.advance(3.0)
+    seen = heartbeat.read_heartbeat(store, "north")
+    assert seen == msgspec.structs.replace(beat_of(2), log_id="log", last_slot=9, log_ended=True)
     await stop(beating)
 
 
@@ -136,3 +154,46 @@ def test_an_outage_of_the_store_makes_nobody_suspected() -> None:
     watch.store_failed(now_s=9.0)
     assert not suspected_after(watch, (12.0, beat_of(1)), (15.0, beat_of(1)))
     assert suspected_after(watch, (18.0, beat_of(1)))
+
+
+# ---- whether the log of a daemon may have ended
+
+
+def watch_of(*seen: heartbeat.Heartbeat | None, apart_s: float = 1.0) -> heartbeat.Watch:
+    watch = heartbeat.Watch()
+    for number, each in enumerate(seen):
+        watch.observe(each, now_s=apart_s * number)
+    return watch
+
+
+def with_log(sequence: int, log_id: str = "log", *, log_ended: bool = False) -> heartbeat.Heartbeat:
+    return msgspec.structs.replace(beat_of(sequence), log_id=log_id, log_ended=log_ended)
+
+
+@pytest.mark.parametrize(
+    ("watch", "may_have_ended"),
+    [
+        (watch_of(with_log(1), with_log(2)), False),
+        (watch_of(with_log(1), with_log(1)), False),
+        (watch_of(with_log(1), with_log(1), apart_s=3.0), True),
+        (watch_of(with_log(1), with_log(1), with_log(2), apart_s=3.0), False),
+        (watch_of(with_log(1, "another")), True),
+        (watch_of(with_log(1, "")), True),
+        (watch_of(with_log(1, log_ended=True)), True),
+        (watch_of(None, None, apart_s=3.0), False),
+        (heartbeat.Watch(), False),
+    ],
+    ids=[
+        "it beats and writes the log",
+        "the next beat is not due yet",
+        "a beat was missed",
+        "it beats again",
+        "it writes another log",
+        "it has no log yet",
+        "it says that the log has ended",
+        "it never had a heartbeat",
+        "its heartbeat was not read yet",
+    ],
+)
+def test_the_end_of_a_log_is_worth_a_look(watch: heartbeat.Watch, may_have_ended: bool) -> None:
+    assert watch.may_have_ended("log") is may_have_ended

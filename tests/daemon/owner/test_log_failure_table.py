@@ -1,7 +1,7 @@
-"""The failure table of logs: which tests of the parts hold each row.
+"""The failure table of logs: which tests hold each row.
 
 Owns: that every row of the table has some, and that the table is that of the design note.
-Does not own: cases of whole daemons. None writes a log yet.
+Does not own: the tests, and the seeds of the simulation, which meet the rows in every order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from tests.contract import test_slot_log
-from tests.daemon.owner import test_log_truncation, test_log_walks, test_log_writer, test_own_log, test_slot_outcome
+from tests.daemon.engine import test_failure_scopes
+from tests.daemon.owner import (
+    test_candidate,
+    test_fences,
+    test_living_log,
+    test_log_collection,
+    test_log_truncation,
+    test_log_walks,
+    test_log_writer,
+    test_own_log,
+    test_slot_outcome,
+    test_standby,
+    test_takeover,
+)
 from tests.daemon.shard import test_range_operations
 from tests.storage_backends import test_log_fence
 
@@ -21,10 +34,13 @@ IN_ANY_ORDER = test_log_walks.test_what_was_answered_is_found_in_any_order_of_st
 TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
     "crash after OPEN, before a claim; after a claim, before a section": (
         test_range_operations.test_an_open_range_without_a_section_is_dropped,
+        test_takeover.test_an_owner_that_wrote_nothing_leaves_no_range,
+        test_log_collection.test_a_log_without_an_end_may_have_an_owner,
     ),
     "owner's slot and the fence race for *n*": (
         test_log_fence.test_a_slot_that_lands_between_list_and_fence_is_before_the_fence,
         test_log_writer.test_the_owner_meets_a_fence_in_the_place_of_its_slot,
+        test_living_log.test_a_fence_is_found_by_a_slot_and_told_once,
     ),
     "PUT of *n* timed out, lands an hour later": (
         test_log_fence.test_a_slot_that_lands_between_list_and_fence_is_before_the_fence,
@@ -37,11 +53,19 @@ TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
     "fencer dies after the fence": (
         test_log_writer.test_a_probe_confirms_and_a_fence_ends_it,
         test_slot_log.test_a_log_that_is_fenced_twice_has_one_fence,
+        test_living_log.test_a_fence_is_found_by_a_probe_of_an_idle_log_and_told_once,
+        test_standby.test_after_a_missed_beat_a_log_with_an_end_is_claimed_at_once,
     ),
-    "claimant dies after 3 of 16 claims": (IN_ANY_ORDER,),
+    "claimant dies after 3 of 16 claims": (
+        test_candidate.test_a_log_that_is_lost_while_shards_are_claimed_for_it_is_of_no_use,
+        test_failure_scopes.test_a_shard_that_was_taken_into_a_log_that_was_closed_is_taken_again_at_once,
+        IN_ANY_ORDER,
+    ),
     "fencer slept between list and create, the log lived on": (
         test_range_operations.test_a_claim_is_refused,
         test_range_operations.test_a_fence_proves_nothing_where_an_older_range_still_needs_less_of_the_log,
+        test_takeover.test_a_fence_that_may_stop_nobody_allows_no_claim_and_the_next_attempt_finds_the_true_one,
+        test_log_collection.test_a_false_fence_in_an_emptied_number_is_no_end,
         IN_ANY_ORDER,
     ),
     "owner paused after planning a truncation, then fenced": (
@@ -50,7 +74,9 @@ TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
     ),
     "two candidates": (
         test_log_fence.test_two_candidates_have_one_fence,
-        test_range_operations.test_a_claim_is_refused,
+        test_takeover.test_of_two_claimants_with_one_fence_one_wins_and_the_other_is_told_whose_the_shard_is,
+        test_takeover.test_who_looked_before_another_had_claimed_never_fences_the_winner,
+        test_candidate.test_a_candidate_that_did_not_get_the_first_shard_closes_its_log_and_waits,
     ),
     "claim lands after the claimant's own log was fenced and collected": (
         test_range_operations.test_an_open_range_without_a_section_is_dropped,
@@ -59,13 +85,19 @@ TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
     "checkpoint, release or reclaim of the fenced owner lands before the claim": (
         test_range_operations.test_a_checkpoint_is_refused,
         test_range_operations.test_a_release_is_refused,
+        test_takeover.test_a_claimant_overtaken_before_it_knows_of_its_claim_does_not_take_the_other_ones_epoch_for_its_own,
         IN_ANY_ORDER,
     ),
     "one slot uncertain for minutes": (
         test_own_log.test_while_a_slot_is_under_way_this_is_refused,
         test_log_writer.test_no_probe_counts_while_a_slot_is_uncertain,
+        test_living_log.test_while_a_slot_is_uncertain_nothing_confirms_and_nobody_asks,
     ),
-    "newest slot damaged before the fence": (test_log_fence.test_where_the_newest_slot_is_damaged_nobody_can_fence,),
+    "newest slot damaged before the fence": (
+        test_log_fence.test_where_the_newest_slot_is_damaged_nobody_can_fence,
+        test_fences.test_a_log_whose_newest_slot_is_damaged_has_no_fence,
+        test_candidate.test_a_log_whose_end_nobody_can_know_costs_its_shards,
+    ),
 }
 
 

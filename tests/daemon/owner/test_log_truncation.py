@@ -9,13 +9,13 @@ import pytest
 from daemon.errors import InvariantViolated
 from daemon.owner.log_truncation import LogTruncation
 from storage_backends import commit
-from storage_backends.formats.shard_ranges import LogRange, RangedShardManifest
+from storage_backends.formats.manifest import LogRange, ShardManifest
 from tests.planted import registry
 
 OWN, OTHER = "own", "other"
 
 
-def manifest(shard: int, epoch: int, *ranges: tuple[str, int]) -> RangedShardManifest:
+def manifest(shard: int, epoch: int, *ranges: tuple[str, int]) -> ShardManifest:
     """Ranges as (log, after), of which the last is open."""
     made = [
         LogRange(log_id=log_id, epoch=epoch, after=after, through=after + 5, first_slot=1, last_slot=1)
@@ -24,10 +24,10 @@ def manifest(shard: int, epoch: int, *ranges: tuple[str, int]) -> RangedShardMan
     if made:
         last = ranges[-1]
         made[-1] = LogRange(log_id=last[0], epoch=epoch, after=last[1], through=None, first_slot=2, last_slot=None)
-    return RangedShardManifest(head=commit.NO_HEAD, shard=shard, epoch=epoch, ranges=tuple(made))
+    return ShardManifest(head=commit.NO_HEAD, shard=shard, epoch=epoch, ranges=tuple(made))
 
 
-def truncation(*claimed: RangedShardManifest) -> LogTruncation:
+def truncation(*claimed: ShardManifest) -> LogTruncation:
     made = LogTruncation(OWN)
     for each in claimed:
         made.claims(each.shard, after=each.ranges[-1].after)
@@ -99,7 +99,7 @@ def claims_under_way_hold_nothing(patch: pytest.MonkeyPatch) -> None:
 def the_newest_manifest_counts_whatever_its_epoch(patch: pytest.MonkeyPatch) -> None:
     learned = LogTruncation.learned
 
-    def whatever(self: LogTruncation, manifest: RangedShardManifest) -> None:
+    def whatever(self: LogTruncation, manifest: ShardManifest) -> None:
         self._epochs[manifest.shard] = manifest.epoch
         learned(self, manifest)
 
@@ -109,7 +109,7 @@ def the_newest_manifest_counts_whatever_its_epoch(patch: pytest.MonkeyPatch) -> 
 def what_cannot_be_owned_is_let_go(patch: pytest.MonkeyPatch) -> None:
     learned = LogTruncation.learned
 
-    def unnamed(self: LogTruncation, manifest: RangedShardManifest) -> None:
+    def unnamed(self: LogTruncation, manifest: ShardManifest) -> None:
         learned(self, manifest)
         if manifest.lowest_after(OWN) is None:
             self._needs.pop(manifest.shard)

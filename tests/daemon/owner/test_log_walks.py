@@ -19,7 +19,7 @@ from daemon.shard import range_operations
 from daemon.shard.range_operations import Claim, GiveBack, NeedLess, OwnLogEnd, Release, WriteCheckpoint
 from storage_backends import log_fence
 from storage_backends.formats.log_slot_format import Head, Identity, LogSlotKind
-from storage_backends.formats.shard_ranges import LogRange, RangedShardManifest
+from storage_backends.formats.manifest import LogRange, ShardManifest
 from storage_backends.log_fence import Fence
 from tests._support import parts
 from tests.daemon.owner._support.log_walk import Broken, walk
@@ -38,7 +38,7 @@ def any_fence_allows_a_claim(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(range_operations, "_is_proof", lambda tip, fence: True)
     checked = Claim.precondition
 
-    def precondition(self: Claim, tip: RangedShardManifest | None) -> str | None:
+    def precondition(self: Claim, tip: ShardManifest | None) -> str | None:
         owned = None if tip is None else tip.open_range
         if owned is None or not isinstance(self.former, Fence):
             return checked(self, tip)
@@ -56,7 +56,7 @@ def a_fence_in_an_emptied_number_allows_a_claim(patch: pytest.MonkeyPatch) -> No
 def an_empty_range_is_followed_from_the_checkpoint_on(patch: pytest.MonkeyPatch) -> None:
     closed = range_operations._closed
 
-    def from_checkpoint(tip: RangedShardManifest, former: Any) -> tuple[tuple[LogRange, ...], int]:
+    def from_checkpoint(tip: ShardManifest, former: Any) -> tuple[tuple[LogRange, ...], int]:
         ranges, last_slot = closed(tip, former)
         return ranges, last_slot if len(ranges) == len(tip.ranges) else tip.checkpoint_slot
 
@@ -64,7 +64,7 @@ def an_empty_range_is_followed_from_the_checkpoint_on(patch: pytest.MonkeyPatch)
 
 
 def heads_count_whatever_their_epoch(patch: pytest.MonkeyPatch) -> None:
-    def closed(tip: RangedShardManifest, former: Any) -> tuple[tuple[LogRange, ...], int]:
+    def closed(tip: ShardManifest, former: Any) -> tuple[tuple[LogRange, ...], int]:
         owned, head = tip.ranges[-1], former.heads.get(tip.shard)
         if head is None:
             return tip.ranges[:-1], owned.first_slot - 1
@@ -77,7 +77,7 @@ def heads_count_whatever_their_epoch(patch: pytest.MonkeyPatch) -> None:
 def a_claim_begins_behind_the_next_number(patch: pytest.MonkeyPatch) -> None:
     apply = Claim.apply
 
-    def late(self: Claim, tip: RangedShardManifest | None) -> RangedShardManifest:
+    def late(self: Claim, tip: ShardManifest | None) -> ShardManifest:
         made = apply(self, tip)
         own = made.ranges[-1]
         return dataclasses.replace(made, ranges=(*made.ranges[:-1], dataclasses.replace(own, after=own.after + 1)))
@@ -86,14 +86,25 @@ def a_claim_begins_behind_the_next_number(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_shard_of_nobody_is_claimed_from_its_checkpoint_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RangedShardManifest, "last_closed_slot", RangedShardManifest.checkpoint_slot)
+    patch.setattr(ShardManifest, "last_closed_slot", ShardManifest.checkpoint_slot)
+
+
+def a_claim_drops_what_the_newest_checkpoint_covers(patch: pytest.MonkeyPatch) -> None:
+    apply = Claim.apply
+
+    def dropping(self: Claim, tip: ShardManifest | None) -> ShardManifest:
+        made = apply(self, tip)
+        kept = (each for each in made.ranges if each.last_slot is None or each.last_slot > made.checkpoint_slot)
+        return dataclasses.replace(made, ranges=tuple(kept))
+
+    patch.setattr(Claim, "apply", dropping)
 
 
 # ---- checkpoints, release, giving back
 
 
 def ranges_go_with_the_newest_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    def still_needed(manifest: RangedShardManifest) -> tuple[LogRange, ...]:
+    def still_needed(manifest: ShardManifest) -> tuple[LogRange, ...]:
         return tuple(
             each for each in manifest.ranges if each.last_slot is None or each.last_slot > manifest.checkpoint_slot
         )
@@ -104,7 +115,7 @@ def ranges_go_with_the_newest_checkpoint(patch: pytest.MonkeyPatch) -> None:
 def an_open_range_begins_at_the_newest_checkpoint(patch: pytest.MonkeyPatch) -> None:
     still_needed = range_operations._still_needed
 
-    def too_late(manifest: RangedShardManifest) -> tuple[LogRange, ...]:
+    def too_late(manifest: ShardManifest) -> tuple[LogRange, ...]:
         return still_needed(dataclasses.replace(manifest, previous_checkpoint=manifest.checkpoint))
 
     patch.setattr(range_operations, "_still_needed", too_late)
@@ -113,7 +124,7 @@ def an_open_range_begins_at_the_newest_checkpoint(patch: pytest.MonkeyPatch) -> 
 def a_checkpoint_of_another_log_moves_the_open_range(patch: pytest.MonkeyPatch) -> None:
     still_needed = range_operations._still_needed
 
-    def taken_for_own(manifest: RangedShardManifest) -> tuple[LogRange, ...]:
+    def taken_for_own(manifest: ShardManifest) -> tuple[LogRange, ...]:
         previous = manifest.previous_checkpoint
         if previous is not None:
             previous = dataclasses.replace(previous, log_id=manifest.ranges[-1].log_id)
@@ -123,7 +134,7 @@ def a_checkpoint_of_another_log_moves_the_open_range(patch: pytest.MonkeyPatch) 
 
 
 def a_checkpoint_that_lands_after_a_claim_is_taken(patch: pytest.MonkeyPatch) -> None:
-    def precondition(self: WriteCheckpoint, tip: RangedShardManifest | None) -> str | None:
+    def precondition(self: WriteCheckpoint, tip: ShardManifest | None) -> str | None:
         return None if tip is not None and tip.open_range is not None else "nobody owns it"
 
     patch.setattr(WriteCheckpoint, "precondition", precondition)
@@ -132,7 +143,7 @@ def a_checkpoint_that_lands_after_a_claim_is_taken(patch: pytest.MonkeyPatch) ->
 def an_idle_shard_is_one_whose_newest_checkpoint_is_at_its_end(patch: pytest.MonkeyPatch) -> None:
     checked = NeedLess.precondition
 
-    def precondition(self: NeedLess, tip: RangedShardManifest | None) -> str | None:
+    def precondition(self: NeedLess, tip: ShardManifest | None) -> str | None:
         assert tip is not None
         return checked(self, dataclasses.replace(tip, previous_checkpoint=tip.checkpoint))
 
@@ -142,7 +153,7 @@ def an_idle_shard_is_one_whose_newest_checkpoint_is_at_its_end(patch: pytest.Mon
 def an_idle_shard_needs_nothing_up_to_a_number_that_is_not_certain(patch: pytest.MonkeyPatch) -> None:
     apply = NeedLess.apply
 
-    def too_far(self: NeedLess, tip: RangedShardManifest | None) -> RangedShardManifest:
+    def too_far(self: NeedLess, tip: ShardManifest | None) -> ShardManifest:
         return apply(dataclasses.replace(self, after=self.after + 1), tip)
 
     patch.setattr(NeedLess, "apply", too_far)
@@ -151,7 +162,7 @@ def an_idle_shard_needs_nothing_up_to_a_number_that_is_not_certain(patch: pytest
 def a_release_writes_its_checkpoint_once(patch: pytest.MonkeyPatch) -> None:
     apply = Release.apply
 
-    def once(self: Release, tip: RangedShardManifest | None) -> RangedShardManifest:
+    def once(self: Release, tip: ShardManifest | None) -> ShardManifest:
         assert tip is not None
         return dataclasses.replace(apply(self, tip), previous_checkpoint=tip.checkpoint)
 
@@ -161,7 +172,7 @@ def a_release_writes_its_checkpoint_once(patch: pytest.MonkeyPatch) -> None:
 def a_release_keeps_its_ranges(patch: pytest.MonkeyPatch) -> None:
     apply = Release.apply
 
-    def keeping(self: Release, tip: RangedShardManifest | None) -> RangedShardManifest:
+    def keeping(self: Release, tip: ShardManifest | None) -> ShardManifest:
         assert tip is not None
         ended = dataclasses.replace(tip.ranges[-1], through=10**6, last_slot=self.last_slot)
         kept = tip.ranges[:-1] if ended.first_slot > self.last_slot else (*tip.ranges[:-1], ended)
@@ -174,7 +185,7 @@ def a_release_keeps_its_ranges(patch: pytest.MonkeyPatch) -> None:
 def a_shard_is_given_back_although_a_section_was_written(patch: pytest.MonkeyPatch) -> None:
     checked = GiveBack.precondition
 
-    def precondition(self: GiveBack, tip: RangedShardManifest | None) -> str | None:
+    def precondition(self: GiveBack, tip: ShardManifest | None) -> str | None:
         return checked(dataclasses.replace(self, own_head=None), tip)
 
     patch.setattr(GiveBack, "precondition", precondition)
@@ -183,7 +194,7 @@ def a_shard_is_given_back_although_a_section_was_written(patch: pytest.MonkeyPat
 def a_shard_is_given_back_although_its_ranges_name_the_own_log(patch: pytest.MonkeyPatch) -> None:
     checked = GiveBack.precondition
 
-    def precondition(self: GiveBack, tip: RangedShardManifest | None) -> str | None:
+    def precondition(self: GiveBack, tip: ShardManifest | None) -> str | None:
         assert tip is not None
         return checked(self, dataclasses.replace(tip, ranges=tip.ranges[-1:]))
 
@@ -250,7 +261,7 @@ def a_fence_in_the_way_is_taken_for_the_own_slot(patch: pytest.MonkeyPatch) -> N
 def another_epoch_lets_go_of_a_shard(patch: pytest.MonkeyPatch) -> None:
     learned = LogTruncation.learned
 
-    def letting_go(self: LogTruncation, manifest: RangedShardManifest) -> None:
+    def letting_go(self: LogTruncation, manifest: ShardManifest) -> None:
         learned(self, manifest)
         if self._epochs.get(manifest.shard, manifest.epoch) < manifest.epoch:
             self._needs[manifest.shard] = 10**6
@@ -261,7 +272,7 @@ def another_epoch_lets_go_of_a_shard(patch: pytest.MonkeyPatch) -> None:
 def only_the_open_range_is_needed(patch: pytest.MonkeyPatch) -> None:
     learned = LogTruncation.learned
 
-    def of_open(self: LogTruncation, manifest: RangedShardManifest) -> None:
+    def of_open(self: LogTruncation, manifest: ShardManifest) -> None:
         learned(self, dataclasses.replace(manifest, ranges=manifest.ranges[-1:]))
 
     patch.setattr(LogTruncation, "learned", of_open)
@@ -311,6 +322,7 @@ PLANTED: Mapping[Plant, int] = {
     heads_count_whatever_their_epoch: 189,
     a_claim_begins_behind_the_next_number: 0,
     a_shard_of_nobody_is_claimed_from_its_checkpoint_on: 37,
+    a_claim_drops_what_the_newest_checkpoint_covers: 1,
     ranges_go_with_the_newest_checkpoint: 1,
     an_open_range_begins_at_the_newest_checkpoint: 0,
     a_checkpoint_of_another_log_moves_the_open_range: 2,

@@ -32,7 +32,7 @@ def key(number: int) -> str:
 class Daemon:
     """An owner on a store that fails as `script` says; its clock counts the questions that it is asked."""
 
-    def __init__(self, hedge_after_s: float | None = None) -> None:
+    def __init__(self) -> None:
         self.script = Script()
         self.memory = MemoryStore()
         self.store = FaultStore(self.memory, self.script)
@@ -48,7 +48,6 @@ class Daemon:
             clock=lambda: float(next(self.ticks)),
             sleep=self.sleep,
             jitter=lambda: 0.5,
-            hedge_after_s=hedge_after_s,
         )
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -159,18 +158,6 @@ async def test_a_copy_that_lands_behind_the_list_of_a_fencer_is_before_its_fence
         await daemon.write()
     assert daemon.store.deliver_late() == 0
     assert daemon.other.highest() == 2
-
-
-async def test_a_slot_that_takes_long_gets_a_copy_beside_it() -> None:
-    daemon = await Daemon(hedge_after_s=1.0).open()
-    pause = daemon.script.pause("put_if_absent", key_part=key(2))
-    try:
-        certain = (await daemon.write()).certain
-    finally:
-        pause.released.set()
-    assert certain is not None
-    assert certain.copies == 2
-    assert [slot.number for slot in daemon.other.read(1, 9)] == [2]
 
 
 async def test_a_slot_of_which_nothing_can_be_encoded_is_not_sent() -> None:

@@ -69,7 +69,7 @@ def test_shard_slots_are_dense_for_each_shard(log: OwnLog) -> None:
 def test_a_section_that_cannot_be_encoded_uses_up_nothing(log: OwnLog) -> None:
     made = frozen(log, log.fill({0: refuse, 1: encode}))
     assert made.slot is not None
-    assert made.slot.shards == (1,)
+    assert made.slot.section_bytes == {1: len(b"1 1")}
     assert list(made.unencodable) == [0]
     log.certain()
     assert write(log, fill(log, [0])).header.heads[0] == Head(3, 5)

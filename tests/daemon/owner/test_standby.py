@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from daemon.owner import heartbeat, standby
-from daemon.owner.candidacy import OwnerLock
+from daemon.owner.candidacy import OwnerLock, Wait
 from storage_backends import commit, local_directory, memory_store, object_store
 from storage_backends.formats import names
-from storage_backends.formats.manifest import ManifestHead, ShardManifest
+from storage_backends.formats.manifest import LogRange, ManifestHead, ShardManifest
 from tests._support.virtual_clock import VirtualClock
 
 T = TypeVar("T")
@@ -23,6 +23,11 @@ Tip = commit.Tip[ShardManifest]
 
 async def run(work: Callable[[], T]) -> T:
     return work()
+
+
+def log_of(owner: str) -> str:
+    """The log of an owner."""
+    return f"log of {owner}"
 
 
 class Shard:
@@ -36,7 +41,9 @@ class Shard:
     def tip_of(owner: str) -> Tip:
         head = ManifestHead(number=1, previous_sha256=b"", commit_id="c", writer=owner, created_ms=0)
         address = f"{owner}:7461" if owner else ""
-        manifest = ShardManifest(head=head, shard=3, epoch=1, owner=owner, address=address)
+        opened = LogRange(log_id=log_of(owner), epoch=1, after=1, through=None, first_slot=1, last_slot=None)
+        ranges = (opened,) if owner else ()
+        manifest = ShardManifest(head=head, shard=3, epoch=1, owner=owner, address=address, ranges=ranges)
         return commit.Tip(number=1, manifest=manifest, sha256=b"", read_at=0.0)
 
     def read_tip(self, warm: Tip | None = None) -> Tip | None:
@@ -54,12 +61,16 @@ class Fixture:
         self.shards = [Shard("north"), Shard("north")]
         self.locks: dict[str, OwnerLock] = {}
         self.reasons: list[str] = []
-        self.given_up: list[dict[int, int]] = []
+        # Logs with an end, and which of them were looked at.
+        self.ended_logs: set[str] = set()
+        self.logs_looked_at: list[str] = []
+        self.logs_down = False
         self.standby = standby.Standby(
             self.store,
             self.shards,
             daemon_id="south",
             lock=lambda daemon_id: self.locks.get(daemon_id, OwnerLock.UNKNOWN),
+            log_has_ended=self.log_has_ended,
             run=run,
             clock=self.clock.now,
             sleep=self.clock.sleep,
@@ -68,25 +79,28 @@ class Fixture:
         self.beating: dict[str, asyncio.Task[None]] = {}
 
     def stand_by(self) -> asyncio.Task[standby.Claimable]:
-        return asyncio.create_task(self.standby.until_claimable(self.reasons.append, self.give_up))
+        return asyncio.create_task(self.standby.until_claimable(self.reasons.append))
 
-    async def give_up(self, epochs: Mapping[int, int]) -> None:
-        self.given_up.append(dict(epochs))
-        for shard in epochs:
-            self.shards[shard].tip = Shard.tip_of("")
+    def log_has_ended(self, log_id: str) -> bool:
+        self.logs_looked_at.append(log_id)
+        if self.logs_down:
+            raise object_store.StoreUnavailable("log", "no route")
+        return log_id in self.ended_logs
 
-    def beat(self, daemon_id: str) -> None:
-        self.beating[daemon_id] = asyncio.create_task(
-            heartbeat.beat(
-                self.store,
-                daemon_id=daemon_id,
-                address=f"{daemon_id}:7461",
-                shards=lambda: (),
-                instance="a",
-                run=run,
-                sleep=self.clock.sleep,
-            )
+    def beat(
+        self, daemon_id: str, log_state: Callable[[], heartbeat.LogState] | None = None, *, instance: str = "a"
+    ) -> None:
+        heart = heartbeat.Heart(
+            self.store,
+            daemon_id=daemon_id,
+            address=f"{daemon_id}:7461",
+            shards=lambda: (),
+            log_state=log_state or (lambda: heartbeat.LogState(log_of(daemon_id), 1)),
+            instance=instance,
+            run=run,
+            sleep=self.clock.sleep,
         )
+        self.beating[daemon_id] = asyncio.create_task(heart.beats())
 
     async def silence(self, daemon_id: str) -> None:
         self.beating[daemon_id].cancel()
@@ -175,26 +189,12 @@ async def test_an_outage_of_the_store_is_no_silence_of_the_owner(south: Fixture)
     assert "is silent" in (await waiting).reason
 
 
-async def test_what_is_recorded_as_its_own_is_given_up_while_it_waits_so_that_two_do_not_wait_for_each_other(
-    south: Fixture,
-) -> None:
-    south.shards[0] = Shard("south")
-    south.beat("north")
-    waiting = south.stand_by()
-    await south.clock.advance(10.0)
-    assert not waiting.done()
-    assert south.given_up == [{0: 1}]
-    south.shards[1].tip = Shard.tip_of("")
-    await south.clock.advance(1.0)
-    assert (await waiting).reason == "its owner gave it up"
-
-
 async def test_of_two_candidates_one_goes_first(south: Fixture) -> None:
     for daemon_id in ("north", "east", "west"):
         south.beat(daemon_id)
 
     async def claimed_at_s(candidate: standby.Standby) -> float:
-        await candidate.until_claimable(lambda reason: None, south.give_up)
+        await candidate.until_claimable(lambda reason: None)
         return south.clock.now_s
 
     await south.clock.advance(30.0)
@@ -205,6 +205,7 @@ async def test_of_two_candidates_one_goes_first(south: Fixture) -> None:
             south.shards,
             daemon_id=daemon_id,
             lock=lambda _: OwnerLock.UNKNOWN,
+            log_has_ended=lambda _: False,
             run=run,
             clock=south.clock.now,
             sleep=south.clock.sleep,
@@ -216,6 +217,128 @@ async def test_of_two_candidates_one_goes_first(south: Fixture) -> None:
     await south.clock.advance(30.0)
     first, second = sorted(await asyncio.gather(*candidates))
     assert second - first >= heartbeat.INTERVAL_S - 1.0
+
+
+# ---- the end of the owner's log
+
+
+async def test_a_log_is_not_looked_at_while_its_owner_beats_in_it(south: Fixture) -> None:
+    south.ended_logs.add(log_of("north"))
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(60.0)
+    assert not waiting.done()
+    assert south.logs_looked_at == [], "a look is a request, and a fence that the owner has not met costs it nothing"
+    waiting.cancel()
+
+
+async def test_after_a_missed_beat_a_log_with_an_end_is_claimed_at_once(south: Fixture) -> None:
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(30.0)
+    await south.silence("north")
+    south.ended_logs.add(log_of("north"))
+    await south.clock.advance(7.0)
+    assert (await waiting).reason == "the log of daemon north has ended"
+    assert south.logs_looked_at == [log_of("north")]
+
+
+async def test_an_owner_that_beats_again_is_looked_at_no_more(south: Fixture) -> None:
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(30.0)
+    await south.silence("north")
+    await south.clock.advance(5.0)
+    looks = len(south.logs_looked_at)
+    assert looks >= 1
+    south.beat("north", instance="b")
+    await south.clock.advance(30.0)
+    assert len(south.logs_looked_at) <= looks + 1
+    assert not waiting.done()
+    waiting.cancel()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [heartbeat.LogState(log_of("north"), 9, True), heartbeat.LogState("another log", 1)],
+    ids=["it says that its log has ended", "it writes another log"],
+)
+async def test_an_owner_that_beats_and_is_out_of_its_log_is_succeeded_at_once(
+    south: Fixture, told: heartbeat.LogState
+) -> None:
+    south.ended_logs.add(log_of("north"))
+    south.locks["north"] = OwnerLock.HELD
+    south.beat("north", lambda: told)
+    waiting = south.stand_by()
+    await south.clock.advance(2.0)
+    claimable = await waiting
+    assert claimable.reason == "the log of daemon north has ended"
+    assert claimable.gone_owners == {"", "south"}, "its process lives, and may hand out what it had"
+    assert south.logs_looked_at == [log_of("north")]
+
+
+async def test_an_end_that_cannot_be_looked_for_is_none_and_is_asked_for_again(south: Fixture) -> None:
+    south.ended_logs.add(log_of("north"))
+    south.logs_down = True
+    south.beat("north", lambda: heartbeat.LogState("another log", 1))
+    waiting = south.stand_by()
+    await south.clock.advance(5.0)
+    assert not waiting.done()
+    south.logs_down = False
+    await south.clock.advance(1.0)
+    assert (await waiting).reason == "the log of daemon north has ended"
+
+
+async def test_the_end_of_a_log_is_looked_for_once(south: Fixture) -> None:
+    south.ended_logs.add(log_of("north"))
+    south.shards[1] = Shard("west")
+    south.beat("north", lambda: heartbeat.LogState(log_of("north"), 9, True))
+    south.beat("west")
+    waiting = south.stand_by()
+    await south.clock.advance(20.0)
+    assert not waiting.done(), "shard 1 has an owner that lives"
+    assert south.logs_looked_at == [log_of("north")]
+    waiting.cancel()
+
+
+async def test_what_is_recorded_as_its_own_is_claimable_whatever_its_log(south: Fixture) -> None:
+    south.shards[:] = [Shard("south"), Shard("south")]
+    claimable = await south.stand_by()
+    assert claimable.reason == "it belonged to this daemon before it was started again"
+    assert south.logs_looked_at == []
+
+
+# ---- one shard by itself
+
+
+async def test_each_shard_is_claimable_by_itself(south: Fixture) -> None:
+    south.shards[:] = [Shard(None), Shard("north"), Shard("west"), Shard("south")]
+    south.standby = standby.Standby(
+        south.store,
+        south.shards,
+        daemon_id="south",
+        lock=lambda daemon_id: south.locks.get(daemon_id, OwnerLock.UNKNOWN),
+        log_has_ended=south.log_has_ended,
+        run=run,
+        clock=south.clock.now,
+        sleep=south.clock.sleep,
+    )
+    south.beat("north")
+    south.locks["west"] = OwnerLock.FREE
+    await south.clock.advance(1.0)
+    found = await south.standby.claimable([0, 1, 2, 3])
+    assert {shard: type(each) for shard, each in found.items()} == {
+        0: standby.Claimable,
+        1: Wait,
+        2: standby.Claimable,
+        3: standby.Claimable,
+    }
+    gone = found[2]
+    assert isinstance(gone, standby.Claimable)
+    assert gone.gone_owners == {"", "south", "west"}
+    south.shards[0].down = True
+    down = (await south.standby.claimable([0, 2]))[0]
+    assert down == Wait("its manifest cannot be read: manifest: no route")
 
 
 # Locks

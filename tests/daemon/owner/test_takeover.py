@@ -1,563 +1,481 @@
-"""A takeover leaves one owner, who knows everything that was ever answered, in every order of everybody's steps."""
+"""A takeover leaves one owner of each shard, who knows everything that was ever answered.
+
+Every order of everybody's steps is walked in `test_log_walks`; here each step fails in its turn.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import dataclasses
-import itertools
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
 
-import numpy as np
 import pytest
 
-from daemon.errors import Corruption, NotOwner
-from daemon.owner import takeover
-from daemon.shard import checkpoint_store, journal_tail, ownership_lost, shard_manifest, slot_put
-from daemon.shard.journal_truncation import JournalTruncation
-from daemon.shard.journal_writer import JournalWriter
+from daemon.errors import Corruption, Unavailable
+from daemon.owner.log_writer import LogLost
+from daemon.owner.takeover import Takeover, check_readable
+from daemon.shard import ownership_lost
 from daemon.shard.shard_claim import ShardClaim
-from storage_backends import commit, crash_points, memory_store, object_store, shard_manifests
-from storage_backends.formats import checkpoint_format, manifest, names, slot_format
-from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot, next_after
-from tests._support.fault_store import Fault, FaultStore, Script
-from tests._support.virtual_clock import VirtualClock
-from tests.daemon.shard._support.interleaving import InlineExecutor, Scheduler, SteppedStore
+from storage_backends import commit, object_store
+from storage_backends.formats import names
+from storage_backends.formats.log_slot_format import LogSlotKind
+from storage_backends.formats.manifest import ShardManifest
+from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_store import Call, Fault, Pause
+from tests.daemon.owner._support import log_owner
+from tests.daemon.owner._support.log_owner import LogOwner, known_by, owner_of
 from tests.planted import registry
 
-T = TypeVar("T")
-SHARD = 3
-TOPIC_ID = "a" * 32
-DATA, FENCE = slot_format.SlotKind.DATA, slot_format.SlotKind.FENCE
+DATA, FENCE, CLOSE = LogSlotKind.DATA, LogSlotKind.FENCE, LogSlotKind.CLOSE
+MANIFEST = names.shard_manifest_prefix(0)
 
 
-class Ids:
-    def __init__(self, name: str) -> None:
-        self._ids = (f"{name}-{number}" for number in itertools.count())
-
-    def __call__(self) -> str:
-        return next(self._ids)
+def ranges_of(manifest: ShardManifest) -> list[tuple[str, int, int | None, int, int | None]]:
+    return [(each.log_id, each.after, each.through, each.first_slot, each.last_slot) for each in manifest.ranges]
 
 
-def shard_log_of(
-    store: object_store.ObjectStore, name: str = "x", clock: VirtualClock | None = None
-) -> commit.ManifestLog[manifest.ShardManifest]:
-    clock = clock or VirtualClock()
-    return shard_manifests.shard_log(
-        store, SHARD, monotonic=clock.now, sleep=clock.block, jitter=lambda: 0.5, new_id=Ids(f"commit-{name}")
-    )
+async def claimant(machines: EngineFixture, name: str) -> LogOwner:
+    """A daemon with a log, that owns nothing yet."""
+    return await owner_of(machines, name)
 
 
-def claimant_of(
-    name: str, clock: VirtualClock | None = None, executor: concurrent.futures.Executor | None = None
-) -> takeover.Claimant:
-    clock = clock or VirtualClock()
-    return takeover.Claimant(
-        daemon_id=name,
-        address=f"{name}:7461",
-        executor=executor or InlineExecutor(),
-        clock=clock.now,
-        sleep=clock.block,
-        jitter=lambda: 0.5,
-        wall_clock_ms=lambda: 0,
-        new_id=Ids(f"fence-{name}"),
-        checkpoint_damaged=lambda key: None,
-    )
+# ---- one takeover after the other
 
 
-def take_over(store: object_store.ObjectStore, name: str) -> ShardClaim:
-    return takeover.take_over(store, shard_log_of(store, name), shard=SHARD, claimant=claimant_of(name))
+async def test_the_first_owner_of_a_new_root_claims_from_nobody(machines: EngineFixture) -> None:
+    north = await claimant(machines, "north")
+    claim = (await north.take(0))[0]
+    assert (claim.shard, claim.epoch, claim.last_slot) == (0, 1, 0)
+    assert (claim.checkpoint, claim.sections, claim.settled) == (None, (), True)
+    tip = north.tip(0)
+    assert (tip.owner, tip.address, tip.epoch) == ("north", "north:1", 1)
+    assert ranges_of(tip) == [(north.log_id, 1, None, 1, None)]
+    assert log_owner.numbers_of(machines, north.log_id) == [1], "a claim is no slot"
 
 
-def entries_of(records: tuple[slot_format.Record, ...]) -> set[int]:
-    return {
-        entry
-        for record in records
-        if isinstance(record, slot_format.AddRecord)
-        for entry in record.rows.entry_id.tolist()
-    }
+async def test_a_successor_reads_what_was_written_behind_one_fence(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0, 1)
+    await north.write(0)
+    await north.write(0, 1)
+    south = await claimant(machines, "south")
+    claims = await south.take(0, 1)
+    assert [(claim.epoch, claim.last_slot) for claim in claims.values()] == [(2, 2), (2, 1)]
+    assert [section.slot for section in claims[0].sections] == [1, 2]
+    assert south.known == north.known
+    assert ranges_of(south.tip(0)) == [(north.log_id, 1, 3, 1, 2), (south.log_id, 1, None, 3, None)]
+    assert [header.kind for header in log_owner.headers_of(machines, north.log_id)][-2:] == [DATA, FENCE]
+    with pytest.raises(LogLost):
+        await north.write(0)
+    landed = await south.write(0, 1)
+    assert {shard: each.slot for shard, each in landed.sections.items()} == {0: 3, 1: 2}
 
 
-def entries_known_by(claim: ShardClaim) -> set[int]:
-    """What the checkpoint and the slots of a claim give together."""
-    known = entries_of(tuple(record.decoded() for slot in claim.slots for record in slot.records))
-    for part in claim.checkpoint.topics if claim.checkpoint else ():
-        known |= set(part.mutable_rows.entry_id.tolist())
-    return known
+async def test_an_owner_that_wrote_nothing_leaves_no_range(machines: EngineFixture) -> None:
+    await owner_of(machines, "north", 0)
+    south = await claimant(machines, "south")
+    claim = (await south.take(0))[0]
+    assert (claim.epoch, claim.last_slot) == (2, 0)
+    assert ranges_of(south.tip(0)) == [(south.log_id, 1, None, 1, None)]
 
 
-def rows_of(entries: set[int]) -> Rows:
-    column = np.array(sorted(entries), np.uint64)
-    return Rows(column, column, column)
+@pytest.mark.parametrize(
+    ("closes", "gone_owners", "settled"),
+    [(True, {""}, True), (False, {"", "north"}, True), (False, {""}, False)],
+    ids=["it has closed its log", "its process is dead", "it was fenced, and may be paused"],
+)
+async def test_a_claim_is_settled_where_the_former_owner_hands_out_nothing_any_more(
+    machines: EngineFixture, closes: bool, gone_owners: set[str], settled: bool
+) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    if closes:
+        await north.run(north.living.close())
+    south = await claimant(machines, "south")
+    assert (await south.take(0, gone_owners=frozenset(gone_owners)))[0].settled is settled
 
 
-class Owner:
-    """What a shard's owner does after its takeover, one step at a time. `known`: every entry it answers for."""
-
-    def __init__(self, store: object_store.ObjectStore, claim: ShardClaim, name: str) -> None:
-        self.store = store
-        self.claim = claim
-        self.name = name
-        self.clock = VirtualClock()
-        self.log = shard_log_of(store, name, self.clock)
-        self.tip = claim.tip
-        self.answered: list[tuple[int, int]] = []
-        self.known = entries_known_by(claim)
-        self.at_takeover = frozenset(self.known)
-        ids = Ids(f"slot-{name}")
-        self.writer = JournalWriter(
-            store,
-            shard=SHARD,
-            epoch=claim.epoch,
-            last_slot=claim.last_slot,
-            run=self._run,
-            clock=self.clock.now,
-            sleep=self._sleep,
-            jitter=lambda: 0.5,
-            new_id=ids,
-            written=lambda written: None,
-        )
-        self.truncation = self.truncation_after(claim)
-
-    def truncation_after(self, claim: ShardClaim) -> JournalTruncation:
-        return JournalTruncation(
-            self.store,
-            shard=SHARD,
-            epoch=claim.epoch,
-            fence_slot=claim.last_slot,
-            known_kinds={slot.header.slot: slot.header.kind for slot in claim.slots},
-            executor=InlineExecutor(),
-        )
-
-    @staticmethod
-    async def _run(work: Callable[[], T]) -> T:
-        return work()
-
-    async def _sleep(self, seconds: float) -> None:
-        self.clock.block(seconds)
-
-    async def write(self) -> None:
-        entry = self.claim.epoch * 1000 + self.writer.next_slot
-        slot = await self.writer.write([slot_format.AddRecord(TOPIC_ID, 1, 0, rows_of({entry}))])
-        self.known.add(entry)
-        self.answered.append((slot, entry))
-
-    def checkpoint(self) -> None:
-        slot = self.writer.next_slot - 1
-        part = checkpoint_format.TopicPart(
-            topic_id=TOPIC_ID, topic="flights", incarnation=1, mutable_rows=rows_of(self.known)
-        )
-        written = checkpoint_store.write_checkpoint(
-            self.store,
-            checkpoint_format.Checkpoint(shard=SHARD, epoch=self.claim.epoch, slot=ShardSlot(slot), topics=(part,)),
-            base=self.tip.number,
-            unique=f"{self.name}{slot}",
-        )
-        reference = manifest.CheckpointReference(object=written, slot=ShardSlot(slot), replay_from=ShardSlot(slot))
-        self.tip = commit.commit(
-            self.log,
-            shard_manifest.WriteCheckpoint(
-                reference=reference, replay_from=ShardSlot(slot), epoch=self.claim.epoch, delete_after_ms=0
-            ),
-            writer=self.name,
-            created_ms=0,
-            warm=self.tip,
-            deadline_s=30.0,
-        )
-
-    def truncate(self) -> None:
-        while self.truncation.truncate(self.tip.manifest):
-            pass
-
-
-def kinds_in(store: object_store.ObjectStore) -> dict[int, slot_format.SlotHeader]:
-    headers = (slot_format.decode_header(store.get(listed.key)) for listed in store.list(names.journal_prefix(SHARD)))
-    return {header.slot: header for header in headers}
-
-
-# One takeover after the other
-
-
-def test_the_first_owner_of_a_new_root_fences_slot_one_with_epoch_one() -> None:
-    store = memory_store.MemoryStore()
-    claim = take_over(store, "north")
-    assert (claim.shard, claim.epoch, claim.last_slot, claim.replay_from) == (SHARD, 1, 1, 0)
-    assert (claim.slots, claim.checkpoint) == ((), None)
-    assert (claim.tip.manifest.owner, claim.tip.manifest.address) == ("north", "north:7461")
-    assert kinds_in(store) == {1: slot_format.SlotHeader(SHARD, 1, ShardSlot(1), FENCE, 0)}
-
-
-async def test_a_successor_reads_what_was_written_and_fences_behind_it() -> None:
-    store = memory_store.MemoryStore()
-    first = Owner(store, take_over(store, "north"), "north")
-    await first.write()
-    await first.write()
-    claim = take_over(store, "south")
-    assert (claim.epoch, claim.last_slot) == (2, 4)
-    assert [slot.header.slot for slot in claim.slots] == [1, 2, 3]
-    assert Owner(store, claim, "south").known == first.known
-    with pytest.raises(ownership_lost.Fenced):
-        await first.write()
-
-
-async def test_replay_begins_behind_the_checkpoint() -> None:
-    store = memory_store.MemoryStore()
-    first = Owner(store, take_over(store, "north"), "north")
-    await first.write()
-    first.checkpoint()
-    await first.write()
-    claim = take_over(store, "south")
+async def test_replay_begins_behind_the_checkpoint(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    await north.checkpoint(0)
+    await north.write(0)
+    south = await claimant(machines, "south")
+    claim = (await south.take(0))[0]
     assert claim.checkpoint is not None
-    assert (claim.replay_from, [slot.header.slot for slot in claim.slots]) == (2, [3])
-    assert Owner(store, claim, "south").known == first.known
+    assert (claim.checkpoint.slot, [section.slot for section in claim.sections]) == (1, [2])
+    assert south.known == north.known
 
 
-async def test_a_damaged_checkpoint_is_made_up_for_by_the_slots_kept_for_its_predecessor() -> None:
-    store = memory_store.MemoryStore()
-    first = Owner(store, take_over(store, "north"), "north")
+async def test_a_damaged_checkpoint_is_made_up_for_by_the_sections_kept_for_the_one_before(
+    machines: EngineFixture,
+) -> None:
+    north = await owner_of(machines, "north", 0)
     for _ in range(2):
-        await first.write()
-        await first.write()
-        first.checkpoint()
-    first.truncate()
-    await first.write()
-    newest = first.tip.manifest.checkpoint
+        await north.write(0)
+        await north.write(0)
+        await north.checkpoint(0)
+    await north.living.truncated()
+    await north.write(0)
+    newest = north.tip(0).checkpoint
     assert newest is not None
-    store.put(newest.object.name, b"damaged")
-    alarms: list[str] = []
-    claimant = dataclasses.replace(claimant_of("south"), checkpoint_damaged=alarms.append)
-    claim = takeover.take_over(store, shard_log_of(store, "south"), shard=SHARD, claimant=claimant)
-    # Slots 2 and 3 are covered by the first checkpoint, 4 and 5 by the damaged one.
-    assert (claim.replay_from, [slot.header.slot for slot in claim.slots]) == (3, [4, 5, 6])
-    assert Owner(store, claim, "south").known == first.known
-    assert alarms == [newest.object.name]
-
-
-async def test_a_slot_missing_for_the_predecessor_of_a_damaged_checkpoint_refuses_the_shard() -> None:
-    store = memory_store.MemoryStore()
-    first = Owner(store, take_over(store, "north"), "north")
-    await first.write()
-    first.checkpoint()
-    newest = first.tip.manifest.checkpoint
-    assert newest is not None
-    store.delete(newest.object.name)
-    store.delete(names.journal_slot_key(SHARD, 2))
-    with pytest.raises(Corruption, match="slot 2 is missing"):
-        take_over(store, "south")
-
-
-async def test_a_damaged_slot_refuses_the_shard_by_name_and_the_next_try_says_the_same() -> None:
-    store = memory_store.MemoryStore()
-    first = Owner(store, take_over(store, "north"), "north")
-    await first.write()
-    key = names.journal_slot_key(SHARD, 2)
-    store.put(key, store.get(key)[:-1])
-    for name in ("south", "east"):
-        with pytest.raises(journal_tail.SlotDamaged, match=key):
-            take_over(store, name)
-
-
-class Crash(BaseException):
-    """The process ends here."""
-
-
-async def test_after_a_crash_between_claim_and_fence_the_next_claimant_repeats_with_a_higher_epoch() -> None:
-    store = memory_store.MemoryStore()
-    first = Owner(store, take_over(store, "north"), "north")
-    await first.write()
-
-    def crash(name: str) -> None:
-        if name == "takeover.after_claim":
-            raise Crash
-
-    with crash_points.intercepted(crash), pytest.raises(Crash):
-        take_over(store, "south")
-    # Nothing stands in the way of the first owner yet: what it writes is kept.
-    await first.write()
-    claim = take_over(store, "east")
-    assert (claim.epoch, claim.last_slot) == (3, 4)
-    assert Owner(store, claim, "east").known == first.known
-    with pytest.raises(ownership_lost.Fenced) as fenced:
-        await first.write()
-    assert fenced.value.holder_epoch == 3
-
-
-async def test_an_owner_that_writes_between_probe_and_fence_is_heard_and_then_fenced() -> None:
-    store = memory_store.MemoryStore()
-    first = Owner(store, take_over(store, "north"), "north")
-    await first.write()
-    late: list[int] = []
-
-    def interleave(name: str) -> None:
-        if name == "takeover.after_probe":
-            with concurrent.futures.ThreadPoolExecutor(1) as other:
-                other.submit(asyncio.run, write_two()).result()
-
-    async def write_two() -> None:
-        owner = Owner(store, dataclasses.replace(first.claim, last_slot=ShardSlot(2)), "north")
-        await owner.write()
-        await owner.write()
-        late.extend(entry for _, entry in owner.answered)
-
-    with crash_points.intercepted(interleave):
-        claim = take_over(store, "south")
-    assert claim.last_slot == 5
-    assert Owner(store, claim, "south").known == first.known | set(late)
-
-
-@pytest.mark.parametrize("fault", [Fault.FAIL_AFTER, Fault.FAIL_BEFORE, Fault.ANSWER_EXISTS, Fault.REFUSE])
-def test_a_fence_whose_answer_was_lost_stands_once(fault: Fault) -> None:
-    script = Script()
-    store = FaultStore(memory_store.MemoryStore(), script)
-
-    def fail_the_fence(name: str) -> None:
-        if name == "takeover.after_probe":
-            script.plan("put_if_absent", fault)
-
-    with crash_points.intercepted(fail_the_fence):
-        claim = take_over(store, "north")
-    assert claim.last_slot == 1
-    assert kinds_in(store) == {1: slot_format.SlotHeader(SHARD, 1, ShardSlot(1), FENCE, 0)}
-
-
-def test_a_store_that_stays_silent_about_the_fence_ends_the_takeover() -> None:
-    script, clock = Script(), VirtualClock()
-    store = FaultStore(memory_store.MemoryStore(), script)
-
-    def cut_off(name: str) -> None:
-        if name == "takeover.after_probe":
-            script.plan("put_if_absent", Fault.DELIVER_LATE, key_part="journal", times=1000)
-
-    with crash_points.intercepted(cut_off), pytest.raises(object_store.OutcomeUnknown):
-        takeover.take_over(store, shard_log_of(store, clock=clock), shard=SHARD, claimant=claimant_of("north", clock))
-    store.deliver_late()
-    claim = take_over(store.inner, "north")
-    assert (claim.epoch, claim.last_slot) == (2, 2)
-
-
-class OvertakenInItsClaim(memory_store.MemoryStore):
-    """The answer to the first claim after `north` is lost, and before it is found out `west` has claimed as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.overtaken_by: ShardClaim | None = None
-        self.armed = False
-
-    def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
-        super().put_if_absent(key, body, metadata=metadata)
-        if self.armed and key.startswith(names.shard_manifest_prefix(SHARD)):
-            self.armed = False
-            self.overtaken_by = take_over(self, "west")
-            raise object_store.OutcomeUnknown(key, "the answer is lost")
-
-
-async def test_a_claimant_overtaken_before_it_knows_of_its_claim_does_not_take_the_other_ones_epoch_for_its_own() -> (
-    None
-):
-    store = OvertakenInItsClaim()
-    first = Owner(store, take_over(store, "north"), "north")
-    await first.write()
-    store.armed = True
-    with pytest.raises(ownership_lost.Superseded):
-        take_over(store, "south")
-    west = store.overtaken_by
-    assert west is not None
-    assert west.epoch == 3
-    tip = shard_log_of(store).read_tip()
-    assert tip is not None
-    assert (tip.manifest.epoch, tip.manifest.owner) == (3, "west")
-    await Owner(store, west, "west").write()
-
-
-def test_a_claimant_overtaken_before_its_fence_stops() -> None:
-    store = memory_store.MemoryStore()
-    overtaken = False
-
-    def overtake(name: str) -> None:
-        nonlocal overtaken
-        if name == "takeover.after_claim" and not overtaken:
-            overtaken = True
-            assert take_over(store, "south").epoch == 2
-
-    with crash_points.intercepted(overtake), pytest.raises(ownership_lost.Superseded) as superseded:
-        take_over(store, "north")
-    assert (superseded.value.owner, superseded.value.owner_address) == ("south", "south:7461")
-    assert [header.epoch for header in kinds_in(store).values()] == [2]
-
-
-def test_a_slot_of_an_epoch_that_was_never_given_refuses_the_shard() -> None:
-    store = memory_store.MemoryStore()
-    header = slot_format.SlotHeader(SHARD, 9, ShardSlot(1), DATA, 0)
-    frozen = slot_put.FrozenSlot(header, slot_format.encode_slot(header, ()), "stray")
-    store.put_if_absent(frozen.key, frozen.body, metadata=frozen.metadata)
-    with pytest.raises(Corruption, match="epoch 9, which was not given"):
-        take_over(store, "north")
-
-
-# All orders of everybody's steps
-
-
-class Broken(Exception):
-    """A promise was broken in this order of steps."""
-
-
-class World:
-    """A first owner that is served by three actors at once: itself and two claimants, each of whom then owns the shard
-    as long as it is let.
-    """
-
-    def __init__(self) -> None:
-        self.store = SteppedStore()
-        self.owners: list[Owner] = []
-        self.tip_at_fence: dict[int, int] = {}
-        self.store.landed = self._landed
-        self.first = take_over(self.store, "first")
-
-    def _landed(self, key: str, body: bytes) -> None:
-        if not key.startswith(names.journal_prefix(SHARD)):
-            return
-        header = slot_format.decode_header(body)
-        if header.kind is FENCE:
-            manifests = [key for key in self.store._objects if key.startswith(names.shard_manifest_prefix(SHARD))]
-            tip = manifest.decode_shard_manifest(self.store._objects[max(manifests)].body)
-            self.tip_at_fence[header.epoch] = tip.epoch
-
-    def act(self, name: str) -> None:
-        try:
-            asyncio.run(self._own(self.first if name == "first" else take_over(self.store, name), name))
-        except NotOwner:
-            pass
-
-    async def _own(self, claim: ShardClaim, name: str) -> None:
-        owner = Owner(self.store, claim, name)
-        self.owners.append(owner)
-        try:
-            await owner.write()
-            owner.checkpoint()
-            await owner.write()
-            owner.checkpoint()
-            owner.truncate()
-            await owner.write()
-            await owner.write()
-        except commit.Refused:
-            pass
-
-    def run(self, seed: int) -> None:
-        self.store.scheduler = Scheduler(seed)
-        self.store.scheduler.run({name: lambda name=name: self.act(name) for name in ("first", "north", "south")})  # type: ignore[misc]
-        self.store.scheduler = None
-        self._check()
-
-    def _check(self) -> None:
-        last = take_over(self.store, "last")
-        known = {owner.claim.epoch: owner.at_takeover for owner in self.owners} | {last.epoch: entries_known_by(last)}
-        for owner in self.owners:
-            for slot, entry in owner.answered:
-                for epoch, entries in known.items():
-                    if epoch > owner.claim.epoch and entry not in entries:
-                        raise Broken(f"epoch {epoch} does not know slot {slot} that epoch {owner.claim.epoch} answered")
-        for epoch in known:
-            if self.tip_at_fence.get(epoch, epoch) != epoch:
-                raise Broken(f"epoch {epoch} is served though epoch {self.tip_at_fence[epoch]} was claimed before")
-
-
-def explore(seeds: range) -> None:
-    for seed in seeds:
-        try:
-            World().run(seed)
-        except (Broken, Corruption) as error:
-            error.add_note(f"seed {seed}")
-            raise
-
-
-def test_in_every_order_of_steps_one_owner_remains_and_knows_all_that_was_answered() -> None:
-    explore(range(400))
-
-
-class SkipsTheFence(takeover._Takeover):
-    def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], ShardSlot]:
-        slots = self._read_from(self._tip.manifest.replay_from + 1)
-        return slots, ShardSlot(self._tip.manifest.replay_from + len(slots))
-
-
-class DoesNotLookAgain(takeover._Takeover):
-    fence_stands = False
-
-    def _put_fence(self, fence_slot: ShardSlot) -> None:
-        super()._put_fence(fence_slot)
-        self.fence_stands = True
-
-    def _still_owner(self) -> None:
-        if not self.fence_stands:
-            super()._still_owner()
-
-
-class DeletesFences(JournalTruncation):
-    def _is_data(self, slot: int) -> bool:
-        return True
-
-
-def test_an_explored_takeover_without_a_fence_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takeover, "_Takeover", SkipsTheFence)
-    with pytest.raises((Broken, Corruption)):
-        explore(range(400))
-
-
-def test_an_explored_takeover_that_does_not_look_again_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takeover, "_Takeover", DoesNotLookAgain)
-    with pytest.raises((Broken, Corruption)):
-        explore(range(400))
-
-
-def test_an_explored_takeover_that_probes_before_its_claim_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = takeover._claim
-    probed: dict[str, list[journal_tail.Slot]] = {}
-
-    def probe_then_claim(
-        log: commit.ManifestLog[manifest.ShardManifest], shard: int, claimant: takeover.Claimant
-    ) -> commit.Tip[manifest.ShardManifest]:
-        before = log.read_tip()
-        replay_from = 0 if before is None else before.manifest.replay_from
-        store = log.store
-        probed[claimant.daemon_id] = journal_tail.read_tail(store, shard, replay_from + 1, executor=claimant.executor)
-        return claim(log, shard, claimant)
-
-    class ProbesBeforeItsClaim(takeover._Takeover):
-        def _probe_and_fence(self) -> tuple[list[journal_tail.Slot], ShardSlot]:
-            slots = probed[self._claimant.daemon_id]
-            fence_slot = next_after(slots[-1].header.slot if slots else self._tip.manifest.replay_from)
-            while True:
-                try:
-                    self._put_fence(fence_slot)
-                except slot_put.Occupied:
-                    self._still_owner()
-                    slots = [*slots, *self._read_from(fence_slot)]
-                    fence_slot = next_after(slots[-1].header.slot)
-                else:
-                    return slots, fence_slot
-
-    monkeypatch.setattr(takeover, "_claim", probe_then_claim)
-    monkeypatch.setattr(takeover, "_Takeover", ProbesBeforeItsClaim)
-    with pytest.raises((Broken, Corruption)):
-        explore(range(400))
-
-
-def test_an_explored_truncation_that_deletes_fences_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def deleting_its_own_fence(self: Owner, claim: ShardClaim) -> JournalTruncation:
-        return DeletesFences(
-            self.store,
-            shard=SHARD,
-            epoch=claim.epoch,
-            fence_slot=claim.last_slot - 1,
-            known_kinds={},
-            executor=InlineExecutor(),
-        )
-
-    monkeypatch.setattr(Owner, "truncation_after", deleting_its_own_fence)
-    with pytest.raises((Broken, Corruption)):
-        explore(range(400))
-
-
-registry.register("orders of a takeover", [name for name in globals() if name.endswith("_is_found_out")])
+    machines.store.put(newest.object.name, b"damaged")
+    south = await claimant(machines, "south")
+    claim = (await south.take(0))[0]
+    assert [section.slot for section in claim.sections] == [3, 4, 5]
+    assert south.known == north.known
+
+
+async def test_ranges_of_several_logs_follow_each_other(machines: EngineFixture) -> None:
+    known: set[int] = set()
+    for name in ("north", "west", "east"):
+        owner = await owner_of(machines, name, 0)
+        assert owner.known[0] == known
+        await owner.write(0)
+        await owner.write(0)
+        known = owner.known[0]
+    south = await claimant(machines, "south")
+    claim = (await south.take(0))[0]
+    assert [section.slot for section in claim.sections] == [1, 2, 3, 4, 5, 6]
+    assert [section.epoch for section in claim.sections] == [1, 1, 2, 2, 3, 3]
+    assert known_by(claim) == known
+
+
+async def test_each_slot_is_read_once_for_all_shards(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0, 1, 2)
+    for _ in range(5):
+        await north.write(0, 1, 2)
+    south = await claimant(machines, "south")
+    before = len(south.daemon.store.calls)
+    await south.take(0, 1, 2)
+    read = [call.key for call in south.daemon.store.calls[before:] if call.operation == "get_with_metadata"]
+    slots = [key for key in read if key.startswith("logs/")]
+    # The newest is read by the fencer for its heads.
+    assert sorted(slots) == sorted([log_owner.slot_key(north.log_id, n) for n in (2, 3, 4, 5, 6, 6)])
+
+
+# ---- what is damaged
+
+
+@pytest.mark.parametrize("damage", ["lost", "bits"])
+async def test_a_damaged_section_costs_its_shard_alone_by_name(machines: EngineFixture, damage: str) -> None:
+    north = await owner_of(machines, "north", 0, 1)
+    await north.write(0)
+    await north.write(1)
+    key = log_owner.slot_key(north.log_id, 2)
+    body, metadata = machines.store.get_with_metadata(key)
+    if damage == "lost":
+        machines.store.delete(key)
+    else:
+        machines.store.put(key, body[:-1] + bytes([body[-1] ^ 1]), metadata=metadata)
+    south = await claimant(machines, "south")
+    found = await south.read(await south.claim_all([0, 1]))
+    assert isinstance(found[0], Corruption)
+    assert f"logs/{north.log_id}" in str(found[0])
+    assert "shard 0, shard slot 1" in str(found[0])
+    assert isinstance(found[1], ShardClaim)
+    assert known_by(found[1]) == north.known[1]
+
+
+async def test_a_damaged_shard_is_given_back_as_it_was_and_pins_no_log(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0, 1)
+    await north.write(0, 1)
+    await north.write(1)
+    key = log_owner.slot_key(north.log_id, 2)
+    whole, metadata = machines.store.get_with_metadata(key)
+    machines.store.delete(key)
+    south = await claimant(machines, "south")
+    won = await south.claim(0)
+    assert isinstance((await south.read([won]))[0], Corruption)
+    await south.run(south.takeover.give_back(won))
+    tip = south.tip(0)
+    assert (tip.owner, tip.address, tip.epoch) == ("", "", 2)
+    assert ranges_of(tip) == [(north.log_id, 1, 3, 1, 1)]
+    await south.take(2)
+    await south.write(2)
+    assert south.living.truncation.bound(9) == 1, "for the claim of shard 2 alone"
+    with pytest.raises(Corruption, match="shard slot 1"):
+        await south.run(check_readable(south.logs, south.manifests[0], 0, south.environment))
+    assert south.tip(0) == tip, "to look changes nothing"
+    machines.store.put(key, whole, metadata=metadata)
+    await south.run(check_readable(south.logs, south.manifests[0], 0, south.environment))
+    claim = (await south.take(0))[0]
+    assert (claim.epoch, claim.last_slot, known_by(claim)) == (3, 1, north.known[0])
+
+
+async def test_a_manifest_that_makes_no_sense_is_damage_of_its_shard(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    machines.store.put(machines.keys(MANIFEST)[-1], b"damaged")
+    south = await claimant(machines, "south")
+    with pytest.raises(Corruption, match=MANIFEST):
+        await south.claim_as_seen(0, None)
+    assert north.ended == []
+
+
+async def test_a_store_that_cannot_be_read_damages_nothing(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0, 1)
+    await north.write(0, 1)
+    await north.checkpoint(1)
+    south = await claimant(machines, "south")
+    won = await south.claim_all([0, 1])
+    south.daemon.script.plan("get_with_metadata", Fault.FAIL_BEFORE, key_part="shards/01/checkpoint/")
+    found = await south.read(won)
+    assert isinstance(found[0], ShardClaim)
+    assert isinstance(found[1], object_store.StoreUnavailable)
+    again = await south.read(won)
+    assert isinstance(again[1], ShardClaim)
+    assert known_by(again[1]) == north.known[1]
+
+
+async def test_the_hole_that_a_superseded_claimant_finds_is_no_damage(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    await north.write(0)
+    south = await claimant(machines, "south")
+    won = await south.claim(0)
+    east = await owner_of(machines, "east", 0)
+    for _ in range(2):
+        await east.checkpoint(0)
+    log_owner.log_of(machines, north.log_id).delete_through(3)
+    found = (await south.read([won]))[0]
+    assert isinstance(found, ownership_lost.Superseded)
+    assert (found.owner, found.owner_address) == ("east", "east:1")
+
+
+# ---- claims against each other
+
+
+async def test_of_two_claimants_with_one_fence_one_wins_and_the_other_is_told_whose_the_shard_is(
+    machines: EngineFixture,
+) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    south, east = await claimant(machines, "south"), await claimant(machines, "east")
+    held = south.daemon.pause("put_if_absent", MANIFEST)
+    losing = asyncio.ensure_future(south.claim(0))
+    await held.reached()
+    await east.take(0)
+    held.release()
+    with pytest.raises(ownership_lost.Superseded) as superseded:
+        await losing
+    assert superseded.value.owner_address == "east:1"
+    assert log_owner.numbers_of(machines, north.log_id) == [1, 2, 3], "one fence"
+    await east.write(0)
+    assert south.living.truncation.bound(9) == 8, "the claim that was lost needs nothing"
+
+
+async def test_who_looked_before_another_had_claimed_never_fences_the_winner(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    south = await claimant(machines, "south")
+    seen = south.look(0)
+    east = await owner_of(machines, "east", 0)
+    with pytest.raises(ownership_lost.Superseded) as superseded:
+        await south.claim_as_seen(0, seen)
+    assert superseded.value.owner_address == "east:1"
+    await east.write(0)
+    assert log_owner.headers_of(machines, east.log_id)[-1].kind is DATA
+    assert south.living.truncation.bound(9) == 8
+
+
+async def test_a_fence_that_may_stop_nobody_allows_no_claim_and_the_next_attempt_finds_the_true_one(
+    machines: EngineFixture,
+) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    south = await claimant(machines, "south")
+    held = south.daemon.pause("put_if_absent", f"logs/{north.log_id}")
+    claiming = asyncio.ensure_future(south.claim(0))
+    await held.reached()
+    # South is about to fence slot 3. North writes on, and deletes.
+    for _ in range(3):
+        await north.write(0)
+    for _ in range(2):
+        await north.checkpoint(0)
+    await north.living.truncated()
+    assert log_owner.numbers_of(machines, north.log_id) == [5]
+    held.release()
+    with pytest.raises(Unavailable, match=r"the fence of log .* at slot 3 is not above slot 5.*it may stop nobody"):
+        await claiming
+    assert log_owner.numbers_of(machines, north.log_id) == [3, 5]
+    await north.write(0)
+    assert north.tip(0).epoch == 1
+    claim = (await south.take(0))[0]
+    assert (claim.epoch, known_by(claim)) == (2, north.known[0])
+    with pytest.raises(LogLost, match="slot 7"):
+        await north.write(0)
+
+
+async def lose_the_answer(owner: LogOwner, shard: int) -> None:
+    """A claim whose PUT is held back, and of which the store tells nothing until the claimant gives up."""
+    prefix = names.shard_manifest_prefix(shard)
+    owner.daemon.script.plan("put_if_absent", Fault.DELIVER_LATE, key_part=prefix)
+    owner.daemon.script.plan("put_if_absent", Fault.FAIL_BEFORE, key_part=prefix, times=200)
+    owner.daemon.script.plan("head", Fault.FAIL_BEFORE, key_part=prefix, times=200)
+    with pytest.raises(commit.CommitOutcomeUnknown):
+        await owner.claim(shard)
+    owner.daemon.decide = lambda call: Fault.NONE
+
+
+async def test_a_claim_whose_outcome_was_unknown_is_found_when_it_has_landed_late(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    south = await claimant(machines, "south")
+    await lose_the_answer(south, 0)
+    await south.take(1)
+    await south.write(1)
+    await south.write(1)
+    for _ in range(2):
+        await south.checkpoint(1)
+    assert south.living.truncation.bound(9) == 1, "it may land yet, and names the log from there on"
+    assert south.daemon.store.deliver_late() == 1
+    claim = (await south.take(0))[0]
+    assert (claim.epoch, known_by(claim)) == (2, north.known[0])
+    assert ranges_of(south.tip(0))[-1] == (south.log_id, 1, None, 2, None)
+    await south.write(0)
+
+
+async def test_a_claim_whose_outcome_was_unknown_is_sent_again_as_it_was(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    south = await claimant(machines, "south")
+    await lose_the_answer(south, 0)
+    await south.take(1)
+    await south.write(1)
+    claim = (await south.take(0))[0]
+    assert claim.epoch == 2
+    assert ranges_of(south.tip(0))[-1] == (south.log_id, 1, None, 2, None), "its log had one slot when it was made"
+    assert south.daemon.store.deliver_late() == 0
+    assert south.tip(0).epoch == 2
+
+
+async def test_a_claim_whose_outcome_was_unknown_and_that_another_overtook_is_given_up(
+    machines: EngineFixture,
+) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    south = await claimant(machines, "south")
+    await lose_the_answer(south, 0)
+    east = await owner_of(machines, "east", 0)
+    await east.write(0)
+    claim = (await south.take(0))[0]
+    assert (claim.epoch, known_by(claim)) == (3, east.known[0]), "another claim, by a fence of the log of east"
+    assert south.daemon.store.deliver_late() == 0
+    with pytest.raises(LogLost):
+        await east.write(0)
+
+
+async def test_a_claimant_overtaken_before_it_knows_of_its_claim_does_not_take_the_other_ones_epoch_for_its_own(
+    machines: EngineFixture,
+) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    south = await claimant(machines, "south")
+    answered = south.daemon.gate()
+    asks = Pause(released=answered)
+    landed = False
+
+    def lose_the_answer_and_ask_late(call: Call) -> Fault | Pause:
+        nonlocal landed
+        if MANIFEST not in call.key:
+            return Fault.NONE
+        if call.operation == "put_if_absent":
+            landed = True
+            return Fault.FAIL_AFTER
+        return asks if landed else Fault.NONE
+
+    south.daemon.decide = lose_the_answer_and_ask_late
+    claiming = asyncio.ensure_future(south.claim(0))
+    await south.daemon.until(asks.reached.is_set)
+    assert north.tip(0).owner == "south"
+    east = await owner_of(machines, "east", 0)
+    answered.set()
+    with pytest.raises(ownership_lost.Superseded) as superseded:
+        await claiming
+    assert superseded.value.owner_address == "east:1"
+    await east.write(0)
+    assert south.living.truncation.bound(9) == 8
+    assert north.tip(0).epoch == 3
+
+
+# ---- from itself
+
+
+async def test_a_shard_that_was_lost_alone_is_claimed_from_itself_without_a_fence(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0, 1)
+    await north.write(0, 1)
+    await north.write(0)
+    known = set(north.known[0])
+    claim = (await north.take(0))[0]
+    assert (claim.epoch, claim.last_slot, known_by(claim)) == (2, 2, known)
+    assert claim.settled, "no other process hands out anything"
+    log_id = north.log_id
+    assert ranges_of(north.tip(0)) == [(log_id, 1, 3, 1, 2), (log_id, 3, None, 3, None)]
+    landed = await north.write(0, 1)
+    assert {shard: each.slot for shard, each in landed.sections.items()} == {0: 3, 1: 2}
+    assert [header.kind for header in log_owner.headers_of(machines, log_id)][1:] == [DATA] * 3
+    south = await claimant(machines, "south")
+    assert known_by((await south.take(0))[0]) == north.known[0]
+
+
+async def test_a_claim_from_itself_waits_for_the_section_under_way_and_counts_it(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    held = north.daemon.pause("put_if_absent", "logs/")
+    writing = asyncio.ensure_future(north.write(0))
+    await held.reached()
+    taking = asyncio.ensure_future(north.take(0))
+    await asyncio.sleep(1.0)
+    assert not taking.done()
+    assert north.tip(0).epoch == 1
+    held.release()
+    await writing
+    claim = (await taking)[0]
+    assert (claim.epoch, claim.last_slot, known_by(claim)) == (2, 1, north.known[0])
+
+
+async def test_a_claim_from_itself_of_a_log_that_has_ended_is_none(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    log_owner.fence(machines, north.log_id)
+    with pytest.raises(LogLost):
+        await north.write(0)
+    with pytest.raises(Unavailable, match="has ended"):
+        await north.claim(0)
+    assert north.tip(0).epoch == 1
+
+
+async def test_two_claims_from_itself_leave_no_empty_range(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    for epoch in (2, 3, 4):
+        assert (await north.take(0))[0].epoch == epoch
+    assert ranges_of(north.tip(0)) == [(north.log_id, 1, 2, 1, 1), (north.log_id, 2, None, 2, None)]
+
+
+# ---- planted bugs
+
+
+def a_hole_is_damage_whoever_owns_the_shard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Takeover, "_superseded", lambda self, won: None)
+
+
+def who_has_lost_a_race_fences_its_winner(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Takeover, "_check_owner", lambda self, looked_at, tip: None)
+
+
+PLANTED: dict[Callable[[pytest.MonkeyPatch], None], Callable[[EngineFixture], Awaitable[None]]] = {
+    a_hole_is_damage_whoever_owns_the_shard: test_the_hole_that_a_superseded_claimant_finds_is_no_damage,
+    who_has_lost_a_race_fences_its_winner: test_who_looked_before_another_had_claimed_never_fences_the_winner,
+}
+
+
+@pytest.mark.parametrize(("plant", "story"), PLANTED.items(), ids=lambda each: each.__name__)
+async def test_a_planted_bug_of_takeovers_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    story: Callable[[EngineFixture], Awaitable[None]],
+    machines: EngineFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        await story(machines)
+
+
+registry.register("takeovers into a log", PLANTED)

@@ -1,25 +1,21 @@
-"""An owner knows since when it is certain to own its shard, and asks no more often than it must."""
+"""An owner knows since when its log is certain to be its own, and asks no more often than it must."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
 import pytest
 
-from daemon.errors import Corruption, Unavailable
-from daemon.shard import ownership_lost
-from daemon.shard.confirmation import ProbedConfirmation
-from daemon.shard.shard_tip import KnownTip, TipProbe
-from daemon.surroundings.failure_scope import ShardLost
+from daemon.errors import Corruption, NotOwner, Unavailable
+from daemon.shard.confirmation import Probe, ProbedConfirmation
+from daemon.shard.shard_tip import KnownTip
 from storage_backends import commit, object_store
 from storage_backends.formats.manifest import ManifestHead, ShardManifest
 from tests._support.virtual_clock import VirtualClock, settle
 
-T = TypeVar("T")
 Tip = commit.Tip[ShardManifest]
 
 
@@ -29,39 +25,37 @@ def tip_of(epoch: int, number: int = 1, owner: str = "north") -> Tip:
     return commit.Tip(number=number, manifest=manifest, sha256=b"", read_at=0.0)
 
 
-class Probed:
-    """The shard manifest's log: each read waits for `answers`, so that a probe can be held under way."""
+class Probed(Probe):
+    """The log: each look at it may be held under way. `ends`: what it ends with, if it does. `writing`: a slot is on
+    its way, so that a look tells nothing.
+    """
 
-    def __init__(self) -> None:
-        self.tip: Tip | None = tip_of(epoch=5)
-        self.down = self.damaged = False
-        self.reads = 0
+    def __init__(self, clock: VirtualClock) -> None:
+        self.ends: Exception | None = None
+        self.down = self.writing = False
+        self.looks = 0
         self.held: asyncio.Event | None = None
-        self.warm: list[Tip | None] = []
+        self._clock = clock
 
-    def read_tip(self, warm: Tip | None = None) -> Tip | None:
-        self.warm.append(warm)
-        if self.down:
-            raise object_store.StoreUnavailable("manifest", "no route")
-        if self.damaged:
-            raise object_store.Damaged("manifest", "address is not UTF-8")
-        return self.tip
-
-    async def run(self, work: Callable[[], T]) -> T:
-        self.reads += 1
+    async def look(self) -> float | None:
+        self.looks += 1
+        sent_at_s = self._clock.now_s
         if self.held is not None:
             await self.held.wait()
-        return work()
+        if self.down:
+            raise object_store.StoreUnavailable("slot", "no route")
+        if self.ends is not None:
+            raise self.ends
+        return None if self.writing else sent_at_s
 
 
 class Fixture:
     def __init__(self) -> None:
         self.clock = VirtualClock()
-        self.probed = Probed()
-        self.known = KnownTip(tip_of(epoch=5))
+        self.probed = Probed(self.clock)
         self.confirmation = ProbedConfirmation(
-            3,
-            TipProbe(self.probed, self.known, self.probed.run),
+            "log 7",
+            self.probed,
             confirmed_at_s=self.clock.now_s,
             clock=self.clock.now,
             sleep=self.clock.sleep,
@@ -79,7 +73,7 @@ async def owner() -> AsyncIterator[Fixture]:
     await settle()
     yield fixture
     fixture.watching.cancel()
-    with contextlib.suppress(asyncio.CancelledError, ownership_lost.Superseded, Corruption):
+    with contextlib.suppress(asyncio.CancelledError, NotOwner, Corruption):
         await fixture.watching
 
 
@@ -96,18 +90,18 @@ async def test_a_confirmation_is_fresh_until_its_seconds_are_over(owner: Fixture
 async def test_an_idle_owner_probes_every_five_seconds(owner: Fixture) -> None:
     begin_s = owner.clock.now_s
     await owner.clock.advance(4.9)
-    assert owner.probed.reads == 0
+    assert owner.probed.looks == 0
     await owner.clock.advance(0.1)
-    assert (owner.probed.reads, owner.confirmation.confirmed_at_s) == (1, begin_s + 5.0)
+    assert (owner.probed.looks, owner.confirmation.confirmed_at_s) == (1, begin_s + 5.0)
     await owner.clock.advance(20.0)
-    assert owner.probed.reads == 5
+    assert owner.probed.looks == 5
 
 
 async def test_slots_that_are_written_save_the_probes(owner: Fixture) -> None:
     for _ in range(10):
         await owner.clock.advance(3.0)
         owner.confirmation.confirmed(owner.clock.now_s)
-    assert owner.probed.reads == 0
+    assert owner.probed.looks == 0
 
 
 async def test_a_confirmation_never_becomes_older(owner: Fixture) -> None:
@@ -119,7 +113,7 @@ async def test_a_confirmation_never_becomes_older(owner: Fixture) -> None:
 
 async def test_a_wait_for_what_is_already_confirmed_asks_nobody(owner: Fixture) -> None:
     await owner.confirmation.confirm_after(owner.clock.now_s)
-    assert owner.probed.reads == 0
+    assert owner.probed.looks == 0
 
 
 async def test_one_probe_serves_all_who_waited_when_it_was_sent_and_nobody_who_came_later(owner: Fixture) -> None:
@@ -130,16 +124,16 @@ async def test_one_probe_serves_all_who_waited_when_it_was_sent_and_nobody_who_c
     await owner.clock.advance(1.0)
     late = [owner.wait_for(owner.clock.now_s) for _ in range(3)]
     await settle()
-    assert owner.probed.reads == 1
+    assert owner.probed.looks == 1
     owner.probed.held.set()
     owner.probed.held = held = asyncio.Event()
     await settle()
     assert [task.done() for task in early] == [True] * 3
     assert [task.done() for task in late] == [False] * 3
-    assert owner.probed.reads == 2
+    assert owner.probed.looks == 2
     held.set()
     await asyncio.gather(*early, *late)
-    assert owner.probed.reads == 2
+    assert owner.probed.looks == 2
 
 
 async def test_a_probe_confirms_from_its_sending_on_however_long_it_took(owner: Fixture) -> None:
@@ -166,19 +160,33 @@ async def test_a_slot_sent_after_the_request_arrived_confirms_it_too(owner: Fixt
     await waiting
 
 
-async def test_a_later_epoch_ends_everything_with_the_new_owners_address(owner: Fixture) -> None:
+async def test_a_fence_ends_everything(owner: Fixture) -> None:
     await owner.clock.advance(1.0)
-    owner.probed.tip = tip_of(epoch=6, number=2, owner="south")
+    owner.probed.ends = fenced = NotOwner("log 7 was ended at slot 9")
     waiting = [owner.wait_for(owner.clock.now_s) for _ in range(2)]
     for task in [*waiting, owner.watching]:
-        with pytest.raises(ownership_lost.Superseded) as superseded:
+        with pytest.raises(NotOwner) as ended:
             await task
-        assert (superseded.value.owner_epoch, superseded.value.owner_address) == (6, "south:7461")
+        assert ended.value is fenced
     assert not owner.confirmation.fresh_within(1000.0)
-    with pytest.raises(ownership_lost.Superseded):
+    with pytest.raises(NotOwner):
         await owner.confirmation.confirm_after(owner.clock.now_s)
     owner.confirmation.confirmed(owner.clock.now_s + 1.0)
     assert not owner.confirmation.fresh_within(1000.0)
+
+
+async def test_a_look_that_a_slot_overtook_confirms_nothing_and_is_repeated_for_who_waits(owner: Fixture) -> None:
+    await owner.clock.advance(1.0)
+    owner.probed.held, owner.probed.writing = asyncio.Event(), True
+    waiting = owner.wait_for(owner.clock.now_s)
+    await settle()
+    held, owner.probed.held = owner.probed.held, asyncio.Event()
+    held.set()
+    await settle()
+    assert (owner.probed.looks, waiting.done()) == (2, False)
+    owner.probed.writing = False
+    owner.probed.held.set()
+    await waiting
 
 
 async def test_an_outage_delays_the_confirmation_and_ends_by_itself(owner: Fixture) -> None:
@@ -188,7 +196,7 @@ async def test_an_outage_delays_the_confirmation_and_ends_by_itself(owner: Fixtu
     await owner.clock.advance(60.0)
     assert not waiting.done()
     # At most every 2 s: an outage is no reason to flood the store.
-    assert owner.probed.reads < 60
+    assert owner.probed.looks < 60
     owner.probed.down = False
     await owner.clock.advance(2.0)
     await waiting
@@ -218,33 +226,17 @@ async def test_closing_answers_all_who_wait(owner: Fixture) -> None:
         await owner.confirmation.confirm_after(owner.clock.now_s)
 
 
-async def test_manifests_that_vanished_confirm_nothing(owner: Fixture) -> None:
+async def test_a_log_that_makes_no_sense_ends_it_and_whoever_waits_may_come_again(owner: Fixture) -> None:
     await owner.clock.advance(1.0)
-    owner.probed.tip = None
+    owner.probed.ends = Corruption("slot 9 is DATA, and its owner has not written it")
     waiting = owner.wait_for(owner.clock.now_s)
-    with pytest.raises(ShardLost, match="vanished"):
+    with pytest.raises(Unavailable, match=r"log 7: whether it is this daemon's still cannot be told: slot 9 is DATA"):
         await waiting
-    with pytest.raises(Corruption, match="vanished"):
+    with pytest.raises(Corruption, match="slot 9"):
         await owner.watching
 
 
-async def test_a_manifest_that_makes_no_sense_costs_the_shard_and_whoever_waits_may_come_again(owner: Fixture) -> None:
-    await owner.clock.advance(1.0)
-    owner.probed.damaged = True
-    waiting = owner.wait_for(owner.clock.now_s)
-    with pytest.raises(ShardLost, match=r"shard 3 is served by this daemon no longer: .*not UTF-8"):
-        await waiting
-    with pytest.raises(Corruption, match="not UTF-8"):
-        await owner.watching
-
-
-async def test_a_probe_goes_on_from_what_the_owner_has_committed(owner: Fixture) -> None:
-    committed = tip_of(epoch=5, number=7)
-    owner.known.saw(committed)
-    owner.probed.tip = tip_of(epoch=5, number=8)
-    await owner.clock.advance(5.0)
-    assert owner.probed.warm == [committed]
-    assert owner.known.newest is owner.probed.tip
+# ---- the tip that an owner knows
 
 
 def test_an_owner_goes_on_from_the_newest_manifest_of_its_own_epoch_as_it_was_read_last() -> None:

@@ -10,8 +10,7 @@ import pytest
 from daemon.shard.range_operations import Claim, GiveBack, NeedLess, OwnLogEnd, Release, WriteCheckpoint
 from storage_backends import commit, log_fence
 from storage_backends.formats.log_slot_format import Head, Heads, LogSlotKind
-from storage_backends.formats.manifest import ObjectReference
-from storage_backends.formats.shard_ranges import CheckpointCut, LogRange, RangedShardManifest
+from storage_backends.formats.manifest import CheckpointCut, LogRange, ObjectReference, ShardManifest
 from storage_backends.log_fence import Fence
 
 FORMER, OWN = "former", "own"
@@ -33,7 +32,7 @@ def cut(slot: int, *, at: int = 0, log_id: str = FORMER, name: str | None = None
     return CheckpointCut(object=reference, slot=slot, log_id=log_id, at=at)
 
 
-OWNED = RangedShardManifest(
+OWNED = ShardManifest(
     head=commit.NO_HEAD,
     shard=SHARD,
     epoch=3,
@@ -77,6 +76,16 @@ def test_a_claim_closes_the_open_range_where_the_fence_says_and_opens_its_own() 
 def test_an_open_range_without_a_section_is_dropped(heads: Heads) -> None:
     made = claim(former=fence(8, heads)).apply(OWNED)
     assert made.ranges == (OWNED.ranges[0], range_of(OWN, 4, (1, None), (21, None)))
+
+
+def test_a_claim_drops_ranges_that_two_checkpoints_cover_and_goes_on_behind_them() -> None:
+    covered = dataclasses.replace(OWNED, checkpoint=cut(25), previous_checkpoint=cut(25))
+    own = range_of(OWN, 4, (1, None), (26, None))
+    assert claim().apply(covered).ranges == (own,)
+    given_back = dataclasses.replace(covered, owner="", ranges=(range_of(FORMER, 3, (1, 7), (21, 25)),))
+    assert claim(former=None).apply(given_back).ranges == (own,)
+    once = dataclasses.replace(covered, previous_checkpoint=cut(20))
+    assert claim().apply(once).ranges == (range_of(FORMER, 3, (1, 7), (21, 25)), own), "the newest may be damaged"
 
 
 def test_a_shard_that_nobody_owned_is_claimed_without_a_fence() -> None:

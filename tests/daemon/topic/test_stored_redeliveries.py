@@ -72,9 +72,8 @@ def from_a_checkpoint_of_a_topic_that_was_not_loaded(stored: Stored) -> Topic:
     """Two checkpoints carry it over, and what the journal says of it."""
     loaded = checkpoint_format.decode_checkpoint(Stored(*EVERYTHING[:4]).checkpoint())
     for slot in (9, len(stored.slots)):
-        tails = recovery.tails_of(
-            loaded, (slot_format.read_slot(body)[:2] for body in stored.slots[loaded.slot : slot])
-        )
+        slots = map(slot_format.read_slot, stored.slots[loaded.slot : slot])
+        tails = recovery.tails_of(loaded, ((each.header.slot, each.records) for each in slots))
         carried = recovery.carried_part("id", tails["id"])
         encoded = checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(1, 1, ShardSlot(slot), (carried,)))
         loaded = checkpoint_format.decode_checkpoint(encoded)

@@ -17,6 +17,7 @@ from storage_backends.formats.bucket_format import SegmentLimits
 from storage_backends.formats.manifest import (
     BucketProgress,
     LiveBucket,
+    LogForm,
     Progress,
     TopicManifest,
 )
@@ -137,8 +138,8 @@ class StoredTopic:
         return sorted(found)
 
 
-def make_root(store: ObjectStore) -> None:
-    root_format.read_or_create(store, shards=SHARDS, root_id="root-1", created_ms=NOW_MS)
+def make_root(store: ObjectStore, log_form: LogForm = LogForm.OBJECTS) -> None:
+    root_format.read_or_create(store, shards=SHARDS, log_form=log_form, root_id="root-1", created_ms=NOW_MS)
 
 
 def rows_of_ledger(ledger: int, count: int, due_ms: tuple[int, int] = LATER_MS) -> Rows:

@@ -57,7 +57,7 @@ def a_slot() -> bytes:
         *examples.redelivery_records(ROWS),
     )
     decided = deletion_examples.one_of_each_record()
-    header = slot_format.SlotHeader(1, 2, ShardSlot(3), slot_format.SlotKind.DATA, len(records) + len(decided))
+    header = slot_format.SlotHeader(1, 2, ShardSlot(3), len(records) + len(decided))
     return slot_format.encode_slot(header, records, decided)
 
 
@@ -164,7 +164,11 @@ OBJECTS: dict[str, Stored] = {
     ),
     "journal slot": Stored(a_slot(), slot_format.decode_slot, "journal slot"),
     "FORMAT": Stored(
-        manifest.encode_root_format(manifest.RootFormat(format_version=1, shards=16, created_ms=5, root_id="r")),
+        manifest.encode_root_format(
+            manifest.RootFormat(
+                format_version=2, shards=16, created_ms=5, root_id="r", log_form=manifest.LogForm.OBJECTS
+            )
+        ),
         manifest.decode_root_format,
         "FORMAT",
     ),
@@ -265,10 +269,11 @@ def test_an_object_taken_for_one_of_another_kind_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, stored in OBJECTS.items() if stored.has_version])
 def test_a_version_that_is_not_known_is_its_own_error(name: str) -> None:
     newer = bytearray(OBJECTS[name].data)
-    newer[4] = 2
+    known = newer[4]
+    newer[4] = 3
     refused = check_refused(OBJECTS[name], bytes(newer))
     assert isinstance(refused, format_errors.UnsupportedVersion)
-    assert refused.detail == "format version 2 is not known, this release reads version 1"
+    assert refused.detail == f"format version 3 is not known, this release reads version {known}"
     assert refused.offset == 4
 
 
@@ -294,7 +299,7 @@ def with_payload(name: str, payload: bytes) -> bytes:
     """The object with another payload, its lengths and checksums right."""
     data = OBJECTS[name].data
     if name != "journal slot":
-        return framing.frame(data[:4], 1, payload)
+        return framing.frame(data[:4], int.from_bytes(data[4:8], "little"), payload)
     head = SLOT_HEAD.pack(*SLOT_HEAD.unpack_from(data)[:-1], len(payload))
     return head + struct.pack("<I", framing.crc32c(head, payload)) + payload
 

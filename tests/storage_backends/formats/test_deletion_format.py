@@ -19,13 +19,13 @@ from storage_backends.formats.deletion_format import (
 from storage_backends.formats.generated import deletion_pb2
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.shard_slot import ShardSlot
-from storage_backends.formats.slot_format import AddRecord, SlotBuilder, SlotHeader, SlotKind
+from storage_backends.formats.slot_format import AddRecord, SlotBuilder, SlotHeader
 from tests.storage_backends.formats._support import deletion_examples, examples
 from tests.storage_backends.formats._support.deletion_examples import plain
 
 
 def slot_of(*decided: DeletionRecord, records: tuple[slot_format.Record, ...] = ()) -> bytes:
-    header = SlotHeader(3, 7, ShardSlot(1_234), SlotKind.DATA, len(decided) + len(records))
+    header = SlotHeader(3, 7, ShardSlot(1_234), len(decided) + len(records))
     return slot_format.encode_slot(header, records, decided)
 
 

@@ -17,14 +17,18 @@ from storage_backends.formats import (
     bucket_format,
     checkpoint_format,
     index_ids,
+    log_slot_format,
     manifest,
     position_bitmap,
     redelivery_columns,
     slot_format,
 )
+from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, Writer
+from storage_backends.formats.manifest import LogForm
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.formats.shard_slot import ShardSlot
+from tests.storage_backends._support.log_slots import LOG_ID, OTHER_LOG_ID
 from tests.storage_backends.formats._support import deletion_examples, examples
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -76,22 +80,18 @@ def golden_withdrawals() -> tuple[slot_format.Record, ...]:
 
 
 def golden_slot_of_withdrawals() -> bytes:
-    return slot_format.encode_slot(
-        slot_format.SlotHeader(3, 4, ShardSlot(5), slot_format.SlotKind.DATA, 3), golden_withdrawals()
-    )
+    return slot_format.encode_slot(slot_format.SlotHeader(3, 4, ShardSlot(5), 3), golden_withdrawals())
 
 
 def golden_slot_of_redeliveries() -> bytes:
     records = examples.redelivery_records(golden_rows())
-    return slot_format.encode_slot(
-        slot_format.SlotHeader(3, 4, ShardSlot(5), slot_format.SlotKind.DATA, len(records)), records
-    )
+    return slot_format.encode_slot(slot_format.SlotHeader(3, 4, ShardSlot(5), len(records)), records)
 
 
 def golden_slot_of_deletions() -> bytes:
     decided = deletion_examples.one_of_each_record()
     records = golden_records()[:1]
-    header = slot_format.SlotHeader(3, 4, ShardSlot(5), slot_format.SlotKind.DATA, len(records) + len(decided))
+    header = slot_format.SlotHeader(3, 4, ShardSlot(5), len(records) + len(decided))
     return slot_format.encode_slot(header, records, decided)
 
 
@@ -175,9 +175,7 @@ def golden_merged_bucket() -> bytes:
 
 
 def golden_slot() -> bytes:
-    return slot_format.encode_slot(
-        slot_format.SlotHeader(3, 4, ShardSlot(5), slot_format.SlotKind.DATA, 4), golden_records()
-    )
+    return slot_format.encode_slot(slot_format.SlotHeader(3, 4, ShardSlot(5), 4), golden_records())
 
 
 def golden_progress() -> manifest.Progress:
@@ -246,22 +244,38 @@ def golden_topic_manifest() -> manifest.TopicManifest:
 
 
 def golden_shard_manifest() -> manifest.ShardManifest:
-    reference = manifest.CheckpointReference(object=golden_object(), slot=ShardSlot(6), replay_from=ShardSlot(5))
+    newest = manifest.CheckpointCut(object=golden_object(), slot=6, log_id=LOG_ID, at=9)
+    previous = manifest.CheckpointCut(object=golden_object(), slot=3, log_id=OTHER_LOG_ID, at=12)
+    closed = manifest.LogRange(log_id=OTHER_LOG_ID, epoch=3, after=7, through=14, first_slot=2, last_slot=4)
+    owned = manifest.LogRange(log_id=LOG_ID, epoch=4, after=1, through=None, first_slot=5, last_slot=None)
     return manifest.ShardManifest(
         head=golden_head(),
         shard=3,
         epoch=4,
         owner="d1",
         address="127.0.0.1:7461",
-        checkpoint=reference,
-        previous_checkpoint=reference,
-        replay_from=ShardSlot(5),
-        fence_slot=2,
+        settled_epoch=2,
+        ranges=(closed, owned),
+        checkpoint=newest,
+        previous_checkpoint=previous,
     )
 
 
 def golden_root_format() -> manifest.RootFormat:
-    return manifest.RootFormat(format_version=1, shards=16, created_ms=7, root_id="r")
+    return manifest.RootFormat(format_version=2, shards=16, created_ms=7, root_id="r", log_form=LogForm.FILES)
+
+
+def golden_log_slot() -> bytes:
+    header = LogSlotHeader(
+        log_id=LOG_ID, number=9, kind=LogSlotKind.DATA, heads={0: Head(4, 6), 2: Head(3, 8), 3: Head(4, 2)}
+    )
+    return log_slot_format.encode_log_slot(header, {0: b"section of shard 0", 3: b"section of shard 3"})
+
+
+def golden_fence() -> bytes:
+    writer = Writer("d2", "127.0.0.1:7462", "0.1.0")
+    header = LogSlotHeader(log_id=LOG_ID, number=10, kind=LogSlotKind.FENCE, heads={0: Head(4, 6)}, writer=writer)
+    return log_slot_format.encode_log_slot(header)
 
 
 def golden_checkpoint() -> bytes:
@@ -335,9 +349,11 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
         golden_topic_manifest_of_redeliveries()
     ),
     "topic-manifest-key-order-1.bin": lambda: manifest.encode_topic_manifest(golden_topic_manifest_of_key_order()),
-    "root-format-1.bin": lambda: manifest.encode_root_format(golden_root_format()),
+    "root-format-2.bin": lambda: manifest.encode_root_format(golden_root_format()),
     "shard-manifest-1.bin": lambda: manifest.encode_shard_manifest(golden_shard_manifest()),
     "topic-manifest-1.bin": lambda: manifest.encode_topic_manifest(golden_topic_manifest()),
+    "log-slot-1.bin": golden_log_slot,
+    "log-slot-fence-1.bin": golden_fence,
     "progress-1.bin": lambda: manifest.encode_progress(golden_progress()),
     "topic-manifest-limits-1.bin": lambda: manifest.encode_topic_manifest(golden_limits()),
     "topic-manifest-two-phase-deletion-1.bin": lambda: manifest.encode_topic_manifest(golden_two_phase_deletion()),
@@ -426,7 +442,7 @@ def test_what_was_written_before_there_were_redeliveries_says_nothing_of_them() 
 
 def test_a_slot_of_version_1_is_read() -> None:
     header, records = slot_format.decode_slot(stored("slot-1.bin"))
-    assert header == slot_format.SlotHeader(3, 4, ShardSlot(5), slot_format.SlotKind.DATA, 4)
+    assert header == slot_format.SlotHeader(3, 4, ShardSlot(5), 4)
     assert_golden(records)
 
 
@@ -446,8 +462,8 @@ def assert_golden(records: tuple[slot_format.Record, ...]) -> None:
     assert waive.positions == golden_positions(COUNT)
 
 
-def test_manifests_of_version_1_are_read() -> None:
-    assert manifest.decode_root_format(stored("root-format-1.bin")) == golden_root_format()
+def test_manifests_are_read() -> None:
+    assert manifest.decode_root_format(stored("root-format-2.bin")) == golden_root_format()
     assert manifest.decode_shard_manifest(stored("shard-manifest-1.bin")) == golden_shard_manifest()
     assert manifest.decode_topic_manifest(stored("topic-manifest-1.bin")) == golden_topic_manifest()
     assert manifest.decode_topic_manifest(stored("topic-manifest-limits-1.bin")) == golden_limits()
@@ -506,6 +522,16 @@ def test_what_was_written_before_there_were_deletions_says_nothing_of_them() -> 
 
 def test_nothing_else_is_stored_there() -> None:
     assert {path.name for path in GOLDEN.iterdir()} == set(OBJECTS)
+
+
+def test_log_slots_of_version_1_are_read() -> None:
+    slot = log_slot_format.decode_log_slot(stored("log-slot-1.bin"))
+    assert (slot.header.log_id, slot.header.number, slot.header.kind) == (LOG_ID, 9, LogSlotKind.DATA)
+    assert dict(slot.header.heads) == {0: Head(4, 6), 2: Head(3, 8), 3: Head(4, 2)}
+    assert {shard: slot.section(shard) for shard in slot.shards} == {0: b"section of shard 0", 3: b"section of shard 3"}
+    fence = log_slot_format.decode_log_slot(stored("log-slot-fence-1.bin"))
+    assert (fence.header.kind, fence.header.writer) == (LogSlotKind.FENCE, Writer("d2", "127.0.0.1:7462", "0.1.0"))
+    assert fence.shards == ()
 
 
 if __name__ == "__main__":

@@ -33,7 +33,13 @@ heads = st.builds(
 )
 objects = st.builds(manifest.ObjectReference, name=text, base=u64, size_bytes=u64, sha256=sha256)
 tombstones = st.builds(manifest.Tombstone, object=objects, removed_in=u64, delete_after_ms=u64, attempts=u32)
-checkpoints = st.builds(manifest.CheckpointReference, object=objects, slot=u64, replay_from=u64)
+checkpoints = st.builds(manifest.CheckpointCut, object=objects, slot=u64, log_id=text, at=u64)
+closed_ranges = st.builds(
+    manifest.LogRange, log_id=text, epoch=u64, after=u64, through=u64, first_slot=u64, last_slot=u64
+)
+open_ranges = st.builds(
+    manifest.LogRange, log_id=text, epoch=u64, after=u64, through=st.none(), first_slot=u64, last_slot=st.none()
+)
 live_buckets = st.builds(
     manifest.LiveBucket,
     object=objects,
@@ -157,7 +163,14 @@ progress = st.builds(
     redeliveries=st.lists(redeliveries, max_size=2).map(tuple),
     levels=st.lists(level_rows, max_size=2).map(tuple),
 )
-root_formats = st.builds(RootFormat, format_version=u32, shards=u32, created_ms=u64, root_id=text)
+root_formats = st.builds(
+    RootFormat,
+    format_version=u32,
+    shards=u32,
+    created_ms=u64,
+    root_id=text,
+    log_form=st.sampled_from(manifest.LogForm),
+)
 shard_manifests = st.builds(
     ShardManifest,
     head=heads,
@@ -167,9 +180,13 @@ shard_manifests = st.builds(
     address=text,
     checkpoint=st.none() | checkpoints,
     previous_checkpoint=st.none() | checkpoints,
-    replay_from=u64,
+    ranges=st.builds(
+        lambda closed, opened: (*closed, *opened),
+        st.lists(closed_ranges, max_size=2),
+        st.lists(open_ranges, max_size=1),
+    ),
     tombstones=st.lists(tombstones, max_size=2).map(tuple),
-    fence_slot=u64,
+    settled_epoch=u64,
 )
 topic_manifests = st.builds(
     TopicManifest,

@@ -17,7 +17,7 @@ def test_the_layout_is_the_documented_one() -> None:
     assert names.FORMAT_KEY == "FORMAT"
     assert names.daemon_key("d1") == "daemons/d1"
     assert names.shard_manifest_key(3, 12) == f"shards/03/manifest/{number}"
-    assert names.journal_slot_key(3, 12) == f"shards/03/journal/{number}"
+    assert names.log_slot_key("01J", 12) == f"logs/01J/{number}"
     assert names.checkpoint_key(3, 12, "01J") == f"shards/03/checkpoint/{number}-01J"
     assert names.topic_manifest_key(3, TOPIC_ID, 12) == f"{folder}manifest/{number}"
     assert names.bucket_key(3, TOPIC_ID, 12, "01J") == f"{folder}buckets/{number}-01J"
@@ -29,13 +29,13 @@ def test_the_layout_is_the_documented_one() -> None:
 
 @given(numbers, numbers)
 def test_keys_sort_as_their_numbers(one: int, other: int) -> None:
-    keys = names.journal_slot_key(0, one), names.journal_slot_key(0, other)
+    keys = names.log_slot_key("01J", one), names.log_slot_key("01J", other)
     assert (keys[0] < keys[1]) == (one < other)
 
 
 @given(numbers)
 def test_the_number_comes_back_from_every_key(number: int) -> None:
-    assert names.number_of(names.journal_slot_key(3, number)) == number
+    assert names.number_of(names.log_slot_key("01J", number)) == number
     assert names.number_of(names.bucket_key(3, TOPIC_ID, number, "01JD0000000000000000000000")) == number
 
 

@@ -31,7 +31,6 @@ from storage_backends.formats.slot_format import (
     RescheduleRecord,
     SlotBuilder,
     SlotHeader,
-    SlotKind,
     WaiveRecord,
 )
 from tests.storage_backends.formats._support import examples
@@ -109,8 +108,8 @@ records: st.SearchStrategy[Record] = st.one_of(
 )
 
 
-def header(count: int, *, kind: SlotKind = SlotKind.DATA) -> SlotHeader:
-    return SlotHeader(shard=3, epoch=7, slot=ShardSlot(1_234), kind=kind, records=count)
+def header(count: int) -> SlotHeader:
+    return SlotHeader(shard=3, epoch=7, slot=ShardSlot(1_234), records=count)
 
 
 def built(some: list[Record]) -> tuple[Record, ...]:
@@ -120,16 +119,16 @@ def built(some: list[Record]) -> tuple[Record, ...]:
     return builder.freeze()
 
 
-@given(st.lists(records, max_size=6), st.sampled_from(SlotKind))
-def test_a_slot_comes_back_as_it_was(some: list[Record], kind: SlotKind) -> None:
-    found, decoded = slot_format.decode_slot(slot_format.encode_slot(header(len(some), kind=kind), some))
-    assert found == header(len(some), kind=kind)
+@given(st.lists(records, max_size=6))
+def test_a_slot_comes_back_as_it_was(some: list[Record]) -> None:
+    found, decoded = slot_format.decode_slot(slot_format.encode_slot(header(len(some)), some))
+    assert found == header(len(some))
     assert [plain(record) for record in decoded] == [plain(record) for record in some]
 
 
 def test_the_header_is_the_documented_one() -> None:
-    data = slot_format.encode_slot(SlotHeader(3, 7, ShardSlot(1_234), SlotKind.FENCE, 0), ())
-    head = b"TyJS" + struct.pack("<HBBIQQIQ", 1, 2, 0, 3, 7, 1_234, 0, 0)
+    data = slot_format.encode_slot(SlotHeader(3, 7, ShardSlot(1_234), 0), ())
+    head = b"TyJS" + struct.pack("<HBBIQQIQ", 1, 1, 0, 3, 7, 1_234, 0, 0)
     assert data == head + struct.pack("<I", google_crc32c.value(head))
 
 

@@ -221,7 +221,7 @@ class JournaledTopic:
             return
         self.staged = slot_format.SlotBuilder()
         self.slot += 1
-        header = slot_format.SlotHeader(1, EPOCH, ShardSlot(self.slot), slot_format.SlotKind.DATA, len(records))
+        header = slot_format.SlotHeader(1, EPOCH, ShardSlot(self.slot), len(records))
         self.slots.append(slot_format.encode_slot(header, records))
         self._changed_slot = self.slot
         for record in records:
@@ -466,14 +466,10 @@ class JournaledTopic:
     def crash_and_recover(self) -> None:
         self.seals.clear()
         self.staged = slot_format.SlotBuilder()
-        # The new owner's fence.
-        self.slot += 1
-        fence = slot_format.SlotHeader(1, EPOCH, ShardSlot(self.slot), slot_format.SlotKind.FENCE, 0)
-        self.slots.append(slot_format.encode_slot(fence, ()))
-        self._changed_slot = self.slot
         self.tip = manifest.decode_topic_manifest(manifest.encode_topic_manifest(self.tip))
         loaded = None if self.checkpoint is None else checkpoint_format.decode_checkpoint(self.checkpoint)
-        tails = recovery.tails_of(loaded, map(slot_format.decode_slot, self.slots))
+        slots = map(slot_format.decode_slot, self.slots)
+        tails = recovery.tails_of(loaded, ((header.slot, records) for header, records in slots))
         tail = tails.get(TOPIC_ID, recovery.NOTHING)
         part = recovery.counting_part(self.tip, tail)
         objects = recovery.TopicReads(self.store, InlineExecutor()).objects(self.tip, part)

@@ -17,8 +17,9 @@ from daemon.core.key_shared.hash_slots import HASH_SLOTS, HashRange
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from storage_backends.formats.row_columns import Rows
 from tests.daemon.core._support import nacking
-from tests.daemon.core.key_shared._support.order_items import Item, Position
-from tests.daemon.core.key_shared._support.order_pair import OrderPair
+from tests.daemon.core.key_shared._support.order_items import Item, Position, Receiver
+from tests.daemon.core.key_shared._support.order_pair import Hand, OrderPair
+from tests.daemon.core.key_shared._support.order_topic import Held
 
 DRAINING, LAST_SENT = KeyOrder.DRAINING_HASHES, KeyOrder.LAST_SENT_POSITION
 both_orders = pytest.mark.parametrize("order", [DRAINING, LAST_SENT], ids=lambda order: order.name)
@@ -186,6 +187,21 @@ def test_a_consumer_that_joined_receives_delayed_positions_up_to_where_it_joined
     assert not pair.round()
     acknowledge(pair, (1, 5))
     assert pair.round() == [(c2, (1, 7))]
+
+
+def test_a_planned_position_that_waits_and_is_declared_to_be_held_was_sent() -> None:
+    pair = shared(LAST_SENT)
+    stream, (c1,) = pair.open(["c1"])
+    pair.grant(c1, 1)
+    # As it comes where a stream that had planned it closed.
+    assert pair.plan(stream, [((1, 5), 7)]) == [c1]
+    assert pair.plan(stream, [((1, 1), 7)]) == [0]
+    _, (c2,) = pair.open(hands=[Hand(Receiver(0, 0, "c2"), (Held((1, 1), 0, 7, 0),))])
+    assert held(pair, c2) == [(1, 1)]
+    assert ranges(pair) == ((1, 1), [])
+    pair.leave(c1, c2)
+    c3 = pair.join(stream, "c3", permits=MANY)
+    assert pair.round() == [(c3, (1, 1)), (c3, (1, 5))]
 
 
 @pytest.mark.parametrize("order", [DRAINING, LAST_SENT])

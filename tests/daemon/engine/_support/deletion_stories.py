@@ -26,7 +26,7 @@ from daemon.ledger_deletion.deletion_values import DeletionFilter, InUseRecorded
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.owner import Owner
 from daemon.settings import Deletion, DeletionOwner
-from storage_backends.formats import slot_format
+from storage_backends.formats import log_slot_format, slot_format
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
@@ -59,9 +59,10 @@ class WatchedJournal(MemoryStore):
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
         super().put_if_absent(key, body, metadata=metadata)
         if JOURNAL in key:
-            slot = slot_format.read_slot(body)
-            for record in slot.deletions:
-                self.truth.landed(record)
+            slot = log_slot_format.decode_log_slot(body)
+            for shard in slot.shards:
+                for record in slot_format.read_slot(slot.section(shard)).deletions:
+                    self.truth.landed(record)
 
 
 # ---- where ledgers are

@@ -25,8 +25,7 @@ from daemon.shard import range_operations
 from storage_backends import commit, log_fence, object_store
 from storage_backends.formats import log_slot_format
 from storage_backends.formats.log_slot_format import Head, Writer
-from storage_backends.formats.manifest import ObjectReference
-from storage_backends.formats.shard_ranges import CheckpointCut, RangedShardManifest, slot_of
+from storage_backends.formats.manifest import CheckpointCut, ObjectReference, ShardManifest, slot_of
 from storage_backends.log_fence import CreateFence, Fence, ListHighest, ReadOne
 from storage_backends.log_reading import ShardSections, read_logs
 from storage_backends.memory_store import MemoryStore
@@ -103,7 +102,7 @@ class Walk:
         self.random = random.Random(seed)
         self.store = MemoryStore()
         self.logs = ObjectLogs(self.store, AtOnce())
-        self.tips: list[RangedShardManifest | None] = [None] * shards
+        self.tips: list[ShardManifest | None] = [None] * shards
         self.answered: list[set[bytes]] = [set() for _ in range(shards)]
         self.superseded_at: dict[tuple[int, int], int] = {}
         self.checkpoints: dict[str, frozenset[bytes]] = {}
@@ -516,7 +515,7 @@ class Walk:
                     lost = self.answered[shard] - memory
                     raise Broken(f"shard {shard} from slot {slot_of(start)}: answered and not stored: {lost}")
 
-    def _recovered(self, tip: RangedShardManifest, start: CheckpointCut | None) -> tuple[frozenset[bytes], int]:
+    def _recovered(self, tip: ShardManifest, start: CheckpointCut | None) -> tuple[frozenset[bytes], int]:
         """What a replay from a checkpoint gives: the memory of the shard, and its last shard slot."""
         sections = ShardSections(tip, slot_of(start))
         numbers, heads = {}, {}

@@ -20,7 +20,7 @@ from storage_backends.formats import checkpoint_format, index_ids, manifest, slo
 from storage_backends.formats.index_ids import batch_parts_of
 from storage_backends.formats.row_columns import U32, U64
 from storage_backends.formats.shard_slot import ShardSlot
-from storage_backends.formats.slot_format import DeadLetterReason, SlotHeader, SlotKind
+from storage_backends.formats.slot_format import DeadLetterReason, SlotHeader
 from tests.daemon.shard.test_recovery import LEDGER, LIMITS, Entries, Store, restored, rows_of, tip_of
 
 PARTS = batch_parts_of(1)
@@ -183,7 +183,7 @@ class Stored:
         for record in records:
             builder.append(record)
         merged = builder.freeze()
-        header = SlotHeader(1, 1, ShardSlot(len(self.slots) + 1), SlotKind.DATA, len(merged))
+        header = SlotHeader(1, 1, ShardSlot(len(self.slots) + 1), len(merged))
         self.slots.append(slot_format.encode_slot(header, merged))
         for record in merged:
             self.topic.apply(record, header.slot, elapsed_ms=0)
@@ -227,6 +227,7 @@ class Stored:
     def recovered(self, written: bytes | None = None, *, truncated_to: int = 0) -> Topic:
         """From the manifest, a checkpoint and the slots above `truncated_to`."""
         loaded = None if written is None else checkpoint_format.decode_checkpoint(written)
-        tails = recovery.tails_of(loaded, map(slot_format.decode_slot, self.slots[truncated_to:]))
+        slots = map(slot_format.decode_slot, self.slots[truncated_to:])
+        tails = recovery.tails_of(loaded, ((header.slot, records) for header, records in slots))
         tip = manifest.decode_topic_manifest(manifest.encode_topic_manifest(self.tip))
         return restored(self.store, tip, tails.get("id", recovery.NOTHING))

@@ -207,6 +207,8 @@ class OrderOracle:
         self.unplanned.pop(at, None)
         item.planners.add(self.receivers[consumer].stream)
         item.where, item.consumer, item.taken_back = Where.IN_FLIGHT, consumer, False
+        if not deliver_at_ms:
+            self.sent.send(at)
         self._hold(item)
         return True
 
