@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from audit.findings import Finding, Kind, Severity
 from audit.log_task import NO_SHARD, LogSeen, Sections
-from jobs.log_tails import LogEnd
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LogRange, ShardManifest
+from storage_backends.log_reading import LogEnd
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

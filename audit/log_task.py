@@ -21,11 +21,11 @@ import numpy.typing as npt
 from audit import content as audit_content
 from audit.findings import Finding, Flaw, Kind, Severity, Tally
 from audit.reading import READ_AHEAD
-from jobs.log_tails import LogEnd
 from jobs.root import Root
 from storage_backends import object_store
 from storage_backends.formats import format_errors, log_slot_format, names, slot_format
 from storage_backends.formats.log_slot_format import LogSlot, LogSlotHeader, LogSlotKind
+from storage_backends.log_reading import LogEnd
 from storage_backends.slot_log import ReadSlot, SlotLog
 
 BATCH_SLOTS: Final = 64

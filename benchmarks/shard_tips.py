@@ -10,11 +10,10 @@ from collections.abc import Iterable
 
 from jobs import log_tails
 from jobs.root import Root
-from storage_backends import shard_manifests
+from storage_backends import log_fence, shard_manifests
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.log_reading import ShardSections, extents_once
 from storage_backends.object_store import ObjectStore
-from storage_backends.slot_log import SlotLog
 
 
 def newest(store: ObjectStore, shard: int) -> ShardManifest | None:
@@ -35,13 +34,7 @@ def living_logs(store: ObjectStore) -> frozenset[str]:
     """The logs whose highest slot is no end: a daemon may write to them."""
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         logs = Root.open(store).logs(executor)
-        return frozenset(log_id for log_id in logs.log_ids() if not _has_end(logs.log(log_id)))
-
-
-def _has_end(slots: SlotLog) -> bool:
-    highest = slots.highest()
-    found = None if highest is None else slots.head(highest)
-    return found is not None and found.kind.ends
+        return frozenset(log_id for log_id in logs.log_ids() if log_fence.ended_at(logs, log_id) is None)
 
 
 def slots_to_read(store: ObjectStore, shards: Iterable[int]) -> int:

@@ -12,25 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 from storage_backends import log_fence, object_store, sections
 from storage_backends.formats import names
-from storage_backends.formats.log_slot_format import Heads
 from storage_backends.formats.manifest import ShardManifest
-from storage_backends.log_reading import ShardSections, read_logs
+from storage_backends.log_reading import LogEnd, ShardSections, read_logs
 from storage_backends.sections import DecodedSection
 from storage_backends.slot_log import SlotLogs
 
 NO_NUMBER: Final = 0
 """Of the log of an open range, where no range is open."""
-
-
-class LogEnd(NamedTuple):
-    """The highest slot of a log: its number, and how far the log goes for each shard."""
-
-    number: int
-    heads: Heads
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

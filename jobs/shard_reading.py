@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Final, TypeVar
@@ -153,7 +154,7 @@ class ShardReading:
             return
         try:
             loaded = _checkpoint_of(self.root, tip)
-            tail = log_tails.read_tail(self._logs(), tip, loaded.slot)
+            tail = log_tails.read_tail(self._logs, tip, loaded.slot)
         except (Damaged, NotFound):
             newer = self._tip()
             if newer is None or newer.checkpoint != tip.checkpoint or _says_other_than(tip, newer):
@@ -168,7 +169,7 @@ class ShardReading:
             end, last_slot = self._tails()[-1].end, self.last_slot
             rest = dataclasses.replace(begun.tip.open_range, after=end, first_slot=last_slot + 1)
             try:
-                more = log_tails.read_tail(self._logs(), dataclasses.replace(begun.tip, ranges=(rest,)), last_slot)
+                more = log_tails.read_tail(self._logs, dataclasses.replace(begun.tip, ranges=(rest,)), last_slot)
             except Damaged:
                 if self._is_overtaken():
                     raise _OvertakenError from None
@@ -187,6 +188,7 @@ class ShardReading:
             return True
         return now.open_range is not None and now.open_range.after > self._tails()[-1].end
 
+    @functools.cached_property
     def _logs(self) -> SlotLogs:
         return self.root.logs(self.executor)
 

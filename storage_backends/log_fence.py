@@ -1,6 +1,6 @@
 """Fencing a log: whoever does it knows where the log ends, and its owner writes no more.
 
-Owns: the steps (L4), the value that only they make, and performing them on a log.
+Owns: the steps (L4), the value that only they make, performing them on a log, and whether a log has an end.
 Does not own: whether to fence, and what a fence allows (the claim).
 
     list: m is the highest slot, and read it            gone meanwhile: list again
@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 from storage_backends import object_store
 from storage_backends.formats import format_errors, log_slot_format, names
 from storage_backends.formats.log_slot_format import Heads, LogSlot, LogSlotHeader, LogSlotKind, Writer
-from storage_backends.slot_log import LogHeld, SlotLog
+from storage_backends.slot_log import LogHeld, SlotLog, SlotLogs
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +153,19 @@ def _perform(slots: SlotLog, step: Step) -> int | LogSlot | bool | None:
     if isinstance(step, ReadOne):
         return read_one(slots, step.number)
     return _create(slots, step)
+
+
+def ended_at(logs: SlotLogs, log_id: str) -> int | None:
+    """The number of the FENCE or CLOSE that is the highest slot of the log; None while it has no end. Raises Damaged,
+    and the store's errors.
+    """
+    slots = logs.log(log_id)
+    try:
+        highest = slots.highest()
+        found = None if highest is None else slots.head(highest)
+        return highest if found is not None and found.kind.ends else None
+    finally:
+        slots.close()
 
 
 def read_one(slots: SlotLog, number: int) -> LogSlot | None:

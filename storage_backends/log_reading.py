@@ -25,13 +25,20 @@ BATCH_SLOTS = 256
 
 
 class Section(NamedTuple):
-    """A section as it was found. `slot`: its shard slot. `body`: a journal slot of the shard."""
+    """A section as it was found. `slot`: its shard slot. `body`: its bytes (`slot_format`)."""
 
     epoch: int
     slot: int
     body: bytes
     log_id: str
     number: int
+
+
+class LogEnd(NamedTuple):
+    """The highest slot of a log: its number, and how far the log goes for each shard."""
+
+    number: int
+    heads: Heads
 
 
 class Extent(NamedTuple):

@@ -1,18 +1,20 @@
 """Sections of shards as they were read: decoded, and what is wrong with one told as damage.
 
-Owns: decoding a section, and that it is what its log slot says.
+Owns: decoding a section, that it is what its log slot says, and reading those of one shard.
 Does not own: which sections count (`log_reading`), what the records do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from storage_backends import object_store
 from storage_backends.formats import format_errors, names, slot_format
+from storage_backends.formats.manifest import ShardManifest
 from storage_backends.formats.shard_slot import ShardSlot
-from storage_backends.log_reading import Section
+from storage_backends.log_reading import LogEnd, Section, ShardSections, read_logs
+from storage_backends.slot_log import SlotLogs
 
 
 class SectionDamaged(object_store.Damaged):
@@ -35,6 +37,18 @@ class DecodedSection(NamedTuple):
     records: tuple[slot_format.StoredRecord, ...]
     deletions: tuple[slot_format.DeletionRecord, ...]
     size_bytes: int
+
+
+def of_shard(
+    logs: SlotLogs, manifest: ShardManifest, from_slot: int, ends: Mapping[str, LogEnd]
+) -> list[DecodedSection]:
+    """Every section of one shard above a shard slot, as its manifest has them. `ends`: of the log of an open range.
+
+    Raises Damaged when they are not complete or one cannot be read, and the store's errors.
+    """
+    wanted = ShardSections(manifest, from_slot)
+    read_logs(logs, [wanted], {log_id: end.number for log_id, end in ends.items()})
+    return decoded(manifest.shard, wanted.complete({log_id: end.heads for log_id, end in ends.items()}))
 
 
 def decoded(shard: int, sections: Iterable[Section]) -> list[DecodedSection]:

@@ -32,7 +32,7 @@ from daemon.owner.takeover import KeptByLog, Takeover, Won, check_readable
 from daemon.shard.shard_claim import ShardClaim
 from daemon.surroundings.environment import Environment
 from daemon.topic import topic_commits
-from storage_backends import commit, object_store
+from storage_backends import commit, log_fence, object_store
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.slot_log import LogHeld, SlotLogs
 
@@ -44,12 +44,11 @@ LOOK_S = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimed:
-    """All shards of the root, and the log for their sections. `damaged`: why these cannot be served. `unread`: how the
+    """All shards of the root, and what has taken them over. `damaged`: why these cannot be served. `unread`: how the
     store has failed for these, which may be claimed again at once.
     """
 
     takeover: Takeover
-    living: LivingLog
     claims: tuple[ShardClaim, ...]
     damaged: Mapping[int, Corruption]
     unread: Mapping[int, Exception]
@@ -88,7 +87,7 @@ class Candidate:
             self.shard_logs,
             daemon_id=environment.config.daemon_id,
             lock=lambda daemon_id: standby.lock_of(environment.locks, daemon_id),
-            log_has_ended=self._log_has_ended,
+            log_has_ended=lambda log_id: log_fence.ended_at(logs, log_id) is not None,
             run=environment.pools.journal.run,
             clock=environment.clock.elapsed_s,
             sleep=environment.sleep,
@@ -98,15 +97,6 @@ class Candidate:
                 misses_max=environment.config.ownership.misses_max,
             ),
         )
-
-    def _log_has_ended(self, log_id: str) -> bool:
-        slots = self._logs.log(log_id)
-        try:
-            highest = slots.highest()
-            found = None if highest is None else slots.head(highest)
-            return found is not None and found.kind.ends
-        finally:
-            slots.close()
 
     @property
     def log_state(self) -> heartbeat.LogState:
@@ -232,7 +222,7 @@ class Candidate:
             raise damaged[min(damaged)]
         if not claims:
             raise unread[min(unread)]
-        return Claimed(takeover, living, claims, damaged, unread)
+        return Claimed(takeover, claims, damaged, unread)
 
     async def _read(
         self,

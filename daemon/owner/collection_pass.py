@@ -120,7 +120,7 @@ class Pass:
     # ---- the steps
 
     async def _checkpoints(self) -> None:
-        """Of an idle shard: so that it holds up no slot of the log."""
+        """Writes those of an idle shard, so that it holds up no slot of the log."""
         self._check()
         if self._wish.dry_run:
             return

@@ -36,7 +36,7 @@ from daemon.owner.living_log import LivingLog
 from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
 from daemon.owner.standby import Claimable
-from daemon.owner.takeover import KeptByLog
+from daemon.owner.takeover import KeptByLog, Takeover
 from daemon.shard.shard import ServedShard
 from daemon.shard.shard_claim import ShardClaim
 from daemon.surroundings import backoff
@@ -95,8 +95,8 @@ class Engine:
         # One look at shards that are to be taken again, and their claims, at a time.
         self._taking = asyncio.Lock()
         self._candidate = Candidate(environment, waiting=self._wait_for, log_lost=self._log_lost)
-        # The shards as they were claimed, and the log that they are in; None when none is owned.
-        self._owned: Claimed | None = None
+        # What has taken the shards over, into the log that they are in; None when none is owned.
+        self._owned: Takeover | None = None
         self._health = Health(serving=False, reason=STARTING)
         self._health_callbacks: list[Callable[[Health], None]] = []
         self._lost = asyncio.Event()
@@ -325,9 +325,9 @@ class Engine:
         """Damaged shards that can be given back only when the log that they were claimed in has an end."""
         return [number for number, error in self._damaged.items() if isinstance(error, KeptByLog)]
 
-    async def _take_one(self, owned: Claimed, number: int, claimable: Claimable) -> None:
+    async def _take_one(self, owned: Takeover, number: int, claimable: Claimable) -> None:
         try:
-            self._serve_shard(await self._candidate.claim(owned.takeover, number, claimable.gone_owners), owned.living)
+            self._serve_shard(await self._candidate.claim(owned, number, claimable.gone_owners), owned.living)
         except Corruption as error:
             self._away.pop(number, None)
             self._damaged[number] = error
@@ -353,9 +353,9 @@ class Engine:
             number: _Away(f"it cannot be read: {error}", "", now_s) for number, error in claimed.unread.items()
         }
         self._environment.tail_bound.new_log()
-        shards = [self._serve_shard(claim, claimed.living) for claim in claimed.claims]
-        # Kept without what was read: that is let go when the topics are loaded.
-        self._owned = dataclasses.replace(claimed, claims=())
+        shards = [self._serve_shard(claim, claimed.takeover.living) for claim in claimed.claims]
+        # What was read is kept nowhere: it is let go when the topics are loaded.
+        self._owned = claimed.takeover
         log.info("serving shards=%d damaged=%d unread=%d", len(shards), len(self._damaged), len(self._away))
         self._store_away = False
         self._set_serving()

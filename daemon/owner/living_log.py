@@ -40,7 +40,7 @@ ABANDON_S = 1.0
 
 
 class LivingLog(SlotWriter, Probe):
-    """One log. `opened` makes it; `serve` begins to write what shards stage. Used on one event loop.
+    """One log. `opened` makes it, and begins to write what shards stage. Used on one event loop.
 
     `lost` is called once with what ended it: then nothing that this daemon serves is its own any more.
     """

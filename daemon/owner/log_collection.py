@@ -22,7 +22,7 @@ from daemon.owner.fences import Fences
 from daemon.owner.heartbeat import Heartbeat
 from daemon.owner.living_log import LivingLog
 from daemon.surroundings.environment import Environment
-from storage_backends import commit, object_store
+from storage_backends import commit, log_fence, object_store
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.slot_log import LogHeld, SlotLogs
@@ -93,7 +93,7 @@ class LogCollection:
 
     def _delete_dead(self, own: str | None) -> list[str]:
         """Deletes; gives the logs without an end that are to be fenced."""
-        ends = {log_id: self._end_of(log_id) for log_id in sorted(self._logs.log_ids() - {own})}
+        ends = {log_id: log_fence.ended_at(self._logs, log_id) for log_id in sorted(self._logs.log_ids() - {own})}
         if not ends:
             return []
         named: set[str] = set()
@@ -129,13 +129,3 @@ class LogCollection:
         daemon_ids = [entry.key.removeprefix(names.DAEMONS_PREFIX) for entry in store.list(names.DAEMONS_PREFIX)]
         beats = (heartbeat.read_heartbeat(store, daemon_id) for daemon_id in daemon_ids)
         return {beat.log_id: beat for beat in beats if beat is not None and not beat.log_ended}
-
-    def _end_of(self, log_id: str) -> int | None:
-        """The number of the FENCE or CLOSE at its end; None while it has none."""
-        slots = self._logs.log(log_id)
-        try:
-            highest = slots.highest()
-            found = None if highest is None else slots.head(highest)
-            return highest if found is not None and found.kind.ends else None
-        finally:
-            slots.close()

@@ -61,8 +61,8 @@ class Standby:
     """The observations of one daemon. `shard_logs`: one for each shard of the root.
 
     `lock`: what the lock of a daemon id says, see `lock_of`; `log_has_ended`: whether the highest slot of a log is a
-    FENCE or CLOSE; both are called in the executor. `look_interval_s`: between two
-    looks; worth being short where there are locks, as they show at once that a process has ended.
+    FENCE or CLOSE; both are called in the executor. `look_interval_s`: between two looks; worth being short where
+    there are locks, as they show at once that a process has ended.
     """
 
     def __init__(
@@ -182,7 +182,6 @@ class Standby:
                 self._tips[number] = shard_log.read_tip(self._tips[number])
             except object_store.Damaged as error:
                 self._damaged[number] = error
-                continue
         if len(self._damaged) == len(self._shard_logs):
             raise self._damaged[0]
         recorded = (

@@ -22,6 +22,7 @@ from daemon.shard import checkpoint_store, recovery, shard_tip
 from daemon.shard.range_operations import Claim, GiveBack, OwnLogEnd, has_earlier_sections_in
 from daemon.shard.shard_claim import ShardClaim
 from daemon.surroundings.environment import Environment
+from daemon.topic import topic_commits
 from storage_backends import commit, object_store, sections
 from storage_backends.checkpoints import LoadedCheckpoint
 from storage_backends.crash_points import crash_point
@@ -29,7 +30,7 @@ from storage_backends.formats.log_slot_format import Head, Heads
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.log_fence import Fence
-from storage_backends.log_reading import ShardSections, read_logs
+from storage_backends.log_reading import LogEnd, ShardSections, read_logs
 from storage_backends.slot_log import SlotLogs
 
 log = logging.getLogger(__name__)
@@ -64,8 +65,8 @@ class Takeover:
     """
 
     def __init__(self, manifests: Manifests, living: LivingLog, environment: Environment) -> None:
+        self.living = living
         self._manifests = manifests
-        self._living = living
         self._environment = environment
         # Claims that may have landed, or may yet.
         self._under_way: dict[int, Claim] = {}
@@ -103,7 +104,7 @@ class Takeover:
         """Raises NotOwner when another claimant has come since the look: who has lost a race never fences its winner,
         and looks again.
         """
-        if tip is not None and _open_log(tip) not in (None, self._living.log_id, _open_log(looked_at)):
+        if tip is not None and _open_log(tip) not in (None, self.living.log_id, _open_log(looked_at)):
             raise shard_tip.superseded_by(tip, epoch=_epoch(looked_at) + 1)
 
     async def _begun(self, shard: int, tip: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> Claim:
@@ -111,9 +112,9 @@ class Takeover:
         manifest = None if tip is None else tip.manifest
         owned = None if manifest is None else manifest.open_range
         former: Fence | OwnLogEnd | None = None
-        if owned is not None and owned.log_id == self._living.log_id:
-            await self._living.stop(shard)
-            former = await self._living.end_for_claim()
+        if owned is not None and owned.log_id == self.living.log_id:
+            await self.living.stop(shard)
+            former = await self.living.end_for_claim()
         elif owned is not None:
             former = await fences.of(owned.log_id)
         config = self._environment.config
@@ -122,24 +123,23 @@ class Takeover:
             epoch=_epoch(tip) + 1,
             owner=config.daemon_id,
             address=config.daemon.address or "",
-            log_id=self._living.log_id,
-            after=self._living.last_certain,
+            log_id=self.living.log_id,
+            after=self.living.last_certain,
             former=former,
             former_is_dead=manifest is not None and manifest.owner in gone_owners,
         )
         self._under_way[shard] = claim
-        self._living.truncation.claims(shard, after=claim.after)
+        self.living.truncation.claims(shard, after=claim.after)
         return claim
 
     async def _commit(self, claim: Claim, tip: Tip | None) -> Won:
-        shard, config = claim.shard, self._environment.config
+        shard = claim.shard
 
         def committed() -> Tip:
-            landed = commit.commit(
+            landed = topic_commits.commit_once(
+                self._environment,
                 self._manifests[shard],
                 claim,
-                writer=config.daemon_id,
-                created_ms=self._environment.clock.now_ms(),
                 warm=tip,
                 just_read=tip is not None,
                 deadline_s=DEADLINE_S,
@@ -160,30 +160,25 @@ class Takeover:
             self._settled(shard)
             raise shard_tip.superseded_by(landed, epoch=claim.epoch)
         del self._under_way[shard]
-        self._living.truncation.claimed(landed.manifest)
-        self._living.begin(shard, Head(claim.epoch, _last_slot(landed.manifest)))
+        self.living.truncation.claimed(landed.manifest)
+        self.living.begin(shard, Head(claim.epoch, _last_slot(landed.manifest)))
         return Won(shard, landed)
 
     def _settled(self, shard: int) -> None:
         """The claim under way has certainly not landed, or has been overtaken."""
         del self._under_way[shard]
-        self._living.truncation.claim_failed(shard)
+        self.living.truncation.claim_failed(shard)
 
     async def give_back(self, won: Won) -> None:
         """The shard is nobody's, as it was: this daemon cannot serve it. What keeps it from that is logged."""
-        shard, living = won.shard, self._living
+        shard, living = won.shard, self.living
         head = await living.stop(shard)
         own_head = living.head(shard)
         operation = GiveBack(epoch=won.tip.manifest.epoch, log_id=living.log_id, own_head=own_head)
         try:
             await self._run(
-                lambda: commit.commit(
-                    self._manifests[shard],
-                    operation,
-                    writer=self._environment.config.daemon_id,
-                    created_ms=self._environment.clock.now_ms(),
-                    warm=won.tip,
-                    deadline_s=GIVE_BACK_S,
+                lambda: topic_commits.commit_once(
+                    self._environment, self._manifests[shard], operation, warm=won.tip, deadline_s=GIVE_BACK_S
                 )
             )
         except (*commit.UNCERTAIN, commit.Refused) as error:
@@ -194,7 +189,7 @@ class Takeover:
 
     def is_kept(self, won: Won) -> bool:
         """Whether the shard cannot be given back while the own log lives: sections of an earlier epoch lie in it."""
-        return has_earlier_sections_in(self._living.log_id, won.tip.manifest)
+        return has_earlier_sections_in(self.living.log_id, won.tip.manifest)
 
     # ---- reading
 
@@ -202,25 +197,25 @@ class Takeover:
         """What each of the shards begins with; each log is read once for all of them. An error costs its shard alone:
         Corruption when it cannot be served, NotOwner when it was claimed by another meanwhile, else the store's.
         """
-        living = self._living
-        ends = {living.log_id: (living.last_certain, {each.shard: _own_head(each, living) for each in won})}
+        living = self.living
+        ends = {living.log_id: LogEnd(living.last_certain, {each.shard: _own_head(each, living) for each in won})}
         return await self._run(lambda: self._read([*won], ends))
 
-    def _read(self, won: Sequence[Won], ends: Mapping[str, tuple[int, Heads]]) -> dict[int, ShardClaim | Exception]:
+    def _read(self, won: Sequence[Won], ends: Mapping[str, LogEnd]) -> dict[int, ShardClaim | Exception]:
         found: dict[int, ShardClaim | Exception] = {}
         loaded: dict[int, LoadedCheckpoint] = {}
         wanted: dict[int, ShardSections] = {}
         for each in won:
             try:
-                loaded[each.shard] = _newest_checkpoint(each.tip.manifest, self._environment)
+                loaded[each.shard] = checkpoint_store.newest_of(self._environment, each.tip.manifest)
                 wanted[each.shard] = ShardSections(each.tip.manifest, loaded[each.shard].slot)
             except (Corruption, object_store.StoreError) as error:
                 found[each.shard] = error
         try:
-            read_logs(self._living.logs, wanted.values(), {log_id: end for log_id, (end, _) in ends.items()})
+            read_logs(self.living.logs, wanted.values(), {log_id: end.number for log_id, end in ends.items()})
         except object_store.StoreError as error:
             return found | dict.fromkeys(wanted, error)
-        heads = {log_id: of_log for log_id, (_, of_log) in ends.items()}
+        heads = {log_id: end.heads for log_id, end in ends.items()}
         for each in won:
             if each.shard in wanted:
                 found[each.shard] = self._restored(each, loaded[each.shard], wanted.pop(each.shard), heads)
@@ -265,19 +260,11 @@ async def check_readable(
             tip = manifests.read_tip()
             if tip is None or tip.manifest.open_range is not None:
                 return
-            wanted = ShardSections(tip.manifest, _newest_checkpoint(tip.manifest, environment).slot)
-            read_logs(logs, [wanted], {})
-            sections.decoded(shard, wanted.complete({}))
+            sections.of_shard(logs, tip.manifest, checkpoint_store.newest_of(environment, tip.manifest).slot, {})
         except object_store.Damaged as error:
             raise Corruption(f"{error}") from error
 
     await environment.run(check)
-
-
-def _newest_checkpoint(manifest: ShardManifest, environment: Environment) -> LoadedCheckpoint:
-    return checkpoint_store.read_newest(
-        environment.store, manifest, damaged=lambda key: environment.metrics.damage_found("checkpoint")
-    )
 
 
 def _shard_claim(won: Won, loaded: LoadedCheckpoint, read: Sequence[sections.DecodedSection]) -> ShardClaim:

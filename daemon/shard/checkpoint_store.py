@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable
 
 from daemon.errors import Corruption
+from daemon.surroundings.environment import Environment
 from storage_backends import checkpoints, object_store
 from storage_backends.checkpoints import LoadedCheckpoint as LoadedCheckpoint
 from storage_backends.crash_points import crash_point
@@ -52,3 +53,8 @@ def read_newest(
         raise CheckpointDamaged(error.key, "the object is missing") from error
     except object_store.Damaged as error:
         raise CheckpointDamaged(error.key, error.reason) from error
+
+
+def newest_of(environment: Environment, tip: manifest.ShardManifest) -> LoadedCheckpoint:
+    """Reads the newest checkpoint that can be read, by `read_newest`; metrics of this daemon tell of damage."""
+    return read_newest(environment.store, tip, damaged=lambda key: environment.metrics.damage_found("checkpoint"))

@@ -27,13 +27,13 @@ from daemon.shard.shard_claim import ShardClaim
 from daemon.shard.shard_tip import KnownTip
 from daemon.surroundings.environment import Environment
 from daemon.surroundings.failure_scope import TopicFailed
-from daemon.topic import checkpoint_parts
+from daemon.topic import checkpoint_parts, topic_commits
 from daemon.topic_terms.topic_staging import Commits
 from storage_backends import commit, object_store, sections
 from storage_backends.formats import checkpoint_format, manifest
 from storage_backends.formats.log_slot_format import Head
 from storage_backends.formats.shard_slot import ShardSlot
-from storage_backends.log_reading import ShardSections, read_logs
+from storage_backends.log_reading import LogEnd
 
 log = logging.getLogger(__name__)
 
@@ -183,14 +183,10 @@ class Checkpointing:
             newest, until, end = self._tip.newest.manifest, shard.applied_slot, self._log.sender.applied
 
             def read() -> recovery.TopicTail:
-                loaded = checkpoint_store.read_newest(
-                    environment.store, newest, damaged=lambda key: environment.metrics.damage_found("checkpoint")
-                )
-                wanted = ShardSections(newest, loaded.slot)
+                loaded = checkpoint_store.newest_of(environment, newest)
+                ends = {self._log.log_id: LogEnd(end, {shard.number: Head(shard.epoch, until)})}
                 try:
-                    read_logs(self._log.logs, [wanted], {self._log.log_id: end})
-                    heads = {self._log.log_id: {shard.number: Head(shard.epoch, until)}}
-                    found = sections.decoded(shard.number, wanted.complete(heads))
+                    found = sections.of_shard(self._log.logs, newest, loaded.slot, ends)
                 except object_store.Damaged as error:
                     raise Corruption(f"{error}") from error
                 above = ((section.slot, section.records) for section in found)
@@ -330,14 +326,7 @@ class Checkpointing:
     async def _commit(self, operation: commit.Operation[manifest.ShardManifest]) -> None:
         environment, tip = self._environment, self._tip.newest
         committed = await environment.run(
-            lambda: commit.commit(
-                self._shard_log,
-                operation,
-                writer=environment.config.daemon_id,
-                created_ms=environment.clock.now_ms(),
-                warm=tip,
-                deadline_s=DEADLINE_S,
-            )
+            lambda: topic_commits.commit_once(environment, self._shard_log, operation, warm=tip, deadline_s=DEADLINE_S)
         )
         # It may be committed, and have a successor's claim behind it.
         shard_tip.check_owner(committed, epoch=self._shard.epoch)

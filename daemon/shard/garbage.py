@@ -6,8 +6,8 @@
     manifests    those with enough later ones that are old enough: R3
 
 Owns: these orders, for one sequence, in one thread; giving up what cannot be deleted, and trying that again.
-Does not own: the decisions (`garbage_rules`), slots of the journal (`journal_truncation`), listing and when it is done
-(`daemon.owner.collection_pass`).
+Does not own: the decisions (`garbage_rules`), slots of logs (`daemon.owner.log_collection`), listing and when it is
+done (`daemon.owner.collection_pass`).
 
 Any process may do it, also several at once: its commits carry no epoch, and each holds for every owner.
 """

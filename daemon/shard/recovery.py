@@ -1,4 +1,4 @@
-"""Recovery of one topic: from its manifest, its part of the shard checkpoint and the journal's tail.
+"""Recovery of one topic: from its manifest, its part of the shard checkpoint and the sections above it.
 
 Owns: the topic in memory that results, and what a checkpoint carries over of a topic that is not in memory.
 Does not own: which of them counts for what (`storage_backends.topic_tails`), taking the shard over (`takeover`),

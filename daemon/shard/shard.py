@@ -285,11 +285,10 @@ class ServedShard:
         self._alone.set_result(None)
         settled = await backoff.until_answered(
             lambda: self._environment.pools.journal.run(
-                lambda: commit.commit(
+                lambda: topic_commits.commit_once(
+                    self._environment,
                     self._shard_log,
                     Settle(epoch=self.epoch),
-                    writer=self._environment.config.daemon_id,
-                    created_ms=self._environment.clock.now_ms(),
                     warm=self.tip.newest,
                     deadline_s=SETTLE_S,
                 )

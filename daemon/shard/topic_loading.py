@@ -527,12 +527,4 @@ class TopicLoading:
         *,
         just_read: bool = False,
     ) -> commit.Tip[TopicManifest]:
-        return commit.commit(
-            topic_log,
-            operation,
-            writer=self._environment.config.daemon_id,
-            created_ms=self._environment.clock.now_ms(),
-            warm=tip,
-            just_read=just_read,
-            deadline_s=topic_commits.DEADLINE_S,
-        )
+        return topic_commits.commit_once(self._environment, topic_log, operation, warm=tip, just_read=just_read)

@@ -4,9 +4,9 @@
   was not foreseen, a request found an invariant of it broken, or its manifest is damaged. `ServedShard.topic_failed`
   and `TopicLoading` catch it: its streams end with UNAVAILABLE, what is in memory of it is let go, and it is loaded
   again from the store, later each time when it fails again.
-- `ShardLost`: the journal, the confirmation of the epoch, a checkpoint or the state of deletions failed, or another
-  daemon has the shard. `Engine` catches it: the streams of its topics end, the other shards are served on, and this one
-  is taken again as soon as it may be.
+- `ShardLost`: the log, a section of the shard, a checkpoint or the state of deletions failed, or another daemon has the
+  shard. `Engine` catches it: the streams of its topics end, the other shards are served on, and this one is taken again
+  as soon as it may be.
 - `ProcessFailed`: a loop of the engine ended that belongs to no topic and no shard. `daemon.process` ends.
 
 Owns: the three scopes, and what callers are told of each.

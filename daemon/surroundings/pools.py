@@ -45,8 +45,8 @@ class Pool:
 @dataclasses.dataclass(frozen=True)
 class Pools:
     """`calls`: what calls and streams wait for, births of topics, checkpoints, taking shards over. `journal`: slots,
-    looks at the epoch, heartbeats, giving a shard up. `loads`: reading topics of a shard that was taken over. `seals`:
-    writing and committing buckets. `merges`: one thread, of low priority. `collection`: deleting objects and slots.
+    looks at the end of the log, heartbeats. `loads`: reading topics of a shard that was taken over. `seals`: writing
+    and committing buckets. `merges`: one thread, of low priority. `collection`: deleting objects and slots.
     `deletions`: attempts to delete ledgers, each for as long as its store lets it wait.
     """
 

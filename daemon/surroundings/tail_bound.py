@@ -127,7 +127,7 @@ class TailBound:
             self._last_begun_work = work
 
     def _begin_one(self, tails: list[Tail]) -> bool:
-        """Of the first that can begin now."""
+        """Begins a checkpoint of the first that can begin now; whether one could."""
         now_s = self.elapsed_s()
         for tail in tails:
             if tail.not_before_s <= now_s and tail.begin():

@@ -1,9 +1,9 @@
 """The manifests of shards and topics as the engine uses them.
 
-Owns: making their logs, the newest manifest of a topic that this owner knows, the order of its own commits, trying
-until the outcome is certain, and giving a shard up.
+Owns: making their logs, the newest manifest of a topic that this owner knows, the order of its own commits, a commit
+in the name of this daemon, and trying until the outcome is certain.
 Does not own: the primitive (`storage_backends.commit`) and the operations (`storage_backends.topic_manifest`,
-`daemon.shard.shard_manifest`).
+`daemon.shard.range_operations`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 from daemon.errors import Corruption
 from daemon.surroundings import backoff
@@ -27,6 +28,8 @@ DEADLINE_S = 30.0
 DAMAGE_CHARACTERS_MAX = 500
 
 Operation = commit.Operation[TopicManifest]
+
+M = TypeVar("M", bound=commit.Headed)
 
 
 def shard_log(environment: Environment, shard: int) -> commit.ManifestLog[ShardManifest]:
@@ -53,6 +56,27 @@ def topic_log(environment: Environment, shard: int, topic_id: str) -> commit.Man
         jitter=environment.jitter,
         new_id=environment.new_id,
         observer=environment.commit_observer,
+    )
+
+
+def commit_once(
+    environment: Environment,
+    manifests: commit.ManifestLog[M],
+    operation: commit.Operation[M],
+    *,
+    warm: commit.Tip[M] | None,
+    just_read: bool = False,
+    deadline_s: float = DEADLINE_S,
+) -> commit.Tip[M]:
+    """One attempt to commit in the name of this daemon, for a thread. As `commit.commit`."""
+    return commit.commit(
+        manifests,
+        operation,
+        writer=environment.config.daemon_id,
+        created_ms=environment.clock.now_ms(),
+        warm=warm,
+        just_read=just_read,
+        deadline_s=deadline_s,
     )
 
 
@@ -202,14 +226,7 @@ async def commit_until_certain(
 
     def once() -> commit.Tip[TopicManifest]:
         try:
-            return commit.commit(
-                manifests,
-                operation,
-                writer=environment.config.daemon_id,
-                created_ms=environment.clock.now_ms(),
-                warm=warm,
-                deadline_s=DEADLINE_S,
-            )
+            return commit_once(environment, manifests, operation, warm=warm)
         except Damaged as error:
             raise Corruption(f"manifest {error}") from error
 

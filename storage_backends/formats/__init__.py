@@ -1,4 +1,4 @@
-"""Bytes and columns: journal slots, buckets, manifests and checkpoints.
+"""Bytes and columns: log slots and their sections, buckets, manifests and checkpoints.
 
 Owns: encoding and decoding, with their checks (magic, version, length, CRC). Pure functions: the same columns give
 the same bytes.

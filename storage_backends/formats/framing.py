@@ -2,7 +2,7 @@
 that were given up.
 
 Owns: magic, version, length and CRC32C of such an object, and CRC32C itself.
-Does not own: the frames of journal slots and buckets, which carry more (`slot_format`, `bucket_format`).
+Does not own: the frames of sections and buckets, which carry more (`slot_format`, `bucket_format`).
 
     magic 4 | u32 version | u64 payload length | payload | u32 CRC32C of all before it          little-endian
 """

@@ -1,4 +1,4 @@
-"""The decisions that a journal slot holds, as columns.
+"""The decisions that a section holds, as columns.
 
 Owns: the kinds of records and what each says.
 Does not own: their stored form (`record_messages`), slots (`slot_format`) and what a record does when it is applied.

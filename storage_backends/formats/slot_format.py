@@ -1,4 +1,4 @@
-"""A journal slot: the decisions of one group commit, in columns.
+"""A section of a log slot: the decisions of one group commit in one shard, in columns.
 
 Owns: the bytes of a slot, and which records may be merged into one.
 Does not own: the records, which are named here too (`record_columns`; on deletions, `deletion_format`), their messages

@@ -12,7 +12,6 @@ import pytest
 
 from daemon.core.ignored import Ignored
 from daemon.core.subscription_state import SubscriptionState
-from daemon.owner.log_collection import LogCollection
 from daemon.owner.log_truncation import LogTruncation
 from daemon.owner.log_writer import CertainSlot, LogWriter
 from daemon.owner.own_log import FrozenSlot
@@ -26,6 +25,7 @@ from storage_backends import log_fence, object_store, topic_manifest
 from storage_backends.formats import log_slot_format, slot_format
 from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.object_log import ObjectLog
+from storage_backends.slot_log import SlotLogs
 from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests.planted.bug import Bug
@@ -117,16 +117,16 @@ def topics_are_read_and_not_claimed(patch: pytest.MonkeyPatch) -> None:
 
 
 def ends_of_logs_are_deleted(patch: pytest.MonkeyPatch) -> None:
-    end_of = LogCollection._end_of
+    ended_at = log_fence.ended_at
 
-    def behind(self: LogCollection, log_id: str) -> int | None:
-        end = end_of(self, log_id)
+    def behind(logs: SlotLogs, log_id: str) -> int | None:
+        end = ended_at(logs, log_id)
         return None if end is None else end + 1
 
     def delete_through(self: ObjectLog, number: int) -> None:
         self._delete(each for each in sorted(self._listed()) if each <= number)
 
-    patch.setattr(LogCollection, "_end_of", behind)
+    patch.setattr(log_fence, "ended_at", behind)
     patch.setattr(ObjectLog, "delete_through", delete_through)
 
 

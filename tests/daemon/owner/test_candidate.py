@@ -66,8 +66,8 @@ async def test_a_new_root_has_every_shard_in_one_log(machines: EngineFixture) ->
     claimed = await south.become_owner()
     assert [claim.shard for claim in claimed.claims] == list(ALL)
     assert (claimed.damaged, claimed.unread) == ({}, {})
-    assert logs_of(machines) == {claimed.living.log_id: [OPEN]}
-    assert south.candidate.log_state == (claimed.living.log_id, 1, False)
+    assert logs_of(machines) == {claimed.takeover.living.log_id: [OPEN]}
+    assert south.candidate.log_state == (claimed.takeover.living.log_id, 1, False)
     assert not south.candidate.is_taking_over
 
 
@@ -81,7 +81,7 @@ async def test_a_takeover_is_one_fence_and_a_claim_of_each_shard(machines: Engin
     puts = [call.key for call in south.daemon.store.calls if call.operation == "put_if_absent"]
     assert len(puts) == 2 + SHARDS, "a fence, OPEN, and the claims"
     assert puts[0].startswith(f"logs/{north.log_id}/"), "before a log is opened that nobody needs"
-    assert puts[1] == log_owner.slot_key(claimed.living.log_id, 1)
+    assert puts[1] == log_owner.slot_key(claimed.takeover.living.log_id, 1)
     claims = [names.number_of(key) for key in puts[2:]]
     assert len(claims) == SHARDS
     assert puts[2].startswith(names.shard_manifest_prefix(0)), "of several candidates the one that gets it goes on"
@@ -121,7 +121,7 @@ async def test_a_candidate_waits_for_an_owner_whose_log_a_living_process_holds_a
         holder.close()
     claimed = await becoming
     assert len(claimed.claims) == SHARDS
-    await south.daemon.call(claimed.living.close())
+    await south.daemon.call(claimed.takeover.living.close())
 
 
 async def test_a_candidate_that_did_not_get_the_first_shard_closes_its_log_and_waits(machines: EngineFixture) -> None:
@@ -166,9 +166,9 @@ async def test_a_log_that_is_lost_while_shards_are_claimed_for_it_is_of_no_use(m
     assert [type(error).__name__ for error in south.lost] == ["LogLost"]
     held.release()
     claimed = await becoming
-    assert claimed.living.log_id != first
+    assert claimed.takeover.living.log_id != first
     assert [claim.epoch for claim in claimed.claims] == [2, 2, 2]
-    assert {machines.shard_tip(shard).ranges[-1].log_id for shard in ALL} == {claimed.living.log_id}
+    assert {machines.shard_tip(shard).ranges[-1].log_id for shard in ALL} == {claimed.takeover.living.log_id}
 
 
 # ---- what cannot be read
@@ -185,7 +185,7 @@ async def test_a_store_that_fails_for_one_shard_costs_that_shard(machines: Engin
     south.daemon.decide = lambda call: Fault.NONE
     claim = await south.daemon.call(south.candidate.claim(claimed.takeover, 1, frozenset({""})))
     assert (claim.shard, claim.epoch) == (1, 2)
-    assert machines.shard_tip(1).ranges[-1].log_id == claimed.living.log_id
+    assert machines.shard_tip(1).ranges[-1].log_id == claimed.takeover.living.log_id
 
 
 async def test_a_damaged_shard_belongs_to_nobody_and_the_others_are_owned(machines: EngineFixture) -> None:

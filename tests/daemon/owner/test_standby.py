@@ -65,7 +65,12 @@ class Fixture:
         self.ended_logs: set[str] = set()
         self.logs_looked_at: list[str] = []
         self.logs_down = False
-        self.standby = standby.Standby(
+        self.beating: dict[str, asyncio.Task[None]] = {}
+        self.standby = self.new_standby()
+
+    def new_standby(self) -> standby.Standby:
+        """What south observes from now on, of the shards as they are now."""
+        return standby.Standby(
             self.store,
             self.shards,
             daemon_id="south",
@@ -76,7 +81,6 @@ class Fixture:
             sleep=self.clock.sleep,
             look_interval_s=1.0,
         )
-        self.beating: dict[str, asyncio.Task[None]] = {}
 
     def stand_by(self) -> asyncio.Task[standby.Claimable]:
         return asyncio.create_task(self.standby.until_claimable(self.reasons.append))
@@ -313,16 +317,7 @@ async def test_what_is_recorded_as_its_own_is_claimable_whatever_its_log(south: 
 
 async def test_each_shard_is_claimable_by_itself(south: Fixture) -> None:
     south.shards[:] = [Shard(None), Shard("north"), Shard("west"), Shard("south")]
-    south.standby = standby.Standby(
-        south.store,
-        south.shards,
-        daemon_id="south",
-        lock=lambda daemon_id: south.locks.get(daemon_id, OwnerLock.UNKNOWN),
-        log_has_ended=south.log_has_ended,
-        run=run,
-        clock=south.clock.now,
-        sleep=south.clock.sleep,
-    )
+    south.standby = south.new_standby()
     south.beat("north")
     south.locks["west"] = OwnerLock.FREE
     await south.clock.advance(1.0)
