@@ -22,9 +22,9 @@ READ_AHEAD_SEGMENTS = 4
 
 @dataclasses.dataclass(slots=True)
 class _LogPlace:
-    """How many batches of a mutable bucket's log were picked up, and what of them is not read yet."""
+    """How many rows of a mutable bucket's log were picked up, and what of them is not read yet."""
 
-    batches: int
+    picked_up: int
     runs: TieredRuns = dataclasses.field(default_factory=TieredRuns)
 
 
@@ -55,7 +55,7 @@ class BacklogReader:
         """A mutable bucket became a sealed one. What was read of it is not read again, unless it was only read in part:
         then from the beginning, and the caller leaves out what is in hand."""
         place = self._places.pop(id(memory), _LogPlace(0))
-        all_read = place.batches == len(memory.passed_log) and not any(map(len, place.runs.runs))
+        all_read = place.picked_up == len(memory.passed_log) and not any(map(len, place.runs.runs))
         self._start(bucket, at_head=all_read)
 
     def merged(self, sources: Sequence[SealedBucket], bucket: SealedBucket) -> None:
@@ -160,8 +160,8 @@ class BacklogReader:
 
     def _log_runs(self, memory: MutableBucket) -> list[SortedRun]:
         place = self._places.setdefault(id(memory), _LogPlace(0))
-        fresh = memory.passed_log[place.batches :]
-        if fresh:
-            place.batches = len(memory.passed_log)
-            place.runs.add(KeyedRows.concat(fresh))
+        passed = len(memory.passed_log)
+        if place.picked_up < passed:
+            place.runs.add(memory.passed_log.take(slice(place.picked_up, passed)))
+            place.picked_up = passed
         return [run for run in place.runs.runs if len(run)]

@@ -14,7 +14,7 @@ row counts.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.fifo_runs import RUNS_MAX, FifoRuns, Ranges
 from daemon.core.ordered_keys import KeyOrder
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, keys_of, pages_of
+from daemon.core.row_log import RowLog
 from daemon.core.runs import SortedRun, TieredRuns, earliest
 from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED
@@ -34,9 +35,6 @@ HORIZON_STEP_MS = 2_000
 HORIZON_MARGIN_MS = 500
 # What a row takes in the journal's and the bucket's columns before compression.
 ROW_BYTES = 24
-_FIRST_CAPACITY = 1024
-
-Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,10 +102,7 @@ class MutableBucket(Bucket):
         self._pages = pages
         self._counts = counts
         self.pages: set[int] = set()
-        self._keys = np.empty(_FIRST_CAPACITY, np.uint64)
-        self._deliver_at_ms = np.empty(_FIRST_CAPACITY, np.uint64)
-        self._key_hash: U32 | None = None
-        self._rows = 0
+        self._came = RowLog(pages)
         self._fifo = FifoRuns(runs_max=fifo_runs_max)
         self._loose = Ranges()
         self._runs = TieredRuns()
@@ -118,7 +113,7 @@ class MutableBucket(Bucket):
         # No row is due later.
         self.last_due_ms = 0
         # What was passed, in the order it was: a subscription that reads behind finds it here.
-        self.passed_log: list[KeyedRows] = []
+        self.passed_log = RowLog(pages)
         # No row that is due has a later time.
         self.passed_until_ms: int | None = None
         self._left = BitMap64()
@@ -133,7 +128,7 @@ class MutableBucket(Bucket):
 
         How many of them came in due order.
         """
-        first = self._rows
+        first = len(self._came)
         self._take_in(rows, added, elapsed_ms)
         left = self._fifo.add(rows.rows, first)
         if not left:
@@ -141,7 +136,7 @@ class MutableBucket(Bucket):
         for start, end in left:
             self._loose.add(start, end)
         loose = rows
-        if left != [(first, self._rows)]:
+        if left != [(first, len(self._came))]:
             loose = KeyedRows.concat([rows.take(slice(start - first, end - first)) for start, end in left])
         self._add_loose(loose)
         return len(rows) - len(loose)
@@ -174,7 +169,7 @@ class MutableBucket(Bucket):
             self.pages |= fresh_pages
         self.present |= added
         self.present_rows += len(rows)
-        self._append(rows)
+        self._came.append(rows)
         if self._left.intersect(added):
             again = self._left & added
             self._came_back |= again
@@ -184,52 +179,36 @@ class MutableBucket(Bucket):
         if self._counts is not None:
             self._counts.rows_came(self, len(rows))
 
-    def _append(self, rows: KeyedRows) -> None:
-        end = self._rows + len(rows)
-        if end > len(self._keys):
-            capacity = max(end, 2 * len(self._keys))
-            self._keys = _grown(self._keys, capacity)
-            self._deliver_at_ms = _grown(self._deliver_at_ms, capacity)
-            if self._key_hash is not None:
-                self._key_hash = _grown(self._key_hash, capacity)
-        if rows.rows.key_hash is not None and self._key_hash is None:
-            self._key_hash = np.zeros(len(self._keys), np.uint32)
-        self._keys[self._rows : end] = rows.keys
-        self._deliver_at_ms[self._rows : end] = rows.rows.deliver_at_ms
-        if self._key_hash is not None:
-            self._key_hash[self._rows : end] = 0 if rows.rows.key_hash is None else rows.rows.key_hash
-        self._rows = end
-
     @property
     def added_rows(self) -> int:
         """Rows that came, those that have left included: what the bucket takes in memory."""
-        return self._rows
+        return len(self._came)
 
     # ---- rows come due
 
     def next_due_ms(self) -> int | None:
         """No row is due before; a row that has left may still count."""
-        in_order_ms = self._fifo.next_due_ms(self._deliver_at_ms)
+        in_order_ms = self._fifo.next_due_ms(self._came.deliver_at_ms)
         return earliest(self._runs.next_due_ms(), self._far_min_ms, in_order_ms)
 
     def runs_at(self, now_ms: int) -> list[SortedRun]:
         """The sorted runs that hold every row due at `now_ms`, or that such rows follow."""
         if self._far_min_ms is not None and self._far_min_ms <= now_ms + HORIZON_MARGIN_MS:
             self._move_horizon(now_ms + HORIZON_STEP_MS)
-        return [*self._runs.runs, *self._fifo.runs_at(now_ms, self._deliver_at_ms, self._take)]
+        return [*self._runs.runs, *self._fifo.runs_at(now_ms, self._came.deliver_at_ms, self._came.take)]
 
     def _move_horizon(self, horizon_ms: int) -> None:
         if horizon_ms <= self._horizon_ms:
             return
         loose = self._loose.rows()
-        times = self._deliver_at_ms[loose]
+        times = self._came.deliver_at_ms[loose]
         far = times > np.uint64(self._horizon_ms)
         near = np.flatnonzero(far & (times <= np.uint64(horizon_ms)))
         far = times > np.uint64(horizon_ms)
         self._far_min_ms = int(times[far].min()) if far.any() else None
         self._horizon_ms = horizon_ms
         if len(near):
-            self._runs.add(self._take(near + loose.start if isinstance(loose, slice) else loose[near]))
+            self._runs.add(self._came.take(near + loose.start if isinstance(loose, slice) else loose[near]))
 
     def pass_rows(self, due: KeyedRows) -> KeyedRows:
         passed = super().pass_rows(self._current(due))
@@ -273,13 +252,7 @@ class MutableBucket(Bucket):
         wanted = bitmap_of(keys) & self.passed
         if not wanted:
             return KeyedRows.empty()
-        return self._take(self._key_order.last_of(self._keys[: self._rows], keys_of(wanted)))
-
-    def _take(self, index: slice | npt.NDArray[np.integer[Any]]) -> KeyedRows:
-        keys = self._keys[index]
-        ledger_id, entry_id = self._pages.positions(keys)
-        key_hash = None if self._key_hash is None else self._key_hash[index]
-        return KeyedRows(Rows(self._deliver_at_ms[index], ledger_id, entry_id, key_hash), keys)
+        return self._came.take(self._key_order.last_of(self._came.keys, keys_of(wanted)))
 
     # ---- sealing
 
@@ -290,9 +263,8 @@ class MutableBucket(Bucket):
 
     def columns_of(self, present: BitMap64, acknowledged: dict[int, BitMap64]) -> MutableRows:
         """The columns as they are now, with other sets than the bucket has."""
-        end = self._rows
-        key_hash = None if self._key_hash is None else self._key_hash[:end]
-        return MutableRows(self._pages, self._keys[:end], self._deliver_at_ms[:end], key_hash, present, acknowledged)
+        came = self._came
+        return MutableRows(self._pages, came.keys, came.deliver_at_ms, came.key_hash, present, acknowledged)
 
     def begin_seal(self, name: str) -> None:
         """From now on the bucket has the name of the object it is being written as, and what goes is kept as gone."""
@@ -342,9 +314,3 @@ class _LastRows:
             found[left[same]] = True
             left = left[~known]
         return found
-
-
-def _grown(column: npt.NDArray[Number], capacity: int) -> npt.NDArray[Number]:
-    grown = np.empty(capacity, column.dtype)
-    grown[: len(column)] = column
-    return grown
