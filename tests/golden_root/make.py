@@ -320,9 +320,9 @@ def compatible(story: Story) -> None:
 
 
 def merged(story: Story) -> None:
-    """Buckets of buckets, with what left before each merge, and after."""
+    """Buckets of buckets, with what left before each merge, and after; and properties that were replaced."""
     topic = "merged"
-    story.subscribe(topic, "s", "t")
+    story.subscribe(topic, "s", "t", properties={"team": "gates", "note": ""})
     for ledger_id in (1, 2, 3):
         story.add(topic, ledger_id, range(30), FAR_MS)
         story.add_soon(topic, ledger_id + 10, range(10))
