@@ -142,8 +142,8 @@ def kinds(report: Report) -> list[tuple[Kind, str]]:
 
 def sound_root() -> MemoryStore:
     """A root that two daemons have written, one after the other: topic `t` with buckets, merged and not, rows that
-    left, tombstones, a progress object and properties; topic `other` with rows in sections and checkpoint; checkpoints, a CLOSE;
-    topic `gone`, deleted. One bucket was written when its daemon was killed, and no manifest names it.
+    left, tombstones, a progress object and properties; topic `other` with rows in sections and checkpoint; checkpoints,
+    a CLOSE; topic `gone`, deleted. One bucket was written when its daemon was killed, and no manifest names it.
     """
     store = MemoryStore(wall_clock=lambda: EPOCH_MS / 1000)
     with unittest.mock.patch.object(bucket_life, "INLINE_PROGRESS_BYTES", 0):
