@@ -679,7 +679,7 @@ def unsealed(story: Story) -> None:
     story.add(topic, 2, range(20), FAR_MS, alone="s")
     story.mislead(*REFUSED, ("put", f"{names.topic_id(topic)}/buckets/"))
     with contextlib.suppress(tarry.TarryError):
-        story.client.seal(topic, timeout_s=2)
+        story.client.seal(topic, timeout_s=30)
     story.add(topic, 3, range(5), FAR_MS)
     checkpointed(story, topic)
 

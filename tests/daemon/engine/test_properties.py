@@ -22,9 +22,9 @@ GATES: NamedValues = (("team", "gates"),)
 LARGE: NamedValues = tuple((f"{number:0128d}", "x" * 1_024) for number in range(64))
 
 
-def update(daemon: Daemon, properties: NamedValues, subscription: str = "s", **policy: int) -> asyncio.Task[None]:
-    changed = SubscriptionPolicy(**policy)
-    return daemon.call(daemon.engine.requests.update_subscription("t", subscription, changed, properties))
+def update(daemon: Daemon, properties: NamedValues, *, lease_ms: int | None = None) -> asyncio.Task[None]:
+    changed = SubscriptionPolicy(lease_ms=lease_ms)
+    return daemon.call(daemon.engine.requests.update_subscription("t", "s", changed, properties))
 
 
 def delete(daemon: Daemon, subscription: str) -> asyncio.Task[int]:

@@ -346,5 +346,6 @@ def _refusal_of(properties: manifest_pb2.Properties) -> str:
     return str(refused.value).rpartition(": ")[0]
 
 
+@given(topic_manifests)
 def test_the_same_manifest_gives_the_same_bytes(value: TopicManifest) -> None:
     assert manifest.encode_topic_manifest(value) == manifest.encode_topic_manifest(dataclasses.replace(value))
