@@ -55,7 +55,7 @@ class ListedShard:
                     return
                 case ["manifest", _] | ["topics", _, "manifest", _]:
                     pass
-                case ["checkpoint", _] | ["topics", _, "buckets" | "progress", _]:
+                case ["checkpoint", _] | ["topics", _, "buckets" | "progress" | "properties", _]:
                     self.modified_ms[entry.key] = entry.modified_ms
                 case _:
                     self.foreign.append(entry.key)

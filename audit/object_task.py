@@ -1,4 +1,4 @@
-"""The task that reads objects: buckets, progress, checkpoints, and records of what was given up.
+"""The task that reads objects: buckets, progress, properties, checkpoints, and records of what was given up.
 
 Owns: reading each object in full, and how much it matters what is wrong with it: an error where the newest manifest
 still lives on it, a warning elsewhere.
@@ -132,7 +132,7 @@ class _Run:
             flaws = [*audit_content.checkpoint_flaws(body, shard=item.place.shard, reference=item.checkpoint)]
             named = self._named_flaw(item, body, what) if item.checkpoint is None else None
         else:
-            flaws = [*_progress_flaws(body)]
+            flaws = _properties_flaws(body) if what == "properties" else _progress_flaws(body)
             named = self._named_flaw(item, body, what)
         return flaws or ([] if named is None else [named])
 
@@ -255,9 +255,19 @@ def _progress_flaws(body: bytes) -> list[Flaw]:
     return [*audit_content.progress_flaws(progress)]
 
 
-_OF_FOLDER: Final = MappingProxyType({"buckets": "bucket", "progress": "progress", "checkpoint": "checkpoint"})
+def _properties_flaws(body: bytes) -> list[Flaw]:
+    try:
+        manifest.decode_properties(body)
+    except format_errors.FormatError as error:
+        return [audit_content.damaged(error)]
+    return []
+
+
+_OF_FOLDER: Final = MappingProxyType(
+    {"buckets": "bucket", "progress": "progress", "properties": "properties", "checkpoint": "checkpoint"}
+)
 
 
 def what_of(key: str) -> str:
-    """What an object is, by its key: `bucket`, `progress` or `checkpoint`."""
+    """What an object is, by its key: `bucket`, `progress`, `properties` or `checkpoint`."""
     return _OF_FOLDER[key.rsplit("/", 2)[-2]]

@@ -123,8 +123,8 @@ def read_all(store: ObjectStore, keys: Iterable[str]) -> Iterator[Read]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Named:
-    """What a manifest names. `needed`: what it lives on, that is live buckets, progress, checkpoints. `buried`: its
-    tombstones.
+    """What a manifest names. `needed`: what it lives on, that is live buckets, progress, properties, checkpoints.
+    `buried`: its tombstones.
     """
 
     needed: frozenset[str]

@@ -27,7 +27,7 @@ from daemon.core.retention import Survey
 from daemon.core.scan import Place
 from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
-from storage_backends.formats.manifest import SubscriptionPolicy, TopicDelayLevels, TopicPolicy
+from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U32, U64, Rows
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "Merged",
     "Nack",
     "NackOutcome",
+    "NamedValues",
     "Place",
     "Planned",
     "RebuildNeeded",
@@ -346,6 +347,7 @@ class SubscriptionStats:
     dead_letters: int
     consumers: int = 0
     waiting: int = 0
+    properties: NamedValues = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class ShardListing:
             case ["topics", _, "manifest", _]:
                 number = names.number_of(entry.key)
                 self._topic(names.topic_id_of(entry.key)).add_manifest(number, entry.size_bytes)
-            case ["topics", _, "buckets" | "progress", _]:
+            case ["topics", _, "buckets" | "progress" | "properties", _]:
                 found = names.number_of(entry.key), entry.size_bytes
                 self._topic(names.topic_id_of(entry.key)).objects[entry.key] = found
 

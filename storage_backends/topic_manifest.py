@@ -327,9 +327,10 @@ class DeleteTopic:
             subscriptions=(),
             policy=TopicPolicy(),
             delay_levels=None,
+            properties_object=None,
             deleted=True,
         )
-        return with_live(deleted, (), self.delete_after_ms)
+        return with_live(deleted, (), self.delete_after_ms, leaving=_replaced(tip.properties_object, None))
 
     def landed(self, tip: TopicManifest) -> bool:
         return tip.deleted and (tip.owner_epoch, tip.applied) == (self.epoch, self.slot)
@@ -337,16 +338,18 @@ class DeleteTopic:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SetSubscriptions:
-    """The subscriptions from now on. `last_subscription_id`: the highest id ever given, also to a deleted one.
+    """The subscriptions from now on. `properties_object` holds their properties: one that was written before, or the
+    one that is named; None: they have none. `last_subscription_id`: the highest id ever given, also to a deleted one.
 
-    The buckets of a subscription that is no more leave with it, quarantined ones included; their objects may be deleted
-    after `delete_after_ms` (Unix time).
+    The buckets of a subscription that is no more leave with it, quarantined ones included; their objects, and the one
+    that held the properties before, may be deleted after `delete_after_ms` (Unix time).
     """
 
     subscriptions: tuple[Subscription, ...]
     last_subscription_id: int
     epoch: int
     delete_after_ms: int
+    properties_object: ObjectReference | None = None
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
@@ -359,18 +362,25 @@ class SetSubscriptions:
                 f"the last subscription id is {max(tip.last_subscription_id, highest)}, it cannot become "
                 f"{self.last_subscription_id}"
             )
-        return None
+        if self.properties_object is None or self.properties_object == tip.properties_object:
+            return None
+        return not_bringable(tip, self.properties_object)
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
         tip = existing(tip)
         changed = dataclasses.replace(
-            tip, subscriptions=self.subscriptions, last_subscription_id=self.last_subscription_id
+            tip,
+            subscriptions=self.subscriptions,
+            properties_object=self.properties_object,
+            last_subscription_id=self.last_subscription_id,
         )
-        return with_live(changed, _owed(tip.live, self.subscriptions), self.delete_after_ms)
+        live, leaving = _owed(tip.live, self.subscriptions), _replaced(tip.properties_object, self.properties_object)
+        return with_live(changed, live, self.delete_after_ms, leaving=leaving)
 
     def landed(self, tip: TopicManifest) -> bool:
-        wanted = self.epoch, self.subscriptions, self.last_subscription_id
-        return not tip.deleted and (tip.owner_epoch, tip.subscriptions, tip.last_subscription_id) == wanted
+        wanted = self.epoch, self.subscriptions, self.properties_object, self.last_subscription_id
+        found = tip.owner_epoch, tip.subscriptions, tip.properties_object, tip.last_subscription_id
+        return not tip.deleted and found == wanted
 
 
 def existing(tip: TopicManifest | None) -> TopicManifest:
@@ -393,6 +403,10 @@ def _moved_back(tip: TopicManifest, slot: ShardSlot) -> str | None:
 
 def _live(tip: TopicManifest, name: str) -> LiveBucket | None:
     return next((bucket for bucket in tip.live if bucket.object.name == name), None)
+
+
+def _replaced(before: ObjectReference | None, after: ObjectReference | None) -> tuple[ObjectReference, ...]:
+    return () if before is None or before == after else (before,)
 
 
 def _owed(buckets: Iterable[LiveBucket], subscriptions: Iterable[Subscription]) -> tuple[LiveBucket, ...]:
@@ -461,4 +475,4 @@ def _named_twice(reference: ObjectReference) -> str:
 def names_in(tip: TopicManifest) -> set[str]:
     """Every object that the manifest names."""
     named = {bucket.object.name for bucket in tip.live} | {tombstone.object.name for tombstone in tip.tombstones}
-    return named if tip.progress_object is None else named | {tip.progress_object.name}
+    return named | {each.name for each in (tip.progress_object, tip.properties_object) if each is not None}

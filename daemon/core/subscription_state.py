@@ -33,7 +33,7 @@ from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained
 from daemon.core.redelivery_counts import RedeliveryCounts
 from daemon.core.runs import earliest, first_time_ms
 from daemon.errors import InvariantViolated
-from storage_backends.formats.manifest import KeySharedPolicy, Subscription
+from storage_backends.formats.manifest import KeySharedPolicy, NamedValues, Subscription
 from storage_backends.formats.row_columns import U32, U64
 
 # As many rows IN_FLIGHT as there may ever be.
@@ -46,7 +46,7 @@ class SubscriptionState:
     Dispatchers are known by numbers: a stream, or whoever else listens, is one that is open; a lease is one under which
     rows are IN_FLIGHT and that is not.
 
-    `stored`: as in the manifest; replaced when its policy changes.
+    `stored`: as in the manifest; replaced when its policy changes. `properties`: what an application wrote into it.
     `backlog`: rows that are due, owed and not acknowledged; kept, not counted.
     `acknowledging`, `nacking`: positions that a staged decision takes out of the backlog, or makes wait.
     `counts`: of positions of the backlog, how often each was negatively acknowledged.
@@ -60,6 +60,7 @@ class SubscriptionState:
 
     def __init__(self, stored: Subscription, places: PagePlaces, *, ready_rows_max: int) -> None:
         self.stored = stored
+        self.properties: NamedValues = ()
         self.backlog = 0
         self.in_flight = InFlight()
         self.acknowledging = BitMap64()

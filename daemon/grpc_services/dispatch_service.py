@@ -76,16 +76,17 @@ class Dispatch:
             await status.abort(context, error)
 
     async def _create_subscription(self, request: pb.CreateSubscriptionRequest) -> pb.CreateSubscriptionResponse:
-        policy = policy_messages.subscription_policy(request.policy)
-        created = await self._engine.requests.create_subscription(request.topic, request.subscription, policy)
+        policy, properties = policy_messages.subscription_policy(request.policy)
+        created = await self._engine.requests.create_subscription(
+            request.topic, request.subscription, policy, properties
+        )
         return records.as_message(pb.CreateSubscriptionResponse, created)
 
     async def _update_subscription(self, request: pb.UpdateSubscriptionRequest) -> pb.UpdateSubscriptionResponse:
         policy_messages.require_given(request)
-        policy = await self._engine.requests.update_subscription(
-            request.topic, request.subscription, policy_messages.subscription_policy(request.policy)
-        )
-        return pb.UpdateSubscriptionResponse(policy=policy_messages.subscription_policy_message(policy))
+        policy, properties = policy_messages.subscription_policy(request.policy)
+        await self._engine.requests.update_subscription(request.topic, request.subscription, policy, properties)
+        return pb.UpdateSubscriptionResponse(policy=policy_messages.subscription_policy_message(policy, properties))
 
     async def _delete_subscription(self, request: pb.DeleteSubscriptionRequest) -> pb.DeleteSubscriptionResponse:
         dead_letters = await self._engine.requests.delete_subscription(request.topic, request.subscription)

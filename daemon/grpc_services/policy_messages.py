@@ -46,20 +46,22 @@ def topic_policy_message(policy: manifest.TopicPolicy) -> pb.TopicPolicy:
             )
 
 
-def subscription_policy(given: pb.SubscriptionPolicy) -> manifest.SubscriptionPolicy:
-    """Reads a subscription's policy. Raises `InvalidArgument`."""
+def subscription_policy(given: pb.SubscriptionPolicy) -> tuple[manifest.SubscriptionPolicy, manifest.NamedValues]:
+    """Reads a subscription's policy, and the properties in it. Raises `InvalidArgument`."""
     numbers = {field.name: value for field, value in given.ListFields() if field.name not in _NOT_NUMBERS}
-    return manifest.SubscriptionPolicy(
+    policy = manifest.SubscriptionPolicy(
         **numbers,
-        properties=tuple(sorted(given.properties.items())),
         redelivery=_redelivery_policy(given.redelivery) if given.HasField("redelivery") else None,
         key_shared=_key_shared_policy(given.key_shared) if given.HasField("key_shared") else None,
     )
+    return policy, tuple(sorted(given.properties.items()))
 
 
-def subscription_policy_message(policy: manifest.SubscriptionPolicy) -> pb.SubscriptionPolicy:
+def subscription_policy_message(
+    policy: manifest.SubscriptionPolicy, properties: manifest.NamedValues
+) -> pb.SubscriptionPolicy:
     fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
-    fields["properties"] = dict(policy.properties)
+    fields["properties"] = dict(properties)
     if policy.redelivery is not None:
         fields["redelivery"] = _redelivery_message(policy.redelivery)
     if policy.key_shared is not None:

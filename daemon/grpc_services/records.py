@@ -30,6 +30,10 @@ def rebuild_needed(ranges: Iterable[call_values.RebuildNeeded]) -> list[inspect_
 
 def subscription_stats(subscriptions: Iterable[call_values.SubscriptionStats]) -> list[inspect_pb2.SubscriptionStats]:
     return [
-        as_message(inspect_pb2.SubscriptionStats, each, policy=policy_messages.subscription_policy_message(each.policy))
+        as_message(
+            inspect_pb2.SubscriptionStats,
+            each,
+            policy=policy_messages.subscription_policy_message(each.policy, each.properties),
+        )
         for each in subscriptions
     ]

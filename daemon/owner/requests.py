@@ -269,23 +269,31 @@ class Requests:
     # ---- subscriptions
 
     async def create_subscription(
-        self, topic: str, subscription: str, policy: call_values.SubscriptionPolicy = NO_POLICY
+        self,
+        topic: str,
+        subscription: str,
+        policy: call_values.SubscriptionPolicy = NO_POLICY,
+        properties: call_values.NamedValues = (),
     ) -> call_values.SubscriptionCreated:
         """Creates a subscription, and the topic if it is new. Raises AlreadyExists, QuotaExceeded."""
         self._check_names(topic, subscription)
         shard = self._engine.shard_of(topic)
         async with self._truthful(shard):
-            self._check_policy(policy, await shard.topic(topic))
-            return await shard.changes.create_subscription(topic, subscription, policy)
+            self._check_policy(policy, properties, await shard.topic(topic))
+            return await shard.changes.create_subscription(topic, subscription, policy, properties)
 
     async def update_subscription(
-        self, topic: str, subscription: str, policy: call_values.SubscriptionPolicy
-    ) -> call_values.SubscriptionPolicy:
-        """Replaces a subscription's policy; it counts when this returns."""
+        self,
+        topic: str,
+        subscription: str,
+        policy: call_values.SubscriptionPolicy,
+        properties: call_values.NamedValues = (),
+    ) -> None:
+        """Replaces a subscription's policy and properties; they count when this returns."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (shard, served):
-            self._check_policy(policy, served)
-            return await shard.changes.update_subscription(served, subscription, policy)
+            self._check_policy(policy, properties, served)
+            await shard.changes.update_subscription(served, subscription, policy, properties)
 
     async def delete_subscription(self, topic: str, subscription: str) -> int:
         """Deletes a subscription and waives its claims; how many dead letters left with it."""
@@ -544,9 +552,15 @@ class Requests:
             adding.times_of(batch, now_ms=now_ms, request_limits=self._limits, levels=levels)
         return refused
 
-    def _check_policy(self, policy: call_values.SubscriptionPolicy, served: ServedTopic | None) -> None:
+    def _check_policy(
+        self,
+        policy: call_values.SubscriptionPolicy,
+        properties: call_values.NamedValues,
+        served: ServedTopic | None,
+    ) -> None:
         request_limits = self._limits if served is None else served.settings.request_limits
         topic_settings.check_subscription_policy(policy, delay_max_ms=request_limits.delay_max_ms)
+        topic_settings.check_properties(properties)
 
     def _check_positions(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> None:
         self._check_names(topic, subscription)

@@ -143,6 +143,7 @@ def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> Subscrip
         dead_letters=len(state.dead_letters),
         consumers=0 if key_shared is None else len(key_shared.consumers),
         waiting=0 if key_shared is None else len(key_shared.waiting),
+        properties=state.properties,
     )
 
 

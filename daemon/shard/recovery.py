@@ -29,7 +29,8 @@ from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
 from daemon.errors import Corruption, InvariantViolated
 from daemon.shard import replay_runs
-from daemon.topic import bucket_reads, stored_progress, stored_redeliveries
+from daemon.topic import bucket_reads, stored_progress, stored_properties, stored_redeliveries
+from daemon.topic.stored_properties import PropertiesById
 from storage_backends import object_store, topic_tails
 from storage_backends.formats import (
     bucket_format,
@@ -92,10 +93,11 @@ class OpenedBucket:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicObjects:
-    """What was read for a topic: its live buckets, by name, and its progress."""
+    """What was read for a topic: its live buckets, by name, its progress, and the properties of its subscriptions."""
 
     buckets: Mapping[str, OpenedBucket]
     progress: manifest.Progress
+    properties: PropertiesById
 
 
 class TopicReads:
@@ -108,6 +110,7 @@ class TopicReads:
         self._executor = executor
         self._buckets: dict[str, concurrent.futures.Future[OpenedBucket]] = {}
         self._progress: dict[str, concurrent.futures.Future[manifest.Progress]] = {}
+        self._properties: dict[str, concurrent.futures.Future[PropertiesById]] = {}
 
     def begin(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> None:
         """Begins to read what the manifest names, as far as `part`, what counts of a checkpoint, does not hold it."""
@@ -117,16 +120,20 @@ class TopicReads:
         if part is None and tip.progress_object is not None and tip.progress_object.name not in self._progress:
             read = self._executor.submit(stored_progress.of_manifest, self._store, tip)
             self._progress[tip.progress_object.name] = read
+        if (named := tip.properties_object) is not None and named.name not in self._properties:
+            self._properties[named.name] = self._executor.submit(stored_properties.read, self._store, named)
 
     def objects(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> TopicObjects:
-        """What the manifest names. Raises Corruption when the progress is damaged, and the store's errors."""
+        """What the manifest names. Raises Corruption when progress or properties are damaged; the store's errors."""
         self.begin(tip, part)
         buckets = {live.object.name: self._buckets[live.object.name].result() for live in tip.live}
+        named = tip.properties_object
+        properties = {} if named is None else self._properties[named.name].result()
         if part is not None:
-            return TopicObjects(buckets, part.progress)
+            return TopicObjects(buckets, part.progress, properties)
         if tip.progress_object is None:
-            return TopicObjects(buckets, tip.progress or manifest.Progress())
-        return TopicObjects(buckets, self._progress[tip.progress_object.name].result())
+            return TopicObjects(buckets, tip.progress or manifest.Progress(), properties)
+        return TopicObjects(buckets, self._progress[tip.progress_object.name].result(), properties)
 
 
 def _opened(store: object_store.ObjectStore, live: manifest.LiveBucket) -> OpenedBucket:
@@ -169,6 +176,8 @@ def restore(
             _restore_rows(topic, sealing.subscription_id, sealing.rows, bits, elapsed_ms)
     entitlement.dismiss_all_but(topic.index, topic.subscriptions)
     stored_redeliveries.restore(topic, objects.progress)
+    for subscription_id, state in topic.subscriptions.items():
+        state.properties = objects.properties.get(subscription_id, ())
 
 
 def _index(topic: Topic, index_id: int) -> Index | None:

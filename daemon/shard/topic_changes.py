@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from daemon.call_values import Merged, Sealed, SubscriptionCreated, TopicDeleted, Trimmed
@@ -26,14 +26,19 @@ from daemon.core.subscription_state import SubscriptionState
 from daemon.core.trimming import LedgerRanges
 from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.shard.owned_topic import OwnedTopic
+from daemon.surroundings import backoff
 from daemon.surroundings.environment import Environment
 from daemon.surroundings.taking_turns import TakingTurns
+from daemon.topic import stored_properties
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_commits import Operation
 from daemon.topic_terms import topic_settings
 from daemon.topic_terms.topic_staging import Commits
 from storage_backends import commit
+from storage_backends.formats import names
 from storage_backends.formats.manifest import (
+    NamedValues,
+    ObjectReference,
     Subscription,
     SubscriptionPolicy,
     TopicDelayLevels,
@@ -244,25 +249,25 @@ class TopicChanges:
     # ---- subscriptions
 
     async def create_subscription(
-        self, name: str, subscription: str, policy: SubscriptionPolicy
+        self, name: str, subscription: str, policy: SubscriptionPolicy, properties: NamedValues
     ) -> SubscriptionCreated:
         """Creates the subscription, and the topic if it is new; repeated it answers with what is there.
 
-        Raises AlreadyExists when it is there with another policy.
+        Raises AlreadyExists when it is there with another policy, or other properties.
         """
         topic = await self._shard.topic_to_write(name)
-        created = await topic.gate.change(lambda: self._create_subscription(topic, subscription, policy))
+        created = await topic.gate.change(lambda: self._create_subscription(topic, subscription, policy, properties))
         if not created.created:
             await self._shard.commits.confirmed()
         return created
 
     async def _create_subscription(
-        self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy
+        self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy, properties: NamedValues
     ) -> SubscriptionCreated:
         name = topic.core.name
         state = topic.core.subscription(subscription)
         if state is not None:
-            if state.stored.policy != policy:
+            if (state.stored.policy, state.properties) != (policy, properties):
                 raise AlreadyExists(f"topic {name} has a subscription {subscription!r} with another policy")
             return SubscriptionCreated(state.subscription_id, state.stored.since_ms, created=False)
         count, count_max = len(topic.core.subscriptions), self._environment.request_limits.subscriptions_max
@@ -271,48 +276,40 @@ class TopicChanges:
                 f"topic {name} has {count} subscriptions, the limit is {count_max}",
                 retry_after_ms=SUBSCRIPTIONS_RETRY_MS,
             )
+        subscription_id = self._shard.topics[name].commits.manifest.last_subscription_id + 1
+        properties_object = await self._properties_object(topic, subscription_id, properties)
         stored = Subscription(
-            subscription_id=self._shard.topics[name].commits.manifest.last_subscription_id + 1,
+            subscription_id=subscription_id,
             name=subscription,
             since_ms=topic.core.since_for_new_subscription(self._environment.clock.now_ms()),
             created_slot=self._shard.applied_slot,
             policy=policy,
         )
         topic.core.begin_subscription(stored)
-        await self._commit(
-            name,
-            lambda tip: SetSubscriptions(
-                subscriptions=(*tip.subscriptions, stored),
-                last_subscription_id=stored.subscription_id,
-                epoch=self._shard.epoch,
-                delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
-            ),
-        )
-        topic.core.add_subscription()
+        await self._set_subscriptions(topic, lambda before: (*before, stored), properties_object)
+        topic.core.add_subscription().properties = properties
         return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
 
     async def update_subscription(
-        self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy
-    ) -> SubscriptionPolicy:
-        """Replaces the policy; it counts when this returns. Raises NotFound."""
-        await topic.gate.change(lambda: self._update_subscription(topic, subscription, policy), closed=False)
-        return policy
+        self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy, properties: NamedValues
+    ) -> None:
+        """Replaces the policy and the properties; they count when this returns. Raises NotFound."""
+        await topic.gate.change(
+            lambda: self._update_subscription(topic, subscription, policy, properties), closed=False
+        )
 
-    async def _update_subscription(self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy) -> None:
+    async def _update_subscription(
+        self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy, properties: NamedValues
+    ) -> None:
         state = topic.subscription(subscription)
         stored = dataclasses.replace(state.stored, policy=policy)
-        await self._commit(
-            topic.core.name,
-            lambda tip: SetSubscriptions(
-                subscriptions=tuple(
-                    stored if each.subscription_id == stored.subscription_id else each for each in tip.subscriptions
-                ),
-                last_subscription_id=tip.last_subscription_id,
-                epoch=self._shard.epoch,
-                delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
-            ),
+        properties_object = await self._properties_object(topic, state.subscription_id, properties)
+        await self._set_subscriptions(
+            topic,
+            lambda before: (stored if each.subscription_id == stored.subscription_id else each for each in before),
+            properties_object,
         )
-        state.stored = stored
+        state.stored, state.properties = stored, properties
         topic.redelivery.watch(state)
         topic.notify(state)
 
@@ -330,19 +327,14 @@ class TopicChanges:
         name = topic.core.name
         state = topic.subscription(subscription)
         deleted = state.subscription_id
+        properties_object = await self._properties_object(topic, deleted, ())
         with topic.withholding((deleted,)):
             await topic.settle_due()
             for record in topic.core.gone_with_subscription(deleted):
                 # Others of the slot wait for it too: it must not be cancelled with this.
                 await asyncio.shield(self._shard.commits.stage_together((record,)))
-            await self._commit(
-                name,
-                lambda tip: SetSubscriptions(
-                    subscriptions=tuple(each for each in tip.subscriptions if each.subscription_id != deleted),
-                    last_subscription_id=tip.last_subscription_id,
-                    epoch=self._shard.epoch,
-                    delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
-                ),
+            await self._set_subscriptions(
+                topic, lambda before: (each for each in before if each.subscription_id != deleted), properties_object
             )
             topic.core.remove_subscription(deleted)
             gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
@@ -352,6 +344,49 @@ class TopicChanges:
         if dead_letters:
             log.warning("topic %s: %d dead letters left with subscription %r", name, dead_letters, subscription)
         return dead_letters
+
+    async def _properties_object(
+        self, topic: ServedTopic, subscription_id: int, properties: NamedValues
+    ) -> ObjectReference | None:
+        """The object with the properties of all subscriptions, these being those of one; None when there are none. It
+        is there: the one that the manifest names, or one that is written now.
+        """
+        before = {state.subscription_id: state.properties for state in topic.core.subscriptions.values()}
+        after = {number: named for number, named in {**before, subscription_id: properties}.items() if named}
+        commits, environment = self._shard.topics[topic.core.name].commits, self._environment
+        if before.get(subscription_id, ()) == properties:
+            return commits.manifest.properties_object
+        if not after:
+            return None
+        base = commits.number
+        key = names.properties_key(commits.shard, topic.core.topic_id, base, environment.new_id())
+        return await backoff.until_answered(
+            lambda: environment.run(lambda: stored_properties.write(environment.store, after, key=key, base=base)),
+            failed=lambda error: environment.waits_for_store("properties cannot be written", key, error),
+            waiting=environment,
+        )
+
+    async def _set_subscriptions(
+        self,
+        topic: ServedTopic,
+        changed: Callable[[tuple[Subscription, ...]], Iterable[Subscription]],
+        properties_object: ObjectReference | None,
+    ) -> None:
+        """Commits what `changed` makes of the subscriptions. An id that was given stays given."""
+
+        def operation(tip: TopicManifest) -> SetSubscriptions:
+            subscriptions = tuple(changed(tip.subscriptions))
+            return SetSubscriptions(
+                subscriptions=subscriptions,
+                properties_object=properties_object,
+                last_subscription_id=max(
+                    tip.last_subscription_id, *(each.subscription_id for each in subscriptions), 0
+                ),
+                epoch=self._shard.epoch,
+                delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
+            )
+
+        await self._commit(topic.core.name, operation)
 
     async def _commit(self, name: str, operation: Callable[[TopicManifest], Operation]) -> None:
         try:

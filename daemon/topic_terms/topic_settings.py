@@ -23,6 +23,7 @@ from storage_backends import storage_settings
 from storage_backends.formats.manifest import (
     KeySharedPolicy,
     NackOrder,
+    NamedValues,
     SubscriptionPolicy,
     TopicDelayLevels,
     TopicPolicy,
@@ -188,9 +189,13 @@ def check_subscription_policy(policy: SubscriptionPolicy, *, delay_max_ms: int) 
         redelivery_policy.check(policy.redelivery, delay_max_ms)
     if policy.key_shared is not None:
         _check_key_shared(policy.key_shared)
-    if len(policy.properties) > PROPERTIES_MAX:
-        raise InvalidArgument(f"properties has {len(policy.properties)} entries; it may have {PROPERTIES_MAX}")
-    for name, value in policy.properties:
+
+
+def check_properties(properties: NamedValues) -> None:
+    """Raises InvalidArgument for too many, and for one whose name or value is too long."""
+    if len(properties) > PROPERTIES_MAX:
+        raise InvalidArgument(f"properties has {len(properties)} entries; it may have {PROPERTIES_MAX}")
+    for name, value in properties:
         _check_text("a name", name, 1, PROPERTY_NAME_MAX_BYTES)
         _check_text(f"the value of {name!r}", value, 0, PROPERTY_VALUE_MAX_BYTES)
 

@@ -1,5 +1,5 @@
-"""The frame around every object that is one protobuf message: FORMAT, manifests, progress, checkpoints, objects
-that were given up.
+"""The frame around every object that is one protobuf message: FORMAT, manifests, progress, properties, checkpoints,
+objects that were given up.
 
 Owns: magic, version, length and CRC32C of such an object, and CRC32C itself.
 Does not own: the frames of sections and buckets, which carry more (`slot_format`, `bucket_format`).

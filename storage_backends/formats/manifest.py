@@ -1,5 +1,5 @@
-"""Manifests as values: of the root (FORMAT), of a shard, of a topic; and progress, which a topic manifest holds or
-points to; and an object that was given up.
+"""Manifests as values: of the root (FORMAT), of a shard, of a topic; what a topic manifest points to beside buckets:
+progress, which it may hold, and properties; and an object that was given up.
 
 Owns: frozen mirrors of the messages of manifest.proto and their bytes.
 Does not own: what may follow what (`storage_backends.commit`, the operations), nor the keys (`names`).
@@ -31,6 +31,7 @@ ROOT_MAGIC = b"TyRF"
 SHARD_MAGIC = b"TySM"
 TOPIC_MAGIC = b"TyTM"
 PROGRESS_MAGIC = b"TyPG"
+PROPERTIES_MAGIC = b"TyPR"
 DEAD_OBJECT_MAGIC = b"TyDO"
 
 
@@ -307,22 +308,16 @@ class KeySharedPolicy:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriptionPolicy:
     """What was set for a subscription. None: the daemon's default holds, of `max_redeliver_count` and `ack_timeout_ms`
-    that there is none. `properties`: (name, value) in the order of their names, no name twice.
+    that there is none.
     """
 
     in_flight_rows_max: int | None = None
     lease_ms: int | None = None
-    properties: tuple[tuple[str, str], ...] = ()
     redelivery: RedeliveryPolicy | None = None
     max_redeliver_count: int | None = None
     ack_timeout_ms: int | None = None
     nack_precision_bits: int | None = None
     key_shared: KeySharedPolicy | None = None
-
-    def __post_init__(self) -> None:
-        for (first, _), (second, _) in itertools.pairwise(self.properties):
-            if first >= second:
-                raise ValueError(f"property {second!r} comes after {first!r}: they are not in the order of their names")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +331,35 @@ class Subscription:
     since_ms: int
     created_slot: ShardSlot
     policy: SubscriptionPolicy = SubscriptionPolicy()
+
+
+# What an application wrote into the policy of a subscription: (name, value) in the order of their names, no name twice.
+NamedValues = tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SubscriptionProperties:
+    """The properties of a subscription that has any."""
+
+    subscription_id: int
+    properties: NamedValues
+
+    def __post_init__(self) -> None:
+        for (first, _), (second, _) in itertools.pairwise(self.properties):
+            if first >= second:
+                raise ValueError(f"property {second!r} comes after {first!r}: they are not in the order of their names")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Properties:
+    """The properties of a topic's subscriptions, by subscription id."""
+
+    subscriptions: tuple[SubscriptionProperties, ...]
+
+    def __post_init__(self) -> None:
+        for first, second in itertools.pairwise(each.subscription_id for each in self.subscriptions):
+            if first >= second:
+                raise ValueError(f"subscription {second} comes after {first}: they are not in the order of their ids")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,7 +463,7 @@ class TopicManifest:
     """The state of a topic as of slot `applied`: its live buckets and, inline or as an object, its progress.
 
     `deleted`: there is no topic; the manifest stays, so that neither an incarnation nor a subscription's id is used
-    again. `delay_levels`: None = the daemon's.
+    again. `delay_levels`: None = the daemon's. `properties_object`: None = no subscription has any.
     """
 
     head: ManifestHead
@@ -457,6 +481,7 @@ class TopicManifest:
     deleted: bool = False
     policy: TopicPolicy = TopicPolicy()
     delay_levels: TopicDelayLevels | None = None
+    properties_object: ObjectReference | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,7 +498,7 @@ class DeadObject:
 
 
 _Part = TypeVar("_Part", LiveBucket, Tombstone)
-_Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress, DeadObject)
+_Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress, Properties, DeadObject)
 
 
 def encode_root_format(value: RootFormat) -> bytes:
@@ -539,6 +564,14 @@ def encode_progress(value: Progress) -> bytes:
 
 def decode_progress(data: bytes) -> Progress:
     return _decode(Progress, PROGRESS_MAGIC, manifest_pb2.Progress, "progress", data)
+
+
+def encode_properties(value: Properties) -> bytes:
+    return _encode(PROPERTIES_MAGIC, manifest_pb2.Properties(), value)
+
+
+def decode_properties(data: bytes) -> Properties:
+    return _decode(Properties, PROPERTIES_MAGIC, manifest_pb2.Properties, "properties", data)
 
 
 def encode_dead_object(value: DeadObject) -> bytes:

@@ -11,6 +11,7 @@ Does not own: listing and reading (`object_store`), and the order of keys: no co
     shards/<ss>/topics/<topic-id>/manifest/<number>
     shards/<ss>/topics/<topic-id>/buckets/<base>-<unique>
     shards/<ss>/topics/<topic-id>/progress/<base>-<unique>
+    shards/<ss>/topics/<topic-id>/properties/<base>-<unique>
     dead_objects/<key>                                          an object that could not be deleted
     hints/merged/<ss>-<topic-id>                                a process that owns nothing may have merged there
     hints/merged-changed                                        changes after such hints
@@ -122,6 +123,14 @@ def progress_prefix(shard: int, topic_id: str) -> str:
 
 def progress_key(shard: int, topic_id: str, base: int, unique: str) -> str:
     return f"{numbered_key(progress_prefix(shard, topic_id), base)}-{unique}"
+
+
+def properties_prefix(shard: int, topic_id: str) -> str:
+    return f"{topic_prefix(shard, topic_id)}properties/"
+
+
+def properties_key(shard: int, topic_id: str, base: int, unique: str) -> str:
+    return f"{numbered_key(properties_prefix(shard, topic_id), base)}-{unique}"
 
 
 def dead_objects_prefix() -> str:

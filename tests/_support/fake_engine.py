@@ -246,11 +246,16 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         return known.drop(None if subscription is None else self.find(topic, subscription), chosen)
 
     async def create_subscription(
-        self, topic: str, subscription: str, policy: call_values.SubscriptionPolicy
+        self,
+        topic: str,
+        subscription: str,
+        policy: call_values.SubscriptionPolicy,
+        properties: call_values.NamedValues,
     ) -> call_values.SubscriptionCreated:
         now_ms = await self._begin()
         self._check_names(topic, subscription)
         topic_settings.check_subscription_policy(policy, delay_max_ms=self.settings.limits.delay_max_ms)
+        topic_settings.check_properties(properties)
         mine = self._topic_to_write(topic).subscriptions
         created = subscription not in mine
         if created:
@@ -260,21 +265,26 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
                     f"subscription: the topic has {len(mine)}, the limit is {most}", retry_after_ms=1000
                 )
             self._last_subscription_id += 1
-            mine[subscription] = Subscription(self._last_subscription_id, now_ms if mine else 0, policy)
+            mine[subscription] = Subscription(self._last_subscription_id, now_ms if mine else 0, policy, properties)
         known = mine[subscription]
-        if known.policy != policy:
+        if (known.policy, known.properties) != (policy, properties):
             raise errors.AlreadyExists(f"subscription {subscription!r} exists with another policy")
         return call_values.SubscriptionCreated(
             subscription_id=known.subscription_id, since_ms=known.since_ms, created=created
         )
 
     async def update_subscription(
-        self, topic: str, subscription: str, policy: call_values.SubscriptionPolicy
-    ) -> call_values.SubscriptionPolicy:
+        self,
+        topic: str,
+        subscription: str,
+        policy: call_values.SubscriptionPolicy,
+        properties: call_values.NamedValues,
+    ) -> None:
         await self._begin()
         topic_settings.check_subscription_policy(policy, delay_max_ms=self.settings.limits.delay_max_ms)
-        self.find(topic, subscription).policy = policy
-        return policy
+        topic_settings.check_properties(properties)
+        known = self.find(topic, subscription)
+        known.policy, known.properties = policy, properties
 
     async def delete_subscription(self, topic: str, subscription: str) -> int:
         await self._begin()

@@ -54,6 +54,7 @@ class Subscription:
     subscription_id: int
     since_ms: int
     policy: call_values.SubscriptionPolicy
+    properties: call_values.NamedValues
     acknowledged: set[Row] = dataclasses.field(default_factory=set)
     own: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
     in_flight: dict[Position, FakeDispatchStream | Lease] = dataclasses.field(default_factory=dict)
@@ -318,6 +319,7 @@ class Topic:
             nacked=len(known.nacked),
             next_redelivery_ms=min(known.nacked.values(), default=0),
             dead_letters=len(known.dead_letters),
+            properties=known.properties,
         )
 
 

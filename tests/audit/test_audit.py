@@ -71,6 +71,12 @@ def progress_object(store: MemoryStore) -> str:
     return found.name
 
 
+def properties(store: MemoryStore) -> str:
+    found = topic_tip(store).properties_object
+    assert found is not None
+    return found.name
+
+
 def checkpoint(store: MemoryStore) -> str:
     found = shard_tip(store).checkpoint
     assert found is not None
@@ -98,6 +104,7 @@ OBJECTS = {
     "log slot": (nth(LOGS, -2), Severity.ERROR),
     "live bucket": (live_bucket, Severity.ERROR),
     "progress": (progress_object, Severity.ERROR),
+    "properties": (properties, Severity.ERROR),
     "checkpoint": (checkpoint, Severity.ERROR),
     "bucket that left": (buried, Severity.WARNING),
     "bucket that is not named": (unnamed_bucket, Severity.WARNING),
@@ -191,7 +198,7 @@ def test_a_damaged_topic_does_not_hide_what_is_wrong_with_another(store: MemoryS
 # ---- what is not there
 
 
-@pytest.mark.parametrize("what", ["live bucket", "progress", "checkpoint"])
+@pytest.mark.parametrize("what", ["live bucket", "progress", "properties", "checkpoint"])
 def test_what_a_manifest_lives_on_and_is_not_there_is_missing(store: MemoryStore, what: str) -> None:
     key = OBJECTS[what][0](store)
     store.delete(key)

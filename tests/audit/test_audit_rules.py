@@ -120,6 +120,8 @@ TOPIC_RULES: dict[str, tuple[ChangeTopic, str]] = {
     "the incarnation rises": (lambda tip: replace(tip, incarnation=2), "incarnation 1 became 2"),
     "the name changes": (lambda tip: replace(tip, topic="u"), "it says"),
     "a bucket vanishes": (without_first, "left and became no tombstone"),
+    "properties vanish": (lambda tip: replace(tip, properties_object=None), "left and became no tombstone"),
+    "properties of nobody": (lambda tip: replace(tip, subscriptions=()), "properties of subscriptions, and no sub"),
     "a bucket comes back": (came_back, "had left, and came back"),
     "an object is named twice": (twice_named, "is named 2 times"),
     "a live bucket changes": (other_level, "changed while it was live"),

@@ -320,9 +320,9 @@ def compatible(story: Story) -> None:
 
 
 def merged(story: Story) -> None:
-    """Buckets of buckets, with what left before each merge, and after."""
+    """Buckets of buckets, with what left before each merge, and after; and properties that were replaced."""
     topic = "merged"
-    story.subscribe(topic, "s", "t")
+    story.subscribe(topic, "s", "t", properties={"team": "gates", "note": ""})
     for ledger_id in (1, 2, 3):
         story.add(topic, ledger_id, range(30), FAR_MS)
         story.add_soon(topic, ledger_id + 10, range(10))
@@ -679,7 +679,7 @@ def unsealed(story: Story) -> None:
     story.add(topic, 2, range(20), FAR_MS, alone="s")
     story.mislead(*REFUSED, ("put", f"{names.topic_id(topic)}/buckets/"))
     with contextlib.suppress(tarry.TarryError):
-        story.client.seal(topic, timeout_s=2)
+        story.client.seal(topic, timeout_s=30)
     story.add(topic, 3, range(5), FAR_MS)
     checkpointed(story, topic)
 

@@ -133,6 +133,9 @@ class Stored:
         of = {kind: [body for key, body in bodies.items() if f"/{kind}/" in key] for kind in KINDS}
         self.slots = [slot_format.read_slot(body) for body in stored]
         self.checkpoints = [checkpoint_format.decode_checkpoint(body) for body in of["checkpoint"]]
+        self.properties = {
+            key: manifest.decode_properties(body) for key, body in bodies.items() if "/properties/" in key
+        }
         self.progress_objects = [manifest.decode_progress(body) for body in of["progress"]]
         shards: list[tuple[str, bytes]] = []
         topics: list[tuple[str, bytes]] = []
@@ -176,7 +179,7 @@ def stored(root: Path) -> Stored:
 
 def test_it_has_each_kind_of_object(stored: Stored) -> None:
     documented = set(re.findall(r"`(Ty[A-Z]{2})`", DOCUMENT.read_text())) - {"TyBF"}
-    assert len(documented) == 9
+    assert len(documented) == 10
     assert stored.magics == documented
 
 
@@ -271,6 +274,10 @@ def test_its_manifests_have_what_leaves_and_what_was_set(stored: Stored) -> None
     assert {tip.deleted for tip in stored.topic_tips} == {False, True}
     assert max(tip.incarnation for tip in stored.topic_tips) >= 2
     assert any(tip.delay_levels for tip in stored.topic_tips)
+    named = {tip.properties_object.name for tip in stored.topic_tips if tip.properties_object is not None}
+    assert {len(stored.properties[key].subscriptions) for key in named} == {1, 2}
+    buried = {each.object.name for tip in stored.topic_tips for each in tip.tombstones}
+    assert stored.properties.keys() & buried == stored.properties.keys() - named != set()
     subscriptions = [each for tip in stored.topic_tips for each in tip.subscriptions]
     kinds = {each.policy.redelivery.kind for each in subscriptions if each.policy.redelivery is not None}
     assert kinds == set(manifest.RedeliveryKind)

@@ -5,7 +5,7 @@ Owns: the list. Does not own: the search (`bug.search`), and planted bugs that o
 
 from __future__ import annotations
 
-from tests.planted import buckets, deletions, keys, redeliveries, rules, state
+from tests.planted import buckets, deletions, keys, properties, redeliveries, rules, state
 from tests.planted.bug import Bug
 
 BUGS: tuple[Bug, ...] = (
@@ -13,6 +13,7 @@ BUGS: tuple[Bug, ...] = (
     *keys.BUGS,
     *state.BUGS,
     *buckets.BUGS,
+    *properties.BUGS,
     *redeliveries.BUGS,
     *deletions.BUGS,
 )

@@ -106,7 +106,8 @@ class KeySharing:
             if daemon is None:
                 continue
             requests, policy = daemon.engine.requests, draw.choice(POLICIES)
-            await self._clients.call(daemon, requests.create_subscription(topic, NAME, policy))
+            properties = self._oracle.objects.properties.of(policy)
+            await self._clients.call(daemon, requests.create_subscription(topic, NAME, policy, properties))
             await asyncio.sleep(draw.random() * 20)
             if draw.random() < 0.3:
                 deleting = functools.partial(requests.delete_subscription, topic, NAME)

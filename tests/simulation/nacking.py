@@ -370,7 +370,9 @@ class Nacking:
                 nack_precision_bits=draw.choice((None, 0, 3, 8, 12)),
             )
             name = draw.choice("aab")
-            await self._clients.call(daemon, daemon.engine.requests.update_subscription(topic, name, policy))
+            properties = self._oracle.objects.properties.of(policy)
+            changing = daemon.engine.requests.update_subscription(topic, name, policy, properties)
+            await self._clients.call(daemon, changing)
             await asyncio.sleep(draw.random() * 15)
 
     async def _change_levels(self, topic: str, draw: random.Random) -> None:

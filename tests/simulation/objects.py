@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from storage_backends.formats import bucket_format, index_ids, manifest, names, position_bitmap
+from tests.simulation.given_properties import StoredProperties
 from tests.simulation.history import History
 
 Position = tuple[int, int]
@@ -49,6 +50,7 @@ class Objects:
         """Every bucket object that was ever written, by key."""
         self.unreadable: set[Position] = set()
         """What damaged bucket objects hold: of these rows it is not known any more whether they are due."""
+        self.properties = StoredProperties()
         self._history = history
         self._sequences: dict[str, _Sequence] = {}
         self._ever_buried: set[str] = set()
@@ -80,9 +82,10 @@ class Objects:
 
     def topic_landed(self, shard: int, before: manifest.TopicManifest | None, landed: manifest.TopicManifest) -> None:
         needed = {live.object.name for live in landed.live}
-        if landed.progress_object is not None:
-            needed.add(landed.progress_object.name)
+        needed |= {each.name for each in (landed.progress_object, landed.properties_object) if each is not None}
         self._follow(names.topic_prefix(shard, landed.topic_id), frozenset(needed), landed)
+        for flaw in self.properties.flaws(landed):
+            self._history.breach(f"manifest {landed.head.number} of topic {landed.topic}: {flaw}")
         indexes = {0, *(each.subscription_id for each in landed.subscriptions)}
         for live in landed.live:
             if index_ids.subscription_of(live.subscription_id) not in indexes:

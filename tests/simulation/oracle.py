@@ -511,6 +511,8 @@ class WatchedStore(MemoryStore):
             self._oracle.landed(key, body)
         elif "/buckets/" in key:
             self._oracle.objects.bucket_written(key, body)
+        elif "/properties/" in key:
+            self._oracle.objects.properties.written(key, body)
 
     def damage(self, key: str, place: int | None) -> None:
         """The store loses an object (None), or one of its bytes is another one from now on."""

@@ -19,7 +19,7 @@ from daemon.errors import Corruption
 from storage_backends.formats.index_ids import subscription_of
 from storage_backends.formats.row_columns import U32, Rows
 from tests._support.engine_fixture import Daemon
-from tests.simulation import quiet_redelivery
+from tests.simulation import given_properties, quiet_redelivery
 from tests.simulation.columns import positions_of
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Row, TopicTruth
@@ -72,6 +72,9 @@ async def _compare(daemon: Daemon, truth: TopicTruth, oracle: Oracle, history: H
     shard = daemon.shards[served.shard.number]
     await daemon.until(lambda: oracle.last_slot(shard.number) <= shard.applied_slot)
     _compare_rows(truth, served.core, history)
+    for state in served.core.subscriptions.values() if oracle.objects.properties.given else ():
+        if state.properties != given_properties.of_policy(state.stored.policy):
+            history.breach(f"topic {truth.name}: {state.stored.name} has {state.stored.policy} and {state.properties}")
     breach = functools.partial(_breach, history, truth.name)
     quiet_redelivery.compare(truth, served.core, oracle, _passed(served.core), breach)
     # Where a bucket does not say what it held, any add of its ledgers counts as one of what is missing.

@@ -31,7 +31,7 @@ from tests._support.engine_fixture import Daemon, Killed
 from tests._support.fault_store import Fault
 from tests._support.outcomes import ignored_by
 from tests._support.virtual_loop import VirtualLoop
-from tests.simulation import nacking, owning, quiet, quiet_deletions
+from tests.simulation import given_properties, nacking, owning, quiet, quiet_deletions
 from tests.simulation.cluster import Cluster, Machines
 from tests.simulation.columns import batch_of, handed_of, held_positions
 from tests.simulation.faults import EVERYWHERE, Faults, Trouble
@@ -78,7 +78,7 @@ class Directed:
 
     `daemons`: how many; `mergers`: processes beside them that merge, for each topic; `nacks`: the share of what is done
     with what was handed out that is a negative acknowledgement; `owners`: whether there are owners of ledgers.
-    `settings`: of the daemons.
+    `properties`: whether policies come with properties. `settings`: of the daemons.
     `chaos_s`: how long things fail. The rest as in `Faults`, `Pace`.
     """
 
@@ -91,6 +91,7 @@ class Directed:
     mergers: int | None = None
     nacks: float | None = None
     owners: bool | None = None
+    properties: bool | None = None
     weights_of_ledgers: Mapping[Fault, float] | None = None
 
 
@@ -160,6 +161,9 @@ async def _run(seed: int, everything: bool, directed: Directed) -> tuple[History
     settings = (*settings_of(draw), *nacking.settings_of(seed), *owning.settings_of(seed), *directed.settings)
     oracle = Oracle(history, loop.time, config.load(environment={}, overrides=settings).deletion)
     owners = owning.has_owners(seed) if directed.owners is None else directed.owners
+    oracle.objects.properties.given = (
+        given_properties.are_given(seed) if directed.properties is None else directed.properties
+    )
     offloaded = OffloadedStore(oracle.shard_deletions.values, history.breach)
     fired = Fired()
     pace = Pace(seed, fired, slow_kind=directed.slow_kind)

@@ -360,6 +360,36 @@ def test_a_deletion_buries_every_object_and_empties_the_topic_but_gives_no_id_an
     assert (deleted.last_subscription_id, deleted.head) == (5, TIP.head)
 
 
+def test_the_properties_before_are_buried_when_others_take_their_place_and_stay_named_otherwise() -> None:
+    given = dataclasses.replace(SUBSCRIPTIONS, properties_object=reference("q1"))
+    first = given.apply(TIP)
+    assert (first.properties_object, first.tombstones) == (reference("q1"), TIP.tombstones)
+    assert given.apply(first).tombstones == TIP.tombstones
+    assert given.precondition(first) is None, "what is named already is not brought in"
+    for after in (None, reference("q2")):
+        second = dataclasses.replace(given, properties_object=after).apply(first)
+        assert (second.properties_object, second.tombstones) == (after, (*TIP.tombstones, *buried("q1")))
+    deleted = DELETE.apply(first)
+    assert deleted.properties_object is None
+    assert buried("q1")[0] in deleted.tombstones
+    for operation in (SEAL, DROP, QUARANTINE, POLICY, LEVELS):
+        assert operation.apply(first).properties_object == reference("q1")
+
+
+def test_properties_from_below_the_floor_or_that_have_left_are_not_brought_in() -> None:
+    below = dataclasses.replace(SUBSCRIPTIONS, properties_object=reference("q", base=FLOOR - 1))
+    assert "below the orphan floor" in (below.precondition(TIP) or "")
+    left = dataclasses.replace(SUBSCRIPTIONS, properties_object=TIP.tombstones[0].object)
+    assert left.precondition(TIP) is not None
+
+
+def test_a_change_of_properties_alone_tells_whether_it_has_landed() -> None:
+    given = dataclasses.replace(SUBSCRIPTIONS, properties_object=reference("q1"))
+    assert not given.landed(SUBSCRIPTIONS.apply(TIP))
+    assert given.landed(given.apply(TIP))
+    assert not SUBSCRIPTIONS.landed(given.apply(TIP))
+
+
 def test_a_deletion_buries_quarantined_buckets_too() -> None:
     assert [each.object.name for each in DELETE.apply(QUARANTINED).tombstones] == ["dead", "b1", "b2"]
 

@@ -325,6 +325,7 @@ class TopicManifest(_message.Message):
     DELETED_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     DELAY_LEVELS_FIELD_NUMBER: _builtins.int
+    PROPERTIES_OBJECT_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     incarnation: _builtins.int
@@ -354,6 +355,10 @@ class TopicManifest(_message.Message):
     def delay_levels(self) -> Global___DelayLevels:
         """Absent: the daemon's."""
 
+    @_builtins.property
+    def properties_object(self) -> Global___ObjectReference:
+        """The object `Properties`; absent when no subscription has any."""
+
     def __init__(
         self,
         *,
@@ -372,10 +377,11 @@ class TopicManifest(_message.Message):
         deleted: _builtins.bool | None = ...,
         policy: Global___TopicPolicy | None = ...,
         delay_levels: Global___DelayLevels | None = ...,
+        properties_object: Global___ObjectReference | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "delay_levels", b"delay_levels", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "delay_levels", b"delay_levels", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "properties_object", b"properties_object", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "delay_levels", b"delay_levels", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "live", b"live", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "subscriptions", b"subscriptions", "tombstones", b"tombstones", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "delay_levels", b"delay_levels", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "live", b"live", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "properties_object", b"properties_object", "subscriptions", b"subscriptions", "tombstones", b"tombstones", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -586,7 +592,6 @@ class SubscriptionPolicy(_message.Message):
 
     IN_FLIGHT_ROWS_MAX_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
-    PROPERTIES_FIELD_NUMBER: _builtins.int
     REDELIVERY_FIELD_NUMBER: _builtins.int
     MAX_REDELIVER_COUNT_FIELD_NUMBER: _builtins.int
     ACK_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
@@ -598,10 +603,6 @@ class SubscriptionPolicy(_message.Message):
     ack_timeout_ms: _builtins.int
     nack_precision_bits: _builtins.int
     @_builtins.property
-    def properties(self) -> _containers.RepeatedCompositeFieldContainer[Global___Property]:
-        """In the order of their names."""
-
-    @_builtins.property
     def redelivery(self) -> Global___RedeliveryPolicy: ...
     @_builtins.property
     def key_shared(self) -> Global___KeySharedPolicy: ...
@@ -610,7 +611,6 @@ class SubscriptionPolicy(_message.Message):
         *,
         in_flight_rows_max: _builtins.int | None = ...,
         lease_ms: _builtins.int | None = ...,
-        properties: _abc.Iterable[Global___Property] | None = ...,
         redelivery: Global___RedeliveryPolicy | None = ...,
         max_redeliver_count: _builtins.int | None = ...,
         ack_timeout_ms: _builtins.int | None = ...,
@@ -619,7 +619,7 @@ class SubscriptionPolicy(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "key_shared", b"key_shared", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "redelivery", b"redelivery"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "key_shared", b"key_shared", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "properties", b"properties", "redelivery", b"redelivery"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "key_shared", b"key_shared", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "redelivery", b"redelivery"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -768,6 +768,55 @@ class RedeliveryPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RedeliveryPolicy: _TypeAlias = RedeliveryPolicy  # noqa: Y015
+
+@_typing.final
+class Properties(_message.Message):
+    """What applications wrote into the policies of a topic's subscriptions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def subscriptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionProperties]:
+        """By subscription id, of those that have any."""
+
+    def __init__(
+        self,
+        *,
+        subscriptions: _abc.Iterable[Global___SubscriptionProperties] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["subscriptions", b"subscriptions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Properties: _TypeAlias = Properties  # noqa: Y015
+
+@_typing.final
+class SubscriptionProperties(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
+    PROPERTIES_FIELD_NUMBER: _builtins.int
+    subscription_id: _builtins.int
+    @_builtins.property
+    def properties(self) -> _containers.RepeatedCompositeFieldContainer[Global___Property]:
+        """In the order of their names."""
+
+    def __init__(
+        self,
+        *,
+        subscription_id: _builtins.int | None = ...,
+        properties: _abc.Iterable[Global___Property] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["subscription_id", b"subscription_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["properties", b"properties", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscriptionProperties: _TypeAlias = SubscriptionProperties  # noqa: Y015
 
 @_typing.final
 class Property(_message.Message):

@@ -25,7 +25,7 @@ from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA, ListedObject, ObjectInfo, ObjectStore
 from tests._support.engine_fixture import EPOCH_MS, Daemon, EngineFixture
 from tests._support.virtual_loop import VirtualLoop
-from tests.daemon.engine._support.calling import cancel, reschedule
+from tests.daemon.engine._support.calling import NO_POLICY, cancel, reschedule
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -142,8 +142,8 @@ def kinds(report: Report) -> list[tuple[Kind, str]]:
 
 def sound_root() -> MemoryStore:
     """A root that two daemons have written, one after the other: topic `t` with buckets, merged and not, rows that
-    left, tombstones and a progress object; topic `other` with rows in sections and checkpoint; checkpoints, a CLOSE;
-    topic `gone`, deleted. One bucket was written when its daemon was killed, and no manifest names it.
+    left, tombstones, a progress object and properties; topic `other` with rows in sections and checkpoint; checkpoints,
+    a CLOSE; topic `gone`, deleted. One bucket was written when its daemon was killed, and no manifest names it.
     """
     store = MemoryStore(wall_clock=lambda: EPOCH_MS / 1000)
     with unittest.mock.patch.object(bucket_life, "INLINE_PROGRESS_BYTES", 0):
@@ -214,6 +214,9 @@ async def _live_through(machines: EngineFixture) -> None:
     await one.add("gone", 1, range(25), delay_ms=HOUR_MS)
     await cancel(one, 9, range(0, 20, 2))
     await reschedule(one, 10, range(5), 2 * HOUR_MS)
+    for team in ("money", "gates"):
+        changing = one.engine.requests.update_subscription("t", "s", NO_POLICY, (("team", team),))
+        await one.call(changing)
     rows = await receiver.received(40)
     await receiver.acknowledge(rows[:30])
     await one.call(one.engine.requests.delete_topic("gone"))

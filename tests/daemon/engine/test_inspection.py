@@ -84,7 +84,7 @@ async def test_subscriptions_are_listed_by_name_page_by_page(machines: EngineFix
     one = await machines.served_by()
     names_of = ["zeta", "alpha", "mü", "beta", "s"]
     for name in names_of:
-        await create(one, name, policy=call_values.SubscriptionPolicy(properties=(("name", name),)))
+        await create(one, name, properties=(("name", name),))
     await one.add("t", 1, range(10), delay_ms=1)
     await asyncio.sleep(1)
     rows_of(await get(one, 3))
@@ -100,7 +100,7 @@ async def test_subscriptions_are_listed_by_name_page_by_page(machines: EngineFix
     by_name = {each.subscription: each for each in found}
     assert (by_name["s"].backlog, by_name["s"].in_flight, by_name["s"].leased) == (10, 3, 3)
     assert (by_name["beta"].backlog, by_name["beta"].in_flight) == (10, 0)
-    assert by_name["mü"].policy.properties == (("name", "mü"),)
+    assert by_name["mü"].properties == (("name", "mü"),)
 
 
 async def test_topics_of_all_shards_are_listed_by_name_page_by_page(machines: EngineFixture) -> None:

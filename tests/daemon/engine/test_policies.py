@@ -28,7 +28,7 @@ def policies(daemon: Daemon, topic: str = "t") -> asyncio.Task[call_values.Topic
     return daemon.call(daemon.engine.requests.topic_policy(topic))
 
 
-def update(daemon: Daemon, policy: SubscriptionPolicy, subscription: str = "s") -> asyncio.Task[SubscriptionPolicy]:
+def update(daemon: Daemon, policy: SubscriptionPolicy, subscription: str = "s") -> asyncio.Task[None]:
     return daemon.call(daemon.engine.requests.update_subscription("t", subscription, policy))
 
 
@@ -198,7 +198,7 @@ async def test_an_owner_that_lost_the_shard_sets_no_policy(machines: EngineFixtu
 
 async def test_a_subscription_is_created_again_with_the_same_policy_only(machines: EngineFixture) -> None:
     one = await machines.served_by("one")
-    policy = SubscriptionPolicy(in_flight_rows_max=10, lease_ms=1_000, properties=(("a", "1"), ("b", "")))
+    policy = SubscriptionPolicy(in_flight_rows_max=10, lease_ms=1_000)
     assert (await create(one, policy=policy)).created
     assert not (await create(one, policy=policy)).created
     with pytest.raises(AlreadyExists):
@@ -223,7 +223,7 @@ async def test_a_policy_of_key_order_outlives_crashes_and_an_update_replaces_it(
     for other in (skipping, SubscriptionPolicy(key_shared=KeySharedPolicy()), SubscriptionPolicy()):
         with pytest.raises(AlreadyExists):
             await create(two, policy=other)
-    assert await update(two, skipping) == skipping
+    await update(two, skipping)
     two.kill()
     three = await machines.served_by("one")
     assert not (await create(three, policy=skipping)).created
@@ -265,7 +265,7 @@ async def test_an_update_counts_from_its_answer_on_and_after_a_crash(machines: E
     await create(one, policy=SubscriptionPolicy(lease_ms=1_000))
     await create(one, "other", policy=SubscriptionPolicy(lease_ms=7))
     await one.add("t", 1, range(10), delay_ms=0)
-    assert await update(one, SubscriptionPolicy(lease_ms=2_000)) == SubscriptionPolicy(lease_ms=2_000)
+    await update(one, SubscriptionPolicy(lease_ms=2_000))
     assert (await get(one, 1)).lease_ms == 2_000
     one.kill()
     two = await machines.served_by("one")
@@ -312,10 +312,6 @@ async def test_no_more_is_in_flight_than_the_policy_says_over_streams_and_leases
         (SubscriptionPolicy(in_flight_rows_max=1 << 32), "in_flight_rows_max"),
         (SubscriptionPolicy(lease_ms=0), "lease_ms is 0"),
         (SubscriptionPolicy(lease_ms=topic_settings.LEASE_MAX_MS + 1), "lease_ms"),
-        (SubscriptionPolicy(properties=tuple((f"{n:03d}", "") for n in range(65))), "has 65 entries"),
-        (SubscriptionPolicy(properties=(("", "1"),)), "a name has 0 bytes"),
-        (SubscriptionPolicy(properties=(("ä" * 65, "1"),)), "a name has 130 bytes"),
-        (SubscriptionPolicy(properties=(("a", "ä" * 513),)), "the value of 'a' has 1026 bytes"),
     ],
 )
 async def test_a_bad_policy_of_a_subscription_is_refused_by_name(

@@ -122,4 +122,4 @@ def test_the_wire_and_the_manifest_mean_the_same_by_a_number(
     assert policy_pb2.KeyOrder.Name(message.order) == f"KEY_ORDER_{order.name}"
     assert policy_pb2.NackOrder.Name(message.nack_order) == f"NACK_ORDER_{nack_order.name}"
     given = policy_pb2.SubscriptionPolicy(key_shared=message)
-    assert policy_messages.subscription_policy(given).key_shared == policy
+    assert policy_messages.subscription_policy(given)[0].key_shared == policy

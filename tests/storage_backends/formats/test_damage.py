@@ -69,7 +69,6 @@ def a_topic_manifest() -> bytes:
         created_slot=ShardSlot(3),
         policy=manifest.SubscriptionPolicy(
             lease_ms=4,
-            properties=(("a", "b"),),
             redelivery=manifest.RedeliveryPolicy(kind=manifest.RedeliveryKind.EXPONENTIAL, multiplier=2.5),
             key_shared=manifest.KeySharedPolicy(selector=manifest.HashSelector.STICKY, nack_block_max_ms=9),
         ),
@@ -87,6 +86,11 @@ def a_topic_manifest() -> bytes:
             delay_levels=manifest.TopicDelayLevels(table="1s 5s"),
         )
     )
+
+
+def some_properties() -> bytes:
+    of_subscription = manifest.SubscriptionProperties(subscription_id=1, properties=(("a", "b"), ("team", "money")))
+    return manifest.encode_properties(manifest.Properties(subscriptions=(of_subscription,)))
 
 
 def a_progress(rows: Rows = ROWS) -> bytes:
@@ -179,6 +183,7 @@ OBJECTS: dict[str, Stored] = {
     ),
     "topic manifest": Stored(a_topic_manifest(), manifest.decode_topic_manifest, "topic manifest"),
     "progress": Stored(a_progress(), manifest.decode_progress, "progress"),
+    "properties": Stored(some_properties(), manifest.decode_properties, "properties"),
     "dead object": Stored(
         manifest.encode_dead_object(
             manifest.DeadObject(object="b", size_bytes=4, attempts=10, error="denied", given_up_ms=7)

@@ -220,7 +220,7 @@ def golden_topic_manifest() -> manifest.TopicManifest:
         damage="a segment is missing",
         quarantined_slot=ShardSlot(2),
     )
-    policy = manifest.SubscriptionPolicy(in_flight_rows_max=0, lease_ms=30_000, properties=(("a", "1"), ("b", "")))
+    policy = manifest.SubscriptionPolicy(in_flight_rows_max=0, lease_ms=30_000)
     return manifest.TopicManifest(
         head=golden_head(),
         topic="orders",
@@ -240,7 +240,14 @@ def golden_topic_manifest() -> manifest.TopicManifest:
         policy=manifest.TopicPolicy(
             delay_max_ms=0, bucket_rows_max=9, max_indexes_per_bucket_snapshot_segment=-1, compatible_form=False
         ),
+        properties_object=golden_object(),
     )
+
+
+def golden_properties() -> manifest.Properties:
+    of_first = manifest.SubscriptionProperties(subscription_id=1, properties=(("a", "1"), ("b", "")))
+    of_other = manifest.SubscriptionProperties(subscription_id=3, properties=(("team", "\u20ac"),))
+    return manifest.Properties(subscriptions=(of_first, of_other))
 
 
 def golden_shard_manifest() -> manifest.ShardManifest:
@@ -355,6 +362,7 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
     "log-slot-1.bin": golden_log_slot,
     "log-slot-fence-1.bin": golden_fence,
     "progress-1.bin": lambda: manifest.encode_progress(golden_progress()),
+    "properties-1.bin": lambda: manifest.encode_properties(golden_properties()),
     "topic-manifest-limits-1.bin": lambda: manifest.encode_topic_manifest(golden_limits()),
     "topic-manifest-two-phase-deletion-1.bin": lambda: manifest.encode_topic_manifest(golden_two_phase_deletion()),
     "dead-object-1.bin": lambda: manifest.encode_dead_object(golden_dead_object()),
@@ -472,6 +480,7 @@ def test_manifests_are_read() -> None:
     of_key_order = manifest.decode_topic_manifest(stored("topic-manifest-key-order-1.bin"))
     assert of_key_order == golden_topic_manifest_of_key_order()
     assert manifest.decode_progress(stored("progress-1.bin")) == golden_progress()
+    assert manifest.decode_properties(stored("properties-1.bin")) == golden_properties()
     assert manifest.decode_dead_object(stored("dead-object-1.bin")) == golden_dead_object()
 
 

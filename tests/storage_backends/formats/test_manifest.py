@@ -81,7 +81,6 @@ subscription_policies = st.builds(
     manifest.SubscriptionPolicy,
     in_flight_rows_max=st.none() | u32,
     lease_ms=st.none() | u64,
-    properties=st.dictionaries(text, text, max_size=3).map(lambda named: tuple(sorted(named.items()))),
     redelivery=st.none() | redelivery_policies,
     max_redeliver_count=st.none() | u32,
     ack_timeout_ms=st.none() | u64,
@@ -202,6 +201,7 @@ topic_manifests = st.builds(
     last_subscription_id=u64,
     progress=st.none() | progress,
     progress_object=st.none() | objects,
+    properties_object=st.none() | objects,
     deleted=st.booleans(),
     policy=topic_policies,
     delay_levels=st.none() | st.builds(manifest.TopicDelayLevels, table=text, clamp=st.booleans()),
@@ -231,6 +231,17 @@ def test_manifests_that_are_decoded_together_are_what_they_are_alone(values: lis
     for value in values * 2:
         data = manifest.encode_topic_manifest(value)
         assert together.decode(data) == manifest.decode_topic_manifest(data) == value
+
+
+@given(st.dictionaries(u64, st.dictionaries(text, text, max_size=3), max_size=3))
+def test_properties_come_back_as_they_were(by_id: dict[int, dict[str, str]]) -> None:
+    value = manifest.Properties(
+        subscriptions=tuple(
+            manifest.SubscriptionProperties(subscription_id=number, properties=tuple(sorted(named.items())))
+            for number, named in sorted(by_id.items())
+        )
+    )
+    assert manifest.decode_properties(manifest.encode_properties(value)) == value
 
 
 @given(progress)
@@ -307,31 +318,32 @@ def test_the_owner_of_what_is_planned_is_no_index() -> None:
     assert not index_ids.is_of_batch_parts(index_ids.PLANNED_OWNER)
 
 
-def test_properties_out_of_the_order_of_their_names_are_refused_at_encode_and_at_decode() -> None:
+def test_properties_out_of_order_are_refused_at_encode_and_at_decode() -> None:
+    """By their names, and by the ids of their subscriptions; no name and no id twice."""
     with pytest.raises(ValueError, match="property 'a' comes after 'b'"):
-        manifest.SubscriptionPolicy(properties=(("b", ""), ("a", "")))
-    subscription = manifest.Subscription(subscription_id=1, name="s", since_ms=0, created_slot=ShardSlot(0))
-    head = manifest.ManifestHead(number=1, previous_sha256=b"", commit_id="", writer="", created_ms=0)
-    message = manifest_pb2.TopicManifest()
-    mirror.fill(
-        message,
-        TopicManifest(
-            head=head,
-            topic="t",
-            topic_id="i",
-            incarnation=1,
-            owner_epoch=1,
-            applied=ShardSlot(1),
-            subscriptions=(subscription,),
-        ),
-    )
+        manifest.SubscriptionProperties(subscription_id=1, properties=(("b", ""), ("a", "")))
+    with pytest.raises(ValueError, match="subscription 1 comes after 2"):
+        manifest.Properties(
+            subscriptions=tuple(
+                manifest.SubscriptionProperties(subscription_id=number, properties=()) for number in (2, 1)
+            )
+        )
+    message = manifest_pb2.Properties()
     for _ in range(2):
-        message.subscriptions[0].policy.properties.add(name="a", value="")
-    data = framing.frame(manifest.TOPIC_MAGIC, 1, message.SerializeToString())
-    with pytest.raises(
-        format_errors.FormatError, match="topic manifest is damaged at byte 16: property 'a' comes after 'a'"
-    ):
-        manifest.decode_topic_manifest(data)
+        message.subscriptions.add(subscription_id=1)
+    assert _refusal_of(message) == "properties is damaged at byte 16: subscription 1 comes after 1"
+    del message.subscriptions[1]
+    for _ in range(2):
+        message.subscriptions[0].properties.add(name="a", value="")
+    assert _refusal_of(message) == "properties is damaged at byte 16: property 'a' comes after 'a'"
+
+
+def _refusal_of(properties: manifest_pb2.Properties) -> str:
+    """The first part of what the decoder says."""
+    data = framing.frame(manifest.PROPERTIES_MAGIC, 1, properties.SerializeToString())
+    with pytest.raises(format_errors.FormatError) as refused:
+        manifest.decode_properties(data)
+    return str(refused.value).rpartition(": ")[0]
 
 
 @given(topic_manifests)

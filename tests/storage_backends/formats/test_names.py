@@ -22,6 +22,7 @@ def test_the_layout_is_the_documented_one() -> None:
     assert names.topic_manifest_key(3, TOPIC_ID, 12) == f"{folder}manifest/{number}"
     assert names.bucket_key(3, TOPIC_ID, 12, "01J") == f"{folder}buckets/{number}-01J"
     assert names.progress_key(3, TOPIC_ID, 12, "01J") == f"{folder}progress/{number}-01J"
+    assert names.properties_key(3, TOPIC_ID, 12, "01J") == f"{folder}properties/{number}-01J"
     assert names.topics_prefix(117) == "shards/117/topics/"
     assert names.dead_objects_prefix() == "dead_objects/"
     assert names.dead_object_key(f"{folder}buckets/{number}-01J") == f"dead_objects/{folder}buckets/{number}-01J"

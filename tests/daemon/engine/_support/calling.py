@@ -126,8 +126,9 @@ def create(
     *,
     topic: str = "t",
     policy: call_values.SubscriptionPolicy = NO_POLICY,
+    properties: call_values.NamedValues = (),
 ) -> asyncio.Task[call_values.SubscriptionCreated]:
-    return daemon.call(daemon.engine.requests.create_subscription(topic, subscription, policy))
+    return daemon.call(daemon.engine.requests.create_subscription(topic, subscription, policy, properties))
 
 
 def delete_topic(daemon: Daemon, topic: str = "t") -> asyncio.Task[call_values.TopicDeleted]:

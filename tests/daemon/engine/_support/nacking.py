@@ -201,7 +201,5 @@ def assert_back_after(rows: Sequence[HandOut], since_ms: int, delay_ms: int, *, 
         assert since_ms + delay_ms <= row.at_ms <= since_ms + delay_ms + late_ms, (row, row.at_ms - since_ms)
 
 
-async def update(
-    daemon: Daemon, policy: call_values.SubscriptionPolicy, subscription: str = "s"
-) -> call_values.SubscriptionPolicy:
-    return await daemon.call(daemon.engine.requests.update_subscription("t", subscription, policy))
+async def update(daemon: Daemon, policy: call_values.SubscriptionPolicy, subscription: str = "s") -> None:
+    await daemon.call(daemon.engine.requests.update_subscription("t", subscription, policy))
