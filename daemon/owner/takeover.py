@@ -194,8 +194,9 @@ class Takeover:
     # ---- reading
 
     async def read(self, won: Iterable[Won]) -> dict[int, ShardClaim | Exception]:
-        """What each of the shards begins with; each log is read once for all of them. An error costs its shard alone:
-        Corruption when it cannot be served, NotOwner when it was claimed by another meanwhile, else the store's.
+        """What each of the shards begins with; each log is read once for all of them. An error costs its shard alone,
+        or the shards that need a log which cannot be read: Corruption when it cannot be served, NotOwner when it was
+        claimed by another meanwhile, else the store's.
         """
         living = self.living
         ends = {living.log_id: LogEnd(living.last_certain, {each.shard: _own_head(each, living) for each in won})}
@@ -211,10 +212,7 @@ class Takeover:
                 wanted[each.shard] = ShardSections(each.tip.manifest, loaded[each.shard].slot)
             except (Corruption, object_store.StoreError) as error:
                 found[each.shard] = error
-        try:
-            read_logs(self.living.logs, wanted.values(), {log_id: end.number for log_id, end in ends.items()})
-        except object_store.StoreError as error:
-            return found | dict.fromkeys(wanted, error)
+        read_logs(self.living.logs, wanted.values(), {log_id: end.number for log_id, end in ends.items()})
         heads = {log_id: end.heads for log_id, end in ends.items()}
         for each in won:
             if each.shard in wanted:

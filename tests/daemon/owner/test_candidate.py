@@ -188,6 +188,26 @@ async def test_a_store_that_fails_for_one_shard_costs_that_shard(machines: Engin
     assert machines.shard_tip(1).ranges[-1].log_id == claimed.takeover.living.log_id
 
 
+async def test_a_log_that_the_store_does_not_give_costs_the_shards_that_need_it(machines: EngineFixture) -> None:
+    await dead(machines, *ALL)
+    east = await owner_of(machines, "east", 1)
+    await east.write(1)
+    await east.run(east.living.close())
+    east.daemon.kill()
+    south = Standing(machines.daemon("south"))
+    south.daemon.script.plan(
+        "get_with_metadata", Fault.FAIL_BEFORE, key_part=log_owner.slot_key(east.log_id, 2), times=200
+    )
+    claimed = await south.become_owner()
+    assert [claim.shard for claim in claimed.claims] == [0, 2]
+    assert (claimed.damaged, list(claimed.unread)) == ({}, [1])
+    assert machines.shard_tip(1).owner == "", "it is given back, and damaged is nothing"
+    south.daemon.decide = lambda call: Fault.NONE
+    claim = await south.daemon.call(south.candidate.claim(claimed.takeover, 1, frozenset({""})))
+    assert log_owner.known_by(claim) == east.known[1]
+    assert machines.shard_tip(1).ranges[-1].log_id == claimed.takeover.living.log_id
+
+
 async def test_a_damaged_shard_belongs_to_nobody_and_the_others_are_owned(machines: EngineFixture) -> None:
     north = await owner_of(machines, "north", *ALL)
     for shard in ALL:
