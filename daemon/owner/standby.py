@@ -101,6 +101,11 @@ class Standby:
         """The tip of a shard's manifest at the last look; None when there was none."""
         return self._tips[shard]
 
+    def told_of(self, log_id: str) -> int:
+        """The slot of a log that was certain to its daemon, by its newest heartbeat that was read; 0: none told."""
+        beats = (watch.last_seen for watch in self._watches.values())
+        return max((beat.last_slot for beat in beats if beat is not None and beat.log_id == log_id), default=0)
+
     async def until_claimable(self, waiting: Callable[[str], None]) -> Claimable:
         """Returns, with the reason for the log, when every shard may be claimed; `waiting` hears of each reason not to.
 

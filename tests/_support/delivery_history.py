@@ -5,8 +5,8 @@ Does not own: the traffic (`tests.wire._support.traffic`).
 
 Rules. A row comes with the time that it was added with and not before it, never to a caller who did not add it, at most
 once on one stream, and not under an epoch that is over. After a durable acknowledgement it comes again only if its add
-was sent again after an answer was lost: such a send may have been a new row. So it may on one stream, before the answer to
-its acknowledgement, which an owner keeps back for a while after a takeover. A row whose add was answered OK comes.
+was sent again after an answer was lost: such a send may have been a new row. So it may on one stream, before its
+acknowledgement is answered, which an owner does late after a takeover. A row whose add was answered OK comes.
 """
 
 from __future__ import annotations

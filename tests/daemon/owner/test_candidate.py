@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from daemon.errors import Corruption
 from daemon.owner.candidate import Candidate, Claimed
 from daemon.owner.engine import DAMAGED_LOOK_S
+from daemon.owner.heartbeat import Heartbeat
 from storage_backends.file_log import FileLogs
 from storage_backends.formats import names
 from storage_backends.formats.log_slot_format import LogSlotKind
@@ -29,12 +31,12 @@ ALL = tuple(range(SHARDS))
 class Standing:
     """A daemon that stands by. `reasons`: whom it has waited for; `lost`: what has ended its log."""
 
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: Daemon, former: Heartbeat | None = None) -> None:
         self.daemon = daemon
         self.reasons: list[str] = []
         self.lost: list[BaseException] = []
         self.candidate = Candidate(daemon.environment, waiting=self.reasons.append, log_lost=self.lost.append)
-        self.candidate.look_at(SHARDS, daemon.environment.open_logs(LogForm.OBJECTS))
+        self.candidate.look_at(SHARDS, daemon.environment.open_logs(LogForm.OBJECTS), former)
 
     def become_owner(self) -> asyncio.Task[Claimed]:
         return self.daemon.call(self.candidate.become_owner())
@@ -263,6 +265,34 @@ async def test_a_log_whose_end_nobody_can_know_costs_its_shards(machines: Engine
     assert [claim.shard for claim in claimed.claims] == [1, 2]
     assert log_owner.slot_key(north.log_id, 2) in str(claimed.damaged[0])
     assert machines.shard_tip(0).owner == "north", "nothing is claimed without a fence"
+
+
+@pytest.mark.parametrize("name", ["south", "north"])
+async def test_a_log_that_is_shorter_than_its_daemon_has_told_is_not_taken_over(
+    machines: EngineFixture, name: str
+) -> None:
+    """Also by the daemon itself, when it is started again."""
+    north = await owner_of(machines, "north", *ALL)
+    for _ in range(2):
+        await north.write(*ALL)
+    told = Heartbeat(
+        daemon_id="north", address="north:1", shards=ALL, instance="1", sequence=1, log_id=north.log_id, last_slot=3
+    )
+    north.daemon.kill()
+    key = log_owner.slot_key(north.log_id, 3)
+    whole, metadata = machines.store.get_with_metadata(key)
+    machines.store.delete(key)
+    standing = Standing(machines.daemon(name), former=told if name == "north" else None)
+    machines.store.put(names.daemon_key("north"), msgspec.json.encode(told))
+    written = machines.keys("")
+    for _ in range(2):
+        with pytest.raises(Corruption, match="the store has lost slots behind 2"):
+            await standing.become_owner()
+    assert machines.keys("") == written, "no fence is made, and no log is opened"
+    assert standing.candidate.log_state == ((north.log_id, 3, True) if name == "north" else ("", 0, False))
+    machines.store.put(key, whole, metadata=metadata)
+    claimed = await standing.become_owner()
+    assert {claim.shard: log_owner.known_by(claim) for claim in claimed.claims} == north.known
 
 
 async def test_a_store_that_is_away_is_waited_for_and_no_log_is_left_behind(machines: EngineFixture) -> None:
