@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import functools
 import random
 import sys
@@ -47,6 +48,8 @@ CALL_EVERY_S = 1.0
 # A machine that is busy answers late: a call that is given up is made again.
 CALL_S = 60.0
 LOST = 0.01
+# Of the log of a standby that was not back in time.
+LOG_CHARACTERS = 4_000
 NO_FAULTS = "no faults"
 CASES: Mapping[str, Faults] = {
     NO_FAULTS: Faults(),
@@ -120,12 +123,14 @@ def _turn(
         for problem in problems:
             rounds.check(case, problem)
         if problems:
-            bench.say(f"{NAME}: the end of the standby's log:\n{standby.log_text()[-4000:]}")
+            bench.say(f"{NAME}: the end of the standby's log:\n{standby.log_text()[-LOG_CHARACTERS:]}")
+        phases = _phases(standby.log_text(), killed_ms)
         asked = [each for each in store.requests if each.arrived_s > killed_s]
         failed = sum(each.fault is not None for each in asked)
         if case != NO_FAULTS and not failed:
             rounds.check(case, "no request has failed: it shows nothing")
-    figures: dict[str, float] = {
+    figures: dict[str, float] = {f"{phase}, {case}, s": value for phase, value in phases.items()}
+    figures |= {
         f"first hand-out, {case}, s": seconds,
         f"slots read, {case}, slots": _slots_read(asked),
     }
@@ -153,6 +158,19 @@ def _take_over(
     seconds = (first_ms - killed_ms) / 1000
     late = [f"it was not back within {BACK_S:g} s: {seconds:.1f} s"] if seconds > BACK_S else []
     return seconds, [*late, *history.breaches()[:5]]
+
+
+def _phases(log: str, killed_ms: int) -> Mapping[str, float]:
+    """When the standby first took over and last began to serve, by its log: seconds since SIGKILL."""
+    taking, serving = (
+        [
+            datetime.datetime.fromisoformat(line.split(" ", 1)[0]).timestamp() - killed_ms / 1000
+            for line in log.splitlines()
+            if part in line
+        ]
+        for part in (": taking over: ", ": serving shards=")
+    )
+    return {"takes over": taking[0], "serves": serving[-1]} if taking and serving else {}
 
 
 def _of_takeover(requests: list[failing_store.Request]) -> Mapping[str, int]:

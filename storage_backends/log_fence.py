@@ -79,8 +79,8 @@ Step: TypeAlias = ListHighest | ReadOne | CreateFence
 
 
 def fencing(log_id: str, by: Writer, *, told: int = 0) -> Generator[Step, Any, Fence]:
-    """The steps that fence a log; each is to be answered as it says. `told`: a slot that was certain to the log's owner,
-    by what it has told before the first step; 0: nothing is known. Raises Damaged when the log has lost slots.
+    """The steps that fence a log; each is to be answered as it says. `told`: a slot that was certain to the log's
+    owner, by what it has told before the first step; 0: nothing is known. Raises Damaged when the log has lost slots.
     """
     gone: int | None = None
     listed_nothing = False

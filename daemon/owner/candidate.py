@@ -93,6 +93,7 @@ class Candidate:
             lock=lambda daemon_id: standby.lock_of(environment.locks, daemon_id),
             log_has_ended=lambda log_id: log_fence.ended_at(logs, log_id) is not None,
             run=environment.pools.journal.run,
+            parts=environment.pools.journal.parts,
             clock=environment.clock.elapsed_s,
             sleep=environment.sleep,
             look_interval_s=LOOK_S,
