@@ -85,12 +85,8 @@ def measure(bench: workbench.Workbench, plan: Plan) -> report.Result:
     figures = [
         dataclasses.replace(rounds.figure(name, unit, goals.get(name)), name=short) for name, short, unit in named
     ]
-    parameters: dict[str, report.Value] = {
-        "seconds": plan.seconds,
-        "topics": plan.topics,
-        "answers_lost": LOST,
-    } | bench.parameters
-    return report.Result(NAME, parameters, figures, rounds.problems)
+    sizes: dict[str, report.Value] = {"seconds": plan.seconds, "topics": plan.topics, "answers_lost": LOST}
+    return report.Result(NAME, sizes | bench.parameters, figures, rounds.problems)
 
 
 def _turn(
@@ -135,7 +131,7 @@ def _turn(
         f"slots read, {case}, slots": _slots_read(asked),
     }
     if case == NO_FAULTS:
-        return figures | {f"{kind} of a takeover, requests": number for kind, number in _of_takeover(asked).items()}
+        return figures | {f"{kind} of a takeover, requests": number for kind, number in of_takeover(asked).items()}
     return figures | {f"failed of {case}, requests": failed}
 
 
@@ -173,7 +169,7 @@ def _phases(log: str, killed_ms: int) -> Mapping[str, float]:
     return {"takes over": taking[0], "serves": serving[-1]} if taking and serving else {}
 
 
-def _of_takeover(requests: list[failing_store.Request]) -> Mapping[str, int]:
+def of_takeover(requests: list[failing_store.Request]) -> Mapping[str, int]:
     """How many requests of each kind the takeover took: from the listing of the killed daemon's log, before its fence,
     to the last claim. Empty when there was none.
     """

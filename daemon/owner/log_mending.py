@@ -42,7 +42,7 @@ class Owned:
         return cls(tip, max((tip.checkpoint_slot, *(int(each.applied) for each in topics))))
 
     def range_in(self, log_id: str) -> LogRange | None:
-        """That of its owner, if its log is this one."""
+        """The range that is open in the log; None when its owner writes another one."""
         owned = self.tip.open_range
         return owned if owned is not None and owned.log_id == log_id else None
 
