@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from storage_backends.formats import names
 from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import LogForm
 from tests._support.engine_fixture import Daemon, EngineFixture
-from tests._support.fault_store import Fault
+from tests._support.fault_store import Call, Fault
 from tests.daemon.owner._support import log_owner
 from tests.daemon.owner._support.log_owner import SHARDS, LogOwner, owner_of
 from tests.storage_backends._support import log_slots
@@ -87,6 +88,28 @@ async def test_a_takeover_is_one_fence_and_a_claim_of_each_shard(machines: Engin
     claims = [names.number_of(key) for key in puts[2:]]
     assert len(claims) == SHARDS
     assert puts[2].startswith(names.shard_manifest_prefix(0)), "of several candidates the one that gets it goes on"
+
+
+async def test_a_takeover_asks_the_store_for_no_more_than_it_needs(machines: EngineFixture) -> None:
+    """From the look for the end of the former log to the last claim; what a look asks before is not counted."""
+    north = await owner_of(machines, "north", *ALL)
+    await north.write(*ALL)
+    north.daemon.kill()
+    south = Standing(machines.daemon("south"))
+    calls: list[Call] = []
+
+    def noted(call: Call) -> Fault:
+        calls.append(call)
+        return Fault.NONE
+
+    south.daemon.decide = noted
+    await south.become_owner()
+    fence = next(place for place, call in enumerate(calls) if call.key == log_owner.slot_key(north.log_id, 3))
+    begin = max(place for place, call in enumerate(calls[:fence]) if call.operation == "list")
+    end = max(place for place, call in enumerate(calls) if call.operation == "put_if_absent")
+    asked = collections.Counter(call.operation for call in calls[begin : end + 1])
+    # The fence, OPEN, the claims; the newest slot of the former log, the tip of each shard.
+    assert asked == {"put_if_absent": 2 + SHARDS, "list": 1, "get_with_metadata": 1 + SHARDS}
 
 
 async def test_a_log_that_was_closed_is_followed_at_once_and_settled(machines: EngineFixture) -> None:
