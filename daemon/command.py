@@ -1,7 +1,8 @@
 """What `tarryd` does.
 
 Owns: arguments, settings, and the exit status: 0 after an orderly end, 1 when it cannot serve, 2 for a
-wrong configuration, 3 when the orderly end was cut short; and what it does instead of serving: `token`, `health`.
+wrong configuration, 3 when the orderly end was cut short; and what it does instead of serving: `token`, `health`,
+`give-up`.
 Does not own: a signal that comes before anything is served (`daemon.main`), what the daemon is made of and how it ends
 (`daemon.process`).
 
@@ -50,6 +51,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         settings = config.load(options.config, overrides=options.set)
         if options.command == "health":
             return _ask_health(settings)
+        if options.command == "give-up":
+            return _give_up(settings, options.log, accepted=options.accept_loss)
         door, audit_log = Door(settings.tls, settings.access), AuditLog(settings.access)
     except errors.InvalidArgument as error:
         log.error("%s", error)
@@ -103,6 +106,25 @@ def _ask_health(settings: config.Config) -> int:
     return 0 if serves else EXIT_CANNOT_SERVE
 
 
+def _give_up(settings: config.Config, log_id: str, *, accepted: bool) -> int:
+    """Tells what of a dead daemon's log is damaged or lost, and gives it up if that is accepted; 0 when a standby can
+    take over, else 1.
+    """
+    from daemon import log_loss
+    from daemon.owner.log_mending import StillWritten
+
+    logs.configure(level=settings.log.level, form=settings.log.format)
+    try:
+        with contextlib.closing(store_opening.open_store(settings.store)) as store:
+            can_be_fenced = log_loss.give_up(
+                store, log_id, accepted=accepted, say=lambda text: sys.stdout.write(f"{text}\n")
+            )
+    except (errors.TarryError, object_store.StoreError, StillWritten) as error:
+        log.error("nothing is given up: %s", error)
+        return EXIT_CANNOT_SERVE
+    return 0 if can_be_fenced else EXIT_CANNOT_SERVE
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tarryd",
@@ -135,6 +157,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="ask the daemon of these settings whether it serves",
         description="Asks the daemon on this machine whether it serves, over grpc.unix_socket, or else over "
         "grpc.listen, which has no TLS then. Exit status 0 if it does, else 1.",
+    )
+    give_up = commands.add_parser(
+        "give-up",
+        help="give up what was in the newest slots of a dead daemon's log, which are damaged or lost",
+        description="Tells what is damaged or lost at the end of a log whose daemon has ended, so that no other can "
+        "take over. Exit status 0 when one can, else 1. What was in those slots may have been answered: restore them "
+        "from a copy if there is one.",
+    )
+    give_up.add_argument("log", metavar="LOG", help="the id of the log, as health and the log name it: logs/LOG/")
+    give_up.add_argument(
+        "--accept-loss", action="store_true", help="give it up: sections without a record are written behind the end"
     )
     return parser.parse_args(arguments)
 

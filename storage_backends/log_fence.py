@@ -5,6 +5,7 @@ Does not own: whether to fence, and what a fence allows (the claim).
 
     list: m is the highest slot, and read it            gone meanwhile: list again
     it is FENCE or CLOSE                                -> the log ends there
+    its owner has told of a later slot                  go on from that one; it is absent: slots are lost
     create FENCE at m + 1, with the heads of m          occupied: read that one, and go on from it
 
 A list is old when it arrives. If the owner lives, wrote on and deleted what it had written, the FENCE may stand in a
@@ -77,8 +78,10 @@ class CreateFence:
 Step: TypeAlias = ListHighest | ReadOne | CreateFence
 
 
-def fencing(log_id: str, by: Writer) -> Generator[Step, Any, Fence]:
-    """The steps that fence a log; each is to be answered as it says. Raises Damaged when the log has lost slots."""
+def fencing(log_id: str, by: Writer, *, told: int = 0) -> Generator[Step, Any, Fence]:
+    """The steps that fence a log; each is to be answered as it says. `told`: a slot that was certain to the log's
+    owner, by what it has told before the first step; 0: nothing is known. Raises Damaged when the log has lost slots.
+    """
     gone: int | None = None
     listed_nothing = False
     while True:
@@ -90,13 +93,13 @@ def fencing(log_id: str, by: Writer) -> Generator[Step, Any, Fence]:
             continue
         if number == gone:
             raise object_store.Damaged(names.log_prefix(log_id), f"slot {number} is listed as the highest, and absent")
-        fence = yield from _fencing_from(log_id, number, by)
+        fence = yield from _fencing_from(log_id, number, by, told)
         if fence is not None:
             return fence
         gone = number
 
 
-def _fencing_from(log_id: str, number: int, by: Writer) -> Generator[Step, Any, Fence | None]:
+def _fencing_from(log_id: str, number: int, by: Writer, told: int) -> Generator[Step, Any, Fence | None]:
     """None when a slot on the way is gone: its owner lives, and deletes."""
     while True:
         slot = yield ReadOne(number)
@@ -104,6 +107,15 @@ def _fencing_from(log_id: str, number: int, by: Writer) -> Generator[Step, Any, 
             return None
         if slot.header.kind.ends:
             return Fence(log_id, number, slot.header.kind, slot.header.heads, proof=_PROOF)
+        if number < told:
+            if (yield ReadOne(told)) is None:
+                raise object_store.Damaged(
+                    names.log_slot_key(log_id, told),
+                    f"it is missing, and its daemon had written it: the store has lost slots behind {number}",
+                )
+            # A listing that lags behind.
+            number = told
+            continue
         heads = slot.header.heads
         header = LogSlotHeader(log_id=log_id, number=number + 1, kind=LogSlotKind.FENCE, heads=heads, writer=by)
         if (yield CreateFence(number + 1, log_slot_format.encode_log_slot(header))):
@@ -114,14 +126,17 @@ def _fencing_from(log_id: str, number: int, by: Writer) -> Generator[Step, Any, 
 # ---- performing them
 
 
-def fence_log(slots: SlotLog, by: Writer, *, delays_s: Iterator[float], sleep: Callable[[float], None]) -> Fence:
-    """Fences the log, and gives the fence that stands at its end. Synchronous; may be repeated after any error.
+def fence_log(
+    slots: SlotLog, by: Writer, *, told: int = 0, delays_s: Iterator[float], sleep: Callable[[float], None]
+) -> Fence:
+    """Fences the log, and gives the fence that stands at its end. `told`: as in `fencing`. Synchronous; may be repeated
+    after any error.
 
     What fails for now is tried again after each of `delays_s`; after the last one its error is raised. Raises LogHeld
-    at once while a process lives that may write to it, Damaged when the newest slot cannot be read: then nobody knows
-    where the log ends.
+    at once while a process lives that may write to it, Damaged when the newest slot cannot be read, or is not the one
+    that the owner has told of: then nobody knows where the log ends.
     """
-    steps = fencing(slots.log_id, by)
+    steps = fencing(slots.log_id, by, told=told)
     answer: Any = None
     while True:
         try:

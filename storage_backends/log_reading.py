@@ -3,6 +3,8 @@
 Owns: which slots are read for which shards, which sections count, and what makes a shard complete (L9).
 Does not own: what the records do, and reading manifests (the callers).
 
+A log that the store does not give costs the shards that need it, and no other: `complete` says so.
+
 A hole is damage of its shard alone, named by log, slot and shard slot. Before it is called so, and after the end of an
 open range was read, the shard's manifest is to be read again: `judged` says what its change means.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -87,6 +90,8 @@ class ShardSections:
         self._damage: dict[tuple[str, int], str] = {}
         # Of a shard slot that lies in two log slots, the second.
         self._twice: Section | None = None
+        # How the store has failed for a log that is needed.
+        self._unread: object_store.StoreError | None = None
 
     @property
     def shard(self) -> int:
@@ -119,11 +124,18 @@ class ShardSections:
         """A slot of which nothing is known: whether it had a section of the shard, density shows."""
         self._damage[log_id, number] = damage
 
+    def take_unread(self, error: object_store.StoreError) -> None:
+        """Slots that are needed may be there, and were not read."""
+        self._unread = error
+
     def complete(self, ends: Mapping[str, Heads]) -> list[Section]:
         """Every section, ascending. `ends`: the heads at the end of each log that an open range names.
 
-        Raises Damaged for a hole, a section that is damaged or there twice, and an epoch that falls.
+        Raises Damaged for a hole, a section that is damaged or there twice, and an epoch that falls; the store's errors
+        when a log could not be read: then nothing is known to be damaged.
         """
+        if self._unread is not None:
+            raise self._unread
         last = self._from_slot
         for each in self._ranges:
             through = self._last_slot(each, ends)
@@ -192,17 +204,34 @@ def extents_once(wanted: Iterable[Extent]) -> list[Extent]:
 def read_logs(logs: SlotLogs, shards: Iterable[ShardSections], ends: Mapping[str, int]) -> None:
     """Tells each of the shards of every slot that one of them needs; each slot is read once.
 
-    `ends`: the last slot of each log that an open range names. Raises the store's errors; damage is told to the shards.
+    `ends`: the last slot of each log that an open range names. Damage is told to the shards, and so is how the store
+    has failed, to those that need more of the log than was read of it; that log is not asked for again.
     """
     by_shard = {each.shard: each for each in shards}
-    for extent in extents_once(extent for each in by_shard.values() for extent in each.extents(ends)):
-        for number, slot in _slots(logs, extent):
-            if isinstance(slot, LogSlot):
-                for shard in by_shard.keys() & set(slot.shards):
-                    by_shard[shard].take(extent.log_id, number, slot)
-            else:
-                for each in by_shard.values():
-                    each.take_damaged(extent.log_id, number, slot)
+    needed = {each: each.extents(ends) for each in by_shard.values()}
+    failed: set[str] = set()
+    for extent in extents_once(itertools.chain.from_iterable(needed.values())):
+        if extent.log_id in failed:
+            continue
+        read_through = extent.after
+        try:
+            for number, slot in _slots(logs, extent):
+                _tell(by_shard, extent.log_id, number, slot)
+                read_through = number
+        except object_store.StoreError as error:
+            failed.add(extent.log_id)
+            for each, extents in needed.items():
+                if any(need.log_id == extent.log_id and need.through > read_through for need in extents):
+                    each.take_unread(error)
+
+
+def _tell(by_shard: Mapping[int, ShardSections], log_id: str, number: int, slot: LogSlot | str) -> None:
+    if isinstance(slot, LogSlot):
+        for shard in by_shard.keys() & set(slot.shards):
+            by_shard[shard].take(log_id, number, slot)
+    else:
+        for each in by_shard.values():
+            each.take_damaged(log_id, number, slot)
 
 
 def _slots(logs: SlotLogs, extent: Extent) -> Iterator[tuple[int, LogSlot | str]]:

@@ -60,6 +60,8 @@ T = TypeVar("T")
 # Before what has failed is asked for again, at first and at the longest.
 _FIRST_DELAY_S: Final = 0.1
 _LAST_DELAY_S: Final = 2.0
+# So long after the first try another one may begin: tries that time out are few, those that are answered 503 are many.
+_AGAIN_WITHIN_S: Final = 20.0
 
 # The request was not sent: no connection came about.
 _NOT_SENT: Final = (
@@ -92,7 +94,7 @@ class S3Settings:
     `checksums`: of requests and answers, by boto3. `auto` is `when_required` for an `endpoint_url`, because many
     look-alikes refuse what they do not know, and `when_supported` for AWS.
     `connect_timeout_s`, `read_timeout_s`: of one try. `attempts`: tries of everything but conditional writes, which
-    are tried once.
+    are tried once; fewer where tries take long, since none begins more than 20 s after the first.
     `connections_max`: open at once, for each of the two clients; as many threads can wait for the store.
     `list_page_keys`: keys in one answer to a listing, at most 1,000.
     """
@@ -108,7 +110,7 @@ class S3Settings:
     checksums: Literal["auto", "when_required", "when_supported"] = "auto"
     connect_timeout_s: float = 1.0
     read_timeout_s: float = 5.0
-    attempts: int = 4
+    attempts: int = 12
     connections_max: int = 32
     list_page_keys: int = 1000
 
@@ -130,6 +132,7 @@ class S3Store(ObjectStore):
     """Objects beneath a prefix of a bucket. The bucket must exist.
 
     `wall_clock`: this machine's, Unix time in seconds, to compare the store's with. `sleep`: between two tries.
+    `monotonic`: seconds, to end them by.
     """
 
     def __init__(
@@ -138,12 +141,14 @@ class S3Store(ObjectStore):
         *,
         wall_clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings: Final = settings
         self._bucket: Final = settings.bucket
         self._front: Final = f"{settings.prefix}/" if settings.prefix else ""
         session = boto3.session.Session()
         self._sleep = sleep
+        self._monotonic = monotonic
         # Reads must not wait for the connections of what makes decisions durable.
         self._conditional: Final = _client(session, settings)
         self._data: Final = _client(session, settings)
@@ -237,15 +242,19 @@ class S3Store(ObjectStore):
     def _repeated(self, key: str, ask: Callable[[], T]) -> T:
         """What the server answers, who is asked again, later each time, while what it says or does may pass.
 
-        Raises as `_translated` does, after as many tries as there may be.
+        Raises as `_translated` does, after as many tries as there may be, or as there is time for.
         """
         delays_s = doubling_delays.delays_s(random.random, first_s=_FIRST_DELAY_S, last_s=_LAST_DELAY_S)
+        last_begins_s = self._monotonic() + _AGAIN_WITHIN_S
         for _ in range(1, self.settings.attempts):
             try:
                 with _translated(key):
                     return ask()
             except StoreUnavailable:
-                self._sleep(next(delays_s))
+                delay_s = next(delays_s)
+                if self._monotonic() + delay_s > last_begins_s:
+                    raise
+                self._sleep(delay_s)
         with _translated(key):
             return ask()
 

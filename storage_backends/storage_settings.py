@@ -64,9 +64,12 @@ class S3(Section, frozen=True):
     attempts: Annotated[
         int,
         Meta(
-            ge=1, le=100, description="Tries of a request, each later than the one before; conditional writes have one."
+            ge=1,
+            le=100,
+            description="Tries of a request, each later than the one before, and none more than 20 s after the first; "
+            "conditional writes have one.",
         ),
-    ] = 4
+    ] = 12
     connections_max: Annotated[
         int, Meta(ge=1, le=1000, description="Connections kept open; as many requests can be under way.")
     ] = 32

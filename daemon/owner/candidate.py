@@ -74,13 +74,17 @@ class Candidate:
         self.is_taking_over = False
         # The log that was opened last.
         self._living: LivingLog | None = None
+        # The log that the process before this one wrote, by its last heartbeat.
+        self._former = heartbeat.LogState()
         # Shards that could not be read when they were claimed: they are claimed again only when they can be.
         self._damaged: dict[int, str] = {}
 
-    def look_at(self, shards: int, logs: SlotLogs) -> None:
-        """The root has so many shards, and these logs."""
+    def look_at(self, shards: int, logs: SlotLogs, former: heartbeat.Heartbeat | None = None) -> None:
+        """The root has so many shards, and these logs. `former`: the last heartbeat of the process before this one."""
         environment = self._environment
         self._logs = logs
+        if former is not None and former.log_id:
+            self._former = heartbeat.LogState(former.log_id, former.last_slot, True)
         self.shard_logs = tuple(topic_commits.shard_log(environment, shard) for shard in range(shards))
         self._standby = standby.Standby(
             environment.store,
@@ -89,6 +93,7 @@ class Candidate:
             lock=lambda daemon_id: standby.lock_of(environment.locks, daemon_id),
             log_has_ended=lambda log_id: log_fence.ended_at(logs, log_id) is not None,
             run=environment.pools.journal.run,
+            parts=environment.pools.journal.parts,
             clock=environment.clock.elapsed_s,
             sleep=environment.sleep,
             look_interval_s=LOOK_S,
@@ -100,13 +105,19 @@ class Candidate:
 
     @property
     def log_state(self) -> heartbeat.LogState:
-        """What this daemon tells of the log that it has opened last."""
+        """What this daemon tells of the log that it has opened last, or the process before it, whose beats end."""
         living = self._living
-        return (
-            heartbeat.LogState()
-            if living is None
-            else heartbeat.LogState(living.log_id, living.last_certain, living.is_ended)
-        )
+        if living is None:
+            return self._former
+        return heartbeat.LogState(living.log_id, living.last_certain, living.is_ended)
+
+    def _fences(self) -> Fences:
+        """For one attempt, by the heartbeats that the look before it has read."""
+        return Fences(self._logs, self._environment, told=self._told_of)
+
+    def _told_of(self, log_id: str) -> int:
+        own = self._former.last_slot if self._former.log_id == log_id else 0
+        return max(own, self._standby.told_of(log_id))
 
     @property
     def owner_address(self) -> str:
@@ -131,7 +142,7 @@ class Candidate:
             try:
                 claimable = await self._standby.until_claimable(self._waiting)
                 await self._check_one_readable()
-                fences = Fences(self._logs, self._environment)
+                fences = self._fences()
                 await self._fence_first(fences)
                 log.info("taking over: %s", claimable.reason)
                 self._waiting("taking over the shards")
@@ -180,16 +191,22 @@ class Candidate:
         await check_readable(self._logs, self.shard_logs[shard], shard, self._environment)
 
     async def _fence_first(self, fences: Fences) -> None:
-        """Before a log is opened: while an owner cannot be fenced, none is needed."""
+        """Before a log is opened: while no owner can be fenced, none is needed. Raises Corruption when that holds for
+        every shard.
+        """
+        damage: list[Corruption] = []
         for shard in range(len(self.shard_logs)):
             recorded = self.recorded(shard)
-            if recorded is not None and recorded.open_range is not None:
-                try:
-                    await fences.of(recorded.open_range.log_id)
-                except object_store.Damaged as error:
-                    log.warning("shard %d: %s", shard, error)
-                    continue
-                return
+            if recorded is None or recorded.open_range is None:
+                continue
+            try:
+                await fences.of(recorded.open_range.log_id)
+            except object_store.Damaged as error:
+                damage.append(self._noted(shard, Corruption(f"{error}")))
+                continue
+            return
+        if damage and len(damage) == len(self.shard_logs):
+            raise damage[0]
 
     async def _claim_all(self, living: LivingLog, fences: Fences, gone_owners: frozenset[str]) -> Claimed:
         """Claims all shards that can be read; of several candidates the one that gets the first goes on with the
@@ -261,7 +278,7 @@ class Candidate:
 
         Raises NotOwner and Unavailable when another daemon came first, CommitOutcomeUnknown, and the store's errors.
         """
-        fences = Fences(self._logs, self._environment)
+        fences = self._fences()
         won = await self._claim(takeover, shard, fences, gone_owners)
         damaged: dict[int, Corruption] = {}
         unread: dict[int, Exception] = {}

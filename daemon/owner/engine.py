@@ -31,7 +31,7 @@ from daemon.ledger_deletion.deletion_workers import DeletionWorkers
 from daemon.owner.candidacy import Wait
 from daemon.owner.candidate import Candidate, Claimed
 from daemon.owner.garbage_collection import Collection
-from daemon.owner.heartbeat import Heart
+from daemon.owner.heartbeat import Heart, Heartbeat, read_heartbeat
 from daemon.owner.living_log import LivingLog
 from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
@@ -139,7 +139,7 @@ class Engine:
         """
         environment = self._environment
         self._shards_total, logs = await self._open_root()
-        self._candidate.look_at(self._shards_total, logs)
+        self._candidate.look_at(self._shards_total, logs, await self._former_heartbeat())
         self.collection.look_at(logs, self._candidate.shard_logs)
         watch = ClockWatch(
             environment.clock,
@@ -185,6 +185,15 @@ class Engine:
 
         return await backoff.until_answered(
             lambda: environment.run(open_logs),
+            failed=lambda error: self._wait_for(f"the store cannot be reached: {error}"),
+            waiting=environment,
+        )
+
+    async def _former_heartbeat(self) -> Heartbeat | None:
+        """What the process before this one has told last: the first beat of this one replaces it."""
+        environment = self._environment
+        return await backoff.until_answered(
+            lambda: environment.run(lambda: read_heartbeat(environment.store, environment.config.daemon_id)),
             failed=lambda error: self._wait_for(f"the store cannot be reached: {error}"),
             waiting=environment,
         )

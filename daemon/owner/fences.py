@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 
 from daemon.surroundings import backoff
 from daemon.surroundings.environment import Environment
@@ -21,18 +22,24 @@ DEADLINE_S = 30.0
 
 
 class Fences:
-    """Used on one event loop, for one attempt: a fence that stops nobody is not kept for the next."""
+    """Used on one event loop, for one attempt: a fence that stops nobody is not kept for the next.
 
-    def __init__(self, logs: SlotLogs, environment: Environment) -> None:
+    `told`: which slot of a log was certain to its daemon, by the heartbeats that were read; 0: none told.
+    """
+
+    def __init__(
+        self, logs: SlotLogs, environment: Environment, *, told: Callable[[str], int] = lambda log_id: 0
+    ) -> None:
         self._logs = logs
         self._environment = environment
+        self._told = told
         self._fences: dict[str, asyncio.Task[Fence]] = {}
 
     async def of(self, log_id: str) -> Fence:
         """Where the log ends; whoever asks first fences it. One that failed is tried again by whoever asks next.
 
-        Raises LogHeld while a process lives that may write to it, Damaged when nobody can know where it ends, and the
-        store's errors.
+        Raises LogHeld while a process lives that may write to it, Damaged when nobody can know where it ends, or when
+        it is shorter than its daemon has told, and the store's errors.
         """
         fencing = self._fences.get(log_id)
         if fencing is None or (fencing.done() and (fencing.cancelled() or fencing.exception() is not None)):
@@ -44,6 +51,7 @@ class Fences:
     async def _fence(self, log_id: str) -> Fence:
         environment, config = self._environment, self._environment.config
         writer = Writer(config.daemon_id, config.daemon.address or "", environment.version)
+        told = self._told(log_id)
 
         def fence() -> Fence:
             slots = self._logs.log(log_id)
@@ -53,7 +61,9 @@ class Fences:
                 backoff.delays_s(environment.jitter),
             )
             try:
-                fenced = log_fence.fence_log(slots, writer, delays_s=delays_s, sleep=environment.blocking_sleep)
+                fenced = log_fence.fence_log(
+                    slots, writer, told=told, delays_s=delays_s, sleep=environment.blocking_sleep
+                )
             finally:
                 slots.close()
             crash_point("takeover.after_fence")

@@ -9,6 +9,7 @@ Does not own: the decision (`candidacy`), the takeover, and the lock of this dae
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -61,8 +62,9 @@ class Standby:
     """The observations of one daemon. `shard_logs`: one for each shard of the root.
 
     `lock`: what the lock of a daemon id says, see `lock_of`; `log_has_ended`: whether the highest slot of a log is a
-    FENCE or CLOSE; both are called in the executor. `look_interval_s`: between two looks; worth being short where
-    there are locks, as they show at once that a process has ended.
+    FENCE or CLOSE; both are called in the executor. `parts` reads manifests side by side: where some are asked for
+    again a look would else take so long that heartbeats are seldom read. `look_interval_s`: between two looks; worth
+    being short where there are locks, as they show at once that a process has ended.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Standby:
         lock: Callable[[str], OwnerLock],
         log_has_ended: Callable[[str], bool],
         run: backoff.Run,
+        parts: concurrent.futures.Executor,
         clock: backoff.Clock,
         sleep: backoff.Sleep,
         look_interval_s: float = heartbeat.INTERVAL_S,
@@ -87,6 +90,7 @@ class Standby:
         # Logs of which that was seen: it stays so.
         self._ended_logs: set[str] = set()
         self._run = run
+        self._parts = parts
         self._clock = clock
         self._sleep = sleep
         self._look_interval_s = look_interval_s
@@ -100,6 +104,11 @@ class Standby:
     def tip(self, shard: int) -> commit.Tip[ShardManifest] | None:
         """The tip of a shard's manifest at the last look; None when there was none."""
         return self._tips[shard]
+
+    def told_of(self, log_id: str) -> int:
+        """The slot of a log that was certain to its daemon, by its newest heartbeat that was read; 0: none told."""
+        beats = (watch.last_seen for watch in self._watches.values())
+        return max((beat.last_slot for beat in beats if beat is not None and beat.log_id == log_id), default=0)
 
     async def until_claimable(self, waiting: Callable[[str], None]) -> Claimable:
         """Returns, with the reason for the log, when every shard may be claimed; `waiting` hears of each reason not to.
@@ -177,11 +186,11 @@ class Standby:
     def _recorded_owners(self) -> list[RecordedOwner | None]:
         """The distinct owners by the tips of all shards. Raises Damaged when not one of them can be read."""
         self._damaged = {}
-        for number, shard_log in enumerate(self._shard_logs):
-            try:
-                self._tips[number] = shard_log.read_tip(self._tips[number])
-            except object_store.Damaged as error:
-                self._damaged[number] = error
+        for number, found in enumerate(self._parts.map(self._read_tip, range(len(self._shard_logs)))):
+            if isinstance(found, object_store.Damaged):
+                self._damaged[number] = found
+            else:
+                self._tips[number] = found
         if len(self._damaged) == len(self._shard_logs):
             raise self._damaged[0]
         recorded = (
@@ -190,6 +199,12 @@ class Standby:
             if number not in self._damaged
         )
         return list(dict.fromkeys(recorded))
+
+    def _read_tip(self, number: int) -> commit.Tip[ShardManifest] | object_store.Damaged | None:
+        try:
+            return self._shard_logs[number].read_tip(self._tips[number])
+        except object_store.Damaged as error:
+            return error
 
     def _observe_heartbeats(self, owners: set[str]) -> None:
         listed = {entry.key.removeprefix(names.DAEMONS_PREFIX) for entry in self._store.list(names.DAEMONS_PREFIX)}

@@ -194,8 +194,9 @@ class Takeover:
     # ---- reading
 
     async def read(self, won: Iterable[Won]) -> dict[int, ShardClaim | Exception]:
-        """What each of the shards begins with; each log is read once for all of them. An error costs its shard alone:
-        Corruption when it cannot be served, NotOwner when it was claimed by another meanwhile, else the store's.
+        """What each of the shards begins with; each log is read once for all of them. An error costs its shard alone,
+        or the shards that need a log which cannot be read: Corruption when it cannot be served, NotOwner when it was
+        claimed by another meanwhile, else the store's.
         """
         living = self.living
         ends = {living.log_id: LogEnd(living.last_certain, {each.shard: _own_head(each, living) for each in won})}
@@ -205,21 +206,26 @@ class Takeover:
         found: dict[int, ShardClaim | Exception] = {}
         loaded: dict[int, LoadedCheckpoint] = {}
         wanted: dict[int, ShardSections] = {}
-        for each in won:
-            try:
-                loaded[each.shard] = checkpoint_store.newest_of(self._environment, each.tip.manifest)
-                wanted[each.shard] = ShardSections(each.tip.manifest, loaded[each.shard].slot)
-            except (Corruption, object_store.StoreError) as error:
-                found[each.shard] = error
-        try:
-            read_logs(self.living.logs, wanted.values(), {log_id: end.number for log_id, end in ends.items()})
-        except object_store.StoreError as error:
-            return found | dict.fromkeys(wanted, error)
+        for each, newest in zip(
+            won, self._environment.pools.calls.parts.map(self._newest_checkpoint, won), strict=True
+        ):
+            if isinstance(newest, LoadedCheckpoint):
+                loaded[each.shard] = newest
+                wanted[each.shard] = ShardSections(each.tip.manifest, newest.slot)
+            else:
+                found[each.shard] = newest
+        read_logs(self.living.logs, wanted.values(), {log_id: end.number for log_id, end in ends.items()})
         heads = {log_id: end.heads for log_id, end in ends.items()}
         for each in won:
             if each.shard in wanted:
                 found[each.shard] = self._restored(each, loaded[each.shard], wanted.pop(each.shard), heads)
         return found
+
+    def _newest_checkpoint(self, won: Won) -> LoadedCheckpoint | Exception:
+        try:
+            return checkpoint_store.newest_of(self._environment, won.tip.manifest)
+        except (Corruption, object_store.StoreError) as error:
+            return error
 
     def _restored(
         self, won: Won, loaded: LoadedCheckpoint, found: ShardSections, heads: Mapping[str, Heads]

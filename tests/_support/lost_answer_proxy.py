@@ -12,11 +12,11 @@ from __future__ import annotations
 import http.client
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 _HOP_BY_HOP: Final = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "expect"})
@@ -32,17 +32,37 @@ class Loss(Enum):
     CUT = "the connection is closed in the middle of the body"
 
 
+Fault: TypeAlias = Loss | int | None
+"""An answer that is lost, or a status that is answered before the request takes effect; None: it is forwarded."""
+
+
+class Asked(NamedTuple):
+    """A request that arrived. `target`: its path and what is asked there, as it came."""
+
+    method: str
+    target: str
+    conditional: bool
+
+
+def no_fault(asked: Asked) -> Fault:
+    """What becomes of requests for which nothing was planned."""
+    return None
+
+
 class LostAnswerProxy:
     """The proxy; it listens when it is made, and forwards from `start` to `stop`.
+
+    `otherwise`: the fault of each request for which none was planned; called in any thread, one at a time.
 
     `requests` counts what arrived by method, `conditional_puts` the conditional PUTs among it, `lost_answers` what
     was forwarded and not answered. All may be read at any time.
     """
 
-    def __init__(self, upstream_url: str) -> None:
+    def __init__(self, upstream_url: str, otherwise: Callable[[Asked], Fault] = no_fault) -> None:
+        self._otherwise = otherwise
         self._upstream: Final = urlsplit(upstream_url).netloc
         self._lock = threading.Lock()
-        self._faults: defaultdict[str, deque[Loss | int]] = defaultdict(deque)
+        self._faults: defaultdict[str, deque[Fault]] = defaultdict(deque)
         self._stopping = threading.Event()
         self.requests: Counter[str] = Counter()
         self.conditional_puts = 0
@@ -80,13 +100,13 @@ class LostAnswerProxy:
         with self._lock:
             self._faults[method].extend([loss] * count)
 
-    def _next_fault(self, handler: BaseHTTPRequestHandler) -> Loss | int | None:
+    def _next_fault(self, handler: BaseHTTPRequestHandler) -> Fault:
         conditional = handler.command == "PUT" and "If-None-Match" in handler.headers
         with self._lock:
             self.requests[handler.command] += 1
             self.conditional_puts += conditional
             faults = self._faults[_CONDITIONAL_PUT if conditional else handler.command]
-            fault = faults.popleft() if faults else None
+            fault = faults.popleft() if faults else self._otherwise(Asked(handler.command, handler.path, conditional))
             self.lost_answers += isinstance(fault, Loss)
             return fault
 
@@ -154,9 +174,9 @@ def _forward(
 
 
 @contextmanager
-def lost_answer_proxy(upstream_url: str) -> Iterator[LostAnswerProxy]:
+def lost_answer_proxy(upstream_url: str, otherwise: Callable[[Asked], Fault] = no_fault) -> Iterator[LostAnswerProxy]:
     """A proxy that forwards while the block runs."""
-    proxy = LostAnswerProxy(upstream_url)
+    proxy = LostAnswerProxy(upstream_url, otherwise)
     proxy.start()
     try:
         yield proxy

@@ -88,8 +88,8 @@ def the_heads_are_read_before_the_fence_is_tried(patch: pytest.MonkeyPatch) -> N
     """Where the owner writes on meanwhile, its last sections are not replayed."""
     fencing_from = log_fence._fencing_from
 
-    def with_old_heads(log_id: str, number: int, by: Any) -> Any:
-        fence = yield from fencing_from(log_id, number, by)
+    def with_old_heads(log_id: str, number: int, *by: Any) -> Any:
+        fence = yield from fencing_from(log_id, number, *by)
         if fence is not None:
             slot = yield log_fence.ReadOne(number)
             if slot is not None:
@@ -100,7 +100,7 @@ def the_heads_are_read_before_the_fence_is_tried(patch: pytest.MonkeyPatch) -> N
 
 
 def there_is_no_fence(patch: pytest.MonkeyPatch) -> None:
-    def unfenced(log_id: str, number: int, by: Any) -> Any:
+    def unfenced(log_id: str, number: int, *by: Any) -> Any:
         slot = yield log_fence.ReadOne(number)
         if slot is None:
             return None

@@ -33,8 +33,8 @@ class Log:
         for number in range(1, through + 1):
             self.owner.create(number, log_slots.slot(number))
 
-    def fence(self, tries: int = 3) -> Fence:
-        return log_fence.fence_log(self.slots, FENCER, delays_s=iter([0.0] * tries), sleep=lambda _: None)
+    def fence(self, tries: int = 3, told: int = 0) -> Fence:
+        return log_fence.fence_log(self.slots, FENCER, told=told, delays_s=iter([0.0] * tries), sleep=lambda _: None)
 
     def kinds(self) -> list[LogSlotKind]:
         read = (slot.body for slot in self.owner.read(0, 20))
@@ -112,6 +112,26 @@ def test_a_list_that_shows_nothing_once_is_read_again() -> None:
     assert steps.send(None) == ListHighest()
     with pytest.raises(object_store.Damaged, match="the store has lost it"):
         steps.send(None)
+
+
+def test_a_log_that_is_shorter_than_its_owner_has_told_is_damaged_and_not_fenced(log: Log) -> None:
+    log.write(3)
+    with pytest.raises(object_store.Damaged, match="lost slots behind 3"):
+        log.fence(told=4)
+    assert LogSlotKind.FENCE not in log.kinds()
+    assert log.fence(told=3).number == 4
+    assert log.fence(told=9).number == 4, "an end is proof"
+
+
+def test_a_listing_that_lags_behind_what_the_owner_has_told_is_made_up_for() -> None:
+    steps = log_fence.fencing(LOG_ID, FENCER, told=4)
+    next(steps)
+    assert steps.send(2) == ReadOne(2)
+    assert steps.send(decoded(log_slots.data(2))) == ReadOne(4)
+    assert steps.send(decoded(log_slots.data(4))) == ReadOne(4)
+    create = steps.send(decoded(log_slots.data(4)))
+    assert isinstance(create, CreateFence)
+    assert create.number == 5
 
 
 @pytest.mark.parametrize("fault", [Fault.FAIL_BEFORE, Fault.FAIL_AFTER, Fault.ANSWER_EXISTS])

@@ -14,6 +14,7 @@ from storage_backends.formats.manifest import LogRange, ShardManifest
 from storage_backends.log_reading import Extent, ShardSections, Verdict, extents_once, judged, read_logs
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLogs
+from storage_backends.object_store import StoreUnavailable
 from tests._support.fault_store import Fault, FaultStore, Script
 from tests.storage_backends._support.log_slots import LOG_ID, OTHER_LOG_ID
 
@@ -182,6 +183,35 @@ def test_an_open_range_without_a_section_ends_before_it_begins(root: Root) -> No
 def test_extents_that_overlap_or_meet_are_one() -> None:
     wanted = [Extent("a", 4, 9), Extent("a", 1, 4), Extent("b", 2, 3), Extent("a", 6, 7), Extent("a", 12, 13)]
     assert extents_once([*wanted, Extent("c", 5, 5)]) == [Extent("a", 1, 9), Extent("a", 12, 13), Extent("b", 2, 3)]
+
+
+def test_a_log_that_the_store_does_not_give_costs_the_shards_that_need_it(root: Root) -> None:
+    for number in range(2, 6):
+        root.put(LOG_ID, number, {0: Head(1, number - 1), 1: Head(1, number - 1)})
+    for number in (2, 3):
+        root.put(OTHER_LOG_ID, number, {1: Head(2, number + 3), 2: Head(1, number - 1)})
+    root.script.plan("get_with_metadata", Fault.FAIL_BEFORE, key_part=f"{OTHER_LOG_ID}/{3:020d}", times=10)
+    shards = root.read(
+        manifest(0, closed(LOG_ID, 1, (1, 5), (1, 4))),
+        manifest(1, closed(LOG_ID, 1, (1, 5), (1, 4)), closed(OTHER_LOG_ID, 2, (1, 3), (5, 6))),
+        manifest(2, closed(OTHER_LOG_ID, 1, (1, 3), (1, 2))),
+    )
+    assert slots_of(shards[0]) == [1, 2, 3, 4]
+    for unread in shards[1:]:
+        with pytest.raises(StoreUnavailable, match=OTHER_LOG_ID):
+            unread.complete({})
+
+
+def test_a_log_that_fails_costs_no_shard_that_needs_only_what_was_read_of_it(root: Root) -> None:
+    for number in (*range(2, 6), *range(10, 12)):
+        root.put(LOG_ID, number, {0: Head(1, number - 1), 1: Head(1, number - 1)})
+    root.script.plan("get_with_metadata", Fault.FAIL_BEFORE, key_part=f"{LOG_ID}/{11:020d}", times=10)
+    early, late = root.read(
+        manifest(0, closed(LOG_ID, 1, (1, 5), (1, 4))), manifest(1, closed(LOG_ID, 1, (9, 11), (9, 10)))
+    )
+    assert slots_of(early) == [1, 2, 3, 4]
+    with pytest.raises(StoreUnavailable):
+        late.complete({})
 
 
 def test_what_a_manifest_says_that_is_read_again() -> None:

@@ -117,6 +117,42 @@ def test_everything_but_conditional_writes_is_repeated(moto: MotoServer) -> None
         assert proxy.lost_answers == 5
 
 
+def test_a_read_comes_through_where_most_answers_are_503_and_gives_up_after_its_tries(moto: MotoServer) -> None:
+    with (
+        lost_answer_proxy(moto.endpoint_url) as proxy,
+        S3Store(moto.settings("answers", endpoint_url=proxy.endpoint_url, prefix="busy"), sleep=no_sleep) as store,
+    ):
+        store.put("a", b"body")
+        tries = store.settings.attempts
+        proxy.answer_next_with("GET", 503, count=tries - 1)
+        assert store.get("a") == b"body"
+        assert proxy.requests["GET"] == tries
+        proxy.answer_next_with("GET", 503, count=tries)
+        with pytest.raises(StoreUnavailable, match="503"):
+            store.get("a")
+        assert proxy.requests["GET"] == 2 * tries
+
+
+def test_no_try_begins_long_after_the_first(moto: MotoServer) -> None:
+    """Each of these takes six seconds, as one that times out does: not as many are made as there may be."""
+    now_s = [0.0]
+
+    def later() -> float:
+        now_s[0] += 6.0
+        return now_s[0]
+
+    with (
+        lost_answer_proxy(moto.endpoint_url) as proxy,
+        S3Store(
+            moto.settings("answers", endpoint_url=proxy.endpoint_url, prefix="slow"), sleep=no_sleep, monotonic=later
+        ) as store,
+    ):
+        proxy.answer_next_with("HEAD", 503, count=store.settings.attempts)
+        with pytest.raises(StoreUnavailable, match="503"):
+            store.head("a")
+        assert proxy.requests["HEAD"] == 4
+
+
 def test_a_body_that_is_cut_off_is_read_again_as_a_whole(moto: MotoServer) -> None:
     with (
         lost_answer_proxy(moto.endpoint_url) as proxy,
@@ -130,7 +166,7 @@ def test_a_body_that_is_cut_off_is_read_again_as_a_whole(moto: MotoServer) -> No
         proxy.drop_next_answer("GET", loss=Loss.CUT)
         assert [found.key for found in store.list("")] == ["a"]
         assert (proxy.requests["GET"], proxy.lost_answers) == (6, 3)
-        proxy.drop_next_answer("GET", count=4, loss=Loss.CUT)
+        proxy.drop_next_answer("GET", count=store.settings.attempts, loss=Loss.CUT)
         with pytest.raises(StoreUnavailable):
             store.get("a")
 

@@ -71,6 +71,15 @@ def test_a_row_may_come_again_on_another_stream_but_not_on_the_same(history: Del
     assert len(history.breaches()) == 1
 
 
+def test_a_row_comes_on_one_stream_as_often_as_it_was_sent(history: DeliveryHistory) -> None:
+    history.sending([ROW], [DUE_MS], exact=True)
+    receive(history)
+    receive(history)
+    assert history.breaches() == []
+    receive(history)
+    assert len(history.breaches()) == 1
+
+
 def test_a_row_that_was_acknowledged_durably_comes_again_only_if_it_was_sent_again(history: DeliveryHistory) -> None:
     receive(history, stream=1)
     history.durable("topic", 1, [ROW])

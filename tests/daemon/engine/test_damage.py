@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 from daemon.errors import Corruption, InvariantViolated, NotOwner
-from daemon.owner import engine
+from daemon.owner import engine, heartbeat
 from storage_backends.formats import bucket_format, names
 from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import LiveBucket
@@ -393,6 +393,29 @@ async def test_when_every_shard_is_damaged_the_daemon_serves_none_and_claims_non
         alter(machines, key)
     await two.serving()
     await check_serves(two, range(SHARDS))
+
+
+async def test_a_daemon_that_is_started_again_finds_that_slots_of_its_log_are_lost(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SEVERAL)
+    for shard in range(SHARDS):
+        await one.add(topic_of(shard), 0, range(3), delay_ms=FAR_MS)
+    await asyncio.sleep(2 * heartbeat.INTERVAL_S)
+    one.kill()
+    lost = machines.slots()[-1]
+    whole, metadata = machines.store.get_with_metadata(lost)
+    machines.store.delete(lost)
+    written = machines.keys("shards/"), machines.slots()
+    for _ in range(2):
+        # Its own heartbeats do not make it forget what it had told.
+        two = await machines.daemon("one", *SEVERAL).start()
+        await asyncio.sleep(2 * engine.DAMAGED_LOOK_S)
+        assert not two.engine.health.serving
+        assert "the store has lost slots" in two.engine.health.reason
+        assert (machines.keys("shards/"), machines.slots()) == written
+        assert damage_found(two, "shard") == SHARDS
+        two.kill()
+    machines.store.put(lost, whole, metadata=metadata)
+    await check_serves(await machines.served_by("one", *SEVERAL), range(SHARDS))
 
 
 async def test_a_damaged_shard_belongs_to_nobody_and_keeps_no_successor_waiting(machines: EngineFixture) -> None:

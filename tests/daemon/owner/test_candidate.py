@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from daemon.errors import Corruption
 from daemon.owner.candidate import Candidate, Claimed
 from daemon.owner.engine import DAMAGED_LOOK_S
+from daemon.owner.heartbeat import Heartbeat
 from storage_backends.file_log import FileLogs
 from storage_backends.formats import names
 from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import LogForm
 from tests._support.engine_fixture import Daemon, EngineFixture
-from tests._support.fault_store import Fault
+from tests._support.fault_store import Call, Fault
 from tests.daemon.owner._support import log_owner
 from tests.daemon.owner._support.log_owner import SHARDS, LogOwner, owner_of
 from tests.storage_backends._support import log_slots
@@ -29,12 +32,12 @@ ALL = tuple(range(SHARDS))
 class Standing:
     """A daemon that stands by. `reasons`: whom it has waited for; `lost`: what has ended its log."""
 
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: Daemon, former: Heartbeat | None = None) -> None:
         self.daemon = daemon
         self.reasons: list[str] = []
         self.lost: list[BaseException] = []
         self.candidate = Candidate(daemon.environment, waiting=self.reasons.append, log_lost=self.lost.append)
-        self.candidate.look_at(SHARDS, daemon.environment.open_logs(LogForm.OBJECTS))
+        self.candidate.look_at(SHARDS, daemon.environment.open_logs(LogForm.OBJECTS), former)
 
     def become_owner(self) -> asyncio.Task[Claimed]:
         return self.daemon.call(self.candidate.become_owner())
@@ -85,6 +88,28 @@ async def test_a_takeover_is_one_fence_and_a_claim_of_each_shard(machines: Engin
     claims = [names.number_of(key) for key in puts[2:]]
     assert len(claims) == SHARDS
     assert puts[2].startswith(names.shard_manifest_prefix(0)), "of several candidates the one that gets it goes on"
+
+
+async def test_a_takeover_asks_the_store_for_no_more_than_it_needs(machines: EngineFixture) -> None:
+    """From the look for the end of the former log to the last claim; what a look asks before is not counted."""
+    north = await owner_of(machines, "north", *ALL)
+    await north.write(*ALL)
+    north.daemon.kill()
+    south = Standing(machines.daemon("south"))
+    calls: list[Call] = []
+
+    def noted(call: Call) -> Fault:
+        calls.append(call)
+        return Fault.NONE
+
+    south.daemon.decide = noted
+    await south.become_owner()
+    fence = next(place for place, call in enumerate(calls) if call.key == log_owner.slot_key(north.log_id, 3))
+    begin = max(place for place, call in enumerate(calls[:fence]) if call.operation == "list")
+    end = max(place for place, call in enumerate(calls) if call.operation == "put_if_absent")
+    asked = collections.Counter(call.operation for call in calls[begin : end + 1])
+    # The fence, OPEN, the claims; the newest slot of the former log, the tip of each shard.
+    assert asked == {"put_if_absent": 2 + SHARDS, "list": 1, "get_with_metadata": 1 + SHARDS}
 
 
 async def test_a_log_that_was_closed_is_followed_at_once_and_settled(machines: EngineFixture) -> None:
@@ -188,6 +213,26 @@ async def test_a_store_that_fails_for_one_shard_costs_that_shard(machines: Engin
     assert machines.shard_tip(1).ranges[-1].log_id == claimed.takeover.living.log_id
 
 
+async def test_a_log_that_the_store_does_not_give_costs_the_shards_that_need_it(machines: EngineFixture) -> None:
+    await dead(machines, *ALL)
+    east = await owner_of(machines, "east", 1)
+    await east.write(1)
+    await east.run(east.living.close())
+    east.daemon.kill()
+    south = Standing(machines.daemon("south"))
+    south.daemon.script.plan(
+        "get_with_metadata", Fault.FAIL_BEFORE, key_part=log_owner.slot_key(east.log_id, 2), times=200
+    )
+    claimed = await south.become_owner()
+    assert [claim.shard for claim in claimed.claims] == [0, 2]
+    assert (claimed.damaged, list(claimed.unread)) == ({}, [1])
+    assert machines.shard_tip(1).owner == "", "it is given back, and damaged is nothing"
+    south.daemon.decide = lambda call: Fault.NONE
+    claim = await south.daemon.call(south.candidate.claim(claimed.takeover, 1, frozenset({""})))
+    assert log_owner.known_by(claim) == east.known[1]
+    assert machines.shard_tip(1).ranges[-1].log_id == claimed.takeover.living.log_id
+
+
 async def test_a_damaged_shard_belongs_to_nobody_and_the_others_are_owned(machines: EngineFixture) -> None:
     north = await owner_of(machines, "north", *ALL)
     for shard in ALL:
@@ -243,6 +288,34 @@ async def test_a_log_whose_end_nobody_can_know_costs_its_shards(machines: Engine
     assert [claim.shard for claim in claimed.claims] == [1, 2]
     assert log_owner.slot_key(north.log_id, 2) in str(claimed.damaged[0])
     assert machines.shard_tip(0).owner == "north", "nothing is claimed without a fence"
+
+
+@pytest.mark.parametrize("name", ["south", "north"])
+async def test_a_log_that_is_shorter_than_its_daemon_has_told_is_not_taken_over(
+    machines: EngineFixture, name: str
+) -> None:
+    """Also by the daemon itself, when it is started again."""
+    north = await owner_of(machines, "north", *ALL)
+    for _ in range(2):
+        await north.write(*ALL)
+    told = Heartbeat(
+        daemon_id="north", address="north:1", shards=ALL, instance="1", sequence=1, log_id=north.log_id, last_slot=3
+    )
+    north.daemon.kill()
+    key = log_owner.slot_key(north.log_id, 3)
+    whole, metadata = machines.store.get_with_metadata(key)
+    machines.store.delete(key)
+    standing = Standing(machines.daemon(name), former=told if name == "north" else None)
+    machines.store.put(names.daemon_key("north"), msgspec.json.encode(told))
+    written = machines.keys("")
+    for _ in range(2):
+        with pytest.raises(Corruption, match="the store has lost slots behind 2"):
+            await standing.become_owner()
+    assert machines.keys("") == written, "no fence is made, and no log is opened"
+    assert standing.candidate.log_state == ((north.log_id, 3, True) if name == "north" else ("", 0, False))
+    machines.store.put(key, whole, metadata=metadata)
+    claimed = await standing.become_owner()
+    assert {claim.shard: log_owner.known_by(claim) for claim in claimed.claims} == north.known
 
 
 async def test_a_store_that_is_away_is_waited_for_and_no_log_is_left_behind(machines: EngineFixture) -> None:

@@ -288,8 +288,8 @@ def the_highest_slot_goes(patch: pytest.MonkeyPatch) -> None:
 def a_fence_has_the_heads_of_the_slot_that_was_listed(patch: pytest.MonkeyPatch) -> None:
     fencing_from = log_fence._fencing_from
 
-    def stale(log_id: str, number: int, by: Any) -> Any:
-        steps = fencing_from(log_id, number, by)
+    def stale(log_id: str, number: int, *by: Any) -> Any:
+        steps = fencing_from(log_id, number, *by)
         step, heads = next(steps), None
         try:
             while True:
@@ -305,7 +305,7 @@ def a_fence_has_the_heads_of_the_slot_that_was_listed(patch: pytest.MonkeyPatch)
 
 
 def a_fence_is_taken_for_granted(patch: pytest.MonkeyPatch) -> None:
-    def granted(log_id: str, number: int, by: Any) -> Any:
+    def granted(log_id: str, number: int, *by: Any) -> Any:
         slot = yield log_fence.ReadOne(number)
         if slot is None:
             return None

@@ -16,6 +16,7 @@ from storage_backends import commit, local_directory, memory_store, object_store
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LogRange, ManifestHead, ShardManifest
 from tests._support.virtual_clock import VirtualClock
+from tests._support.virtual_loop import InlineExecutor
 
 T = TypeVar("T")
 Tip = commit.Tip[ShardManifest]
@@ -77,6 +78,7 @@ class Fixture:
             lock=lambda daemon_id: self.locks.get(daemon_id, OwnerLock.UNKNOWN),
             log_has_ended=self.log_has_ended,
             run=run,
+            parts=InlineExecutor(),
             clock=self.clock.now,
             sleep=self.clock.sleep,
             look_interval_s=1.0,
@@ -211,6 +213,7 @@ async def test_of_two_candidates_one_goes_first(south: Fixture) -> None:
             lock=lambda _: OwnerLock.UNKNOWN,
             log_has_ended=lambda _: False,
             run=run,
+            parts=InlineExecutor(),
             clock=south.clock.now,
             sleep=south.clock.sleep,
             look_interval_s=1.0,

@@ -49,7 +49,6 @@ MAY_BE_TOLD = frozenset(
 )
 # The machine may be busy.
 PATIENCE_S = 600.0
-_PAUSE_S = 0.02
 _LEDGERS_OPEN = 3
 _ENTRIES_PER_LEDGER = 2_000
 
@@ -87,6 +86,9 @@ class AddBatch:
 class Caller(abc.ABC):
     """A thread with a channel. A context manager: leaving it ends the thread."""
 
+    # After a call that failed.
+    PAUSE_S = 0.02
+
     def __init__(self, address: str, topic: str, history: DeliveryHistory, name: str) -> None:
         self.address = address
         self.topic = topic
@@ -120,7 +122,7 @@ class Caller(abc.ABC):
         if code not in MAY_BE_TOLD and not self.stopping.is_set():
             details = error.details() if isinstance(error, grpc.Call) else repr(error)
             self.history.breach(f"{self._thread.name} was told {code.name}: {details}")
-        self.stopping.wait(_PAUSE_S)
+        self.stopping.wait(self.PAUSE_S)
         return code
 
     def _run_noting_failure(self) -> None:

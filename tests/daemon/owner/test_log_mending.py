@@ -1,0 +1,137 @@
+"""What an operator gives up of a dead daemon's log: all else is served on, and what comes later is kept."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from daemon import log_loss
+from daemon.owner import engine, heartbeat, log_mending
+from daemon.owner.log_mending import Loss, Owned
+from storage_backends import object_store
+from storage_backends.formats import log_slot_format, names
+from storage_backends.formats.log_slot_format import Head, LogSlotKind
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.owner._support import log_owner
+from tests.daemon.owner._support.log_owner import owner_of
+
+SHARDS = 4
+SEVERAL = (f"daemon.shards={SHARDS}", "collection.interval_s=86400")
+FAR_MS = 500_000
+TOPICS = [
+    next(name for name in (f"t{number}" for number in range(1000)) if names.shard_of(name, SHARDS) == shard)
+    for shard in range(SHARDS)
+]
+
+
+async def with_rows(machines: EngineFixture) -> str:
+    """A daemon has added a row to each topic, then one more to the first, sealed that one, and is dead; its log."""
+    one = await machines.served_by("one", *SEVERAL)
+    for topic in (*TOPICS, TOPICS[0]):
+        await one.add(topic, len(machines.slots()), range(1), delay_ms=FAR_MS)
+    await one.call(one.engine.requests.seal(TOPICS[0]))
+    await asyncio.sleep(2 * heartbeat.INTERVAL_S)
+    one.kill()
+    return machines.slots()[-1].split("/")[1]
+
+
+def damage(machines: EngineFixture, key: str) -> None:
+    _, metadata = machines.store.get_with_metadata(key)
+    machines.store.put(key, b"damaged", metadata=metadata)
+
+
+async def not_serving(machines: EngineFixture, why: str) -> None:
+    """A daemon serves nothing, and says why; then it is dead."""
+    two = await machines.daemon("one", *SEVERAL).start()
+    await asyncio.sleep(2 * engine.DAMAGED_LOOK_S)
+    assert not two.engine.health.serving
+    assert why in two.engine.health.reason
+    two.kill()
+
+
+def pending(daemon: Daemon) -> list[int]:
+    return [daemon.topic(topic).core.index.pending_rows for topic in TOPICS]
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["damaged", "lost"])
+async def test_what_is_given_up_of_the_newest_slot_costs_that_slot_and_nothing_that_comes_later(
+    machines: EngineFixture, lost: bool
+) -> None:
+    log_id = await with_rows(machines)
+    newest = machines.slots()[-1]
+    if lost:
+        machines.store.delete(newest)
+    else:
+        damage(machines, newest)
+    await not_serving(machines, newest)
+    written = machines.slots()
+    said: list[str] = []
+    assert not log_loss.give_up(machines.store, log_id, accepted=False, say=said.append)
+    assert machines.slots() == written
+    assert f"slots {names.number_of(newest)} to {names.number_of(newest)}" in said[0]
+    assert log_loss.give_up(machines.store, log_id, accepted=True, say=said.append)
+    three = await machines.served_by("one", *SEVERAL)
+    await three.until(lambda: three.engine.loaded)
+    # What was sealed is in a bucket, and not in that slot alone.
+    assert pending(three) == [2, 1, 1, 1]
+    for topic in TOPICS:
+        await three.add(topic, 1_000, range(1), delay_ms=FAR_MS)
+    three.kill()
+    four = await machines.served_by("one", *SEVERAL)
+    await four.until(lambda: four.engine.loaded)
+    assert pending(four) == [3, 2, 2, 2], "the numbers that the sealed topic knows are not used again"
+
+
+async def test_a_log_that_is_whole_is_left_as_it_is(machines: EngineFixture) -> None:
+    log_id = await with_rows(machines)
+    written = machines.slots()
+    assert log_loss.give_up(machines.store, log_id, accepted=True, say=lambda text: None)
+    assert machines.slots() == written
+    await machines.served_by("one", *SEVERAL)
+    assert log_loss.give_up(machines.store, log_id, accepted=True, say=lambda text: None) is True
+
+
+async def test_a_log_that_no_shard_names_is_nothing_to_give_up(machines: EngineFixture) -> None:
+    await with_rows(machines)
+    with pytest.raises(object_store.Damaged, match="it has no slot"):
+        log_loss.give_up(machines.store, "0" * 26, accepted=True, say=lambda text: None)
+
+
+async def test_every_lost_slot_may_have_had_a_section_of_each_shard(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0, 1)
+    await north.write(0, 1)
+    await north.write(0)
+    slots = log_owner.log_of(machines, north.log_id)
+    loss = log_mending.find_loss(slots, [Owned(north.tip(0), 0), Owned(north.tip(1), 7)], told=5)
+    assert loss == Loss(
+        north.log_id, after=3, through=5, highest=3, heads={0: Head(1, 2), 1: Head(1, 1)}, sections={0: 2, 1: 6}
+    )
+    made = [log_slot_format.decode_log_slot(body) for _, body in loss.slots()]
+    assert [number for number, _ in loss.slots()] == [4, 5, 6, 7, 8, 9]
+    assert [slot.shards for slot in made] == [(0, 1)] * 2 + [(1,)] * 4
+    assert made[-1].header.heads == {0: Head(1, 4), 1: Head(1, 7)}
+    assert {slot.header.kind for slot in made} == {LogSlotKind.DATA}
+
+
+async def test_where_no_slot_can_be_read_the_checkpoints_say_how_far_the_log_went(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    await north.checkpoint(0)
+    for key in machines.slots():
+        damage(machines, key)
+    slots = log_owner.log_of(machines, north.log_id)
+    loss = log_mending.find_loss(slots, [Owned.of(north.tip(0), [])], told=0)
+    assert loss is not None
+    assert (loss.after, loss.through, loss.heads, loss.sections) == (1, 2, {0: Head(1, 1)}, {0: 1})
+
+
+async def test_a_log_that_goes_on_is_not_given_up(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    await north.write(0)
+    slots = log_owner.log_of(machines, north.log_id)
+    loss = log_mending.find_loss(slots, [Owned(north.tip(0), 0)], told=3)
+    assert loss is not None
+    await north.write(0)
+    with pytest.raises(log_mending.StillWritten, match="its daemon lives"):
+        log_mending.give_up(slots, loss)
