@@ -35,6 +35,8 @@ CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.use_local_subchannel_pool", 1),
+    # Where there are several addresses, each is asked in turn.
+    ("grpc.lb_policy_name", "round_robin"),
 )
 # What a caller may be told while daemons die, wait or are superseded. All else is a bug.
 MAY_BE_TOLD = frozenset(
