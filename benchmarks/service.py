@@ -166,7 +166,9 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan) -> M
 
 
 def _as_received(load: Load, added: Added, received: Received) -> dict[str, float]:
-    """What the clients saw."""
+    """What the clients saw; of a service without rows there is nothing to see."""
+    if not load.rows:
+        return {}
     steady = received.due_ms > received.due_ms.min() + 1000 * OPENING_S if load.seconds > OPENING_S * 2 else slice(None)
     lateness = np.percentile(received.lateness_ms[steady], list(QUANTILES.values()))
     return {
@@ -179,6 +181,9 @@ def _as_received(load: Load, added: Added, received: Received) -> dict[str, floa
 def _as_served(served: Served, received: Received) -> dict[str, float]:
     """What it cost."""
     rows, messages = int(received.came.sum()), received.messages
+    counted = {name: value / served.seconds for name, value in served.counted.items()}
+    if not rows:
+        return {"CPU, %": 100 * served.cpu_s / served.seconds, **counted}
     return {
         "CPU, %": 100 * served.cpu_s / served.seconds,
         "CPU a row received, us": 1e6 * served.cpu_s / rows,
@@ -188,7 +193,7 @@ def _as_served(served: Served, received: Received) -> dict[str, float]:
         "clients' CPU, %": 100 * served.clients_cpu_s / served.seconds,
         "rows a message, rows": rows / messages,
         "rows received a second, 1/s": rows / served.seconds,
-        **{name: value / served.seconds for name, value in served.counted.items()},
+        **counted,
         "log a row received, B": served.counted["log a second, B"] / rows,
     }
 
@@ -353,7 +358,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", default=60, help="of service before SIGKILL; default: %(default)s")
     add("--topics", default=20, help="default: %(default)s")
     add("--subscriptions", default=1, help="of each topic; default: %(default)s")
-    add("--rate", default=1_000, help="rows a second over all topics; default: %(default)s")
+    add("--rate", default=1_000, help="rows a second over all topics, 0 for none; default: %(default)s")
     add("--delays-ms", nargs=2, default=DELAYS_MS, metavar=("LEAST", "MOST"), help="default: %(default)s")
     add("--clients", default=2, help="processes that receive, and as many that add; default: %(default)s")
     add("--seed", default=195, help="default: %(default)s")

@@ -110,6 +110,7 @@ async def _add(address: str, load: Load, part: int, parent: Connection) -> None:
                 await asyncio.sleep(remaining_s)
             late_ms.append(1000 * (time.time() - at_s))
             await send(request, (clock.now_ms() + delays[request.rows]).astype(np.uint64))
+        await asyncio.sleep(began_s + load.seconds - time.time())
     parent.send(Added(answered, np.array(late_ms), time.process_time() - cpu_s, frozenset(refusals)))
 
 
