@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
+import grpc
 import pytest
 
 from examples import processes
@@ -174,7 +175,20 @@ class Story:
         return serving[0], next(daemon for daemon in self.pair if daemon is not serving[0])
 
     def epoch_at(self, daemon: processes.DaemonProcess) -> int:
-        return min(traffic.stats(daemon.address, topic).epoch for topic in TOPICS)
+        """The lowest of all topics; a topic that is being loaded is waited for."""
+        epochs: list[int] = []
+
+        def look() -> bool:
+            try:
+                epochs[:] = [traffic.stats(daemon.address, topic).epoch for topic in TOPICS]
+            except grpc.RpcError as error:
+                if traffic.code_of(error) is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                return False
+            return True
+
+        patience.wait_until(look, f"{daemon.name} has loaded its topics", timeout_s=traffic.PATIENCE_S)
+        return min(epochs)
 
     def wait_for_rows(self, rows: int = SOME_ROWS) -> None:
         """Until so many rows more have come, to anybody."""

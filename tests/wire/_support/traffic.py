@@ -313,6 +313,7 @@ class Receiver(Caller):
             return
         request_id = next(self._request_ids)
         self._sent[request_id] = rows
+        self.history.acknowledging((ledger, entry) for ledger, entry, _ in rows)
         acknowledge = dispatch_pb2.Acknowledge(
             request_id=request_id,
             ledger_id=[row[0] for row in rows],
