@@ -104,13 +104,13 @@ def _local(folder: Path, log_form: str, *, disk: Path | None = None) -> Place:
 
 def _on_s3(server: MotoServer, proxy: LostAnswerProxy) -> Place:
     bucket = "rounds"
-    own = server.settings(bucket)
+    # The audit's requests wait for as long as a busy machine takes.
+    own = server.settings(bucket, read_timeout_s=traffic.PATIENCE_S)
     settings: dict[str, object] = {
         "store.kind": "s3",
         "store.s3.bucket": bucket,
         "store.s3.endpoint_url": proxy.endpoint_url,
         "store.s3.addressing": "path",
-        "store.s3.read_timeout_s": 2,
     }
     return Place(settings, lambda: S3Store(own), proxy=proxy)
 
