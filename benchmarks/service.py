@@ -103,6 +103,7 @@ def measure(bench: workbench.Workbench, plan: Plan) -> report.Result:
         "subscriptions": load.subscriptions,
         "rows_per_s": load.rows_per_s,
         "added": "one by one" if load.one_by_one else f"{load.rows_a_request} at a time",
+        "beside": "one topic at full speed" if load.bulk else "nothing",
         "delays_ms": " to ".join(map(str, load.delays_ms)),
         "client_processes": load.clients * 2,
         "store": plan.store if plan.store == alone.LOCAL else f"{plan.delay_ms:g} ms a request",
@@ -166,11 +167,18 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan) -> M
 
 
 def _as_received(load: Load, added: Added, received: Received) -> dict[str, float]:
-    """What the clients saw."""
+    """What the clients saw; of a service without rows there is nothing to see."""
+    if not load.rows:
+        return {}
     steady = received.due_ms > received.due_ms.min() + 1000 * OPENING_S if load.seconds > OPENING_S * 2 else slice(None)
     lateness = np.percentile(received.lateness_ms[steady], list(QUANTILES.values()))
+    took = np.percentile(added.took_ms, list(QUANTILES.values())) if len(added.took_ms) else ()
     return {
         **{f"lateness {quantile}, ms": float(value) for quantile, value in zip(QUANTILES, lateness, strict=True)},
+        **{
+            f"adds answered within {quantile}, ms": float(value)
+            for quantile, value in zip(QUANTILES, took, strict=False)
+        },
         "requests sent late p99, ms": float(np.percentile(added.sent_late_ms, 99)),
         "rows that were not added, rows": int(np.count_nonzero(~added.answered)),
     }
@@ -179,6 +187,9 @@ def _as_received(load: Load, added: Added, received: Received) -> dict[str, floa
 def _as_served(served: Served, received: Received) -> dict[str, float]:
     """What it cost."""
     rows, messages = int(received.came.sum()), received.messages
+    counted = {name: value / served.seconds for name, value in served.counted.items()}
+    if not rows:
+        return {"CPU, %": 100 * served.cpu_s / served.seconds, **counted}
     return {
         "CPU, %": 100 * served.cpu_s / served.seconds,
         "CPU a row received, us": 1e6 * served.cpu_s / rows,
@@ -188,7 +199,7 @@ def _as_served(served: Served, received: Received) -> dict[str, float]:
         "clients' CPU, %": 100 * served.clients_cpu_s / served.seconds,
         "rows a message, rows": rows / messages,
         "rows received a second, 1/s": rows / served.seconds,
-        **{name: value / served.seconds for name, value in served.counted.items()},
+        **counted,
         "log a row received, B": served.counted["log a second, B"] / rows,
     }
 
@@ -201,11 +212,12 @@ class _Clients:
         self._cores = bench.cores
         self._receiving = [side_process.SideProcess(service_clients.receive, address, load, part) for part in parts]
         self._adding = [side_process.SideProcess(service_clients.add, address, load, part) for part in parts]
+        self._bulk = [side_process.SideProcess(service_clients.add_bulk, address)] if load.bulk else []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> _Clients:
         with machine.beside_server(self._cores), contextlib.ExitStack() as stack:
-            for process in (*self._receiving, *self._adding):
+            for process in (*self._receiving, *self._adding, *self._bulk):
                 stack.enter_context(process)
             self._stack = stack.pop_all()
         return self
@@ -218,12 +230,15 @@ class _Clients:
         """What those that receive have used."""
         return sum(process.cpu_s for process in self._receiving)
 
-    def add(self) -> Added:
-        """Returns when all rows were sent and answered."""
+    def add(self) -> tuple[Added, float]:
+        """Returns when all rows were sent and answered; and how many a second were added at full speed meanwhile."""
         began_s = time.time() + LEAD_S
-        for process in self._adding:
+        for process in (*self._adding, *self._bulk):
             process.send(began_s)
-        return Added.joined([process.result() for process in self._adding])
+        added = Added.joined([process.result() for process in self._adding])
+        for process in self._bulk:
+            process.send("end")
+        return added, sum(process.result() for process in self._bulk)
 
     def end(self) -> Received:
         """Nothing more is received."""
@@ -235,11 +250,13 @@ class _Clients:
 def _serve(plan: Plan, daemon: processes.DaemonProcess, clients: _Clients, folder: Path) -> tuple[Added, Served]:
     from_s, clients_s, cpu_s = slow_store.clock_s(), clients.receiving_cpu_s, daemon.usage().cpu_s
     threads, before = cpu_layers.read_threads(daemon.pid), _counts(daemon)
-    added = clients.add()
+    added, bulk_rows_per_s = clients.add()
     until_s, cpu_s = slow_store.clock_s(), daemon.usage().cpu_s - cpu_s
     clients_s = added.cpu_s + clients.receiving_cpu_s - clients_s
     used = cpu_layers.read_threads(daemon.pid).since(threads)
     counted = {name: count - before[name] for name, count in _counts(daemon).items()}
+    if plan.load.bulk:
+        counted["rows added at full speed, 1/s"] = bulk_rows_per_s * (until_s - from_s)
     if plan.store == alone.SLOW:
         requests = slow_store.read_requests(folder / _REQUESTS, from_s=from_s, until_s=until_s)
         asked = [each.operation for each in requests]
@@ -333,6 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mode=Mode(options.mode),
         one_by_one=options.one_by_one,
         clients=options.clients,
+        bulk=options.bulk,
     )
     plan = Plan(
         load,
@@ -353,13 +371,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", default=60, help="of service before SIGKILL; default: %(default)s")
     add("--topics", default=20, help="default: %(default)s")
     add("--subscriptions", default=1, help="of each topic; default: %(default)s")
-    add("--rate", default=1_000, help="rows a second over all topics; default: %(default)s")
+    add("--rate", default=1_000, help="rows a second over all topics, 0 for none; default: %(default)s")
     add("--delays-ms", nargs=2, default=DELAYS_MS, metavar=("LEAST", "MOST"), help="default: %(default)s")
     add("--clients", default=2, help="processes that receive, and as many that add; default: %(default)s")
     add("--seed", default=195, help="default: %(default)s")
     more = parser.add_argument
     more("--mode", choices=[*Mode], default=Mode.DEFAULT, help="; ".join(f"{each}: {WHAT[each]}" for each in Mode))
     more("--one-by-one", action="store_true", help="a call for each row that is added; otherwise a request every 10 ms")
+    more("--bulk", action="store_true", help="beside them rows are added to one topic more, as fast as it takes them")
     more("--standby", action="store_true", help="a daemon that stands by takes over")
     more("--layers", action="store_true", help="CPU by layer: the daemon's loop is sampled, which costs it a hundredth")
     more("--stacks", type=Path, metavar="FILE", help="the same, and what was seen of the last round, for a flame graph")

@@ -1,4 +1,5 @@
-"""The clients of an ordinary service, several processes: some add, others receive and acknowledge each row at once.
+"""The clients of an ordinary service, several processes: some add, others receive and acknowledge each row at once. One
+more may add to one topic as fast as it can.
 
 Owns: what each process does, and what it saw. Does not own: the load (`service_load`), the account (`service`).
 """
@@ -9,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 import tarry
 import tarry.aio
 from benchmarks import load as clock
-from benchmarks import service_load
+from benchmarks import service_load, tarry_load
 from benchmarks.service_load import Load, Mode
 from tarry import on_event_loop
 from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc, dispatch_pb2, dispatch_pb2_grpc
@@ -33,16 +35,22 @@ CALLERS = 256
 # A daemon that falls behind answers late.
 CALL_S = 600.0
 _OPENED = "opened"
+# What is added at full speed: rows of a request, requests in flight, rows until it is looked whether it is enough. It
+# has a lower priority, so that clients that share a core do not count as the daemon's lateness.
+BULK_BATCH_ROWS, BULK_IN_FLIGHT, BULK_ROWS = 1_000, 16, 200_000
+NICENESS = 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Added:
-    """Which rows were answered; how late each request was sent, in ms: a client that is late is the limit itself.
-    `cpu_s`: what the client used from the beginning on. `refusals`: why rows were not added, each status once.
+    """Which rows were answered; how late each request was sent, in ms: a client that is late is the limit itself; and
+    how long those that were answered took. `cpu_s`: what the client used from the beginning on. `refusals`: why rows
+    were not added, each status once.
     """
 
     answered: NDArray[np.bool_]
     sent_late_ms: NDArray[np.float64]
+    took_ms: NDArray[np.float64]
     cpu_s: float
     refusals: frozenset[str]
 
@@ -51,6 +59,7 @@ class Added:
         return Added(
             np.any([part.answered for part in parts], axis=0),
             np.concatenate([part.sent_late_ms for part in parts]),
+            np.concatenate([part.took_ms for part in parts]),
             sum(part.cpu_s for part in parts),
             frozenset().union(*(part.refusals for part in parts)),
         )
@@ -91,14 +100,14 @@ def add(address: str, load: Load, part: int, parent: Connection) -> None:
 
 async def _add(address: str, load: Load, part: int, parent: Connection) -> None:
     delays = load.delays()
-    answered = np.zeros(load.rows, dtype=np.bool_)
+    answers = _Answers(np.zeros(load.rows, dtype=np.bool_), [])
     late_ms: list[float] = []
     refusals: set[str] = set()
     async with contextlib.AsyncExitStack() as stack:
         if load.one_by_one:
-            send = await _one_by_one(stack, address, answered, refusals)
+            send = await _one_by_one(stack, address, answers, refusals)
         else:
-            send = await _in_batches(stack, address, answered)
+            send = await _in_batches(stack, address, answers)
         parent.send(_OPENED)
         began_s: float = await asyncio.to_thread(parent.recv)
         cpu_s = time.process_time()
@@ -110,34 +119,47 @@ async def _add(address: str, load: Load, part: int, parent: Connection) -> None:
                 await asyncio.sleep(remaining_s)
             late_ms.append(1000 * (time.time() - at_s))
             await send(request, (clock.now_ms() + delays[request.rows]).astype(np.uint64))
-    parent.send(Added(answered, np.array(late_ms), time.process_time() - cpu_s, frozenset(refusals)))
+        await asyncio.sleep(began_s + load.seconds - time.time())
+    took_ms = np.array(answers.took_ms)
+    parent.send(Added(answers.rows, np.array(late_ms), took_ms, time.process_time() - cpu_s, frozenset(refusals)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Answers:
+    """Which rows were answered, and how long each request took, in ms."""
+
+    rows: NDArray[np.bool_]
+    took_ms: list[float]
+
+    def note(self, rows: NDArray[np.int64], began_s: float) -> None:
+        self.rows[rows] = True
+        self.took_ms.append(1000 * (time.perf_counter() - began_s))
 
 
 _Send = Callable[[service_load.Request, NDArray[np.uint64]], Awaitable[None]]
 
 
-async def _in_batches(stack: contextlib.AsyncExitStack, address: str, answered: NDArray[np.bool_]) -> _Send:
+async def _in_batches(stack: contextlib.AsyncExitStack, address: str, answers: _Answers) -> _Send:
     """A stream of adds for each topic. Leaving `stack` raises what a batch was refused for."""
     client = await stack.enter_async_context(tarry.aio.Client(address, timeout_s=CALL_S))
     streams: dict[str, tarry.aio.AddStream] = {}
 
-    def note(rows: NDArray[np.int64], answer: asyncio.Future[tarry.AddResult]) -> None:
+    def note(rows: NDArray[np.int64], began_s: float, answer: asyncio.Future[tarry.AddResult]) -> None:
         if not answer.cancelled() and answer.exception() is None:
-            answered[rows] = True
+            answers.note(rows, began_s)
 
     async def send(request: service_load.Request, due_ms: NDArray[np.uint64]) -> None:
         if (stream := streams.get(request.topic)) is None:
             stream = await stack.enter_async_context(client.add_stream(request.topic, in_flight=IN_FLIGHT))
             streams[request.topic] = stream
+        began_s = time.perf_counter()
         answer = await stream.add(*service_load.positions(request.rows), deliver_at_ms=due_ms)
-        answer.add_done_callback(functools.partial(note, request.rows))
+        answer.add_done_callback(functools.partial(note, request.rows, began_s))
 
     return send
 
 
-async def _one_by_one(
-    stack: contextlib.AsyncExitStack, address: str, answered: NDArray[np.bool_], refusals: set[str]
-) -> _Send:
+async def _one_by_one(stack: contextlib.AsyncExitStack, address: str, answers: _Answers, refusals: set[str]) -> _Send:
     """A unary call for each request; as many at once as a service has callers."""
     channel = await stack.enter_async_context(on_event_loop.open_channel(address))
     calls = await stack.enter_async_context(asyncio.TaskGroup())
@@ -145,9 +167,10 @@ async def _one_by_one(
     callers = asyncio.Semaphore(CALLERS)
 
     async def call(rows: NDArray[np.int64], request: delayed_delivery_pb2.AddMessagesRequest) -> None:
+        began_s = time.perf_counter()
         try:
             await stub.AddMessages(request, timeout=CALL_S)
-            answered[rows] = True
+            answers.note(rows, began_s)
         except grpc.aio.AioRpcError as error:
             refusals.add(error.code().name)
         finally:
@@ -165,6 +188,28 @@ async def _one_by_one(
         calls.create_task(call(request.rows, message))
 
     return send
+
+
+def add_bulk(address: str, parent: Connection) -> None:
+    """Adds rows that are not due for long to one topic, as fast as it takes them, between two messages of the parent.
+    Sends how many a second were accepted.
+    """
+    os.nice(NICENESS)
+    with tarry.Client(address, timeout_s=CALL_S) as client:
+        parent.send(_OPENED)
+        parent.recv()
+        began_s, accepted, portions = time.perf_counter(), 0, 0
+        while not parent.poll():
+            rows = clock.in_order(
+                clock.over_a_day(BULK_ROWS, seed=portions),
+                first_ledger=portions * BULK_ROWS // clock.ROWS_PER_LEDGER,
+            )
+            added = tarry_load.add(
+                client, service_load.BULK, rows, batch_rows=BULK_BATCH_ROWS, in_flight=BULK_IN_FLIGHT
+            )
+            accepted += added.accepted
+            portions += 1
+        parent.send(accepted / (time.perf_counter() - began_s))
 
 
 # ---- receiving

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 import tarry
 
 NAME = "service"
+BULK = "bulk"
+"""The topic that has rows at full speed."""
 STEP_MS = 10
 ROWS_PER_LEDGER = 50_000
 
@@ -40,7 +42,7 @@ class Request:
 @dataclasses.dataclass(frozen=True)
 class Load:
     """Row n is of topic n modulo `topics`. `one_by_one`: a call for each row. `clients`: processes that receive, and as
-    many that add.
+    many that add. `bulk`: whether rows are added to one topic more, as fast as it takes them.
     """
 
     seconds: int
@@ -52,6 +54,7 @@ class Load:
     mode: Mode
     one_by_one: bool
     clients: int
+    bulk: bool = False
 
     @property
     def rows(self) -> int:

@@ -5,8 +5,8 @@ begins first.
 Does not own: what one shard's checkpoint is and its own limits (`checkpointing`), and deleting slots.
 
 The log is measured by what reading it costs: a unit for each slot, and for each section in it. Shards take turns, so
-that checkpoints are spread over time as slots are: where all shards are written alike, each is checkpointed once while
-the log grows by `BEGIN_AT` of the bound.
+that checkpoints are spread over time as slots are: of the shards that are written, where they are written alike, each
+is checkpointed once while the log grows by `BEGIN_AT` of the bound. Those that are not written have no turn.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class TailBound:
             if not needed:
                 return
             first, _ = needed[0]
-            turn = max(self._last_begun_work + self._begin_at // len(self._tails), first + self._little)
+            turn = max(self._last_begun_work + self._begin_at // len(needed), first + self._little)
             self.look_at_work = min(turn, first + self._begin_at)
             if work < self.look_at_work or not self._begin_one([self._tails[place] for _, place in needed]):
                 return

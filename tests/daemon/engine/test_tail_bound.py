@@ -113,6 +113,21 @@ def test_shards_that_are_written_alike_take_turns_far_apart(together: int) -> No
     assert all(len(set(turns[first : first + SHARDS])) == SHARDS for first in range(0, SHARDS * 3, SHARDS))
 
 
+@pytest.mark.parametrize("written", [1, 3, SHARDS - 4])
+def test_shards_that_are_not_written_make_the_others_turns_no_shorter(written: int) -> None:
+    work_max = 10 * WORK_MAX
+    shards, most, begun = Shards(SHARDS, work_max), 0, 0
+    while shards.work < 20 * work_max:
+        shards.write(*range(written))
+        begun += len(shards.begun)
+        for each in shards.begun:
+            shards.end(each)
+        shards.begun.clear()
+        most = max(most, shards.to_read)
+    assert most <= work_max
+    assert begun <= 1.1 * written * shards.work / (BEGIN_AT * work_max)
+
+
 def test_a_store_that_takes_long_has_few_checkpoints_under_way() -> None:
     shards = Shards(SHARDS)
     for number in range(SHARDS):
@@ -130,7 +145,7 @@ def test_a_shard_whose_checkpoint_cannot_begin_lets_the_next_one_begin() -> None
 
 def test_what_a_checkpoint_that_failed_was_to_cover_is_needed_still_and_another_shard_is_next() -> None:
     shards = Shards(2)
-    shards.write(0, slots=80)
+    shards.write(0, slots=150)
     assert shards.begun == [0]
     before = 2
     with pytest.raises(OSError, match="disk"), shards.writing(0):
@@ -155,7 +170,7 @@ def test_sections_that_come_while_a_checkpoint_is_written_are_not_covered_by_it(
 
 def test_a_shard_that_is_lost_in_the_middle_of_its_checkpoint_counts_no_more() -> None:
     shards = Shards(2)
-    shards.write(0, slots=80)
+    shards.write(0, slots=150)
     with shards.tails[0].covering():
         shards.tails[0].forget()
     shards.tails[0].grown(1)
@@ -164,7 +179,7 @@ def test_a_shard_that_is_lost_in_the_middle_of_its_checkpoint_counts_no_more() -
 
 def test_a_shard_that_is_lost_before_its_checkpoint_began_to_be_written_counts_no_more() -> None:
     shards = Shards(2)
-    shards.write(0, slots=80)
+    shards.write(0, slots=150)
     assert shards.bound.under_way == 1
     shards.tails[0].forget()
     shards.tails[0].forget()

@@ -35,6 +35,8 @@ CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.use_local_subchannel_pool", 1),
+    # Where there are several addresses, each is asked in turn.
+    ("grpc.lb_policy_name", "round_robin"),
 )
 # What a caller may be told while daemons die, wait or are superseded. All else is a bug.
 MAY_BE_TOLD = frozenset(
@@ -313,6 +315,7 @@ class Receiver(Caller):
             return
         request_id = next(self._request_ids)
         self._sent[request_id] = rows
+        self.history.acknowledging((ledger, entry) for ledger, entry, _ in rows)
         acknowledge = dispatch_pb2.Acknowledge(
             request_id=request_id,
             ledger_id=[row[0] for row in rows],
