@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,8 @@ RESULTS = "results"
 STREAMS = (SOURCE, DUE, DEAD, FAILED, RESULTS)
 GONE = (OSError, kafka.KafkaException, nats.errors.Error, redis.RedisError, TimeoutError)
 """What clients of a broker raise that is being killed."""
+PATIENCE_S = 300.0
+"""How long an answer may take on a busy machine."""
 _OF_KIND = {"kafka": "session_s = 2, kept_bytes = 0", "nats": "ack_wait_s = 2", "redis": "claim_s = 2"}
 """What was left is soon another's; nothing is kept that could be fetched."""
 
@@ -89,6 +91,11 @@ dead_letters = "{DEAD}"
 """
 
 
+def _portions(of: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """So few at once that each is answered in time."""
+    return (of[first : first + 200] for first in range(0, len(of), 200))
+
+
 class RedisStreams:
     """A Redis whose entries have the body in a field."""
 
@@ -144,7 +151,7 @@ class NatsStreams:
     async def _js(self) -> Any:
         if self._connection is None:
             self._connection = await nats.connect(self.server.url, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
-        return self._connection.jetstream()
+        return self._connection.jetstream(timeout=PATIENCE_S)
 
     async def set_up(self) -> None:
         for stream in STREAMS:
@@ -152,13 +159,18 @@ class NatsStreams:
 
     async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
         js = await self._js()
-        sent = [js.publish(stream, body.encode(), headers=dict(headers) or None) for headers, body in messages]
-        return [str(each.seq) for each in await asyncio.gather(*sent)]
+        answers: list[Any] = []
+        for some in _portions(messages):
+            sent = [js.publish(stream, body.encode(), headers=dict(headers) or None) for headers, body in some]
+            answers += await asyncio.gather(*sent)
+        return [str(each.seq) for each in answers]
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
         js = await self._js()
         last = (await js.stream_info(stream)).state.last_seq
-        found = await asyncio.gather(*(js.get_msg(stream, number) for number in range(after + 1, last + 1)))
+        found: list[Any] = []
+        for some in _portions(range(after + 1, last + 1)):
+            found += await asyncio.gather(*(js.get_msg(stream, number) for number in some))
         return [
             Published(each.seq, int(each.time.timestamp() * 1_000), each.headers or {}, (each.data or b"").decode())
             for each in found
@@ -207,7 +219,9 @@ class KafkaTopics:
 
     @functools.cached_property
     def _producer(self) -> Any:
-        return kafka.Producer({**self._shared, "enable.idempotence": True, "message.timeout.ms": 30_000})
+        return kafka.Producer(
+            {**self._shared, "enable.idempotence": True, "message.timeout.ms": int(PATIENCE_S * 1_000)}
+        )
 
     @functools.cached_property
     def _consumer(self) -> Any:
@@ -244,7 +258,7 @@ class KafkaTopics:
         found = self._found.setdefault(stream, [])
         next_offset = found[-1].number + 1 if found else 0
         self._consumer.assign([kafka.TopicPartition(stream, 0, next_offset)])
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
             message = self._consumer.poll(1)
             if message is None:
@@ -264,7 +278,7 @@ class KafkaTopics:
             await asyncio.wrap_future(each)
 
     def _end(self, stream: str, partition: int) -> int:
-        return int(self._consumer.get_watermark_offsets(kafka.TopicPartition(stream, partition), timeout=60)[1])
+        return int(self._consumer.get_watermark_offsets(kafka.TopicPartition(stream, partition), timeout=PATIENCE_S)[1])
 
     async def delete(self, stream: str) -> None:
         await asyncio.wrap_future(self.server.admin.delete_topics([stream])[stream])
