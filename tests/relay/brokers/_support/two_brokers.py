@@ -30,6 +30,9 @@ GONE = (OSError, kafka.KafkaException, nats.errors.Error, redis.RedisError, Time
 """What clients of a broker raise that is being killed."""
 PATIENCE_S = 300.0
 """How long an answer may take on a busy machine."""
+_AT_ONCE = 200
+_WINDOW_S = 3_600
+"""For so long a NATS drops what it has."""
 _OF_KIND = {"kafka": "session_s = 2, kept_bytes = 0", "nats": "ack_wait_s = 2", "redis": "claim_s = 2"}
 """What was left is soon another's; nothing is kept that could be fetched."""
 
@@ -93,7 +96,7 @@ dead_letters = "{DEAD}"
 
 def _portions(of: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """So few at once that each is answered in time."""
-    return (of[first : first + 200] for first in range(0, len(of), 200))
+    return (of[first : first + _AT_ONCE] for first in range(0, len(of), _AT_ONCE))
 
 
 class RedisStreams:
@@ -104,6 +107,8 @@ class RedisStreams:
     def __init__(self, server: redis_server.RedisServer) -> None:
         self.server = server
         self._client: Any = redis.asyncio.Redis.from_url(server.url, decode_responses=True)
+        self._found: dict[str, list[Published]] = {}
+        self._last: dict[str, str] = {}
 
     async def set_up(self) -> None:
         for stream in STREAMS:
@@ -117,23 +122,28 @@ class RedisStreams:
             return [str(each) for each in await calls.execute()]
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
-        found = await self._client.xrange(stream)
-        return [
-            Published(number, int(entry_id.partition("-")[0]), fields, fields.get("body", ""))
-            for number, (entry_id, fields) in enumerate(found, 1)
-        ][after:]
+        """From where the last call has come to."""
+        found = self._found.setdefault(stream, [])
+        while new := await self._client.xrange(stream, min=f"({self._last.get(stream, '0-0')}", count=_AT_ONCE):
+            for entry_id, fields in new:
+                at_ms = int(entry_id.partition("-")[0])
+                found.append(Published(len(found) + 1, at_ms, fields, fields.get("body", "")))
+            self._last[stream] = new[-1][0]
+        return found[after:]
 
     async def cut(self, stream: str, *, keep: int) -> None:
         await self._client.xtrim(stream, maxlen=keep, approximate=False)
 
     async def delete(self, stream: str) -> None:
         await self._client.delete(stream)
+        self._found.pop(stream, None)
 
     async def take_away(self, stream: str) -> None:
+        await self.delete(stream)
         await self._client.set(stream, "not a stream")
 
     async def bring_back(self, stream: str) -> None:
-        await self._client.delete(stream)
+        await self.delete(stream)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -180,7 +190,7 @@ class NatsStreams:
         """Drops what is older."""
         js = await self._js()
         now = (await js.stream_info(stream)).config
-        now.max_age, now.duplicate_window = seconds, min(seconds, 600)
+        now.max_age, now.duplicate_window = seconds, min(seconds, _WINDOW_S)
         await js.update_stream(now)
 
     async def cut(self, stream: str, *, keep: int) -> None:
@@ -194,7 +204,7 @@ class NatsStreams:
 
     async def bring_back(self, stream: str) -> None:
         await (await self._js()).add_stream(
-            name=stream, subjects=[stream], allow_direct=True, duplicate_window=600, max_msg_size=100_000
+            name=stream, subjects=[stream], allow_direct=True, duplicate_window=_WINDOW_S, max_msg_size=100_000
         )
 
     async def close(self) -> None:
