@@ -87,6 +87,7 @@ class Listed:
         return ["orders", "failed"]
 
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
+        await asyncio.sleep(0)
         to = {each.target for each in messages}
         if self.hanging is not None and to & self.failing & self.have_failed:
             await self.hanging.wait()
@@ -356,7 +357,9 @@ def of(*, due: int, others: int) -> list[tarry.DeliveryId]:
 async def test_a_target_that_is_away_does_not_use_up_the_permits_of_others(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # What hangs does so for longer than its target rests.
     monkeypatch.setattr(pacing, "REST_MAX_S", 0.01)
+    monkeypatch.setattr(pacing, "REST_S", 0.000_001 if hangs else pacing.REST_S)
     few = msgspec.structs.replace(settings(), relay=relay_settings.Relay(topic="orders", permits=20, rows=10))
     broker = Listed(failing={"due"}, hanging=asyncio.Event() if hangs else None)
     daemon = Daemon(due=of(due=200, others=30), permits=20)

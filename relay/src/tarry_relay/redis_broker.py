@@ -312,7 +312,10 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Redis
     except (ValueError, TypeError) as error:
         raise relay_settings.SettingsError(f"broker: {error}") from error
     try:
-        await _asked(server.ping())
+        try:
+            await _asked(server.ping())
+        except port.Unreachable as error:
+            raise port.Unreachable(f"the broker cannot be reached, by broker.url: {error}") from error
         yield RedisBroker(server, settings, broker)
     finally:
         await server.aclose()

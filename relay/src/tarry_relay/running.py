@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import tarry
@@ -126,6 +126,8 @@ class Relay:
             self._logs.append(_ReadLog(settings.retry.name, broker.retries, is_source=False))
         self._unacknowledged: set[tarry.DeliveryId | None] = set()
         """What was handed out here and is not acknowledged; a consumer may have failed with it already."""
+        self._tried: set[str] = set()
+        """Targets that have failed, and to which one message is under way now."""
         self._changed = asyncio.Condition()
         self._ending = asyncio.Event()
         metrics.watch(self._passage)
@@ -417,7 +419,9 @@ class Relay:
         if rows <= 0:
             return
         holding: dict[int, tuple[tarry.Batch, list[int]]] = {}
-        for item in self._passage.park(rows, lambda target: self._pacing.takes_nothing(target, now_s)):
+        for item in self._passage.park(
+            rows, lambda target: target in self._tried or self._pacing.takes_nothing(target, now_s)
+        ):
             content = item.content
             if content.handed_out is not None:
                 batch, row = content.handed_out
@@ -432,7 +436,8 @@ class Relay:
         while True:
             items = await self._next(lambda: self._take_to_produce(failing))
             try:
-                answers = await self._broker.output.produce([self._outgoing(item) for item in items])
+                with self._trying(items, subscription) if failing else contextlib.nullcontext():
+                    answers = await self._broker.output.produce([self._outgoing(item) for item in items])
             except _PASSES as error:
                 self._answer_all(items, Answer.AGAIN)
                 failures = await self._rest("broker", error, failures)
@@ -442,6 +447,16 @@ class Relay:
                     self._produced(item, answer)
                 self._park(subscription)
             await self._tell()
+
+    @contextlib.contextmanager
+    def _trying(self, items: Sequence[MessageItem], subscription: tarry.aio.Subscription) -> Iterator[None]:
+        """Whatever else waits for these targets is parked, however long they do not answer."""
+        self._tried = {item.target for item in items}
+        self._park(subscription)
+        try:
+            yield
+        finally:
+            self._tried = set()
 
     def _take_to_produce(self, failing: bool) -> list[MessageItem]:
         now_s = time.monotonic()
