@@ -57,8 +57,8 @@ def programs(request: pytest.FixtureRequest, tmp_path: Path) -> Programs:
     of_the_daemon = installed(dist, tmp_path / "tarryd", BARE_PYTHON, "tarryd")
     of_the_relay = installed(dist, tmp_path / "relay", BARE_PYTHON, "tarry-relay", "kafka", "nats", "redis")
     folders = [each.folder / "bin" for each in (of_the_daemon, of_the_relay)]
-    commands = [(str(folder / name),) for folder, name in zip(folders, ("tarryd", "tarry-relay"), strict=True)]
-    return Programs(folders, *commands, str(folders[1] / "python"), of_the_relay.elsewhere)
+    tarryd, tarry_relay = str(folders[0] / "tarryd"), str(folders[1] / "tarry-relay")
+    return Programs(folders, (tarryd,), (tarry_relay,), str(folders[1] / "python"), of_the_relay.elsewhere)
 
 
 def settings_of(page: str, instead: Mapping[str, str]) -> str:
