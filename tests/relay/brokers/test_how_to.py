@@ -8,9 +8,10 @@ import contextlib
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,25 @@ class Programs:
     """Their working directory."""
 
 
-@pytest.fixture(params=["checkout", pytest.param("wheels", marks=pytest.mark.long)])
-def programs(request: pytest.FixtureRequest, tmp_path: Path) -> Programs:
-    if request.param == "checkout":
-        return Programs([Path(sys.executable).parent])
-    dist = tmp_path / "dist"
-    make_dist(dist)
-    of_the_daemon = installed(dist, tmp_path / "tarryd", BARE_PYTHON, "tarryd")
-    of_the_relay = installed(dist, tmp_path / "relay", BARE_PYTHON, "tarry-relay", "kafka", "nats", "redis")
+@pytest.fixture(scope="module")
+def from_wheels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """They are removed at once, for environments are large."""
+    folder = tmp_path_factory.mktemp("wheels")
+    make_dist(folder / "dist")
+    of_the_daemon = installed(folder / "dist", folder / "tarryd", BARE_PYTHON, "tarryd")
+    of_the_relay = installed(folder / "dist", folder / "relay", BARE_PYTHON, "tarry-relay", "kafka", "nats", "redis")
     folders = [each.folder / "bin" for each in (of_the_daemon, of_the_relay)]
     tarryd, tarry_relay = str(folders[0] / "tarryd"), str(folders[1] / "tarry-relay")
-    return Programs(folders, (tarryd,), (tarry_relay,), str(folders[1] / "python"), of_the_relay.elsewhere)
+    yield Programs(folders, (tarryd,), (tarry_relay,), str(folders[1] / "python"), of_the_relay.elsewhere)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["checkout", pytest.param("wheels", marks=pytest.mark.long)])
+def programs(request: pytest.FixtureRequest) -> Programs:
+    if request.param == "checkout":
+        return Programs([Path(sys.executable).parent])
+    made: Programs = request.getfixturevalue("from_wheels")
+    return made
 
 
 def settings_of(page: str, instead: Mapping[str, str]) -> str:
