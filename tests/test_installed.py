@@ -5,12 +5,10 @@ The libraries are those of the lock, from uv's cache; what is not there is fetch
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ import pytest
 
 from examples.processes import DaemonProcess, free_port, local_store
 from scripts import build_spark_env
+from tests._support.installed import BARE_PYTHON, installed, make_dist, surroundings, with_uv
 from tests._support.processes import run_child
 from tests.test_distributions import DISTRIBUTIONS, project
 
@@ -30,13 +29,9 @@ PACKAGES = {each.name.replace("-", "_"): each.packages for each in DISTRIBUTIONS
 NOT_IN_THE_PACKAGE = {"LICENSE", "README.md", "pyproject.toml"}
 
 RUNNING = "{}.{}".format(*sys.version_info[:2])
-# The interpreter below the environment of the tests.
-BARE_PYTHON = getattr(sys, "_base_executable", sys.executable)
 PYTHONS = re.findall(r"Python :: (3\.\d+)", "\n".join(project(REPOSITORY)["classifiers"]))
 PAGE = (REPOSITORY / "docs" / "INSTALL.md").read_text(encoding="utf-8")
 TOPIC = ("flights", "departures")
-# What the tests and `make` themselves run in.
-OF_THE_CHECKOUT = {"MAKEFLAGS", "MFLAGS", "PYTHONPATH", "UV_PROJECT_ENVIRONMENT", "VIRTUAL_ENV"}
 
 # What a program does with the library.
 PROGRAM = """
@@ -56,25 +51,11 @@ print(json.dumps([tarry.__file__, added.accepted, received, backlog]))
 """
 
 
-def surroundings(**more: str) -> dict[str, str]:
-    """The variables of this process, without those of the checkout."""
-    return {name: value for name, value in os.environ.items() if name not in OF_THE_CHECKOUT} | more
-
-
-def with_uv(*command: str, **environment: str) -> None:
-    """Runs what takes libraries from uv's cache, and once more where they have to be fetched."""
-    given = surroundings(**environment)
-    ended = run_child(command, env=given | {"UV_OFFLINE": "1"}, cwd=REPOSITORY)
-    if ended.returncode != 0:
-        ended = run_child(command, env=given, cwd=REPOSITORY)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `make dist` makes."""
     made = tmp_path_factory.mktemp("dist")
-    with_uv("make", "dist", f"DIST={made}", f"UV={build_spark_env.uv()}")
+    make_dist(made)
     return made
 
 
@@ -88,36 +69,6 @@ def place(tmp_path: Path) -> Iterator[Path]:
 def wheel(folder: Path, name: str) -> Path:
     (found,) = folder.glob(f"{name}-[0-9]*.whl")
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Environment:
-    """`folder`: where it is; `elsewhere`: the working directory of its programs, in which there is nothing of ours."""
-
-    folder: Path
-    elsewhere: Path
-
-    def run(self, program: str, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-        """Runs one of its programs in an environment that says nothing."""
-        command = [str(self.folder / "bin" / program), *arguments]
-        given = {"PATH": os.defpath, "HOME": str(self.elsewhere), "COLUMNS": "120"}
-        ended = run_child(command, env=given, cwd=self.elsewhere)
-        assert ended.returncode == status, f"{command}: {ended.stdout}{ended.stderr}"
-        return ended
-
-
-def installed(dist: Path, folder: Path, python: str, name: str, *extras: str) -> Environment:
-    """An environment of its own, for one distribution and what it requires."""
-    uv = build_spark_env.uv()
-    libraries = ("--locked", "--no-install-workspace", "--no-default-groups", "--package", name)
-    more = [f"--extra={extra}" for extra in extras]
-    with_uv(uv, "sync", *libraries, *more, "--python", python, UV_PROJECT_ENVIRONMENT=str(folder))
-    inside = ("--python", str(folder / "bin" / "python"))
-    with_uv(uv, "pip", "install", *inside, "--no-index", "--find-links", str(dist), f"{name}[{','.join(extras)}]")
-    with_uv(uv, "pip", "check", *inside)
-    elsewhere = folder.with_name(f"{folder.name}-elsewhere")
-    elsewhere.mkdir()
-    return Environment(folder, elsewhere)
 
 
 def files_of_packages(name: str) -> Iterator[str]:

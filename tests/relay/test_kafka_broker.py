@@ -119,7 +119,7 @@ def made(patch: pytest.MonkeyPatch, kept_bytes: int = 0) -> Cluster:
     patch.setattr(kafka, "Consumer", ScriptedConsumer)
     patch.setattr(kafka_broker, "_LOOK_AGAIN_S", 0)
     topics: Any = Topics()
-    reader = KafkaReader(TOPIC, topics, properties(), 5, Kept(kept_bytes))
+    reader = KafkaReader(TOPIC, "one", topics, properties(), 5, Kept(kept_bytes))
     consumer: Any = reader._consumer
     return reader, consumer, topics
 
@@ -394,7 +394,7 @@ def test_what_the_file_says_of_a_cluster_is_told_to_every_client() -> None:
         sasl="PLAIN",
         properties={"client.rack": "r1", "linger.ms": 5},
     )
-    for each in (shown.shared(), shown.reader(TOPIC), shown.fetcher(TOPIC), shown.producer(TOPIC)):
+    for each in (shown.shared(), shown.reader(TOPIC, "one"), shown.fetcher(TOPIC), shown.producer(TOPIC)):
         assert each["bootstrap.servers"] == "a:1,b:2"
         assert each["security.protocol"] == "sasl_ssl"
         assert (each["sasl.mechanism"], each["sasl.username"]) == ("PLAIN", "anna")
@@ -402,7 +402,7 @@ def test_what_the_file_says_of_a_cluster_is_told_to_every_client() -> None:
         assert (each["client.rack"], each["linger.ms"]) == ("r1", 5)
     assert properties().shared()["security.protocol"] == "plaintext"
     assert properties(tls=True).shared()["security.protocol"] == "ssl"
-    assert shown.reader("orders")["group.id"] == "relay-orders"
+    assert shown.reader("orders", "one")["group.id"] == "relay-orders@one"
 
 
 @pytest.mark.parametrize("name", ["enable.auto.commit", "acks", "group.id", "bootstrap.servers", "isolation.level"])

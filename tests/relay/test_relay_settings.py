@@ -53,7 +53,7 @@ def test_the_least_file_has_defaults_for_the_rest(tmp_path: Path) -> None:
         ('"due"', '"orders"', "targets[0].name is 'orders', which the relay reads itself"),
         ('"redis"', '"redis"\nretry.name = "orders"', "retry.name is 'orders', which is the source"),
         ('"dead" }', '"dead", target = "orders" }', "source.target is 'orders', which the relay reads itself"),
-        ('"dead" }', '"dead", target = "gone" }', "source.target is 'gone', which none of targets allows"),
+        ('"dead" }', '"dead", target = "gone" }', "if it is not misspelt, add [[targets]] with name = 'gone'"),
         ('"dead" }', '"dead", results = "orders" }', "source.results is 'orders', which the relay reads itself"),
         ('"dead" }', '"dead", levels = "1s 5" }', "source.levels has '5', which is no delay"),
         ('"dead" }', '"dead", delay_max = "7" }', "source.delay_max is '7', which is no delay"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,19 @@ def test_the_example_of_the_first_page_runs(
     assert sum(int(line.split()[0]) for line in batches) == 1_000
 
 
-def run_session(page: str, directory: Path, instead: Mapping[str, str], *more_path: Path) -> None:
-    """Runs every command of a page in one shell. `instead`: what stands in the test for what stands in the page."""
+def run_session(
+    page: str,
+    directory: Path,
+    instead: Mapping[str, str],
+    *more_path: Path,
+    programs: Sequence[Path] = (Path(sys.executable).parent,),
+) -> None:
+    """Runs every command of a page in one shell. `instead`: what stands in the test for what stands in the page.
+    `programs`: where ours are looked for.
+    """
     address = f"127.0.0.1:{processes.free_port()}"
     environment = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], *map(str, more_path)]),
+        "PATH": os.pathsep.join([*map(str, programs), os.environ["PATH"], *map(str, more_path)]),
         "TMPDIR": str(directory),
         "TARRY_ADDRESS": address,
         "TARRY_GRPC__LISTEN": address,

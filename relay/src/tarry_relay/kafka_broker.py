@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import confluent_kafka as kafka
@@ -281,11 +281,14 @@ class KafkaLog:
 
 
 class KafkaReader:
-    """A member of a group, which relays share. A partition is read by one of them."""
+    """A member of a group, which relays share. A partition is read by one of them. The name of the group has the id of
+    the topic: a relay that has not noticed yet that the topic is another one commits nothing there.
+    """
 
     def __init__(
         self,
         topic: str,
+        generation: str,
         topics: ClusterTopics,
         properties: ClientProperties,
         timeout_s: float,
@@ -293,10 +296,11 @@ class KafkaReader:
     ) -> None:
         """`kept`: gets what is read."""
         self._topic = topic
+        self._generation = generation
         self._topics = topics
         self._timeout_s = timeout_s
         self._kept = kept
-        self._consumer = kafka.Consumer({**properties.reader(topic), "error_cb": self._failed})
+        self._consumer = kafka.Consumer({**properties.reader(topic, generation), "error_cb": self._failed})
         self._polling = Thread(f"read-{topic}")
         self._committing = Thread(f"commit-{topic}")
         # A partition that comes back is another lane: it begins at what was committed.
@@ -312,7 +316,6 @@ class KafkaReader:
         self._is_resting = False
         self._is_away = False
         self._asked_at_s = time.monotonic()
-        self._generation: str | None = None
         self._looks_at_s = 0.0
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
@@ -359,9 +362,7 @@ class KafkaReader:
     async def _look_whether_same(self) -> None:
         """An id does not come back: where it is as before, all that was read until now is of the topic that has it."""
         looked_at_s = time.monotonic()
-        now = await self._topics.generation(self._topic)
-        self._generation = self._generation or now
-        port.must_be_same(f"topic {self._topic}", self._generation, now)
+        port.must_be_same(f"topic {self._topic}", self._generation, await self._topics.generation(self._topic))
         self._looks_at_s = looked_at_s + _LOOK_AGAIN_S
 
     # In the thread of the consumer.
@@ -477,16 +478,11 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
     properties = ClientProperties(broker, relay.subscription, relay.id)
     kept: Kept[Found] = Kept(broker.kept_bytes)
     async with contextlib.AsyncExitStack() as stack:
-        try:
+        with _refused_settings():
             client = admin.AdminClient(properties.shared())
             topics = ClusterTopics(client, broker.timeout_s)
             fetched_from = KafkaLog(source, topics, properties, kept, broker.timeout_s)
-            stack.push_async_callback(fetched_from.close)
-            readers = [KafkaReader(source, topics, properties, broker.timeout_s, kept)]
-            if settings.retry is not None:
-                readers.append(KafkaReader(settings.retry.name, topics, properties, broker.timeout_s))
-        except KafkaException as error:
-            raise relay_settings.SettingsError(f"broker: {error.args[0].str()}") from error
+        stack.push_async_callback(fetched_from.close)
         output = KafkaOutput(source, properties, broker)
         stack.push_async_callback(output.close)
         try:
@@ -494,6 +490,12 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
         except KafkaException as error:
             text = error.args[0].str()
             raise port.Unreachable(f"{broker.url} cannot be used within {broker.timeout_s:g} s: {text}") from error
+        generations = [await _generation_now(topics, name) for name in settings.read_names]
+        with _refused_settings():
+            readers = [
+                KafkaReader(name, generation, topics, properties, broker.timeout_s, kept if name == source else None)
+                for name, generation in zip(settings.read_names, generations, strict=True)
+            ]
         for each in readers:
             stack.push_async_callback(each.close)
             keeping = asyncio.create_task(each.keep_place())
@@ -506,6 +508,23 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
             fetched_from=fetched_from,
             output=output,
         )
+
+
+@contextlib.contextmanager
+def _refused_settings() -> Iterator[None]:
+    """Raises SettingsError for what Kafka's client refuses."""
+    try:
+        yield
+    except KafkaException as error:
+        raise relay_settings.SettingsError(f"broker: {error.args[0].str()}") from error
+
+
+async def _generation_now(topics: ClusterTopics, topic: str) -> str:
+    """Empty: it is not there, and what begins to read it when it is finds out. Raises Unreachable."""
+    try:
+        return await topics.generation(topic)
+    except port.NotThere:
+        return ""
 
 
 def _read(event: Event, lane: tuple[int, int]) -> port.Read:

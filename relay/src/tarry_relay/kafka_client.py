@@ -89,7 +89,7 @@ class ClientProperties:
         self._identity = identity
         self._reached_with = self._reach()
         self._more: Mapping[str, Any] = {}
-        fixed = {*self.reader(""), *self.fetcher(""), *self.producer("")} - _CHANGEABLE
+        fixed = {*self.reader("", ""), *self.fetcher(""), *self.producer("")} - _CHANGEABLE
         self._more = broker.properties
         for name in self._more:
             if name in fixed:
@@ -101,11 +101,11 @@ class ClientProperties:
         """The properties of every client."""
         return {**_SHARED, "error_cb": unsaid, **self._reached_with, **self._more}
 
-    def reader(self, topic: str) -> Properties:
-        """The properties of a member of the group that reads a topic on."""
+    def reader(self, topic: str, generation: str) -> Properties:
+        """The properties of a member of the group that reads a topic of this generation on."""
         session_ms = int(self._broker.session_s * 1_000)
         own = {
-            "group.id": self.group_of(topic),
+            "group.id": f"{self.group_of(topic)}@{generation}",
             "session.timeout.ms": session_ms,
             "heartbeat.interval.ms": max(1, session_ms // 4),
             "max.poll.interval.ms": max(300_000, session_ms),

@@ -42,13 +42,11 @@ class NatsBroker:
         self._js = connection.jetstream(timeout=broker.timeout_s)
         self._settings = settings
         self._broker = broker
-        durable = settings.relay.subscription
         self._own_subjects: tuple[str, ...] = ()
         self.log = NatsLog(self._js, settings.source.name, broker)
-        self.source = NatsReader(self._js, settings.source.name, durable, settings.relay.read_ahead, broker)
-        self.retries = settings.retry and NatsReader(
-            self._js, settings.retry.name, durable, settings.relay.read_ahead, broker
-        )
+        self.source = NatsReader(self._js, self.log, settings.relay, broker)
+        retry = settings.retry
+        self.retries = retry and NatsReader(self._js, NatsLog(self._js, retry.name, broker), settings.relay, broker)
         self.output = NatsOutput(self._js, broker)
 
     async def learn_own_subjects(self) -> None:
@@ -141,32 +139,39 @@ class NatsLog:
 
     def __init__(self, js: Any, stream: str, broker: relay_settings.Nats) -> None:
         self._js = js
-        self._stream = stream
+        self.stream = stream
         self._in_flight = broker.in_flight
+        self._first: str | None = None
 
     async def info(self) -> Any:
         """What NATS says of the stream. Raises NotThere, Unreachable."""
         try:
-            return await _asked(self._js.stream_info(self._stream))
+            return await _asked(self._js.stream_info(self.stream))
         except port.NotThere as error:
-            raise port.NotThere(f"stream {self._stream}: {error}") from error
+            raise port.NotThere(f"stream {self.stream}: {error}") from error
 
     async def generation(self) -> str:
         """The moment at which the stream was made, which another one of its name does not have."""
-        return _made_at(await self.info())
+        now = f"{(await self.info()).created:%Y%m%dT%H%M%S.%f}Z"
+        self._first = self._first or now
+        return now
+
+    async def first_generation(self) -> str:
+        """The generation that was found first; the stream may be another one by now."""
+        return self._first or await self.generation()
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
         """The messages at these positions, by direct gets, many in flight; None for one that is gone for good."""
         ledgers, entries = zip(*positions, strict=True)
         sequences = NatsStream1.from_positions(list(ledgers), list(entries)).tolist()
         found = await _each(self._fetch_one, sequences, self._in_flight)
-        port.must_be_same(f"stream {self._stream}", generation, await self.generation())
+        port.must_be_same(f"stream {self.stream}", generation, await self.generation())
         return found
 
     async def _fetch_one(self, sequence: int) -> port.Message | None:
         for direct in (True, False):
             try:
-                found = await _asked(self._js.get_msg(self._stream, sequence, direct=direct))
+                found = await _asked(self._js.get_msg(self.stream, sequence, direct=direct))
             except port.NotThere:
                 continue  # A replica that is behind says so, too; the second time it is the leader who does.
             return _message(found.data or b"", found.headers)
@@ -184,21 +189,22 @@ class NatsLog:
 
 
 class NatsReader:
-    """A durable pull consumer, which relays share."""
+    """A durable pull consumer, which relays share. Its name has the generation of its stream: a relay that has not
+    noticed yet that the stream is another one can neither read nor acknowledge anything there.
+    """
 
-    def __init__(self, js: Any, stream: str, durable: str, read_ahead: int, broker: relay_settings.Nats) -> None:
+    def __init__(self, js: Any, log: NatsLog, relay: relay_settings.Relay, broker: relay_settings.Nats) -> None:
         self._js = js
-        self._stream = stream
+        self._log = log
+        self._subscription = relay.subscription
         self._asks_for = api.ConsumerConfig(
-            durable_name=durable,
             ack_policy=api.AckPolicy.EXPLICIT,
             ack_wait=broker.ack_wait_s,
             # Of all relays together, and each holds as much as it reads ahead.
-            max_ack_pending=16 * read_ahead,
+            max_ack_pending=16 * relay.read_ahead,
         )
         self._ack_wait_s = broker.ack_wait_s
         self._pulled: Any = None
-        self._generation: str | None = None
         now_s = time.monotonic()
         self._asked_at_s = (now_s, now_s)
         """When the last two reads began: what came too late for one is given by the next."""
@@ -223,17 +229,25 @@ class NatsReader:
 
     async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
         """By the floor of the consumer, up to which everything is acknowledged; what lies above it NATS tells not."""
-        told = await _asked(self._js.consumer_info(self._stream, self._asks_for.durable_name))
+        durable = self._durable_of(await self._log.first_generation())
+        told = await _asked(self._js.consumer_info(self._log.stream, durable))
         floor = 0 if told.ack_floor is None else int(told.ack_floor.stream_seq)
         return [entry <= floor for _, entry in positions]
 
     async def _join(self) -> None:
         """Makes the consumer, or takes the one that is there: it went with its stream, if that was made anew."""
-        await _asked(self._js.add_consumer(self._stream, self._asks_for))
-        now = _made_at(await _asked(self._js.stream_info(self._stream)))
-        self._generation = self._generation or now
-        port.must_be_same(f"stream {self._stream}", self._generation, now)
-        self._pulled = await _asked(self._js.pull_subscribe_bind(self._asks_for.durable_name, self._stream))
+        stream, generation = self._log.stream, await self._log.first_generation()
+        durable = self._durable_of(generation)
+        await _asked(self._js.add_consumer(stream, self._asks_for, durable_name=durable))
+        if (now := await self._log.generation()) != generation:
+            # It stands beside another stream, which no relay of this generation is to read.
+            await _asked(self._js.delete_consumer(stream, durable))
+            port.must_be_same(f"stream {stream}", generation, now)
+        self._pulled = await _asked(self._js.pull_subscribe_bind(durable, stream))
+
+    def _durable_of(self, generation: str) -> str:
+        """A name of a consumer has no full stop."""
+        return f"{self._subscription}@{generation.replace('.', '_')}"
 
     async def _leave(self) -> None:
         pulled, self._pulled = self._pulled, None
@@ -248,7 +262,7 @@ class NatsReader:
             int(ledger),
             int(entry),
             _message(message.data, message.headers),
-            lane=self._stream,
+            lane=self._log.stream,
             sent_at_ms=int(about.timestamp.timestamp() * 1_000),
             receipt=message,
             alone_until_s=self._asked_at_s[0] + self._ack_wait_s if about.num_delivered == 1 else 0.0,
@@ -359,10 +373,6 @@ def fits(subject: str, target: str) -> bool:
     if words[-1] == ">":
         words, own = words[:-1], own[: len(words) - 1] if len(own) >= len(words) else []
     return len(words) == len(own) and all(word in ("*", each) for word, each in zip(words, own, strict=True))
-
-
-def _made_at(info: Any) -> str:
-    return f"{info.created:%Y%m%dT%H%M%S.%f}Z"
 
 
 def _message(data: bytes, headers: Mapping[str, str] | None) -> port.Message:

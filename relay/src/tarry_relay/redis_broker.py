@@ -40,6 +40,13 @@ redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[1] .. ARGV[2], '0')
 return ARGV[2]
 """
 _GENERATION_PREFIX = "tarry-generation-"
+# At once with the look whether the stream is still the same: another one has no such group.
+_JOIN = """
+for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+    if group[2] == ARGV[1] then return redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[2], '0') end
+end
+return redis.error_reply('it was made anew')
+"""
 
 
 class RedisBroker:
@@ -50,7 +57,7 @@ class RedisBroker:
         self._settings = settings
         relay = settings.relay
         self.log = RedisLog(server, settings.source.name)
-        self.source = RedisReader(server, settings.source.name, relay, broker)
+        self.source = RedisReader(server, settings.source.name, relay, broker, self.log)
         self.retries = settings.retry and RedisReader(server, settings.retry.name, relay, broker)
         self.output = RedisOutput(server, broker)
 
@@ -101,6 +108,7 @@ class RedisLog:
         self._server = server
         self._stream = stream
         self._generation = server.register_script(_GENERATION)
+        self._first: str | None = None
 
     async def generation(self) -> str:
         """A name that is kept as that of a group of the stream, and goes with the stream."""
@@ -109,7 +117,12 @@ class RedisLog:
         except redis.ResponseError as error:
             # XINFO of a stream that is not there.
             raise port.NotThere(f"key {self._stream}: {error}") from error
+        self._first = self._first or _word(found)
         return _word(found)
+
+    async def first_generation(self) -> str:
+        """The generation that was found first; the stream may be another one by now."""
+        return self._first or await self.generation()
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
         """The entries at these positions, by one pipeline, which ends with the look at the generation; None for one
@@ -143,12 +156,24 @@ class RedisLog:
 
 
 class RedisReader:
-    """A consumer of a group, which relays share. The stream and the group are made if they are not there."""
+    """A consumer of a group, which relays share, and which is made if it is not there. At the source the name of the
+    group has the generation: a relay that has not noticed yet that the stream is another one can read nothing there.
+    """
 
-    def __init__(self, server: Any, stream: str, relay: relay_settings.Relay, broker: relay_settings.Redis) -> None:
+    def __init__(
+        self,
+        server: Any,
+        stream: str,
+        relay: relay_settings.Relay,
+        broker: relay_settings.Redis,
+        log: RedisLog | None = None,
+    ) -> None:
+        """`log`: of the source. None: any stream of this name will do, and it is made if it is not there."""
         self._server = server
         self._stream = stream
-        self._group = relay.subscription
+        self._log = log
+        self._join = server.register_script(_JOIN)
+        self._subscription = self._group = relay.subscription
         self._consumer = relay.id
         # A read that blocks as long as an answer may take would count as none.
         self._block_s_max = broker.timeout_s / 2
@@ -160,9 +185,9 @@ class RedisReader:
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
         """Reads what this relay had read before, then what others have left, then what is new."""
-        if not self._has_group:
-            await self._make_group()
         try:
+            if not self._has_group:
+                await self._make_group()
             if self._own_after is not None:
                 entries = await self._group_read(self._own_after, rows_max, None)
                 self._own_after = _word(entries[-1][0]) if entries else None
@@ -202,9 +227,14 @@ class RedisReader:
 
     async def _make_group(self) -> None:
         try:
-            await _asked(self._server.xgroup_create(self._stream, self._group, id="0", mkstream=True))
+            if self._log is None:
+                await _asked(self._server.xgroup_create(self._stream, self._group, id="0", mkstream=True))
+            else:
+                generation = await self._log.first_generation()
+                self._group = f"{self._subscription}@{generation}"
+                await _asked(self._join([self._stream], [f"{_GENERATION_PREFIX}{generation}", self._group]))
         except redis.ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
+            if "BUSYGROUP" not in str(error):
                 raise
         self._has_group = True
 
@@ -282,7 +312,10 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Redis
     except (ValueError, TypeError) as error:
         raise relay_settings.SettingsError(f"broker: {error}") from error
     try:
-        await _asked(server.ping())
+        try:
+            await _asked(server.ping())
+        except port.Unreachable as error:
+            raise port.Unreachable(f"the broker cannot be reached, by broker.url: {error}") from error
         yield RedisBroker(server, settings, broker)
     finally:
         await server.aclose()

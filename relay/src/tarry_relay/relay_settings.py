@@ -331,7 +331,10 @@ def _check(settings: Settings) -> None:
         if name in settings.read_names:
             raise SettingsError(f"{field} is {name!r}, which the relay reads itself: what it publishes would go round")
     if source.target is not None and not any(each.allows(source.target) for each in settings.targets):
-        raise SettingsError(f"source.target is {source.target!r}, which none of targets allows: name it there, too")
+        raise SettingsError(
+            f"source.target is {source.target!r}, which none of targets allows: if it is not misspelt, add [[targets]] "
+            f"with name = {source.target!r}"
+        )
 
 
 def _in_words(message: str, document: dict[str, Any]) -> str:

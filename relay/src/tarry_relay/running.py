@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import tarry
@@ -41,6 +41,7 @@ _NOT_DUE_S = 0.2
 _LOOK_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 """How long to wait before it is looked again what is committed, the longer the more often nothing was."""
 _BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_CANCEL_AGAIN_S = 1.0
 _PASSES = (
     port.Unreachable,
     tarry.Aborted,
@@ -126,6 +127,8 @@ class Relay:
             self._logs.append(_ReadLog(settings.retry.name, broker.retries, is_source=False))
         self._unacknowledged: set[tarry.DeliveryId | None] = set()
         """What was handed out here and is not acknowledged; a consumer may have failed with it already."""
+        self._tried: set[str] = set()
+        """Targets that have failed, and to which one message is under way now."""
         self._changed = asyncio.Condition()
         self._ending = asyncio.Event()
         metrics.watch(self._passage)
@@ -142,13 +145,14 @@ class Relay:
             async with asyncio.TaskGroup() as tasks:
                 intake = [tasks.create_task(each) for each in self._intake(subscription)]
                 work = [tasks.create_task(each) for each in self._all_work(subscription)]
-                await ending.wait()
-                self._ending.set()
-                log.info("drains", extra={"read": self._passage.read, "handed_out": self._passage.handed_out})
-                await asyncio.wait(intake)
-                await self._drained()
-                for each in work:
-                    each.cancel()
+                try:
+                    await ending.wait()
+                    self._ending.set()
+                    log.info("drains", extra={"read": self._passage.read, "handed_out": self._passage.handed_out})
+                    await asyncio.wait(intake)
+                    await self._drained()
+                finally:
+                    await _end([*intake, *work])
             log.info("has ended", extra={"read": self._passage.read, "handed_out": self._passage.handed_out})
 
     async def _make_subscription(self) -> None:
@@ -417,7 +421,9 @@ class Relay:
         if rows <= 0:
             return
         holding: dict[int, tuple[tarry.Batch, list[int]]] = {}
-        for item in self._passage.park(rows, lambda target: self._pacing.takes_nothing(target, now_s)):
+        for item in self._passage.park(
+            rows, lambda target: target in self._tried or self._pacing.takes_nothing(target, now_s)
+        ):
             content = item.content
             if content.handed_out is not None:
                 batch, row = content.handed_out
@@ -432,7 +438,8 @@ class Relay:
         while True:
             items = await self._next(lambda: self._take_to_produce(failing))
             try:
-                answers = await self._broker.output.produce([self._outgoing(item) for item in items])
+                with self._trying(items, subscription) if failing else contextlib.nullcontext():
+                    answers = await self._broker.output.produce([self._outgoing(item) for item in items])
             except _PASSES as error:
                 self._answer_all(items, Answer.AGAIN)
                 failures = await self._rest("broker", error, failures)
@@ -442,6 +449,16 @@ class Relay:
                     self._produced(item, answer)
                 self._park(subscription)
             await self._tell()
+
+    @contextlib.contextmanager
+    def _trying(self, items: Sequence[MessageItem], subscription: tarry.aio.Subscription) -> Iterator[None]:
+        """Whatever else waits for these targets is parked, however long they do not answer."""
+        self._tried = {item.target for item in items}
+        self._park(subscription)
+        try:
+            yield
+        finally:
+            self._tried = set()
 
     def _take_to_produce(self, failing: bool) -> list[MessageItem]:
         now_s = time.monotonic()
@@ -585,6 +602,16 @@ class Relay:
     def _limit_of(self, target: str) -> float | None:
         setting = self._sorting.setting_of(target)
         return None if setting is None else setting.rate_limit
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels until all have ended: in Python 3.11 a cancellation may be lost by what waits in the client of a broker,
+    when the answer is there at the same moment.
+    """
+    while left := [each for each in tasks if not each.done()]:
+        for each in left:
+            each.cancel()
+        await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
 
 
 def _position(item: MessageItem) -> tuple[int, int]:

@@ -232,6 +232,27 @@ async def test_a_log_that_was_made_anew_is_not_read_on(broker: AnyBroker, tmp_pa
             await read_until_there(opened.source)
 
 
+async def test_a_relay_that_has_not_noticed_takes_nothing_of_a_log_that_was_made_anew(
+    broker: AnyBroker, tmp_path: Path
+) -> None:
+    """Another relay reads it by then, and has made there what it reads with."""
+    await publish(broker, range(9))
+    async with adapter(broker, tmp_path, "one") as one:
+        before = await read_all(one.source, 9)
+        await made_anew(broker)
+        async with adapter(broker, tmp_path, "two") as two:
+            after = await read_all(two.source, 9)
+            await publish(broker, range(9))
+            # Of the log that is no more; at the same positions there are other messages.
+            with contextlib.suppress(port.NotThere, port.Unreachable):
+                await one.source.commit(before)
+            with pytest.raises(port.NotThere):
+                await read_until_there(one.source)
+            assert not any(await two.source.passed([(each.ledger_id, each.entry_id) for each in after]))
+    async with adapter(broker, tmp_path, "three") as three:
+        assert len(await read_all(three.source, 18)) == 18
+
+
 async def read_until_there(reader: port.Reader) -> list[port.Read]:
     """Something, however often the reader cannot be reached."""
     while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ PROGRAM = (sys.executable, "-m", "tarry_relay.relay_command")
 class RelayProcess(ChildProcess):
     """A `tarry-relay run`. `start` after `kill` starts it again."""
 
-    def __init__(self, name: str, directory: Path, settings: str, more: str = "") -> None:
+    def __init__(
+        self, name: str, directory: Path, settings: str, more: str = "", *, program: Sequence[str] = PROGRAM
+    ) -> None:
         """`settings`: the file, but for the table `[relay]`. `more`: lines of that."""
         super().__init__(name, directory, {})
+        self._program = program
         self.listen = f"127.0.0.1:{free_port()}"
         self.file = directory / f"{name}.toml"
         own = f'[relay]\ntopic = "orders"\nid = "{name}"\nlisten = "{self.listen}"\n'
@@ -32,7 +36,7 @@ class RelayProcess(ChildProcess):
 
     def start(self) -> None:
         """Returns when the process runs."""
-        self._spawn(*PROGRAM, "run", str(self.file))
+        self._spawn(*self._program, "run", str(self.file))
 
     def metric(self, name: str) -> float:
         """The sum of a series; 0.0 while it does not answer."""
@@ -50,6 +54,6 @@ class RelayProcess(ChildProcess):
 
     def told(self, command: str) -> Any:
         """What `check` or `status` says."""
-        ended = run_child([*PROGRAM, command, str(self.file), "--json"])
+        ended = run_child([*self._program, command, str(self.file), "--json"])
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return json.loads(ended.stdout)

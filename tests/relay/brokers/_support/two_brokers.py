@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,11 @@ RESULTS = "results"
 STREAMS = (SOURCE, DUE, DEAD, FAILED, RESULTS)
 GONE = (OSError, kafka.KafkaException, nats.errors.Error, redis.RedisError, TimeoutError)
 """What clients of a broker raise that is being killed."""
+PATIENCE_S = 300.0
+"""How long an answer may take on a busy machine."""
+_AT_ONCE = 200
+_WINDOW_S = 3_600
+"""For so long a NATS drops what it has."""
 _OF_KIND = {"kafka": "session_s = 2, kept_bytes = 0", "nats": "ack_wait_s = 2", "redis": "claim_s = 2"}
 """What was left is soon another's; nothing is kept that could be fetched."""
 
@@ -89,6 +94,11 @@ dead_letters = "{DEAD}"
 """
 
 
+def _portions(of: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """So few at once that each is answered in time."""
+    return (of[first : first + _AT_ONCE] for first in range(0, len(of), _AT_ONCE))
+
+
 class RedisStreams:
     """A Redis whose entries have the body in a field."""
 
@@ -97,6 +107,8 @@ class RedisStreams:
     def __init__(self, server: redis_server.RedisServer) -> None:
         self.server = server
         self._client: Any = redis.asyncio.Redis.from_url(server.url, decode_responses=True)
+        self._found: dict[str, list[Published]] = {}
+        self._last: dict[str, str] = {}
 
     async def set_up(self) -> None:
         for stream in STREAMS:
@@ -110,23 +122,28 @@ class RedisStreams:
             return [str(each) for each in await calls.execute()]
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
-        found = await self._client.xrange(stream)
-        return [
-            Published(number, int(entry_id.partition("-")[0]), fields, fields.get("body", ""))
-            for number, (entry_id, fields) in enumerate(found, 1)
-        ][after:]
+        """From where the last call has come to."""
+        found = self._found.setdefault(stream, [])
+        while new := await self._client.xrange(stream, min=f"({self._last.get(stream, '0-0')}", count=_AT_ONCE):
+            for entry_id, fields in new:
+                at_ms = int(entry_id.partition("-")[0])
+                found.append(Published(len(found) + 1, at_ms, fields, fields.get("body", "")))
+            self._last[stream] = new[-1][0]
+        return found[after:]
 
     async def cut(self, stream: str, *, keep: int) -> None:
         await self._client.xtrim(stream, maxlen=keep, approximate=False)
 
     async def delete(self, stream: str) -> None:
         await self._client.delete(stream)
+        self._found.pop(stream, None)
 
     async def take_away(self, stream: str) -> None:
+        await self.delete(stream)
         await self._client.set(stream, "not a stream")
 
     async def bring_back(self, stream: str) -> None:
-        await self._client.delete(stream)
+        await self.delete(stream)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -144,7 +161,7 @@ class NatsStreams:
     async def _js(self) -> Any:
         if self._connection is None:
             self._connection = await nats.connect(self.server.url, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
-        return self._connection.jetstream()
+        return self._connection.jetstream(timeout=PATIENCE_S)
 
     async def set_up(self) -> None:
         for stream in STREAMS:
@@ -152,13 +169,18 @@ class NatsStreams:
 
     async def publish(self, stream: str, messages: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
         js = await self._js()
-        sent = [js.publish(stream, body.encode(), headers=dict(headers) or None) for headers, body in messages]
-        return [str(each.seq) for each in await asyncio.gather(*sent)]
+        answers: list[Any] = []
+        for some in _portions(messages):
+            sent = [js.publish(stream, body.encode(), headers=dict(headers) or None) for headers, body in some]
+            answers += await asyncio.gather(*sent)
+        return [str(each.seq) for each in answers]
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
         js = await self._js()
         last = (await js.stream_info(stream)).state.last_seq
-        found = await asyncio.gather(*(js.get_msg(stream, number) for number in range(after + 1, last + 1)))
+        found: list[Any] = []
+        for some in _portions(range(after + 1, last + 1)):
+            found += await asyncio.gather(*(js.get_msg(stream, number) for number in some))
         return [
             Published(each.seq, int(each.time.timestamp() * 1_000), each.headers or {}, (each.data or b"").decode())
             for each in found
@@ -168,7 +190,7 @@ class NatsStreams:
         """Drops what is older."""
         js = await self._js()
         now = (await js.stream_info(stream)).config
-        now.max_age, now.duplicate_window = seconds, min(seconds, 600)
+        now.max_age, now.duplicate_window = seconds, min(seconds, _WINDOW_S)
         await js.update_stream(now)
 
     async def cut(self, stream: str, *, keep: int) -> None:
@@ -182,7 +204,7 @@ class NatsStreams:
 
     async def bring_back(self, stream: str) -> None:
         await (await self._js()).add_stream(
-            name=stream, subjects=[stream], allow_direct=True, duplicate_window=600, max_msg_size=100_000
+            name=stream, subjects=[stream], allow_direct=True, duplicate_window=_WINDOW_S, max_msg_size=100_000
         )
 
     async def close(self) -> None:
@@ -207,7 +229,9 @@ class KafkaTopics:
 
     @functools.cached_property
     def _producer(self) -> Any:
-        return kafka.Producer({**self._shared, "enable.idempotence": True, "message.timeout.ms": 30_000})
+        return kafka.Producer(
+            {**self._shared, "enable.idempotence": True, "message.timeout.ms": int(PATIENCE_S * 1_000)}
+        )
 
     @functools.cached_property
     def _consumer(self) -> Any:
@@ -244,7 +268,7 @@ class KafkaTopics:
         found = self._found.setdefault(stream, [])
         next_offset = found[-1].number + 1 if found else 0
         self._consumer.assign([kafka.TopicPartition(stream, 0, next_offset)])
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
             message = self._consumer.poll(1)
             if message is None:
@@ -264,7 +288,7 @@ class KafkaTopics:
             await asyncio.wrap_future(each)
 
     def _end(self, stream: str, partition: int) -> int:
-        return int(self._consumer.get_watermark_offsets(kafka.TopicPartition(stream, partition), timeout=60)[1])
+        return int(self._consumer.get_watermark_offsets(kafka.TopicPartition(stream, partition), timeout=PATIENCE_S)[1])
 
     async def delete(self, stream: str) -> None:
         await asyncio.wrap_future(self.server.admin.delete_topics([stream])[stream])
