@@ -75,6 +75,10 @@ class Lane:
         while not self._outbox.takes(self.number, self):
             self._room.clear()
             await self._room.wait()
+        self.put(answer)
+
+    def put(self, answer: bytes) -> None:
+        """Has an answer on its way out, whether there is room or not."""
         self._outbox.put(self.number, lane_messages.response(self.number, answer))
 
     def notify(self) -> None:
@@ -185,7 +189,7 @@ class SubscribeManyStream:
         return lane
 
     async def _serve(self, lane: Lane) -> None:
-        error = await subscribe.serve(self._engine, self._settings, lane, outlet=lane)
+        error = await subscribe.serve(self._engine, self._settings, lane, outlet=lane, put=lane.put)
         del self._lanes[lane.number], self._serving[lane.number]
         lane.end(error)
 
