@@ -305,7 +305,8 @@ class Delivery(Section, frozen=True):
                 ge=1,
                 le=500,
                 description="Hand-outs are batched by this time: a row may come later by as much, never earlier. "
-                "Default: 5, and while the daemon is busy 10 or 15; while it comes to rows later than that, 25 or 50.",
+                "Default: 5, and while the daemon has much to do 10 or 15; while it comes to rows later than that, 25 "
+                "or 50.",
             ),
         ]
         | None
