@@ -51,6 +51,11 @@ class Tick:
     def ms(self) -> int:
         return STEPS_MS[self._step]
 
+    @property
+    def stretched_s(self) -> float:
+        """The tick in seconds where it is longer than at rest; else 0.0."""
+        return STEPS_MS[self._step] / 1000 if self._step else 0.0
+
     def _begin(self) -> None:
         self._began_s, self._busy_before_s = self._loop.time(), self._busy_s()
         self._wakes = self._late_ms = 0
