@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from daemon.call_values import HandedOut
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.errors import Corruption, InvariantViolated
@@ -248,8 +249,9 @@ async def test_rows_that_were_being_handed_out_when_something_went_wrong_come_ag
 ) -> None:
     one = await machines.served_by("one", *SEVERAL)
     receivers = [await one.receiver(FAILING)] if in_pass else [await one.receiver(FAILING) for _ in range(2)]
+    sent: list[HandedOut] = []
     if in_pass:
-        receivers[0].stream.send = [].append
+        receivers[0].stream.send = sent.append
     beside = await one.receiver(OTHER)
     hand_out, broken = SubscriptionState.hand_out, 0
 
