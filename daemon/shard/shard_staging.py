@@ -128,6 +128,9 @@ class ShardStaging:
             raise self._ended
         slot = self._slots[-1] if self._slots else None
         if slot is None or (len(slot.builder) and slot.builder.size_bytes + size_bytes > self._slot_bytes_max):
+            if slot is not None:
+                # It is full: no company is to be waited for.
+                self._sender.send()
             slot = _Slot(SlotBuilder(), _future(), _future())
             self._slots.append(slot)
             self._sender.join(self)

@@ -354,8 +354,8 @@ async def test_what_may_wait_waits_no_longer_than_it_is_told_and_than_any_slot(
         assert patient.done()
 
 
-async def test_what_had_no_room_beside_what_may_wait_does_not_wait() -> None:
-    async with running(Machine(linger_s=0.0, company_s=HOUR_S)) as machine:
+async def test_what_may_wait_does_not_wait_in_a_slot_that_is_full() -> None:
+    async with running(Machine(linger_s=HOUR_S, company_s=HOUR_S)) as machine:
         await after_a_slot_with_company(machine)
         many = [machine.one.staging.stage(add_of(*range(150)), may_wait=True) for _ in range(2)]
         for _ in many:
