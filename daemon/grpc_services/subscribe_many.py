@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 LANES_MAX = 4_096
 LANES_RETRY_MS = 5_000
+# So many lanes are given a request at once: then they take it, and others have their turn, before the next are.
+LANES_A_TURN = 32
 # What a request that waits takes beside its bytes.
 _REQUEST_BYTES = 256
 
@@ -144,8 +146,12 @@ class SubscribeManyStream:
     async def _read(self) -> None:
         size_bytes_max = self._settings.limits.message_bytes_max
         while isinstance(data := await self._context.read(), bytes):
-            for request in lane_messages.requests(data, size_bytes_max=size_bytes_max):
-                self._take(request)
+            requests = lane_messages.requests(data, size_bytes_max=size_bytes_max)
+            for first in range(0, len(requests), LANES_A_TURN):
+                if first:
+                    await asyncio.sleep(0)
+                for request in requests[first : first + LANES_A_TURN]:
+                    self._take(request)
             while self._unread_bytes >= self._settings.grpc.stream_bytes_in_flight_max:
                 self._room.clear()
                 await self._room.wait()
