@@ -387,6 +387,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 WHAT = {
     Mode.DEFAULT: "what the client library does by itself",
+    Mode.JOINED: "the same on the wire, by a client that makes no objects of what comes",
     Mode.PLAIN: "a stream for each subscription, an acknowledgement for each message",
 }
 

@@ -26,7 +26,7 @@ import tarry.aio
 from benchmarks import load as clock
 from benchmarks import service_load, tarry_load
 from benchmarks.service_load import Load, Mode
-from tarry import on_event_loop
+from tarry import ack_pace, on_event_loop
 from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc, dispatch_pb2, dispatch_pb2_grpc
 
 PERMITS = 10_000
@@ -39,6 +39,7 @@ _OPENED = "opened"
 # has a lower priority, so that clients that share a core do not count as the daemon's lateness.
 BULK_BATCH_ROWS, BULK_IN_FLIGHT, BULK_ROWS = 1_000, 16, 200_000
 NICENESS = 10
+_SHARED = dispatch_pb2.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -249,6 +250,10 @@ class Receiver:
     async def run(self, mode: Mode) -> None:
         """Until it is cancelled, or nobody serves any more."""
         async with contextlib.AsyncExitStack() as stack:
+            if mode is Mode.JOINED:
+                channel = await stack.enter_async_context(on_event_loop.open_channel(self._address))
+                await self._serve_joined(dispatch_pb2_grpc.DispatchStub(channel))
+                return
             if mode is Mode.PLAIN:
                 channel = await stack.enter_async_context(on_event_loop.open_channel(self._address))
                 serve = functools.partial(self._serve_plainly, dispatch_pb2_grpc.DispatchStub(channel))
@@ -277,9 +282,8 @@ class Receiver:
         await stub.CreateSubscription(
             dispatch_pb2.CreateSubscriptionRequest(topic=topic, subscription=name), timeout=CALL_S, wait_for_ready=True
         )
-        kind = dispatch_pb2.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
         stream = stub.Subscribe()
-        opening = dispatch_pb2.Open(topic=topic, subscription=name, type=kind)
+        opening = dispatch_pb2.Open(topic=topic, subscription=name, type=_SHARED)
         await stream.write(dispatch_pb2.SubscribeRequest(open=opening))
         await stream.read()
         await stream.write(_flow(PERMITS))
@@ -306,6 +310,44 @@ class Receiver:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
 
+    async def _serve_joined(self, stub: Any) -> None:
+        """All subscriptions on one stream, acknowledgements joined as the client library joins them."""
+        opening = dispatch_pb2.SubscribeManyRequest()
+        for lane, (topic, number) in enumerate(self._subscribed):
+            name = service_load.subscription_name(number)
+            created = dispatch_pb2.CreateSubscriptionRequest(topic=topic, subscription=name)
+            await stub.CreateSubscription(created, timeout=CALL_S, wait_for_ready=True)
+            opened = dispatch_pb2.Open(topic=topic, subscription=name, type=_SHARED)
+            opening.requests.add(lane=lane + 1, request=dispatch_pb2.SubscribeRequest(open=opened))
+            opening.requests.add(lane=lane + 1, request=_flow(PERMITS))
+        stream = stub.SubscribeMany()
+        await stream.write(opening)
+        joined = _JoinedAcknowledgements(stream)
+        sending = asyncio.create_task(joined.send())
+        try:
+            while (responses := await stream.read()) is not grpc.aio.EOF:
+                for each in responses.responses:
+                    self._take_of_lane(each, joined)
+        except grpc.aio.AioRpcError as error:
+            # The daemon was killed.
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+        finally:
+            sending.cancel()
+
+    def _take_of_lane(self, came: dispatch_pb2.LaneResponse, joined: _JoinedAcknowledgements) -> None:
+        topic, number = self._subscribed[came.lane - 1]
+        match came.response.WhichOneof("response"):
+            case "messages":
+                messages = came.response.messages
+                joined.add(came.lane, messages, self._take_message(messages, number))
+            case "done" if not came.response.done.HasField("error"):
+                self._acknowledged[joined.done(came.lane, came.response.done.request_id), number] = True
+            case "opened":
+                self._note_opened()
+            case other:
+                raise RuntimeError(f"{topic}, subscription {number}: {other}: {came}")
+
     def _take_message(self, messages: dispatch_pb2.Messages, number: int) -> NDArray[np.int64]:
         now_ms = clock.now_ms()
         ledger_id, entry_id, due_ms = (
@@ -330,6 +372,53 @@ class Receiver:
         self._unopened -= 1
         if not self._unopened:
             self.opened.set()
+
+
+class _JoinedAcknowledgements:
+    """What lanes of a stream have received and not acknowledged yet: an acknowledgement for each lane, all at once."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._linger = ack_pace.AckLinger(least_ms=5, most_ms=50)
+        self._came = asyncio.Event()
+        self._received: dict[int, dispatch_pb2.Acknowledge] = {}
+        self._rows: dict[int, list[NDArray[np.int64]]] = {}
+        # By lane and number of the request.
+        self._waiting: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self._requests = 0
+
+    def add(self, lane: int, messages: dispatch_pb2.Messages, rows: NDArray[np.int64]) -> None:
+        acknowledge = self._received.get(lane)
+        if acknowledge is None:
+            acknowledge = self._received[lane] = dispatch_pb2.Acknowledge(redelivery_count=[0])
+            self._rows[lane] = []
+        acknowledge.ledger_id.extend(messages.ledger_id)
+        acknowledge.entry_id.extend(messages.entry_id)
+        acknowledge.deliver_at_ms.extend(messages.deliver_at_ms)
+        self._rows[lane].append(rows)
+        self._linger.acknowledged(alone=False)
+        self._came.set()
+
+    def done(self, lane: int, request_id: int) -> NDArray[np.int64]:
+        """The rows of a request that was answered."""
+        return self._waiting.pop((lane, request_id))
+
+    async def send(self) -> None:
+        while True:
+            await self._came.wait()
+            await asyncio.sleep(self._linger.wait_s())
+            self._came.clear()
+            request = dispatch_pb2.SubscribeManyRequest()
+            for lane, acknowledge in self._received.items():
+                self._requests += 1
+                acknowledge.request_id = self._requests
+                rows = self._waiting[lane, self._requests] = np.concatenate(self._rows[lane])
+                request.requests.add(lane=lane, request=dispatch_pb2.SubscribeRequest(acknowledge=acknowledge))
+                # What it has used up.
+                request.requests.add(lane=lane, request=_flow(len(rows)))
+            self._received.clear()
+            self._rows.clear()
+            await self._stream.write(request)
 
 
 def _flow(permits: int) -> dispatch_pb2.SubscribeRequest:

@@ -26,6 +26,8 @@ class Mode(enum.StrEnum):
 
     DEFAULT = "default"
     """The client library as it is: whatever it does by itself."""
+    JOINED = "joined"
+    """What the client library sends, by a client that makes no objects of what comes: it is never the limit."""
     PLAIN = "plain"
     """A stream for each subscription, and an acknowledgement for each message that came."""
 

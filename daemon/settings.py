@@ -263,8 +263,8 @@ class Journal(Section, frozen=True):
                 ge=0,
                 le=10_000,
                 description="How long a slot of the log waits for more decisions to join it, at most. It waits only "
-                "while others come, and not longer than the slot before it took. Default: 10 for a local directory, "
-                "50 for S3.",
+                "while others come, and not longer than the slot before it took; acknowledgements alone not longer "
+                "than the tick, while that is longer than at rest. Default: 10 for a local directory, 50 for S3.",
             ),
         ]
         | None
@@ -305,7 +305,8 @@ class Delivery(Section, frozen=True):
                 ge=1,
                 le=500,
                 description="Hand-outs are batched by this time: a row may come later by as much, never earlier. "
-                "Default: 5, and while the daemon is busy 10 or 15; while it comes to rows later than that, 25 or 50.",
+                "Default: 5, and while the daemon has much to do 10 or 15; while it comes to rows later than that, 25 "
+                "or 50.",
             ),
         ]
         | None

@@ -8,13 +8,14 @@ then (`entitlement`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core import batch_parts, entitlement
 from daemon.core.claims import NO_CLAIMS, HeldPositions, are_owed, claimed_in
+from daemon.core.entitlement import NOBODY_ELSE, Entitled
 from daemon.core.ignored import are_kept_back
 from daemon.core.in_flight import Mask
 from daemon.core.index import Index
@@ -146,16 +147,21 @@ class Acknowledging:
 
     # ---- decisions are applied
 
-    def acknowledged(self, record: AcknowledgeRecord | DeadLetterRecord, slot: int) -> None:
-        """Positions leave the backlog; those of an index that is no more are not there."""
-        if record.index_id != SHARED and subscription_of(record.index_id) not in self._subscriptions:
-            return
-        index = self._indexes.of(record.index_id)
-        entitled = {
+    def acknowledged(self, records: Iterable[AcknowledgeRecord | DeadLetterRecord], slot: int) -> None:
+        """Positions leave the backlog, by decisions of one slot; those of an index that is no more are not there."""
+        since_ms = {
             number: other.stored.since_ms
             for number, other in self._subscriptions.items()
-            if index is self._indexes.shared and other.stored.created_slot < slot
+            if other.stored.created_slot < slot
         }
+        entitled = Entitled(since_ms)
+        for record in records:
+            if record.index_id == SHARED:
+                self._acknowledge(self._indexes.shared, record, entitled)
+            elif subscription_of(record.index_id) in self._subscriptions:
+                self._acknowledge(self._indexes.of(record.index_id), record, NOBODY_ELSE)
+
+    def _acknowledge(self, index: Index, record: AcknowledgeRecord | DeadLetterRecord, entitled: Entitled) -> None:
         if index.quarantined or index.acknowledging_lost:
             with index.named_rows(record.rows) as (rows, keys):
                 self._leave_backlog(index, rows, keys, record.subscription_id, entitled)
@@ -164,7 +170,7 @@ class Acknowledging:
             self._leave_backlog(index, rows, bitmap_of(rows.keys), record.subscription_id, entitled)
 
     def _leave_backlog(
-        self, index: Index, rows: KeyedRows, keys: BitMap64, subscription_id: int, entitled: Mapping[int, int]
+        self, index: Index, rows: KeyedRows, keys: BitMap64, subscription_id: int, entitled: Entitled
     ) -> None:
         passed_rows = entitlement.acknowledge(index, rows, keys, subscription_id, entitled)
         state = self._subscriptions.get(subscription_id)

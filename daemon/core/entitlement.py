@@ -10,6 +10,8 @@ alone: what it acknowledges there is gone, and nothing else is kept of who ackno
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -18,6 +20,21 @@ from pyroaring import BitMap64
 from daemon.core.bucket import Bucket
 from daemon.core.index import Index
 from daemon.core.positions import KeyedRows, bitmap_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entitled:
+    """Who is owed rows beside others: subscription id -> its `since_ms`. Nobody is, where an index has one owner."""
+
+    since_ms: Mapping[int, int]
+
+    @functools.cached_property
+    def last_since_ms(self) -> int:
+        """Rows due later are owed to every one of them."""
+        return max(self.since_ms.values(), default=0)
+
+
+NOBODY_ELSE = Entitled({})
 
 
 def owed_among(index: Index, asked: BitMap64, subscription_id: int) -> BitMap64:
@@ -50,12 +67,12 @@ def acknowledged_among(index: Index, keys: BitMap64) -> dict[int, BitMap64]:
     return found
 
 
-def acknowledge(index: Index, rows: KeyedRows, keys: BitMap64, by: int, entitled: Mapping[int, int]) -> int:
+def acknowledge(index: Index, rows: KeyedRows, keys: BitMap64, by: int, entitled: Entitled) -> int:
     """A subscription acknowledged positions; those that nobody is owed any longer are gone.
 
-    `keys`: the set of the positions. `entitled`: subscription id -> since_ms of every subscription; this one is
-    missing if it was deleted since. A row that came due before a subscription was created counts as acknowledged by
-    it. The number of acknowledged rows that the head had passed.
+    `keys`: the set of the positions. `entitled`: every subscription; this one is missing if it was deleted since. A row
+    that came due before a subscription was created counts as acknowledged by it. The number of acknowledged rows that
+    the head had passed.
     """
     held = BitMap64()
     passed_rows = 0
@@ -65,7 +82,7 @@ def acknowledge(index: Index, rows: KeyedRows, keys: BitMap64, by: int, entitled
             continue
         if index.quarantined:
             held |= hit
-        if len(entitled) > 1 and by in entitled:
+        if len(entitled.since_ms) > 1 and by in entitled.since_ms:
             hit -= bucket.acknowledged_by(by)
         passed_rows += hit.intersection_cardinality(bucket.passed)
         bucket.remove(_no_longer_owed(bucket, hit, rows, by, entitled))
@@ -76,20 +93,32 @@ def acknowledge(index: Index, rows: KeyedRows, keys: BitMap64, by: int, entitled
     return passed_rows
 
 
-def _no_longer_owed(bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, entitled: Mapping[int, int]) -> BitMap64:
-    others = [number for number in entitled if number != by]
-    if not others:
+def _no_longer_owed(bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, entitled: Entitled) -> BitMap64:
+    since_ms = entitled.since_ms
+    if not since_ms or (len(since_ms) == 1 and by in since_ms):
         return hit
-    if by in entitled:
+    if by in since_ms:
         bucket.acknowledged_by(by).update(hit)
+    if int(rows.rows.deliver_at_ms.min()) <= entitled.last_since_ms:
+        _acknowledge_earlier(bucket, hit, rows, by, entitled)
     gone = hit
-    for number in others:
-        acknowledged = bucket.acknowledged_by(number)
-        before = rows.rows.deliver_at_ms <= np.uint64(entitled[number])
-        if before.any():
-            acknowledged |= bitmap_of(rows.keys[before]) & hit
-        gone = gone & acknowledged
+    for number in since_ms:
+        if number != by:
+            acknowledged = bucket.acknowledged.get(number)
+            if not acknowledged:
+                return BitMap64()
+            gone = gone & acknowledged
+            if not gone:
+                break
     return gone
+
+
+def _acknowledge_earlier(bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, entitled: Entitled) -> None:
+    """What came due before one of the others was created counts as acknowledged by it."""
+    for number, since_ms in entitled.since_ms.items():
+        before = rows.rows.deliver_at_ms <= np.uint64(since_ms)
+        if number != by and before.any():
+            bucket.acknowledged_by(number).update(bitmap_of(rows.keys[before]) & hit)
 
 
 def waive(index: Index, keys: BitMap64, subscription_id: int) -> BitMap64:

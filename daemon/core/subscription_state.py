@@ -29,7 +29,7 @@ from daemon.core.dead_letter_rows import DeadLetters
 from daemon.core.in_flight import InFlight, Mask
 from daemon.core.key_shared.key_share import KeyShared
 from daemon.core.nack_tracker import NackTracker
-from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained
+from daemon.core.positions import FEW, KeyedRows, PagePlaces, bitmap_of, contained
 from daemon.core.redelivery_counts import RedeliveryCounts
 from daemon.core.runs import earliest, first_time_ms
 from daemon.errors import InvariantViolated
@@ -99,8 +99,10 @@ class SubscriptionState:
 
     def owes(self, rows: KeyedRows) -> Mask | None:
         """Which of the rows the subscription is owed; None for all of them."""
-        since_ms = np.uint64(self.stored.since_ms)
-        owed = rows.rows.deliver_at_ms > since_ms
+        since_ms, times_ms = self.stored.since_ms, rows.rows.deliver_at_ms
+        if len(rows) <= FEW and min(times_ms.tolist(), default=since_ms + 1) > since_ms:
+            return None
+        owed = times_ms > np.uint64(since_ms)
         return None if np.count_nonzero(owed) == len(owed) else owed
 
     # ---- dispatchers

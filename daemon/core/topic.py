@@ -227,6 +227,26 @@ class Topic:
 
     # ---- decisions are applied
 
+    def apply_all(self, records: Iterable[Record], slot: int, *, elapsed_ms: int) -> bool:
+        """Applies the decisions of a slot that is durable, in their order, each as `apply` does; whether there were any
+        but acknowledgements. What is the same for all of these that follow each other is found out once.
+        """
+        has_more = False
+        acknowledged: list[AcknowledgeRecord] = []
+        for record in records:
+            if isinstance(record, AcknowledgeRecord):
+                if record.incarnation == self.incarnation:
+                    acknowledged.append(record)
+                continue
+            if acknowledged:
+                self.acknowledging.acknowledged(acknowledged, slot)
+                acknowledged = []
+            self.apply(record, slot, elapsed_ms=elapsed_ms)
+            has_more = True
+        if acknowledged:
+            self.acknowledging.acknowledged(acknowledged, slot)
+        return has_more
+
     def apply(self, record: Record, slot: int, *, elapsed_ms: int) -> None:
         """Applies one decision of a slot that is durable; also at replay.
 
@@ -242,12 +262,12 @@ class Topic:
                     self.in_due_order_rows += in_order
                     self.out_of_order_rows += len(record.rows) - in_order
             case AcknowledgeRecord():
-                self.acknowledging.acknowledged(record, slot)
+                self.acknowledging.acknowledged((record,), slot)
             case NackRecord() if record.subscription_id in self.subscriptions:
                 self.redelivery.nacked(record, slot, elapsed_ms=elapsed_ms)
             case DeadLetterRecord():
                 if record.leaves_backlog:
-                    self.acknowledging.acknowledged(record, slot)
+                    self.acknowledging.acknowledged((record,), slot)
                 if record.subscription_id in self.subscriptions:
                     self.dead_lettering.buried(record)
             case ReplayRecord() if record.subscription_id in self.subscriptions:

@@ -41,14 +41,20 @@ class Dispatcher(pipeline.Connection, Protocol):
 
 
 async def serve(
-    engine: Engine, settings: config.Config, dispatcher: Dispatcher, *, outlet: Outlet = UNBOUNDED
+    engine: Engine,
+    settings: config.Config,
+    dispatcher: Dispatcher,
+    *,
+    outlet: Outlet = UNBOUNDED,
+    put: Callable[[bytes], None] | None = None,
 ) -> Exception | None:
     """Serves one subscription to its end, and names an owner elsewhere. Why it ended; None: its dispatcher was done.
 
-    `outlet`: asked before anything is handed out.
+    `outlet`: asked before anything is handed out. `put`: sends an answer and waits for nothing, once the outlet takes
+    it; None: that cannot be done.
     """
     try:
-        await SubscribeStream(engine, settings, dispatcher, outlet).run()
+        await SubscribeStream(engine, settings, dispatcher, outlet, put).run()
     except Exception as error:  # noqa: BLE001 - every error has a status
         if isinstance(error, errors.NotOwner):
             moved = pb.Moved(owner_address=error.owner_address)
@@ -60,11 +66,19 @@ async def serve(
 class SubscribeStream:
     """When the dispatcher is done, its acknowledgements are still answered, and nothing more is sent."""
 
-    def __init__(self, engine: Engine, settings: config.Config, dispatcher: Dispatcher, outlet: Outlet) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: config.Config,
+        dispatcher: Dispatcher,
+        outlet: Outlet,
+        put: Callable[[bytes], None] | None,
+    ) -> None:
         self._engine = engine
         self._size_bytes_max = settings.limits.message_bytes_max
         self._dispatcher = dispatcher
         self._outlet = outlet
+        self._put = put
         self._pipeline = pipeline.Pipeline(dispatcher, settings.grpc)
         # One message is written at a time: what is done and what is due take turns.
         self._writing = asyncio.Lock()
@@ -158,9 +172,16 @@ class SubscribeStream:
                     await self._dispatcher.write(response)
 
     async def _read(self, stream: _Opened) -> None:
-        while (data := await self._pipeline.read()) is not None:
-            self._take(stream, data)
-            await self._pipeline.room()
+        of_permits = None if isinstance(stream, KeySharedStream) else stream
+        if of_permits is not None and self._put is not None:
+            of_permits.send = functools.partial(_put_all, self._put)
+        try:
+            while (data := await self._pipeline.read()) is not None:
+                self._take(stream, data)
+                await self._pipeline.room()
+        finally:
+            if of_permits is not None:
+                of_permits.send = None
 
     def _take(self, stream: _Opened, data: bytes) -> None:
         size_bytes = len(data)
@@ -238,6 +259,11 @@ class SubscribeStream:
             raise errors.InvalidArgument(text)
 
         self._pipeline.submit(size_bytes, work, functools.partial(_done, stream.epoch, request_id, answered=True))
+
+
+def _put_all(put: Callable[[bytes], None], handed_out: call_values.HandedOut) -> None:
+    for response in key_shared_messages.responses(handed_out):
+        put(response)
 
 
 def _not_planned(epoch: int, request_id: int, outcome: Exception | None) -> bytes | None:

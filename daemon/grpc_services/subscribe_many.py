@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 LANES_MAX = 4_096
 LANES_RETRY_MS = 5_000
+# So many lanes are given a request at once: then they take it, and others have their turn, before the next are.
+LANES_A_TURN = 32
 # What a request that waits takes beside its bytes.
 _REQUEST_BYTES = 256
 
@@ -75,6 +77,10 @@ class Lane:
         while not self._outbox.takes(self.number, self):
             self._room.clear()
             await self._room.wait()
+        self.put(answer)
+
+    def put(self, answer: bytes) -> None:
+        """Has an answer on its way out, whether there is room or not."""
         self._outbox.put(self.number, lane_messages.response(self.number, answer))
 
     def notify(self) -> None:
@@ -140,8 +146,12 @@ class SubscribeManyStream:
     async def _read(self) -> None:
         size_bytes_max = self._settings.limits.message_bytes_max
         while isinstance(data := await self._context.read(), bytes):
-            for request in lane_messages.requests(data, size_bytes_max=size_bytes_max):
-                self._take(request)
+            requests = lane_messages.requests(data, size_bytes_max=size_bytes_max)
+            for first in range(0, len(requests), LANES_A_TURN):
+                if first:
+                    await asyncio.sleep(0)
+                for request in requests[first : first + LANES_A_TURN]:
+                    self._take(request)
             while self._unread_bytes >= self._settings.grpc.stream_bytes_in_flight_max:
                 self._room.clear()
                 await self._room.wait()
@@ -185,7 +195,7 @@ class SubscribeManyStream:
         return lane
 
     async def _serve(self, lane: Lane) -> None:
-        error = await subscribe.serve(self._engine, self._settings, lane, outlet=lane)
+        error = await subscribe.serve(self._engine, self._settings, lane, outlet=lane, put=lane.put)
         del self._lanes[lane.number], self._serving[lane.number]
         lane.end(error)
 

@@ -56,7 +56,7 @@ class Claimed:
 
 class Candidate:
     """A daemon as a candidate for the shards. `waiting` hears what it waits for, `log_lost` what has ended a log that
-    was opened for shards which are owned by now.
+    was opened for shards which are owned by now. `company_s`: see `SlotSender`.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class Candidate:
         *,
         waiting: Callable[[str], None],
         log_lost: Callable[[BaseException], None],
+        company_s: Callable[[], float],
     ) -> None:
         self._environment = environment
+        self._company_s = company_s
         self._waiting = waiting
         self._log_lost = log_lost
         self.shard_logs: tuple[commit.ManifestLog[ShardManifest], ...] = ()
@@ -160,7 +162,9 @@ class Candidate:
             await self._environment.sleep(LOOK_S * (1 + self._environment.jitter()))
 
     async def _take_over(self, fences: Fences, gone_owners: frozenset[str]) -> Claimed:
-        living = self._living = await LivingLog.opened(self._logs, self._environment, lost=self._log_lost)
+        living = self._living = await LivingLog.opened(
+            self._logs, self._environment, lost=self._log_lost, company_s=self._company_s
+        )
         try:
             claimed = await self._claim_all(living, fences, gone_owners)
             if living.is_ended:

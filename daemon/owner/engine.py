@@ -94,7 +94,9 @@ class Engine:
         self._failures = Failures()
         # One look at shards that are to be taken again, and their claims, at a time.
         self._taking = asyncio.Lock()
-        self._candidate = Candidate(environment, waiting=self._wait_for, log_lost=self._log_lost)
+        self._candidate = Candidate(
+            environment, waiting=self._wait_for, log_lost=self._log_lost, company_s=self._due_loop.stretched_s
+        )
         # What has taken the shards over, into the log that they are in; None when none is owned.
         self._owned: Takeover | None = None
         self._health = Health(serving=False, reason=STARTING)

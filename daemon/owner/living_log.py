@@ -53,6 +53,7 @@ class LivingLog(SlotWriter, Probe):
         environment: Environment,
         *,
         lost: Callable[[BaseException], None],
+        company_s: Callable[[], float],
     ) -> None:
         self.logs = logs
         self.truncation = LogTruncation(own.log_id)
@@ -63,6 +64,7 @@ class LivingLog(SlotWriter, Probe):
         self._own = own
         self._environment = environment
         self._lost = lost
+        self._company_s = company_s
         self._writer = LogWriter(
             slots,
             own,
@@ -83,13 +85,20 @@ class LivingLog(SlotWriter, Probe):
 
     @classmethod
     async def opened(
-        cls, logs: slot_log.SlotLogs, environment: Environment, *, lost: Callable[[BaseException], None]
+        cls,
+        logs: slot_log.SlotLogs,
+        environment: Environment,
+        *,
+        lost: Callable[[BaseException], None],
+        company_s: Callable[[], float] = lambda: 0.0,
     ) -> LivingLog:
-        """A new log, whose OPEN is certain. Raises StoreUnavailable when the store stays silent."""
+        """A new log, whose OPEN is certain. Raises StoreUnavailable when the store stays silent. `company_s`: see
+        `SlotSender`.
+        """
         config = environment.config
         own = OwnLog(environment.new_id(), Writer(config.daemon_id, config.daemon.address or "", environment.version))
         slots = logs.log(own.log_id)
-        living = cls(logs, slots, own, environment, lost=lost)
+        living = cls(logs, slots, own, environment, lost=lost, company_s=company_s)
         try:
             opened = await living._within_deadline(own.open(), "OPEN")
         except BaseException:
@@ -115,6 +124,7 @@ class LivingLog(SlotWriter, Probe):
             sleep=environment.sleep,
             linger_s=environment.linger_s,
             every_s=environment.config.journal.commit_latency_ms / 1000,
+            company_s=self._company_s,
         )
         self.sender.applied = opened.slot.number
         self._count(opened)

@@ -45,7 +45,7 @@ from daemon.topic_terms.topic_staging import STALL_ANSWER_S, TopicStaging
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.shard_slot import ShardSlot
-from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, DeletionRecord, Record
+from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
@@ -315,20 +315,21 @@ class ServedShard:
             if isinstance(record, AddRecord) and (adding := self._by_id.get(record.topic_id)) is not None:
                 with adding.served.contained():
                     adding.life.before_rows(int(record.rows.ledger_id.max()), self.applied_slot)
+        decided: dict[str, list[Record]] = {}
+        for record in records:
+            decided.setdefault(record.topic_id, []).append(record)
         # Of each topic, whether anything but acknowledgements was applied to it.
         touched: dict[OwnedTopic, bool] = {}
-        for record in records:
-            topic = self._by_id.get(record.topic_id)
+        for topic_id, of_topic in decided.items():
+            topic = self._by_id.get(topic_id)
             if topic is None:
-                # It was deleted since the record was staged, and drops it, as replay does; or it has failed by a record
-                # before, and is loaded again from this slot too.
+                # It was deleted since the records were staged, and drops them, as replay does; or it has failed, and is
+                # loaded again from this slot too.
                 continue
             try:
-                topic.served.core.apply(record, slot, elapsed_ms=elapsed_ms)
+                touched[topic] = topic.served.core.apply_all(of_topic, slot, elapsed_ms=elapsed_ms)
             except Exception as error:  # noqa: BLE001 - it is told with the topic
                 topic.served.failed(error)
-                continue
-            touched[topic] = touched.get(topic, False) or not isinstance(record, AcknowledgeRecord)
         self.deletions.apply(deletion_records)
         self.applied_slot = slot
         for topic, has_more_rows in touched.items():

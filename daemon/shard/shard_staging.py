@@ -88,13 +88,15 @@ class ShardStaging:
                 retry_after_ms=BACK_PRESSURE_RETRY_MS,
             )
 
-    def stage(self, *records: Record, awaited: bool = True) -> asyncio.Future[int]:
+    def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
         """The future ends with the number of the decisions' slot, once that is durable and applied. Never cancel it."""
         slot = self._append(records)
-        if awaited:
-            self._sender.send()
-        else:
+        if not awaited:
             asyncio.get_running_loop().call_later(UNAWAITED_S, self._sender.send)
+        elif may_wait:
+            self._sender.send_soon()
+        else:
+            self._sender.send()
         return slot.certain
 
     def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
@@ -126,6 +128,9 @@ class ShardStaging:
             raise self._ended
         slot = self._slots[-1] if self._slots else None
         if slot is None or (len(slot.builder) and slot.builder.size_bytes + size_bytes > self._slot_bytes_max):
+            if slot is not None:
+                # It is full: no company is to be waited for.
+                self._sender.send()
             slot = _Slot(SlotBuilder(), _future(), _future())
             self._slots.append(slot)
             self._sender.join(self)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from daemon.shard.confirmation import Confirmation
@@ -21,6 +21,8 @@ from storage_backends.formats.slot_format import DeletionRecord, Record
 ANSWER_UNCONFIRMED_S = 30.0
 # While more than one shard waits a slot has so much: then a shard with much to write does not delay the others.
 SHARED_SLOT_BYTES = 1 << 20
+# Who may wait for company does where so many of them were in the last slot that had any.
+COMPANIONS_LEAST = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -95,7 +97,7 @@ class SlotSender:
 
     A slot leaves at once when nothing came while the one before it was written. Else the log is busy, and a slot that
     has room waits for company: as long as the one before it took, and not longer than `linger_s`. `every_s`: slots
-    leave at most that often.
+    leave at most that often. `company_s`: so long wait those that may, but not longer than `linger_s`.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class SlotSender:
         sleep: backoff.Sleep,
         linger_s: float,
         every_s: float = 0.0,
+        company_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._writer = writer
         self._confirmation = confirmation
@@ -114,9 +117,13 @@ class SlotSender:
         self._sleep = sleep
         self._linger_s = linger_s
         self._every_s = every_s
+        self._company_s = company_s
         # Those that have something for the next slot, in the order in which they came.
         self._line: dict[Staged, None] = {}
         self._wanted = asyncio.Event()
+        # How many who may wait ask for the next slot, and did for the last one that had any; and the end of their time.
+        self._companions = self._companions_before = 0
+        self._soon: asyncio.TimerHandle | None = None
         self._writing_since_s: float | None = None
         self._left_at_s = clock() - every_s
         self.applied = 0
@@ -134,6 +141,20 @@ class SlotSender:
         """A slot is wanted now, if anything is staged."""
         self._wanted.set()
 
+    def send_soon(self) -> None:
+        """A slot is wanted by who may wait for company: for as long as `company_s` says, or until others want a slot,
+        where the last slot that had any of them had several.
+        """
+        self._companions += 1
+        if self._companions_before < COMPANIONS_LEAST:
+            self._wanted.set()
+        elif self._soon is None and not self._wanted.is_set():
+            wait_s = min(self._company_s(), self._linger_s)
+            if wait_s > 0:
+                self._soon = asyncio.get_running_loop().call_later(wait_s, self._wanted.set)
+            else:
+                self._wanted.set()
+
     @property
     def stalled_s(self) -> float:
         """For how long the slot that is being written has been on its way; 0.0 when none is."""
@@ -143,14 +164,15 @@ class SlotSender:
         """Writes slots until the writer raises, or no confirmation comes any more."""
         while True:
             await self._wanted.wait()
-            self._wanted.clear()
-            while self._line:
-                if (early_s := self._left_at_s + self._every_s - self._clock()) > 0:
-                    await self._sleep(early_s)
-                took_s = await self._send_one()
-                linger_s = min(took_s, self._linger_s)
-                if self._line and linger_s > 0 and self._has_room:
-                    await self._sleep(linger_s)
+            if (early_s := self._left_at_s + self._every_s - self._clock()) > 0:
+                await self._sleep(early_s)
+            if not self._line:
+                self._wanted.clear()
+                continue
+            took_s = await self._send_one()
+            linger_s = min(took_s, self._linger_s)
+            if self._line and self._wanted.is_set() and linger_s > 0 and self._has_room:
+                await self._sleep(linger_s)
 
     @property
     def _has_room(self) -> bool:
@@ -162,6 +184,7 @@ class SlotSender:
         self._left_at_s = self._writing_since_s = begun_s = self._clock()
         taken = self._next_of_line()
         sections = [staged.take() for staged in taken]
+        self._begin_next()
         landed = await self._writer.write(sections)
         took_s = self._clock() - begun_s
         if not self._confirmation.fresh_within(ANSWER_UNCONFIRMED_S):
@@ -176,6 +199,18 @@ class SlotSender:
             self.applied = landed.number
         self._writing_since_s = None
         return took_s
+
+    def _begin_next(self) -> None:
+        """A slot has left: whoever asks from now on asks for the next one, and what had no room wants it."""
+        if self._companions:
+            self._companions, self._companions_before = 0, self._companions
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+        if self._line:
+            self._wanted.set()
+        else:
+            self._wanted.clear()
 
     def _next_of_line(self) -> list[Staged]:
         """Who is in the next slot: the first of the line, and whoever fits in with it. They leave the line."""

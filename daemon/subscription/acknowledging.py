@@ -82,7 +82,8 @@ class Acknowledging:
         topic, commits = self._topic, self._topic.shard.commits
         commits.check_accepting()
         records, rest = topic.core.acknowledging.stage(state, claims)
-        slot = commits.stage(*records, awaited=awaited) if records else None
+        # What comes behind by its key waits until this is durable.
+        slot = commits.stage(*records, awaited=awaited, may_wait=not state.is_by_key) if records else None
         # There may be room IN_FLIGHT again.
         topic.notify(state)
         if slot is None or len(rest) or topic.shard.alone_in_s:

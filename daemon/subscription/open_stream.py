@@ -10,7 +10,7 @@ durability (`shard`) and the wire.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
 import numpy as np
@@ -26,10 +26,13 @@ from daemon.errors import Unavailable
 from daemon.subscription.acknowledging import Acknowledging
 from daemon.subscription.negative_acknowledging import TopicRedelivery
 from daemon.subscription.waiting_line import Waiter, WaitingLine
+from daemon.surroundings.failure_scope import TopicFailed
 from daemon.topic_terms.topic_port import TopicPort
 
 # The largest hand-out at once.
 MESSAGES_ROWS_MAX = 10_000
+# The largest one within a pass.
+IN_PASS_ROWS_MAX = 500
 # A grant beyond this is cut: nobody holds more.
 PERMITS_MAX = (1 << 32) - 1
 
@@ -128,6 +131,11 @@ class OpenStream:
             self._waiting.set_result(None)
 
     @property
+    def _waits(self) -> bool:
+        """Whether somebody waits for something to hand out, and was not told that there may be."""
+        return self._waiting is not None and not self._waiting.done()
+
+    @property
     def holders(self) -> Collection[int]:
         """The dispatcher numbers under which rows are IN_FLIGHT at the stream."""
         return (self.dispatcher,)
@@ -182,6 +190,8 @@ class DispatchStream(OpenStream):
     def __init__(self, subscription: SubscriptionOfStreams) -> None:
         super().__init__(subscription)
         self.permits = 0
+        # Sends what was handed out and waits for nothing; None: only who waits for `next_messages` can.
+        self.send: Callable[[HandedOut], None] | None = None
         # As many as may be taken at once: before there are more the others have a turn.
         self._took_many = False
 
@@ -189,6 +199,25 @@ class DispatchStream(OpenStream):
         """Grants permits: that many more rows may be handed out."""
         self.permits = min(self.permits + permits, PERMITS_MAX)
         self.notify()
+
+    def hand_out_in_pass(self) -> bool:
+        """Hands out a portion of what came due, and sends it, where nobody has to wait for that. Whether nothing is
+        left for who waits for `next_messages`. Call when nobody else waits in the line.
+        """
+        if self.send is None or not self.permits or not self._waits or not self.outlet.takes(self):
+            return False
+        limit = min(self.permits, IN_PASS_ROWS_MAX)
+        try:
+            rows = self._subscription.hand_out(self.dispatcher, limit)
+        except TopicFailed:
+            # Which has ended the stream.
+            return True
+        if len(rows):
+            self.permits -= len(rows)
+            self.send(self._subscription.handed_out(rows))
+        if not self.permits:
+            self._subscription.line.leave(self)
+        return len(rows) < limit
 
     async def next_messages(self) -> HandedOut:
         """Waits for rows and permits, in line with whoever else waits for rows of the subscription.

@@ -22,7 +22,7 @@ from daemon.core.segments import SegmentRange
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import Conflict
 from daemon.subscription.leases import Leases
-from daemon.subscription.open_stream import OpenStream, TopicOfStreams
+from daemon.subscription.open_stream import DispatchStream, OpenStream, TopicOfStreams
 from daemon.subscription.sharing_rounds import KeySharing
 from daemon.subscription.waiting_line import WaitingLine
 from daemon.surroundings.environment import Environment
@@ -207,6 +207,14 @@ class ServedSubscription:
         self.key_sharing.notify()
         if self.state.available_rows:
             self.line.notify()
+
+    def passed(self) -> None:
+        """Rows came due. Where one stream waits for them it has them before this returns, if it can."""
+        self.key_sharing.notify()
+        if self.state.available_rows:
+            waiter = self.line.only
+            if not (isinstance(waiter, DispatchStream) and waiter.hand_out_in_pass()):
+                self.line.notify()
 
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""

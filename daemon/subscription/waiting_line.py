@@ -31,6 +31,11 @@ class WaitingLine:
         self._waiters.setdefault(waiter)
         return next(iter(self._waiters)) is waiter
 
+    @property
+    def only(self) -> Waiter | None:
+        """Who waits, where nobody else does."""
+        return next(iter(self._waiters)) if len(self._waiters) == 1 else None
+
     def leave(self, waiter: Waiter) -> None:
         """The waiter has taken, or waits no longer: the next one has its turn. May be called more than once."""
         if waiter in self._waiters:

@@ -75,6 +75,10 @@ class DueLoop:
         self._sooner = asyncio.Event()
         self._sleeping_until_ms: int | None = None
 
+    def stretched_s(self) -> float:
+        """How long company is waited for while there is much to do; see `Tick`."""
+        return self._tick.stretched_s
+
     def schedule(self, sleeper: Sleeper, wake_at_ms: int | None) -> None:
         """Wakes the sleeper at that time, or at the time it is scheduled for if that is sooner."""
         if wake_at_ms is not None:

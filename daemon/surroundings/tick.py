@@ -9,7 +9,8 @@ longer tick, at the price of a lateness that is stated:
 | the loop | the tick, ms |
 |---|---|
 | has little to do | 5 |
-| is busy | 10, then 15 |
+| has work for a third of the time | 10 |
+| is busy | 15 |
 | is behind: it has much to do, and comes to wake-ups later, on average, than the tick is long | 10 to 50, never more |
 """
 
@@ -23,9 +24,12 @@ STEPS_MS = (5, 10, 15, 25, 50)
 BUSY_STEP = STEPS_MS.index(15)
 # What is looked at before a step is made, the least.
 WINDOW_S = 0.25
-# Of that time the part that the loop's thread runs: from the one on a loop is busy, up to the other it is not.
-BUSY = 0.6
-NOT_BUSY = 0.3
+# The part of that time that the loop's thread runs, by step: from it on the tick is longer, ...
+LONGER_FROM = (0.3, 0.6)
+# ... and up to it the tick is shorter. A longer tick leaves less to do.
+SHORTER_UP_TO = (0.0, 0.2, 0.3)
+# A loop that runs for less is late because of others: a longer tick would not help it.
+LATE_BY_ITSELF = 0.3
 # One wake-up counts for no more: the machine may have been suspended.
 LATE_MAX_MS = 200
 
@@ -46,6 +50,11 @@ class Tick:
     @property
     def ms(self) -> int:
         return STEPS_MS[self._step]
+
+    @property
+    def stretched_s(self) -> float:
+        """The tick in seconds where it is longer than at rest; else 0.0."""
+        return STEPS_MS[self._step] / 1000 if self._step else 0.0
 
     def _begin(self) -> None:
         self._began_s, self._busy_before_s = self._loop.time(), self._busy_s()
@@ -70,11 +79,8 @@ class Tick:
         self._begin()
 
     def _next_step(self, *, busy: float, late_ms: float) -> int:
-        # A loop that has little to do is late because of others: a longer tick would not help it.
-        if late_ms > self.ms and busy > NOT_BUSY:
+        if late_ms > self.ms and busy > LATE_BY_ITSELF:
             return min(self._step + 1, len(STEPS_MS) - 1)
-        if self._step > BUSY_STEP:
+        if self._step > BUSY_STEP or (self._step and busy <= SHORTER_UP_TO[self._step]):
             return self._step - 1
-        if busy >= BUSY:
-            return min(self._step + 1, BUSY_STEP)
-        return max(self._step - 1, 0) if busy <= NOT_BUSY else self._step
+        return self._step + 1 if self._step < BUSY_STEP and busy >= LONGER_FROM[self._step] else self._step

@@ -339,7 +339,7 @@ class ServedTopic:
             self._notify_sharing()
         else:
             for served in tuple(self._served.values()):
-                served.notify()
+                served.passed()
                 served.read_on()
             for record in self.core.take_not_owed():
                 _ = self.shard.commits.stage(record, awaited=False)

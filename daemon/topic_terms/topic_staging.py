@@ -22,10 +22,11 @@ class Commits(Protocol):
         """Raises what a request is answered with when nothing can be staged now."""
         ...
 
-    def stage(self, *records: Record, awaited: bool = True) -> asyncio.Future[int]:
+    def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
         """The future ends with the number of the decisions' slot, once that is durable and applied. Never cancel it.
 
-        Nobody waits for what is not `awaited`: it rides with the next slot, or goes within a second.
+        Nobody waits for what is not `awaited`: it rides with the next slot, or goes within a second. `may_wait`: for
+        company, while the loop has much to do; nothing is held up meanwhile but the answer.
         """
         ...
 
@@ -74,9 +75,9 @@ class TopicStaging(Commits):
         self._check()
         self._commits.check_accepting()
 
-    def stage(self, *records: Record, awaited: bool = True) -> asyncio.Future[int]:
+    def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
         self._check()
-        return self._commits.stage(*records, awaited=awaited)
+        return self._commits.stage(*records, awaited=awaited, may_wait=may_wait)
 
     def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
         self._check()

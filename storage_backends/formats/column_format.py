@@ -33,6 +33,8 @@ _ZSTD = 0x40
 _KNOWN = _WIDTH_MASK | _PLANES | _DELTAS | _ZSTD
 _U64_MAX = (1 << 64) - 1
 _U32_MAX = (1 << 32) - 1
+# Up to so many rows plain Python is faster than columns.
+_FEW = 16
 # Below this a zstd frame costs more than it saves.
 _ZSTD_BYTES_MIN = 32
 
@@ -54,10 +56,19 @@ def encode_u32(values: U32, zstd: zstandard.ZstdCompressor | None = None) -> byt
 
 
 def _plain(values: U64) -> bytes:
+    if len(values) <= _FEW:
+        return _plain_of_few(values.tolist())
     base = values.min()
     offsets = values - base
     width = _width(int(offsets.max()))
     return _HEADER.pack(width, int(base)) + _row_major(offsets, width)
+
+
+def _plain_of_few(values: list[int]) -> bytes:
+    base = min(values)
+    width = _width(max(values) - base)
+    header = _HEADER.pack(width, base)
+    return header + b"".join([(value - base).to_bytes(width, "little") for value in values]) if width else header
 
 
 def _dense(values: U64, zstd: zstandard.ZstdCompressor) -> bytes:

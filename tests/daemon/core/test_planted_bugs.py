@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import hypothesis
 import numpy as np
@@ -208,7 +208,7 @@ def acknowledgements_of_a_deleted_subscription_are_not_replayed(patch: pytest.Mo
 def who_came_later_is_asked_for_its_acknowledgement_too(patch: pytest.MonkeyPatch) -> None:
     """Entitlement at replay is that of today, not that of the slot."""
     acknowledged = Acknowledging.acknowledged
-    patch.setattr(Acknowledging, "acknowledged", lambda self, record, slot: acknowledged(self, record, 1 << 60))
+    patch.setattr(Acknowledging, "acknowledged", lambda self, records, slot: acknowledged(self, records, 1 << 60))
 
 
 def a_subscription_is_created_before_what_has_been_passed(patch: pytest.MonkeyPatch) -> None:
@@ -249,10 +249,14 @@ def what_comes_back_is_lost_with_its_dispatcher(patch: pytest.MonkeyPatch) -> No
 
 
 def one_acknowledgement_is_enough_for_all(patch: pytest.MonkeyPatch) -> None:
-    def none_else(bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, entitled: Mapping[int, int]) -> BitMap64:
+    def none_else(bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, entitled: entitlement.Entitled) -> BitMap64:
         return hit
 
     patch.setattr(entitlement, "_no_longer_owed", none_else)
+
+
+def who_is_not_owed_a_row_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(entitlement.Entitled, "last_since_ms", -1)
 
 
 def a_page_is_only_its_ledger(patch: pytest.MonkeyPatch) -> None:
@@ -312,6 +316,10 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     (
         who_came_later_is_asked_for_its_acknowledgement_too,
         test_topic.test_who_is_entitled_at_replay_is_who_was_at_the_slot,
+    ),
+    (
+        who_is_not_owed_a_row_is_waited_for,
+        test_topic.test_a_row_that_a_later_subscription_is_not_owed_is_gone_at_replay_when_the_first_one_has_acknowledged_it,
     ),
     (
         a_reader_goes_on_at_the_head_of_a_sealed_bucket,

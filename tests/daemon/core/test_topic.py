@@ -306,6 +306,31 @@ def test_who_is_entitled_at_replay_is_who_was_at_the_slot() -> None:
     assert handed(topic, opened(topic, 2)) == []
 
 
+def test_a_row_that_a_later_subscription_is_not_owed_is_gone_at_replay_when_the_first_one_has_acknowledged_it() -> None:
+    topic = with_subscriptions(1)
+    topic.add([P, Q], [NOW_MS, NOW_MS + 9])
+    state = opened(topic, 1)
+    received = all_of(handed(topic, state))
+    topic.create_subscription()
+    topic.acknowledge(state, received)
+    assert topic.core.indexes.present_rows == 1
+    topic.crash_and_recover()
+    assert topic.core.indexes.present_rows == 1
+
+
+def test_a_row_is_gone_when_every_subscription_has_acknowledged_it_in_one_slot() -> None:
+    topic = with_subscriptions(3)
+    topic.add([P, Q], NOW_MS)
+    states = [opened(topic, number) for number in (1, 2, 3)]
+    received = [all_of(handed(topic, state)) for state in states]
+    for state, claims in zip(states, received, strict=True):
+        topic.stage_acknowledge(state, claims if state is not states[1] else claims[:1])
+    topic.commit()
+    assert (topic.core.indexes.present_rows, [state.backlog for state in states]) == (1, [0, 1, 0])
+    topic.acknowledge(states[1], received[1][1:])
+    assert topic.core.indexes.present_rows == 0
+
+
 def test_the_first_subscription_gets_what_came_due_while_there_was_none() -> None:
     topic = with_subscriptions(0)
     topic.add([P], NOW_MS)

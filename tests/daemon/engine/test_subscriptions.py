@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from daemon.call_values import HandedOut
 from daemon.errors import NotFound, TarryError
-from daemon.subscription.open_stream import StreamClosed
+from daemon.subscription.open_stream import IN_PASS_ROWS_MAX, StreamClosed
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
 from tests._support.fault_store import Fault
 from tests.daemon.engine._support.calling import held
@@ -156,6 +157,85 @@ async def test_what_a_stream_has_no_room_to_send_is_handed_out_to_others(machine
     await full.received(10)
     other.stream.grant(10)
     await other.received(20)
+
+
+class Sent:
+    """What a stream sends within passes."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.parts: list[HandedOut] = []
+        receiver.stream.send = self.parts.append
+
+    @property
+    def entries(self) -> list[int]:
+        return [entry for part in self.parts for entry in part.rows.entry_id.tolist()]
+
+
+async def test_a_stream_that_sends_at_once_has_sent_what_came_due_when_its_topic_has_passed_it(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by()
+    receiver = await one.receiver("t")
+    sent = Sent(receiver)
+    await one.add("t", 1, range(10), delay_ms=1_000)
+    assert not sent.entries
+    machines.loop.pass_time(1)
+    assert one.topic("t").pass_due(machines.now_ms()) == 10
+    assert sent.entries == list(range(10))
+    await asyncio.sleep(10)
+    assert (len(sent.entries), receiver.rows) == (10, [])
+
+
+async def test_what_a_pass_does_not_send_comes_to_who_waits_for_it(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    receiver = await one.receiver("t", permits=IN_PASS_ROWS_MAX + 50)
+    sent = Sent(receiver)
+    await one.add("t", 1, range(IN_PASS_ROWS_MAX + 100), delay_ms=10)
+    await asyncio.sleep(10)
+    assert (len(sent.entries), len(receiver.rows)) == (IN_PASS_ROWS_MAX, 50)
+    receiver.stream.grant(1_000)
+    await receiver.received(100)
+    assert sorted([*sent.entries, *(row[1] for row in receiver.rows)]) == list(range(IN_PASS_ROWS_MAX + 100))
+
+
+async def test_a_stream_that_has_spent_its_permits_in_a_pass_does_not_hold_up_those_behind_it(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by()
+    first = await one.receiver("t", permits=5)
+    sent = Sent(first)
+    await one.add("t", 1, range(5), delay_ms=10)
+    await asyncio.sleep(1)
+    assert len(sent.entries) == 5
+    second = await one.receiver("t", permits=10)
+    await one.add("t", 2, range(10), delay_ms=10)
+    await second.received(10)
+    first.stream.grant(5)
+    await one.add("t", 3, range(5), delay_ms=10)
+    await asyncio.sleep(1)
+    assert (len(sent.entries), first.rows) == (10, [])
+
+
+async def test_a_stream_that_sends_at_once_takes_its_turn_where_others_wait(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    receivers = [await one.receiver("t", permits=10) for _ in range(2)]
+    sent = [Sent(receiver) for receiver in receivers]
+    await one.add("t", 1, range(20), delay_ms=10)
+    await asyncio.sleep(10)
+    assert [len(receiver.rows) for receiver in receivers] == [10, 10]
+    assert not any(each.parts for each in sent)
+
+
+async def test_a_stream_that_has_no_room_sends_nothing_in_a_pass(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    receiver = await one.receiver("t")
+    sent, outlet = Sent(receiver), FullOutlet()
+    receiver.stream.outlet = outlet
+    await one.add("t", 1, range(10), delay_ms=10)
+    await asyncio.sleep(10)
+    assert (sent.entries, receiver.rows) == ([], [])
+    outlet.make_room()
+    await receiver.received(10)
 
 
 async def test_a_stream_that_closes_returns_what_it_holds_first_and_in_order(machines: EngineFixture) -> None:

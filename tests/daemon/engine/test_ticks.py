@@ -86,15 +86,11 @@ async def test_a_busy_loop_stretches_the_tick_to_fifteen_ms_and_shrinks_it_again
             tick.woke(0)
             tick.look()
 
-    load.becomes(0.9)
-    await look(10 * WINDOW_S)
-    assert told_ms == [5, 10, 15]
     # In between it stays as it is.
-    load.becomes(0.45)
-    await look(10 * WINDOW_S)
-    assert tick.ms == 15
-    load.becomes(0.1)
-    await look(10 * WINDOW_S)
+    for part, expected_ms in ((0.25, 5), (0.4, 10), (0.25, 10), (0.9, 15), (0.45, 15), (0.25, 10), (0.1, 5)):
+        load.becomes(part)
+        await look(10 * WINDOW_S)
+        assert tick.ms == expected_ms
     assert told_ms == [5, 10, 15, 10, 5]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from daemon import config, errors
 from daemon.grpc_services import lane_messages, lane_outbox, subscribe_many
+from daemon.grpc_services.subscribe_many import SubscribeManyStream
 from tarry.v1 import delayed_delivery_pb2
 from tarry.v1 import dispatch_pb2 as pb
 from tests._support.fake_engine import FakeEngine
@@ -96,6 +97,37 @@ async def test_one_message_may_hold_requests_of_many_lanes_and_all_that_a_lane_b
     for lane in begins:
         assert (await lanes.next_of(lane)).response.HasField("opened")
         assert list((await lanes.next_of(lane)).response.messages.entry_id) == [0]
+
+
+class Reads:
+    """A call of which one message is read, and no other comes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = [data]
+        self.check_topic = lambda topic: None
+
+    async def read(self) -> bytes:
+        return self._data.pop() if self._data else await asyncio.get_running_loop().create_future()
+
+
+async def test_others_have_their_turn_while_many_lanes_are_given_what_one_message_has_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes = 5 * subscribe_many.LANES_A_TURN
+    message = pb.SubscribeManyRequest(requests=[pb.LaneRequest(lane=1 + lane) for lane in range(lanes)])
+    taken: list[int] = []
+    monkeypatch.setattr(SubscribeManyStream, "_take", lambda self, given: taken.append(given.lane))
+    context = Reads(message.SerializeToString())
+    settings = config.load(environment={}, overrides=[])
+    stream = SubscribeManyStream(cast(Any, None), settings, cast(Any, context), asyncio.Event())
+    reading = asyncio.create_task(stream._read())
+    turns = 0
+    while len(taken) < lanes:
+        await asyncio.sleep(0)
+        turns += 1
+    reading.cancel()
+    assert taken == list(range(1, lanes + 1))
+    assert turns >= 5
 
 
 async def test_a_lane_that_is_refused_moves_or_leaves_disturbs_no_other(edge: Edge) -> None:

@@ -36,7 +36,9 @@ class Standing:
         self.daemon = daemon
         self.reasons: list[str] = []
         self.lost: list[BaseException] = []
-        self.candidate = Candidate(daemon.environment, waiting=self.reasons.append, log_lost=self.lost.append)
+        self.candidate = Candidate(
+            daemon.environment, waiting=self.reasons.append, log_lost=self.lost.append, company_s=lambda: 0.0
+        )
         self.candidate.look_at(SHARDS, daemon.environment.open_logs(LogForm.OBJECTS), former)
 
     def become_owner(self) -> asyncio.Task[Claimed]:

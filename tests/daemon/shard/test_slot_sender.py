@@ -14,6 +14,7 @@ from daemon.shard.confirmation import Confirmation
 from daemon.shard.shard_staging import ShardStaging
 from daemon.shard.slot_sender import (
     ANSWER_UNCONFIRMED_S,
+    COMPANIONS_LEAST,
     SHARED_SLOT_BYTES,
     LandedSection,
     LandedSlot,
@@ -28,6 +29,8 @@ from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Reco
 from tests._support.virtual_clock import VirtualClock, settle
 
 LINGER_S = 0.05
+# Longer than a test takes.
+HOUR_S = 3_600.0
 # The first slot of each shard.
 FIRST = {0: ShardSlot(10), 1: ShardSlot(70)}
 
@@ -49,11 +52,19 @@ class Log(SlotWriter):
         self.unencodable: set[int] = set()
         self._next = dict(FIRST)
         self._number = 1
+        self._began = asyncio.Event()
+
+    async def begun(self, slots: int) -> None:
+        """Returns when so many are on their way, or have been."""
+        while len(self.written) < slots:
+            self._began.clear()
+            await self._began.wait()
 
     async def write(self, sections: Sequence[Section]) -> LandedSlot:
         self.written.append(
             {section.shard: sum(record.row_count for record in section.records) for section in sections}
         )
+        self._began.set()
         await self.may_land.acquire()
         if self.broken is not None:
             raise self.broken
@@ -115,7 +126,14 @@ class Shard:
 
 
 class Machine:
-    def __init__(self, *, slot_bytes_max: int = 4_000, every_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        slot_bytes_max: int = 4_000,
+        every_s: float = 0.0,
+        linger_s: float = LINGER_S,
+        company_s: float = 0.0,
+    ) -> None:
         self.clock = VirtualClock()
         self.log = Log()
         self.confirmation = Confirmed()
@@ -124,8 +142,9 @@ class Machine:
             self.confirmation,
             clock=self.clock.now,
             sleep=self.clock.sleep,
-            linger_s=LINGER_S,
+            linger_s=linger_s,
             every_s=every_s,
+            company_s=lambda: company_s,
         )
         self.one, self.two = (
             Shard(number, self.sender, self.confirmation, self.clock, slot_bytes_max) for number in FIRST
@@ -290,6 +309,59 @@ async def test_a_busy_log_waits_for_company_as_long_as_the_slot_before_took_and_
     await machine.log.let_land()
     assert machine.log.written == [{0: 1}, {0: 1, 1: 1}]
     assert company.done()
+
+
+async def after_a_slot_with_company(machine: Machine) -> None:
+    """Several that may wait were in one slot, which has landed."""
+    for entry in range(COMPANIONS_LEAST):
+        _ = machine.one.staging.stage(add_of(entry), may_wait=True)
+    await machine.log.let_land()
+    assert machine.log.written == [{0: COMPANIONS_LEAST}]
+
+
+async def test_what_may_wait_waits_for_company_where_there_was_some_until_another_wants_a_slot() -> None:
+    async with running(Machine(linger_s=HOUR_S, company_s=HOUR_S)) as machine:
+        await after_a_slot_with_company(machine)
+        # A slot without any changes nothing of that.
+        _ = machine.two.staging.stage(add_of(0))
+        await machine.log.let_land()
+        patient = machine.one.staging.stage(add_of(10), may_wait=True)
+        await settle()
+        assert len(machine.log.written) == 2
+        _ = machine.two.staging.stage(add_of(1))
+        await machine.log.let_land()
+        assert machine.log.written[1:] == [{1: 1}, {0: 1, 1: 1}]
+        assert patient.done()
+
+
+async def test_what_may_wait_leaves_at_once_where_the_slot_before_had_no_company() -> None:
+    async with running(Machine(linger_s=HOUR_S, company_s=HOUR_S)) as machine:
+        for _ in range(COMPANIONS_LEAST):
+            _ = machine.one.staging.stage(add_of(1), may_wait=True)
+            await machine.log.let_land()
+        assert machine.log.written == [{0: 1}] * COMPANIONS_LEAST
+
+
+@pytest.mark.parametrize(("linger_s", "company_s"), [(HOUR_S, 0.0), (HOUR_S, 0.001), (0.001, HOUR_S), (0.0, HOUR_S)])
+async def test_what_may_wait_waits_no_longer_than_it_is_told_and_than_any_slot(
+    linger_s: float, company_s: float
+) -> None:
+    async with running(Machine(linger_s=linger_s, company_s=company_s)) as machine:
+        await after_a_slot_with_company(machine)
+        patient = machine.one.staging.stage(add_of(10), may_wait=True)
+        await machine.log.begun(2)
+        await machine.log.let_land()
+        assert patient.done()
+
+
+async def test_what_may_wait_does_not_wait_in_a_slot_that_is_full() -> None:
+    async with running(Machine(linger_s=HOUR_S, company_s=HOUR_S)) as machine:
+        await after_a_slot_with_company(machine)
+        many = [machine.one.staging.stage(add_of(*range(150)), may_wait=True) for _ in range(2)]
+        for _ in many:
+            await machine.log.let_land()
+        assert machine.log.written[1:] == [{0: 150}] * 2
+        assert all(each.done() for each in many)
 
 
 async def test_slots_leave_at_most_as_often_as_is_set() -> None:

@@ -224,8 +224,7 @@ class JournaledTopic:
         header = slot_format.SlotHeader(1, EPOCH, ShardSlot(self.slot), len(records))
         self.slots.append(slot_format.encode_slot(header, records))
         self._changed_slot = self.slot
-        for record in records:
-            self.core.apply(record, self.slot, elapsed_ms=self.elapsed_ms)
+        self.core.apply_all(records, self.slot, elapsed_ms=self.elapsed_ms)
 
     # ---- subscriptions
 
