@@ -43,7 +43,9 @@ class DeletionMetrics:
         self._given_up = counter(
             "tarry_deletions_given_up", "Deletions of ledgers that failed too often: dead letters."
         )
-        self._in_flight = gauge("tarry_deletions_in_flight", "Deletions of ledgers that are not over.", "component")
+        in_flight = gauge("tarry_deletions_in_flight", "Deletions of ledgers that are not over.", "component")
+        # Looked up once: they are set every second.
+        self._in_flight = {component: in_flight.labels(_label(component)) for component in LedgerComponent}
         self._dead = gauge("tarry_deletions_dead", "Deletions of ledgers that are dead letters now.")
         self._held = gauge(
             "tarry_deletions_held", "Deletions that ended because their ledger is in use, and come back when it is not."
@@ -61,8 +63,6 @@ class DeletionMetrics:
                 series.labels(_label(ledger_type))
         for outcome in _ENDED:
             self._ended.labels(_label(outcome))
-        for component in LedgerComponent:
-            self._in_flight.labels(_label(component))
 
     def recorded(self, ledger_type: LedgerType, deletions: int = 1) -> None:
         """Counts deletions that are durable and were not recorded before."""
@@ -98,8 +98,8 @@ class DeletionMetrics:
         ledgers_in_use: int,
     ) -> None:
         """What there is now."""
-        for component in LedgerComponent:
-            self._in_flight.labels(_label(component)).set(in_flight.get(component, 0))
+        for component, series in self._in_flight.items():
+            series.set(in_flight.get(component, 0))
         self._dead.set(dead)
         self._held.set(held)
         self._oldest.set(oldest_seconds)

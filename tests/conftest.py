@@ -30,12 +30,22 @@ from tests._support import forked, kinds, parts
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# The gate must give the same verdict twice: examples are derived from the test and the part, not from the clock. A
-# longer search, with examples that differ from run to run, is `pytest --hypothesis-profile=search`.
-hypothesis.settings.register_profile("gate", max_examples=40, derandomize=True, deadline=None, print_blob=True)
+# Of a test whose settings say nothing else: in a run of all parts, and in one of a part, which draws its own.
+EXAMPLES, EXAMPLES_OF_PART = 40, 20
+
+
+def _register_gate(examples: int) -> None:
+    """The gate must give the same verdict twice: examples come from the test and the part, not from the clock."""
+    hypothesis.settings.register_profile(
+        "gate", max_examples=examples, derandomize=True, deadline=None, print_blob=True
+    )
+
+
+_register_gate(EXAMPLES)
+# A longer search, with examples that differ from run to run.
 hypothesis.settings.register_profile("search", max_examples=2_000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("gate")
-# Nor from what the process has imported: of that Hypothesis takes constants into its examples, unless it knows of none.
+# Nor do examples come from what the process has imported: of that Hypothesis takes constants, unless it knows of none.
 NO_CONSTANTS = Constants()
 
 
@@ -43,7 +53,17 @@ NO_CONSTANTS = Constants()
 YOUNG_OBJECTS_MAX = 10_000
 
 # Where tests begin processes of their own.
-LONG = ("benchmarks/", "client/cli/test_real", "client/conformance/test_real", "compaction/test_", "peers/test_many")
+LONG = (
+    "benchmarks/",
+    "client/cli/test_real",
+    "client/conformance/test_real",
+    "client/test_pinned_clients",
+    "compaction/test_",
+    "golden_root/",
+    "peers/test_many",
+    "relay/brokers/",
+    "test_installed",
+)
 
 
 class NotLoopback(AssertionError):
@@ -81,6 +101,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.part is None:
         config.option.part = str(_part_of(config))
     parts.choose(parts.ALL if config.option.part == "all" else [int(config.option.part)])
+    if parts.chosen() != parts.ALL:
+        _register_gate(EXAMPLES_OF_PART)
 
 
 def _part_of(config: pytest.Config) -> int | str:

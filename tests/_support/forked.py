@@ -14,11 +14,11 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "tarry.cli": ("tarry.cli.commands",),
     "tarry_relay.relay_command": ("tarry_relay.nats_broker", "tarry_relay.redis_broker"),
 }
-_POLL_S = 0.002
 
 
 def open_process(command: Sequence[str], **named: Any) -> subprocess.Popen[bytes] | Forked:
@@ -67,11 +66,18 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises `subprocess.TimeoutExpired`."""
-        deadline_s = None if timeout is None else time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if deadline_s is not None and time.monotonic() >= deadline_s:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            time.sleep(_POLL_S)
+        if self.poll() is None:
+            # Its number is its own until the process that forked it is asked how it ended.
+            ending = os.pidfd_open(self.pid)
+            try:
+                poller = select.poll()
+                poller.register(ending, select.POLLIN)
+                poller.poll(None if timeout is None else 1000 * timeout)
+            finally:
+                os.close(ending)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return status
 
     def send_signal(self, number: int) -> None:

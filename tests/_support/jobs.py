@@ -170,18 +170,27 @@ class Job(ChildProcess):
         for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
             # It may end while it is looked at.
             with contextlib.suppress(OSError):
-                state, session = _stat(pid)
-                if session == self.pid and state not in "ZX":
+                if self._lives(pid):
                     found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
+
+    def _lives(self, pid: int) -> bool:
+        """Whether the process is one of the job, and has not ended."""
+        try:
+            state, session = _stat(pid)
+        except OSError:
+            return False
+        return session == self.pid and state not in "ZX"
 
     def wait_until_nothing_is_left(self, timeout_s: float = PATIENCE_S) -> None:
         """Waits until each of its processes has ended. Raises `ProcessFailed`."""
         deadline_s = time.monotonic() + timeout_s
         while left := self.processes():
-            if time.monotonic() >= deadline_s:
-                raise self.failed(f"left processes for {timeout_s:g} s: {left}")
-            time.sleep(_POLL_S)
+            # Looking at all processes of the machine takes longer than the pause between two looks.
+            while any(map(self._lives, left)):
+                if time.monotonic() >= deadline_s:
+                    raise self.failed(f"left processes for {timeout_s:g} s: {left}")
+                time.sleep(_POLL_S)
 
     def end(self) -> None:
         """Kills what is left of it; idempotent."""

@@ -81,7 +81,7 @@ PIP_186 = Section(
         ),
         here(
             "'a deletion that fails comes again after reconsumeLaterSeconds, 10 times, and is a dead letter then'",
-            FAULTS + "test_an_hour_of_trouble_ends_with_dead_letters_that_say_why_and_a_retry_succeeds",
+            FAULTS + "test_trouble_until_the_last_retry_ends_with_dead_letters_that_say_why_and_a_retry_succeeds",
             FAULTS + "test_jitter_spreads_the_retries_within_its_bounds",
             FAULTS + "test_a_takeover_in_the_middle_counts_and_loses_no_attempt",
         ),

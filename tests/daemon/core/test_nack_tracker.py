@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -19,6 +20,7 @@ from daemon.core.packed_rows import NackColumns, PackedRows, pack
 from daemon.core.positions import KeyedRows, PagePlaces, PageTable, bitmap_of
 from storage_backends.formats.index_ids import part_entry_id
 from storage_backends.formats.row_columns import U64, Rows
+from tests._support import state_machines
 from tests.daemon.core._support import nack_tracker_machine
 from tests.daemon.core._support.nack_tracker_machine import NackTrackerMachine, bitmaps_always
 
@@ -395,16 +397,15 @@ def test_what_is_taken_while_runs_are_merged_is_complete_and_in_order(tracked: T
 # ---- the machine, and what it finds
 
 
-def machine(*, runs: int, steps: int = 30, phases: Sequence[hypothesis.Phase] = tuple(hypothesis.Phase)) -> None:
-    settings = hypothesis.settings(
-        max_examples=runs,
-        stateful_step_count=steps,
-        phases=phases,
-        report_multiple_bugs=False,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+SETTINGS: Mapping[str, Any] = {
+    "report_multiple_bugs": False,
+    "suppress_health_check": list(hypothesis.HealthCheck),
+}
+
+
+def machine(*, runs: int) -> None:
     with nack_tracker_machine.small():
-        run_state_machine_as_test(NackTrackerMachine, settings=settings)
+        state_machines.run(NackTrackerMachine, runs=runs, steps=30, **SETTINGS)
 
 
 def test_whatever_happens_what_is_due_comes_in_order_and_nothing_else() -> None:
@@ -414,6 +415,14 @@ def test_whatever_happens_what_is_due_comes_in_order_and_nothing_else() -> None:
 def test_the_same_holds_where_all_rows_are_in_bitmaps(monkeypatch: pytest.MonkeyPatch) -> None:
     bitmaps_always(monkeypatch)
     machine(runs=100)
+
+
+def search() -> None:
+    """Raises what the first run that breaks a rule raises."""
+    phases = (hypothesis.Phase.generate,)
+    settings = hypothesis.settings(max_examples=1_000, stateful_step_count=50, phases=phases, **SETTINGS)
+    with nack_tracker_machine.small():
+        run_state_machine_as_test(NackTrackerMachine, settings=settings)
 
 
 def an_entry_that_was_replaced_fires(patch: pytest.MonkeyPatch) -> None:
@@ -528,7 +537,7 @@ def test_a_planted_bug_is_found(bug: Plant, monkeypatch: pytest.MonkeyPatch) -> 
     bug(monkeypatch)
     # Which example is the smallest is not asked.
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
-        machine(runs=1_000, steps=50, phases=(hypothesis.Phase.generate,))
+        search()
 
 
 def test_a_planted_bug_of_merging_is_found(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,8 @@ import os
 
 import hypothesis
 import pytest
-from hypothesis.stateful import run_state_machine_as_test
 
-from tests._support import parts
+from tests._support import state_machines
 from tests.daemon.core._support.topic_machine import TopicMachine
 
 # Runs of each kind, of which each part has its share; a long search: TARRY_TEST_STATE_RUNS=5000 with
@@ -20,14 +19,8 @@ PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.ge
 
 
 def run(machine: type[TopicMachine], *, runs: int = RUNS) -> None:
-    settings = hypothesis.settings(
-        max_examples=-(-runs // parts.PARTS),
-        stateful_step_count=STEPS,
-        phases=PHASES,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    for part in parts.chosen():
-        run_state_machine_as_test(hypothesis.seed(part)(machine), settings=settings)
+    checks = list(hypothesis.HealthCheck)
+    state_machines.run(machine, runs=runs, steps=STEPS, phases=PHASES, suppress_health_check=checks)
 
 
 @pytest.mark.timeout(0)

@@ -10,6 +10,7 @@ import pytest
 from daemon.call_values import AddBatch
 from daemon.errors import NotOwner, QuotaExceeded, TarryError, Unavailable
 from daemon.shard.shard_staging import STAGED_SLOTS_MAX
+from daemon.shard.slot_sender import ANSWER_UNCONFIRMED_S
 from tests._support.engine_fixture import Daemon, EngineFixture, Held
 from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
@@ -113,7 +114,7 @@ async def test_a_slot_that_landed_before_the_fence_is_not_answered_by_an_owner_t
     await reached.wait()
     one.freeze()
     two = await machines.served_by("two")
-    await asyncio.sleep(3600)
+    await asyncio.sleep(2 * ANSWER_UNCONFIRMED_S)
     gate.set()
     one.thaw()
     with pytest.raises(TarryError):

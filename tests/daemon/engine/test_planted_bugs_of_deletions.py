@@ -134,9 +134,9 @@ def paused_at(point: str, nth: int) -> Story:
     return story
 
 
-def an_hour_of(trouble: str) -> Story:
+def until_the_last_retry(trouble: str) -> Story:
     def story(machines: EngineFixture) -> Awaitable[None]:
-        return faults.test_an_hour_of_trouble_ends_with_dead_letters_that_say_why_and_a_retry_succeeds(
+        return faults.test_trouble_until_the_last_retry_ends_with_dead_letters_that_say_why_and_a_retry_succeeds(
             machines, faults.Troubled(trouble, machines)
         )
 
@@ -152,14 +152,14 @@ PLANTED: tuple[tuple[Plant, Story], ...] = (
     (attempts_of_a_former_owner_are_forgotten, crashed_at("deletion.after_begin", 1)),
     (attempts_of_a_former_owner_are_forgotten, crashed_at("deletion.after_index_delete", 1)),
     (the_answer_of_an_attempt_is_lost_with_its_slot, crashed_at("deletion.after_record", 1)),
-    (a_dead_letter_comes_one_retry_early, an_hour_of("errors")),
-    (a_dead_letter_comes_one_retry_late, an_hour_of("errors")),
+    (a_dead_letter_comes_one_retry_early, until_the_last_retry("errors")),
+    (a_dead_letter_comes_one_retry_late, until_the_last_retry("errors")),
     (jitter_is_twice_what_it_should_be, faults.test_jitter_spreads_the_retries_within_its_bounds),
     (there_is_no_jitter, faults.test_jitter_spreads_the_retries_within_its_bounds),
-    (a_retry_is_made_a_second_early, an_hour_of("errors")),
+    (a_retry_is_made_a_second_early, until_the_last_retry("errors")),
     (nobody_wakes_the_workers_for_a_retry, faults.test_jitter_spreads_the_retries_within_its_bounds),
     (a_crash_counts_as_a_failure, taken_over_in("time-outs")),
-    (dead_letters_do_not_say_why, an_hour_of("throttling")),
+    (dead_letters_do_not_say_why, until_the_last_retry("throttling")),
 )
 
 

@@ -21,6 +21,7 @@ from storage_backends.formats.manifest import (
 from storage_backends.formats.merge import Merged, NotConserved, Source
 from storage_backends.formats.position_bitmap import PositionBitmap, PositionSet
 from storage_backends.formats.row_columns import Rows, row_hash
+from tests._support import state_machines
 from tests.storage_backends.formats._support import examples
 
 Position = tuple[int, int]
@@ -240,8 +241,9 @@ class NestedMerges(RuleBasedStateMachine):
             }
 
 
-TestNestedMerges = NestedMerges.TestCase
-TestNestedMerges.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+def test_merges_of_what_was_merged_keep_what_is_there_and_nothing_else() -> None:
+    state_machines.run(NestedMerges, runs=60, steps=25)
+
 
 A, B, C = (1, 1), (1, 2), (2, PAGE + 7)
 

@@ -68,6 +68,8 @@ class NackTraffic:
         self.under_way = 0
         """Requests that are not answered yet."""
         self.came_back = 0
+        self.answered = 0
+        """Positions that were answered to be negatively acknowledged as often as they are to be."""
         self._topic = topic
         self._bits = precision_bits
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -86,11 +88,6 @@ class NackTraffic:
             each.count >= len(each.delays_ms) and not each.is_asked and each.acknowledged_at is None
             for each in self.expected.values()
         )
-
-    @property
-    def answered(self) -> int:
-        """Positions that were answered to be negatively acknowledged as often as they are to be."""
-        return sum(each.count >= len(each.delays_ms) for each in self.expected.values())
 
     async def run(self) -> None:
         """Everything, until each position was acknowledged."""
@@ -116,6 +113,12 @@ class NackTraffic:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.breaches.append(f"{self._topic}: {error!r}")
             self._done.set()
+
+    def _counted(self, each: Expected, count: int) -> None:
+        """It was negatively acknowledged so often at least."""
+        was_answered = each.count >= len(each.delays_ms)
+        each.count = max(each.count, count)
+        self.answered += not was_answered and each.count >= len(each.delays_ms)
 
     # ---- requests
 
@@ -159,12 +162,12 @@ class NackTraffic:
         came: list[Key] = []
         for key in keys:
             each = self.expected[key]
-            each.count = max(each.count, before[key] + 1)
+            self._counted(each, before[key] + 1)
             each.is_asked = False
             each.counted_at = self._streams
             if each.came_meanwhile > before[key]:
                 # It came back before the answer did.
-                each.count = max(each.count, each.came_meanwhile)
+                self._counted(each, each.came_meanwhile)
                 came.append(key)
             each.came_meanwhile = 0
         self._go_on(came)
@@ -251,7 +254,7 @@ class NackTraffic:
             if each is not None and each.is_asked:
                 each.came_meanwhile = max(each.came_meanwhile, count)
             elif each is not None:
-                each.count = max(each.count, count)
+                self._counted(each, count)
                 came.append(key)
         self._go_on(came)
 

@@ -136,7 +136,7 @@ def test_what_is_taken_back_from_workers_is_due_again() -> None:
 
 @pytest.mark.parametrize(("deletes_a_topic", "size_max"), [(100, 400), (1, 750)])
 def test_a_pending_deletion_takes_few_bytes(deletes_a_topic: int, size_max: int) -> None:
-    count = 20_000
+    count = 5_000
     tracemalloc.start()
     try:
         deletions = LedgerDeletions.restored(None)

@@ -8,15 +8,15 @@ import collections
 import tracemalloc
 from collections.abc import Callable
 
-import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
 from daemon.errors import InvariantViolated
+from tests._support import state_machines
 
 # More than draining hashes cost in Pulsar by PIP-379, which plans with 80 bytes.
 BYTES_A_HASH_MAX = 80
@@ -323,5 +323,4 @@ class DrainingHashesMachine(RuleBasedStateMachine):
 
 
 def test_it_is_as_dictionaries_say_whatever_happens() -> None:
-    settings = hypothesis.settings(max_examples=100, stateful_step_count=40)
-    run_state_machine_as_test(DrainingHashesMachine, settings=settings)
+    state_machines.run(DrainingHashesMachine, runs=100, steps=40)

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import tracemalloc
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis.stateful import run_state_machine_as_test
 
 from daemon.core.key_shared.last_sent_position import LastSentPosition, Position
+from tests._support import state_machines
 from tests.daemon.core.key_shared._support import last_sent_machine
 from tests.daemon.core.key_shared._support.last_sent_machine import LastSentMachine, columns, u16
 
@@ -371,6 +370,5 @@ def test_memory_is_what_lies_above_the_mark_delete_position() -> None:
 
 @pytest.mark.timeout(0)
 def test_it_is_as_lists_say_whatever_happens() -> None:
-    settings = hypothesis.settings(max_examples=150, stateful_step_count=40)
     with last_sent_machine.small():
-        run_state_machine_as_test(LastSentMachine, settings=settings)
+        state_machines.run(LastSentMachine, runs=150, steps=40)

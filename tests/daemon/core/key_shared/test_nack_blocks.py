@@ -8,17 +8,17 @@ import contextlib
 import tracemalloc
 from collections.abc import Iterator
 
-import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pyroaring import BitMap64
 
 from daemon.core.key_shared import nack_blocks
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
 from daemon.core.key_shared.nack_blocks import NackBlocks
 from storage_backends.formats.row_columns import U64
+from tests._support import state_machines
 
 MAX_MS = 1_000
 SLOTS = (0, 1, 700, HASH_SLOTS - 1)
@@ -278,6 +278,5 @@ class NackBlocksMachine(RuleBasedStateMachine):
 
 
 def test_it_is_as_dictionaries_say_whatever_happens() -> None:
-    settings = hypothesis.settings(max_examples=100, stateful_step_count=40)
     with small():
-        run_state_machine_as_test(NackBlocksMachine, settings=settings)
+        state_machines.run(NackBlocksMachine, runs=100, steps=40)
