@@ -29,6 +29,7 @@ class RowLog:
     def __init__(self, pages: PageTable) -> None:
         self._pages = pages
         self._rows = 0
+        self._capacity = _FIRST_CAPACITY
         self._keys = np.empty(_FIRST_CAPACITY, np.uint64)
         self._deliver_at_ms = np.empty(_FIRST_CAPACITY, np.uint64)
         self._key_hash: U32 | None = None
@@ -52,11 +53,11 @@ class RowLog:
         return None if self._key_hash is None else self._key_hash[: self._rows]
 
     def append(self, rows: KeyedRows) -> None:
-        first, end = self._rows, self._rows + len(rows)
-        if end > len(self._keys):
-            self._grow(max(end, 2 * len(self._keys)))
+        first, end = self._rows, self._rows + len(rows.keys)
+        if end > self._capacity:
+            self._grow(max(end, 2 * self._capacity))
         if rows.rows.key_hash is not None and self._key_hash is None:
-            self._key_hash = np.zeros(len(self._keys), np.uint32)
+            self._key_hash = np.zeros(self._capacity, np.uint32)
         self._keys[first:end] = rows.keys
         self._deliver_at_ms[first:end] = rows.rows.deliver_at_ms
         if self._key_hash is not None:
@@ -71,6 +72,7 @@ class RowLog:
         return KeyedRows(Rows(self.deliver_at_ms[index], ledger_id, entry_id, key_hash), keys)
 
     def _grow(self, capacity: int) -> None:
+        self._capacity = capacity
         self._keys = _grown(self._keys, capacity)
         self._deliver_at_ms = _grown(self._deliver_at_ms, capacity)
         if self._key_hash is not None:
