@@ -53,17 +53,7 @@ NO_CONSTANTS = Constants()
 YOUNG_OBJECTS_MAX = 10_000
 
 # Where tests begin processes of their own.
-LONG = (
-    "benchmarks/",
-    "client/cli/test_real",
-    "client/conformance/test_real",
-    "client/test_pinned_clients",
-    "compaction/test_",
-    "golden_root/",
-    "peers/test_many",
-    "relay/brokers/",
-    "test_installed",
-)
+LONG = ("benchmarks/", "client/cli/test_real", "client/conformance/test_real", "compaction/test_", "peers/test_many")
 
 
 class NotLoopback(AssertionError):
