@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -157,11 +157,34 @@ class NatsStreams:
     def __init__(self, server: nats_server.NatsServer) -> None:
         self.server = server
         self._connection: Any = None
+        self._lost = asyncio.Event()
 
     async def _js(self) -> Any:
         if self._connection is None:
-            self._connection = await nats.connect(self.server.url, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
+            self._connection = await nats.connect(
+                self.server.url,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.1,
+                disconnected_cb=self._server_has_ended,
+            )
         return self._connection.jetstream(timeout=PATIENCE_S)
+
+    async def _server_has_ended(self) -> None:
+        self._lost.set()
+        self._lost = asyncio.Event()
+
+    async def _all(self, requests: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """The answers. Raises ConnectionError when the server ends, who answers what it was asked no more."""
+        asked: asyncio.Future[Any] = asyncio.gather(*requests)
+        lost: asyncio.Future[Any] = asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait({asked, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise ConnectionError("the server has ended")
+            return list(await asked)
+        finally:
+            lost.cancel()
+            asked.cancel()
 
     async def set_up(self) -> None:
         for stream in STREAMS:
@@ -171,16 +194,17 @@ class NatsStreams:
         js = await self._js()
         answers: list[Any] = []
         for some in _portions(messages):
-            sent = [js.publish(stream, body.encode(), headers=dict(headers) or None) for headers, body in some]
-            answers += await asyncio.gather(*sent)
+            answers += await self._all(
+                js.publish(stream, body.encode(), headers=dict(headers) or None) for headers, body in some
+            )
         return [str(each.seq) for each in answers]
 
     async def read(self, stream: str, after: int = 0) -> list[Published]:
         js = await self._js()
-        last = (await js.stream_info(stream)).state.last_seq
+        (info,) = await self._all([js.stream_info(stream)])
         found: list[Any] = []
-        for some in _portions(range(after + 1, last + 1)):
-            found += await asyncio.gather(*(js.get_msg(stream, number) for number in some))
+        for some in _portions(range(after + 1, info.state.last_seq + 1)):
+            found += await self._all(js.get_msg(stream, number) for number in some)
         return [
             Published(each.seq, int(each.time.timestamp() * 1_000), each.headers or {}, (each.data or b"").decode())
             for each in found
