@@ -30,6 +30,8 @@ GONE = (OSError, kafka.KafkaException, nats.errors.Error, redis.RedisError, Time
 """What clients of a broker raise that is being killed."""
 PATIENCE_S = 300.0
 """How long an answer may take on a busy machine."""
+_SILENT_S = 10.0
+"""After which Kafka's client is asked anew."""
 _AT_ONCE = 200
 _WINDOW_S = 3_600
 """For so long a NATS drops what it has."""
@@ -290,19 +292,18 @@ class KafkaTopics:
     def _read(self, stream: str, after: int) -> list[Published]:
         """Of a topic with one partition: to its end, from where the last call has come to."""
         found = self._found.setdefault(stream, [])
-        next_offset = found[-1].number + 1 if found else 0
-        self._consumer.assign([kafka.TopicPartition(stream, 0, next_offset)])
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
-            message = self._consumer.poll(1)
-            if message is None:
-                continue
-            if message.error() is None:
-                found.append(_published(message))
-            elif message.error().code() == kafka.KafkaError._PARTITION_EOF:
-                return found[after:]
-            else:
-                raise kafka.KafkaException(message.error())
+            # Kafka's client may say nothing more about a partition whose broker has ended meanwhile.
+            next_offset = found[-1].number + 1 if found else 0
+            self._consumer.assign([kafka.TopicPartition(stream, 0, next_offset)])
+            while (message := self._consumer.poll(_SILENT_S)) is not None:
+                if message.error() is None:
+                    found.append(_published(message))
+                elif message.error().code() == kafka.KafkaError._PARTITION_EOF:
+                    return found[after:]
+                else:
+                    raise kafka.KafkaException(message.error())
         raise TimeoutError(f"the end of {stream} was not reached")
 
     async def cut(self, stream: str, *, keep: int) -> None:
