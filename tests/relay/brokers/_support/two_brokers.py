@@ -255,9 +255,7 @@ class KafkaTopics:
 
     @functools.cached_property
     def _producer(self) -> Any:
-        return kafka.Producer(
-            {**self._shared, "enable.idempotence": True, "message.timeout.ms": int(PATIENCE_S * 1_000)}
-        )
+        return kafka.Producer({**self._shared, "enable.idempotence": True, "message.timeout.ms": 30_000})
 
     @functools.cached_property
     def _consumer(self) -> Any:
