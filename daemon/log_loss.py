@@ -16,7 +16,7 @@ from typing import TypedDict
 import ulid
 
 from daemon.errors import Corruption
-from daemon.owner import log_mending
+from daemon.owner import heartbeat, log_mending
 from storage_backends import log_opening, object_store, root_format, shard_manifests, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
@@ -52,7 +52,7 @@ def give_up(store: object_store.ObjectStore, log_id: str, *, accepted: bool, say
     with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
         slots = log_opening.open_logs(root.log_form, store, threads).log(log_id)
         with contextlib.closing(slots):
-            told = log_mending.told_of(store, log_id)
+            told = heartbeat.last_told(heartbeat.read_heartbeats(store), log_id)
             owned = [
                 log_mending.Owned.of(tip, _topics_of(store, tip.shard))
                 for tip in _tips(store, root.shards)

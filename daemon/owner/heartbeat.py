@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -67,6 +67,23 @@ def read_heartbeat(store: object_store.ObjectStore, daemon_id: str) -> Heartbeat
     except msgspec.DecodeError:
         log.warning("the heartbeat of daemon %s cannot be read", daemon_id)
         return None
+
+
+def daemon_ids(store: object_store.ObjectStore) -> list[str]:
+    """Those of the daemons that have told a heartbeat."""
+    return [entry.key.removeprefix(names.DAEMONS_PREFIX) for entry in store.list(names.DAEMONS_PREFIX)]
+
+
+def read_heartbeats(store: object_store.ObjectStore) -> Iterator[Heartbeat]:
+    """The newest heartbeat of each daemon that has one which can be read. Errors of the store are raised."""
+    for daemon_id in daemon_ids(store):
+        if (found := read_heartbeat(store, daemon_id)) is not None:
+            yield found
+
+
+def last_told(heartbeats: Iterable[Heartbeat], log_id: str) -> int:
+    """The slot of a log that was certain to its daemon, by these heartbeats; 0: none tells."""
+    return max((each.last_slot for each in heartbeats if each.log_id == log_id), default=0)
 
 
 class Heart:

@@ -23,7 +23,6 @@ from daemon.owner.heartbeat import Heartbeat
 from daemon.owner.living_log import LivingLog
 from daemon.surroundings.environment import Environment
 from storage_backends import commit, log_fence, object_store
-from storage_backends.formats import names
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.slot_log import LogHeld, SlotLogs
 
@@ -125,7 +124,5 @@ class LogCollection:
 
     def _heartbeats(self) -> dict[str, Heartbeat]:
         """By log, the newest heartbeat of the daemon that writes it."""
-        store = self._environment.store
-        daemon_ids = [entry.key.removeprefix(names.DAEMONS_PREFIX) for entry in store.list(names.DAEMONS_PREFIX)]
-        beats = (heartbeat.read_heartbeat(store, daemon_id) for daemon_id in daemon_ids)
-        return {beat.log_id: beat for beat in beats if beat is not None and not beat.log_ended}
+        beats = heartbeat.read_heartbeats(self._environment.store)
+        return {beat.log_id: beat for beat in beats if not beat.log_ended}

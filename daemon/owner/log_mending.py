@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from daemon.owner import heartbeat
 from storage_backends import log_fence, object_store
 from storage_backends.formats import log_slot_format, names, slot_format
 from storage_backends.formats.log_slot_format import Head, LogSlot, LogSlotHeader, LogSlotKind
@@ -87,7 +86,7 @@ class Loss:
 def find_loss(slots: SlotLog, shards: Iterable[Owned], *, told: int) -> Loss | None:
     """What is damaged or lost at the end of a log; None when it can be fenced as it is. Changes nothing.
 
-    `told`: the slot that was certain to the log's daemon, by its heartbeat (`told_of`). Raises Damaged when there is
+    `told`: the slot that was certain to the log's daemon, by its heartbeat. Raises Damaged when there is
     nothing to go by, and the store's errors.
     """
     numbers = slots.numbers()
@@ -114,13 +113,6 @@ def find_loss(slots: SlotLog, shards: Iterable[Owned], *, told: int) -> Loss | N
     if not any(sections.values()):
         return None
     return Loss(slots.log_id, after, max(highest, told), highest, heads, sections)
-
-
-def told_of(store: object_store.ObjectStore, log_id: str) -> int:
-    """The slot of a log that was certain to its daemon, by the heartbeats that are there; 0: none tells."""
-    listed = [entry.key.removeprefix(names.DAEMONS_PREFIX) for entry in store.list(names.DAEMONS_PREFIX)]
-    beats = (heartbeat.read_heartbeat(store, daemon_id) for daemon_id in listed)
-    return max((beat.last_slot for beat in beats if beat is not None and beat.log_id == log_id), default=0)
 
 
 def give_up(slots: SlotLog, loss: Loss) -> None:

@@ -20,7 +20,6 @@ from daemon.owner.candidacy import ClaimNow, OwnerLock, RecordedOwner, Wait
 from daemon.shard.shard_tip import ShardLog
 from daemon.surroundings import backoff
 from storage_backends import commit, local_directory, object_store
-from storage_backends.formats import names
 from storage_backends.formats.manifest import ShardManifest
 
 log = logging.getLogger(__name__)
@@ -107,8 +106,8 @@ class Standby:
 
     def told_of(self, log_id: str) -> int:
         """The slot of a log that was certain to its daemon, by its newest heartbeat that was read; 0: none told."""
-        beats = (watch.last_seen for watch in self._watches.values())
-        return max((beat.last_slot for beat in beats if beat is not None and beat.log_id == log_id), default=0)
+        seen = (watch.last_seen for watch in self._watches.values())
+        return heartbeat.last_told((beat for beat in seen if beat is not None), log_id)
 
     async def until_claimable(self, waiting: Callable[[str], None]) -> Claimable:
         """Returns, with the reason for the log, when every shard may be claimed; `waiting` hears of each reason not to.
@@ -207,8 +206,7 @@ class Standby:
             return error
 
     def _observe_heartbeats(self, owners: set[str]) -> None:
-        listed = {entry.key.removeprefix(names.DAEMONS_PREFIX) for entry in self._store.list(names.DAEMONS_PREFIX)}
-        for daemon_id in sorted((listed | owners) - {"", self._daemon_id}):
+        for daemon_id in sorted((owners | {*heartbeat.daemon_ids(self._store)}) - {"", self._daemon_id}):
             asked_at_s = self._clock()
             seen = heartbeat.read_heartbeat(self._store, daemon_id)
             watch = self._watches.setdefault(daemon_id, self._new_watch())
