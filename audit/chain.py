@@ -52,8 +52,7 @@ def flaws_of_topic(manifest: TopicManifest, *, number: int, shards: int, shard: 
         yield _rule(f"topic {manifest.topic!r} has id {names.topic_id(manifest.topic)}, it says {manifest.topic_id}")
     elif names.shard_of(manifest.topic, shards) != shard:
         yield _rule(f"topic {manifest.topic!r} is of shard {names.shard_of(manifest.topic, shards)} of {shards}")
-    beside = [each for each in (manifest.progress_object, manifest.properties_object) if each is not None]
-    if manifest.deleted and (manifest.live or manifest.progress or beside or manifest.subscriptions):
+    if manifest.deleted and (manifest.live or manifest.progress or manifest.beside_buckets or manifest.subscriptions):
         yield _rule("the topic is deleted, and has buckets, progress, properties or subscriptions")
     if manifest.properties_object is not None and not manifest.subscriptions:
         yield _rule("it has properties of subscriptions, and no subscription")
@@ -62,7 +61,7 @@ def flaws_of_topic(manifest: TopicManifest, *, number: int, shards: int, shard: 
     highest = max((each.subscription_id for each in manifest.subscriptions), default=0)
     if highest > manifest.last_subscription_id:
         yield _rule(f"subscription {highest} is above the last id {manifest.last_subscription_id}")
-    live = [*(bucket.object for bucket in manifest.live), *beside]
+    live = [*(bucket.object for bucket in manifest.live), *manifest.beside_buckets]
     prefix = names.topic_prefix(shard, manifest.topic_id)
     yield from _flaws_of_objects(manifest.head, live, manifest.tombstones, prefix)
 
@@ -175,13 +174,8 @@ def flaws_of_following_topic(before: TopicManifest, after: TopicManifest) -> Ite
     yield from _flaws_of_live(before, after)
     leaving = [bucket.object for bucket in _not_in(before.live, after.live)]
     arriving = [bucket.object for bucket in _not_in(after.live, before.live)]
-    for was, now in (
-        (before.progress_object, after.progress_object),
-        (before.properties_object, after.properties_object),
-    ):
-        if was != now:
-            leaving += [] if was is None else [was]
-            arriving += [] if now is None else [now]
+    leaving += [each for each in before.beside_buckets if each not in after.beside_buckets]
+    arriving += [each for each in after.beside_buckets if each not in before.beside_buckets]
     yield from _flaws_of_change(before, after, leaving, arriving)
     merged = [bucket for bucket in _not_in(after.live, before.live) if bucket.level]
     if merged:

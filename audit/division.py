@@ -125,16 +125,15 @@ def named_items(
             reference=live.object,
             in_full=live.quarantined or is_sampled(),
         )
-    for reference in (tip.progress_object, tip.properties_object):
-        if reference is not None:
-            yield Item(
-                place=place,
-                key=reference.name,
-                size_bytes=reference.size_bytes,
-                role=Role.LIVE,
-                topic=tip.topic,
-                reference=reference,
-            )
+    for reference in tip.beside_buckets:
+        yield Item(
+            place=place,
+            key=reference.name,
+            size_bytes=reference.size_bytes,
+            role=Role.LIVE,
+            topic=tip.topic,
+            reference=reference,
+        )
 
 
 def _checkpoints_of(tip: ShardManifest, place: Place) -> Iterator[Item]:

@@ -475,4 +475,4 @@ def _named_twice(reference: ObjectReference) -> str:
 def names_in(tip: TopicManifest) -> set[str]:
     """Every object that the manifest names."""
     named = {bucket.object.name for bucket in tip.live} | {tombstone.object.name for tombstone in tip.tombstones}
-    return named | {each.name for each in (tip.progress_object, tip.properties_object) if each is not None}
+    return named | {each.name for each in tip.beside_buckets}

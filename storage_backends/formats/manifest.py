@@ -483,6 +483,11 @@ class TopicManifest:
     delay_levels: TopicDelayLevels | None = None
     properties_object: ObjectReference | None = None
 
+    @property
+    def beside_buckets(self) -> tuple[ObjectReference, ...]:
+        """The objects that it lives on beside its live buckets."""
+        return tuple(each for each in (self.progress_object, self.properties_object) if each is not None)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeadObject:
