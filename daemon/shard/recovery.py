@@ -129,11 +129,14 @@ class TopicReads:
         buckets = {live.object.name: self._buckets[live.object.name].result() for live in tip.live}
         named = tip.properties_object
         properties = {} if named is None else self._properties[named.name].result()
+        return TopicObjects(buckets, self._progress_of(tip, part), properties)
+
+    def _progress_of(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> manifest.Progress:
         if part is not None:
-            return TopicObjects(buckets, part.progress, properties)
+            return part.progress
         if tip.progress_object is None:
-            return TopicObjects(buckets, tip.progress or manifest.Progress(), properties)
-        return TopicObjects(buckets, self._progress[tip.progress_object.name].result(), properties)
+            return tip.progress or manifest.Progress()
+        return self._progress[tip.progress_object.name].result()
 
 
 def _opened(store: object_store.ObjectStore, live: manifest.LiveBucket) -> OpenedBucket:

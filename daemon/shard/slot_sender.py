@@ -146,14 +146,14 @@ class SlotSender:
         where the last slot that had any of them had several.
         """
         self._companions += 1
-        if self._companions_before < COMPANIONS_LEAST:
+        if self._soon is not None or self._wanted.is_set():
+            return
+        has_company = self._companions_before >= COMPANIONS_LEAST
+        wait_s = min(self._company_s(), self._linger_s) if has_company else 0.0
+        if wait_s > 0:
+            self._soon = asyncio.get_running_loop().call_later(wait_s, self._wanted.set)
+        else:
             self._wanted.set()
-        elif self._soon is None and not self._wanted.is_set():
-            wait_s = min(self._company_s(), self._linger_s)
-            if wait_s > 0:
-                self._soon = asyncio.get_running_loop().call_later(wait_s, self._wanted.set)
-            else:
-                self._wanted.set()
 
     @property
     def stalled_s(self) -> float:

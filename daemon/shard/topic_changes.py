@@ -352,10 +352,10 @@ class TopicChanges:
         is there: the one that the manifest names, or one that is written now.
         """
         before = {state.subscription_id: state.properties for state in topic.core.subscriptions.values()}
-        after = {number: named for number, named in {**before, subscription_id: properties}.items() if named}
         commits, environment = self._shard.topics[topic.core.name].commits, self._environment
         if before.get(subscription_id, ()) == properties:
             return commits.manifest.properties_object
+        after = {number: named for number, named in {**before, subscription_id: properties}.items() if named}
         if not after:
             return None
         base = commits.number
