@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import multiprocessing
-import queue
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from multiprocessing.queues import Queue
-from typing import TypeAlias
+from multiprocessing.connection import Connection
 
 import numpy as np
 from numpy.typing import NDArray
 
 import tarry
-from benchmarks import load, report, tarry_load, workbench
+from benchmarks import load, report, side_process, tarry_load, workbench
 from examples import processes, relay, verdict
 
 NAME = "lateness"
@@ -37,22 +34,26 @@ DELAYS_MS, DELAYS_QUICK_MS = (5_000, 15_000), (500, 2_500)
 SUBSCRIPTION = "receiver"
 ROWS_PER_LEDGER = 10_000
 STEP_MS = 10
-# Until both processes are ready.
-LEAD_MS = 3_000
-PATIENCE_S = 60.0
+# Until the first add, once both processes are ready.
+LEAD_MS = 500
+PATIENCE_S = 300.0
+# When a row was answered that was not.
+NEVER = np.iinfo(np.int64).max
 QUANTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9, "max": 100.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The load as numbers; the columns follow from them."""
+    """The load as numbers; the columns follow from them. `start_ms`: of the first add; 0 until both processes are
+    ready.
+    """
 
-    start_ms: int
     seconds: int
     rows_per_s: int
     delay_from_ms: int
     delay_until_ms: int
     seed: int
+    start_ms: int = 0
 
     @property
     def rows(self) -> int:
@@ -106,7 +107,6 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, rate: int, secon
     """Adds, receives and acknowledges, each row."""
     with bench.daemon(settings={"delivery.lookahead_ms": LOOKAHEAD_MS}) as daemon:
         plan = Plan(
-            start_ms=load.now_ms() + LEAD_MS,
             seconds=seconds,
             rows_per_s=rate,
             delay_from_ms=_delays_ms(bench)[0],
@@ -132,90 +132,56 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, rate: int, secon
 
 def lateness_of(account: verdict.Account) -> tuple[int, NDArray[np.int64]]:
     """How many rows were due when their add was answered, and how late each of the others came."""
-    never = np.iinfo(np.int64).max
-    late = (account.answered_at_ms != never) & (account.deliver_at_ms <= account.answered_at_ms)
-    in_time = ~late & (account.first_received_at_ms != never)
+    late = (account.answered_at_ms != NEVER) & (account.deliver_at_ms <= account.answered_at_ms)
+    in_time = ~late & (account.first_received_at_ms != NEVER)
     return int(np.count_nonzero(late)), (account.first_received_at_ms - account.deliver_at_ms)[in_time]
 
 
 def receive(reach: tarry_load.Reach, plan: Plan) -> verdict.Account:
-    """Adds, receives and acknowledges by the plan, until every acknowledgement is durable, or it takes too long."""
-    account = verdict.Account(*plan.positions(), plan.deliver_at_ms(), None)
+    """Adds, receives and acknowledges by the plan, which begins once both processes are ready, until every
+    acknowledgement is durable, or it takes too long.
+    """
     with (
         reach.client() as client,
         client.subscribe(NAME, SUBSCRIPTION, create=True, permits=tarry_load.PERMITS) as subscription,
-        relay.Relay(subscription, account) as receiving,
-        _Adding(reach, plan, account) as adding,
+        side_process.SideProcess(add_steadily, reach, NAME, plan) as adding,
     ):
-        span_s = (LEAD_MS + plan.delay_until_ms) / 1000 + plan.seconds
-        receiving.wait_until(lambda: account.durable == len(account) or adding.failed, span_s + PATIENCE_S)
+        plan = dataclasses.replace(plan, start_ms=load.now_ms() + LEAD_MS)
+        account = verdict.Account(*plan.positions(), plan.deliver_at_ms(), None)
+        adding.send(plan.start_ms)
+        with relay.Relay(subscription, account) as receiving:
+            span_s = (LEAD_MS + plan.delay_until_ms) / 1000 + plan.seconds
+            receiving.wait_until(lambda: account.durable == len(account) or adding.failed, span_s + PATIENCE_S)
+        answered_at_ms = adding.result()
+        for first in range(0, len(answered_at_ms), plan.rows_per_step):
+            if answered_at_ms[first] != NEVER:
+                account.note_answered(slice(first, first + plan.rows_per_step), int(answered_at_ms[first]))
     return account
 
 
-# (first row, row after the last, answered at in ms); None at the end.
-_Reports: TypeAlias = "Queue[tuple[int, int, int] | None]"
-
-
-class _Adding:
-    """The process that adds, and the thread that takes in what was answered. A context manager."""
-
-    def __init__(self, reach: tarry_load.Reach, plan: Plan, account: verdict.Account) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._account = account
-        self._reports: _Reports = context.Queue()
-        self._process = context.Process(target=_add_by_plan, args=(reach, plan, self._reports), daemon=True)
-        self._thread = threading.Thread(target=self._take_in, name="answers")
-        self._ended = threading.Event()
-
-    @property
-    def failed(self) -> bool:
-        return self._process.exitcode not in (None, 0)
-
-    def __enter__(self) -> _Adding:
-        self._process.start()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._process.join(PATIENCE_S)
-        if self._process.is_alive():
-            self._process.kill()
-
-    def _take_in(self) -> None:
-        while True:
-            try:
-                answered = self._reports.get(timeout=1.0)
-            except queue.Empty:
-                if self._ended.is_set():
-                    return
-                continue
-            if answered is None:
-                return
-            first, last, at_ms = answered
-            self._account.note_answered(slice(first, last), at_ms)
-
-
-def _add_by_plan(reach: tarry_load.Reach, plan: Plan, reports: _Reports) -> None:
-    """Runs in the process of its own: one batch a step, each at its moment."""
-    ledger_id, entry_id = plan.positions()
-    due = plan.deliver_at_ms()
+def add_steadily(reach: tarry_load.Reach, topic: str, plan: Plan, parent: Connection) -> None:
+    """Adds a batch a step, each at its moment, in a process of its own. Is sent when to begin (ms), and anything to end
+    it before the plan does; sends when each row was answered (ms), `NEVER` where it was not.
+    """
+    answered_at_ms = np.full(plan.rows // plan.rows_per_step, NEVER)
     clock = threading.Event()
 
-    def note(first: int, last: int, answer: Future[tarry.AddResult]) -> None:
+    def note(step: int, answer: Future[tarry.AddResult]) -> None:
         if answer.exception() is None:
-            reports.put((first, last, load.now_ms()))
+            answered_at_ms[step] = load.now_ms()
 
-    with reach.client() as client, client.add_stream(NAME, in_flight=1_000) as stream:
-        for step, first in enumerate(range(0, plan.rows, plan.rows_per_step)):
-            send_at_ms = plan.start_ms + step * STEP_MS
-            remaining_s = send_at_ms / 1000 - time.time()
+    steps = 0
+    with reach.client() as client, client.add_stream(topic, in_flight=1_000) as stream:
+        parent.send("ready")
+        plan = dataclasses.replace(plan, start_ms=parent.recv())
+        ledger_id, entry_id = plan.positions()
+        due = plan.deliver_at_ms()
+        while not parent.poll() and steps < len(answered_at_ms):
+            remaining_s = (plan.start_ms + steps * STEP_MS) / 1000 - time.time()
             if remaining_s > 0:
                 clock.wait(remaining_s)
-            last = min(first + plan.rows_per_step, plan.rows)
-            rows = slice(first, last)
-            stream.add(ledger_id[rows], entry_id[rows], deliver_at_ms=due[rows]).add_done_callback(
-                functools.partial(note, first, last)
-            )
-    reports.put(None)
+            rows = slice(steps * plan.rows_per_step, (steps + 1) * plan.rows_per_step)
+            answer = stream.add(ledger_id[rows], entry_id[rows], deliver_at_ms=due[rows])
+            answer.add_done_callback(functools.partial(note, steps))
+            steps += 1
+    parent.send(np.repeat(answered_at_ms[:steps], plan.rows_per_step))

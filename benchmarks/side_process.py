@@ -42,6 +42,11 @@ class SideProcess:
         assert self._process.pid is not None
         return processes.usage(self._process.pid).cpu_s
 
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by an error or a signal."""
+        return self._process.exitcode not in (None, 0)
+
     def send(self, message: object) -> None:
         self._mine.send(message)
 

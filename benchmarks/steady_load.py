@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import threading
 import time
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -27,9 +25,7 @@ SUBSCRIPTION = "dispatcher"
 DELAYS_MS = (1_000, 3_000)
 # How long it may go on.
 SECONDS_MAX, QUICK_SECONDS_MAX = 1_800, 300
-_LEAD_MS = 500
 _RECEIVE_S = 0.2
-_NEVER = np.iinfo(np.int64).max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +52,15 @@ class SteadyLoad:
     def __init__(self, address: str, topic: str, rows_per_s: int, seed: int, *, quick: bool) -> None:
         self.first_due_ms = 0
         """From when on rows are due all the time."""
-        self._plan = lateness.Plan(0, QUICK_SECONDS_MAX if quick else SECONDS_MAX, rows_per_s, *DELAYS_MS, seed)
+        self._plan = lateness.Plan(QUICK_SECONDS_MAX if quick else SECONDS_MAX, rows_per_s, *DELAYS_MS, seed)
         self._receiving = side_process.SideProcess(_receive, address, topic)
-        self._adding = side_process.SideProcess(_add, address, topic, self._plan)
+        self._adding = side_process.SideProcess(lateness.add_steadily, tarry_load.Reach(address), topic, self._plan)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         for process in (self._receiving, self._adding):
             self._stack.enter_context(process)
-        self._plan = dataclasses.replace(self._plan, start_ms=load.now_ms() + _LEAD_MS)
+        self._plan = dataclasses.replace(self._plan, start_ms=load.now_ms() + lateness.LEAD_MS)
         self.first_due_ms = self._plan.start_ms + self._plan.delay_until_ms
         self._adding.send(self._plan.start_ms)
         return self
@@ -86,38 +82,12 @@ class SteadyLoad:
         problem = tarry_load.difference(came, owed) or (
             f"{ignored:,} acknowledgements were ignored" if ignored else None
         )
-        if problem is None and (answered_at_ms == _NEVER).any():
-            problem = f"{np.count_nonzero(answered_at_ms == _NEVER):,} rows were not added"
+        if problem is None and (answered_at_ms == lateness.NEVER).any():
+            problem = f"{np.count_nonzero(answered_at_ms == lateness.NEVER):,} rows were not added"
         number = (came.ledger_id * np.uint64(lateness.ROWS_PER_LEDGER) + came.entry_id).astype(np.int64)
         deliver_at_ms = came.deliver_at_ms.astype(np.int64)
         in_time = answered_at_ms[np.minimum(number, len(owed) - 1)] < deliver_at_ms
         return Came(deliver_at_ms[in_time], (received_at_ms - deliver_at_ms)[in_time], problem)
-
-
-def _add(address: str, topic: str, plan: lateness.Plan, parent: Connection) -> None:
-    """Is sent when to begin (ms), and anything when to end; sends when each row was answered (ms), never where not."""
-    answered_at_ms = np.full(plan.rows // plan.rows_per_step, _NEVER)
-    clock = threading.Event()
-
-    def note(step: int, answer: Future[tarry.AddResult]) -> None:
-        if answer.exception() is None:
-            answered_at_ms[step] = load.now_ms()
-
-    steps = 0
-    with tarry.Client(address) as client, client.add_stream(topic, in_flight=1_000) as stream:
-        parent.send("ready")
-        plan = dataclasses.replace(plan, start_ms=parent.recv())
-        ledger_id, entry_id = plan.positions()
-        due = plan.deliver_at_ms()
-        while not parent.poll() and steps < len(answered_at_ms):
-            remaining_s = (plan.start_ms + steps * lateness.STEP_MS) / 1000 - time.time()
-            if remaining_s > 0:
-                clock.wait(remaining_s)
-            rows = slice(steps * plan.rows_per_step, (steps + 1) * plan.rows_per_step)
-            answer = stream.add(ledger_id[rows], entry_id[rows], deliver_at_ms=due[rows])
-            answer.add_done_callback(functools.partial(note, steps))
-            steps += 1
-    parent.send(np.repeat(answered_at_ms[:steps], plan.rows_per_step))
 
 
 def _receive(address: str, topic: str, parent: Connection) -> None:

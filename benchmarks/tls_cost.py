@@ -108,7 +108,6 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, way: Way, rows: 
 def _late(bench: workbench.Workbench, rounds: workbench.Rounds, way: Way, reach: tarry_load.Reach) -> dict[str, float]:
     least_ms, most_ms = lateness.DELAYS_QUICK_MS if bench.quick else lateness.DELAYS_MS
     plan = lateness.Plan(
-        start_ms=load.now_ms() + lateness.LEAD_MS,
         seconds=_seconds(bench),
         rows_per_s=ROWS_PER_S,
         delay_from_ms=least_ms,
