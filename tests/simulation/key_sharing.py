@@ -56,7 +56,7 @@ def key_hashes(positions: Sequence[Position]) -> U32:
 @dataclasses.dataclass(slots=True, eq=False)
 class _Dispatcher:
     """A dispatcher on one stream. `consumers`: those that it has, by their ids; `hashes`: of what was received, by
-    ledger and entry; `counts`: of what it declares, as it was handed out.
+    row, since two of a position may differ; `counts`: of what it declares, as it was handed out.
     """
 
     consumer_ids: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
@@ -133,7 +133,7 @@ class KeySharing:
                 continue
             await self._listen(draw, daemon, topic, stream, dispatcher)
             held = sorted(claim for view in dispatcher.consumers.values() for claim in view.held.items())
-            hashes = {position[:2]: dispatcher.hashes[position[:2]] for position, _ in held}
+            hashes = {position: dispatcher.hashes[position] for position, _ in held}
             counts = {each: view.counts[each] for view in dispatcher.consumers.values() for each in view.held}
 
     async def _open(
@@ -162,7 +162,7 @@ class KeySharing:
             for position, deliver_at_ms in mine:
                 view.held[position] = deliver_at_ms
                 view.counts[position] = dispatcher.counts[position]
-                self._keys.has(view, position, dispatcher.hashes[position[:2]])
+                self._keys.has(view, position, dispatcher.hashes[position])
         return stream
 
     @staticmethod
@@ -254,11 +254,9 @@ class KeySharing:
         for row, consumer_id, key_hash in zip(taken, consumer_ids, hashes, strict=True):
             view = dispatcher.consumers.get(consumer_id)
             if view is not None:
-                dispatcher.hashes[row[0]] = key_hash
-                self._promises.handed_out(view, [row])
-                for position in _rows_of(row[0], number):
-                    if position in view.held:
-                        self._keys.handed_out(view, position, key_hash)
+                for position in self._promises.handed_out(view, [row]):
+                    dispatcher.hashes[position] = key_hash
+                    self._keys.handed_out(view, position, key_hash)
 
     def _taken_back(self, stream: KeySharedStream, dispatcher: _Dispatcher, rows: HandedOut) -> None:
         positions = positions_of(rows.rows, rows.batch_index, stream.state.subscription_id)

@@ -221,16 +221,21 @@ class Promises:
                     other.handed_out.pop(position, None)
         self._streams.append(stream)
 
-    def handed_out(self, stream: OpenStream, rows: Iterable[tuple[Position, int, int]]) -> None:
-        """Rows (ledger and entry, or a batch part; deliver_at_ms; redelivery count) reach a dispatcher."""
+    def handed_out(self, stream: OpenStream, rows: Iterable[tuple[Position, int, int]]) -> list[Position]:
+        """Rows (ledger and entry, or a batch part; deliver_at_ms; redelivery count) reach a dispatcher: which they are,
+        of those that a position has.
+        """
         daemon = stream.daemon
         unconfirmed_s = daemon.elapsed_s() - daemon.confirmed_s
         if unconfirmed_s > STALE_HAND_OUT_S:
             self._history.breach(
                 f"topic {stream.topic}: {daemon.name} hands out {unconfirmed_s:.1f} s after its last confirmation"
             )
+        keys = []
         for position, deliver_at_ms, count in rows:
-            self._handed_out(stream, self._key_of(stream, position, deliver_at_ms), deliver_at_ms, count)
+            keys.append(self._key_of(stream, position, deliver_at_ms))
+            self._handed_out(stream, keys[-1], deliver_at_ms, count)
+        return keys
 
     def _key_of(self, stream: OpenStream, position: Position, deliver_at_ms: int) -> Position:
         """Which row it is: that for everybody, or that for the subscription alone."""
