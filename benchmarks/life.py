@@ -55,8 +55,6 @@ FILLED = tarry.TopicPolicy(max_num_buckets=-1)
 OPENING_MS = 1_000
 # Between two phases. What comes due in the first of it belongs to the phase before, which may have made it late.
 PAUSE_S, AFTER_MS = 1.0, 200
-# Of the client that withdraws rows.
-NICENESS = 10
 # The topic is filled before the first row comes due, and rows come due in each phase; tried again with more time.
 TRIES, TIME_FACTOR = 3, 3
 PATIENCE_S = 300.0
@@ -67,7 +65,9 @@ PAGE_ROWS = 10_000
 @dataclasses.dataclass(frozen=True)
 class Size:
     """`withdrawn`: rows that are cancelled, and as many that are rescheduled. `alone_s`: how long nothing else is done.
-    `quiet_rounds`: how often rows are withdrawn where nothing comes due. `lead_ms`: for filling.
+    `quiet_rounds`: how often rows are withdrawn where nothing comes due. `lead_ms`: for filling. `niceness`: of the
+    client that withdraws rows, beside the one that looks at the clock: none where a busy machine would keep it from its
+    work.
     """
 
     waiting: int
@@ -79,10 +79,11 @@ class Size:
     alone_s: int
     quiet_rounds: int
     lead_ms: int
+    niceness: int
 
 
-FULL = Size(1_000_000, 200, 50, 100_000, 5_000, 40, 5, 3, 40_000)
-QUICK = Size(40_000, 20, 5, 4_000, 5_000, 8, 1, 2, 9_000)
+FULL = Size(1_000_000, 200, 50, 100_000, 5_000, 40, 5, 3, 40_000, 10)
+QUICK = Size(40_000, 20, 5, 4_000, 5_000, 8, 1, 2, 9_000, 0)
 
 
 def run(bench: workbench.Workbench) -> report.Result:
@@ -173,7 +174,7 @@ def _busy_once(bench: workbench.Workbench, rounds: workbench.Rounds, size: Size)
     plan = Plan(size.waiting, due, begin_ms, begin_ms + 1000 * size.seconds, bench.seed)
     with bench.daemon() as daemon, tarry.Client(daemon.address) as client:
         client.create_subscription(NAME, SUBSCRIPTION)
-        withdrawn = (size.withdrawn, bench.batch_rows, bench.in_flight)
+        withdrawn = (size.withdrawn, bench.batch_rows, bench.in_flight, size.niceness)
         with (
             side_process.SideProcess(_receive, daemon.address, plan) as receiver,
             side_process.SideProcess(_withdraw_when_told, daemon.address, plan, *withdrawn) as withdrawing,
@@ -330,9 +331,9 @@ class _Withdrawn:
 
 
 def _withdraw_when_told(
-    address: str, plan: Plan, rows: int, batch_rows: int, in_flight: int, results: Connection
+    address: str, plan: Plan, rows: int, batch_rows: int, in_flight: int, niceness: int, results: Connection
 ) -> None:
-    os.nice(NICENESS)
+    os.nice(niceness)
     of = Load(plan)
 
     async def work() -> None:
