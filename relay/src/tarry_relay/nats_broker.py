@@ -225,7 +225,9 @@ class NatsReader:
     async def commit(self, read: Sequence[port.Read]) -> None:
         """Acknowledges messages, each by itself: what lies between may be another relay's."""
         for each in read:
-            await _asked(each.receipt.ack())
+            # A call that has failed half way is made again, and the client refuses a second acknowledgement.
+            if not each.receipt.is_acked:
+                await _asked(each.receipt.ack())
 
     async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
         """By the floor of the consumer, up to which everything is acknowledged; what lies above it NATS tells not."""
