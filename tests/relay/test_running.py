@@ -286,11 +286,12 @@ async def relayed(
     until: Callable[[], bool],
     *,
     said: relay_settings.Settings | None = None,
+    metrics: RelayMetrics | None = None,
     **source: Any,
 ) -> RelayMetrics:
     """Runs a relay until it is so, and then until it has drained."""
     said = said or settings(**source)
-    metrics = RelayMetrics()
+    metrics = metrics or RelayMetrics()
     client: Any = daemon
     relay = Relay(
         said,
@@ -317,6 +318,13 @@ async def test_what_is_read_is_added_and_then_committed() -> None:
     assert [each.entry_id for each in broker.committed] == [1, 2]
     assert [each.once_id for each in broker.published] == ["orders@1:direct:orders-1-2"]
     assert metrics.failures.labels("broker")._value.get() == 2
+
+
+async def test_a_daemon_that_answers_a_relay_which_begins_again_is_healthy_before_there_is_work() -> None:
+    metrics, broker = RelayMetrics(), Listed(unreachable=1)
+    metrics.failed("daemon", "away")
+    await relayed(broker, Daemon(), lambda: not broker.unreachable, metrics=metrics)
+    assert "daemon" not in metrics.failing()
 
 
 async def test_a_lane_that_was_lost_is_not_committed_and_its_next_one_is() -> None:

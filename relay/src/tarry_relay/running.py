@@ -164,6 +164,7 @@ class Relay:
         # It is there, with another policy, which somebody has set.
         with contextlib.suppress(tarry.AlreadyExists):
             await self._client.create_subscription(self._topic, self._settings.relay.subscription, policy)
+        self._metrics.reachable("daemon")
 
     # What comes in.
 
