@@ -327,6 +327,33 @@ async def test_a_daemon_that_answers_a_relay_which_begins_again_is_healthy_befor
     assert "daemon" not in metrics.failing()
 
 
+async def test_what_came_back_early_is_counted_once_however_often_it_is_handed_back() -> None:
+    class Refusing(Daemon):
+        async def ack(self, columns: Any) -> None:
+            await asyncio.Event().wait()
+
+        async def nack(self, columns: Any, *, forwarded: bool) -> Any:
+            if len(columns[1]) > 1:
+                raise tarry.InvalidArgument("one of them is none")
+            return await super().nack(columns, forwarded=forwarded)
+
+    broker, daemon = Listed(), Refusing(due=[tarry.DeliveryId(1, entry, None, 5_000, 0) for entry in (1, 2)])
+    said = msgspec.structs.replace(settings(), relay=relay_settings.Relay(topic="orders", drain_s=0.01))
+
+    def is_back() -> bool:
+        if len(broker.published) == 2 and not broker.returned and not broker.committed:
+            names = [each.own_headers[tarry.DELIVERY_ID_HEADER] for each in broker.published]
+            broker.returned.append(
+                port.Portion([read(row, **{tarry.DELIVERY_ID_HEADER: name}) for row, name in enumerate(names)])
+            )
+            broker.published.clear()
+        return len(broker.committed) == 2
+
+    metrics = await relayed(broker, daemon, is_back, said=said)
+    assert sorted(daemon.nacks) == [1, 2]
+    assert metrics.returned_early._value.get() == 2
+
+
 async def test_a_lane_that_was_lost_is_not_committed_and_its_next_one_is() -> None:
     daemon = Daemon(holds_adds=asyncio.Event())
     again = port.Portion([read(1, "p0/2", delay="5s")], lost_lanes=["p0/1"])

@@ -213,6 +213,7 @@ class Relay:
             self._bad(error.message, read)
             bad = Content(read, message=read.message)
             return Item(Step.BAD, bad, self._settings.source.dead_letters, error.message, lane)
+        self._metrics.returned_early.inc(name in self._unacknowledged)
         return Item(Step.RETURNED, Content(read, delivery_id=name, message=read.message), lane=lane)
 
     def _bad(self, reason: str, read: port.Read) -> None:
@@ -297,7 +298,6 @@ class Relay:
         """What the daemon ignores needs nothing: it comes by itself, or has come again already. But for what is due by
         this clock and not yet by the daemon's: it would come by the name that the output has, and be dropped there.
         """
-        self._metrics.returned_early.inc(sum(item.content.delivery_id in self._unacknowledged for item in items))
         try:
             nacked = await subscription.nack(_columns(items), forwarded=True)
         except tarry.InvalidArgument as error:
