@@ -354,6 +354,29 @@ async def test_what_came_back_early_is_counted_once_however_often_it_is_handed_b
     assert metrics.returned_early._value.get() == 2
 
 
+async def test_what_is_handed_out_again_while_it_is_acknowledged_is_acknowledged_again() -> None:
+    answers = asyncio.Event()
+
+    class Slow(Daemon):
+        async def ack(self, columns: Any) -> None:
+            await super().ack(columns)
+            await answers.wait()
+
+    name = tarry.DeliveryId(1, 4, None, 5_000, 1)
+    broker, daemon, given = Listed(), Slow(due=[name]), [name]
+
+    def is_answered() -> bool:
+        if daemon.acknowledged and given:
+            daemon.due.append(given.pop())
+        elif daemon.acknowledged and not daemon.due and not daemon.holding:
+            answers.set()
+        return answers.is_set()
+
+    await relayed(broker, daemon, is_answered)
+    assert len(broker.published) == 1
+    assert daemon.acknowledged == [4, 4]
+
+
 async def test_a_lane_that_was_lost_is_not_committed_and_its_next_one_is() -> None:
     daemon = Daemon(holds_adds=asyncio.Event())
     again = port.Portion([read(1, "p0/2", delay="5s")], lost_lanes=["p0/1"])
