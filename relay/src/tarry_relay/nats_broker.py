@@ -329,7 +329,8 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
         # With attempts without end it knocks without end the first time, too.
         connection = await _asked(asyncio.wait_for(connecting, broker.timeout_s))
     except port.Unreachable as error:
-        raise port.Unreachable(f"{broker.url} cannot be used within {broker.timeout_s:g} s: {error}") from error
+        told = relay_settings.without_credentials(broker.url)
+        raise port.Unreachable(f"{told} cannot be used within {broker.timeout_s:g} s: {error}") from error
     try:
         made = NatsBroker(connection, settings, broker)
         await made.learn_own_subjects()
