@@ -134,14 +134,13 @@ class NatsBroker:
         )
 
 
-class NatsLog:
+class NatsLog(port.FirstGeneration):
     """A stream by its sequence numbers."""
 
     def __init__(self, js: Any, stream: str, broker: relay_settings.Nats) -> None:
         self._js = js
         self.stream = stream
         self._in_flight = broker.in_flight
-        self._first: str | None = None
 
     async def info(self) -> Any:
         """What NATS says of the stream. Raises NotThere, Unreachable."""
@@ -150,15 +149,9 @@ class NatsLog:
         except port.NotThere as error:
             raise port.NotThere(f"stream {self.stream}: {error}") from error
 
-    async def generation(self) -> str:
-        """The moment at which the stream was made, which another one of its name does not have."""
-        now = f"{(await self.info()).created:%Y%m%dT%H%M%S.%f}Z"
-        self._first = self._first or now
-        return now
-
-    async def first_generation(self) -> str:
-        """The generation that was found first; the stream may be another one by now."""
-        return self._first or await self.generation()
+    async def _generation_now(self) -> str:
+        """The moment at which the stream was made."""
+        return f"{(await self.info()).created:%Y%m%dT%H%M%S.%f}Z"
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
         """The messages at these positions, by direct gets, many in flight; None for one that is gone for good."""
