@@ -40,3 +40,17 @@ async def test_a_commit_that_failed_half_way_is_made_again_from_there() -> None:
         await reader.commit(read)
     await reader.commit(read)
     assert connection.published == replies
+
+
+async def test_a_server_that_cannot_be_connected_to_is_told_with_the_reason() -> None:
+    broker = relay_settings.Nats(url="nats://127.0.0.1:1", timeout_s=1.0)
+    settings = relay_settings.Settings(
+        relay=relay_settings.Relay(topic="orders"),
+        source=relay_settings.Source(name="orders"),
+        broker=broker,
+    )
+    with pytest.raises(
+        port.Unreachable, match=r"^nats://127\.0\.0\.1:1 cannot be used within 1 s: .*Connect call failed"
+    ):
+        async with nats_broker.opened(settings, broker):
+            pass

@@ -305,6 +305,13 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
             raise relay_settings.SettingsError(f"broker.ca_file, cert_file or key_file: {error}") from error
     more: dict[str, Any] = {} if tls is None else {"tls": tls}
     password = relay_settings.secret("broker.password_file", broker.password_file)
+    refusal = ""
+
+    async def refused(error: Exception) -> None:
+        """Why it knocks again. Of what comes later each call tells what it has failed with."""
+        nonlocal refusal
+        refusal = _text(error)
+
     connecting = nats.connect(
         broker.url,
         name=f"tarry-relay {settings.relay.id}",
@@ -315,7 +322,7 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.2,
         connect_timeout=broker.timeout_s,
-        error_cb=_unsaid,
+        error_cb=refused,
         **more,
     )
     try:
@@ -323,17 +330,13 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
         connection = await _asked(asyncio.wait_for(connecting, broker.timeout_s))
     except port.Unreachable as error:
         told = relay_settings.without_credentials(broker.url)
-        raise port.Unreachable(f"{told} cannot be used within {broker.timeout_s:g} s: {error}") from error
+        raise port.Unreachable(f"{told} cannot be used within {broker.timeout_s:g} s: {refusal or error}") from error
     try:
         made = NatsBroker(connection, settings, broker)
         await made.learn_own_subjects()
         yield made
     finally:
         await connection.close()
-
-
-async def _unsaid(error: Exception) -> None:
-    """Each call tells what it has failed with."""
 
 
 async def _asked(answer: Awaitable[Any], *, may_time_out: bool = False) -> Any:
