@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tarry_relay import relay_settings
+from tarry_relay import ends, port, relay_settings
 from tarry_relay.relay_metrics import RelayMetrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -74,6 +74,30 @@ def test_a_delay_is_written_as_it_is_read(text: str) -> None:
     ms = relay_settings.delay_ms(text)
     assert ms is not None
     assert relay_settings.delay_text(ms) == text
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("nats://anna:secret@one:4222", "nats://one:4222"),
+        ("nats://anna:se//c@ret@one:4222", "nats://one:4222"),
+        ("anna:secret@one:4222", "one:4222"),
+        ("nats://one:4222", "nats://one:4222"),
+        ("one:9092,two:9092", "one:9092,two:9092"),
+    ],
+)
+def test_an_address_of_a_broker_is_told_without_a_password(url: str, told: str) -> None:
+    assert relay_settings.without_credentials(url) == told
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("nats", "nats://"), ("kafka", "")])
+async def test_a_broker_that_does_not_answer_is_told_without_a_password(tmp_path: Path, kind: str, scheme: str) -> None:
+    text = f'"{kind}"\nbroker.url = "{scheme}anna:secret@127.0.0.1:1"\nbroker.timeout_s = 0.1'
+    with pytest.raises(port.Unreachable) as failure:
+        async with ends.opened(load(tmp_path, GOOD.replace('"redis"', text))):
+            pass
+    assert str(failure.value).startswith(f"{scheme}127.0.0.1:1 cannot be used within 0.1 s: ")
+    assert "secret" not in str(failure.value)
 
 
 def test_a_file_of_the_daemon_that_cannot_be_read_is_told(tmp_path: Path) -> None:

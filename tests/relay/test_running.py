@@ -286,11 +286,12 @@ async def relayed(
     until: Callable[[], bool],
     *,
     said: relay_settings.Settings | None = None,
+    metrics: RelayMetrics | None = None,
     **source: Any,
 ) -> RelayMetrics:
     """Runs a relay until it is so, and then until it has drained."""
     said = said or settings(**source)
-    metrics = RelayMetrics()
+    metrics = metrics or RelayMetrics()
     client: Any = daemon
     relay = Relay(
         said,
@@ -317,6 +318,63 @@ async def test_what_is_read_is_added_and_then_committed() -> None:
     assert [each.entry_id for each in broker.committed] == [1, 2]
     assert [each.once_id for each in broker.published] == ["orders@1:direct:orders-1-2"]
     assert metrics.failures.labels("broker")._value.get() == 2
+
+
+async def test_a_daemon_that_answers_a_relay_which_begins_again_is_healthy_before_there_is_work() -> None:
+    metrics, broker = RelayMetrics(), Listed(unreachable=1)
+    metrics.failed("daemon", "away")
+    await relayed(broker, Daemon(), lambda: not broker.unreachable, metrics=metrics)
+    assert "daemon" not in metrics.failing()
+
+
+async def test_what_came_back_early_is_counted_once_however_often_it_is_handed_back() -> None:
+    class Refusing(Daemon):
+        async def ack(self, columns: Any) -> None:
+            await asyncio.Event().wait()
+
+        async def nack(self, columns: Any, *, forwarded: bool) -> Any:
+            if len(columns[1]) > 1:
+                raise tarry.InvalidArgument("one of them is none")
+            return await super().nack(columns, forwarded=forwarded)
+
+    broker, daemon = Listed(), Refusing(due=[tarry.DeliveryId(1, entry, None, 5_000, 0) for entry in (1, 2)])
+    said = msgspec.structs.replace(settings(), relay=relay_settings.Relay(topic="orders", drain_s=0.01))
+
+    def is_back() -> bool:
+        if len(broker.published) == 2 and not broker.returned and not broker.committed:
+            names = [each.own_headers[tarry.DELIVERY_ID_HEADER] for each in broker.published]
+            broker.returned.append(
+                port.Portion([read(row, **{tarry.DELIVERY_ID_HEADER: name}) for row, name in enumerate(names)])
+            )
+            broker.published.clear()
+        return len(broker.committed) == 2
+
+    metrics = await relayed(broker, daemon, is_back, said=said)
+    assert sorted(daemon.nacks) == [1, 2]
+    assert metrics.returned_early._value.get() == 2
+
+
+async def test_what_is_handed_out_again_while_it_is_acknowledged_is_acknowledged_again() -> None:
+    answers = asyncio.Event()
+
+    class Slow(Daemon):
+        async def ack(self, columns: Any) -> None:
+            await super().ack(columns)
+            await answers.wait()
+
+    name = tarry.DeliveryId(1, 4, None, 5_000, 1)
+    broker, daemon, given = Listed(), Slow(due=[name]), [name]
+
+    def is_answered() -> bool:
+        if daemon.acknowledged and given:
+            daemon.due.append(given.pop())
+        elif daemon.acknowledged and not daemon.due and not daemon.holding:
+            answers.set()
+        return answers.is_set()
+
+    await relayed(broker, daemon, is_answered)
+    assert len(broker.published) == 1
+    assert daemon.acknowledged == [4, 4]
 
 
 async def test_a_lane_that_was_lost_is_not_committed_and_its_next_one_is() -> None:

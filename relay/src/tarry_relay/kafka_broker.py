@@ -488,8 +488,8 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
         try:
             await asyncio.to_thread(client.list_topics, timeout=broker.timeout_s)
         except KafkaException as error:
-            text = error.args[0].str()
-            raise port.Unreachable(f"{broker.url} cannot be used within {broker.timeout_s:g} s: {text}") from error
+            told, text = relay_settings.without_credentials(broker.url), error.args[0].str()
+            raise port.Unreachable(f"{told} cannot be used within {broker.timeout_s:g} s: {text}") from error
         generations = [await _generation_now(topics, name) for name in settings.read_names]
         with _refused_settings():
             readers = [

@@ -134,14 +134,13 @@ class NatsBroker:
         )
 
 
-class NatsLog:
+class NatsLog(port.FirstGeneration):
     """A stream by its sequence numbers."""
 
     def __init__(self, js: Any, stream: str, broker: relay_settings.Nats) -> None:
         self._js = js
         self.stream = stream
         self._in_flight = broker.in_flight
-        self._first: str | None = None
 
     async def info(self) -> Any:
         """What NATS says of the stream. Raises NotThere, Unreachable."""
@@ -150,15 +149,9 @@ class NatsLog:
         except port.NotThere as error:
             raise port.NotThere(f"stream {self.stream}: {error}") from error
 
-    async def generation(self) -> str:
-        """The moment at which the stream was made, which another one of its name does not have."""
-        now = f"{(await self.info()).created:%Y%m%dT%H%M%S.%f}Z"
-        self._first = self._first or now
-        return now
-
-    async def first_generation(self) -> str:
-        """The generation that was found first; the stream may be another one by now."""
-        return self._first or await self.generation()
+    async def _generation_now(self) -> str:
+        """The moment at which the stream was made."""
+        return f"{(await self.info()).created:%Y%m%dT%H%M%S.%f}Z"
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
         """The messages at these positions, by direct gets, many in flight; None for one that is gone for good."""
@@ -225,7 +218,9 @@ class NatsReader:
     async def commit(self, read: Sequence[port.Read]) -> None:
         """Acknowledges messages, each by itself: what lies between may be another relay's."""
         for each in read:
-            await _asked(each.receipt.ack())
+            # A call that has failed half way is made again, and the client refuses a second acknowledgement.
+            if not each.receipt.is_acked:
+                await _asked(each.receipt.ack())
 
     async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
         """By the floor of the consumer, up to which everything is acknowledged; what lies above it NATS tells not."""
@@ -310,6 +305,13 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
             raise relay_settings.SettingsError(f"broker.ca_file, cert_file or key_file: {error}") from error
     more: dict[str, Any] = {} if tls is None else {"tls": tls}
     password = relay_settings.secret("broker.password_file", broker.password_file)
+    refusal = ""
+
+    async def refused(error: Exception) -> None:
+        """Why it knocks again. Of what comes later each call tells what it has failed with."""
+        nonlocal refusal
+        refusal = _text(error)
+
     connecting = nats.connect(
         broker.url,
         name=f"tarry-relay {settings.relay.id}",
@@ -320,24 +322,21 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.2,
         connect_timeout=broker.timeout_s,
-        error_cb=_unsaid,
+        error_cb=refused,
         **more,
     )
     try:
         # With attempts without end it knocks without end the first time, too.
         connection = await _asked(asyncio.wait_for(connecting, broker.timeout_s))
     except port.Unreachable as error:
-        raise port.Unreachable(f"{broker.url} cannot be used within {broker.timeout_s:g} s: {error}") from error
+        told = relay_settings.without_credentials(broker.url)
+        raise port.Unreachable(f"{told} cannot be used within {broker.timeout_s:g} s: {refusal or error}") from error
     try:
         made = NatsBroker(connection, settings, broker)
         await made.learn_own_subjects()
         yield made
     finally:
         await connection.close()
-
-
-async def _unsaid(error: Exception) -> None:
-    """Each call tells what it has failed with."""
 
 
 async def _asked(answer: Awaitable[Any], *, may_time_out: bool = False) -> Any:

@@ -9,6 +9,7 @@ raises `Unreachable` for what passes, and is repeated then; whatever else it rai
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
@@ -142,6 +143,26 @@ class Log(Protocol):
     async def kept_ms(self) -> int | None:
         """For how long the log keeps a message, by its age; None: no age ends it."""
         ...
+
+
+class FirstGeneration(abc.ABC):
+    """Keeps the generation that a log was found with first."""
+
+    _first: str | None = None
+
+    async def generation(self) -> str:
+        """A name that another log of this name, made when this one was deleted, does not have."""
+        now = await self._generation_now()
+        self._first = self._first or now
+        return now
+
+    async def first_generation(self) -> str:
+        """The generation that was found first; the log may be another one by now."""
+        return self._first or await self.generation()
+
+    @abc.abstractmethod
+    async def _generation_now(self) -> str:
+        """Asks the broker. Raises NotThere, Unreachable."""
 
 
 class Output(Protocol):

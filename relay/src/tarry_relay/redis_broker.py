@@ -101,28 +101,21 @@ class RedisBroker:
             yield port.Finding("target", kind in ("stream", "none"), f"key {target}: is {_kind(kind)}")
 
 
-class RedisLog:
+class RedisLog(port.FirstGeneration):
     """A stream by the ids of its entries."""
 
     def __init__(self, server: Any, stream: str) -> None:
         self._server = server
         self._stream = stream
         self._generation = server.register_script(_GENERATION)
-        self._first: str | None = None
 
-    async def generation(self) -> str:
+    async def _generation_now(self) -> str:
         """A name that is kept as that of a group of the stream, and goes with the stream."""
         try:
-            found = await _asked(self._generation([self._stream], [_GENERATION_PREFIX, secrets.token_hex(4)]))
+            return _word(await _asked(self._generation([self._stream], [_GENERATION_PREFIX, secrets.token_hex(4)])))
         except redis.ResponseError as error:
             # XINFO of a stream that is not there.
             raise port.NotThere(f"key {self._stream}: {error}") from error
-        self._first = self._first or _word(found)
-        return _word(found)
-
-    async def first_generation(self) -> str:
-        """The generation that was found first; the stream may be another one by now."""
-        return self._first or await self.generation()
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
         """The entries at these positions, by one pipeline, which ends with the look at the generation; None for one

@@ -307,6 +307,11 @@ def secret(field: str, path: str | None) -> str | None:
         raise SettingsError(f"{field} is {path!r}: {error}") from error
 
 
+def without_credentials(url: str) -> str:
+    """A URL of a broker, to be told: what stands before the host may be a password."""
+    return re.sub(r"^(\w+://)?.*@", r"\1", url)
+
+
 def _check(settings: Settings) -> None:
     """What no single field shows."""
     source = settings.source

@@ -127,6 +127,8 @@ class Relay:
             self._logs.append(_ReadLog(settings.retry.name, broker.retries, is_source=False))
         self._unacknowledged: set[tarry.DeliveryId | None] = set()
         """What was handed out here and is not acknowledged; a consumer may have failed with it already."""
+        self._again: set[tarry.DeliveryId | None] = set()
+        """What of that was handed out again since it was last acknowledged or rejected."""
         self._tried: set[str] = set()
         """Targets that have failed, and to which one message is under way now."""
         self._changed = asyncio.Condition()
@@ -164,6 +166,7 @@ class Relay:
         # It is there, with another policy, which somebody has set.
         with contextlib.suppress(tarry.AlreadyExists):
             await self._client.create_subscription(self._topic, self._settings.relay.subscription, policy)
+        self._metrics.reachable("daemon")
 
     # What comes in.
 
@@ -212,6 +215,7 @@ class Relay:
             self._bad(error.message, read)
             bad = Content(read, message=read.message)
             return Item(Step.BAD, bad, self._settings.source.dead_letters, error.message, lane)
+        self._metrics.returned_early.inc(name in self._unacknowledged)
         return Item(Step.RETURNED, Content(read, delivery_id=name, message=read.message), lane=lane)
 
     def _bad(self, reason: str, read: port.Read) -> None:
@@ -229,11 +233,14 @@ class Relay:
                 await self._enter(self._handed_out(subscription, batch))
 
     def _handed_out(self, subscription: tarry.aio.Subscription, batch: tarry.Batch) -> list[MessageItem]:
-        """What of a batch is not under way here already. What is was parked, and its stream has ended since."""
+        """What of a batch is not under way here already. What is was parked, and its stream has ended since; or the
+        hand-out before was handed back when Tarry had this one's acknowledgement, whose answer is not here yet.
+        """
         names = [tarry.DeliveryId.parse(batch.delivery_id(row)) for row in range(len(batch))]
         new = [row for row, name in enumerate(names) if name not in self._unacknowledged]
         if len(new) < len(names):
             subscription.release(batch.take(sorted({*range(len(names))} - {*new})))
+            self._again.update(self._unacknowledged.intersection(names))
         self._unacknowledged.update(names)
         return [Item(Step.HANDED_OUT, Content(delivery_id=names[row], handed_out=(batch, row))) for row in new]
 
@@ -296,7 +303,6 @@ class Relay:
         """What the daemon ignores needs nothing: it comes by itself, or has come again already. But for what is due by
         this clock and not yet by the daemon's: it would come by the name that the output has, and be dropped there.
         """
-        self._metrics.returned_early.inc(sum(item.content.delivery_id in self._unacknowledged for item in items))
         try:
             nacked = await subscription.nack(_columns(items), forwarded=True)
         except tarry.InvalidArgument as error:
@@ -522,19 +528,28 @@ class Relay:
             self._passage.answer(item, Answer.DONE)
 
     async def _acknowledge(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
-        await subscription.ack(_columns(items))
-        self._handed_back(items)
+        with self._handing_back(items):
+            await subscription.ack(_columns(items))
 
     async def _reject(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
         by_reason: dict[str, list[MessageItem]] = {}
         for item in items:
             by_reason.setdefault(item.reason, []).append(item)
-        await asyncio.gather(*(subscription.reject(_columns(each), reason) for reason, each in by_reason.items()))
-        self._handed_back(items)
+        with self._handing_back(items):
+            await asyncio.gather(*(subscription.reject(_columns(each), reason) for reason, each in by_reason.items()))
 
-    def _handed_back(self, items: Sequence[MessageItem]) -> None:
-        self._unacknowledged.difference_update(item.content.delivery_id for item in items)
-        self._answer_all(items, Answer.DONE)
+    @contextlib.contextmanager
+    def _handing_back(self, items: Sequence[MessageItem]) -> Iterator[None]:
+        """While they are acknowledged or rejected. What is handed out again meanwhile is so once more: the answer may
+        be about the hand-out before.
+        """
+        names = {item.content.delivery_id for item in items}
+        self._again -= names
+        yield
+        again = self._again & names
+        self._unacknowledged -= names - again
+        for item in items:
+            self._passage.answer(item, Answer.AGAIN if item.content.delivery_id in again else Answer.DONE)
 
     def _refuse(self, item: MessageItem, reason: str) -> None:
         """Of what was handed out: it becomes a dead letter of Tarry."""
