@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tarry
-from tarry_relay import pacing, port, relay_settings, running
+from tarry_relay import cancelling, pacing, port, relay_settings, running
 from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.running import BadMessage, Relay
 from tarry_relay.sorting import Sorting
@@ -598,7 +598,7 @@ async def test_a_source_that_was_made_anew_ends_a_relay(monkeypatch: pytest.Monk
 
 
 async def test_a_relay_ends_though_cancellations_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_CANCEL_AGAIN_S", 0.05)
+    monkeypatch.setattr(cancelling, "_AGAIN_S", 0.05)
     broker = Listed(loses_cancellations=2)
     asyncio.get_running_loop().call_later(0.1, setattr, broker, "name", "2")
     with pytest.raises(BaseExceptionGroup) as failures:

@@ -23,7 +23,7 @@ import nats.js.errors
 from nats.js import api
 
 from tarry.positions import NatsStream1
-from tarry_relay import port, relay_settings
+from tarry_relay import cancelling, port, relay_settings
 
 _OWN_PREFIX = "nats-"
 """Headers of NATS itself, which say how a message was published, and not what it is."""
@@ -305,6 +305,7 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
             raise relay_settings.SettingsError(f"broker.ca_file, cert_file or key_file: {error}") from error
     more: dict[str, Any] = {} if tls is None else {"tls": tls}
     password = relay_settings.secret("broker.password_file", broker.password_file)
+    relay_settings.secret("broker.credentials_file", broker.credentials_file)
     refusal = ""
 
     async def refused(error: Exception) -> None:
@@ -312,7 +313,7 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
         nonlocal refusal
         refusal = _text(error)
 
-    connecting = nats.connect(
+    knocking = nats.connect(
         broker.url,
         name=f"tarry-relay {settings.relay.id}",
         user=broker.user,
@@ -325,12 +326,18 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
         error_cb=refused,
         **more,
     )
+    connecting = asyncio.ensure_future(knocking)
     try:
         # With attempts without end it knocks without end the first time, too.
-        connection = await _asked(asyncio.wait_for(connecting, broker.timeout_s))
+        await asyncio.wait((connecting,), timeout=broker.timeout_s)
+        if not connecting.done():
+            raise port.Unreachable("no answer")
+        connection = await _asked(connecting)
     except port.Unreachable as error:
         told = relay_settings.without_credentials(broker.url)
         raise port.Unreachable(f"{told} cannot be used within {broker.timeout_s:g} s: {refusal or error}") from error
+    finally:
+        await cancelling.end((connecting,))
     try:
         made = NatsBroker(connection, settings, broker)
         await made.learn_own_subjects()

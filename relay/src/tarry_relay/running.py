@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import tarry
 import tarry.aio
-from tarry_relay import port, withdrawal_results
+from tarry_relay import cancelling, port, withdrawal_results
 from tarry_relay.former_generations import FormerGenerations
 from tarry_relay.pacing import Pacing
 from tarry_relay.passage import TABLE, Answer, Item, Passage, Step, Work
@@ -41,7 +41,6 @@ _NOT_DUE_S = 0.2
 _LOOK_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 """How long to wait before it is looked again what is committed, the longer the more often nothing was."""
 _BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-_CANCEL_AGAIN_S = 1.0
 _PASSES = (
     port.Unreachable,
     tarry.Aborted,
@@ -154,7 +153,7 @@ class Relay:
                     await asyncio.wait(intake)
                     await self._drained()
                 finally:
-                    await _end([*intake, *work])
+                    await cancelling.end([*intake, *work])
             log.info("has ended", extra={"read": self._passage.read, "handed_out": self._passage.handed_out})
 
     async def _make_subscription(self) -> None:
@@ -617,16 +616,6 @@ class Relay:
     def _limit_of(self, target: str) -> float | None:
         setting = self._sorting.setting_of(target)
         return None if setting is None else setting.rate_limit
-
-
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancels until all have ended: in Python 3.11 a cancellation may be lost by what waits in the client of a broker,
-    when the answer is there at the same moment.
-    """
-    while left := [each for each in tasks if not each.done()]:
-        for each in left:
-            each.cancel()
-        await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
 
 
 def _position(item: MessageItem) -> tuple[int, int]:
