@@ -77,7 +77,7 @@ class _Later:
 class TopicLoading:
     """The topics of one shard that are not loaded yet. Used on one event loop.
 
-    `last_slot`: no slot above it names a topic that is not loaded yet. `newest_slot` gives the last one that is applied.
+    `last_slot`: no slot above it names a topic that is not loaded yet. `newest_slot`: the last one that is applied.
     `tails`: what checkpoint and journal name. `new_topic` makes an empty one for a manifest; called in a thread.
     `loaded` takes each over, on the loop. `is_served`: whether a topic id is in no need of loading. `lost` hears of the
     error that ends the shard.
@@ -485,8 +485,8 @@ class TopicLoading:
         newest = self._newest_slot()
         if manifest.applied > newest:
             raise Corruption(
-                f"it was sealed as of shard slot {manifest.applied}, and the last one that is left is {newest}: the store "
-                f"has lost slots. It is served when shard {self._shard} has used up their numbers"
+                f"it was sealed as of shard slot {manifest.applied}, and the last one that is left is {newest}: the "
+                f"store has lost slots. It is served when shard {self._shard} has used up their numbers"
             )
 
     def _objects(

@@ -9,8 +9,8 @@ import pytest
 from daemon import log_loss
 from daemon.errors import Corruption
 from daemon.owner import engine, heartbeat, log_mending
-from daemon.shard import topic_loading
 from daemon.owner.log_mending import Loss, Owned
+from daemon.shard import topic_loading
 from storage_backends import log_fence, object_store
 from storage_backends.formats import log_slot_format, names
 from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, Writer
