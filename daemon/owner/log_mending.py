@@ -94,14 +94,18 @@ def find_loss(slots: SlotLog, shards: Iterable[Owned], *, told: int) -> Loss | N
         raise object_store.Damaged(names.log_prefix(slots.log_id), "it has no slot: there is nothing to go by")
     highest = numbers[-1]
     newest = _newest_whole(slots, numbers)
-    if newest is not None and newest.header.kind.ends:
+    if newest is not None and newest.header.kind.ends and newest.header.number == highest:
         return None
     owned = {each.tip.shard: (each, of_log) for each in shards if (of_log := each.range_in(slots.log_id)) is not None}
     if not owned:
         raise object_store.Damaged(
             names.log_prefix(slots.log_id), "its daemon owns no shard: nothing waits for its end"
         )
-    after = min(of_log.after for _, of_log in owned.values()) if newest is None else newest.header.number
+    if newest is None:
+        after = min(of_log.after for _, of_log in owned.values())
+    else:
+        # A fence that is not the end stands in a number that was emptied, and has the heads of the slot before it.
+        after = newest.header.number - newest.header.kind.ends
     heads = {} if newest is None else dict(newest.header.heads)
     for shard, (each, of_log) in owned.items():
         if shard not in heads or heads[shard].epoch != of_log.epoch:

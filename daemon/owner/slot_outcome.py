@@ -89,7 +89,8 @@ class SlotOutcome:
             return Lost(self._number)
         raise Corruption(
             f"log {self._log_id}: slot {self._number} holds a {found.kind.name} that this daemon did not write, and "
-            "nobody else writes there: the store does not honour conditional writes, or a log id was used twice"
+            "nobody else writes there: the log's end was given up (tarryd give-up), the store does not honour "
+            "conditional writes, or a log id was used twice"
         )
 
     def looked(self, behind: Identity | None) -> Decision:

@@ -77,7 +77,8 @@ class Claim:
             epoch=self.epoch,
             after=self.after,
             through=None,
-            first_slot=last_slot + 1,
+            # The checkpoint is above where the log has lost slots that nobody knew of: its numbers are used.
+            first_slot=max(last_slot, before.checkpoint_slot) + 1,
             last_slot=None,
         )
         return dataclasses.replace(

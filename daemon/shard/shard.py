@@ -113,6 +113,7 @@ class ServedShard:
             shard=claim.shard,
             epoch=claim.epoch,
             last_slot=claim.last_slot,
+            newest_slot=lambda: self.applied_slot,
             tails=recovery.tails_of(claim.checkpoint, ((each.slot, each.records) for each in claim.sections)),
             environment=environment,
             new_topic=self._core_topic,

@@ -77,7 +77,7 @@ class _Later:
 class TopicLoading:
     """The topics of one shard that are not loaded yet. Used on one event loop.
 
-    `last_slot`: no slot above it names a topic that is not loaded yet.
+    `last_slot`: no slot above it names a topic that is not loaded yet. `newest_slot`: the last one that is applied.
     `tails`: what checkpoint and journal name. `new_topic` makes an empty one for a manifest; called in a thread.
     `loaded` takes each over, on the loop. `is_served`: whether a topic id is in no need of loading. `lost` hears of the
     error that ends the shard.
@@ -89,6 +89,7 @@ class TopicLoading:
         shard: int,
         epoch: int,
         last_slot: ShardSlot,
+        newest_slot: Callable[[], ShardSlot],
         tails: Mapping[str, recovery.TopicTail],
         environment: Environment,
         new_topic: Callable[[TopicManifest], Topic],
@@ -105,6 +106,7 @@ class TopicLoading:
         self._shard = shard
         self._epoch = epoch
         self._last_slot = last_slot
+        self._newest_slot = newest_slot
         self._tails = dict(tails)
         # Of topics that are loaded again, the last slot that may name them.
         self._as_of: dict[str, ShardSlot] = {}
@@ -465,6 +467,7 @@ class TopicLoading:
         if tip.manifest.deleted:
             # The former owner's last act, before the claim landed.
             return None
+        self._check_as_of(tip.manifest)
         part = recovery.counting_part(tip.manifest, tail)
         tip, objects = self._objects(topic_log, tip, part, reads)
         topic = self._new_topic(tip.manifest)
@@ -474,6 +477,17 @@ class TopicLoading:
         recovery.restore(topic, tip.manifest, objects, part, elapsed_ms=began_ms)
         rows = recovery.replay(topic, tip.manifest, tail, elapsed_ms=began_ms)
         return LoadedTopic(topic, topic_log, tip, rows, changed=bool(rows) or part is not None)
+
+    def _check_as_of(self, manifest: TopicManifest) -> None:
+        """Raises Corruption where the shard has lost slots that the topic has: it would pass over what is written under
+        their numbers. Topics of the shard that are served use these up.
+        """
+        newest = self._newest_slot()
+        if manifest.applied > newest:
+            raise Corruption(
+                f"it was sealed as of shard slot {manifest.applied}, and the last one that is left is {newest}: the "
+                f"store has lost slots. It is served when shard {self._shard} has used up their numbers"
+            )
 
     def _objects(
         self,

@@ -131,10 +131,11 @@ def _broken_log(state: State) -> str | None:
     """Which invariant of the model of logs a state breaks; the model raises some of them."""
     shards, daemons = LOGS.NS, LOGS.ND
     manifests, logs, answered = state[:shards], state[shards : shards + daemons], state[shards + daemons]
+    damage = state[-2]
     checks = itertools.chain(
-        (LOGS.check_shard(shard, manifests[shard], logs, answered) for shard in range(shards)),
+        (LOGS.check_shard(shard, manifests[shard], logs, answered, damage) for shard in range(shards)),
         (
-            LOGS.check_daemon(state[shards + daemons + 1 + daemon], manifests, logs[daemon], answered, daemon)
+            LOGS.check_daemon(state[shards + daemons + 1 + daemon], manifests, logs[daemon], answered, daemon, damage)
             for daemon in range(daemons)
         ),
     )

@@ -129,6 +129,16 @@ SMALL = [
     logs("again"),
     logs("false"),
     logs("backrc"),
+    logs("end1"),
+    logs("lost"),
+    logs("still"),
+    logs("untold"),
+    logs("endrc"),
+    logs("end2s"),
+    logs(
+        "a damaged slot of two shards",
+        LOGS.R_(2, (1, 0, 0, 1, 0, 0, 0, 0, 0), (0, 1, 2, 0, 0, 0, 0, 0), both=True, hit=("damage",), mid=True),
+    ),
     logs(
         "old lists, two candidates",
         LOGS.R_(1, (2, 0, 0, 1, 0, 0, 1, 0), (1, 1, 1, 0, 0, 0, 0, 0), (0, 1, 1, 0, 0, 0, 0, 0)),
@@ -195,7 +205,9 @@ LOGS_BUGS_FOUND_LATE = (
     "bound_claims",
     "bound_open",
     "bound_owned",
+    "end_below",
     "fast_release,bound_owned",
+    "fence_counts",
     "gc_early",
     "gc_unfenced",
     "no_from",
@@ -236,7 +248,7 @@ def test_a_planted_bug_is_found_and_nothing_without_it(bug: str, case: Case, tab
 
 def test_every_planted_bug_of_the_models_is_one_of_these() -> None:
     assert len(COMMITS_BUGS | SHARD_BUGS | ROWS_BUGS) == 41
-    assert len(LOGS_BUGS) == 42
+    assert len(LOGS_BUGS) == 50
     named = re.compile(r"'(\w+)'(?: not)? in (?:cfg\.)?mut\b")
     for model, bugs in ((COMMITS, COMMITS_BUGS), (SHARD, SHARD_BUGS), (ROWS, ROWS_BUGS | ROWS_MISREADINGS)):
         source = (exploration.HERE / f"{model.__name__}.py").read_text(encoding="utf-8")

@@ -7,11 +7,13 @@ import asyncio
 import pytest
 
 from daemon import log_loss
+from daemon.errors import Corruption
 from daemon.owner import engine, heartbeat, log_mending
 from daemon.owner.log_mending import Loss, Owned
-from storage_backends import object_store
+from daemon.shard import topic_loading
+from storage_backends import log_fence, object_store
 from storage_backends.formats import log_slot_format, names
-from storage_backends.formats.log_slot_format import Head, LogSlotKind
+from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, Writer
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon.owner._support import log_owner
 from tests.daemon.owner._support.log_owner import owner_of
@@ -83,6 +85,37 @@ async def test_what_is_given_up_of_the_newest_slot_costs_that_slot_and_nothing_t
     assert pending(four) == [3, 2, 2, 2], "the numbers that the sealed topic knows are not used again"
 
 
+async def test_a_fence_between_what_is_written_for_a_loss_loses_nothing_that_comes_later(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await machines.served_by("one", *SEVERAL)
+    sealed = TOPICS[0]
+    beside = next(name for name in (f"u{number}" for number in range(1000)) if names.shard_of(name, SHARDS) == 0)
+    await one.add(beside, 0, range(1), delay_ms=FAR_MS)
+    for ledger in range(3):
+        await one.add(sealed, ledger, range(1), delay_ms=FAR_MS)
+    await one.call(one.engine.requests.seal(sealed))
+    await asyncio.sleep(2 * heartbeat.INTERVAL_S)
+    one.kill()
+    log_id = machines.slots()[-1].split("/")[1]
+    for key in machines.slots()[-2:]:
+        damage(machines, key)
+    slots = Loss.slots
+    monkeypatch.setattr(Loss, "slots", lambda loss: slots(loss)[:1])
+    assert log_loss.give_up(machines.store, log_id, accepted=True, say=lambda text: None)
+    two = await machines.served_by("one", *SEVERAL)
+    with pytest.raises(Corruption, match="it was sealed as of shard slot"):
+        await two.add(sealed, 7, range(1), delay_ms=FAR_MS)
+    await two.add(beside, 1, range(1), delay_ms=FAR_MS)
+    await asyncio.sleep(2 * topic_loading.DAMAGED_LOOK_S)
+    await two.add(sealed, 7, range(1), delay_ms=FAR_MS)
+    two.kill()
+    three = await machines.served_by("one", *SEVERAL)
+    await three.until(lambda: three.engine.loaded)
+    assert three.topic(sealed).core.index.pending_rows == 4
+    assert three.topic(beside).core.index.pending_rows == 2
+
+
 async def test_a_log_that_is_whole_is_left_as_it_is(machines: EngineFixture) -> None:
     log_id = await with_rows(machines)
     written = machines.slots()
@@ -124,6 +157,25 @@ async def test_where_no_slot_can_be_read_the_checkpoints_say_how_far_the_log_wen
     loss = log_mending.find_loss(slots, [Owned.of(north.tip(0), [])], told=0)
     assert loss is not None
     assert (loss.after, loss.through, loss.heads, loss.sections) == (1, 2, {0: Head(1, 1)}, {0: 1})
+
+
+async def test_a_false_fence_below_a_damaged_slot_is_not_the_end(machines: EngineFixture) -> None:
+    north = await owner_of(machines, "north", 0)
+    for _ in range(3):
+        await north.write(0)
+    slots = log_owner.log_of(machines, north.log_id)
+    opened = log_fence.read_one(slots, 1)
+    assert opened is not None
+    for number in (2, 3):
+        machines.store.delete(names.log_slot_key(north.log_id, number))
+    header = LogSlotHeader(
+        log_id=north.log_id, number=2, kind=LogSlotKind.FENCE, heads=opened.header.heads, writer=Writer("s", "", "")
+    )
+    slots.create(2, log_slot_format.encode_log_slot(header))
+    damage(machines, names.log_slot_key(north.log_id, 4))
+    loss = log_mending.find_loss(slots, [Owned.of(north.tip(0), [])], told=4)
+    assert loss is not None
+    assert (loss.after, loss.through, loss.heads, loss.sections) == (1, 4, {0: Head(1, 0)}, {0: 3})
 
 
 async def test_a_log_that_goes_on_is_not_given_up(machines: EngineFixture) -> None:

@@ -88,6 +88,14 @@ def test_a_claim_drops_ranges_that_two_checkpoints_cover_and_goes_on_behind_them
     assert claim().apply(once).ranges == (range_of(FORMER, 3, (1, 7), (21, 25)), own), "the newest may be damaged"
 
 
+def test_a_claim_goes_on_behind_the_checkpoint_where_the_log_has_lost_what_lay_below_it() -> None:
+    ahead = dataclasses.replace(OWNED, checkpoint=cut(30))
+    assert claim().apply(ahead).ranges[-1] == range_of(OWN, 4, (1, None), (31, None))
+    assert claim(former=fence(8, {})).apply(ahead).ranges[-1] == range_of(OWN, 4, (1, None), (31, None))
+    given_back = dataclasses.replace(ahead, owner="", ranges=OWNED.ranges[:1])
+    assert claim(former=None).apply(given_back).ranges[-1] == range_of(OWN, 4, (1, None), (31, None))
+
+
 def test_a_shard_that_nobody_owned_is_claimed_without_a_fence() -> None:
     first = claim(epoch=1, former=None)
     assert first.precondition(None) is None
