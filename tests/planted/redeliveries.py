@@ -208,17 +208,6 @@ def only_what_is_in_flight_is_handed_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(redelivering.Redelivering, "_decide_found", nothing)
 
 
-def a_late_row_has_no_time(patch: pytest.MonkeyPatch) -> None:
-    decide = redelivering.Redelivering._decide_strange
-
-    def without_times(self: redelivering.Redelivering, state: Any, strange: Any, terms: Any) -> Iterator[Any]:
-        times_ms = np.zeros(len(strange), np.uint64)
-        positions = dataclasses.replace(strange.positions, deliver_at_ms=times_ms)
-        return decide(self, state, dataclasses.replace(strange, positions=positions), terms)
-
-    patch.setattr(redelivering.Redelivering, "_decide_strange", without_times)
-
-
 def an_entry_takes_along_what_was_handed_back_since(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(acknowledgements, "_later", lambda state, parts, first_keys, counts: BitMap64())
 
@@ -270,7 +259,6 @@ BUGS = (
     Bug("hand-outs", an_acknowledgement_ends_any_hand_out, PASSED_ON),
     Bug("hand-outs", what_is_passed_on_is_over_once_it_is_acknowledged, PASSED_ON, seed=0),
     Bug("hand-outs", only_what_is_in_flight_is_handed_back, PASSED_ON, seed=15),
-    Bug("hand-outs", a_late_row_has_no_time, PASSED_ON, seed=0),
     Bug("hand-outs", an_entry_takes_along_what_was_handed_back_since, PASSED_ON, seed=20),
     Bug("hand-outs", a_late_nack_hits_a_newer_hand_out, PASSED_ON, seed=8),
     Bug("ack time-outs", a_time_out_comes_early, seed=9),
