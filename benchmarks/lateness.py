@@ -37,6 +37,8 @@ STEP_MS = 10
 # Until the first add, once both processes are ready.
 LEAD_MS = 500
 PATIENCE_S = 300.0
+# Where no row was added before its time.
+TRIES, TIME_FACTOR = 3, 4
 # When a row was answered that was not.
 NEVER = np.iinfo(np.int64).max
 QUANTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9, "max": 100.0}
@@ -104,24 +106,30 @@ def _name(rate: int) -> str:
 
 
 def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, rate: int, seconds: int) -> Mapping[str, float]:
-    """Adds, receives and acknowledges, each row."""
+    """Adds, receives and acknowledges, each row; again with longer delays where the machine is too slow for them."""
+    least_ms, most_ms = _delays_ms(bench)
+    for _ in range(TRIES):
+        plan = Plan(seconds=seconds, rows_per_s=rate, delay_from_ms=least_ms, delay_until_ms=most_ms, seed=bench.seed)
+        figures = _turn_once(bench, rounds, plan)
+        if figures:
+            return figures
+        least_ms, most_ms = TIME_FACTOR * least_ms, TIME_FACTOR * most_ms
+        bench.say(f"{_name(rate)}: no row that was added in time came: again, with delays of {least_ms} ms and more")
+    raise processes.ProcessFailed(f"{_name(rate)}: no row that was added in time came, {TRIES} times")
+
+
+def _turn_once(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan) -> Mapping[str, float]:
+    """Nothing where no row came that was added in time."""
     with bench.daemon(settings={"delivery.lookahead_ms": LOOKAHEAD_MS}) as daemon:
-        plan = Plan(
-            seconds=seconds,
-            rows_per_s=rate,
-            delay_from_ms=_delays_ms(bench)[0],
-            delay_until_ms=_delays_ms(bench)[1],
-            seed=bench.seed,
-        )
         account = receive(tarry_load.Reach(daemon.address), plan)
         operation = "tarry_delayed_message_index_bucket_op_count_total"
         loaded = daemon.metric(operation, type="load", state="succeed")
-    name = _name(rate)
+    name = _name(plan.rows_per_s)
     for rule in account.verdict().rules:
         rounds.check(name, f"{rule.name}: {rule.broken:,} rows are not so" if rule.broken else None)
     late, lateness_ms = lateness_of(account)
     if not len(lateness_ms):
-        raise processes.ProcessFailed(f"{name}: no row that was added in time came")
+        return {}
     values = np.percentile(lateness_ms, list(QUANTILES.values()))
     return {
         **{f"{name}, {quantile}": float(value) for quantile, value in zip(QUANTILES, values, strict=True)},
@@ -167,21 +175,24 @@ def add_steadily(reach: tarry_load.Reach, topic: str, plan: Plan, parent: Connec
     clock = threading.Event()
 
     def note(step: int, answer: Future[tarry.AddResult]) -> None:
-        if answer.exception() is None:
+        if answered_at_ms[step] == NEVER and answer.exception() is None:
             answered_at_ms[step] = load.now_ms()
 
-    steps = 0
+    answers: list[Future[tarry.AddResult]] = []
     with reach.client() as client, client.add_stream(topic, in_flight=1_000) as stream:
         parent.send("ready")
         plan = dataclasses.replace(plan, start_ms=parent.recv())
         ledger_id, entry_id = plan.positions()
         due = plan.deliver_at_ms()
-        while not parent.poll() and steps < len(answered_at_ms):
-            remaining_s = (plan.start_ms + steps * STEP_MS) / 1000 - time.time()
+        while not parent.poll() and len(answers) < len(answered_at_ms):
+            step = len(answers)
+            remaining_s = (plan.start_ms + step * STEP_MS) / 1000 - time.time()
             if remaining_s > 0:
                 clock.wait(remaining_s)
-            rows = slice(steps * plan.rows_per_step, (steps + 1) * plan.rows_per_step)
-            answer = stream.add(ledger_id[rows], entry_id[rows], deliver_at_ms=due[rows])
-            answer.add_done_callback(functools.partial(note, steps))
-            steps += 1
-    parent.send(np.repeat(answered_at_ms[:steps], plan.rows_per_step))
+            rows = slice(step * plan.rows_per_step, (step + 1) * plan.rows_per_step)
+            answers.append(stream.add(ledger_id[rows], entry_id[rows], deliver_at_ms=due[rows]))
+            answers[-1].add_done_callback(functools.partial(note, step))
+    # Whoever waits for an answer may go on before its callback has run.
+    for step, answer in enumerate(answers):
+        note(step, answer)
+    parent.send(np.repeat(answered_at_ms[: len(answers)], plan.rows_per_step))
