@@ -9,7 +9,7 @@ by themselves are decided together: what numpy costs a call, it costs for all of
 | rows of such requests that are not durable yet | such a row is decided |
 |---|---|
 | none | in this turn of the loop, with those of the same turn |
-| some | when they are durable and for 1 ms none has come, or at the tenth look, one a ms, within 20 ms |
+| some | when they are durable and for 1 ms none has come, or at the tenth look, one a ms |
 
 So a slot is wanted less often, which is most of what a row costs. A row of which more may have to be said than that
 it is new or a duplicate goes by itself.
@@ -38,11 +38,9 @@ from storage_backends.formats.row_columns import Rows
 
 log = logging.getLogger(__name__)
 
-# Whether more rows come is looked at this often, so many times and for so long: on a loop that is busy with other
-# topics ten looks would take ten turns of it.
+# Whether more rows come is looked at this often, and so many times.
 LOOK_S = 0.001
 LOOKS_MAX = 10
-TOGETHER_S = 0.02
 
 
 class TopicOfAdds(TopicPort, Protocol):
@@ -86,11 +84,10 @@ class TopicAdding:
         self._slot: asyncio.Future[int] | None = None
         self._with_slot: list[_Decided] = []
         self._waiting: list[_Waiting] = []
-        # Of those, how many there were at the last look, when the next one is, how many there may be, and until when.
+        # Of those, how many there were at the last look, when the next one is, and how many there may be.
         self._seen = 0
         self._look_s = 0.0
         self._looks_left = 0
-        self._together_until_s = 0.0
         # The last slot with such rows.
         self._rows_slot: asyncio.Future[int] | None = None
 
@@ -163,9 +160,8 @@ class TopicAdding:
         if not self._on_their_way:
             self._loop.call_soon(self._decide_rows)
             return
-        now_s = self._loop.time()
-        self._looks_left, self._together_until_s = LOOKS_MAX, now_s + TOGETHER_S
-        self._look_later(now_s, 1)
+        self._looks_left = LOOKS_MAX
+        self._look_later(self._loop.time(), 1)
 
     def _look_later(self, now_s: float, seen: int) -> None:
         self._seen, self._look_s = seen, now_s + LOOK_S
@@ -176,7 +172,7 @@ class TopicAdding:
         now_s, rows = self._loop.time(), len(self._waiting)
         # A loop that comes late to its look has more to do, and may not have come to the rows that are there.
         may_come = self._on_their_way or rows > self._seen or now_s > self._look_s + LOOK_S
-        if may_come and self._looks_left and now_s < self._together_until_s:
+        if may_come and self._looks_left:
             # Whoever is answered meanwhile may come again.
             self._look_later(now_s, 0 if self._on_their_way else rows)
         else:

@@ -107,22 +107,6 @@ async def test_a_row_waits_no_longer_than_its_limit_for_others(machines: EngineF
     assert (await stats(one)).pending == 32
 
 
-async def test_a_row_does_not_wait_for_many_turns_of_a_loop_that_is_busy(machines: EngineFixture) -> None:
-    one = await served(machines)
-    held = one.pause("put_if_absent", JOURNAL)
-    first = add(one, 1)
-    await held.reached()
-    second = add(one, 2)
-    turns = 0
-    while len(one.topic("t").core.index.staged.keys) < 2:
-        await passed(one, 0.1)
-        one.loop.block(0.01)
-        turns += 1
-    assert turns <= topic_adding.TOGETHER_S / 0.01 + 1 < topic_adding.LOOKS_MAX
-    held.release()
-    await asyncio.gather(first, second)
-
-
 async def test_a_row_is_added_although_its_caller_goes_away(machines: EngineFixture) -> None:
     one = await served(machines)
     gone, other = add(one, 1), add(one, 2)
