@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import tarry
 from benchmarks import load, report, side_process, tarry_load, workbench
-from examples import processes, relay, verdict
+from examples import relay, verdict
 
 NAME = "lateness"
 RATES = (1_000, 5_000, 20_000)
@@ -37,10 +37,6 @@ STEP_MS = 10
 # Until the first add, once both processes are ready.
 LEAD_MS = 500
 PATIENCE_S = 300.0
-# Where no row was added before its time.
-TRIES, TIME_FACTOR = 3, 4
-# When a row was answered that was not.
-NEVER = np.iinfo(np.int64).max
 QUANTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9, "max": 100.0}
 
 
@@ -106,20 +102,17 @@ def _name(rate: int) -> str:
 
 
 def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, rate: int, seconds: int) -> Mapping[str, float]:
-    """Adds, receives and acknowledges, each row; again with longer delays where the machine is too slow for them."""
+    """Adds, receives and acknowledges, each row."""
     least_ms, most_ms = _delays_ms(bench)
-    for _ in range(TRIES):
-        plan = Plan(seconds=seconds, rows_per_s=rate, delay_from_ms=least_ms, delay_until_ms=most_ms, seed=bench.seed)
-        figures = _turn_once(bench, rounds, plan)
-        if figures:
-            return figures
-        least_ms, most_ms = TIME_FACTOR * least_ms, TIME_FACTOR * most_ms
-        bench.say(f"{_name(rate)}: no row that was added in time came: again, with delays of {least_ms} ms and more")
-    raise processes.ProcessFailed(f"{_name(rate)}: no row that was added in time came, {TRIES} times")
+
+    def once(factor: int) -> Mapping[str, float]:
+        return _turn_once(bench, rounds, Plan(seconds, rate, factor * least_ms, factor * most_ms, bench.seed))
+
+    return bench.with_time(_name(rate), once)
 
 
 def _turn_once(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan) -> Mapping[str, float]:
-    """Nothing where no row came that was added in time."""
+    """Raises TimeTooShort where no row came that was added in time."""
     with bench.daemon(settings={"delivery.lookahead_ms": LOOKAHEAD_MS}) as daemon:
         account = receive(tarry_load.Reach(daemon.address), plan)
         operation = "tarry_delayed_message_index_bucket_op_count_total"
@@ -129,7 +122,7 @@ def _turn_once(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan)
         rounds.check(name, f"{rule.name}: {rule.broken:,} rows are not so" if rule.broken else None)
     late, lateness_ms = lateness_of(account)
     if not len(lateness_ms):
-        return {}
+        raise workbench.TimeTooShort("no row that was added in time came")
     values = np.percentile(lateness_ms, list(QUANTILES.values()))
     return {
         **{f"{name}, {quantile}": float(value) for quantile, value in zip(QUANTILES, values, strict=True)},
@@ -140,8 +133,8 @@ def _turn_once(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan)
 
 def lateness_of(account: verdict.Account) -> tuple[int, NDArray[np.int64]]:
     """How many rows were due when their add was answered, and how late each of the others came."""
-    late = (account.answered_at_ms != NEVER) & (account.deliver_at_ms <= account.answered_at_ms)
-    in_time = ~late & (account.first_received_at_ms != NEVER)
+    late = (account.answered_at_ms != verdict.NEVER) & (account.deliver_at_ms <= account.answered_at_ms)
+    in_time = ~late & (account.first_received_at_ms != verdict.NEVER)
     return int(np.count_nonzero(late)), (account.first_received_at_ms - account.deliver_at_ms)[in_time]
 
 
@@ -162,7 +155,7 @@ def receive(reach: tarry_load.Reach, plan: Plan) -> verdict.Account:
             receiving.wait_until(lambda: account.durable == len(account) or adding.failed, span_s + PATIENCE_S)
         answered_at_ms = adding.result()
         for first in range(0, len(answered_at_ms), plan.rows_per_step):
-            if answered_at_ms[first] != NEVER:
+            if answered_at_ms[first] != verdict.NEVER:
                 account.note_answered(slice(first, first + plan.rows_per_step), int(answered_at_ms[first]))
     return account
 
@@ -171,11 +164,11 @@ def add_steadily(reach: tarry_load.Reach, topic: str, plan: Plan, parent: Connec
     """Adds a batch a step, each at its moment, in a process of its own. Is sent when to begin (ms), and anything to end
     it before the plan does; sends when each row was answered (ms), `NEVER` where it was not.
     """
-    answered_at_ms = np.full(plan.rows // plan.rows_per_step, NEVER)
+    answered_at_ms = np.full(plan.rows // plan.rows_per_step, verdict.NEVER)
     clock = threading.Event()
 
     def note(step: int, answer: Future[tarry.AddResult]) -> None:
-        if answered_at_ms[step] == NEVER and answer.exception() is None:
+        if answered_at_ms[step] == verdict.NEVER and answer.exception() is None:
             answered_at_ms[step] = load.now_ms()
 
     answers: list[Future[tarry.AddResult]] = []

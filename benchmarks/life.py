@@ -55,8 +55,6 @@ FILLED = tarry.TopicPolicy(max_num_buckets=-1)
 OPENING_MS = 1_000
 # Between two phases. What comes due in the first of it belongs to the phase before, which may have made it late.
 PAUSE_S, AFTER_MS = 1.0, 200
-# The topic is filled before the first row comes due, and rows come due in each phase; tried again with more time.
-TRIES, TIME_FACTOR = 3, 3
 PATIENCE_S = 300.0
 MERGE_S = 600.0
 PAGE_ROWS = 10_000
@@ -154,21 +152,15 @@ async def _withdraw_once(
 
 
 def _busy(bench: workbench.Workbench, rounds: workbench.Rounds, size: Size) -> Mapping[str, float]:
-    for _ in range(TRIES):
-        try:
-            return _busy_once(bench, rounds, size)
-        except _PlanTooShort as error:
-            bench.say(f"{NAME}: {error}: again, with {TIME_FACTOR} times the time")
-            size = dataclasses.replace(size, lead_ms=TIME_FACTOR * size.lead_ms, seconds=TIME_FACTOR * size.seconds)
-    raise TimeoutError(f"the time was too short {TRIES} times")
+    def once(factor: int) -> Mapping[str, float]:
+        longer = dataclasses.replace(size, lead_ms=factor * size.lead_ms, seconds=factor * size.seconds)
+        return _busy_once(bench, rounds, longer)
 
-
-class _PlanTooShort(Exception):
-    """The machine was too slow for the times of the plan."""
+    return bench.with_time(NAME, once)
 
 
 def _busy_once(bench: workbench.Workbench, rounds: workbench.Rounds, size: Size) -> Mapping[str, float]:
-    """Raises `_PlanTooShort`."""
+    """Raises TimeTooShort where the topic is not filled before the first row comes due, or none does in some phase."""
     begin_ms = load.now_ms() + size.lead_ms
     due = size.due_per_s * size.seconds
     plan = Plan(size.waiting, due, begin_ms, begin_ms + 1000 * size.seconds, bench.seed)
@@ -182,7 +174,7 @@ def _busy_once(bench: workbench.Workbench, rounds: workbench.Rounds, size: Size)
             of = Load(plan)
             _fill(client, rounds, of.rows, size)
             if load.now_ms() > begin_ms:
-                raise _PlanTooShort(f"{size.buckets} buckets were not filled within {size.lead_ms / 1000:g} s")
+                raise workbench.TimeTooShort(f"{size.buckets} buckets were not filled within {size.lead_ms / 1000:g} s")
             return _measure(rounds, size, _Served(daemon, client, plan, of), receiver, withdrawing)
 
 
@@ -264,13 +256,13 @@ class _Phases:
         self._pauses_ms[phase] = 1000 * seal_pause.longest_s(before, seal_pause.beats(self._daemon))
 
     def figures(self, deliver_at_ms: Numbers, lateness_ms: Numbers, plan: Plan) -> dict[str, float]:
-        """Of rows that came. Raises `_PlanTooShort`."""
+        """Of rows that came. Raises TimeTooShort."""
         times_ms = {OVERALL: (plan.begin_ms + OPENING_MS, self._times_ms[MERGING][1])} | self._times_ms
         figures: dict[str, float] = {}
         for phase, (from_ms, until_ms) in times_ms.items():
             of_phase = lateness_ms[(deliver_at_ms >= from_ms) & (deliver_at_ms < until_ms)]
             if not len(of_phase):
-                raise _PlanTooShort(f"no row came due in the phase {phase!r}")
+                raise workbench.TimeTooShort(f"no row came due in the phase {phase!r}")
             values = np.percentile(of_phase, list(QUANTILES.values()))
             figures |= {
                 f"{phase}: {LATENESS} {quantile}": float(value)

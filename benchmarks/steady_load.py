@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import tarry
 from benchmarks import lateness, load, side_process, tarry_load
-from examples import processes
+from examples import processes, verdict
 
 SUBSCRIPTION = "dispatcher"
 DELAYS_MS = (1_000, 3_000)
@@ -82,8 +82,8 @@ class SteadyLoad:
         problem = tarry_load.difference(came, owed) or (
             f"{ignored:,} acknowledgements were ignored" if ignored else None
         )
-        if problem is None and (answered_at_ms == lateness.NEVER).any():
-            problem = f"{np.count_nonzero(answered_at_ms == lateness.NEVER):,} rows were not added"
+        if problem is None and (answered_at_ms == verdict.NEVER).any():
+            problem = f"{np.count_nonzero(answered_at_ms == verdict.NEVER):,} rows were not added"
         number = (came.ledger_id * np.uint64(lateness.ROWS_PER_LEDGER) + came.entry_id).astype(np.int64)
         deliver_at_ms = came.deliver_at_ms.astype(np.int64)
         in_time = answered_at_ms[np.minimum(number, len(owed) - 1)] < deliver_at_ms

@@ -13,18 +13,26 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import tarry
 from benchmarks import machine, report
 from examples import processes
 from tests.brokers import redis_server
 
+T = TypeVar("T")
 # One turn of a contender: its figures by name.
 Turn = Callable[[], Mapping[str, float]]
 
 MISSING = f"{redis_server.MISSING} These figures are Tarry's alone."
 LEFT_OUT = "Redis was left out: these figures are Tarry's alone."
 _START_S = 300.0
+# How many times the time of its plan a turn is given, one after the other.
+TIME_FACTORS = (1, 4, 16)
+
+
+class TimeTooShort(Exception):
+    """The machine was too slow for the times of a plan."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Workbench:
                 try:
                     self.start(daemon)
                     yield daemon
-                except processes.ProcessFailed:
+                except (processes.ProcessFailed, TimeTooShort):
                     raise
                 except Exception as error:
                     raise daemon.failed(f"was being measured ({type(error).__name__}: {error})") from error
@@ -101,6 +109,17 @@ class Workbench:
         with machine.on_core(self.cores.server):
             daemon.start(_START_S)
         daemon.wait_for_health(serving=True, timeout_s=_START_S)
+
+    def with_time(self, name: str, turn: Callable[[int], T]) -> T:
+        """What a turn returns that has time enough. `turn` is given how many times the time of its plan it has: more
+        where it raised TimeTooShort. Raises TimeoutError when no time was enough.
+        """
+        for factor in TIME_FACTORS:
+            try:
+                return turn(factor)
+            except TimeTooShort as error:
+                self.say(f"{name}: {error}, with {factor} times the time of the plan")
+        raise TimeoutError(f"{name}: {TIME_FACTORS[-1]} times the time of the plan was too short")
 
     @contextlib.contextmanager
     def rival(self, aof: redis_server.Aof) -> Iterator[redis_server.RedisServer]:

@@ -17,7 +17,8 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-_NEVER = np.iinfo(np.int64).max
+# When something happened that has not.
+NEVER = np.iinfo(np.int64).max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +59,9 @@ class Account:
         self.deliver_at_ms = deliver_at_ms.astype(np.int64)
         self._key_hash = key_hash
         self._ledgers, self._first, self._lengths = np.unique(ledger_id, return_index=True, return_counts=True)
-        self.answered_at_ms = np.full(rows, _NEVER, dtype=np.int64)
-        self.first_received_at_ms = np.full(rows, _NEVER, dtype=np.int64)
-        self.durable_at_ms = np.full(rows, _NEVER, dtype=np.int64)
+        self.answered_at_ms = np.full(rows, NEVER, dtype=np.int64)
+        self.first_received_at_ms = np.full(rows, NEVER, dtype=np.int64)
+        self.durable_at_ms = np.full(rows, NEVER, dtype=np.int64)
         self._sent_again = np.zeros(rows, dtype=np.bool_)
         self._last_epoch = np.zeros(rows, dtype=np.uint64)
         self._lock = threading.Lock()
@@ -119,7 +120,7 @@ class Account:
                 hashes = np.zeros(len(rows), dtype=np.uint32) if key_hash is None else key_hash[known]
                 self._wrong_key += int(np.count_nonzero(hashes != self._key_hash[rows]))
             self._judge_repeats(rows, epoch, at_ms)
-            fresh, first = np.unique(rows[(is_fresh := self.first_received_at_ms[rows] == _NEVER)], return_index=True)
+            fresh, first = np.unique(rows[(is_fresh := self.first_received_at_ms[rows] == NEVER)], return_index=True)
             self.first_received_at_ms[fresh] = at_ms[is_fresh][first]
             self._received += len(fresh)
             self._last_epoch[rows] = epoch
@@ -128,15 +129,15 @@ class Account:
     def note_durable(self, rows: NDArray[np.int64], at_ms: int) -> None:
         """The acknowledgement of these rows was answered."""
         with self._lock:
-            fresh = np.unique(rows[self.durable_at_ms[rows] == _NEVER])
+            fresh = np.unique(rows[self.durable_at_ms[rows] == NEVER])
             self.durable_at_ms[fresh] = at_ms
             self._durable += len(fresh)
 
     def verdict(self) -> Verdict:
         """What holds now; lost is what was answered and has not come."""
         with self._lock:
-            answered = self.answered_at_ms != _NEVER
-            lost = answered & (self.first_received_at_ms == _NEVER)
+            answered = self.answered_at_ms != NEVER
+            lost = answered & (self.first_received_at_ms == NEVER)
             return Verdict(
                 rules=(
                     Rule("every row was added", int(np.count_nonzero(~answered))),
@@ -156,7 +157,7 @@ class Account:
     def _judge_repeats(self, rows: NDArray[np.int64], epoch: int, at_ms: NDArray[np.int64]) -> None:
         distinct, first, counts = np.unique(rows, return_index=True, return_counts=True)
         self._not_owed += int((counts - 1).sum())
-        came_before = self.first_received_at_ms[distinct] != _NEVER
+        came_before = self.first_received_at_ms[distinct] != NEVER
         again = distinct[came_before]
         if not len(again):
             return

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import benchmarks.__main__
-from benchmarks import side_process, workbench
+from benchmarks import machine, side_process, workbench
 from benchmarks.__main__ import MEASUREMENTS, TUNING
 from examples import processes
 from tests._support.processes import child, run_child
@@ -86,6 +86,32 @@ def test_a_measurement_without_redis_says_so(tmp_path: Path) -> None:
 def test_the_batch_sizes_of_redis_are_tried(tmp_path: Path) -> None:
     (tuning,) = TUNING
     assert any(name.startswith("drain") for name in names(measure(tmp_path, tuning)))
+
+
+def test_a_turn_whose_time_is_too_short_has_more(tmp_path: Path) -> None:
+    said: list[str] = []
+    bench = workbench.Workbench(
+        directory=tmp_path,
+        cores=machine.Cores.of_this_machine(),
+        redis=None,
+        rounds=1,
+        quick=True,
+        batch_rows=1,
+        in_flight=1,
+        seed=1,
+        why_without_redis=workbench.MISSING,
+        settings={},
+        say=said.append,
+    )
+
+    def turn(factor: int) -> int:
+        with bench.daemon():
+            if factor == 1:
+                raise workbench.TimeTooShort("nothing came")
+        return factor
+
+    assert bench.with_time("life", turn) == 4
+    assert said == ["life: nothing came, with 1 times the time of the plan"]
 
 
 def test_what_is_not_a_measurement_is_refused_by_name() -> None:
