@@ -24,7 +24,7 @@ from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, Nac
 from storage_backends.formats.row_columns import U32
 from tests._support.engine_fixture import Daemon
 from tests._support.outcomes import ignored_by
-from tests.simulation.columns import handed_of, held_positions, positions_of
+from tests.simulation.columns import handed_of, held_positions
 from tests.simulation.history import History
 from tests.simulation.key_promises import KeyPromises
 from tests.simulation.nacking import Nacking
@@ -259,14 +259,16 @@ class KeySharing:
                     self._keys.handed_out(view, position, key_hash)
 
     def _taken_back(self, stream: KeySharedStream, dispatcher: _Dispatcher, rows: HandedOut) -> None:
-        positions = positions_of(rows.rows, rows.batch_index, stream.state.subscription_id)
-        self._history.note(f"takes back {stream._topic.core.name} {positions}")
-        for position, consumer_id in zip(positions, self._consumer_ids(rows), strict=True):
+        number = stream.state.subscription_id
+        taken = handed_of(rows, number)
+        self._history.note(f"takes back {stream._topic.core.name} {[position for position, _, _ in taken]}")
+        for (position, deliver_at_ms, _), consumer_id in zip(taken, self._consumer_ids(rows), strict=True):
             view = dispatcher.consumers.get(consumer_id)
             if view is not None:
-                for row in _rows_of(position, stream.state.subscription_id):
-                    view.held.pop(row, None)
-                    view.handed_out.pop(row, None)
+                for row in _rows_of(position, number):
+                    if view.held.get(row) == deliver_at_ms:
+                        view.held.pop(row)
+                        view.handed_out.pop(row, None)
 
     def _consumer_ids(self, rows: HandedOut) -> list[int]:
         if rows.consumer_id is None:
