@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Collection
 from typing import Any
 
-_AGAIN_S = 0.2
+_AGAIN_S = 1.0
 
 
 async def end(tasks: Collection[asyncio.Future[Any]]) -> None:

@@ -295,14 +295,18 @@ class NatsOutput:
 @contextlib.asynccontextmanager
 async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats) -> AsyncIterator[NatsBroker]:
     """Connects. Raises Unreachable, SettingsError."""
-    tls = None
-    if broker.ca_file or broker.cert_file or broker.url.startswith("tls://"):
-        try:
-            tls = ssl.create_default_context(cafile=broker.ca_file)
-            if broker.cert_file:
-                tls.load_cert_chain(broker.cert_file, broker.key_file)
-        except OSError as error:
-            raise relay_settings.SettingsError(f"broker.ca_file, cert_file or key_file: {error}") from error
+    connection = await _connected(f"tarry-relay {settings.relay.id}", broker)
+    try:
+        made = NatsBroker(connection, settings, broker)
+        await made.learn_own_subjects()
+        yield made
+    finally:
+        await connection.close()
+
+
+async def _connected(name: str, broker: relay_settings.Nats) -> Any:
+    """A connection to the server. Raises Unreachable, SettingsError."""
+    tls = _tls(broker)
     more: dict[str, Any] = {} if tls is None else {"tls": tls}
     password = relay_settings.secret("broker.password_file", broker.password_file)
     relay_settings.secret("broker.credentials_file", broker.credentials_file)
@@ -315,7 +319,7 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
 
     knocking = nats.connect(
         broker.url,
-        name=f"tarry-relay {settings.relay.id}",
+        name=name,
         user=broker.user,
         password=password,
         user_credentials=broker.credentials_file,
@@ -332,18 +336,25 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats)
         await asyncio.wait((connecting,), timeout=broker.timeout_s)
         if not connecting.done():
             raise port.Unreachable("no answer")
-        connection = await _asked(connecting)
+        return await _asked(connecting)
     except port.Unreachable as error:
         told = relay_settings.without_credentials(broker.url)
         raise port.Unreachable(f"{told} cannot be used within {broker.timeout_s:g} s: {refusal or error}") from error
     finally:
         await cancelling.end((connecting,))
+
+
+def _tls(broker: relay_settings.Nats) -> ssl.SSLContext | None:
+    """What its connections are made with; None: not by TLS. Raises SettingsError."""
+    if not (broker.ca_file or broker.cert_file or broker.url.startswith("tls://")):
+        return None
     try:
-        made = NatsBroker(connection, settings, broker)
-        await made.learn_own_subjects()
-        yield made
-    finally:
-        await connection.close()
+        tls = ssl.create_default_context(cafile=broker.ca_file)
+        if broker.cert_file:
+            tls.load_cert_chain(broker.cert_file, broker.key_file)
+    except OSError as error:
+        raise relay_settings.SettingsError(f"broker.ca_file, cert_file or key_file: {error}") from error
+    return tls
 
 
 async def _asked(answer: Awaitable[Any], *, may_time_out: bool = False) -> Any:
