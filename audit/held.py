@@ -13,7 +13,7 @@ import collections
 import concurrent.futures
 import dataclasses
 from collections.abc import Iterable, Set
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 from audit import reading as audit_reading
 from jobs import log_tails
@@ -110,6 +110,8 @@ class HeldRows:
                 self._done[topic_id, index_ids.SHARED, record.subscription_id] += record.positions
             case PurgeRecord():
                 pass
+            case _:
+                assert_never(record)
 
     def _wait(self, topic_id: str, index_id: int, rows: Rows) -> None:
         self._positions[topic_id, index_id] += _bitmaps(rows)

@@ -23,6 +23,7 @@ from daemon.deletion_metrics import DeletionMetrics
 from daemon.hand_out_counts import HandOutCounts
 from daemon.topic_gauges import TopicGauges, TopicLabels, TopicNumbers
 from storage_backends.formats.row_columns import U32, U64
+from storage_backends.formats.slot_format import DeadLetterReason
 
 # PIP-195, in seconds.
 BUCKET_OPERATION_BOUNDS_S = (0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)
@@ -410,10 +411,10 @@ class Metrics:
         if rows:
             self._leases_over.labels(self._labels.label(topic)).inc(rows)
 
-    def dead_lettered(self, topic: str, reason: Literal["too_often", "rejected", "trimmed"], *, rows: int) -> None:
+    def dead_lettered(self, topic: str, reason: DeadLetterReason, *, rows: int) -> None:
         """Positions of a subscription became dead letters."""
         if rows:
-            self._dead_lettered.labels(self._labels.label(topic), reason).inc(rows)
+            self._dead_lettered.labels(self._labels.label(topic), reason.name.lower()).inc(rows)
 
     def dead_letters_left(self, topic: str, how: Literal["replayed", "purged"], *, rows: int) -> None:
         """Dead letters are such no longer."""

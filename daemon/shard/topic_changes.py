@@ -46,6 +46,7 @@ from storage_backends.formats.manifest import (
     TopicPolicy,
 )
 from storage_backends.formats.shard_slot import ShardSlot
+from storage_backends.formats.slot_format import DeadLetterReason
 from storage_backends.topic_manifest import DeleteTopic, SetDelayLevels, SetPolicy, SetSubscriptions
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class TopicChanges:
         if departure.rows:
             metrics.trimmed(topic.core.name, rows=departure.rows, of_subscription=state is not None)
         if dead_letter:
-            metrics.dead_lettered(topic.core.name, "trimmed", rows=departure.rows)
+            metrics.dead_lettered(topic.core.name, DeadLetterReason.TRIMMED, rows=departure.rows)
         return departure.rows
 
     async def _next_of(self, portions: Iterator[Departure | None]) -> Departure | None:

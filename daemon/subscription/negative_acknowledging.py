@@ -25,7 +25,7 @@ from daemon.surroundings.environment import Environment
 from daemon.topic_terms.topic_port import TopicPort
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from storage_backends.formats.row_columns import U32, U64
-from storage_backends.formats.slot_format import DeadLetterReason, DeadLetterRecord, NackRecord, Record
+from storage_backends.formats.slot_format import DeadLetterRecord, NackRecord, Record
 
 log = logging.getLogger(__name__)
 
@@ -238,10 +238,7 @@ class TopicRedelivery:
         for record in records:
             if isinstance(record, DeadLetterRecord):
                 dead_rows += len(record.rows)
-                rejected = record.reason is DeadLetterReason.REJECTED
-                self._environment.metrics.dead_lettered(
-                    self._topic.core.name, "rejected" if rejected else "too_often", rows=len(record.rows)
-                )
+                self._environment.metrics.dead_lettered(self._topic.core.name, record.reason, rows=len(record.rows))
         return dead_rows
 
     def _states(self) -> list[SubscriptionState]:

@@ -9,7 +9,7 @@ Columns are plain in a record; the rows of a checkpoint have the same message, d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 import zstandard
 
@@ -96,6 +96,8 @@ def fill(message: journal_pb2.Record, record: Record) -> None:
         case PurgeRecord():
             message.purge.subscription_id = record.subscription_id
             message.purge.dead_letter_id = column_format.encode_u64(record.dead_letter_id)
+        case _:
+            assert_never(record)
 
 
 def _fill_acknowledge(message: journal_pb2.Acknowledge, record: AcknowledgeRecord) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from daemon import errors, metrics, metrics_endpoint, topic_gauges
+from storage_backends.formats.slot_format import DeadLetterReason
 
 REPOSITORY = Path(metrics.__file__).resolve().parent.parent
 
@@ -62,9 +63,9 @@ def used() -> metrics.Metrics:
     everything.key_blocked("t", rows=7)
     everything.taken_back("t", rows=2)
     everything.lease_over("t", rows=3)
-    everything.dead_lettered("t", "too_often", rows=4)
-    everything.dead_lettered("t", "rejected", rows=2)
-    everything.dead_lettered("t", "trimmed", rows=1)
+    everything.dead_lettered("t", DeadLetterReason.TOO_OFTEN, rows=4)
+    everything.dead_lettered("t", DeadLetterReason.REJECTED, rows=2)
+    everything.dead_lettered("t", DeadLetterReason.TRIMMED, rows=1)
     everything.dead_letters_left("t", "replayed", rows=3)
     everything.dead_letters_left("t", "purged", rows=1)
     everything.topic_deleted()

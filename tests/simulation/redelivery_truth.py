@@ -313,6 +313,9 @@ class RedeliveryTruth:
             if key not in known.rejected:
                 self._breach(f"{what} was rejected by nobody")
             return
+        if record.reason is not DeadLetterReason.TOO_OFTEN:
+            self._breach(f"{what} died for {record.reason.name}, of which the simulation knows nothing")
+            return
         most = [policy.max_redeliver_count for policy in known.policies.get(number, ())]
         if not any(each is not None and count > each for each in most):
             self._breach(f"{what} counts {count}, and no policy says that this is too often: {most}")
