@@ -26,7 +26,6 @@ import numpy as np
 import tarry
 from benchmarks import job_process, load, report, small_buckets, steady_load, tarry_load, workbench
 from benchmarks.job_process import DRIVER, JVM, WORKER
-from examples import processes
 from jobs import topic_reading, topic_state
 from jobs.root import Root
 from storage_backends.formats.row_columns import Rows
@@ -209,7 +208,7 @@ class _Topic:
         """Nothing where the machine is too busy to add a row before it is due."""
         try:
             values = np.percentile(came.lateness_of(span_ms), list(QUANTILES.values()))
-        except processes.ProcessFailed as error:
+        except workbench.TimeTooShort as error:
             self._bench.say(f"{name} is not known: {error}")
             return {}
         return {f"{name}, {quantile}": float(value) for quantile, value in zip(QUANTILES, values, strict=True)}

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tarry
-from benchmarks import lateness, load, side_process, tarry_load
-from examples import processes, verdict
+from benchmarks import lateness, load, side_process, tarry_load, workbench
+from examples import verdict
 
 SUBSCRIPTION = "dispatcher"
 DELAYS_MS = (1_000, 3_000)
@@ -37,22 +37,28 @@ class Came:
     problem: str | None
 
     def lateness_of(self, *spans_ms: tuple[int, int]) -> NDArray[np.int64]:
-        """Of the rows that were due within one of these spans, each from a time on and before another."""
+        """Of the rows that were due within one of these spans, each from a time on and before another. Raises
+        TimeTooShort where there is none.
+        """
         chosen = np.zeros(len(self.deliver_at_ms), bool)
         for from_ms, until_ms in spans_ms:
             chosen |= (self.deliver_at_ms >= from_ms) & (self.deliver_at_ms < until_ms)
         if not chosen.any():
-            raise processes.ProcessFailed(f"no row was due within {spans_ms}")
+            raise workbench.TimeTooShort(f"no row that was added in time was due within {spans_ms}")
         return self.lateness_ms[chosen]
 
 
 class SteadyLoad:
-    """A context manager: rows are added inside it. `end` may be called once."""
+    """A context manager: rows are added inside it. `end` may be called once. `times`: how many times `DELAYS_MS` their
+    delays are.
+    """
 
-    def __init__(self, address: str, topic: str, rows_per_s: int, seed: int, *, quick: bool) -> None:
+    def __init__(self, address: str, topic: str, rows_per_s: int, seed: int, *, quick: bool, times: int = 1) -> None:
         self.first_due_ms = 0
         """From when on rows are due all the time."""
-        self._plan = lateness.Plan(QUICK_SECONDS_MAX if quick else SECONDS_MAX, rows_per_s, *DELAYS_MS, seed)
+        least_ms, most_ms = DELAYS_MS
+        seconds_max = QUICK_SECONDS_MAX if quick else SECONDS_MAX
+        self._plan = lateness.Plan(seconds_max, rows_per_s, times * least_ms, times * most_ms, seed)
         self._receiving = side_process.SideProcess(_receive, address, topic)
         self._adding = side_process.SideProcess(lateness.add_steadily, tarry_load.Reach(address), topic, self._plan)
         self._stack = contextlib.ExitStack()

@@ -9,10 +9,10 @@ need no merging. Other rows are collected, sorted once and packed, and runs of t
 row is sorted two or three times however many there are. A merge moves the first rows of its sources to the end of the
 merged run, some thousands at a time: at every moment each row is in one run.
 
-PIP-393 keeps time, ledger and bitmap in maps of maps. That takes 0.16 to 4 B a position with a constant delay, and 100 B
-and more where a time has one position, beside objects of Python by the million. Here ten million positions take 0.1 to
-4 B each with a constant delay, and 4 to 6 B with any delay up to a day; one position costs 0.1 to 0.5 us, and as much
-again when it comes due (`python -m benchmarks nack-memory`).
+PIP-393 keeps time, ledger and bitmap in maps of maps. That takes 0.16 to 4 B a position with a constant delay, 100 B
+and more where a time has one position, and objects of Python by the million. Here ten million positions take 0.1 to
+4 B each with a constant delay, and 4 to 6 B with any delay up to a day. One costs 0.1 to 0.5 us when it comes, and as
+much again when it is due (`python -m benchmarks nack-memory`).
 
 `keys` is the one truth of membership. An entry that was dropped or replaced stays in its run until it is read, merged
 or, when more than half of the entries are such, packed anew, some thousands at a time as well.

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import benchmarks.__main__
-from benchmarks import machine, side_process, workbench
+from benchmarks import machine, side_process, steady_load, workbench
 from benchmarks.__main__ import MEASUREMENTS, TUNING
 from examples import processes
 from tests._support.processes import child, run_child
@@ -112,6 +113,13 @@ def test_a_turn_whose_time_is_too_short_has_more(tmp_path: Path) -> None:
 
     assert bench.with_time("life", turn) == 4
     assert said == ["life: nothing came, with 1 times the time of the plan"]
+
+
+def test_a_span_without_a_row_that_was_added_in_time_is_too_short() -> None:
+    came = steady_load.Came(np.array([10, 20]), np.array([1, 3]), None)
+    assert came.lateness_of((0, 11), (20, 21)).tolist() == [1, 3]
+    with pytest.raises(workbench.TimeTooShort, match=r"was due within \(\(11, 20\),\)"):
+        came.lateness_of((11, 20))
 
 
 def test_what_is_not_a_measurement_is_refused_by_name() -> None:
