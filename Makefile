@@ -10,8 +10,9 @@ STORE ?= local
 SEEDS ?= 1000
 FIRST ?= 0
 JOBS ?= 2
-# Processes that share the tests: one more than there are cores, since some tests wait for most of their time.
-TESTS_AT_ONCE ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Processes that share the tests: two more than there are cores, since two of them begin with tests that wait for most of
+# their time.
+TESTS_AT_ONCE ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # Else each process compiles all that it imports, and rewrites the asserts of all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 # The versions stand in the file.

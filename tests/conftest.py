@@ -53,7 +53,10 @@ NO_CONSTANTS = Constants()
 YOUNG_OBJECTS_MAX = 10_000
 
 # Where tests begin processes of their own.
-LONG = ("benchmarks/", "client/cli/test_real", "client/conformance/test_real", "compaction/test_", "peers/test_many")
+LONG = (
+    *("benchmarks/", "client/cli/test_real", "client/conformance/test_real", "compaction/test_", "peers/test_many"),
+    "relay/brokers/",
+)
 
 
 class NotLoopback(AssertionError):

@@ -123,11 +123,12 @@ class Daemon(Process):
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self._changed.clear()
+                # A time-out would cost a cancellation each time.
+                look = self.loop.call_later(0.05, self._changed.set)
                 try:
-                    async with asyncio.timeout(0.05):
-                        await self._changed.wait()
-                except TimeoutError:
-                    continue
+                    await self._changed.wait()
+                finally:
+                    look.cancel()
         return self
 
     async def stop(self) -> None:

@@ -10,6 +10,7 @@ it. It ends with the test process, and ends what it has forked.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -18,6 +19,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,17 +40,55 @@ PROGRAMS: Mapping[str, tuple[str, ...]] = {
 
 def open_process(command: Sequence[str], **named: Any) -> subprocess.Popen[bytes] | Forked:
     """In place of `examples.processes.open_process`: other programs, and those of another checkout, are loaded anew."""
-    python, option, module, *arguments = [*command, "", "", ""]
-    if (python, option) != (sys.executable, "-m") or module not in PROGRAMS or Path(named["cwd"]) != REPOSITORY:
+    module = program_of(command)
+    if module is None or Path(named["cwd"]) != REPOSITORY:
         return subprocess.Popen(command, start_new_session=True, **named)
     with Path(os.devnull).open() as nothing:
         files = (nothing.fileno(), named["stdout"].fileno(), named["stderr"].fileno())
-        return fork(module, arguments[:-3], files=files, environment=named["env"])
+        return fork(module, command[3:], files=files, environment=named["env"])
 
 
-def fork(module: str, arguments: Sequence[str], *, files: Sequence[int], environment: Mapping[str, str]) -> Forked:
-    """Runs one of `PROGRAMS`. `files`: descriptors of its input, its output and its log."""
-    return _loaded(module).fork(arguments, files, environment)
+def program_of(command: Sequence[str]) -> str | None:
+    """Which of `PROGRAMS` a command line runs."""
+    python, option, module, *_ = [*command, "", "", ""]
+    return module if (python, option) == (sys.executable, "-m") and module in PROGRAMS else None
+
+
+def fork(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    files: Sequence[int],
+    environment: Mapping[str, str],
+    folder: Path = REPOSITORY,
+) -> Forked:
+    """Runs one of `PROGRAMS`. `files`: descriptors of its input, its output and its log. `folder`: where it runs."""
+    return _loaded(module).fork(arguments, files, environment, folder)
+
+
+def run(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: Path = REPOSITORY,
+    stdin: str = "",
+    timeout_s: float = 600.0,
+) -> subprocess.CompletedProcess[str]:
+    """How one of `PROGRAMS` ended, and what it printed. Raises `subprocess.TimeoutExpired`, when it is ended."""
+    with contextlib.ExitStack() as opened:
+        given, output, log = (opened.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
+        given.write(stdin)
+        given.flush()
+        descriptors = (given.fileno(), output.fileno(), log.fileno())
+        process = fork(module, arguments, files=descriptors, environment=environment, folder=folder)
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.kill()
+        output.seek(0)
+        log.seek(0)
+        return subprocess.CompletedProcess([module, *arguments], status, output.read(), log.read())
 
 
 class Forked:
@@ -105,9 +145,16 @@ class _Loaded:
             start_new_session=True,
         )
 
-    def fork(self, arguments: Sequence[str], files: Sequence[int], environment: Mapping[str, str]) -> Forked:
-        paths = [f"/proc/{os.getpid()}/fd/{number}" for number in files]
-        return Forked(self, self._ask({"arguments": list(arguments), "files": paths, "environment": dict(environment)}))
+    def fork(
+        self, arguments: Sequence[str], files: Sequence[int], environment: Mapping[str, str], folder: Path
+    ) -> Forked:
+        request = {
+            "arguments": list(arguments),
+            "files": [f"/proc/{os.getpid()}/fd/{number}" for number in files],
+            "environment": dict(environment),
+            "folder": str(folder),
+        }
+        return Forked(self, self._ask(request))
 
     def status(self, pid: int) -> int | None:
         answer: int | None = self._ask({"pid": pid})
@@ -181,6 +228,7 @@ def _status(pid: int, children: set[int]) -> int | None:
 
 def _become(module: str, request: Mapping[str, Any]) -> None:
     os.setsid()
+    os.chdir(request["folder"])
     for number, opened in enumerate(request["files"]):
         os.dup2(opened, number)
         os.close(opened)

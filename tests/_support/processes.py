@@ -7,13 +7,15 @@ Owns: the list of daemons that a test started, and the end of other children. Do
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.processes import TARRYD, DaemonProcess, guard
+from examples.processes import REPOSITORY, TARRYD, DaemonProcess, guard
+from tests._support import forked
 
 _LOG_TAIL_CHARACTERS = 8_000
 
@@ -38,6 +40,16 @@ def run_child(command: Sequence[str], *, timeout_s: float = 600.0, **named: Any)
     with child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **named) as process:
         output, log = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(command, process.returncode, output, log)
+
+
+def run_program(
+    command: Sequence[str], *, folder: Path = REPOSITORY, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """As `run_child`; what is one of `forked.PROGRAMS` begins with its program loaded."""
+    module = forked.program_of(command)
+    if module is None:
+        return run_child(command, cwd=folder, env=environment)
+    return forked.run(module, command[3:], environment=environment, folder=folder)
 
 
 class Daemons:

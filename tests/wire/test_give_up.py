@@ -7,7 +7,7 @@ from pathlib import Path
 import tarry
 from examples import processes
 from storage_backends.formats import log_slot_format
-from tests._support.processes import Daemons, run_child
+from tests._support.processes import Daemons, run_program
 
 
 def test_the_command_gives_up_the_newest_record_of_a_log_of_files(daemons: Daemons, tmp_path: Path) -> None:
@@ -29,10 +29,10 @@ def test_the_command_gives_up_the_newest_record_of_a_log_of_files(daemons: Daemo
     daemon.wait_for_log("no shard can be served")
     daemon.kill()
     command = [*processes.TARRYD, "--set", f"store.path={root}", "give-up", file.parent.name]
-    looked = run_child(command, cwd=processes.REPOSITORY)
+    looked = run_program(command)
     assert looked.returncode == 1
     assert "nothing was written" in looked.stdout
-    given_up = run_child([*command, "--accept-loss"], cwd=processes.REPOSITORY)
+    given_up = run_program([*command, "--accept-loss"])
     assert given_up.returncode == 0, given_up.stderr
     daemon.start_serving()
     with tarry.Client(daemon.address, timeout_s=600.0) as client:

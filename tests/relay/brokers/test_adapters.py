@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tarry_relay import ends, nats_broker, port, relay_command, relay_settings
-from tests._support.processes import run_child
+from tests._support.processes import run_program
 from tests.relay.brokers._support.relay_process import PROGRAM
 from tests.relay.brokers._support.two_brokers import (
     DEAD,
@@ -130,7 +130,7 @@ async def test_a_target_that_goes_round_is_refused_before_a_relay_runs(broker: A
     text = configuration(broker, NOWHERE, '[relay]\ntopic = "orders"\nlisten = "127.0.0.1:0"')
     file.write_text(text.replace('{ name = "due" }', '{ pattern = "due|o.*" }'))
     for command in ("run", "check"):
-        ended = await asyncio.to_thread(run_child, [*PROGRAM, command, str(file)])
+        ended = await asyncio.to_thread(run_program, [*PROGRAM, command, str(file)])
         assert ended.returncode == relay_command.EXIT_SETTINGS
         assert "targets[0].pattern is 'due|o.*', which fits 'orders'" in ended.stderr
 
@@ -318,12 +318,12 @@ async def test_what_is_missing_is_told_by_name_and_what_was_found_before_it(brok
     daemon = f'"{NOWHERE}"'
     text = configuration(broker, NOWHERE, '[relay]\ntopic = "orders"')
     file.write_text(text.replace(daemon, f"{daemon}\ndaemon.timeout_s = 0.1"))
-    ended = await asyncio.to_thread(run_child, [*PROGRAM, "check", str(file)])
+    ended = await asyncio.to_thread(run_program, [*PROGRAM, "check", str(file)])
     kind = "topic" if broker.kind == "kafka" else "stream"
     assert ended.stdout.splitlines()[0] == f"WRONG source: {kind} orders: is not there; make it"
     assert "\nok    retry: " in ended.stdout
     assert ended.stderr.startswith("tarry-relay: the daemon cannot be reached, by daemon.address: DEADLINE_EXCEEDED: ")
     assert ended.returncode == relay_command.EXIT_UNREACHABLE
-    ended = await asyncio.to_thread(run_child, [*PROGRAM, "status", str(file)])
+    ended = await asyncio.to_thread(run_program, [*PROGRAM, "status", str(file)])
     assert ended.stderr.startswith(f"tarry-relay: {kind} orders: ")
     assert ended.returncode == relay_command.EXIT_ENDED

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,9 @@ class Shell:
         self._environment = os.environ | {"TARRY_ADDRESS": address}
 
     def result(self, line: str, *, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        with contextlib.ExitStack() as files:
-            given, output, log = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
-            given.write(stdin)
-            given.flush()
-            descriptors = (given.fileno(), output.fileno(), log.fileno())
-            process = forked.fork("tarry.cli", line.split(" "), files=descriptors, environment=self._environment)
-            try:
-                status = process.wait(PATIENCE_S)
-            finally:
-                process.kill()
-            output.seek(0)
-            log.seek(0)
-            return subprocess.CompletedProcess(line, status, output.read(), log.read())
+        return forked.run(
+            "tarry.cli", line.split(" "), environment=self._environment, stdin=stdin, timeout_s=PATIENCE_S
+        )
 
     def out(self, line: str, *, stdin: str = "") -> str:
         """What it prints; it must succeed."""

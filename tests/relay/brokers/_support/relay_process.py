@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import parser
 
 from examples.processes import ChildProcess, free_port
-from tests._support.processes import run_child
+from tests._support.processes import run_program
 
 PROGRAM = (sys.executable, "-m", "tarry_relay.relay_command")
 
@@ -54,6 +54,6 @@ class RelayProcess(ChildProcess):
 
     def told(self, command: str) -> Any:
         """What `check` or `status` says."""
-        ended = run_child([*self._program, command, str(self.file), "--json"])
+        ended = run_program([*self._program, command, str(self.file), "--json"])
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return json.loads(ended.stdout)
