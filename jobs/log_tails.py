@@ -74,7 +74,7 @@ def read_tails(
         for shard, (tip, from_slot) in tips.items()
         if tip.open_range is None or tip.open_range.log_id in known
     }
-    read_logs(logs, readable.values(), {log_id: end.number for log_id, end in known.items()})
+    read_logs(logs, readable.values(), known)
     found: dict[int, ShardTail | object_store.Damaged] = {}
     for shard, (tip, from_slot) in tips.items():
         owned = tip.open_range
@@ -90,7 +90,7 @@ def read_tails(
 
 
 def _tail(read: ShardSections, from_slot: int, known: dict[str, LogEnd], end: int) -> ShardTail:
-    complete = read.complete({log_id: each.heads for log_id, each in known.items()})
+    complete = read.complete(known)
     return ShardTail(
         sections=tuple(sections.decoded(read.shard, complete)),
         keys=tuple(names.log_slot_key(each.log_id, each.number) for each in complete),

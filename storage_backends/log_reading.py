@@ -97,11 +97,14 @@ class ShardSections:
     def shard(self) -> int:
         return self._shard
 
-    def extents(self, ends: Mapping[str, int]) -> list[Extent]:
-        """What has to be read. `ends`: the last slot of each log that an open range names."""
+    def extents(self, ends: Mapping[str, LogEnd]) -> list[Extent]:
+        """What has to be read: nothing of an open range whose log has no wanted section. `ends`: of each log that an
+        open range names.
+        """
         return [
-            Extent(each.log_id, each.after, ends[each.log_id] if each.through is None else each.through)
+            Extent(each.log_id, each.after, ends[each.log_id].number if each.through is None else each.through)
             for each in self._ranges
+            if self._last_slot(each, ends) > self._from_slot
         ]
 
     def take(self, log_id: str, number: int, slot: LogSlot) -> None:
@@ -128,8 +131,8 @@ class ShardSections:
         """Slots that are needed may be there, and were not read."""
         self._unread = error
 
-    def complete(self, ends: Mapping[str, Heads]) -> list[Section]:
-        """Every section, ascending. `ends`: the heads at the end of each log that an open range names.
+    def complete(self, ends: Mapping[str, LogEnd]) -> list[Section]:
+        """Every section, ascending. `ends`: of each log that an open range names.
 
         Raises Damaged for a hole, a section that is damaged or there twice, and an epoch that falls; the store's errors
         when a log could not be read: then nothing is known to be damaged.
@@ -153,10 +156,10 @@ class ShardSections:
             )
         return [self._found[slot] for slot in sorted(self._found)]
 
-    def _last_slot(self, each: LogRange, ends: Mapping[str, Heads]) -> int:
+    def _last_slot(self, each: LogRange, ends: Mapping[str, LogEnd]) -> int:
         if each.last_slot is not None:
             return each.last_slot
-        head = ends[each.log_id].get(self._shard, Head(0, 0))
+        head = ends[each.log_id].heads.get(self._shard, Head(0, 0))
         return head.last_slot if head.epoch == each.epoch else each.first_slot - 1
 
     def _check(self, each: LogRange, slot: int) -> None:
@@ -201,10 +204,10 @@ def extents_once(wanted: Iterable[Extent]) -> list[Extent]:
     return joined
 
 
-def read_logs(logs: SlotLogs, shards: Iterable[ShardSections], ends: Mapping[str, int]) -> None:
+def read_logs(logs: SlotLogs, shards: Iterable[ShardSections], ends: Mapping[str, LogEnd]) -> None:
     """Tells each of the shards of every slot that one of them needs; each slot is read once.
 
-    `ends`: the last slot of each log that an open range names. Damage is told to the shards, and so is how the store
+    `ends`: of each log that an open range names. Damage is told to the shards, and so is how the store
     has failed, to those that need more of the log than was read of it; that log is not asked for again.
     """
     by_shard = {each.shard: each for each in shards}

@@ -47,8 +47,8 @@ def of_shard(
     Raises Damaged when they are not complete or one cannot be read, and the store's errors.
     """
     wanted = ShardSections(manifest, from_slot)
-    read_logs(logs, [wanted], {log_id: end.number for log_id, end in ends.items()})
-    return decoded(manifest.shard, wanted.complete({log_id: end.heads for log_id, end in ends.items()}))
+    read_logs(logs, [wanted], ends)
+    return decoded(manifest.shard, wanted.complete(ends))
 
 
 def decoded(shard: int, sections: Iterable[Section]) -> list[DecodedSection]:

@@ -26,7 +26,7 @@ from daemon.topic import topic_commits
 from storage_backends import commit, object_store, sections
 from storage_backends.checkpoints import LoadedCheckpoint
 from storage_backends.crash_points import crash_point
-from storage_backends.formats.log_slot_format import Head, Heads
+from storage_backends.formats.log_slot_format import Head
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.log_fence import Fence
@@ -214,11 +214,10 @@ class Takeover:
                 wanted[each.shard] = ShardSections(each.tip.manifest, newest.slot)
             else:
                 found[each.shard] = newest
-        read_logs(self.living.logs, wanted.values(), {log_id: end.number for log_id, end in ends.items()})
-        heads = {log_id: end.heads for log_id, end in ends.items()}
+        read_logs(self.living.logs, wanted.values(), ends)
         for each in won:
             if each.shard in wanted:
-                found[each.shard] = self._restored(each, loaded[each.shard], wanted.pop(each.shard), heads)
+                found[each.shard] = self._restored(each, loaded[each.shard], wanted.pop(each.shard), ends)
         return found
 
     def _newest_checkpoint(self, won: Won) -> LoadedCheckpoint | Exception:
@@ -228,10 +227,10 @@ class Takeover:
             return error
 
     def _restored(
-        self, won: Won, loaded: LoadedCheckpoint, found: ShardSections, heads: Mapping[str, Heads]
+        self, won: Won, loaded: LoadedCheckpoint, found: ShardSections, ends: Mapping[str, LogEnd]
     ) -> ShardClaim | Exception:
         try:
-            return _shard_claim(won, loaded, sections.decoded(won.shard, found.complete(heads)))
+            return _shard_claim(won, loaded, sections.decoded(won.shard, found.complete(ends)))
         except object_store.Damaged as damage:
             return self._superseded(won) or Corruption(f"{damage}")
         except object_store.StoreError as error:

@@ -9,9 +9,9 @@ import pytest
 
 from storage_backends import commit, object_store
 from storage_backends.formats import log_slot_format
-from storage_backends.formats.log_slot_format import Head, Heads, LogSlotHeader, LogSlotKind
+from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind
 from storage_backends.formats.manifest import LogRange, ShardManifest
-from storage_backends.log_reading import Extent, ShardSections, Verdict, extents_once, judged, read_logs
+from storage_backends.log_reading import Extent, LogEnd, ShardSections, Verdict, extents_once, judged, read_logs
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLogs
 from storage_backends.object_store import StoreUnavailable
@@ -39,11 +39,19 @@ class Root:
         return body
 
     def read(
-        self, *manifests: ShardManifest, ends: Mapping[str, int] | None = None, from_slot: int = 0
+        self, *manifests: ShardManifest, ends: Mapping[str, LogEnd] | None = None, from_slot: int = 0
     ) -> list[ShardSections]:
         shards = [ShardSections(manifest, from_slot) for manifest in manifests]
         read_logs(self.logs, shards, ends or {})
         return shards
+
+    def end(self, log_id: str, number: int) -> dict[str, LogEnd]:
+        """The end of a log whose last slot is that one."""
+        return {log_id: LogEnd(number, self.heads[log_id])}
+
+    def asked_for(self, before: int) -> list[str]:
+        """The keys of slots that were read since so many calls."""
+        return sorted(call.key for call in self.store.calls[before:] if call.operation == "get_with_metadata")
 
 
 @pytest.fixture
@@ -67,7 +75,7 @@ def manifest(shard: int, *ranges: LogRange) -> ShardManifest:
     return ShardManifest(head=commit.NO_HEAD, shard=shard, epoch=ranges[-1].epoch, ranges=ranges)
 
 
-def slots_of(sections: ShardSections, ends: Mapping[str, Heads] | None = None) -> list[int]:
+def slots_of(sections: ShardSections, ends: Mapping[str, LogEnd] | None = None) -> list[int]:
     return [section.slot for section in sections.complete(ends or {})]
 
 
@@ -77,8 +85,9 @@ def test_sections_of_two_logs_are_one_sequence(root: Root) -> None:
     root.put(OTHER_LOG_ID, 2, {0: Head(2, 3)})
     zero = manifest(0, closed(LOG_ID, 1, (1, 3), (1, 2)), opened(OTHER_LOG_ID, 2, 1, 3))
     one = manifest(1, closed(LOG_ID, 1, (1, 3), (1, 1)))
-    shards = root.read(zero, one, ends={OTHER_LOG_ID: 2})
-    assert slots_of(shards[0], root.heads) == [1, 2, 3]
+    ends = root.end(OTHER_LOG_ID, 2)
+    shards = root.read(zero, one, ends=ends)
+    assert slots_of(shards[0], ends) == [1, 2, 3]
     assert [section.body for section in shards[1].complete({})] == [b"1 1 1"]
 
 
@@ -88,8 +97,7 @@ def test_each_slot_is_read_once_for_all_shards(root: Root) -> None:
     manifests = [manifest(shard, closed(LOG_ID, 1, (shard + 1, 11), (shard + 1, 10))) for shard in range(5)]
     before = len(root.store.calls)
     root.read(*manifests)
-    read = [call.key for call in root.store.calls[before:] if call.operation == "get_with_metadata"]
-    assert sorted(read) == [f"logs/{LOG_ID}/{number:020d}" for number in range(2, 12)]
+    assert root.asked_for(before) == [f"logs/{LOG_ID}/{number:020d}" for number in range(2, 12)]
 
 
 def test_what_no_range_covers_is_left_alone(root: Root) -> None:
@@ -122,9 +130,10 @@ def test_the_last_section_may_be_the_one_that_is_missing(root: Root) -> None:
     root.put(LOG_ID, 2, {0: Head(1, 1)})
     root.put(LOG_ID, 3, {0: Head(1, 2)})
     root.store.delete(f"logs/{LOG_ID}/{3:020d}")
-    shards = root.read(manifest(0, opened(LOG_ID, 1, 1, 1)), ends={LOG_ID: 3})
+    ends = root.end(LOG_ID, 3)
+    shards = root.read(manifest(0, opened(LOG_ID, 1, 1, 1)), ends=ends)
     with pytest.raises(object_store.Damaged, match="shard slot 2, behind slot 2: it is missing"):
-        shards[0].complete({LOG_ID: {0: Head(1, 2)}})
+        shards[0].complete(ends)
 
 
 def test_a_wrong_bit_in_a_section_costs_its_shard(root: Root) -> None:
@@ -176,8 +185,22 @@ def test_ranges_that_leave_a_shard_slot_out_are_damage(root: Root) -> None:
 
 def test_an_open_range_without_a_section_ends_before_it_begins(root: Root) -> None:
     root.put(LOG_ID, 2, {0: Head(1, 7)})
-    shards = root.read(manifest(0, opened(LOG_ID, 3, 2, 8)), ends={LOG_ID: 2}, from_slot=7)
-    assert slots_of(shards[0], {LOG_ID: {0: Head(1, 7)}}) == []
+    ends = root.end(LOG_ID, 2)
+    shards = root.read(manifest(0, opened(LOG_ID, 3, 2, 8)), ends=ends, from_slot=7)
+    assert slots_of(shards[0], ends) == []
+
+
+def test_nothing_is_read_of_a_log_that_has_nothing_new_of_a_shard(root: Root) -> None:
+    """A checkpoint covers what shard 0 has there, and shard 1 has nothing."""
+    for number in range(2, 8):
+        root.put(LOG_ID, number, {0: Head(1, number - 1)})
+    root.put(LOG_ID, 8, {2: Head(1, 1)})
+    before, ends = len(root.store.calls), root.end(LOG_ID, 8)
+    (covered,) = root.read(manifest(0, opened(LOG_ID, 1, 1, 1)), ends=ends, from_slot=6)
+    (silent,) = root.read(manifest(1, opened(LOG_ID, 1, 1, 1)), ends=ends)
+    assert [slots_of(covered, ends), slots_of(silent, ends), root.asked_for(before)] == [[], [], []]
+    root.read(manifest(0, opened(LOG_ID, 1, 1, 1)), ends=ends, from_slot=5)
+    assert root.asked_for(before) == [f"logs/{LOG_ID}/{number:020d}" for number in range(2, 9)]
 
 
 def test_extents_that_overlap_or_meet_are_one() -> None:

@@ -27,7 +27,7 @@ from storage_backends.formats import log_slot_format
 from storage_backends.formats.log_slot_format import Head, Writer
 from storage_backends.formats.manifest import CheckpointCut, ObjectReference, ShardManifest, slot_of
 from storage_backends.log_fence import CreateFence, Fence, ListHighest, ReadOne
-from storage_backends.log_reading import ShardSections, read_logs
+from storage_backends.log_reading import LogEnd, ShardSections, read_logs
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLog, ObjectLogs
 
@@ -518,17 +518,17 @@ class Walk:
     def _recovered(self, tip: ShardManifest, start: CheckpointCut | None) -> tuple[frozenset[bytes], int]:
         """What a replay from a checkpoint gives: the memory of the shard, and its last shard slot."""
         sections = ShardSections(tip, slot_of(start))
-        numbers, heads = {}, {}
+        ends: dict[str, LogEnd] = {}
         if tip.open_range is not None:
             slots = self.logs.log(tip.open_range.log_id)
             highest = slots.highest()
             newest = None if highest is None else log_fence.read_one(slots, highest)
             if newest is None:
                 raise Broken(f"log {tip.open_range.log_id} is named and empty")
-            numbers[slots.log_id], heads[slots.log_id] = newest.header.number, newest.header.heads
+            ends[slots.log_id] = LogEnd(newest.header.number, newest.header.heads)
         try:
-            read_logs(self.logs, [sections], numbers)
-            found = sections.complete(heads)
+            read_logs(self.logs, [sections], ends)
+            found = sections.complete(ends)
         except object_store.Damaged as error:
             raise Broken(f"false damage: {error}") from error
         memory = frozenset() if start is None else self.checkpoints[start.object.name]
