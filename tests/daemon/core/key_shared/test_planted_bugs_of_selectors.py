@@ -144,4 +144,4 @@ def test_a_planted_bug_is_found(
     plant(monkeypatch)
     # What is refused, or is not, has a failure of its own.
     with pytest.raises((AssertionError, InvariantViolated, pytest.fail.Exception)):
-        follow_any(kind, setting, shrink=False)
+        follow_any(kind, setting, is_planted=True)
