@@ -84,7 +84,7 @@ class ShardSections:
     def __init__(self, manifest: ShardManifest, from_slot: int) -> None:
         self._shard = manifest.shard
         self._from_slot = from_slot
-        self._ranges = tuple(each for each in manifest.ranges if each.last_slot is None or each.last_slot > from_slot)
+        self._ranges = manifest.ranges
         self._found: dict[int, Section] = {}
         # Why slots of a log, or sections in them, cannot be read; by log and number.
         self._damage: dict[tuple[str, int], str] = {}
@@ -98,8 +98,8 @@ class ShardSections:
         return self._shard
 
     def extents(self, ends: Mapping[str, LogEnd]) -> list[Extent]:
-        """What has to be read: nothing of an open range whose log has no wanted section. `ends`: of each log that an
-        open range names.
+        """What has to be read: nothing of a range that has no wanted section. `ends`: of each log that an open range
+        names.
         """
         return [
             Extent(each.log_id, each.after, ends[each.log_id].number if each.through is None else each.through)
