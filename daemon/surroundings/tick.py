@@ -9,8 +9,8 @@ longer tick, at the price of a lateness that is stated:
 | the loop | the tick, ms |
 |---|---|
 | has little to do | 5 |
-| has work for half of the time | 10 |
-| has work for three quarters of it | 15 |
+| has work for most of the time | 10 |
+| hardly rests | 15 |
 | is behind: it has much to do, and comes to wake-ups later, on average, than the tick is long | 10 to 50, never more |
 """
 
@@ -25,9 +25,9 @@ BUSY_STEP = STEPS_MS.index(15)
 # What is looked at before a step is made, the least.
 WINDOW_S = 0.25
 # The part of that time that the loop's thread runs, by step: from it on the tick is longer, ...
-LONGER_FROM = (0.5, 0.75)
+LONGER_FROM = (0.7, 0.85)
 # ... and up to it the tick is shorter. A longer tick leaves less to do.
-SHORTER_UP_TO = (0.0, 0.35, 0.5)
+SHORTER_UP_TO = (0.0, 0.5, 0.65)
 # A loop that runs for less is late because of others: a longer tick would not help it.
 LATE_BY_ITSELF = 0.3
 # One wake-up counts for no more: the machine may have been suspended.

@@ -87,7 +87,7 @@ async def test_a_busy_loop_stretches_the_tick_to_fifteen_ms_and_shrinks_it_again
             tick.look()
 
     # In between it stays as it is.
-    for part, expected_ms in ((0.4, 5), (0.6, 10), (0.4, 10), (0.9, 15), (0.6, 15), (0.4, 10), (0.3, 5)):
+    for part, expected_ms in ((0.6, 5), (0.75, 10), (0.6, 10), (0.9, 15), (0.7, 15), (0.6, 10), (0.4, 5)):
         load.becomes(part)
         await look(10 * WINDOW_S)
         assert tick.ms == expected_ms
