@@ -9,10 +9,8 @@ bucket's rows are `present` and `gone` together; `gone` only grows.
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 import numpy as np
-from pyroaring import BitMap64
+from pyroaring import BitMap, BitMap64
 
 from daemon.core.level_rows import LevelRows
 from daemon.core.positions import FEW, KeyedRows, bitmap_of, contained
@@ -49,7 +47,7 @@ class Bucket:
     while the bucket is in no index. Counts are kept, never taken from a bitmap.
     """
 
-    pages: Set[int] = frozenset()
+    pages: BitMap
 
     def __init__(self, name: str, present: BitMap64, gone: GoneSet | None, index_id: int) -> None:
         self.name = name

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from pyroaring import BitMap64
+from pyroaring import BitMap, BitMap64
 
 from daemon.core import merging, quarantine
 from daemon.core.bucket import Bucket, GoneSet
@@ -61,6 +61,9 @@ def are_of_time(deliver_at_ms: U64, asked_ms: U64, any_time: bool) -> npt.NDArra
     return same | (asked_ms == 0) if any_time else same
 
 
+# Neighbours among pages, by their ordinals, that buckets are found by together.
+_BLOCK_BITS = 8
+
 # Rows of a search in sealed buckets, by (bucket, segment).
 SeenRows = dict[tuple[str, int], KeyedRows]
 
@@ -89,7 +92,8 @@ class Index:
         self.acknowledging_lost = BitMap64()
         self.sealed: dict[str, SealedBucket] = {}
         # The sealed buckets that have rows of a page, by its ordinal.
-        self._of_page: dict[int, dict[str, SealedBucket]] = {}
+        # By the ordinals of their pages, so many neighbours together: a page by itself may have one row.
+        self._of_block: dict[int, list[SealedBucket]] = {}
         self.quarantined: dict[str, QuarantinedBucket] = {}
         self.sealing: list[MutableBucket] = []
         self.levels = LevelRows(self.present_among)
@@ -183,7 +187,10 @@ class Index:
 
     def that_may_have_page(self, page: int) -> list[Bucket]:
         """The buckets that positions of a page, by its ordinal, may be in."""
-        return [*self._of_page.get(page, {}).values(), *self.sealing, self.mutable]
+        found: list[Bucket] = [*self.sealing, self.mutable]
+        if neighbours := self._of_block.get(page >> _BLOCK_BITS):
+            found[:0] = [each for each in neighbours if page in each.pages]
+        return found
 
     def tracked_of_page(self, page: int) -> list[Bucket]:
         """The buckets that positions of a page may be in, or are missing with."""
@@ -365,8 +372,8 @@ class Index:
         bucket.levels = self.levels
         bucket.counts = self._counts
         self._counts.sealed_came(bucket)
-        for page in bucket.pages:
-            self._of_page.setdefault(page, {})[bucket.name] = bucket
+        for block in _blocks_of(bucket.pages):
+            self._of_block.setdefault(block, []).append(bucket)
 
     def close(self) -> None:
         """The index is no more: nothing of it counts or is in memory."""
@@ -384,10 +391,10 @@ class Index:
         bucket = self.sealed.pop(name)
         bucket.counts = None
         self._counts.sealed_left(name)
-        for page in bucket.pages:
-            del self._of_page[page][name]
-            if not self._of_page[page]:
-                del self._of_page[page]
+        for block in _blocks_of(bucket.pages):
+            self._of_block[block].remove(bucket)
+            if not self._of_block[block]:
+                del self._of_block[block]
         self._left_out.discard(name)
         self._merged_away.discard(name)
         self.cache.discard_bucket(name)
@@ -472,3 +479,10 @@ class Index:
             for bucket in [*self.sealed.values(), *self.sealing, *self.quarantined.values()]
         )
         return IndexCut(self.mutable.snapshot(), bits)
+
+
+def _blocks_of(pages: BitMap) -> list[int]:
+    """The blocks that the pages, by their ordinals, are of."""
+    ordinals = np.array(pages.to_array(), np.uint32)
+    blocks: list[int] = np.unique(ordinals >> np.uint32(_BLOCK_BITS)).tolist()
+    return blocks

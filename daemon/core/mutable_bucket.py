@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from pyroaring import BitMap64
+from pyroaring import BitMap, BitMap64
 
 from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.fifo_runs import RUNS_MAX, FifoRuns, Ranges
@@ -101,7 +101,7 @@ class MutableBucket(Bucket):
         super().__init__("", BitMap64(), None, index_id)
         self._pages = pages
         self._counts = counts
-        self.pages: set[int] = set()
+        self.pages = BitMap()
         self._came = RowLog(pages)
         self._fifo = FifoRuns(runs_max=fifo_runs_max)
         self._loose = Ranges()
@@ -279,7 +279,7 @@ class MutableBucket(Bucket):
 
     def release_pages(self) -> None:
         self._pages.release(self.pages)
-        self.pages = set()
+        self.pages = BitMap()
 
 
 class _LastRows:

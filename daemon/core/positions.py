@@ -16,12 +16,14 @@ import bisect
 import dataclasses
 import itertools
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pyroaring import BitMap64
+from pyroaring import BitMap, BitMap64
 
+from daemon.errors import InvariantViolated
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.row_columns import U32, U64, Index, Rows
 
@@ -41,8 +43,9 @@ FEW = 16
 _LOOKED_UP = 64
 # The first and the last key, both included.
 KeyRange = tuple[int, int]
-# The ordinal of a page, which is ledger id and number; None when it has none.
-OrdinalOf = Callable[[tuple[int, int]], int | None]
+# The ordinal of a page, given by ledger id and number; None when it has none.
+OrdinalOf = Callable[[int, int], int | None]
+Ordinals = npt.NDArray[np.int64]
 # The portable Roaring form: the mark of a bitmap that has run containers; below this many containers such a bitmap
 # carries no offsets; a container is never larger than a plain bit set.
 _COOKIE_WITH_RUNS = 12347
@@ -54,6 +57,14 @@ _CONTAINERS_WITHOUT_OFFSETS = 4
 _BITSET_BYTES = 8192
 # Pages that are looked through at once.
 _PAGES_A_STEP = 1 << 16
+# Where a set has fewer rows a page, its pages are found in the column of its keys.
+_ROWS_A_PAGE = 64
+# Multipliers of a hash whose high bits count; the odd parts of the golden ratio's and another fraction.
+_LEDGER_FACTOR, _PAGE_FACTOR = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
+_HASH_BITS = 64
+_HASH_MASK = (1 << _HASH_BITS) - 1
+# Of the places of a `_PageIndex`: one that is free, and one that was left.
+_FREE, _LEFT = 0, (1 << PAGE_BITS) - 1
 # A table may have so many places for a value, before sorting is cheaper.
 _TABLE_SPAN_PER_VALUE = 16
 
@@ -179,6 +190,8 @@ class PagePlaces:
         self._pages = np.zeros(16, np.uint64)
         # Whose table it is: a subscription's own, 0 the shared one.
         self._owners = np.zeros(16, np.uint64)
+        # How many buckets and decisions hold it.
+        self._holders = np.zeros(16, np.uint32)
         self._next = 0
 
     def __len__(self) -> int:
@@ -189,15 +202,30 @@ class PagePlaces:
         ordinal = self._next
         self._next += 1
         if ordinal == len(self._ledgers):
-            self._ledgers = np.concatenate([self._ledgers, np.zeros(ordinal, np.uint64)])
-            self._pages = np.concatenate([self._pages, np.zeros(ordinal, np.uint64)])
-            self._owners = np.concatenate([self._owners, np.zeros(ordinal, np.uint64)])
+            self._grow()
         self._ledgers[ordinal], self._pages[ordinal], self._owners[ordinal] = ledger_id, page, owner
         return ordinal
 
-    def take_back(self, ordinals: Set[int]) -> None:
+    def add_all(self, ledger_id: U64, page: U64, owner: int) -> Ordinals:
+        """The ordinals of pages that are new in their table."""
+        first = self._next
+        self._next += len(ledger_id)
+        if self._next > len(self._ledgers):
+            self._grow()
+        added = slice(first, self._next)
+        self._ledgers[added], self._pages[added], self._owners[added] = ledger_id, page, owner
+        return np.arange(first, self._next)
+
+    def _grow(self) -> None:
+        more = (1 << (self._next - 1).bit_length()) - len(self._ledgers)
+        self._ledgers = np.concatenate([self._ledgers, np.zeros(more, np.uint64)])
+        self._pages = np.concatenate([self._pages, np.zeros(more, np.uint64)])
+        self._owners = np.concatenate([self._owners, np.zeros(more, np.uint64)])
+        self._holders = np.concatenate([self._holders, np.zeros(more, np.uint32)])
+
+    def take_back(self, ordinals: BitMap) -> None:
         """Takes back the last of the ordinals that were given out in this turn, if nothing was kept of them."""
-        while self._next - 1 in ordinals:
+        while self._next and self._next - 1 in ordinals:
             self._next -= 1
 
     def positions(self, keys: U64) -> tuple[U64, U64]:
@@ -212,6 +240,32 @@ class PagePlaces:
     def page_of(self, ordinal: int) -> tuple[int, int]:
         """(ledger id, page) of an ordinal."""
         return int(self._ledgers[ordinal]), int(self._pages[ordinal])
+
+    def pages_of(self, ordinals: Ordinals) -> tuple[U64, U64]:
+        """(ledger ids, pages) of ordinals."""
+        return self._ledgers[ordinals], self._pages[ordinals]
+
+    def hold(self, ordinals: BitMap) -> None:
+        self._holders[_listed(ordinals)] += np.uint32(1)
+
+    def let_go(self, ordinals: BitMap) -> Ordinals:
+        """Ends a hold of each; those that are held no longer. Raises InvariantViolated where one was not held."""
+        listed = _listed(ordinals)
+        holders = self._holders[listed]
+        if not holders.all():
+            raise InvariantViolated("a page is let go that is not held")
+        self._holders[listed] = holders - np.uint32(1)
+        free: Ordinals = listed[holders == 1]
+        return free
+
+    def unheld(self, ordinals: BitMap) -> Ordinals:
+        """Those that nothing holds."""
+        listed = _listed(ordinals)
+        unheld: Ordinals = listed[self._holders[listed] == 0]
+        return unheld
+
+    def is_held(self, ordinal: int) -> bool:
+        return bool(self._holders[ordinal])
 
     def ledgers(self, ordinals: npt.NDArray[np.int64]) -> U64:
         return self._ledgers[ordinals]
@@ -239,6 +293,124 @@ class PagePlaces:
         return chosen[order]
 
 
+class _PageIndex:
+    """Finds the ordinal of a page: a hash table of one column, with the ordinal and one more at a place, and open
+    addressing. A topic may have a ledger for each row: then nothing else of a page may be an object.
+
+    The page of an ordinal stands in `places`. Lookups may run in another thread beside changes: a page that is known
+    all the while is found.
+    """
+
+    def __init__(self, places: PagePlaces) -> None:
+        self._places = places
+        self._table = _HashTable.of_size(16)
+        self._used = 0
+        self._known = 0
+
+    def __len__(self) -> int:
+        return self._known
+
+    def ordinals(self) -> Ordinals:
+        """Those of all pages, in no order."""
+        slots = self._table.slots
+        known: U32 = slots[(slots != _FREE) & (slots != _LEFT)]
+        return known.astype(np.int64) - 1
+
+    def find(self, ledger_id: int, page: int) -> int | None:
+        slots, mask, shift = self._table
+        place = (ledger_id * _LEDGER_FACTOR + page * _PAGE_FACTOR & _HASH_MASK) >> shift
+        while (held := slots.item(place)) != _FREE:
+            if held != _LEFT and self._places.page_of(held - 1) == (ledger_id, page):
+                return held - 1
+            place = place + 1 & mask
+        return None
+
+    def find_all(self, ledger_id: U64, page: U64) -> Ordinals:
+        """The ordinal of each; -1 where there is none."""
+        table = self._table
+        place = self._find_places(table, ledger_id, page)
+        return np.where(place < 0, -1, table.slots[place].astype(np.int64) - 1)
+
+    def _find_places(self, table: _HashTable, ledger_id: U64, page: U64) -> Ordinals:
+        """Where each of the pages stands; -1 where it does not."""
+        found = np.full(len(ledger_id), -1)
+        place = table.first_places(ledger_id, page)
+        asked = np.arange(len(ledger_id))
+        while len(asked):
+            held = table.slots[place]
+            taken = held != _FREE
+            asked, place, held = asked[taken], place[taken], held[taken]
+            ordinal = np.where(held == _LEFT, 0, held.astype(np.int64) - 1)
+            of_ledger, of_page = self._places.pages_of(ordinal)
+            same = (of_ledger == ledger_id[asked]) & (of_page == page[asked]) & (held != _LEFT)
+            found[asked[same]] = place[same]
+            asked, place = asked[~same], place[~same] + 1 & table.mask
+        return found
+
+    def add(self, ledger_id: int, page: int, ordinal: int) -> None:
+        """Adds a page that is not known."""
+        self._make_room(1)
+        slots, mask, shift = self._table
+        place = (ledger_id * _LEDGER_FACTOR + page * _PAGE_FACTOR & _HASH_MASK) >> shift
+        while slots.item(place) != _FREE:
+            place = place + 1 & mask
+        slots[place] = ordinal + 1
+
+    def add_all(self, ordinals: Ordinals) -> None:
+        """Adds pages that are not known, each once."""
+        self._make_room(len(ordinals))
+        self._table.put(ordinals, *self._places.pages_of(ordinals))
+
+    def remove(self, ordinals: Ordinals) -> None:
+        """Forgets pages that are known."""
+        self._table.slots[self._find_places(self._table, *self._places.pages_of(ordinals))] = _LEFT
+        self._known -= len(ordinals)
+
+    def _make_room(self, pages: int) -> None:
+        """Half of the places stay free, so that few steps lead to a page."""
+        if 2 * (self._used + pages) > self._table.mask:
+            known = self.ordinals()
+            table = _HashTable.of_size(1 << (4 * (self._known + pages) - 1).bit_length())
+            table.put(known, *self._places.pages_of(known))
+            self._table, self._used = table, self._known
+        self._used += pages
+        self._known += pages
+
+
+class _HashTable(NamedTuple):
+    """The places of a `_PageIndex`, a power of two; the highest bits of a hash, behind `shift`, are the first place
+    that is looked at.
+    """
+
+    slots: U32
+    mask: int
+    shift: int
+
+    @staticmethod
+    def of_size(places: int) -> _HashTable:
+        return _HashTable(np.zeros(places, np.uint32), places - 1, _HASH_BITS - (places - 1).bit_length())
+
+    def first_places(self, ledger_id: U64, page: U64) -> Ordinals:
+        hashes = ledger_id * np.uint64(_LEDGER_FACTOR) + page * np.uint64(_PAGE_FACTOR)
+        return (hashes >> np.uint64(self.shift)).astype(np.int64)
+
+    def put(self, ordinals: Ordinals, ledger_id: U64, page: U64) -> None:
+        """Gives pages that are not there the first free places that they come to."""
+        place = self.first_places(ledger_id, page)
+        while len(ordinals):
+            free = np.flatnonzero(self.slots[place] == _FREE)
+            # Of those that want the same place one gets it.
+            chosen = free[np.unique(place[free], return_index=True)[1]]
+            self.slots[place[chosen]] = (ordinals[chosen] + 1).astype(np.uint32)
+            others = np.ones(len(ordinals), np.bool_)
+            others[chosen] = False
+            ordinals, place = ordinals[others], place[others] + 1 & self.mask
+
+
+def _listed(ordinals: BitMap) -> Ordinals:
+    return np.array(ordinals.to_array(), np.int64) if ordinals else np.empty(0, np.int64)
+
+
 class PageTable:
     """The pages of one index and their ordinals.
 
@@ -249,21 +421,20 @@ class PageTable:
     def __init__(self, places: PagePlaces | None = None, *, owner: int = 0) -> None:
         self.places = PagePlaces() if places is None else places
         self._owner = owner
-        self._ordinals: dict[tuple[int, int], int] = {}
-        self._holders: dict[int, int] = {}
+        self._index = _PageIndex(self.places)
         # Of each ledger its pages beyond the first, ascending: few ledgers have any.
         self._further_pages: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
-        return len(self._ordinals)
+        return len(self._index)
 
     def find(self, ledger_id: U64, entry_id: U64) -> U64:
         """The keys of positions; UNKNOWN_KEY where no bucket holds the page."""
-        return self._keys(ledger_id, entry_id, self._ordinals.get)
+        return self._keys(ledger_id, entry_id, self._index.find, self._index.find_all)
 
     def intern(self, ledger_id: U64, entry_id: U64) -> U64:
         """The keys of positions; new pages get an ordinal."""
-        return self._keys(ledger_id, entry_id, self._ordinal)
+        return self._keys(ledger_id, entry_id, self._ordinal, self._ordinals)
 
     def keyed(self, rows: Rows) -> KeyedRows:
         """Rows of pages that are known, with their keys."""
@@ -273,40 +444,41 @@ class PageTable:
         """(ledger_id, entry_id) of keys of any of the topic's tables."""
         return self.places.positions(keys)
 
-    def hold(self, ordinals: Iterable[int]) -> None:
-        for ordinal in ordinals:
-            self._holders[ordinal] = self._holders.get(ordinal, 0) + 1
+    def hold(self, ordinals: BitMap) -> None:
+        self.places.hold(ordinals)
 
-    def release(self, ordinals: Iterable[int]) -> None:
-        """A bucket is gone; pages that none holds any more are forgotten."""
-        for ordinal in ordinals:
-            self._holders[ordinal] -= 1
-            if not self._holders[ordinal]:
-                del self._holders[ordinal]
-                self._forget(ordinal)
+    def release(self, ordinals: BitMap) -> None:
+        """A bucket is gone; pages that none holds any more are forgotten. Raises InvariantViolated where one was not
+        held.
+        """
+        self._forget(self.places.let_go(ordinals))
 
-    def forget_unheld(self, ordinals: Iterable[int]) -> None:
+    def forget_unheld(self, ordinals: BitMap) -> None:
         """Pages that a lookup interned and no bucket holds are forgotten."""
-        for ordinal in ordinals:
-            if ordinal not in self._holders:
-                self._forget(ordinal)
+        self._forget(self.places.unheld(ordinals))
 
-    def undo(self, ordinals: Iterable[int]) -> None:
+    def undo(self, ordinals: BitMap) -> None:
         """Forgets pages that were interned in this turn and no bucket holds, and gives their ordinals back: where
         nothing is kept, nothing grows.
         """
-        unheld = {ordinal for ordinal in ordinals if ordinal not in self._holders}
-        self.forget_unheld(unheld)
-        self.places.take_back(unheld)
+        unheld = self.places.unheld(ordinals)
+        if len(unheld):
+            self._forget(unheld)
+            self.places.take_back(BitMap(unheld.tolist()))
 
-    def _forget(self, ordinal: int) -> None:
-        ledger_id, page = self.places.page_of(ordinal)
-        del self._ordinals[ledger_id, page]
-        if page:
-            further = self._further_pages[ledger_id]
-            del further[bisect.bisect_left(further, page)]
-            if not further:
-                del self._further_pages[ledger_id]
+    def _forget(self, ordinals: Ordinals) -> None:
+        if not len(ordinals):
+            return
+        self._index.remove(ordinals)
+        ledgers, pages = self.places.pages_of(ordinals)
+        if not pages.any():
+            return
+        for ledger_id, page in zip(ledgers.tolist(), pages.tolist(), strict=True):
+            if page:
+                further = self._further_pages[ledger_id]
+                del further[bisect.bisect_left(further, page)]
+                if not further:
+                    del self._further_pages[ledger_id]
 
     def key_ranges(self, ledger_id: int, first_entry_id: int, last_entry_id: int) -> list[KeyRange]:
         """The keys of a range of entries, both ends included, by ascending entry: one range for each page that is
@@ -318,7 +490,7 @@ class PageTable:
             pages += further[bisect.bisect_left(further, first_page) : bisect.bisect_right(further, last_page)]
         ranges = []
         for page in pages:
-            ordinal = self._ordinals.get((ledger_id, page))
+            ordinal = self._index.find(ledger_id, page)
             if ordinal is not None:
                 base = ordinal << PAGE_BITS
                 first = first_entry_id & _LOW if page == first_page else 0
@@ -333,7 +505,7 @@ class PageTable:
         pages = len(self.places)
         for first in range(0, pages, _PAGES_A_STEP):
             for ordinal in self.places.of_owner(self._owner, first, min(first + _PAGES_A_STEP, pages), ledger_id):
-                if ordinal in self._holders:
+                if self.places.is_held(ordinal):
                     yield ordinal
 
     def ledger_of(self, ordinal: int) -> int:
@@ -341,35 +513,54 @@ class PageTable:
 
     def is_held(self, ordinal: int) -> bool:
         """Whether a bucket holds the page."""
-        return ordinal in self._holders
+        return self.places.is_held(ordinal)
 
-    def _keys(self, ledger_id: U64, entry_id: U64, ordinal_of: OrdinalOf) -> U64:
+    def _keys(
+        self,
+        ledger_id: U64,
+        entry_id: U64,
+        ordinal_of: OrdinalOf,
+        ordinals_of: Callable[[U64, U64], Ordinals],
+    ) -> U64:
+        """`ordinals_of`: as `ordinal_of`, of columns of different pages; -1 where a page has none."""
         if len(ledger_id) <= FEW:
             return _keys_one_by_one(ledger_id.tolist(), entry_id.tolist(), ordinal_of)
         page = entry_id >> _SHIFT
         low = entry_id & LOW_MASK
-        first = (int(ledger_id[0]), int(page[0]))
         if (ledger_id == ledger_id[0]).all() and (page == page[0]).all():
-            ordinal = ordinal_of(first)
+            ordinal = ordinal_of(int(ledger_id[0]), int(page[0]))
             if ordinal is None:
                 return np.full(len(ledger_id), UNKNOWN_KEY)
             return low | np.uint64(ordinal << PAGE_BITS)
-        distinct, inverse = _distinct_pages(ledger_id, page)
-        found = [ordinal_of(pair) for pair in distinct]
-        known = np.array([ordinal is not None for ordinal in found], np.bool_)
-        bases = np.array([0 if ordinal is None else ordinal << PAGE_BITS for ordinal in found], np.uint64)
-        keys = bases[inverse] | low
-        if not known.all():
-            keys[~known[inverse]] = UNKNOWN_KEY
+        *distinct, inverse = _distinct_pages(ledger_id, page)
+        ordinals = ordinals_of(*distinct)
+        keys = (ordinals.astype(np.uint64) << _SHIFT)[inverse] | low
+        if (ordinals < 0).any():
+            keys[(ordinals < 0)[inverse]] = UNKNOWN_KEY
         return keys
 
-    def _ordinal(self, page: tuple[int, int]) -> int:
-        ordinal = self._ordinals.get(page)
+    def _ordinal(self, ledger_id: int, page: int) -> int:
+        ordinal = self._index.find(ledger_id, page)
         if ordinal is None:
-            ordinal = self._ordinals[page] = self.places.add(*page, self._owner)
-            if page[1]:
-                bisect.insort(self._further_pages.setdefault(page[0], []), page[1])
+            ordinal = self.places.add(ledger_id, page, self._owner)
+            self._index.add(ledger_id, page, ordinal)
+            if page:
+                self._note_further(ledger_id, page)
         return ordinal
+
+    def _ordinals(self, ledger_id: U64, page: U64) -> Ordinals:
+        """The ordinals of different pages; new pages get one."""
+        ordinals = self._index.find_all(ledger_id, page)
+        new = np.flatnonzero(ordinals < 0)
+        if len(new):
+            ordinals[new] = self.places.add_all(ledger_id[new], page[new], self._owner)
+            self._index.add_all(ordinals[new])
+            for each in new[page[new] != 0].tolist():
+                self._note_further(int(ledger_id[each]), int(page[each]))
+        return ordinals
+
+    def _note_further(self, ledger_id: int, page: int) -> None:
+        bisect.insort(self._further_pages.setdefault(ledger_id, []), page)
 
     def to_stored(self, bitmap: BitMap64) -> tuple[PositionBitmap, ...]:
         """A set of this table's keys as it is stored: a 32-bit bitmap for each page. May run in another thread."""
@@ -390,17 +581,17 @@ class PageTable:
 
     def from_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:
         """A stored set as keys of this table; its pages are interned. The bitmaps are not expanded."""
-        return _joined({self._ordinal((part.ledger_id, part.page)): part.entries for part in stored})
+        return _joined({self._ordinal(part.ledger_id, part.page): part.entries for part in stored})
 
-    def intern_stored(self, stored: Iterable[PositionBitmap]) -> set[int]:
+    def intern_stored(self, stored: Iterable[PositionBitmap]) -> BitMap:
         """The ordinals of the pages of a stored set; new pages get one."""
-        return {self._ordinal((part.ledger_id, part.page)) for part in stored}
+        return BitMap([self._ordinal(part.ledger_id, part.page) for part in stored])
 
     def find_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:
         """The stored sets as keys of this table, without the pages that no bucket holds."""
         pages: dict[int, bytes] = {}
         for part in stored:
-            ordinal = self._ordinals.get((part.ledger_id, part.page))
+            ordinal = self._index.find(part.ledger_id, part.page)
             if ordinal is not None:
                 pages[ordinal] = part.entries
         return _joined(pages)
@@ -409,7 +600,7 @@ class PageTable:
 def _keys_one_by_one(ledger_id: Sequence[int], entry_id: Sequence[int], ordinal_of: OrdinalOf) -> U64:
     keys = []
     for ledger, entry in zip(ledger_id, entry_id, strict=True):
-        ordinal = ordinal_of((ledger, entry >> PAGE_BITS))
+        ordinal = ordinal_of(ledger, entry >> PAGE_BITS)
         keys.append(_UNKNOWN if ordinal is None else ordinal << PAGE_BITS | entry & _LOW)
     return np.array(keys, np.uint64)
 
@@ -422,9 +613,21 @@ def _joined(pages: Mapping[int, bytes]) -> BitMap64:
     return BitMap64.deserialize(_HEADER.pack(len(pages)) + body)
 
 
-def pages_of(bitmap: BitMap64) -> set[int]:
-    """The ordinals of the pages that the set touches; as many steps as there are pages."""
-    return set(_each_page(bitmap))
+def pages_of(bitmap: BitMap64) -> BitMap:
+    """The ordinals of the pages that the set touches; as many steps as there are pages, where these have many rows."""
+    if not bitmap:
+        return BitMap()
+    first = bitmap.min() >> PAGE_BITS
+    if bitmap.max() >> PAGE_BITS == first:
+        return BitMap([first])
+    rows = len(bitmap)
+    pages = list(itertools.islice(_each_page(bitmap), rows // _ROWS_A_PAGE + 1))
+    if len(pages) <= rows // _ROWS_A_PAGE:
+        return BitMap(pages)
+    ordinals = (keys_of(bitmap) >> _SHIFT).astype(np.uint32)
+    is_new = np.ones(rows, np.bool_)
+    np.not_equal(ordinals[1:], ordinals[:-1], out=is_new[1:])
+    return BitMap(array.array("I", ordinals[is_new].tobytes()))
 
 
 def has_more_pages(bitmap: BitMap64, pages_max: int) -> bool:
@@ -498,9 +701,10 @@ def distinct(values: U64) -> tuple[U64, npt.NDArray[np.intp]]:
     return found.astype(np.uint64) + lowest, ranks[places]
 
 
-def _distinct_pages(ledger_id: U64, page: U64) -> tuple[list[tuple[int, int]], npt.NDArray[np.intp]]:
+def _distinct_pages(ledger_id: U64, page: U64) -> tuple[U64, U64, npt.NDArray[np.intp]]:
+    """(ledger ids, pages) of the distinct pages, and which of them each is."""
     if not page.any():
         ledgers, inverse = distinct(ledger_id)
-        return [(ledger, 0) for ledger in ledgers.tolist()], inverse
+        return ledgers, np.zeros(len(ledgers), np.uint64), inverse
     pairs, inverse = np.unique(np.stack([ledger_id, page], axis=1), axis=0, return_inverse=True)
-    return [(ledger, number) for ledger, number in pairs.tolist()], inverse.reshape(-1)
+    return pairs[:, 0], pairs[:, 1], inverse.reshape(-1)

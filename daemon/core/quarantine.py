@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 
 import numpy as np
-from pyroaring import BitMap64
+from pyroaring import BitMap, BitMap64
 
 from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.positions import PAGE_BITS, PageTable, pages_of, within
@@ -63,7 +63,7 @@ class QuarantinedBucket(Bucket):
         self._pages = pages
         # Of a page of which nothing is missing nothing is asked again, unless nobody knows what is missing.
         kept = (self.present,) if self.positions_known else (*gone.freeze(), *acknowledged.values())
-        self.pages = frozenset().union(*map(pages_of, kept))
+        self.pages = BitMap.union(*map(pages_of, kept)) if kept else BitMap()
         pages.hold(self.pages)
 
     @property

@@ -48,7 +48,7 @@ class SealedBucket(Bucket):
         self.head = SegmentCursor(self.name, self.table)
         self.late = SortedRun(KeyedRows.empty())
         self._pages = pages
-        self.pages = frozenset(pages_of(present))
+        self.pages = pages_of(present)
         pages.hold(self.pages)
 
     def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:

@@ -6,7 +6,7 @@ Does not own: the decisions (`topic`).
 
 from __future__ import annotations
 
-from pyroaring import BitMap64
+from pyroaring import BitMap, BitMap64
 
 from daemon.core.positions import PageTable, pages_of
 
@@ -16,20 +16,21 @@ class StagedKeys:
 
     def __init__(self, pages: PageTable) -> None:
         self._pages = pages
-        self._held: set[int] = set()
+        self._held = BitMap()
         self.keys = BitMap64()
 
     def add(self, keys: BitMap64) -> None:
         # A bucket that is dropped before the decision is applied must not take their pages with it.
         fresh = pages_of(keys) - self._held
-        self._pages.hold(fresh)
-        self._held |= fresh
+        if fresh:
+            self._pages.hold(fresh)
+            self._held |= fresh
         self.keys |= keys
 
     def applied(self, keys: BitMap64) -> None:
         if not self._held:
             return
         self.keys -= keys
-        left = pages_of(self.keys)
-        self._pages.release(self._held - left)
-        self._held = left
+        held, self._held = self._held, pages_of(self.keys)
+        if left := held - self._held:
+            self._pages.release(left)

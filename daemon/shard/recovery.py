@@ -17,7 +17,7 @@ import concurrent.futures
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from pyroaring import BitMap64
+from pyroaring import BitMap, BitMap64
 
 from daemon.core import entitlement
 from daemon.core.bucket import GoneSet
@@ -217,7 +217,7 @@ def _quarantined_bucket(
     rows = None if metadata is None else pages.from_stored(metadata.positions)
     gone = pages.from_stored(bits.gone) if bits is not None else BitMap64()
     acknowledged = stored_progress.acknowledged_from_stored(pages, bits.acknowledged) if bits is not None else {}
-    named = pages_of(gone).union(*map(pages_of, acknowledged.values()), () if rows is None else pages_of(rows))
+    named = BitMap.union(*map(pages_of, (gone, *acknowledged.values(), *(() if rows is None else (rows,)))))
     restored = QuarantinedBucket(
         live,
         present=None if rows is None else rows - gone,

@@ -100,7 +100,7 @@ def _levels(pages: PageTable, levels: Iterable[tuple[int, int, BitMap64]]) -> tu
 
 def _by_index(pages: PageTable, keys: BitMap64) -> Iterator[tuple[int, BitMap64]]:
     """The keys of each index that the set has any of, by index id."""
-    ordinals = np.fromiter(pages_of(keys), np.uint64)
+    ordinals = np.array(pages_of(keys).to_array(), np.uint64)
     owners = np.unique(pages.places.owners(ordinals << np.uint64(PAGE_BITS)))
     if len(owners) < 2:
         yield from ((owner, keys) for owner in owners.tolist())

@@ -10,7 +10,7 @@ All of it is memory: what is in hand when the daemon ends is planned again.
 from __future__ import annotations
 
 import numpy as np
-from pyroaring import BitMap64
+from pyroaring import BitMap, BitMap64
 
 from daemon.core.in_flight import Mask
 from daemon.core.positions import PAGE_BITS, PagePlaces, PageTable, bitmap_of, contained, keys_of, pages_of
@@ -30,7 +30,7 @@ class PlannedPositions:
         self.keys = BitMap64()
         self.were_any = False
         self._pages = PageTable(places, owner=PLANNED_OWNER)
-        self._held_pages: set[int] = set()
+        self._held_pages = BitMap()
         self._pages_max = _PAGES_SLACK
         self._by_stream: dict[int, BitMap64] = {}
 
@@ -44,7 +44,7 @@ class PlannedPositions:
     def intern(self, ledger_id: U64, entry_id: U64) -> U64:
         """The keys of positions that are about to be planned."""
         keys = self._pages.intern(ledger_id, entry_id)
-        new = set(np.unique(keys >> np.uint64(PAGE_BITS)).tolist()) - self._held_pages
+        new = BitMap(np.unique(keys >> np.uint64(PAGE_BITS)).tolist()) - self._held_pages
         self._pages.hold(new)
         self._held_pages |= new
         return keys

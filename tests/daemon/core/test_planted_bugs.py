@@ -9,7 +9,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
-from pyroaring import BitMap64
+from pyroaring import BitMap, BitMap64
 
 from daemon.core import entitlement
 from daemon.core.acknowledgements import Acknowledging
@@ -185,11 +185,8 @@ def pages_of_staged_rows_leave_with_their_bucket(patch: pytest.MonkeyPatch) -> N
 
     def staged(self, batch, **arguments):  # type: ignore[no-untyped-def]
         result = stage_add(self, batch, **arguments)
-        for ordinal in self.index.staged._held:
-            self.index.pages._holders[ordinal] -= 1
-            if not self.index.pages._holders[ordinal]:
-                del self.index.pages._holders[ordinal]
-        self.index.staged._held = set()
+        self.index.pages.places.let_go(self.index.staged._held)
+        self.index.staged._held = BitMap()
         return result
 
     patch.setattr(Topic, "stage_add", staged)
@@ -264,7 +261,7 @@ def a_page_is_only_its_ledger(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         PageTable,
         "_keys",
-        lambda self, ledger, entry, of: keys(self, ledger, entry & np.uint64((1 << 32) - 1), of),
+        lambda self, ledger, entry, *of: keys(self, ledger, entry & np.uint64((1 << 32) - 1), *of),
     )
 
 

@@ -454,7 +454,7 @@ class RowMachine(RowInvariants):
         assert list(self.topic.core.indexes) == [0]
         index = self.topic.core.index
         assert not index.sealed
-        damaged = set().union(*(bucket.pages for bucket in index.quarantined.values()))
-        assert set(index.pages._ordinals.values()) == damaged, "pages are held of which nothing is left"
+        damaged = {page for bucket in index.quarantined.values() for page in bucket.pages}
+        assert set(index.pages._index.ordinals().tolist()) == damaged, "pages are held of which nothing is left"
         assert index.cache.rows == 0
         assert index.pending_rows == 0
