@@ -327,13 +327,12 @@ class _PageIndex:
 
     def find_all(self, ledger_id: U64, page: U64) -> Ordinals:
         """The ordinal of each; -1 where there is none."""
-        table = self._table
-        place = self._find_places(table, ledger_id, page)
-        return np.where(place < 0, -1, table.slots[place].astype(np.int64) - 1)
+        return self._find(ledger_id, page)[0]
 
-    def _find_places(self, table: _HashTable, ledger_id: U64, page: U64) -> Ordinals:
-        """Where each of the pages stands; -1 where it does not."""
-        found = np.full(len(ledger_id), -1)
+    def _find(self, ledger_id: U64, page: U64) -> tuple[Ordinals, Ordinals]:
+        """The ordinal of each of the pages, and its place in the table; -1 where there is none."""
+        table = self._table
+        found = np.full((2, len(ledger_id)), -1)
         place = table.first_places(ledger_id, page)
         asked = np.arange(len(ledger_id))
         while len(asked):
@@ -343,9 +342,9 @@ class _PageIndex:
             ordinal = np.where(held == _LEFT, 0, held.astype(np.int64) - 1)
             of_ledger, of_page = self._places.pages_of(ordinal)
             same = (of_ledger == ledger_id[asked]) & (of_page == page[asked]) & (held != _LEFT)
-            found[asked[same]] = place[same]
+            found[:, asked[same]] = ordinal[same], place[same]
             asked, place = asked[~same], place[~same] + 1 & table.mask
-        return found
+        return found[0], found[1]
 
     def add(self, ledger_id: int, page: int, ordinal: int) -> None:
         """Adds a page that is not known."""
@@ -363,7 +362,8 @@ class _PageIndex:
 
     def remove(self, ordinals: Ordinals) -> None:
         """Forgets pages that are known."""
-        self._table.slots[self._find_places(self._table, *self._places.pages_of(ordinals))] = _LEFT
+        _, place = self._find(*self._places.pages_of(ordinals))
+        self._table.slots[place] = _LEFT
         self._known -= len(ordinals)
 
     def _make_room(self, pages: int) -> None:
