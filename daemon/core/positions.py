@@ -361,8 +361,10 @@ class _PageIndex:
         self._table.put(ordinals, *self._places.pages_of(ordinals))
 
     def remove(self, ordinals: Ordinals) -> None:
-        """Forgets pages that are known."""
-        _, place = self._find(*self._places.pages_of(ordinals))
+        """Forgets pages. Raises InvariantViolated where one is not known."""
+        found, place = self._find(*self._places.pages_of(ordinals))
+        if not np.array_equal(found, ordinals):
+            raise InvariantViolated("a page is forgotten that is not known")
         self._table.slots[place] = _LEFT
         self._known -= len(ordinals)
 

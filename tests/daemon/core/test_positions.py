@@ -285,3 +285,13 @@ def test_a_page_that_is_not_held_cannot_be_let_go() -> None:
     ordinals = pages_of(bitmap_of(table.intern(*columns([(7, 1)]))))
     with pytest.raises(InvariantViolated, match="not held"):
         table.release(ordinals)
+
+
+def test_a_page_that_was_forgotten_cannot_be_forgotten_again() -> None:
+    table = PageTable()
+    ordinals = pages_of(bitmap_of(table.intern(*columns([(7, 1)]))))
+    table.forget_unheld(ordinals)
+    again = table.intern(*columns([(7, 1)]))
+    with pytest.raises(InvariantViolated, match="not known"):
+        table.forget_unheld(ordinals)
+    assert table.find(*columns([(7, 1)])).tolist() == again.tolist()
