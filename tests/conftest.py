@@ -1,5 +1,5 @@
 """What holds for every test: loopback only, no credentials of the machine, and the same examples for one commit; which
-part of the seeds and planted bugs a run has, and in which order its tests begin.
+part of the seeds, bounds and planted bugs a run has, and in which order its tests begin.
 
 And the fixture `spark`, which the tests of several folders share: one session for all tests of a process.
 """
@@ -30,8 +30,8 @@ from tests._support import forked, kinds, parts
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Of a test whose settings say nothing else: in a run of all parts, and in one of a part, which draws its own.
-EXAMPLES, EXAMPLES_OF_PART = 40, 20
+# Of a test whose settings say nothing else, in a run of all parts.
+EXAMPLES = 40
 
 
 def _register_gate(examples: int) -> None:
@@ -84,8 +84,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part",
         choices=[*map(str, parts.ALL), "all"],
-        help="the part of the seeds and planted bugs; by default the commit chooses it for a run of every test, and "
-        "one of some of them has all",
+        help="the part of the seeds, bounds and planted bugs; by default the commit chooses it for a run of every "
+        "test, and one of some of them has all",
     )
 
 
@@ -95,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.part = str(_part_of(config))
     parts.choose(parts.ALL if config.option.part == "all" else [int(config.option.part)])
     if parts.chosen() != parts.ALL:
-        _register_gate(EXAMPLES_OF_PART)
+        _register_gate(parts.examples(EXAMPLES))
 
 
 def _part_of(config: pytest.Config) -> int | str:
@@ -106,7 +106,7 @@ def _part_of(config: pytest.Config) -> int | str:
 
 def pytest_report_header(config: pytest.Config) -> str:
     which = "all" if config.option.part == "all" else f"part {config.option.part} of 0 to {parts.PARTS - 1}"
-    return f"seeds and planted bugs: {which}; --part=all has every one"
+    return f"seeds, bounds and planted bugs: {which}; --part=all has every one"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""Which part of the seeds and of the planted bugs a run has. The commit chooses it: a few commits in a row meet all.
+"""Which part of the seeds, bounds and planted bugs a run has. The commit chooses it: a few commits in a row meet all.
 
 Owns: the parts, the choice, and dividing by it. Does not own: the option and what is left out (`tests.conftest`).
 """
@@ -9,11 +9,13 @@ import subprocess
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
-PARTS = 8
+PARTS = 16
 ALL = tuple(range(PARTS))
 
 _chosen = ALL
@@ -42,6 +44,18 @@ def of_commit(repository: Path) -> int | None:
 def has(name: str, place: int) -> bool:
     """Whether a case of a test is in this run. `place`: among the cases of the test of that `name`."""
     return (zlib.crc32(name.encode()) + place) % PARTS in _chosen
+
+
+def first_and_rotating(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """For `parametrize`: each run has the first of the cases, and of the others those of its part."""
+    return [cases[0], *(pytest.param(*each, marks=pytest.mark.rotating) for each in cases[1:])]
+
+
+def examples(of_all: int) -> int:
+    """How many a test of Hypothesis draws in this process, where one that has all parts draws so many. Those of a part
+    are its own: the parts together draw more.
+    """
+    return of_all if _chosen == ALL else -(-of_all // 4)
 
 
 def seeds(count: int) -> list[range]:

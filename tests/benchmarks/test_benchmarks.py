@@ -1,4 +1,7 @@
-"""Each measurement in small: it runs, accounts for every row, and says what it compares with. No figure is judged."""
+"""Each measurement in small: it runs, accounts for every row, and says what it compares with. No figure is judged.
+
+A run of every test has at most one of the dear ones, by its part; a run of this folder has all.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,11 @@ from examples import processes
 from tests._support.processes import child, run_child
 from tests.brokers import redis_server
 
+# Those that take seconds of a core even in small: each is in one run of sixteen.
+DEAR = {
+    *("compaction", "deletions", "fair", "keys", "life", "positions", "retention", "service", "stored", "takeover"),
+    *("tls", "topics"),
+}
 WITH_REDIS = ["add", "drain", "memory", "relays", "restart", "stored"]
 needs_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
 
@@ -57,7 +65,10 @@ def names(document: dict[str, Any]) -> list[str]:
     return [figure["name"] for result in document["results"] for figure in result["figures"]]
 
 
-@pytest.mark.parametrize("measurement", MEASUREMENTS)
+@pytest.mark.parametrize(
+    "measurement",
+    [pytest.param(name, marks=[pytest.mark.rotating] if name in DEAR else []) for name in MEASUREMENTS],
+)
 def test_a_measurement_accounts_for_every_row(measurement: str, tmp_path: Path) -> None:
     document = measure(tmp_path, measurement)
     (result,) = document["results"]
@@ -69,6 +80,10 @@ def test_a_measurement_accounts_for_every_row(measurement: str, tmp_path: Path) 
         assert any(name.startswith("tarry") for name in names(document))
         assert any("redis" in name for name in names(document))
         assert workbench.MISSING not in result["notes"]
+
+
+def test_the_dear_measurements_are_measurements() -> None:
+    assert MEASUREMENTS.keys() > DEAR
 
 
 @needs_redis

@@ -25,6 +25,7 @@ def system(beginning: State, *bugs: str) -> System:
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
 def test_nothing_in_use_is_deleted_and_nothing_deletable_is_without_a_record(beginning: State) -> None:
     explored = exploration.explore(system(beginning), STATES_MAX)

@@ -146,7 +146,7 @@ BUCKETS = Section(
         here(
             "testMergeSupportsSmallMaxNumBuckets",
             MERGES + "test_limits_of_one_two_and_three_buckets_are_kept_and_each_row_comes_once",
-            ENGINE + "test_merging:test_500_buckets_of_one_row_a_year_away_end_at_the_limit",
+            ENGINE + "test_merging:test_buckets_of_one_row_a_year_away_end_at_the_limit",
         ),
         here(
             "testTrimRemovesOrphanedBuckets",

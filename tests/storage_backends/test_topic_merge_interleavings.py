@@ -32,6 +32,7 @@ from storage_backends.topic_manifest import (
     SetSubscriptions,
 )
 from storage_backends.topic_merge import Merge, adjacent_order
+from tests._support import parts
 from tests.planted import registry
 from tests.storage_backends._support import interleavings
 from tests.storage_backends._support.interleavings import Bounds, Broken, Choices, Run, SteppedStore
@@ -287,18 +288,19 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize(("does", "merges"), ORDERS)
+@pytest.mark.parametrize(("does", "merges"), parts.first_and_rotating(ORDERS))
 def test_in_every_order_of_owner_and_mergers_no_row_is_lost_or_held_twice(does: str, merges: str) -> None:
     bounds = Bounds(preemptions=2, lost_puts=0, collections=0)
     assert explore(bounds, OWNERS[does], MERGERS[merges], collect=False) > 50
 
 
-@pytest.mark.parametrize("does", ["seals", "deletes the topic"])
+@pytest.mark.parametrize("does", ["seals", pytest.param("deletes the topic", marks=pytest.mark.rotating)])
 def test_in_every_order_of_owner_merger_and_collector_nothing_live_is_collected(does: str) -> None:
     bounds = Bounds(preemptions=2, lost_puts=0, collections=0)
     assert explore(bounds, OWNERS[does], MERGERS["first two and all"][:1], collect=True) > 50
 
 
+@pytest.mark.rotating
 def test_in_every_order_with_a_lost_answer_a_merge_is_applied_once() -> None:
     bounds = Bounds(preemptions=1, lost_puts=1, collections=0)
     assert explore(bounds, OWNERS["seals and drops"], MERGERS["first two and all"][1:], collect=False) > 50

@@ -1,4 +1,4 @@
-"""A topic manifest, and a shard manifest, that a writer with a bug wrote, under a real daemon with a hundred topics:
+"""A topic manifest, and a shard manifest, that a writer with a bug wrote, under a real daemon with forty topics:
 the topic and the shard are refused by name until the objects are mended, and no stream of another topic breaks.
 """
 
@@ -25,7 +25,7 @@ from tests.wire._support.listening import PATIENCE_S, Listener, shared
 from tests.wire._support.traffic import CHANNEL_OPTIONS
 
 SHARDS = 4
-TOPICS = [f"topic-{number}" for number in range(100)]
+TOPICS = [f"topic-{number}" for number in range(40)]
 DAMAGED_SHARD = 2
 DAMAGED_TOPIC = next(topic for topic in TOPICS if names.shard_of(topic, SHARDS) != DAMAGED_SHARD)
 ROWS = 3

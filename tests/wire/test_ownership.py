@@ -130,7 +130,7 @@ def test_a_paused_owner_that_was_superseded_is_fenced_and_answers_nothing_as_dur
     def due(rng: random.Random, base_ms: int) -> int:
         return base_ms + rng.randint(0, 20_000)
 
-    pace: dict[str, Any] = {"due": due, "pause_s": 0.1, "timeout_s": traffic.PATIENCE_S}
+    pace: dict[str, Any] = {"due": due, "rows_max": 10, "pause_s": 0.1, "timeout_s": traffic.PATIENCE_S}
     sender = traffic.Sender(owner.address, "topic", history, rng=random.Random(1), **pace)
     receiver = traffic.Receiver(owner.address, "topic", history, rng=random.Random(2), reopen=False)
     for caller in (sender, receiver):

@@ -15,6 +15,7 @@ from pyroaring import BitMap64
 from daemon.core.histogram import BARS, Bars, round_width_ms
 from daemon.core.scan import LAST_MS, Asked, Place
 from daemon.core.trimming import LedgerRanges
+from tests._support import parts
 from tests.daemon.core._support.viewed_topic import Row, ViewedTopic, places_of
 
 NOW_MS = 1_000_000
@@ -135,7 +136,7 @@ def put_many(topic: ViewedTopic, index_id: int, count: int, *, seed: int, span_m
 SEEDS = st.integers(0, 2**64)
 
 
-@settings(max_examples=60)
+@settings(max_examples=parts.examples(60))
 @given(SEEDS)
 def test_a_page_is_what_a_list_of_all_rows_gives(seed: int) -> None:
     life = Life(seed)
@@ -151,7 +152,7 @@ def test_a_page_is_what_a_list_of_all_rows_gives(seed: int) -> None:
             assert list(itertools.chain(*map(places_of, life.topic.pages(asked, limit)))) == wanted
 
 
-@settings(max_examples=60)
+@settings(max_examples=parts.examples(60))
 @given(SEEDS)
 def test_a_histogram_is_what_counting_each_row_gives(seed: int) -> None:
     life = Life(seed, rows_max=2)

@@ -98,7 +98,7 @@ async def settle_and_check(client: Client, successor: Daemon) -> None:
 
 
 @pytest.mark.parametrize("successor_id", ["one", "two"])
-@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("nth", [1, pytest.param(3, marks=pytest.mark.rotating)])
 @pytest.mark.parametrize("name", WRITING)
 async def test_a_crash_between_two_durable_steps_loses_nothing_that_was_answered(
     machines: EngineFixture, name: str, nth: int, successor_id: str
@@ -113,7 +113,7 @@ async def test_a_crash_between_two_durable_steps_loses_nothing_that_was_answered
     await settle_and_check(client, await machines.served_by(successor_id, *SETTINGS))
 
 
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("nth", [1, pytest.param(2, marks=pytest.mark.rotating)])
 @pytest.mark.parametrize("name", WRITING)
 async def test_a_daemon_that_pauses_is_superseded_and_answers_nothing_when_it_goes_on(
     machines: EngineFixture, name: str, nth: int
@@ -142,7 +142,7 @@ async def test_a_daemon_that_pauses_is_superseded_and_answers_nothing_when_it_go
     assert second.engine.health.serving
 
 
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("nth", [1, pytest.param(2, marks=pytest.mark.rotating)])
 @pytest.mark.parametrize("name", WRITING)
 async def test_a_lost_answer_changes_nothing_for_those_who_are_served(
     machines: EngineFixture, name: str, nth: int

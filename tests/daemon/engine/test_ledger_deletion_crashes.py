@@ -56,7 +56,9 @@ CONFIRMED_S = 15.0
 
 
 def cases() -> Iterator[object]:
-    """Every point at every place, of one component after the other; and, in long runs, of each."""
+    """Every point in a directory, of one component after the other; at the other places by part, and, in long runs, of
+    each component.
+    """
     tried = [
         (point, place)
         for point, place in itertools.product((*DELETING, *WRITING), PLACES)
@@ -65,8 +67,9 @@ def cases() -> Iterator[object]:
     for turn, (point, place) in enumerate(tried):
         for component, nth in itertools.product(LedgerComponent, NTH):
             short = (component, nth) == (list(LedgerComponent)[turn % 3], NTH[turn % 2])
-            name = f"{point}-{nth}-{place}-{component.name}"
-            yield pytest.param(point, nth, place, component, marks=() if short else (pytest.mark.long,), id=name)
+            by_part = () if place == "directory" else (pytest.mark.rotating,)
+            marks = by_part if short else (pytest.mark.long,)
+            yield pytest.param(point, nth, place, component, marks=marks, id=f"{point}-{nth}-{place}-{component.name}")
 
 
 CASES = pytest.mark.parametrize(("point", "nth", "place", "component"), tuple(cases()), indirect=["place"])

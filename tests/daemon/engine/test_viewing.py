@@ -34,7 +34,7 @@ SMALL = (
     "bucket.min_indexes_per_bucket_snapshot_segment=0",
 )
 NOTHING_AHEAD = ("delivery.lookahead_ms=0",)
-FAR_MS = 3_000_000
+FAR_MS = 300_000
 Shown = tuple[int, int, int]
 """deliver_at_ms, ledger, entry"""
 

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from storage_backends.formats import bucket_format
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
+from tests._support import parts
 from tests.storage_backends.formats._support import examples
 
 PIP195 = Path(__file__).parent / "pip195"
@@ -65,7 +66,7 @@ def below_2_to_the_32(rows: Rows) -> Rows:
 
 
 @given(examples.rows(min_size=1).map(below_2_to_the_32))
-@settings(max_examples=50)
+@settings(max_examples=parts.examples(50))
 def test_a_reader_of_the_pip_sees_every_row_of_a_compatible_bucket_in_order(rows: Rows) -> None:
     _, segments = read(rows, compatible=True)
     seen = [(index.timestamp, index.ledger_id, index.entry_id) for part in segments for index in part.indexes]
@@ -73,7 +74,7 @@ def test_a_reader_of_the_pip_sees_every_row_of_a_compatible_bucket_in_order(rows
 
 
 @given(examples.rows(min_size=1).map(below_2_to_the_32))
-@settings(max_examples=50)
+@settings(max_examples=parts.examples(50))
 def test_a_reader_of_the_pip_finds_times_and_positions_of_each_segment_in_the_metadata(rows: Rows) -> None:
     metadata, segments = read(rows, compatible=True)
     assert len(metadata.metadata_list) == len(segments)

@@ -21,7 +21,7 @@ from storage_backends.formats.manifest import (
 from storage_backends.formats.merge import Merged, NotConserved, Source
 from storage_backends.formats.position_bitmap import PositionBitmap, PositionSet
 from storage_backends.formats.row_columns import Rows, row_hash
-from tests._support import state_machines
+from tests._support import parts, state_machines
 from tests.storage_backends.formats._support import examples
 
 Position = tuple[int, int]
@@ -84,7 +84,7 @@ def distinct(rows: Rows) -> Rows:
     return rows.take(np.sort(first))
 
 
-@settings(max_examples=150)
+@settings(max_examples=parts.examples(150))
 @given(examples.rows(min_size=1), st.data())
 def test_what_goes_into_a_merge_is_what_comes_out_and_what_is_dropped_together(rows: Rows, data: st.DataObject) -> None:
     rows = distinct(rows)

@@ -33,6 +33,7 @@ from storage_backends.formats.slot_format import (
     SlotHeader,
     WaiveRecord,
 )
+from tests._support import parts
 from tests.storage_backends.formats._support import examples
 from tests.storage_backends.formats._support.examples import detail, plain
 
@@ -472,7 +473,7 @@ def test_rows_counts_the_rows_that_the_records_name(some: list[Record]) -> None:
     assert builder.rows == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=parts.examples(60))
 @given(st.lists(st.tuples(st.sampled_from(["run", "array", "dense"]), st.integers(0, 65_535)), min_size=1, max_size=5))
 def test_size_bytes_holds_for_the_union_of_bitmaps_of_any_containers(parts: list[tuple[str, int]]) -> None:
     shapes = {"run": np.arange(60_000), "array": np.arange(0, 65_536, 17), "dense": np.arange(0, 65_536, 3)}
