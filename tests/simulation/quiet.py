@@ -16,6 +16,7 @@ from daemon.core.bucket import Bucket
 from daemon.core.positions import keys_of
 from daemon.core.topic import Topic
 from daemon.errors import Corruption
+from daemon.topic.served_topic import ServedTopic
 from storage_backends.formats.index_ids import subscription_of
 from storage_backends.formats.row_columns import U32, Rows
 from tests._support.engine_fixture import Daemon
@@ -53,9 +54,7 @@ async def compare(daemon: Daemon, oracle: Oracle, history: History) -> None:
 
 
 async def _compare(daemon: Daemon, truth: TopicTruth, oracle: Oracle, history: History) -> None:
-    served = next(
-        (shard.topics[truth.name].served for shard in daemon.shards.values() if truth.name in shard.topics), None
-    )
+    served = _served(daemon, truth)
     if served is None and not truth.rows and not truth.subscriptions:
         # A birth that nobody was told of: whoever asks for it next finds it.
         return
@@ -63,11 +62,14 @@ async def _compare(daemon: Daemon, truth: TopicTruth, oracle: Oracle, history: H
         history.breach(f"topic {truth.name} is not served by {daemon.name}")
         return
     deadline_s = daemon.elapsed_s() + SETTLED_AFTER_S
-    while late := _due_and_not_passed(daemon, truth, served.core):
+    while served is None or (late := _due_and_not_passed(daemon, truth, served.core)):
         if daemon.elapsed_s() > deadline_s:
-            history.breach(f"topic {truth.name}: {late} is due and was not passed in {SETTLED_AFTER_S:.0f} s")
+            what = "is served no longer" if served is None else f"{late} is due and was not passed"
+            history.breach(f"topic {truth.name}: {what} in {SETTLED_AFTER_S:.0f} s")
             return
         await asyncio.sleep(0.5)
+        # The shard may be lost meanwhile, and taken again: then the topic is another one.
+        served = _served(daemon, truth)
     # A time-out may be deciding.
     shard = daemon.shards[served.shard.number]
     await daemon.until(lambda: oracle.last_slot(shard.number) <= shard.applied_slot)
@@ -87,6 +89,13 @@ async def _compare(daemon: Daemon, truth: TopicTruth, oracle: Oracle, history: H
         history.breach(f"topic {truth.name}: stats say {stats.pending} pending rows")
 
 
+def _served(daemon: Daemon, truth: TopicTruth) -> ServedTopic | None:
+    """The topic as the daemon serves it now."""
+    return next(
+        (shard.topics[truth.name].served for shard in daemon.shards.values() if truth.name in shard.topics), None
+    )
+
+
 def _breach(history: History, topic: str, text: str) -> None:
     history.breach(f"topic {topic}: {text}")
 
@@ -97,9 +106,7 @@ async def _compare_views(daemon: Daemon, truth: TopicTruth, oracle: Oracle, hist
     What counts as due is what was passed, a moment later than it is due. Whoever looks does not stop the timer: what is
     passed meanwhile may be shown as either.
     """
-    served = next(
-        (shard.topics[truth.name].served for shard in daemon.shards.values() if truth.name in shard.topics), None
-    )
+    served = _served(daemon, truth)
     if served is None:
         return
     requests = daemon.engine.requests
