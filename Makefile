@@ -10,7 +10,7 @@ STORE ?= local
 SEEDS ?= 1000
 FIRST ?= 0
 JOBS ?= 2
-# Processes that share the tests: two more than there are cores, since two of them begin with tests that wait for most of
+# Processes that share the tests: two more than there are cores, since three of them begin with tests that wait for most of
 # their time.
 TESTS_AT_ONCE ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # Else each process compiles all that it imports, and rewrites the asserts of all tests, anew.

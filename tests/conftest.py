@@ -52,10 +52,10 @@ NO_CONSTANTS = Constants()
 # Objects that come and stay before the young ones are looked through for cycles.
 YOUNG_OBJECTS_MAX = 10_000
 
-# Where tests begin processes of their own.
+# Where tests begin processes of their own and wait for them: for two of the workers.
 LONG = (
-    *("benchmarks/", "client/cli/test_real", "client/conformance/test_real", "compaction/test_", "peers/test_many"),
-    "relay/brokers/",
+    ("benchmarks/", "client/cli/test_real", "client/conformance/test_real", "peers/test_many"),
+    ("compaction/test_", "relay/brokers/"),
 )
 
 
@@ -145,16 +145,17 @@ def _long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item
     rest = collections.deque[pytest.Item]()
     for item in items:
         name = item.nodeid.removeprefix("tests/")
+        share = next((number for number, names in enumerate(LONG, 1) if name.startswith(names)), None)
         if name.startswith("wire/") or "spark" in getattr(item, "fixturenames", ()):
             first[0].append(item)
-        elif name.startswith(LONG):
-            first[1 % workers].append(item)
+        elif share is not None:
+            first[share % workers].append(item)
         else:
             rest.append(item)
     first[0].sort(key=lambda item: not item.nodeid.startswith("tests/wire/"))
     ordered: list[pytest.Item] = []
-    for number, share in enumerate(first):
-        ordered += share
+    for number, long_ones in enumerate(first):
+        ordered += long_ones
         # A worker has as many tests as another one, at first.
         while rest and len(ordered) < len(items) * (number + 1) // workers:
             ordered.append(rest.popleft())
