@@ -25,7 +25,7 @@ from daemon.core.bucket_counts import BucketCounts
 from daemon.core.level_rows import LevelRows
 from daemon.core.merging import MergedBucket
 from daemon.core.mutable_bucket import MutableBucket, MutableRows
-from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained, firsts, pages_of
+from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained, firsts, ordinals_of, pages_of
 from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.runs import SortedRun
 from daemon.core.sealed_bucket import SealedBucket
@@ -91,8 +91,7 @@ class Index:
         self.staged = StagedKeys(pages)
         self.acknowledging_lost = BitMap64()
         self.sealed: dict[str, SealedBucket] = {}
-        # The sealed buckets that have rows of a page, by its ordinal.
-        # By the ordinals of their pages, so many neighbours together: a page by itself may have one row.
+        # The sealed buckets that have rows of neighbouring pages, by block: a page by itself may have one row.
         self._of_block: dict[int, list[SealedBucket]] = {}
         self.quarantined: dict[str, QuarantinedBucket] = {}
         self.sealing: list[MutableBucket] = []
@@ -483,6 +482,5 @@ class Index:
 
 def _blocks_of(pages: BitMap) -> list[int]:
     """The blocks that the pages, by their ordinals, are of."""
-    ordinals = np.array(pages.to_array(), np.uint32)
-    blocks: list[int] = np.unique(ordinals >> np.uint32(_BLOCK_BITS)).tolist()
+    blocks: list[int] = np.unique(ordinals_of(pages) >> _BLOCK_BITS).tolist()
     return blocks

@@ -59,7 +59,7 @@ _BITSET_BYTES = 8192
 _PAGES_A_STEP = 1 << 16
 # Where a set has fewer rows a page, its pages are found in the column of its keys.
 _ROWS_A_PAGE = 64
-# Multipliers of a hash whose high bits count; the odd parts of the golden ratio's and another fraction.
+# Of a hash whose highest bits count: odd factors with bits in no order.
 _LEDGER_FACTOR, _PAGE_FACTOR = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 _HASH_BITS = 64
 _HASH_MASK = (1 << _HASH_BITS) - 1
@@ -246,11 +246,11 @@ class PagePlaces:
         return self._ledgers[ordinals], self._pages[ordinals]
 
     def hold(self, ordinals: BitMap) -> None:
-        self._holders[_listed(ordinals)] += np.uint32(1)
+        self._holders[ordinals_of(ordinals)] += np.uint32(1)
 
     def let_go(self, ordinals: BitMap) -> Ordinals:
         """Ends a hold of each; those that are held no longer. Raises InvariantViolated where one was not held."""
-        listed = _listed(ordinals)
+        listed = ordinals_of(ordinals)
         holders = self._holders[listed]
         if not holders.all():
             raise InvariantViolated("a page is let go that is not held")
@@ -260,7 +260,7 @@ class PagePlaces:
 
     def unheld(self, ordinals: BitMap) -> Ordinals:
         """Those that nothing holds."""
-        listed = _listed(ordinals)
+        listed = ordinals_of(ordinals)
         unheld: Ordinals = listed[self._holders[listed] == 0]
         return unheld
 
@@ -407,10 +407,6 @@ class _HashTable(NamedTuple):
             others = np.ones(len(ordinals), np.bool_)
             others[chosen] = False
             ordinals, place = ordinals[others], place[others] + 1 & self.mask
-
-
-def _listed(ordinals: BitMap) -> Ordinals:
-    return np.array(ordinals.to_array(), np.int64) if ordinals else np.empty(0, np.int64)
 
 
 class PageTable:
@@ -613,6 +609,11 @@ def _joined(pages: Mapping[int, bytes]) -> BitMap64:
         return BitMap64()
     body = b"".join(_PAGE_HEADER.pack(ordinal) + pages[ordinal] for ordinal in sorted(pages))
     return BitMap64.deserialize(_HEADER.pack(len(pages)) + body)
+
+
+def ordinals_of(pages: BitMap) -> Ordinals:
+    """The ordinals of the set, ascending."""
+    return np.array(pages.to_array(), np.int64)
 
 
 def pages_of(bitmap: BitMap64) -> BitMap:

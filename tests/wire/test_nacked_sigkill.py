@@ -58,6 +58,7 @@ def test_what_was_nacked_comes_back_at_its_time_and_with_its_count_though_the_da
     daemon = daemons.make("tarryd", SETTINGS | processes.local_store(tmp_path / "root"))
     daemon.start_serving()
     expected = {topic: expected_of(rng, thousands, delay_max_ms) for topic in TOPICS}
+    assert sum(map(len, expected.values())) == 9 * thousands * ROWS
     asyncio.run(through_a_kill(daemon, expected, tmp_path / "root"))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from pyroaring import BitMap, BitMap64
 
 from daemon.core.in_flight import Mask
-from daemon.core.positions import PAGE_BITS, PagePlaces, PageTable, bitmap_of, contained, keys_of, pages_of
+from daemon.core.positions import PagePlaces, PageTable, bitmap_of, contained, keys_of, pages_of
 from storage_backends.formats.index_ids import PLANNED_OWNER
 from storage_backends.formats.row_columns import U64
 
@@ -44,7 +44,7 @@ class PlannedPositions:
     def intern(self, ledger_id: U64, entry_id: U64) -> U64:
         """The keys of positions that are about to be planned."""
         keys = self._pages.intern(ledger_id, entry_id)
-        new = BitMap(np.unique(keys >> np.uint64(PAGE_BITS)).tolist()) - self._held_pages
+        new = pages_of(bitmap_of(keys)) - self._held_pages
         self._pages.hold(new)
         self._held_pages |= new
         return keys
