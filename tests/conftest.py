@@ -7,11 +7,14 @@ And the fixture `spark`, which the tests of several folders share: one session f
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
+import importlib
 import ipaddress
 import os
 import sys
+import warnings
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -110,13 +113,15 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Modules and tests, half a million objects, stay. Looking through them for cycles while they come, and again and
     again afterwards, would take longer than many tests.
     """
     if hypothesis.settings.get_current_profile_name() == "gate":
         providers._get_local_constants = lambda: NO_CONSTANTS
     gc.disable()
+    if session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        _import_in_own_order(*_worker(session.config))
     collected = yield
     gc.collect()
     gc.freeze()
@@ -125,14 +130,34 @@ def pytest_collection() -> Generator[None, object, object]:
     return collected
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def _worker(config: pytest.Config) -> tuple[int, int]:
+    """The number of this process among those that share the tests, and how many there are."""
+    told = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    return int(told["workerid"].removeprefix("gw")), told["workercount"]
+
+
+def _import_in_own_order(number: int, workers: int) -> None:
+    """Each worker begins elsewhere, so that it compiles a share of the modules and finds the others compiled."""
+    root = Path(__file__).parent
+    files = sorted(root.rglob("test_*.py"))
+    begin = len(files) * number // workers
+    for file in [*files[begin:], *files[:begin]]:
+        name = ".".join(file.relative_to(root.parent).with_suffix("").parts)
+        # What fails is imported again, and told, when tests are collected.
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            importlib.import_module(name)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     _leave_other_parts(config, items)
     for item in items:
         item.add_marker(kinds.kind_of(item.nodeid.removeprefix("tests/")))
         _draw_by_part(item)
-    workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
-    items[:] = _long_ones_first(items, workers)
+    yield
+    # Of what the options have left: by its number each worker has its share.
+    items[:] = _long_ones_first(items, _worker(config)[1])
 
 
 def _long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
