@@ -35,6 +35,8 @@ CALLERS = 256
 # A daemon that falls behind answers late.
 CALL_S = 600.0
 _OPENED = "opened"
+# What opens a stream is not due while it is measured.
+NOT_DUE_MS = 24 * 3_600_000
 # What is added at full speed: rows of a request, requests in flight, rows until it is looked whether it is enough. It
 # has a lower priority, so that clients that share a core do not count as the daemon's lateness.
 BULK_BATCH_ROWS, BULK_IN_FLIGHT, BULK_ROWS = 1_000, 16, 200_000
@@ -108,7 +110,7 @@ async def _add(address: str, load: Load, part: int, parent: Connection) -> None:
         if load.one_by_one:
             send = await _one_by_one(stack, address, answers, refusals)
         else:
-            send = await _in_batches(stack, address, answers)
+            send = await _in_batches(stack, address, load, part, answers)
         parent.send(_OPENED)
         began_s: float = await asyncio.to_thread(parent.recv)
         cpu_s = time.process_time()
@@ -140,21 +142,28 @@ class _Answers:
 _Send = Callable[[service_load.Request, NDArray[np.uint64]], Awaitable[None]]
 
 
-async def _in_batches(stack: contextlib.AsyncExitStack, address: str, answers: _Answers) -> _Send:
-    """A stream of adds for each topic. Leaving `stack` raises what a batch was refused for."""
+async def _in_batches(
+    stack: contextlib.AsyncExitStack, address: str, load: Load, part: int, answers: _Answers
+) -> _Send:
+    """A stream of adds for each topic, opened by a row that is not due in time. Leaving `stack` raises what a batch was
+    refused for.
+    """
     client = await stack.enter_async_context(tarry.aio.Client(address, timeout_s=CALL_S))
     streams: dict[str, tarry.aio.AddStream] = {}
+    opening = []
+    for request in load.opening(part):
+        stream = await stack.enter_async_context(client.add_stream(request.topic, in_flight=IN_FLIGHT))
+        streams[request.topic] = stream
+        opening.append(await stream.add(*service_load.positions(request.rows), delay_ms=[NOT_DUE_MS]))
+    await asyncio.gather(*opening)
 
     def note(rows: NDArray[np.int64], began_s: float, answer: asyncio.Future[tarry.AddResult]) -> None:
         if not answer.cancelled() and answer.exception() is None:
             answers.note(rows, began_s)
 
     async def send(request: service_load.Request, due_ms: NDArray[np.uint64]) -> None:
-        if (stream := streams.get(request.topic)) is None:
-            stream = await stack.enter_async_context(client.add_stream(request.topic, in_flight=IN_FLIGHT))
-            streams[request.topic] = stream
         began_s = time.perf_counter()
-        answer = await stream.add(*service_load.positions(request.rows), deliver_at_ms=due_ms)
+        answer = await streams[request.topic].add(*service_load.positions(request.rows), deliver_at_ms=due_ms)
         answer.add_done_callback(functools.partial(note, request.rows, began_s))
 
     return send

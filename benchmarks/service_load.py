@@ -83,6 +83,11 @@ class Load:
                     after_s = (step * self.topics + topic) * rows / self.rows_per_s
                     yield Request(after_s, topic_name(topic), of_topic)
 
+    def opening(self, part: int) -> Iterator[Request]:
+        """A row of each topic beyond all others, for the client with the number `part`."""
+        for topic in range(self.topics):
+            yield Request(0.0, topic_name(topic), np.array([self.rows + part * self.topics + topic]))
+
 
 def topic_name(number: int) -> str:
     return f"{NAME}-{number}"
