@@ -111,7 +111,7 @@ def owed_of(state: SubscriptionState, passed: Sequence[Passed]) -> tuple[list[Ke
             kept = kept.take(mask)
         if acknowledged and len(kept):
             kept = each.bucket.unacknowledged(kept, state.subscription_id)
-        complete = complete and len(kept) == len(each.rows)
+        complete = complete and (kept is each.rows or len(kept) == len(each.rows))
         owed.append(kept)
     return owed, complete
 

@@ -130,15 +130,16 @@ class InFlight:
 
         `elapsed_ms`: now, by a clock that never steps.
         """
-        if not len(rows):
+        count = len(rows)
+        if not count:
             return
         batch = _Batch(rows, dispatcher, elapsed_ms)
         if isinstance(dispatcher, int):
-            self._held[dispatcher] += len(rows)
+            self._held[dispatcher] += count
         else:
             for number, held_rows in _counted(dispatcher):
                 self._held[number] += held_rows
-        self._living += len(rows)
+        self._living += count
         self._batches[int(rows.keys[0])] = batch
         if self.watcher is not None:
             self.watcher.came(rows, batch.dispatchers)

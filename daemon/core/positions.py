@@ -161,7 +161,8 @@ class KeyedRows:
 
     @staticmethod
     def concat(parts: Sequence[KeyedRows]) -> KeyedRows:
-        parts = [part for part in parts if len(part)]
+        if len(parts) != 1:
+            parts = [part for part in parts if len(part)]
         if len(parts) == 1:
             return parts[0]
         keys = np.concatenate([part.keys for part in parts]) if parts else np.empty(0, np.uint64)

@@ -203,9 +203,9 @@ class SubscriptionState:
 
     def append_ready(self, rows: KeyedRows) -> None:
         """Rows that come behind all that is READY."""
-        if len(rows):
+        if count := len(rows):
             self._ready.append(rows)
-            self.ready_rows += len(rows)
+            self.ready_rows += count
 
     def counted(self, rows: KeyedRows) -> KeyedRows:
         """The rows with their redelivery counts."""
@@ -271,7 +271,7 @@ class SubscriptionState:
         `dispatcher`: the stream or the lease that holds them from now on, `elapsed_ms` by a clock that never steps.
         """
         parts: list[KeyedRows] = []
-        room = min(limit, self.available_rows)
+        count = room = min(limit, self.available_rows)
         if len(self._returned) and room:
             parts.append(self._returned.take(slice(0, room)))
             self._returned = self._returned.take(slice(room, None))
@@ -280,8 +280,8 @@ class SubscriptionState:
             parts.append(self._pop(self._redelivered or self._ready, room))
             room -= len(parts[-1])
         taken = KeyedRows.concat(parts)
-        if len(taken):
-            self.ready_rows -= len(taken)
+        if count:
+            self.ready_rows -= count
             self.in_flight.add(taken, dispatcher, elapsed_ms=elapsed_ms)
         return taken
 

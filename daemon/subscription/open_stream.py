@@ -212,12 +212,13 @@ class DispatchStream(OpenStream):
         except TopicFailed:
             # Which has ended the stream.
             return True
-        if len(rows):
-            self.permits -= len(rows)
+        count = len(rows)
+        if count:
+            self.permits -= count
             self.send(self._subscription.handed_out(rows))
         if not self.permits:
             self._subscription.line.leave(self)
-        return len(rows) < limit
+        return count < limit
 
     async def next_messages(self) -> HandedOut:
         """Waits for rows and permits, in line with whoever else waits for rows of the subscription.
