@@ -60,6 +60,7 @@ class SubscriptionState:
 
     def __init__(self, stored: Subscription, places: PagePlaces, *, ready_rows_max: int) -> None:
         self.stored = stored
+        self.subscription_id = stored.subscription_id
         self.properties: NamedValues = ()
         self.backlog = 0
         self.in_flight = InFlight()
@@ -83,10 +84,6 @@ class SubscriptionState:
         self._dispatchers: set[int] = set()
         # No row of the backlog that is neither READY nor in hand has a time before; None when there was none.
         self._unread_ms: int | None = None
-
-    @property
-    def subscription_id(self) -> int:
-        return self.stored.subscription_id
 
     @property
     def dispatchers(self) -> int:
