@@ -169,8 +169,10 @@ class Redelivering:
         if parts is not None and parts.staged.keys and parts.staged.keys.intersect(_parts_of(parts, positions)):
             return True
         staged = state.nacking | state.acknowledging if is_forwarded else state.nacking
+        if not staged and not is_forwarded:
+            return False
         serving = self._indexes.serving(state.subscription_id)
-        if not staged and not (is_forwarded and any(index.staged.keys for index in serving)):
+        if not staged and not any(index.staged.keys for index in serving):
             return False
         named = positions.with_entries()
         for index in serving:

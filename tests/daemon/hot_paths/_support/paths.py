@@ -137,7 +137,7 @@ LIMITS: Mapping[str, Counts] = {
     "topics_in_one_tick": Counts(calls=198, compiled=147, loop=16.5, tasks=0, store=0),
     "lanes_in_one_tick": Counts(calls=185, compiled=146, loop=5, tasks=0, store=0),
     "one_topic_in_a_tick": Counts(calls=209, compiled=153, loop=64.5, tasks=0, store=0),
-    "topics_acknowledged": Counts(calls=188, compiled=148, loop=65, tasks=0, store=0.05),
+    "topics_acknowledged": Counts(calls=184, compiled=148, loop=65, tasks=0, store=0.05),
 }
 PATHS: Mapping[str, Callable[[Served], Awaitable[Counts]]] = {
     path.__name__: path
