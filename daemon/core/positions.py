@@ -236,7 +236,11 @@ class PagePlaces:
 
     def owners(self, keys: U64) -> U64:
         """The owners of the tables that the keys are of."""
-        return self._owners[(keys >> _SHIFT).astype(np.int64)]
+        return self.owners_of((keys >> _SHIFT).astype(np.int64))
+
+    def owners_of(self, ordinals: Ordinals) -> U64:
+        """The owners of the tables that the pages are of."""
+        return self._owners[ordinals]
 
     def page_of(self, ordinal: int) -> tuple[int, int]:
         """(ledger id, page) of an ordinal."""

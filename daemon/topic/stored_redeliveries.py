@@ -19,7 +19,6 @@ from pyroaring import BitMap64
 from daemon.core.dead_letter_rows import DeadLetterRows, FrozenDeadLetters
 from daemon.core.nack_tracker import FrozenNacks
 from daemon.core.positions import (
-    PAGE_BITS,
     UNKNOWN_KEY,
     KeyedRows,
     PageTable,
@@ -109,8 +108,7 @@ def _levels(pages: PageTable, levels: Iterable[tuple[int, int, BitMap64]]) -> tu
 
 def _by_index(pages: PageTable, keys: BitMap64) -> Iterator[tuple[int, BitMap64]]:
     """The keys of each index that the set has any of, by index id."""
-    ordinals = ordinals_of(pages_of(keys)).astype(np.uint64)
-    owners = np.unique(pages.places.owners(ordinals << np.uint64(PAGE_BITS)))
+    owners = np.unique(pages.places.owners_of(ordinals_of(pages_of(keys))))
     if len(owners) < 2:
         yield from ((owner, keys) for owner in owners.tolist())
         return
