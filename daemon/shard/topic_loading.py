@@ -464,6 +464,9 @@ class TopicLoading:
         # While the claim is under way: what it finds is rarely another manifest.
         reads.begin(tip.manifest, recovery.counting_part(tip.manifest, tail))
         tip = self._commit(topic_log, topic_manifest.Claim(epoch=self._epoch), tip, just_read=True)
+        if tip.manifest.owner_epoch != self._epoch:
+            # The claim landed, and a successor has gone on behind it: what it has sealed is not lost here.
+            raise commit.Refused(f"owner epoch is {tip.manifest.owner_epoch}, not {self._epoch}", tip)
         if tip.manifest.deleted:
             # The former owner's last act, before the claim landed.
             return None

@@ -12,6 +12,7 @@ from storage_backends import bucket_reading, commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
 from tests.daemon.engine._support.calling import delete_topic
 
 FAR_MS = 3_600_000
@@ -139,6 +140,25 @@ async def test_a_commit_behind_the_listing_is_found_by_the_claim(machines: Engin
     await two.serving()
     assert machines.topic_tip("t").head.number == before + 1
     assert two.topic("t").settings.max_num_buckets == 7
+
+
+async def test_an_owner_that_was_superseded_behind_its_claim_calls_nothing_damaged(machines: EngineFixture) -> None:
+    await sealed(machines, {"t": FAR_MS})
+    two = machines.daemon("two")
+    claims = names.topic_manifest_prefix(0, names.topic_id("t"))
+    two.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part=claims)
+    held = two.pause("head", claims)
+    await two.start()
+    await held.reached()
+    two.suspend()
+    three = await machines.served_by("three")
+    await three.add("t", 2, range(3), delay_ms=FAR_MS)
+    await three.call(three.engine.requests.seal("t"))
+    two.resume()
+    held.release()
+    await two.until(lambda: "waiting for daemon three" in two.engine.health.reason)
+    assert not two.metrics.registry.get_sample_value("tarry_damage_found_total", {"kind": "topic"})
+    assert (await three.add("t", 2, range(3))).duplicates == 3
 
 
 async def test_a_topic_that_was_born_during_the_listing_is_found_when_it_is_loaded_again(
