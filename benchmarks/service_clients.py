@@ -35,6 +35,8 @@ CALLERS = 256
 # A daemon that falls behind answers late.
 CALL_S = 600.0
 _OPENED = "opened"
+# How a stream ends whose daemon was killed, the latter while something was being written to it.
+_OF_A_KILL = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 # What opens a stream is not due while it is measured.
 NOT_DUE_MS = 24 * 3_600_000
 # What is added at full speed: rows of a request, requests in flight, rows until it is looked whether it is enough. It
@@ -315,8 +317,7 @@ class Receiver:
                     case other:
                         raise RuntimeError(f"{topic}, {name}: {other}: {response}")
         except grpc.aio.AioRpcError as error:
-            # The daemon was killed.
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            if error.code() not in _OF_A_KILL:
                 raise
 
     async def _serve_joined(self, stub: Any) -> None:
@@ -338,8 +339,7 @@ class Receiver:
                 for each in responses.responses:
                     self._take_of_lane(each, joined)
         except grpc.aio.AioRpcError as error:
-            # The daemon was killed.
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            if error.code() not in _OF_A_KILL:
                 raise
         finally:
             sending.cancel()
