@@ -50,7 +50,7 @@ test: $(SYNCED) ## every test; ARGS goes to pytest
 	$(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal $(ARGS)
 
 .PHONY: test-long
-test-long: $(SYNCED) ## the same tests and those marked long, with a bigger budget: tens of minutes; ARGS goes to pytest
+test-long: $(SYNCED) ## the same tests and those marked long, with a bigger budget: an hour or two; ARGS goes to pytest
 	$(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal -m "long or not long" --part=all --hypothesis-profile=search --timeout=3600 $(ARGS)
 
 .PHONY: test-brokers
