@@ -515,7 +515,7 @@ MUTANTS = {
     'stale_heads':     ('main', 'FENCE with the heads of the listed slot, not of the one before it'),
     'bound_claims':    ('under', 'bound ignores own claims under way'),
     'bound_prev':      ('fence', 'bound by checkpoint instead of previous'),
-    'bound_owned':     ('release', 'bound counts only owned shards'),
+    'bound_owned':     ('release', 'bound counts only owned shards (harmless by itself: who does not own it any more has released it for certain)'),
     'bound_open':      ('release', 'bound counts only open ranges'),
     'bound_high':      ('tiny', 'the highest slot is deleted'),
     'fast_release,bound_owned': ('release', 'release keeps its ranges, bound counts only owned shards'),
