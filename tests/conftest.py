@@ -120,7 +120,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     if hypothesis.settings.get_current_profile_name() == "gate":
         providers._get_local_constants = lambda: NO_CONSTANTS
     gc.disable()
-    if session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+    if session.config.args_source is pytest.Config.ArgsSource.TESTPATHS and _has_tests(session.config):
         _import_in_own_order(*_worker(session.config))
     collected = yield
     gc.collect()
@@ -128,6 +128,11 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     gc.set_threshold(YOUNG_OBJECTS_MAX)
     gc.enable()
     return collected
+
+
+def _has_tests(config: pytest.Config) -> bool:
+    """Whether this process runs tests, and does not only share them out."""
+    return hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"
 
 
 def _worker(config: pytest.Config) -> tuple[int, int]:
