@@ -464,9 +464,6 @@ class TopicLoading:
         # While the claim is under way: what it finds is rarely another manifest.
         reads.begin(tip.manifest, recovery.counting_part(tip.manifest, tail))
         tip = self._commit(topic_log, topic_manifest.Claim(epoch=self._epoch), tip, just_read=True)
-        if tip.manifest.owner_epoch != self._epoch:
-            # The claim landed, and a successor has gone on behind it: what it has sealed is not lost here.
-            raise commit.Refused(f"owner epoch is {tip.manifest.owner_epoch}, not {self._epoch}", tip)
         if tip.manifest.deleted:
             # The former owner's last act, before the claim landed.
             return None
@@ -544,4 +541,8 @@ class TopicLoading:
         *,
         just_read: bool = False,
     ) -> commit.Tip[TopicManifest]:
-        return topic_commits.commit_once(self._environment, topic_log, operation, warm=tip, just_read=just_read)
+        landed = topic_commits.commit_once(self._environment, topic_log, operation, warm=tip, just_read=just_read)
+        if landed.manifest.owner_epoch != self._epoch:
+            # A successor has gone on behind it: what that one has sealed is not lost here.
+            raise commit.Refused(f"owner epoch is {landed.manifest.owner_epoch}, not {self._epoch}", landed)
+        return landed
