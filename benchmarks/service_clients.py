@@ -35,8 +35,6 @@ CALLERS = 256
 # A daemon that falls behind answers late.
 CALL_S = 600.0
 _OPENED = "opened"
-# How a stream ends whose daemon was killed, the latter while something was being written to it.
-_OF_A_KILL = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 # What opens a stream is not due while it is measured.
 NOT_DUE_MS = 24 * 3_600_000
 # What is added at full speed: rows of a request, requests in flight, rows until it is looked whether it is enough. It
@@ -317,7 +315,7 @@ class Receiver:
                     case other:
                         raise RuntimeError(f"{topic}, {name}: {other}: {response}")
         except grpc.aio.AioRpcError as error:
-            if error.code() not in _OF_A_KILL:
+            if not _is_of_a_kill(error):
                 raise
 
     async def _serve_joined(self, stub: Any) -> None:
@@ -339,7 +337,7 @@ class Receiver:
                 for each in responses.responses:
                     self._take_of_lane(each, joined)
         except grpc.aio.AioRpcError as error:
-            if error.code() not in _OF_A_KILL:
+            if not _is_of_a_kill(error):
                 raise
         finally:
             sending.cancel()
@@ -381,6 +379,11 @@ class Receiver:
         self._unopened -= 1
         if not self._unopened:
             self.opened.set()
+
+
+def _is_of_a_kill(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a stream ended as it does when the daemon is killed."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE or on_event_loop.is_failed_write(error.code(), error.details())
 
 
 class _JoinedAcknowledgements:

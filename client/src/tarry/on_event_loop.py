@@ -213,9 +213,14 @@ class _Answers(Generic[Response]):
         if self._failure is not None:
             return
         code, details = _at_once(call.code()), _at_once(call.details())
-        if code is grpc.StatusCode.INTERNAL and details == _WRITE_FAILED:
+        if is_failed_write(code, details):
             code = grpc.StatusCode.UNAVAILABLE
         self._failure = grpc.aio.AioRpcError(code, None, _at_once(call.trailing_metadata()), details)
+
+
+def is_failed_write(code: grpc.StatusCode, details: str | None) -> bool:
+    """Whether a status is gRPC's word for a stream that it could not write to, and not the daemon's."""
+    return code is grpc.StatusCode.INTERNAL and details == _WRITE_FAILED
 
 
 def _at_once(answer: Coroutine[Any, Any, T]) -> T:
