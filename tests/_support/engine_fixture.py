@@ -239,6 +239,10 @@ class Daemon(Process):
     def shards(self) -> dict[int, ServedShard]:
         return self.engine._shards
 
+    def damage_found(self, kind: str) -> float:
+        """How much of that kind it has found damaged."""
+        return self.metrics.registry.get_sample_value("tarry_damage_found_total", {"kind": kind}) or 0.0
+
     def topic(self, name: str) -> ServedTopic:
         return next(shard.topics[name].served for shard in self.shards.values() if name in shard.topics)
 

@@ -46,10 +46,6 @@ def alter_part(machines: EngineFixture, live: LiveBucket, part: str) -> None:
     alter(machines, live.object.name, middle / size)
 
 
-def damage_found(daemon: Daemon, kind: str) -> float:
-    return daemon.metrics.registry.get_sample_value("tarry_damage_found_total", {"kind": kind}) or 0.0
-
-
 # ---- buckets
 
 
@@ -104,7 +100,7 @@ async def test_a_bucket_with_a_damaged_head_is_quarantined_at_the_start_and_heal
     (live,) = quarantined(machines)
     assert live.object.name == first.object.name
     assert first.object.name in live.damage
-    assert damage_found(two, "bucket") == 1
+    assert two.damage_found("bucket") == 1
     assert any(first.object.name in each.getMessage() for each in caplog.records if each.levelno == logging.ERROR)
     await heals(machines, two, first)
 
@@ -291,7 +287,7 @@ async def check_that_only_the_shard_is_refused(machines: EngineFixture, damaged:
     for part in (f"shard {damaged}", *parts):
         assert part in str(refused.value)
     assert f"shard {damaged} is damaged" in two.engine.health.reason
-    assert damage_found(two, "shard") == 1
+    assert two.damage_found("shard") == 1
     written = machines.keys(f"shards/{damaged:02d}/")
     manifests = {shard: machines.keys(names.shard_manifest_prefix(shard)) for shard in others}
     await asyncio.sleep(10 * engine.DAMAGED_LOOK_S)
@@ -372,7 +368,7 @@ async def test_two_damaged_checkpoints_refuse_their_shard_alone(machines: Engine
     for reference in (tip.checkpoint, tip.previous_checkpoint):
         alter(machines, reference.object.name)
     two = await check_that_only_the_shard_is_refused(machines, 1, tip.previous_checkpoint.object.name)
-    assert damage_found(two, "checkpoint") >= 1
+    assert two.damage_found("checkpoint") >= 1
     alter(machines, tip.previous_checkpoint.object.name)
     await asyncio.sleep(engine.DAMAGED_LOOK_S + 1)
     await check_serves(two, range(SHARDS))
@@ -412,7 +408,7 @@ async def test_a_daemon_that_is_started_again_finds_that_slots_of_its_log_are_lo
         assert not two.engine.health.serving
         assert "the store has lost slots" in two.engine.health.reason
         assert (machines.keys("shards/"), machines.slots()) == written
-        assert damage_found(two, "shard") == SHARDS
+        assert two.damage_found("shard") == SHARDS
         two.kill()
     machines.store.put(lost, whole, metadata=metadata)
     await check_serves(await machines.served_by("one", *SEVERAL), range(SHARDS))

@@ -103,10 +103,6 @@ async def everything(daemon: Daemon, subscription: str = "s") -> Receiver:
     return receiver
 
 
-def damage_found(daemon: Daemon) -> float:
-    return daemon.metrics.registry.get_sample_value("tarry_damage_found_total", {"kind": "bucket"}) or 0.0
-
-
 def reads_merged_away(daemon: Daemon) -> float:
     return daemon.metrics.registry.get_sample_value("tarry_merged_away_reads_total") or 0.0
 
@@ -356,7 +352,7 @@ async def test_a_merge_while_a_takeover_is_loading_and_its_sources_are_deleted(m
     await two.serving()
     assert two.shards[0].epoch == epoch + 1, "the shard was not lost over it"
     assert served(two) == {merged.object.name}
-    assert damage_found(two) == 0
+    assert two.damage_found("bucket") == 0
     assert (await everything(two)).positions == BOTH - positions(1, [0, 1])
     assert not any(live.quarantined for live in other.tip().live)
 
@@ -382,7 +378,7 @@ async def test_a_merge_between_a_claim_and_the_reading_of_what_it_found(machines
     await two.serving()
     assert two.shards[0].epoch == epoch + 1, "the shard was not lost over it"
     assert served(two) == {merged.object.name}
-    assert damage_found(two) == 0
+    assert two.damage_found("bucket") == 0
     assert (await everything(two)).positions == BOTH | positions(3, range(20))
     assert not any(live.quarantined for live in other.tip().live)
 
@@ -425,7 +421,7 @@ async def test_a_bucket_that_was_merged_and_deleted_is_not_damaged_but_read_from
     assert not receiver.early
     assert served(one) == {merged.object.name}
     assert reads_merged_away(one) >= 1, "it was the read that told it"
-    assert damage_found(one) == 0
+    assert one.damage_found("bucket") == 0
     assert not any(live.quarantined for live in other.tip().live)
 
 

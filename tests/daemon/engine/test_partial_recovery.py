@@ -444,7 +444,7 @@ async def test_a_damaged_topic_that_was_mended_is_served_without_a_restart_and_c
     await asyncio.sleep(topic_loading.DAMAGED_LOOK_S + 1)
     assert (await two.add("bad", 1, range(5), delay_ms=FAR_MS)).duplicates == 3
     assert len([each for each in machines.keys(manifests_of("bad")) if each > key]) == 1
-    assert two.metrics.registry.get_sample_value("tarry_damage_found_total", {"kind": "topic"}) == 1
+    assert two.damage_found("topic") == 1
 
 
 async def test_a_topic_whose_manifests_are_gone_is_damaged_where_a_section_names_it(machines: EngineFixture) -> None:
