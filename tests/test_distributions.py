@@ -202,6 +202,12 @@ def test_every_distribution_needs_the_python_that_the_pages_name() -> None:
         assert set(said) == {OLDEST_PYTHON}, page
 
 
+def test_make_takes_no_system_python_that_is_too_old() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    (oldest,) = re.findall(r"sys\.version_info < \(([\d, ]+)\)", makefile)
+    assert oldest.replace(", ", ".") == OLDEST_PYTHON
+
+
 def test_the_image_and_the_archive_for_executors_get_each_package() -> None:
     packages = {path.name for path in packages_of_the_daemon_and_its_jobs()} | {"storage_backends"}
     copied = re.findall(r"^COPY (\w+) \1$", (REPOSITORY / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
