@@ -143,7 +143,7 @@ clean: ## remove what make brought or made
 	rm -rf .venv .tools dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(SYNCED): pyproject.toml client/pyproject.toml storage_backends/pyproject.toml uv.lock | $(UV)
+$(SYNCED): pyproject.toml client/pyproject.toml relay/pyproject.toml storage_backends/pyproject.toml uv.lock | $(UV)
 	$(UV) sync --locked --all-extras
 	@touch $@
 
