@@ -143,6 +143,7 @@ def test_the_relay_works_where_there_is_no_checkout(dist: Path, place: Path) -> 
     of_the_relay = installed(dist, place / "relay", BARE_PYTHON, "tarry-relay", "nats", "redis")
     version = project(REPOSITORY / "relay")["version"]
     assert of_the_relay.run("tarry-relay", "--version").stdout == f"tarry-relay, version {version}\n"
+    assert of_the_relay.run("tarry", "--version").stdout == f"tarry, version {version}\n"
     file = place / "relay.toml"
     for kind in ("nats", "redis"):
         url = f"{kind}://127.0.0.1:{free_port()}"
