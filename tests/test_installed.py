@@ -200,5 +200,6 @@ def test_the_page_installs_what_it_says(dist: Path, place: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     version = project(REPOSITORY)["version"]
     said = [f"tarryd {version}", f"tarry, version {version}", "<class 'tarry.threads.client.Client'>"]
+    said.append(f"tarry-relay, version {version}")
     assert [line for line in ended.stdout.splitlines() if line.startswith(("tarry", "<"))] == said
     assert ended.stdout.count("Usage: tarry-spark ") == 2
