@@ -28,7 +28,7 @@ from typing import Any
 
 CHECKOUT = Path.cwd()
 PACKAGES = {"daemon": "daemon", "storage_backends": "storage_backends", "client/src/tarry": "tarry"}
-GENERATED = ("_pb2.py", "_pb2_grpc.py")
+GENERATED = "_pb2.py"
 TOPIC = "trace"
 IDLE_S = 3.0
 
