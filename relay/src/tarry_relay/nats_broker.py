@@ -188,6 +188,8 @@ class NatsBroker:
 class NatsLog(port.FirstGeneration):
     """A stream by its sequence numbers."""
 
+    tells_limits = True
+
     def __init__(
         self, client: NatsClient, stream: str, broker: relay_settings.Nats, own_subjects: dict[str, Sequence[str]]
     ) -> None:
