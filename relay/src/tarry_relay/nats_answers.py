@@ -42,30 +42,20 @@ KNOWN: Final = {
     DENIED: _LIMIT,
     "10002": _LIMIT,  # resource limits exceeded for account
     "10023": _LIMIT,  # insufficient resources
-    "10028": _LIMIT,  # insufficient memory resources available
-    "10047": _LIMIT,  # insufficient storage resources available
     "10120": _LIMIT,  # no JetStream default or applicable tiered limit present
     "10167": _LIMIT,  # too many requests
     "10077 maximum bytes exceeded": _LIMIT,
     "10077 maximum messages exceeded": _LIMIT,
     "10077 maximum messages per subject exceeded": _LIMIT,
-    "10077 no space left on device": _LIMIT,
+    "10077 no space left on device": _LIMIT,  # newer servers answer nothing then
     # No stream has the subject.
     NO_STREAM: Meant(Meaning.NOT_NOW, Cause.MISSING),
     # A stream without a leader, or a server that starts or stops.
     NO_RESPONDERS: _NOT_NOW,
     NOT_CONNECTED: _NOT_NOW,
-    "10007": _NOT_NOW,  # JetStream cluster not assigned to this server
-    "10008": _NOT_NOW,  # JetStream system temporarily unavailable
-    "10009": _NOT_NOW,  # JetStream cluster can not handle request
-    "10035": _NOT_NOW,  # account not found
-    "10039": _NOT_NOW,  # JetStream not enabled for account
-    "10076": _NOT_NOW,  # JetStream not enabled
     "10077 store is closed": _NOT_NOW,
     "10077 snapshot in progress": _NOT_NOW,
     "10109": _NOT_NOW,  # invalid operation on sealed stream: another stream may get the subject
-    "10118": _NOT_NOW,  # stream is offline
-    "10194": _NOT_NOW,  # stream is offline, with the reason
     # It may have landed.
     LOST: _UNKNOWN,
     NOT_JETSTREAM: _UNKNOWN,

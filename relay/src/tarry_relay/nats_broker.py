@@ -149,7 +149,7 @@ class NatsBroker:
         except port.NotThere:
             return [_missing("retry", log.stream)]
         there = Finding("retry", Grade.OK, f"stream {log.stream}: exists")
-        return [there, *others, *nats_judgement.durability(f"stream {log.stream}", config)]
+        return [there, *others, *nats_judgement.durability(f"stream {log.stream}:", config)]
 
     async def _other_retry_readers(self, log: NatsLog) -> Sequence[Finding]:
         """Return a finding for each relay of another topic or subscription that reads this retry log."""

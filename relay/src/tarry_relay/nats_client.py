@@ -17,7 +17,7 @@ import itertools
 import json
 import re
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import nats.aio.client
@@ -31,6 +31,7 @@ from tarry_relay import nats_answers, nats_judgement, port, relay_settings
 from tarry_relay.nats_answers import Failed
 
 NO_RESPONDERS: Final = 503
+_BLANKS = (b" ", b"\t")
 _FIRST_LINE = b"NATS/1.0"
 _STATUS = re.compile(rb"NATS/1\.0[ \t]+(\d{3})(?!\d)[ \t]*([^\r\n]*)")
 _NATS_OWN = "nats-"
@@ -57,7 +58,7 @@ _RECONNECT_S = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Original:
-    """A message's bytes, but for the headers of NATS itself. Each field is a header's key and its lines."""
+    """A message's bytes, but for the headers of NATS itself. Each field is a header's key and its line."""
 
     first_line: bytes
     fields: tuple[tuple[str, bytes], ...]
@@ -65,7 +66,7 @@ class Original:
 
     @property
     def headers_size(self) -> int:
-        return len(self.first_line) + sum(len(lines) for _, lines in self.fields) + 4
+        return len(self.first_line) + sum(len(line) for _, line in self.fields) + 4
 
 
 def header_key(name: str) -> str:
@@ -76,29 +77,21 @@ def header_key(name: str) -> str:
 def message_of(block: bytes, data: bytes) -> port.Message:
     """Take apart a message as a stream has it. Never raises, whatever the bytes are."""
     first_line = _FIRST_LINE
-    fields: list[tuple[str, bytes]] = []
     lines = re.findall(rb"[^\n]*\n|[^\n]+$", block)
     if lines and lines[0].startswith(_FIRST_LINE):
         first_line = lines.pop(0).rstrip(b"\r\n")
-    for line in lines:
-        if not line.endswith(b"\n"):
-            line += b"\r\n"
-        if line.startswith((b" ", b"\t")) and fields:
-            # A continued line: some clients read it as a part of the value before.
-            fields[-1] = (fields[-1][0], fields[-1][1] + line)
-        else:
-            fields.append((_key_of(line), line))
-    while fields and not fields[-1][1].strip(b"\r\n"):
-        del fields[-1]
-    kept = tuple(field for field in fields if not field[0].startswith(_NATS_OWN))
+    while lines and not lines[-1].strip(b"\r\n"):
+        del lines[-1]
+    ended = [line if line.endswith(b"\n") else line + b"\r\n" for line in lines]
+    fields = _without([(_key_of(line), line) for line in ended], lambda key: key.startswith(_NATS_OWN))
     headers: dict[str, str] = {}
     repeated = set()
-    for key, text in kept:
+    for key, line in fields:
         if key in headers:
             repeated.add(key)
         elif key:
-            headers[key] = _value_of(text)
-    return port.Message(headers, Original(first_line, kept, data), frozenset(repeated))
+            headers[key] = line.partition(b":")[2].decode(errors="replace").strip()
+    return port.Message(headers, Original(first_line, tuple(fields), data), frozenset(repeated))
 
 
 def block_of(outgoing: port.Outgoing) -> bytes:
@@ -106,19 +99,29 @@ def block_of(outgoing: port.Outgoing) -> bytes:
     own = {**outgoing.own_headers, nats_judgement.ONCE_HEADER: outgoing.once_id}
     replaced = {header_key(name) for name in own}
     original = Original(_FIRST_LINE, (), b"") if outgoing.message is None else outgoing.message.body
-    kept = [line for key, line in original.fields if key not in replaced and not key.startswith(_RELAY_OWN)]
-    lines = [f"{name}: {text.translate(_LINE_ENDS).strip()}\r\n".encode(errors="replace") for name, text in own.items()]
-    return b"".join((original.first_line, b"\r\n", *lines, *kept, b"\r\n"))
+    kept = _without(original.fields, lambda key: key in replaced or key.startswith(_RELAY_OWN))
+    lines = [line for _, line in kept]
+    # A line that begins with a blank would go on with the relay's last header.
+    before = list(itertools.takewhile(lambda line: line.startswith(_BLANKS), lines))
+    text = [f"{name}: {value.translate(_LINE_ENDS).strip()}\r\n" for name, value in own.items()]
+    own_lines = [each.encode(errors="replace") for each in text]
+    return b"".join((original.first_line, b"\r\n", *before, *own_lines, *lines[len(before) :], b"\r\n"))
+
+
+def _without(fields: Iterable[tuple[str, bytes]], is_dropped: Callable[[str], bool]) -> list[tuple[str, bytes]]:
+    """Drop headers by their keys, and with each the lines that some clients read as going on with its value."""
+    kept = []
+    drops = False
+    for key, line in fields:
+        drops = is_dropped(key) or (drops and line.startswith(_BLANKS))
+        if not drops:
+            kept.append((key, line))
+    return kept
 
 
 def _key_of(line: bytes) -> str:
     name, colon, _ = line.partition(b":")
     return header_key(name.decode(errors="replace")) if colon else ""
-
-
-def _value_of(lines: bytes) -> str:
-    text = lines.partition(b":")[2].decode(errors="replace")
-    return " ".join(filter(None, (each.strip(" \t\r") for each in text.split("\n"))))
 
 
 # The connection.

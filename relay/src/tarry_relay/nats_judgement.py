@@ -120,7 +120,7 @@ def judge_source(stream: str, config: Mapping[str, Any]) -> Sequence[Finding]:
         found.append(Finding("rollup", Grade.WRONG, f"stream {stream}: allow_rollup_hdrs is on, so {goes}"))
     else:
         found.append(Finding("rollup", Grade.OK, f"stream {stream}: allow_rollup_hdrs is off"))
-    found += [_of_ttl(stream, config), _of_direct_get(stream, config), *durability(f"stream {stream}", config)]
+    found += [_of_ttl(stream, config), _of_direct_get(stream, config), *durability(f"stream {stream}:", config)]
     if config.get("sealed"):
         found.append(Finding("sealed", Grade.WARNING, f"stream {stream}: is sealed, so it takes no new messages"))
     if config.get("sources"):

