@@ -270,6 +270,13 @@ class _Connection(nats.aio.client.Client):
         if self._flush_queue is not None:  # Else `connect` has refused its arguments, and there is nothing to close.
             await super().close()
 
+    def release_senders(self) -> None:
+        """Let those go on who wait until a lost connection has taken what they send."""
+        while self._flush_queue is not None and not self._flush_queue.empty():
+            waiting = self._flush_queue.get_nowait()
+            if not waiting.done():
+                waiting.set_result(None)
+
     def abort(self) -> None:
         """Drop the socket with everything that is not sent: a server that is suspended takes nothing."""
         if (writer := getattr(self._transport, "_io_writer", None)) is not None:
@@ -392,6 +399,7 @@ class NatsClient:
             self._end()
 
     async def _disconnected(self) -> None:
+        self._connection.release_senders()
         if self._connection.is_closed:
             self._end()
             return
