@@ -496,26 +496,39 @@ class KafkaReader:
             return
         self._take_part()
         read: list[port.Read] = []
+        try:
+            self._take(read, rows_max, wait_s)
+        finally:
+            # Also if a call has failed after the first message.
+            if read:
+                self._hand_on(read)
+        self._asked_at_s = time.monotonic()
+        if not read and self._is_away:
+            self._consumer.list_topics(self._topic, timeout=self._timeout_s)
+            self._is_away = False
+        if not read:
+            self._hand_on(read)
+
+    def _take(self, read: list[port.Read], rows_max: int, wait_s: float) -> None:
+        """Add what comes. Raises NotThere, Unreachable, SessionOver for an error that comes first."""
         event = self._early.popleft() if self._early else self._wait_for_one(wait_s)
         while event is not None:
             if event.error() is not None and read:
                 self._early.append(event)
-                break
+                return
             if event.error() is not None:
                 self._look(event)
             elif (lane := self._lanes.get(event.partition())) is not None:
                 read.append(_read(event, lane))
             if len(read) >= rows_max:
-                break
+                return
             event = self._early.popleft() if self._early else self._consumer.poll(0)
-        self._asked_at_s = time.monotonic()
-        if read:
-            self._trouble = ""
-        elif self._is_away:
-            self._consumer.list_topics(self._topic, timeout=self._timeout_s)
-            self._is_away = False
+
+    def _hand_on(self, read: Sequence[port.Read]) -> None:
         lost, self._lost = self._lost, []
         self._held = port.Portion([each for each in read if self._lanes.get(each.ledger_id) == each.lane], lost)
+        if read:
+            self._trouble = ""
 
     def _wait_for_one(self, wait_s: float) -> Event | None:
         until_s = time.monotonic() + wait_s
