@@ -201,7 +201,7 @@ async def until_it_answers(opened: port.Broker) -> None:
 
 async def test_a_silent_broker_is_told_in_time_and_holds_up_no_end(topics: Topics) -> None:
     topics.publish(0, 2)
-    async with topics.opened(broker=", timeout_s = 2, confirm_s = 300") as opened:
+    async with topics.opened(broker=", timeout_s = 2, session_s = 300, confirm_s = 300") as opened:
         (first, second), _ = await read_all(opened.source, 2)
         await opened.must_answer()
         topics.server.stop()

@@ -66,12 +66,14 @@ class Topics:
     def settings(self, identity: str, broker: str, url: str, more: str) -> relay_settings.Settings:
         """Return the settings of a relay. `broker` is more of that table, `more` are other tables."""
         file = self._directory / f"{identity}.toml"
-        timeout = "" if "timeout_s" in broker else ", timeout_s = 10"
+        usual = "".join(
+            f", {each}" for each in ("timeout_s = 10", "session_s = 2") if each.partition(" ")[0] not in broker
+        )
         file.write_text(f"""
 relay = {{ topic = "orders", id = "{identity}" }}
 source = {{ name = "{self.source}", dead_letters = "{self.due}" }}
 targets = [{{ name = "{self.due}" }}]
-broker = {{ kind = "kafka", url = "{url}", session_s = 2, kept_bytes = 0 {timeout} {broker} }}
+broker = {{ kind = "kafka", url = "{url}", kept_bytes = 0 {usual} {broker} }}
 {more}
 """)
         return relay_settings.load(file)
