@@ -1,10 +1,10 @@
-"""The port between a relay and a broker. One adapter for each broker fills it: `kafka_broker`, `nats_broker`, `redis_broker`.
+"""The port between a relay and a broker. Each broker has an adapter that fills it.
 
 Positions are those that Tarry stores: ledger and entry. An adapter maps them to what its broker calls a message.
 
-Failures have three scopes. `Unreachable` passes: the relay repeats the call. `SessionOver` and `NotThere` end the session
-with the broker: the relay closes it and opens another one. Any other exception is a surprise. It ends the message that
-was handled, if there is one, or else the session; it never ends the process.
+Failures have three scopes. `Unreachable` passes: the relay repeats the call. `SessionOver` and `NotThere` end the
+session with the broker: the relay closes it and opens another one. Any other exception is a surprise. It ends the
+message that was handled, if there is one, or else the session; it never ends the process.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Portion:
 
     read: Sequence[Read] = ()
     lost_lanes: Sequence[Hashable] = ()
-    """Lanes that another relay reads from now on. The relay forgets what it has not committed of them before it takes in
-    `read`."""
+    """Lanes that another relay reads from now on. The relay forgets what it has not committed of them before it takes
+    in `read`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -232,6 +232,9 @@ class Reader(Protocol):
 
 class Log(Protocol):
     """The source, by positions."""
+
+    tells_limits: bool
+    """Whether the broker tells by which limits it drops messages. If not, only a message that is gone shows it."""
 
     async def generation(self) -> str:
         """Return a name that another log of this name, made after this one was deleted, does not have."""
