@@ -121,13 +121,13 @@ class RetentionGuard:
     async def run(self) -> None:
         """Look again and again. A look that fails for now is skipped. Raises NotThere if the source is another one."""
         while True:
-            await asyncio.sleep(self._settings.source.retention_every_s)
             try:
                 await self.look()
             except Exception as error:
                 if not daemon_answers.passes(error):
                     raise
                 log.warning("cannot judge the source now", extra={"error": str(error)})
+            await asyncio.sleep(self._settings.source.retention_every_s)
 
     async def cut(self) -> dict[int, int]:
         """Return the first entry that the source has, for each ledger of which entries that wait are gone."""
