@@ -77,7 +77,7 @@ async def run(world: World) -> None:
 
 @pytest.mark.parametrize("error", [SettingsError("broker.password_file"), None])
 async def test_what_is_wrong_at_start_ends_the_process(error: Exception | None, world: Callable[..., World]) -> None:
-    with pytest.raises((SettingsError, sessions.WrongEnds), match="password_file|work queue"):
+    with pytest.raises((SettingsError, sessions.WrongEnds), match=r"password_file|work queue"):
         await run(world(error or [STARTED, WRONG]))
 
 
