@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tarry_relay import port, relay_settings, sessions
+from tarry_relay.health import Health
 from tarry_relay.relay_metrics import RelayMetrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -127,7 +128,7 @@ def test_the_page_has_each_setting() -> None:
 
 
 def test_the_page_has_each_metric() -> None:
-    metrics = RelayMetrics()
+    metrics = RelayMetrics(Health())
     made = {each.name.removeprefix("tarry_relay") for each in metrics.registry.collect()}
     rows = [line for line in PAGE.splitlines() if line.startswith("| `tarry_relay_")]
     named = {each for row in rows for each in re.findall(r"`(?:tarry_relay)?(_\w+?)(?:_total)?(?:\{\w+\})?`", row)}

@@ -15,7 +15,7 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
-from tarry_relay import ends, port, relay_settings
+from tarry_relay import port, relay_settings, sessions
 from tests.brokers import kafka_server
 
 pytestmark = pytest.mark.long
@@ -71,7 +71,7 @@ broker = {{ kind = "kafka", url = "{url}", session_s = 2, kept_bytes = 0, timeou
     @contextlib.asynccontextmanager
     async def opened(self, identity: str = "one", broker: str = "", url: str = "") -> AsyncIterator[Any]:
         """The relay's side of it. `broker`: more of the file's table."""
-        async with ends.opened(self.settings(identity, broker, url or self.server.url)) as opened:
+        async with sessions.opened(self.settings(identity, broker, url or self.server.url)) as opened:
             yield opened.broker
 
     def publish(self, partition: int, rows: int) -> None:
