@@ -30,6 +30,7 @@ class _Target:
     rests_until_s: float = 0.0
     rest_s: float = 0.0
     """How long it rests after a failure; 0.0 if its last message was taken."""
+    rest_max_s: float = REST_MAX_S
     taken: int = 0
 
 
@@ -50,8 +51,25 @@ class Pacing:
         if state.per_s is not None:
             state.tokens -= given
         if given and state.rest_s:
-            state.rest_s = min(2 * state.rest_s, max(REST_MAX_S, state.rest_s))
+            state.rest_s = min(2 * state.rest_s, state.rest_max_s)
             state.rests_until_s = now_s + state.rest_s
+        return given
+
+    def takes_nothing(self, target: str, now_s: float) -> bool:
+        """Say whether nothing may go there now."""
+        return self._room(self._state(target, now_s), now_s) == 0
+
+    def is_failing(self, target: str) -> bool:
+        """Say whether it has not taken a message since it failed."""
+        found = self._targets.get(target)
+        return found is not None and found.rest_s > 0
+
+    def rest(self, target: str, now_s: float, *, is_missing: bool = False) -> float:
+        """Let a target that has failed rest; return until when. One that is missing may rest longer."""
+        state = self._state(target, now_s)
+        state.rest_max_s = MISSING_REST_MAX_S if is_missing else REST_MAX_S
+        state.rest_s = min(state.rest_s or REST_S, state.rest_max_s)
+        state.rests_until_s = now_s + state.rest_s
         return given
 
     def takes_nothing(self, target: str, now_s: float) -> bool:

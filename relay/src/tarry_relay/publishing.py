@@ -320,7 +320,7 @@ class Publishing:
             if target not in self._named:
                 self._missing.setdefault(target, now_s)
             self._passage.answer(item, Answer.AGAIN)
-            self._passage.rest_target(target, self._pacing.rest(target, now_s, is_missing=True))
+            self._passage.rest_target(target, self._pacing.rest(target, now_s, is_missing=target in self._missing))
         elif others_taken:
             trials.count += cause is not Cause.LIMIT
             if trials.count >= TRIALS_MAX and now_s - trials.first_s >= TRIALS_S:
