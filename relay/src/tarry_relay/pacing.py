@@ -70,25 +70,6 @@ class Pacing:
         state.rest_max_s = MISSING_REST_MAX_S if is_missing else REST_MAX_S
         state.rest_s = min(state.rest_s or REST_S, state.rest_max_s)
         state.rests_until_s = now_s + state.rest_s
-        return given
-
-    def takes_nothing(self, target: str, now_s: float) -> bool:
-        """Say whether nothing may go there now."""
-        return self._room(self._state(target, now_s), now_s) == 0
-
-    def is_failing(self, target: str) -> bool:
-        """Say whether it has not taken a message since it failed."""
-        found = self._targets.get(target)
-        return found is not None and found.rest_s > 0
-
-    def rest(self, target: str, now_s: float, *, is_missing: bool = False) -> float:
-        """Let a target that has failed rest; return until when. One that is missing rests longer each time."""
-        state = self._state(target, now_s)
-        if is_missing:
-            state.rest_s = min(2 * state.rest_s, MISSING_REST_MAX_S) or REST_S
-        else:
-            state.rest_s = min(state.rest_s, REST_MAX_S) or REST_S
-        state.rests_until_s = now_s + state.rest_s
         return state.rests_until_s
 
     def has_taken(self, target: str, now_s: float) -> None:
