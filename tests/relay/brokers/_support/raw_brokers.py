@@ -15,7 +15,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import confluent_kafka as kafka
@@ -31,6 +31,8 @@ LARGE = 1_048_576
 SMALL = 100_000
 """The limit of dead letters, of the retry log and of the target `out.small` (bytes)."""
 LIMITS = {SOURCE: LARGE, DUE: LARGE, "out.a": LARGE, "out.b": LARGE, "out.small": SMALL, DEAD: SMALL, RESULTS: SMALL}
+UNREADABLE = b"unreadable"
+"""Stands for all headers of a record of Kafka if the library cannot read the name of one."""
 _AT_ONCE = 200
 _BYTES_AT_ONCE = 400_000
 Each = TypeVar("Each")
@@ -60,10 +62,16 @@ class RawBroker(abc.ABC):
         """Close the connections."""
 
 
-def opened(broker: AnyBroker) -> RawBroker:
-    """Return raw access to a broker that serves."""
-    made: Mapping[str, Callable[[Any], RawBroker]] = {"nats": RawNats, "redis": RawRedis, "kafka": RawKafka}
-    return made[broker.kind](broker.server)
+@contextlib.asynccontextmanager
+async def opened(broker: AnyBroker) -> AsyncIterator[RawBroker]:
+    """Prepare a broker that serves, and give raw access to it."""
+    kinds: Mapping[str, Callable[[Any], RawBroker]] = {"nats": RawNats, "redis": RawRedis, "kafka": RawKafka}
+    raw = kinds[broker.kind](broker.server)
+    try:
+        await raw.prepare()
+        yield raw
+    finally:
+        await raw.close()
 
 
 def _portions(of: Iterable[Each], size: Callable[[Each], int]) -> Iterator[list[Each]]:
@@ -257,7 +265,7 @@ class RawKafka(RawBroker):
 
     def __init__(self, server: Any) -> None:
         self._server = server
-        self._next: dict[str, int] = {}
+        self._next: dict[tuple[str, int], int] = {}
 
     @functools.cached_property
     def _consumer(self) -> Any:
@@ -293,11 +301,11 @@ class RawKafka(RawBroker):
         return await asyncio.to_thread(self._publish, stream, messages)
 
     def _publish(self, stream: str, messages: Sequence[Raw]) -> list[Position]:
-        """To the partition that its number gives, if the stream has several."""
+        """Publish each to the partition that its number gives, if the topic has several."""
         found: dict[int, Position] = {}
         with socket.create_connection(("127.0.0.1", self._server.port), timeout=PATIENCE_S) as connection:
-            for partition in range(3):
-                rows = [row for row, each in enumerate(messages) if each.number % 3 == partition]
+            for partition in range(partitions := _partitions_of(stream)):
+                rows = [row for row, each in enumerate(messages) if each.number % partitions == partition]
                 for portion in _portions(rows, lambda row: messages[row].size):
                     batch = record_batch([messages[row] for row in portion])
                     first = _produce(connection, stream, partition, batch)
@@ -308,21 +316,24 @@ class RawKafka(RawBroker):
         return list(zip(ledgers.tolist(), entries.tolist(), strict=True))
 
     async def read(self, stream: str) -> list[Arrived]:
-        return await asyncio.to_thread(self._read, stream)
-
-    def _read(self, stream: str) -> list[Arrived]:
-        """Read a topic with one partition to its end."""
         found: list[Arrived] = []
-        next_offset = self._next.get(stream, 0)
+        for partition in range(_partitions_of(stream)):
+            found += await asyncio.to_thread(self._read, stream, partition)
+        return found
+
+    def _read(self, stream: str, partition: int) -> list[Arrived]:
+        """Read a partition to its end."""
+        found: list[Arrived] = []
+        next_offset = self._next.get((stream, partition), 0)
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
-            self._consumer.assign([kafka.TopicPartition(stream, 0, next_offset)])
+            self._consumer.assign([kafka.TopicPartition(stream, partition, next_offset)])
             while (message := self._consumer.poll(10.0)) is not None:
                 if message.error() is None:
                     found.append(_from_kafka(message))
                     next_offset = message.offset() + 1
                 elif message.error().code() == kafka.KafkaError._PARTITION_EOF:
-                    self._next[stream] = next_offset
+                    self._next[stream, partition] = next_offset
                     return found
                 else:
                     raise kafka.KafkaException(message.error())
@@ -335,8 +346,15 @@ class RawKafka(RawBroker):
         await asyncio.to_thread(self._consumer.close)
 
 
+def _partitions_of(stream: str) -> int:
+    return 3 if stream in (SOURCE, FAILED) else 1
+
+
 def _from_kafka(message: Any) -> Arrived:
-    fields = tuple((name.encode(), value) for name, value in message.headers() or ())
+    try:
+        fields = tuple((name.encode(), value) for name, value in message.headers() or ())
+    except (SystemError, UnicodeDecodeError):
+        fields = ((UNREADABLE, None),)
     return Arrived(message.topic(), message.timestamp()[1], fields, message.value())
 
 
