@@ -113,11 +113,15 @@ class Judgement:
 
     def take_dead_in_tarry(self, found: Iterable[tuple[Position, str]]) -> None:
         """Take all dead letters of Tarry that there are, by position and reason."""
-        for record in self._sent.values():
+        for record in self.records:
             record.dead_in_tarry.clear()
+        named = [each for each in self._returned.values() if each.message.named is not None]
         for position, reason in found:
             if position in self._sent:
                 self._sent[position].dead_in_tarry.append(reason)
+            elif by_id := [each for each in named if each.message.named == position]:
+                for each in by_id:
+                    each.dead_in_tarry.append(reason)
             else:
                 self._add_strange(f"dead letter of Tarry that was never sent: {position}, {reason[:_SHOWN]}")
 

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator, Mapping
 
-from tests.relay._support.raw_messages import Fields
+from tests.relay._support.raw_messages import Fields, Position
 
 BODY_FIELD = b"body"
 """The field of an entry of Redis that has the body."""
@@ -80,6 +80,8 @@ class Kind:
     """Whether no other headers may stand beside `fields`."""
     is_returned: bool = False
     """Whether it stands in the retry log, and not in the source."""
+    named: Position | None = None
+    """The position that its delivery id names, where nothing ever was: it may be a dead letter of Tarry there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -516,18 +518,16 @@ def _ids(traits: Traits) -> Iterator[Kind]:
         f"{ledger}-1-{2**64}-0",
         f"{ledger}-1-1000-{2**32}",
         f"{ledger}-5-1000-{2**32 - 1}",
-        f"{ledger}-{10**15}-1900000000000-0",
-        f"{ledger}-{2**63}-1900000000000-0",
-        f"{ledger}-{2**64 - 1}-1900000000000-0",
-        f"{2**64}-1-1000-0",
-        f"{2**32}-1-1000-0",
-        f"{2**64 - 1}-{2**64 - 1}-{2**64 - 1}-{2**32 - 2}",
-        "2-1-1000-0" if traits.is_nats else "77-1-1000-0",
+        *((f"{2**64}-1-1000-0", f"{2**32}-1-1000-0", "2-1-1000-0") if not traits.is_redis else ()),
         "\N{ARABIC-INDIC DIGIT ZERO}-1-1000-0",
         f"{ledger}-1-1000-0\0",
         "9" * 30_000,
     ):
         yield returned(repr(text[:50]), (name, text.encode()))
+    for place in _nothing_at(traits):
+        text = b"%d-%d-1900000000000-0" % place
+        kind = returned(f"where nothing ever was, {text!r}", (name, text))
+        yield dataclasses.replace(kind, verdict=_dead(".", when_read=False), named=place)
     yield returned("no UTF-8", (name, b"\xff\xfe"))
     yield returned("twice", (name, b"x"), (name, b"y"))
     yield returned("beside a status", (b"Status", b"503"), (name, b"x"))
@@ -537,6 +537,17 @@ def _ids(traits: Traits) -> Iterator[Kind]:
         yield returned("two cases", (name, b"x"), (b"TARRY-DELIVERY-ID", b"x"))
     if traits.is_kafka:
         yield returned("no value", (name, None))
+
+
+def _nothing_at(traits: Traits) -> Iterator[Position]:
+    """Yield positions that a message of the source could have, and none has."""
+    yield from ((traits.ledger, entry) for entry in (10**15, 2**62))
+    if traits.is_kafka:
+        yield 77, 1
+    else:
+        yield from ((traits.ledger, entry) for entry in (2**63, 2**64 - 1))
+    if traits.is_redis:
+        yield from ((77, 1), (2**32, 1), (2**64 - 1, 2**64 - 1))
 
 
 def _blocks() -> Iterator[Kind]:

@@ -20,7 +20,7 @@ from tests.relay._support.hostile_kinds import (
     Verdict,
     kinds_of,
 )
-from tests.relay._support.raw_messages import Fields, Raw
+from tests.relay._support.raw_messages import Fields, Position, Raw
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class HostileMessage:
     target: str
     not_before: tuple[int, int]
     is_returned: bool = False
+    named: Position | None = None
+    """See `Kind.named`."""
     fails: bool = False
     """Whether its consumer fails the first time, so that it must arrive again."""
 
@@ -90,7 +92,7 @@ class _Maker:
             return self._plain(number)
         if kind.is_returned:
             raw = self.raw(number, self._mixed(kind.fields), b"returned %d" % number)
-            return HostileMessage(kind.name, raw, kind.verdict, "", (0, 0), is_returned=True)
+            return HostileMessage(kind.name, raw, kind.verdict, "", (0, 0), is_returned=True, named=kind.named)
         fields = tuple((key, value and value.replace(b"%(number)d", b"%d" % number)) for key, value in kind.fields)
         target, not_before = kind.target, kind.not_before
         if kind.block is not None:

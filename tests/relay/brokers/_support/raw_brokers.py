@@ -136,7 +136,7 @@ class RawNats(RawBroker):
         return found
 
     async def streams(self) -> set[str]:
-        return set(LIMITS)
+        return set(LIMITS) - {SOURCE}
 
     async def close(self) -> None:
         if self._open is not None:
@@ -340,7 +340,7 @@ class RawKafka(RawBroker):
         raise TimeoutError(f"the end of {stream} was not reached")
 
     async def streams(self) -> set[str]:
-        return set(LIMITS)
+        return set(LIMITS) - {SOURCE}
 
     async def close(self) -> None:
         await asyncio.to_thread(self._consumer.close)
