@@ -524,6 +524,11 @@ def _ids(traits: Traits) -> Iterator[Kind]:
         "9" * 30_000,
     ):
         yield returned(repr(text[:50]), (name, text.encode()))
+    if not traits.is_redis:
+        # The first message of all, which had no time. In Redis its position is known to nobody before.
+        first = "0-0" if traits.is_kafka else "1-1"
+        for text in (f"{first}-1000-0", f"{first}-1900000000000-0", f"{first}.0-1000-0", f"{first}-1000-0-deadbeef"):
+            yield returned(f"of the first message, {text}", (name, text.encode()))
     for place in _nothing_at(traits):
         text = b"%d-%d-1900000000000-0" % place
         kind = returned(f"where nothing ever was, {text!r}", (name, text))
