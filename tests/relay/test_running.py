@@ -28,6 +28,7 @@ from tests.relay._support.listed import (
     TOO_LARGE,
     Daemon,
     Listed,
+    named,
     read,
     relayed,
     settings,
@@ -114,7 +115,7 @@ async def test_what_is_due_is_published_and_then_acknowledged() -> None:
     names = [tarry.DeliveryId(1, entry, None, 5_000, 0) for entry in range(3)]
     broker, daemon = Listed(), Daemon(due=names)
     await relayed(broker, daemon, lambda: len(daemon.acknowledged) == 3)
-    assert [each.own_headers["tarry-delivery-id"] for each in broker.published] == [str(name) for name in names]
+    assert [each.own_headers["tarry-delivery-id"] for each in broker.published] == [named(name) for name in names]
     assert [each.once_id for each in broker.published] == [f"orders@1:relay:{name}" for name in names]
 
 
@@ -205,7 +206,7 @@ async def test_a_nack_that_the_daemon_takes_for_early_is_repeated(monkeypatch: p
     monkeypatch.setattr(running, "_NOT_DUE_S", 0)
     now_ms = time.time_ns() // 1_000_000
     names = [tarry.DeliveryId(1, 8, None, now_ms, 0), tarry.DeliveryId(1, 9, None, 1_000, 0)]
-    failed = [read(entry, **{"tarry-delivery-id": str(name)}) for entry, name in enumerate(names)]
+    failed = [read(entry, **{"tarry-delivery-id": named(name)}) for entry, name in enumerate(names)]
     broker, daemon = Listed(returned=[port.Portion(failed)]), Daemon(not_due=2)
     await relayed(broker, daemon, lambda: len(broker.committed) == 2)
     assert daemon.nacks == [8, 9, 8]
@@ -592,7 +593,10 @@ async def test_a_message_without_a_time_waits_in_tarry_when_its_target_takes_not
 ) -> None:
     monkeypatch.setattr(publishing, "OVERDUE_S", 0.1)
     sent_ms = 1_900_000_000_000
-    late = [dataclasses.replace(read(1), sent_at_ms=sent_ms), dataclasses.replace(read(2), sent_at_ms=-1)]
+    late = [
+        dataclasses.replace(read(entry), message=port.Message({}, entry, sent_at_ms=each))
+        for entry, each in ((1, sent_ms), (2, -1))
+    ]
     broker = Listed([port.Portion([*late, read(3, target="other")])], failing={"due"})
     daemon, tried = Daemon(), list[str]()
 
@@ -661,15 +665,38 @@ async def test_a_finding_that_is_accepted_stops_nothing() -> None:
     await relayed(broker, Daemon(), lambda: len(broker.committed) == 1, said=said)
 
 
-async def test_an_id_that_is_no_position_of_the_source_is_a_dead_letter() -> None:
-    names = [tarry.DeliveryId(2, 8, None, 5_000, 0), tarry.DeliveryId(1, 9, None, 5_000, 0)]
-    failed = [read(entry, **{"tarry-delivery-id": str(name)}) for entry, name in enumerate(names)]
-    broker, daemon = Listed(returned=[port.Portion(failed)]), Daemon()
-    await relayed(broker, daemon, lambda: len(broker.committed) == 2)
-    assert daemon.nacks == [9]
-    assert [each.own_headers["tarry-reason"] for each in broker.published] == [
-        "delivery id '2-8-5000-0': ledger 2 is none of this source"
-    ]
+FORMER = tarry.DeliveryId(1, 9, None, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (named(FORMER), ""),
+        (str(FORMER), ""),
+        (f"{FORMER}-00000000", "it is of another source or relay, or of a former source: its log is 00000000, not"),
+        ("1-9-5000-0", "delivery id '1-9-5000-0': the time of the message at its position is another, 0"),
+        (named(tarry.DeliveryId(2, 8, None, 0, 0)), "ledger 2 is none of this source"),
+        (named(tarry.DeliveryId(1, 9, 0, 0, 0)), "it has a batch index"),
+        ("1-9", "is none; it has the form"),
+    ],
+)
+async def test_an_id_is_handed_back_if_it_is_of_this_log_and_is_a_dead_letter_else(text: str, reason: str) -> None:
+    broker = Listed(returned=[port.Portion([read(1, **{"tarry-delivery-id": text})])])
+    daemon = Daemon()
+    await relayed(broker, daemon, lambda: len(broker.committed) == 1)
+    assert daemon.nacks == ([] if reason else [9])
+    assert [reason in each.own_headers["tarry-reason"] for each in broker.published] == ([True] if reason else [])
+
+
+async def test_an_id_of_the_former_form_whose_message_is_gone_is_a_dead_letter() -> None:
+    class Empty(Listed):
+        async def fetch(self, positions: Any, generation: str) -> Any:
+            return [None] * len(positions)
+
+    broker = Empty(returned=[port.Portion([read(1, **{"tarry-delivery-id": str(FORMER)})])])
+    daemon = Daemon()
+    await relayed(broker, daemon, lambda: len(broker.committed) == 1)
+    assert (daemon.nacks, len(broker.published)) == ([], 1)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def sorter(on_bad: str = "dead_letter", **more: Any) -> sorting.Sorting:
 
 def read(**headers: str) -> port.Read:
     named = {name.replace("_", "-"): text for name, text in headers.items()}
-    return port.Read(1, 2, port.Message(named, b""), "lane", SENT_MS)
+    return port.Read(1, 2, port.Message(named, b"", sent_at_ms=SENT_MS), "lane")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_bad_time_passes_at_once_where_that_is_wanted_and_a_bad_target_does_no
 
 
 def test_what_was_lost_before_it_was_read_is_told() -> None:
-    asked = sorter().sort(port.Read(1, 2, None, "lane", SENT_MS))
+    asked = sorter().sort(port.Read(1, 2, None, "lane"))
     assert (asked.step, asked.target) == (Step.BAD, "dead")
 
 
@@ -196,18 +196,18 @@ def test_a_moment_is_never_early(moment: datetime.datetime) -> None:
 
 @given(st.dictionaries(st.sampled_from(HEADERS), st.text()))
 def test_no_header_is_a_crash(headers: dict[str, str]) -> None:
-    first = sorter().sort(port.Read(1, 2, port.Message(headers, b""), "lane", SENT_MS))
-    assert first == sorter().sort(port.Read(1, 2, port.Message(headers, b""), "lane", SENT_MS))
+    first = sorter().sort(port.Read(1, 2, port.Message(headers, b"", sent_at_ms=SENT_MS), "lane"))
+    assert first == sorter().sort(port.Read(1, 2, port.Message(headers, b"", sent_at_ms=SENT_MS), "lane"))
     assert sorting.due_at_ms(port.Message({}, b""), SENT_MS, Headers(), []) is None
 
 
 def test_a_header_of_the_relay_that_stands_twice_makes_a_bad_message() -> None:
     for name in HEADERS:
-        message = port.Message({"delay": "1s", name: "1s"}, b"", frozenset({name}))
-        asked = sorter().sort(port.Read(1, 2, message, "lane", SENT_MS))
+        message = port.Message({"delay": "1s", name: "1s"}, b"", frozenset({name}), SENT_MS)
+        asked = sorter().sort(port.Read(1, 2, message, "lane"))
         assert (asked.step, asked.reason) == (Step.BAD, f"header {name} stands twice")
     own = port.Message({"delay": "1s", "tag": "a"}, b"", frozenset({"tag"}))
-    assert sorter().sort(port.Read(1, 2, own, "lane", SENT_MS)).step is Step.READ
+    assert sorter().sort(port.Read(1, 2, own, "lane")).step is Step.READ
 
 
 def test_headers_are_read_by_the_key_that_the_broker_gives_them() -> None:
@@ -218,4 +218,4 @@ def test_headers_are_read_by_the_key_that_the_broker_gives_them() -> None:
 
 @pytest.mark.parametrize(("sent_at_ms", "due_ms"), [(SENT_MS, SENT_MS), (-1, 1), (SENT_MS // 1_000, 1), (2**62, 1)])
 def test_a_message_was_sent_at_a_time_that_tarry_takes(sent_at_ms: int, due_ms: int) -> None:
-    assert sorting.sent_ms(port.Read(1, 2, None, "lane", sent_at_ms)) == due_ms
+    assert sorting.sent_ms(port.Message({}, b"", sent_at_ms=sent_at_ms)) == due_ms

@@ -23,6 +23,7 @@ class Work(enum.Enum):
 
     ADD = "add it to Tarry"
     ADD_LATE = "add it to Tarry for this subscription"
+    COMPARE = "compare the name it gives with the message at its position"
     NACK = "hand it back to Tarry"
     AWAIT = "wait until what it names is committed"
     WITHDRAW = "cancel or reschedule what it names in Tarry"
@@ -43,8 +44,10 @@ class Step(enum.Enum):
     """It has none, and goes straight on."""
     OVERDUE = "overdue"
     """It has none, and has waited too long for its target: it waits in Tarry, so that it holds no lane."""
+    CLAIMED = "claimed"
+    """It names a hand-out that a consumer has failed with, and not its log: the name may be of another one."""
     RETURNED = "returned"
-    """It names a hand-out that a consumer has failed with."""
+    """It names a hand-out of this relay's log that a consumer has failed with."""
     WITHDRAWAL = "withdrawal"
     """It names another message of the source, to be cancelled or rescheduled. What is not committed might be added
     again after that."""
@@ -102,6 +105,7 @@ TABLE: Mapping[Step, Row] = {
     Step.READ: Row(Work.ADD, Step.ADDED, Step.BAD),
     Step.DIRECT: Row(Work.PRODUCE, Step.ADDED, Step.BAD),
     Step.OVERDUE: Row(Work.ADD_LATE, Step.ADDED, Step.BAD),
+    Step.CLAIMED: Row(Work.COMPARE, Step.RETURNED, Step.BAD),
     Step.RETURNED: Row(Work.NACK, Step.ADDED, Step.BAD),
     Step.WITHDRAWAL: Row(Work.AWAIT, Step.AWAITED, Step.RESULT),
     Step.AWAITED: Row(Work.WITHDRAW, Step.RESULT, Step.BAD),

@@ -59,6 +59,9 @@ class Message:
     """What the adapter needs to publish it again: every header and every byte."""
     repeated: Collection[str] = ()
     """Names of headers that stand twice or more, as in `headers`."""
+    sent_at_ms: int = 0
+    """When the broker took it, Unix time in ms: the same whenever it is read. Negative or in seconds if its producer
+    said so."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,9 +74,6 @@ class Read:
     """None if the log had lost it when it was read."""
     lane: Hashable
     """The part of the log it belongs to. A partition that comes back after it was lost is another lane."""
-    sent_at_ms: int
-    """When the broker took it, Unix time in ms: the same whenever it is read. Negative or in seconds if its producer
-    said so."""
     receipt: Any = None
     """What the adapter needs to commit it."""
     alone_until_s: float = 0.0
@@ -83,6 +83,11 @@ class Read:
     @property
     def position(self) -> tuple[int, int]:
         return self.ledger_id, self.entry_id
+
+    @property
+    def sent_at_ms(self) -> int:
+        """When the broker took it, Unix time in ms; 0 if nothing is known of it."""
+        return 0 if self.message is None else self.message.sent_at_ms
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import tarry
@@ -48,7 +48,7 @@ _BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _WAIT_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ReadLog:
     """A log that is read on."""
 
@@ -57,7 +57,7 @@ class ReadLog:
     is_source: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class RelayLane:
     """A lane of one of the logs: each log has lanes of any name."""
 
@@ -65,7 +65,7 @@ class RelayLane:
     lane: Hashable
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class Content:
     """What the work on a message needs. `read` or `delivery_id` says where it comes from."""
 
@@ -151,6 +151,7 @@ class Publishing:
         self._passage = queue.passage
         self._output = output
         self._topic = topic
+        self._log = tarry.DeliveryId.log_of(topic, settings.relay.subscription)
         self._metrics = metrics
         self._pacing = Pacing(self._limit_of)
         self._tried: set[str] = set()
@@ -407,7 +408,9 @@ class Publishing:
         kind, name = item.step.value, ""
         if item.step in (Step.FETCHED, Step.DIRECT):
             delivery = content.delivery_id or _first_delivery(content)
-            own[tarry.DELIVERY_ID_HEADER] = name = str(delivery)
+            # Its log stands behind it, which outputs do not compare.
+            own[tarry.DELIVERY_ID_HEADER] = str(dataclasses.replace(delivery, log=self._log))
+            name = str(dataclasses.replace(delivery, log=""))
             own[tarry.REDELIVERY_COUNT_HEADER] = str(delivery.redelivery_count)
             kind = self._settings.relay.subscription
         elif content.read is not None and item.lane is not None:
@@ -449,7 +452,7 @@ def _first_delivery(content: Content) -> tarry.DeliveryId:
     read = content.read
     if read is None:
         raise ValueError("what was read has a position")
-    return tarry.DeliveryId(read.ledger_id, read.entry_id, None, sent_ms(read), 0)
+    return tarry.DeliveryId(read.ledger_id, read.entry_id, None, sent_ms(read.message), 0)
 
 
 def _fields(item: MessageItem) -> dict[str, object]:

@@ -87,6 +87,7 @@ class Relay:
         self._client = client
         self._generation = generation
         self._topic = topic = settings.relay.topic_of(generation)
+        self._log = tarry.DeliveryId.log_of(topic, settings.relay.subscription)
         self._metrics = metrics
         self._health = metrics.health
         self._passage: Passage[Content, RelayLane] = Passage(settings.source.dead_letters, settings.source.results)
@@ -209,14 +210,26 @@ class Relay:
             return self._bad_item(read, lane, "the retry log had lost it when it was read")
         if name in message.repeated:
             return self._bad_item(read, lane, f"header {name} stands twice")
+        text = message.headers.get(name, "")
         try:
-            delivery = tarry.DeliveryId.parse(message.headers.get(name, ""))
+            delivery = tarry.DeliveryId.parse(text)
         except tarry.InvalidArgument as error:
             return self._bad_item(read, lane, error.message)
-        if fault := self._broker.position_fault(delivery.ledger_id, delivery.entry_id):
-            return self._bad_item(read, lane, f"delivery id {str(delivery)!r}: {fault}")
+        if fault := self._id_fault(delivery):
+            return self._bad_item(read, lane, f"delivery id {text!r}: {fault}")
         self._metrics.returned_early.inc(delivery in self._unacknowledged)
-        return Item(Step.RETURNED, Content(read, delivery_id=delivery, message=message), lane=lane)
+        step = Step.RETURNED if delivery.log or delivery in self._unacknowledged else Step.CLAIMED
+        return Item(step, Content(read, delivery_id=delivery, message=message), lane=lane)
+
+    def _id_fault(self, delivery: tarry.DeliveryId) -> str:
+        """Say why a delivery id is none of this relay's; return an empty text if it can be."""
+        if delivery.log and delivery.log != self._log:
+            return (
+                f"it is of another source or relay, or of a former source: its log is {delivery.log}, not {self._log}"
+            )
+        if delivery.batch_index is not None:
+            return "it has a batch index, which no delivery of a relay has"
+        return self._broker.position_fault(delivery.ledger_id, delivery.entry_id)
 
     def _bad_item(self, read: port.Read, lane: RelayLane, reason: str) -> MessageItem:
         self._bad(reason, read)
@@ -255,6 +268,7 @@ class Relay:
     def _work_loops(self, subscription: Subscription) -> Iterable[Coroutine[Any, Any, None]]:
         yield self._work(Work.ADD, "daemon", self._add)
         yield self._work(Work.ADD_LATE, "daemon", self._add)
+        yield self._work(Work.COMPARE, "broker", self._compare)
         yield self._work(Work.NACK, "daemon", lambda items: self._nack(subscription, items))
         yield self._work(Work.BURY, "daemon", lambda items: self._bury(subscription, items))
         yield self._await()
@@ -342,7 +356,7 @@ class Relay:
         """Add messages; those without a time for this subscription alone, due when they were sent."""
         reads = [(item, item.content.read) for item in items if item.content.read is not None]
         late = items[0].step is Step.OVERDUE
-        times = [sent_ms(read) if late else item.content.deliver_at_ms for item, read in reads]
+        times = [sent_ms(read.message) if late else item.content.deliver_at_ms for item, read in reads]
         added = await self._client.add(
             self._topic,
             [read.ledger_id for _, read in reads],
@@ -363,6 +377,31 @@ class Relay:
                 self._passage.answer(item, Answer.REFUSED, reason, instead=now)
             else:
                 self._passage.answer(item, Answer.DONE)
+
+    async def _compare(self, items: Sequence[MessageItem]) -> None:
+        """Compare ids that do not name their log with the messages at their positions, by the times of these.
+
+        An id of a source that was made anew, of another source or of a message that was rescheduled has another time.
+        """
+        ordered = sorted(items, key=_position)
+        found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
+        for item, message in zip(ordered, found, strict=True):
+            fault = self._time_fault(item, message)
+            if fault and item.content.read is not None:
+                fault = f"delivery id '{item.content.delivery_id}': {fault}"
+                self._bad(fault, item.content.read)
+            self._passage.answer(item, Answer.REFUSED if fault else Answer.DONE, fault)
+
+    def _time_fault(self, item: MessageItem, message: port.Message | None) -> str:
+        if message is None:
+            return f"the source {self._settings.source.name} has no message at its position"
+        try:
+            due_ms = self._sorting.due_at_ms(message)
+        except Bad:
+            # With on_bad = "now" it was delivered all the same.
+            due_ms = None
+        time_ms = sent_ms(message) if due_ms is None else due_ms
+        return "" if time_ms == _due_ms(item) else f"the time of the message at its position is another, {time_ms}"
 
     async def _nack(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
         """Hand messages back. What the daemon ignores needs nothing: it comes by itself, or has come again already.
@@ -390,7 +429,7 @@ class Relay:
             if read is None or lane is None or not lane.of.is_source:
                 self._publishing.report(item, item.reason)
             else:
-                name = tarry.DeliveryId(read.ledger_id, read.entry_id, None, sent_ms(read), 0)
+                name = tarry.DeliveryId(read.ledger_id, read.entry_id, None, sent_ms(read.message), 0)
                 await subscription.reject(name.positions, cut(item.reason), forwarded=True)
                 self._metrics.buried.inc()
                 log.error(

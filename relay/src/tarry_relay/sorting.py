@@ -83,12 +83,23 @@ class Sorting:
         except Bad as error:
             return Sorted(Step.BAD, self._source.dead_letters, reason=str(error))
         try:
-            due_ms = self._due_at_ms(message, read)
+            due_ms = self.due_at_ms(message)
         except Bad as error:
             if self._source.on_bad == "now":
                 return Sorted(Step.DIRECT, target, reason=str(error))
             return Sorted(Step.BAD, self._source.dead_letters, reason=str(error))
         return Sorted(Step.DIRECT, target) if due_ms is None else Sorted(Step.READ, target, due_ms)
+
+    def due_at_ms(self, message: port.Message) -> int | None:
+        """Return when a message is due, Unix time in ms; None if it has no time. Raises Bad."""
+        sent_at_ms = max(0, message.sent_at_ms)
+        due_ms = due_at_ms(message, sent_at_ms, self._headers, self._levels_ms)
+        if due_ms is not None and self._delay_max_ms is not None and due_ms - sent_at_ms > self._delay_max_ms:
+            raise Bad(
+                f"it is to be delivered {due_ms - sent_at_ms} ms after it was sent, and source.delay_max is "
+                f"{self._source.delay_max}"
+            )
+        return due_ms
 
     def target_of(self, message: port.Message) -> str:
         """Return where a message goes. Raises Bad if it can go nowhere, or cannot be published at all."""
@@ -134,24 +145,13 @@ class Sorting:
             raise Bad(f"header {name}: {error}") from None
         if ledger_id == read.ledger_id and entry_id >= read.entry_id:
             raise Bad(f"header {name} is {text!r}, where nothing was yet when this message was sent")
-        due_ms = self._due_at_ms(message, read)
+        due_ms = self.due_at_ms(message)
         times = f"{names.deliver_at}, {names.delay} or {names.level}"
         if name == names.cancel_of and due_ms is not None:
             raise Bad(f"header {name} is given with {times}; to give another time say {names.reschedule_of}")
         if name == names.reschedule_of and due_ms is None:
             raise Bad(f"header {name} is given without the new time: {times}")
         return Withdrawal(ledger_id, entry_id, due_ms)
-
-    def _due_at_ms(self, message: port.Message, read: port.Read) -> int | None:
-        """Return when it is due; None if it has no time. Raises Bad."""
-        sent_at_ms = max(0, read.sent_at_ms)
-        due_ms = due_at_ms(message, sent_at_ms, self._headers, self._levels_ms)
-        if due_ms is not None and self._delay_max_ms is not None and due_ms - sent_at_ms > self._delay_max_ms:
-            raise Bad(
-                f"it is to be delivered {due_ms - sent_at_ms} ms after it was sent, and source.delay_max is "
-                f"{self._source.delay_max}"
-            )
-        return due_ms
 
 
 def refuse_rounds(settings: Settings, names: port.Names) -> None:
@@ -173,11 +173,12 @@ def refuse_rounds(settings: Settings, names: port.Names) -> None:
                 )
 
 
-def sent_ms(read: port.Read) -> int:
-    """Return when a message was sent as a time that Tarry takes, Unix time in ms; 1 if its producer gave none, or
-    one in seconds.
+def sent_ms(message: port.Message | None) -> int:
+    """Return when a message was sent as a time that Tarry takes, Unix time in ms.
+
+    Return 1 if nothing is known of it, or its producer gave no time, or one in seconds.
     """
-    return read.sent_at_ms if _MS_MIN <= read.sent_at_ms <= TIME_MAX_MS else 1
+    return message.sent_at_ms if message is not None and _MS_MIN <= message.sent_at_ms <= TIME_MAX_MS else 1
 
 
 def due_at_ms(message: port.Message, sent_at_ms: int, names: Headers, levels_ms: list[int]) -> int | None:

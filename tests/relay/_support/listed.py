@@ -80,7 +80,7 @@ class Listed:
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
         port.must_be_same("orders", generation, self.name)
         return [
-            port.Message({"target": "other" if entry >= OTHERS else "due"}, (ledger, entry))
+            port.Message({"target": "other" if entry >= OTHERS else "due", "deliver-at": "0"}, (ledger, entry))
             for ledger, entry in positions
         ]
 
@@ -337,7 +337,12 @@ def settings(**source: Any) -> relay_settings.Settings:
 
 
 def read(entry: int, lane: str = "lane", **headers: str) -> port.Read:
-    return port.Read(1, entry, port.Message(headers, entry), lane, sent_at_ms=1_000)
+    return port.Read(1, entry, port.Message(headers, entry, sent_at_ms=1_000), lane)
+
+
+def named(delivery: tarry.DeliveryId) -> str:
+    """Return the id of a delivery as this relay gives it to its consumers."""
+    return str(dataclasses.replace(delivery, log=tarry.DeliveryId.log_of("orders@1", "relay")))
 
 
 async def relayed(
