@@ -231,7 +231,7 @@ class NatsLog(port.FirstGeneration):
             async with self._client.asking(f"$JS.API.DIRECT.GET.{self.stream}", asked) as answer:
                 found = await answer()
             if nats_client.sequence_of(found) == sequence:
-                return nats_client.message_of(nats_client.raw_block(found), found.data)
+                return nats_client.fetched(found)
         # A replica that is behind has no message either; its leader knows.
         try:
             told = await self._client.api(f"STREAM.MSG.GET.{self.stream}", seq=sequence)
@@ -239,7 +239,7 @@ class NatsLog(port.FirstGeneration):
             if error.err_code != _NO_MESSAGE:
                 raise
             return None
-        return nats_client.message_of(*nats_client.stored(told["message"]))
+        return nats_client.stored(told["message"])
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         """Return the first sequence number that the stream still has, for each of the ledgers."""
@@ -393,9 +393,8 @@ class NatsReader:
         return port.Read(
             int(ledger),
             int(entry),
-            nats_client.message_of(nats_client.raw_block(message), message.data),
+            nats_client.message_of(nats_client.raw_block(message), message.data, sent_ns // 1_000_000),
             lane=self._log.stream,
-            sent_at_ms=sent_ns // 1_000_000,
             receipt=message.reply,
             alone_until_s=pull.sent_s + self._ack_wait_s if delivered == 1 else 0.0,
         )

@@ -263,7 +263,9 @@ class RedisLog(port.FirstGeneration):
                 *found, groups = await _executed(calls)
         now = _generation_of([_text(each["name"]) for each in groups])
         port.must_be_same(f"key {self._stream}", generation, now or "not known")
-        return [_message(entry[0][1]) if entry else None for entry in found]
+        return [
+            _message(entry[0][1], at_ms) if entry else None for entry, (_, at_ms) in zip(found, positions, strict=True)
+        ]
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         """Return the first entry that each ledger may still have: a ledger is a sequence number, its entries are
@@ -445,8 +447,8 @@ class RedisReader:
 
     def _read(self, entry_id: str, fields: Fields | None, alone_until_s: float) -> port.Read:
         at_ms, sequence = redis_judgement.numbers(entry_id)
-        message = None if fields is None else _message(fields)
-        return port.Read(sequence, at_ms, message, self._stream, at_ms, entry_id, alone_until_s)
+        message = None if fields is None else _message(fields, at_ms)
+        return port.Read(sequence, at_ms, message, self._stream, entry_id, alone_until_s)
 
 
 class RedisOutput:
@@ -681,12 +683,12 @@ def _unknown(outgoing: port.Outgoing, failure: port.Unreachable) -> port.Produce
     return port.Produced(port.Meant(port.Meaning.UNKNOWN), code, f"{outgoing.target}: {failure}")
 
 
-def _message(fields: Fields) -> port.Message:
+def _message(fields: Fields, at_ms: int) -> port.Message:
     headers = _Headers(fields)
     if len(headers) == len(fields):
-        return port.Message(headers, fields)
+        return port.Message(headers, fields, sent_at_ms=at_ms)
     counts = Counter(_text(name) for name, _ in fields)
-    return port.Message(headers, fields, [name for name, count in counts.items() if count > 1])
+    return port.Message(headers, fields, [name for name, count in counts.items() if count > 1], at_ms)
 
 
 def _text(value: bytes | str) -> str:
