@@ -25,6 +25,12 @@ class Kept:
     async def kept_ms(self) -> int | None:
         return self._kept_ms
 
+    async def retention(self, topic: str) -> dict[int, int]:
+        return {1: 5}
+
+    async def first_entries(self, ledgers: list[int]) -> dict[int, int]:
+        return dict.fromkeys(ledgers, 5)
+
     async def policy(self, topic: str) -> tarry.TopicPolicies:
         if self._delay_max_ms is None:
             raise tarry.NotFound(f"topic {topic}")

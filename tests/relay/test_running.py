@@ -713,3 +713,32 @@ async def test_an_id_of_the_former_form_whose_message_is_gone_is_a_dead_letter()
 def test_a_reason_fits_into_a_header(reason: str, header: str) -> None:
     assert publishing.cut(reason) == header
     assert len(publishing.cut(reason).encode()) <= publishing.REASON_BYTES_MAX
+
+
+async def test_a_source_that_tells_no_limits_is_not_read_when_what_waits_has_gone_between_two_looks() -> None:
+    broker, daemon = Listed(first={3: 5}, tells_limits=False), Daemon(lowest={3: 7})
+    metrics, seen = RelayMetrics(Health()), list[bool]()
+
+    def is_mended() -> bool:
+        seen.append(metrics.health.body()[0])
+        if seen[-1] and len(seen) > 40 and broker.first == {3: 5}:
+            broker.first = {3: 10}
+        return False in seen and seen[-1]
+
+    await relayed(broker, daemon, is_mended, metrics=metrics, retention_every_s=0.05)
+    assert metrics.cut_ledgers == 1
+
+
+async def test_what_had_gone_before_and_is_handed_back_late_stops_no_reading() -> None:
+    broker, daemon = Listed([port.Portion([read(1, delay="5s")])], first={3: 10}, tells_limits=False), Daemon()
+    looks: list[int] = []
+
+    def is_looked_at() -> bool:
+        looks.append(1)
+        if len(looks) == 20:
+            daemon.lowest = {3: 7}
+            broker.first = {3: 12}
+        return len(looks) > 60 and len(broker.committed) == 1
+
+    metrics = await relayed(broker, daemon, is_looked_at, retention_every_s=0.05)
+    assert metrics.health.body()[0] is True

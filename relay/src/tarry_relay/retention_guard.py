@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tarry
 import tarry.aio
@@ -35,17 +35,12 @@ async def findings_of_waiting(
     Raises NotThere, Unreachable, and what the client raises.
     """
     found = [await _finding_of_age(settings, source, client, topic)]
-    if not source.tells_limits:
-        gone = await _cut(source, client, topic)
-        name = settings.source.name
-        text = f"source {name}: has everything that waits in Tarry"
-        if gone:
-            text = (
-                f"source {name}: messages that wait in Tarry are gone: somebody trims it. Trim nothing that waits "
-                "(`tarry retention` shows its lowest position). source.retention = 'dead_letter' clears what is gone; "
-                "source.accept = ['size'] goes on all the same"
-            )
-        found.append(Finding("size", Grade.WRONG if gone else Grade.OK, text))
+    if gone := await _cut(source, client, topic):
+        text = (
+            f"source {settings.source.name}: {len(gone)} ledgers have lost messages that wait in Tarry; each is a dead "
+            "letter when it is due, or at once with source.retention = 'dead_letter'"
+        )
+        found.append(Finding("gone", Grade.WARNING, text))
     return found
 
 
@@ -99,6 +94,9 @@ class RetentionGuard:
         self._topic = settings.relay.topic_of(generation)
         self._metrics = metrics
         self._wrong = ""
+        self._lowest_kept: dict[int, int] = {}
+        """Ledger -> first entry that the source had at the last look"""
+        self._is_trimmed = False
         self.may_read = asyncio.Event()
         """Set while the source may be read and committed."""
         self.may_read.set()
@@ -138,12 +136,15 @@ class RetentionGuard:
         source = self._settings.source
         now = await self._broker.log.generation()
         port.must_be_same(f"source {source.name}", self._generation, now)
+        lowest = dict(await self._client.retention(self._topic))
+        first = await self._broker.log.first_entries(list(lowest))
+        cut = {ledger: first[ledger] for ledger, entry in lowest.items() if entry < first.get(ledger, 0)}
         found = [
             *await self._broker.source_findings(),
-            *await findings_of_waiting(self._settings, self._broker.log, self._client, self._topic),
+            await _finding_of_age(self._settings, self._broker.log, self._client, self._topic),
+            *self._findings_of_trims(lowest, first),
         ]
         self.judge(accepted(self._settings, found))
-        cut = await self.cut()
         self._metrics.cut_ledgers = len(cut)
         if cut and source.retention == "dead_letter":
             trimmed = await self._client.trim(
@@ -159,3 +160,25 @@ class RetentionGuard:
                 "the source has dropped what waits, which becomes dead letters when it is due",
                 extra={"ledgers": len(cut), "source": source.name},
             )
+
+    def _findings_of_trims(self, lowest: Mapping[int, int], first: Mapping[int, int]) -> list[Finding]:
+        """Judge a source whose broker does not tell its limits by what it has dropped since the last look.
+
+        What waits and had gone before may be a message that a consumer has handed back late, and shows nothing.
+        """
+        before, self._lowest_kept = self._lowest_kept, dict(first)
+        if self._broker.log.tells_limits:
+            return []
+        moved = {ledger for ledger, entry in first.items() if before.get(ledger, entry) < entry}
+        if any(before[ledger] <= lowest[ledger] < first[ledger] for ledger in moved):
+            self._is_trimmed = True
+        elif not moved:
+            self._is_trimmed = False
+        name = self._settings.source.name
+        if not self._is_trimmed:
+            return [Finding("size", Grade.OK, f"source {name}: nobody trims what waits")]
+        text = (
+            f"source {name}: messages that wait in Tarry go: somebody trims it, such as XADD with MAXLEN. Trim nothing "
+            "that waits (`tarry retention` shows its lowest position), or name 'size' in source.accept"
+        )
+        return [Finding("size", Grade.WRONG, text)]

@@ -101,8 +101,6 @@ async def judged(settings: Settings, ends: Ends) -> AsyncIterator[Finding]:
     try:
         for finding in accepted(settings, await findings_of_waiting(settings, ends.broker.log, ends.client, topic)):
             yield finding
-        with contextlib.suppress(tarry.NotFound):
-            await ends.client.retention(topic)
     except tarry.Unsupported as error:
         yield Finding("daemon", Grade.WRONG, f"{settings.daemon.address}: {error.message}")
 
