@@ -324,7 +324,10 @@ class RedisReader:
         return f"{self._subscription}@{generation}"
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
-        """Return what this relay had read before, then what others have left, then what is new."""
+        """Return what this relay had read before, then what others have left, then what is new.
+
+        An empty portion may come at once while there is more to look at of what others have left.
+        """
         with failures(f"key {self._stream}"):
             if not self._has_group:
                 await self._make_group()
@@ -333,11 +336,14 @@ class RedisReader:
                 self._own_after = entries[-1][0] if entries else None
                 if entries:
                     return self._portion(entries)
+            block_ms: int | None = max(1, int(min(wait_s, self._block_s_max) * 1_000))
             if self._claims_at_s <= time.monotonic():
                 entries = await self._claim(rows_max)
                 if entries:
                     return self._portion(entries)
-            block_ms = max(1, int(min(wait_s, self._block_s_max) * 1_000))
+                if _text(self._claim_after) != "0-0":
+                    # The look goes on with the next call.
+                    block_ms = None
             alone_until_s = time.monotonic() + self._claim_s
             return self._portion(await self._group_read(">", rows_max, block_ms), alone_until_s)
 
@@ -469,7 +475,7 @@ class RedisOutput:
                 try:
                     done += await self._publish(some)
                 except port.Unreachable as failure:
-                    await self._ping()
+                    await self._look_for_server()
                     if len(some) == 1:
                         done.append(_unknown(some[0], failure))
                         continue
@@ -485,12 +491,16 @@ class RedisOutput:
         try:
             (answer,) = await self._publish([outgoing])
         except port.Unreachable as failure:
-            await self._ping()
+            await self._look_for_server()
             return _unknown(outgoing, failure)
+        if answer.code == redis_answers.TOO_LARGE:
+            await self._look_for_server()
         return answer
 
-    async def _ping(self) -> None:
+    async def _look_for_server(self) -> None:
+        """Ask by a new connection: those that are idle may be closed, and nobody has noticed yet."""
         with failures("PING"):
+            await self._server.connection_pool.disconnect(inuse_connections=False)
             await self._server.ping()
 
     async def _publish(self, messages: Sequence[port.Outgoing]) -> list[port.Produced]:
@@ -501,7 +511,11 @@ class RedisOutput:
             async with self._server.pipeline(transaction=False) as calls:
                 for each, fields in zip(messages, flat, strict=True):
                     await self._script(_keys(each), [self._once_s, *fields], client=calls)
-                answers = await calls.execute(raise_on_error=False)
+                try:
+                    answers = await calls.execute(raise_on_error=False)
+                except redis.ResponseError as error:
+                    # The script cannot be loaded, so nothing was published.
+                    answers = [error] * len(messages)
         return [_produced(each, answer) for each, answer in zip(messages, answers, strict=True)]
 
     async def _publish_large(self, outgoing: port.Outgoing, fields: Sequence[bytes]) -> port.Produced:
@@ -519,9 +533,10 @@ class RedisOutput:
                     calls.eval(_AFTER_LARGE, 2, target, once)
                     _, added, _ = await calls.execute(raise_on_error=False)
                     return _produced(outgoing, added)
-                except redis.WatchError:
+                except redis.WatchError as error:
+                    if isinstance(error.__context__, redis.ConnectionError | redis.TimeoutError):
+                        raise error.__context__ from error
                     # Another relay publishes it at this moment.
-                    continue
                 except redis.ResponseError as error:
                     return _produced(outgoing, error)
         return _produced(outgoing, redis.WatchError("Watched variable changed."))
