@@ -263,7 +263,7 @@ class RedisLog(port.FirstGeneration):
                 *found, groups = await _executed(calls)
         now = _generation_of([_text(each["name"]) for each in groups])
         port.must_be_same(f"key {self._stream}", generation, now or "not known")
-        return [_message(entry[0][1]) if entry else None for entry in found]
+        return [_message(*entry[0]) if entry else None for entry in found]
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         """Return the first entry that each ledger may still have: a ledger is a sequence number, its entries are
@@ -451,8 +451,7 @@ class RedisReader:
 
     def _read(self, entry_id: str, fields: Fields | None, alone_until_s: float) -> port.Read:
         at_ms, sequence = redis_judgement.numbers(entry_id)
-        message = None if fields is None else _message(fields)
-        return port.Read(sequence, at_ms, message, self._stream, at_ms, entry_id, alone_until_s)
+        return port.Read(sequence, at_ms, _message(entry_id, fields), self._stream, entry_id, alone_until_s)
 
 
 class RedisOutput:
@@ -696,12 +695,16 @@ def _unknown(outgoing: port.Outgoing, failure: port.Unreachable) -> port.Produce
     return port.Produced(port.Meant(port.Meaning.UNKNOWN), code, f"{outgoing.target}: {failure}")
 
 
-def _message(fields: Fields) -> port.Message:
+def _message(entry_id: str, fields: Fields | None) -> port.Message | None:
+    """Return the message that an entry is; None if the stream has dropped it."""
+    if fields is None:
+        return None
     headers = _Headers(fields)
-    if len(headers) == len(fields):
-        return port.Message(headers, fields)
-    counts = Counter(_text(name) for name, _ in fields)
-    return port.Message(headers, fields, [name for name, count in counts.items() if count > 1])
+    repeated: list[str] = []
+    if len(headers) < len(fields):
+        counts = Counter(_text(name) for name, _ in fields)
+        repeated = [name for name, count in counts.items() if count > 1]
+    return port.Message(headers, fields, repeated, redis_judgement.numbers(entry_id)[0])
 
 
 def _text(value: bytes | str) -> str:

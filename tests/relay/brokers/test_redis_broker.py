@@ -63,6 +63,7 @@ async def test_fields_are_published_as_they_are(redis: RedisOfTest) -> None:
         assert session.header_key("Delay") == "Delay"
         (fetched,) = await session.log.fetch([read.position], await session.log.generation())
         assert fetched == read.message
+        assert read.sent_at_ms == read.entry_id
         own = {"tarry-delivery-id": "1"}
         answers = await session.output.produce([port.Outgoing(DUE, fetched, own, "once")])
     assert answers == [port.Produced()]
