@@ -329,8 +329,7 @@ class RedisReader:
         An empty portion may come at once while there is more to look at of what others have left.
         """
         with failures(f"key {self._stream}"):
-            if not self._has_group:
-                await self._make_group()
+            await self._make_group()
             if self._own_after is not None:
                 entries = await self._group_read(self._own_after, rows_max, None)
                 self._own_after = entries[-1][0] if entries else None
@@ -350,11 +349,13 @@ class RedisReader:
     async def commit(self, read: Sequence[port.Read]) -> None:
         """Acknowledge entries in the group of the stream."""
         with failures(f"key {self._stream}"):
+            await self._make_group()
             await self._server.xack(self._stream, self._group, *(each.receipt for each in read))
 
     async def hold(self, read: Sequence[port.Read]) -> None:
         """Make entries young again that are still this consumer's; what another one has claimed stays its own."""
         with failures(f"key {self._stream}"):
+            await self._make_group()
             async with self._server.pipeline(transaction=False) as calls:
                 for first in range(0, len(read), _HELD_AT_ONCE):
                     ids = [each.receipt for each in read[first : first + _HELD_AT_ONCE]]
@@ -366,6 +367,7 @@ class RedisReader:
         ledgers, entries = zip(*positions, strict=True)
         ids = RedisSequences1.from_positions(list(ledgers), list(entries))
         with failures(f"key {self._stream}"):
+            await self._make_group()
             # In this order: what is given after the first answer counts as not given.
             groups = await self._server.xinfo_groups(self._stream)
             async with self._server.pipeline(transaction=False) as calls:
@@ -394,6 +396,9 @@ class RedisReader:
         return found if owners is None else [*found, owners]
 
     async def _make_group(self) -> None:
+        """Make the group if this session has not done so: its name depends on the stream."""
+        if self._has_group:
+            return
         if self._log is None:
             for group in (self._owner, self._group):
                 try:

@@ -297,6 +297,20 @@ async def test_what_is_held_is_given_to_nobody_and_then_to_another(redis: RedisO
         assert owners(redis) == {each.receipt: "two" for each in taken[3:]}
 
 
+async def test_a_session_commits_and_holds_what_one_before_has_read(redis: RedisOfTest) -> None:
+    for n in range(3):
+        add(redis, "n", str(n))
+    async with redis.opened() as session:
+        read = await read_all(session.source, 3)
+    async with redis.opened() as session:
+        await session.source.commit(read[:1])
+    async with redis.opened() as session:
+        await session.source.hold(read[:2])
+        assert list(owners(redis)) == [each.receipt for each in read[1:]]
+    async with redis.opened() as session:
+        assert await session.source.passed([each.position for each in read]) == [True, False, False]
+
+
 async def test_thousands_are_held_at_once(redis: RedisOfTest) -> None:
     with redis.client.pipeline(transaction=False) as calls:
         for n in range(3_000):
