@@ -263,9 +263,7 @@ class RedisLog(port.FirstGeneration):
                 *found, groups = await _executed(calls)
         now = _generation_of([_text(each["name"]) for each in groups])
         port.must_be_same(f"key {self._stream}", generation, now or "not known")
-        return [
-            _message(entry[0][1], at_ms) if entry else None for entry, (_, at_ms) in zip(found, positions, strict=True)
-        ]
+        return [_message(*entry[0]) if entry else None for entry in found]
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         """Return the first entry that each ledger may still have: a ledger is a sequence number, its entries are
@@ -326,31 +324,38 @@ class RedisReader:
         return f"{self._subscription}@{generation}"
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
-        """Return what this relay had read before, then what others have left, then what is new."""
+        """Return what this relay had read before, then what others have left, then what is new.
+
+        An empty portion may come at once while there is more to look at of what others have left.
+        """
         with failures(f"key {self._stream}"):
-            if not self._has_group:
-                await self._make_group()
+            await self._make_group()
             if self._own_after is not None:
                 entries = await self._group_read(self._own_after, rows_max, None)
                 self._own_after = entries[-1][0] if entries else None
                 if entries:
                     return self._portion(entries)
+            block_ms: int | None = max(1, int(min(wait_s, self._block_s_max) * 1_000))
             if self._claims_at_s <= time.monotonic():
                 entries = await self._claim(rows_max)
                 if entries:
                     return self._portion(entries)
-            block_ms = max(1, int(min(wait_s, self._block_s_max) * 1_000))
+                if _text(self._claim_after) != "0-0":
+                    # The look goes on with the next call.
+                    block_ms = None
             alone_until_s = time.monotonic() + self._claim_s
             return self._portion(await self._group_read(">", rows_max, block_ms), alone_until_s)
 
     async def commit(self, read: Sequence[port.Read]) -> None:
         """Acknowledge entries in the group of the stream."""
         with failures(f"key {self._stream}"):
+            await self._make_group()
             await self._server.xack(self._stream, self._group, *(each.receipt for each in read))
 
     async def hold(self, read: Sequence[port.Read]) -> None:
         """Make entries young again that are still this consumer's; what another one has claimed stays its own."""
         with failures(f"key {self._stream}"):
+            await self._make_group()
             async with self._server.pipeline(transaction=False) as calls:
                 for first in range(0, len(read), _HELD_AT_ONCE):
                     ids = [each.receipt for each in read[first : first + _HELD_AT_ONCE]]
@@ -362,6 +367,7 @@ class RedisReader:
         ledgers, entries = zip(*positions, strict=True)
         ids = RedisSequences1.from_positions(list(ledgers), list(entries))
         with failures(f"key {self._stream}"):
+            await self._make_group()
             # In this order: what is given after the first answer counts as not given.
             groups = await self._server.xinfo_groups(self._stream)
             async with self._server.pipeline(transaction=False) as calls:
@@ -390,6 +396,9 @@ class RedisReader:
         return found if owners is None else [*found, owners]
 
     async def _make_group(self) -> None:
+        """Make the group if this session has not done so: its name depends on the stream."""
+        if self._has_group:
+            return
         if self._log is None:
             for group in (self._owner, self._group):
                 try:
@@ -447,8 +456,7 @@ class RedisReader:
 
     def _read(self, entry_id: str, fields: Fields | None, alone_until_s: float) -> port.Read:
         at_ms, sequence = redis_judgement.numbers(entry_id)
-        message = None if fields is None else _message(fields, at_ms)
-        return port.Read(sequence, at_ms, message, self._stream, entry_id, alone_until_s)
+        return port.Read(sequence, at_ms, _message(entry_id, fields), self._stream, entry_id, alone_until_s)
 
 
 class RedisOutput:
@@ -471,7 +479,7 @@ class RedisOutput:
                 try:
                     done += await self._publish(some)
                 except port.Unreachable as failure:
-                    await self._ping()
+                    await self._look_for_server()
                     if len(some) == 1:
                         done.append(_unknown(some[0], failure))
                         continue
@@ -487,12 +495,16 @@ class RedisOutput:
         try:
             (answer,) = await self._publish([outgoing])
         except port.Unreachable as failure:
-            await self._ping()
+            await self._look_for_server()
             return _unknown(outgoing, failure)
+        if answer.code == redis_answers.TOO_LARGE:
+            await self._look_for_server()
         return answer
 
-    async def _ping(self) -> None:
+    async def _look_for_server(self) -> None:
+        """Ask by a new connection: those that are idle may be closed, and nobody has noticed yet."""
         with failures("PING"):
+            await self._server.connection_pool.disconnect(inuse_connections=False)
             await self._server.ping()
 
     async def _publish(self, messages: Sequence[port.Outgoing]) -> list[port.Produced]:
@@ -503,7 +515,11 @@ class RedisOutput:
             async with self._server.pipeline(transaction=False) as calls:
                 for each, fields in zip(messages, flat, strict=True):
                     await self._script(_keys(each), [self._once_s, *fields], client=calls)
-                answers = await calls.execute(raise_on_error=False)
+                try:
+                    answers = await calls.execute(raise_on_error=False)
+                except redis.ResponseError as error:
+                    # The script cannot be loaded, so nothing was published.
+                    answers = [error] * len(messages)
         return [_produced(each, answer) for each, answer in zip(messages, answers, strict=True)]
 
     async def _publish_large(self, outgoing: port.Outgoing, fields: Sequence[bytes]) -> port.Produced:
@@ -521,9 +537,10 @@ class RedisOutput:
                     calls.eval(_AFTER_LARGE, 2, target, once)
                     _, added, _ = await calls.execute(raise_on_error=False)
                     return _produced(outgoing, added)
-                except redis.WatchError:
+                except redis.WatchError as error:
+                    if isinstance(error.__context__, redis.ConnectionError | redis.TimeoutError):
+                        raise error.__context__ from error
                     # Another relay publishes it at this moment.
-                    continue
                 except redis.ResponseError as error:
                     return _produced(outgoing, error)
         return _produced(outgoing, redis.WatchError("Watched variable changed."))
@@ -683,12 +700,16 @@ def _unknown(outgoing: port.Outgoing, failure: port.Unreachable) -> port.Produce
     return port.Produced(port.Meant(port.Meaning.UNKNOWN), code, f"{outgoing.target}: {failure}")
 
 
-def _message(fields: Fields, at_ms: int) -> port.Message:
+def _message(entry_id: str, fields: Fields | None) -> port.Message | None:
+    """Return the message that an entry is; None if the stream has dropped it."""
+    if fields is None:
+        return None
     headers = _Headers(fields)
-    if len(headers) == len(fields):
-        return port.Message(headers, fields, sent_at_ms=at_ms)
-    counts = Counter(_text(name) for name, _ in fields)
-    return port.Message(headers, fields, [name for name, count in counts.items() if count > 1], at_ms)
+    repeated: list[str] = []
+    if len(headers) < len(fields):
+        counts = Counter(_text(name) for name, _ in fields)
+        repeated = [name for name, count in counts.items() if count > 1]
+    return port.Message(headers, fields, repeated, redis_judgement.numbers(entry_id)[0])
 
 
 def _text(value: bytes | str) -> str:
