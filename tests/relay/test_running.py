@@ -428,6 +428,25 @@ async def test_a_commit_or_an_acknowledgement_that_raises_ends_the_session() -> 
         await relayed(Listed(), Refusing(due=due(1)), lambda: False)
 
 
+@pytest.mark.parametrize("call", ["fetch", "produce", "ack"])
+async def test_a_cancellation_by_nobody_ends_a_message_or_the_session_like_any_exception(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "REST_S", 0.01)
+    broker, daemon = Listed(), Daemon(due=due(1))
+
+    async def cancelled(*_: object) -> None:
+        raise asyncio.CancelledError("a library's own")
+
+    monkeypatch.setattr(daemon if call == "ack" else broker, call, cancelled)
+    if call == "ack":
+        with pytest.raises(port.NobodyCancelled):
+            await relayed(broker, daemon, lambda: False)
+    else:
+        await relayed(broker, daemon, lambda: bool(daemon.rejected))
+        assert "a library's own" in daemon.rejected[1]
+
+
 async def test_a_session_that_ends_commits_and_acknowledges_what_is_done() -> None:
     answers = asyncio.Event()
 

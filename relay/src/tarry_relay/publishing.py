@@ -233,7 +233,7 @@ class Publishing:
     async def _produced(self, items: Sequence[MessageItem]) -> Sequence[Produced]:
         """Return what came of each. What raises together is published one by one."""
         try:
-            return await self._output.produce([self._outgoing(item) for item in items])
+            return await port.asked(self._output.produce([self._outgoing(item) for item in items]))
         except (port.Unreachable, port.SessionOver, port.NotThere):
             raise
         except Exception as error:

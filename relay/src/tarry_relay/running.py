@@ -293,7 +293,7 @@ class Relay:
     ) -> int:
         """Do work once; return the failures in a row. What raises is found one by one, and refused for good at last."""
         try:
-            await do(items)
+            await port.asked(do(items))
         except _ENDS_SESSION:
             raise
         except Exception as error:
@@ -538,7 +538,7 @@ class Relay:
     async def _passed(self, waiting: Sequence[tuple[MessageItem, Withdrawal, float]]) -> Sequence[bool]:
         """Say of each whether what it names is committed. One that raises by itself three times is refused."""
         try:
-            return await self._broker.source.passed([each.position for _, each, _ in waiting])
+            return await port.asked(self._broker.source.passed([each.position for _, each, _ in waiting]))
         except (port.Unreachable, *_ENDS_SESSION):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this message's
@@ -650,6 +650,8 @@ class _Tasks:
             while not goal.done():
                 ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for each in ended:
+                    if each.cancelled() and each is not goal:
+                        raise port.NobodyCancelled("a loop of the relay ended with CancelledError")
                     each.result()
         finally:
             goal.cancel()
