@@ -5,6 +5,7 @@ refusals, and its end. That real ones do what these do is in `tests/relay/broker
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import time
@@ -392,6 +393,24 @@ async def test_publishing_that_raises_for_one_message_keeps_no_other(monkeypatch
     assert daemon.rejected == {7: "may have landed: due: Odd: no buffer"}
     assert sorted(entries(broker.published)) == [each for each in range(20) if each != 7]
     assert metrics.surprises.labels("message")._value.get() >= 1 + publishing.RAISED_MAX
+
+
+@pytest.mark.parametrize("ends", [port.Unreachable("away"), port.SessionOver("closed")])
+async def test_what_was_taken_one_by_one_is_not_published_again_when_the_broker_goes_away(ends: Exception) -> None:
+    class Leaving(Listed):
+        calls = 0
+
+        async def produce(self, messages: Any) -> Any:
+            self.calls += 1
+            if self.calls in (1, 3):
+                raise Odd("no buffer") if self.calls == 1 else ends
+            return await super().produce(messages)
+
+    broker, daemon = Leaving(), Daemon(due=due(1, 2))
+    with pytest.raises(port.SessionOver) if isinstance(ends, port.SessionOver) else contextlib.nullcontext():
+        await relayed(broker, daemon, lambda: len(daemon.acknowledged) == 2)
+    assert entries(broker.published)[:1] == daemon.acknowledged[:1] == [1]
+    assert entries(broker.published).count(1) == 1
 
 
 async def test_work_that_raises_for_one_message_keeps_no_other_and_refuses_it_at_the_third_time() -> None:
