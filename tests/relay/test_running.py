@@ -413,6 +413,67 @@ async def test_what_was_taken_one_by_one_is_not_published_again_when_the_broker_
     assert entries(broker.published).count(1) == 1
 
 
+@pytest.mark.parametrize("rows", [0, 2, "text"])
+async def test_answers_that_are_not_one_for_each_message_end_that_message(
+    rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "REST_S", 0.01)
+
+    class Odder(Listed):
+        async def produce(self, messages: Any) -> Any:
+            there = any(each.message.body[1] == 7 for each in messages)
+            answers = await super().produce(messages)
+            return answers if not there else [rows] if rows == "text" else answers[:1] * rows
+
+    broker, daemon = Odder(), Daemon(due=due(6, 7, 8))
+    await relayed(broker, daemon, lambda: len(daemon.acknowledged) == 2 and bool(daemon.rejected))
+    assert daemon.rejected[7].startswith("may have landed: due: TypeError: ")
+
+
+async def test_a_look_that_raises_for_one_withdrawal_makes_one_dead_letter_of_it_and_keeps_no_other() -> None:
+    class Odder(Listed):
+        looks = 0
+
+        @property
+        def source(self) -> Any:
+            reader, passed = super().source, super().source.passed
+
+            async def odd(positions: Any) -> Any:
+                self.looks += positions == [(1, 2)]
+                if (1, 2) in positions:
+                    raise Odd("no such offset")
+                return await passed(positions)
+
+            reader.passed = odd  # type: ignore[method-assign]
+            return reader
+
+    asked = [read(7 + n, **{"cancel-of": str(n)}) for n in (1, 2)]
+    broker, daemon = Odder([port.Portion(asked)], committed=[read(1), read(2)]), Daemon(pending={1: 5, 2: 5})
+    await relayed(broker, daemon, lambda: len(broker.committed) == 4, results="results")
+    assert told(broker) == {8: ("CANCELLED",)}
+    assert [each.own_headers["tarry-reason"] for each in broker.published if each.target == "dead"] == [
+        "Odd: no such offset"
+    ]
+    assert broker.looks == publishing.RAISED_MAX
+
+
+@pytest.mark.parametrize("passed", [[], [True, True], ["no"], None])
+async def test_a_look_that_answers_otherwise_than_for_each_ends_no_session(passed: Any) -> None:
+    class Odder(Listed):
+        @property
+        def source(self) -> Any:
+            async def odd(positions: Any) -> Any:
+                return passed
+
+            reader = super().source
+            reader.passed = odd  # type: ignore[method-assign]
+            return reader
+
+    broker = Odder([port.Portion([read(8, **{"cancel-of": "1"})])], committed=[read(1)])
+    await relayed(broker, Daemon(pending={1: 5}), lambda: len(broker.committed) == 2, results="results")
+    assert [each.target for each in broker.published] == ["dead"]
+
+
 async def test_work_that_raises_for_one_message_keeps_no_other_and_refuses_it_at_the_third_time() -> None:
     class Odder(Listed):
         async def fetch(self, positions: Any, generation: str) -> Any:

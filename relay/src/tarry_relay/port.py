@@ -59,6 +59,16 @@ async def asked(call: Awaitable[T]) -> T:
         raise NobodyCancelled(f"CancelledError: {error}") from error
 
 
+def one_for_each(answers: object, rows: int, kind: type[T]) -> list[T]:
+    """Return answers of a call that answers for each message. Raises TypeError if they are not so many of this type."""
+    if not isinstance(answers, Sequence):
+        raise TypeError(f"{type(answers).__name__} was answered in place of {rows} rows")
+    found = [each for each in answers if isinstance(each, kind)]
+    if len(answers) != rows or len(found) != rows:
+        raise TypeError(f"{len(answers)} rows were answered, {len(found)} of them {kind.__name__}, in place of {rows}")
+    return found
+
+
 def must_be_same(log: str, generation: str, now: str) -> None:
     """Compare a log's generation with the one it had. Raises NotThere if it is another one."""
     if now != generation:

@@ -240,7 +240,7 @@ class Publishing:
         """Append to `answers` what came of each. What raises together is published one by one."""
         try:
             outgoing = [self._outgoing(item) for item in items]
-            answers += await port.asked(self._output.produce(outgoing))
+            answers += port.one_for_each(await port.asked(self._output.produce(outgoing)), len(items), Produced)
             return
         except (port.Unreachable, port.SessionOver, port.NotThere):
             raise

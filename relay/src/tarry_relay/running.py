@@ -319,15 +319,20 @@ class Relay:
     async def _one_raised(self, items: Sequence[MessageItem], error: Exception, *, is_refused: bool) -> int:
         """Refuse a message whose work was refused, or has raised for it alone often enough."""
         for item in items:
-            item.raised += 1
-            if not is_refused:
-                self._metrics.surprises.labels("message").inc()
-                log.error("work on a message has raised", exc_info=error, extra={"step": item.step.value})
-            if is_refused or item.raised >= RAISED_MAX:
-                self._refuse(item, getattr(error, "message", "") or f"{type(error).__name__}: {error}")
-            else:
+            if not self._has_raised(item, error, is_refused=is_refused):
                 self._passage.answer(item, Answer.AGAIN)
         return await rest_after(0 if is_refused else 1)
+
+    def _has_raised(self, item: MessageItem, error: Exception, *, is_refused: bool) -> bool:
+        """Count what a message's work has raised; return whether it is refused now."""
+        item.raised += 1
+        if not is_refused:
+            self._metrics.surprises.labels("message").inc()
+            log.error("work on a message has raised", exc_info=error, extra={"step": item.step.value})
+        if not is_refused and item.raised < RAISED_MAX:
+            return False
+        self._refuse(item, getattr(error, "message", "") or f"{type(error).__name__}: {error}")
+        return True
 
     def _refuse(self, item: MessageItem, reason: str) -> None:
         """Refuse a message for good at the step where it is."""
@@ -538,13 +543,17 @@ class Relay:
     async def _passed(self, waiting: Sequence[tuple[MessageItem, Withdrawal, float]]) -> Sequence[bool]:
         """Say of each whether what it names is committed. One that raises by itself three times is refused."""
         try:
-            return await port.asked(self._broker.source.passed([each.position for _, each, _ in waiting]))
+            passed = await port.asked(self._broker.source.passed([each.position for _, each, _ in waiting]))
+            return port.one_for_each(passed, len(waiting), bool)
         except (port.Unreachable, *_ENDS_SESSION):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this message's
             if len(waiting) > 1:
                 return [has_passed for each in waiting for has_passed in await self._passed([each])]
-            await self._one_raised([item for item, _, _ in waiting], error, is_refused=False)
+            # It stays among those that are asked for, in its order.
+            for item, _, _ in waiting:
+                self._has_raised(item, error, is_refused=False)
+            await rest_after(1)
             return [False] * len(waiting)
 
     async def _more_to_await(self, *, is_idle: bool) -> list[MessageItem]:
