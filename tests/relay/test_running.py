@@ -685,6 +685,15 @@ async def test_what_is_under_way_is_not_entered_again_and_is_committed_by_its_ne
     assert len(daemon.added) == metrics.read._value.get() == 1
 
 
+async def test_what_one_call_gives_twice_is_entered_once() -> None:
+    name = tarry.DeliveryId(1, 4, None, 5_000, 0)
+    twice = [dataclasses.replace(read(1), receipt=receipt) for receipt in ("first", "second")]
+    broker, daemon = Listed([port.Portion(twice)]), Daemon(due=[name, name])
+    await relayed(broker, daemon, lambda: bool(broker.committed and daemon.acknowledged))
+    assert sorted(each.once_id for each in broker.published) == ["orders@1:relay:1-1-1-0", f"orders@1:relay:{name}"]
+    assert [each.receipt for each in broker.committed] == ["second"]
+
+
 @pytest.mark.usefixtures("quick")
 async def test_a_message_without_a_time_waits_in_tarry_when_its_target_takes_nothing(
     monkeypatch: pytest.MonkeyPatch,

@@ -176,10 +176,11 @@ class Relay:
 
     def _new(self, of: ReadLog, reads: Sequence[port.Read]) -> list[MessageItem]:
         """Return what is not under way here yet. What is has a newer receipt from now on."""
-        items = []
+        items: list[MessageItem] = []
+        new: dict[tuple[RelayLane, tuple[int, int]], MessageItem] = {}
         for read in reads:
             lane = RelayLane(of, read.lane)
-            if (known := self._passage.find(lane, read.position)) is not None:
+            if (known := self._passage.find(lane, read.position) or new.get((lane, read.position))) is not None:
                 known.content.read = read
                 continue
             try:
@@ -192,6 +193,7 @@ class Relay:
                 item = self._bad_item(read, lane, f"{type(error).__name__}: {error}")
             item.position, item.in_order, item.entered_s = read.position, of.reader.commits_in_order, time.monotonic()
             items.append(item)
+            new[lane, read.position] = item
         self._metrics.read.inc(len(items))
         return items
 
@@ -243,7 +245,9 @@ class Relay:
         one's acknowledgement, whose answer is not here yet.
         """
         names = [tarry.DeliveryId.parse(batch.delivery_id(row)) for row in range(len(batch))]
-        new = [row for row, name in enumerate(names) if name not in self._unacknowledged]
+        # A name that stands twice is of two streams.
+        last = {name: row for row, name in enumerate(names)}
+        new = sorted(row for name, row in last.items() if name not in self._unacknowledged)
         if len(new) < len(names):
             subscription.release(batch.take(sorted({*range(len(names))} - {*new})))
             self._again.update(self._unacknowledged.intersection(names))
