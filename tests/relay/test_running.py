@@ -759,6 +759,32 @@ async def test_a_source_that_drops_what_waits_is_not_read_until_it_is_mended() -
     assert metrics.health.body()[0] is True
 
 
+async def test_credentials_that_were_refused_make_no_relay_unhealthy_that_has_no_such_work_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "_WATCH_S", 0.02)
+
+    class Refusing(Daemon):
+        calls = 0
+
+        async def add(self, *_: object, **__: object) -> Any:
+            self.calls += 1
+            raise tarry.Unauthenticated("token expired") if self.calls == 1 else tarry.InvalidArgument("no such time")
+
+    broker, daemon, metrics = Listed([port.Portion([read(1, delay="5s")])]), Refusing(), RelayMetrics(Health())
+    seen: list[str] = []
+    explain = metrics.health.explain
+
+    def explained(what: str, reason: str) -> None:
+        explain(what, reason)
+        seen.append(what)
+
+    metrics.health.explain = explained  # type: ignore[method-assign]
+    async with asyncio.timeout(5):
+        await relayed(broker, daemon, lambda: len(broker.committed) == 1 and metrics.health.body()[0], metrics=metrics)
+    assert seen == ["daemon: add"]
+
+
 async def test_a_finding_that_is_accepted_stops_nothing() -> None:
     broker = Listed(
         [port.Portion([read(5, delay="5s")])], wrong=[Finding("size", Grade.WRONG, "stream orders drops its oldest")]

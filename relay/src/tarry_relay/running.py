@@ -494,6 +494,8 @@ class Relay:
     async def _watch(self, end: str, ask: Callable[[], Awaitable[None]]) -> None:
         """Ask an end again and again what it must answer: a poll that times out proves nothing."""
         while True:
+            if end == "daemon":
+                self._settle_idle()
             try:
                 await ask()
             except Exception as error:
@@ -505,6 +507,12 @@ class Relay:
                 self._health.answered(end)
                 self._health.settle(f"{end}: watch")
             await asyncio.sleep(_WATCH_S)
+
+    def _settle_idle(self) -> None:
+        """Take back the reasons of work that no message waits for: nothing else shows that it succeeds again."""
+        for work in Work:
+            if not self._passage.count(*(step for step, row in TABLE.items() if row.work is work)):
+                self._health.settle(f"daemon: {work.name.lower()}")
 
     async def _daemon_must_answer(self) -> None:
         await self._client.stats(self._topic, timeout_s=_WATCH_S)
