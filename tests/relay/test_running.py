@@ -508,6 +508,27 @@ async def test_a_commit_or_an_acknowledgement_that_raises_ends_the_session() -> 
         await relayed(Listed(), Refusing(due=due(1)), lambda: False)
 
 
+async def test_a_session_that_a_commit_ends_commits_the_other_lanes() -> None:
+    class Odder(Listed):
+        @property
+        def source(self) -> Any:
+            reader, commit = super().source, super().source.commit
+
+            async def odd(items: Any) -> None:
+                if items[0].lane == "a":
+                    raise Odd("no such lane")
+                await asyncio.sleep(0.01)
+                await commit(items)
+
+            reader.commit = odd  # type: ignore[method-assign]
+            return reader
+
+    broker = Odder([port.Portion([read(row, lane) for row, lane in enumerate("abcd")])], in_order=False)
+    with pytest.raises(Odd):
+        await relayed(broker, Daemon(), lambda: False)
+    assert [each.lane for each in broker.committed] == ["b", "c", "d"]
+
+
 @pytest.mark.parametrize("call", ["fetch", "produce", "ack"])
 async def test_a_cancellation_by_nobody_ends_a_message_or_the_session_like_any_exception(
     call: str, monkeypatch: pytest.MonkeyPatch

@@ -127,6 +127,8 @@ class Relay:
                 await tasks.until(self._drained(tasks.intake))
             except Exception:
                 await port.end([*tasks.intake, *tasks.work])
+                # The one that has raised goes on with the other messages.
+                tasks.restart(tasks.last, self._last_loops(subscription))
                 await tasks.until_last(self._done())
                 raise
             finally:
@@ -650,6 +652,14 @@ class _Tasks:
 
     def start(self, group: list[asyncio.Task[None]], loops: Iterable[Coroutine[Any, Any, None]]) -> None:
         group += [asyncio.create_task(each) for each in loops]
+
+    def restart(self, group: list[asyncio.Task[None]], loops: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run those loops of a group anew that have ended. `loops`: all of the group, in its order."""
+        for index, each in enumerate(loops):
+            if group[index].done():
+                group[index] = asyncio.create_task(each)
+            else:
+                each.close()
 
     def all(self) -> list[asyncio.Task[None]]:
         return [*self.intake, *self.work, *self.last]
