@@ -5,6 +5,7 @@ refusals, and its end. That real ones do what these do is in `tests/relay/broker
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import time
@@ -395,6 +396,85 @@ async def test_publishing_that_raises_for_one_message_keeps_no_other(monkeypatch
     assert metrics.surprises.labels("message")._value.get() >= 1 + publishing.RAISED_MAX
 
 
+@pytest.mark.parametrize("ends", [port.Unreachable("away"), port.SessionOver("closed")])
+async def test_what_was_taken_one_by_one_is_not_published_again_when_the_broker_goes_away(ends: Exception) -> None:
+    class Leaving(Listed):
+        calls = 0
+
+        async def produce(self, messages: Any) -> Any:
+            self.calls += 1
+            if self.calls in (1, 3):
+                raise Odd("no buffer") if self.calls == 1 else ends
+            return await super().produce(messages)
+
+    broker, daemon = Leaving(), Daemon(due=due(1, 2))
+    with pytest.raises(port.SessionOver) if isinstance(ends, port.SessionOver) else contextlib.nullcontext():
+        await relayed(broker, daemon, lambda: len(daemon.acknowledged) == 2)
+    assert entries(broker.published)[:1] == daemon.acknowledged[:1] == [1]
+    assert entries(broker.published).count(1) == 1
+
+
+@pytest.mark.parametrize("rows", [0, 2, "text"])
+async def test_answers_that_are_not_one_for_each_message_end_that_message(
+    rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "REST_S", 0.01)
+
+    class Odder(Listed):
+        async def produce(self, messages: Any) -> Any:
+            there = any(each.message.body[1] == 7 for each in messages)
+            answers = await super().produce(messages)
+            return answers if not there else [rows] if rows == "text" else answers[:1] * rows
+
+    broker, daemon = Odder(), Daemon(due=due(6, 7, 8))
+    await relayed(broker, daemon, lambda: len(daemon.acknowledged) == 2 and bool(daemon.rejected))
+    assert daemon.rejected[7].startswith("may have landed: due: TypeError: ")
+
+
+async def test_a_look_that_raises_for_one_withdrawal_makes_one_dead_letter_of_it_and_keeps_no_other() -> None:
+    class Odder(Listed):
+        looks = 0
+
+        @property
+        def source(self) -> Any:
+            reader, passed = super().source, super().source.passed
+
+            async def odd(positions: Any) -> Any:
+                self.looks += positions == [(1, 2)]
+                if (1, 2) in positions:
+                    raise Odd("no such offset")
+                return await passed(positions)
+
+            reader.passed = odd  # type: ignore[method-assign]
+            return reader
+
+    asked = [read(7 + n, **{"cancel-of": str(n)}) for n in (1, 2)]
+    broker, daemon = Odder([port.Portion(asked)], committed=[read(1), read(2)]), Daemon(pending={1: 5, 2: 5})
+    await relayed(broker, daemon, lambda: len(broker.committed) == 4, results="results")
+    assert told(broker) == {8: ("CANCELLED",)}
+    assert [each.own_headers["tarry-reason"] for each in broker.published if each.target == "dead"] == [
+        "Odd: no such offset"
+    ]
+    assert broker.looks == publishing.RAISED_MAX
+
+
+@pytest.mark.parametrize("passed", [[], [True, True], ["no"], None])
+async def test_a_look_that_answers_otherwise_than_for_each_ends_no_session(passed: Any) -> None:
+    class Odder(Listed):
+        @property
+        def source(self) -> Any:
+            async def odd(positions: Any) -> Any:
+                return passed
+
+            reader = super().source
+            reader.passed = odd  # type: ignore[method-assign]
+            return reader
+
+    broker = Odder([port.Portion([read(8, **{"cancel-of": "1"})])], committed=[read(1)])
+    await relayed(broker, Daemon(pending={1: 5}), lambda: len(broker.committed) == 2, results="results")
+    assert [each.target for each in broker.published] == ["dead"]
+
+
 async def test_work_that_raises_for_one_message_keeps_no_other_and_refuses_it_at_the_third_time() -> None:
     class Odder(Listed):
         async def fetch(self, positions: Any, generation: str) -> Any:
@@ -427,6 +507,46 @@ async def test_a_commit_or_an_acknowledgement_that_raises_ends_the_session() -> 
 
     with pytest.raises(tarry.NotFound):
         await relayed(Listed(), Refusing(due=due(1)), lambda: False)
+
+
+async def test_a_session_that_a_commit_ends_commits_the_other_lanes() -> None:
+    class Odder(Listed):
+        @property
+        def source(self) -> Any:
+            reader, commit = super().source, super().source.commit
+
+            async def odd(items: Any) -> None:
+                if items[0].lane == "a":
+                    raise Odd("no such lane")
+                await asyncio.sleep(0.01)
+                await commit(items)
+
+            reader.commit = odd  # type: ignore[method-assign]
+            return reader
+
+    broker = Odder([port.Portion([read(row, lane) for row, lane in enumerate("abcd")])], in_order=False)
+    with pytest.raises(Odd):
+        await relayed(broker, Daemon(), lambda: False)
+    assert [each.lane for each in broker.committed] == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize("call", ["fetch", "produce", "ack"])
+async def test_a_cancellation_by_nobody_ends_a_message_or_the_session_like_any_exception(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "REST_S", 0.01)
+    broker, daemon = Listed(), Daemon(due=due(1))
+
+    async def cancelled(*_: object) -> None:
+        raise asyncio.CancelledError("a library's own")
+
+    monkeypatch.setattr(daemon if call == "ack" else broker, call, cancelled)
+    if call == "ack":
+        with pytest.raises(port.NobodyCancelled):
+            await relayed(broker, daemon, lambda: False)
+    else:
+        await relayed(broker, daemon, lambda: bool(daemon.rejected))
+        assert "a library's own" in daemon.rejected[1]
 
 
 async def test_a_session_that_ends_commits_and_acknowledges_what_is_done() -> None:
@@ -587,6 +707,15 @@ async def test_what_is_under_way_is_not_entered_again_and_is_committed_by_its_ne
     assert len(daemon.added) == metrics.read._value.get() == 1
 
 
+async def test_what_one_call_gives_twice_is_entered_once() -> None:
+    name = tarry.DeliveryId(1, 4, None, 5_000, 0)
+    twice = [dataclasses.replace(read(1), receipt=receipt) for receipt in ("first", "second")]
+    broker, daemon = Listed([port.Portion(twice)]), Daemon(due=[name, name])
+    await relayed(broker, daemon, lambda: bool(broker.committed and daemon.acknowledged))
+    assert sorted(each.once_id for each in broker.published) == ["orders@1:relay:1-1-1-0", f"orders@1:relay:{name}"]
+    assert [each.receipt for each in broker.committed] == ["second"]
+
+
 @pytest.mark.usefixtures("quick")
 async def test_a_message_without_a_time_waits_in_tarry_when_its_target_takes_nothing(
     monkeypatch: pytest.MonkeyPatch,
@@ -653,6 +782,32 @@ async def test_a_source_that_drops_what_waits_is_not_read_until_it_is_mended() -
     await relayed(broker, daemon, goes_on, metrics=metrics, retention_every_s=0.05)
     assert had_read == [0]
     assert metrics.health.body()[0] is True
+
+
+async def test_credentials_that_were_refused_make_no_relay_unhealthy_that_has_no_such_work_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "_WATCH_S", 0.02)
+
+    class Refusing(Daemon):
+        calls = 0
+
+        async def add(self, *_: object, **__: object) -> Any:
+            self.calls += 1
+            raise tarry.Unauthenticated("token expired") if self.calls == 1 else tarry.InvalidArgument("no such time")
+
+    broker, daemon, metrics = Listed([port.Portion([read(1, delay="5s")])]), Refusing(), RelayMetrics(Health())
+    seen: list[str] = []
+    explain = metrics.health.explain
+
+    def explained(what: str, reason: str) -> None:
+        explain(what, reason)
+        seen.append(what)
+
+    metrics.health.explain = explained  # type: ignore[method-assign]
+    async with asyncio.timeout(5):
+        await relayed(broker, daemon, lambda: len(broker.committed) == 1 and metrics.health.body()[0], metrics=metrics)
+    assert seen == ["daemon: add"]
 
 
 async def test_a_finding_that_is_accepted_stops_nothing() -> None:

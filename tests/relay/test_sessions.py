@@ -35,7 +35,7 @@ class World:
     async def open(self, _: object) -> AsyncIterator[sessions.Ends]:
         self.opened += 1
         self.found = self.sessions.pop(0) if self.sessions else [STARTED]
-        if isinstance(self.found, Exception):
+        if isinstance(self.found, BaseException):
             raise self.found
         client: Any = Daemon()
         yield sessions.Ends(Listed(), client)
@@ -54,7 +54,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
         class Relay:
             def __init__(self, *_: object, findings: list[Finding], **__: object) -> None:
                 world.relayed.append(findings)
-                self._ends = [each for each in world.found if isinstance(each, Exception)]
+                self._ends = [each for each in world.found if isinstance(each, BaseException)]
 
             async def run(self, ending: asyncio.Event) -> None:
                 for each in self._ends:
@@ -101,11 +101,12 @@ async def test_what_is_wrong_later_ends_no_process(world: Callable[..., World]) 
         port.Unreachable("away"),
         ExceptionGroup("several", [ValueError("one")]),
         OSError("no descriptors"),
+        asyncio.CancelledError("nobody cancelled"),
     ],
 )
 @pytest.mark.parametrize("is_open", [False, True])
 async def test_no_other_exception_ends_the_process(
-    error: Exception, is_open: bool, world: Callable[..., World]
+    error: BaseException, is_open: bool, world: Callable[..., World]
 ) -> None:
     found = world(*([[STARTED, error]] * 3 if is_open else [error] * 3))
     await run(found)

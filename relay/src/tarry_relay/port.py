@@ -14,8 +14,10 @@ import asyncio
 import dataclasses
 import enum
 import time
-from collections.abc import AsyncIterator, Collection, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Collection, Hashable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 CLOCK_APART_MS = 1_000
 """How far two clocks may differ before a finding says so (ms)."""
@@ -38,6 +40,33 @@ class SessionOver(Exception):
 
 class BadPosition(ValueError):
     """A text is no position of this broker. The message says what it is and how a position is written."""
+
+
+class NobodyCancelled(Exception):
+    """A library has raised `asyncio.CancelledError`, and nobody had cancelled the call."""
+
+
+async def asked(call: Awaitable[T]) -> T:
+    """Await a call. Raises NobodyCancelled where `asyncio.CancelledError`, which no handler catches, would end the
+    process although nobody has cancelled this task.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise NobodyCancelled(f"CancelledError: {error}") from error
+
+
+def one_for_each(answers: object, rows: int, kind: type[T]) -> list[T]:
+    """Return answers of a call that answers for each message. Raises TypeError if they are not so many of this type."""
+    if not isinstance(answers, Sequence):
+        raise TypeError(f"{type(answers).__name__} was answered in place of {rows} rows")
+    found = [each for each in answers if isinstance(each, kind)]
+    if len(answers) != rows or len(found) != rows:
+        raise TypeError(f"{len(answers)} rows were answered, {len(found)} of them {kind.__name__}, in place of {rows}")
+    return found
 
 
 def must_be_same(log: str, generation: str, now: str) -> None:

@@ -218,23 +218,31 @@ class Publishing:
         failures = 0
         while True:
             items = await self._queue.next(lambda: self._take(failing=failing))
+            answers: list[Produced] = []
+            failed: port.Unreachable | None = None
             try:
                 with self._trying(items, subscription) if failing else contextlib.nullcontext():
-                    answers = await self._produced(items)
+                    await self._produce(items, answers)
             except port.Unreachable as error:
-                self._again(items)
-                self._metrics.failed("broker", str(error))
-                failures = await rest_after(failures)
-            else:
+                failed = error
+            finally:
+                # Of some the answer may have come before.
+                self._judge(subscription, items[: len(answers)], answers)
+            if failed is None:
                 failures = 0
-                self._judge(subscription, items, answers)
                 self.park(subscription)
+            else:
+                self._again(items[len(answers) :])
+                self._metrics.failed("broker", str(failed))
+                failures = await rest_after(failures)
             await self._queue.tell()
 
-    async def _produced(self, items: Sequence[MessageItem]) -> Sequence[Produced]:
-        """Return what came of each. What raises together is published one by one."""
+    async def _produce(self, items: Sequence[MessageItem], answers: list[Produced]) -> None:
+        """Append to `answers` what came of each. What raises together is published one by one."""
         try:
-            return await self._output.produce([self._outgoing(item) for item in items])
+            outgoing = [self._outgoing(item) for item in items]
+            answers += port.one_for_each(await port.asked(self._output.produce(outgoing)), len(items), Produced)
+            return
         except (port.Unreachable, port.SessionOver, port.NotThere):
             raise
         except Exception as error:
@@ -243,8 +251,10 @@ class Publishing:
             if len(items) == 1:
                 items[0].raised += 1
                 text = f"{items[0].target}: {type(error).__name__}: {error}"
-                return [Produced(Meant(Meaning.UNKNOWN), type(error).__name__, text)]
-        return [answer for item in items for answer in await self._produced([item])]
+                answers.append(Produced(Meant(Meaning.UNKNOWN), type(error).__name__, text))
+                return
+        for item in items:
+            await self._produce([item], answers)
 
     def _take(self, *, failing: bool) -> list[MessageItem]:
         now_s = time.monotonic()

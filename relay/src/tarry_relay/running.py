@@ -128,6 +128,8 @@ class Relay:
                 await tasks.until(self._drained(tasks.intake))
             except Exception:
                 await port.end([*tasks.intake, *tasks.work])
+                # The one that has raised goes on with the other messages.
+                tasks.restart(tasks.last, self._last_loops(subscription))
                 await tasks.until_last(self._done())
                 raise
             finally:
@@ -177,10 +179,11 @@ class Relay:
 
     def _new(self, of: ReadLog, reads: Sequence[port.Read]) -> list[MessageItem]:
         """Return what is not under way here yet. What is has a newer receipt from now on."""
-        items = []
+        items: list[MessageItem] = []
+        new: dict[tuple[RelayLane, tuple[int, int]], MessageItem] = {}
         for read in reads:
             lane = RelayLane(of, read.lane)
-            if (known := self._passage.find(lane, read.position)) is not None:
+            if (known := self._passage.find(lane, read.position) or new.get((lane, read.position))) is not None:
                 known.content.read = read
                 continue
             try:
@@ -193,6 +196,7 @@ class Relay:
                 item = self._bad_item(read, lane, f"{type(error).__name__}: {error}")
             item.position, item.in_order, item.entered_s = read.position, of.reader.commits_in_order, time.monotonic()
             items.append(item)
+            new[lane, read.position] = item
         self._metrics.read.inc(len(items))
         return items
 
@@ -256,7 +260,9 @@ class Relay:
         one's acknowledgement, whose answer is not here yet.
         """
         names = [tarry.DeliveryId.parse(batch.delivery_id(row)) for row in range(len(batch))]
-        new = [row for row, name in enumerate(names) if name not in self._unacknowledged]
+        # A name that stands twice is of two streams.
+        last = {name: row for row, name in enumerate(names)}
+        new = sorted(row for name, row in last.items() if name not in self._unacknowledged)
         if len(new) < len(names):
             subscription.release(batch.take(sorted({*range(len(names))} - {*new})))
             self._again.update(self._unacknowledged.intersection(names))
@@ -307,7 +313,7 @@ class Relay:
     ) -> int:
         """Do work once; return the failures in a row. What raises is found one by one, and refused for good at last."""
         try:
-            await do(items)
+            await port.asked(do(items))
         except _ENDS_SESSION:
             raise
         except Exception as error:
@@ -333,15 +339,20 @@ class Relay:
     async def _one_raised(self, items: Sequence[MessageItem], error: Exception, *, is_refused: bool) -> int:
         """Refuse a message whose work was refused, or has raised for it alone often enough."""
         for item in items:
-            item.raised += 1
-            if not is_refused:
-                self._metrics.surprises.labels("message").inc()
-                log.error("work on a message has raised", exc_info=error, extra={"step": item.step.value})
-            if is_refused or item.raised >= RAISED_MAX:
-                self._refuse(item, getattr(error, "message", "") or f"{type(error).__name__}: {error}")
-            else:
+            if not self._has_raised(item, error, is_refused=is_refused):
                 self._passage.answer(item, Answer.AGAIN)
         return await rest_after(0 if is_refused else 1)
+
+    def _has_raised(self, item: MessageItem, error: Exception, *, is_refused: bool) -> bool:
+        """Count what a message's work has raised; return whether it is refused now."""
+        item.raised += 1
+        if not is_refused:
+            self._metrics.surprises.labels("message").inc()
+            log.error("work on a message has raised", exc_info=error, extra={"step": item.step.value})
+        if not is_refused and item.raised < RAISED_MAX:
+            return False
+        self._refuse(item, getattr(error, "message", "") or f"{type(error).__name__}: {error}")
+        return True
 
     def _refuse(self, item: MessageItem, reason: str) -> None:
         """Refuse a message for good at the step where it is."""
@@ -524,6 +535,8 @@ class Relay:
     async def _watch(self, end: str, ask: Callable[[], Awaitable[None]]) -> None:
         """Ask an end again and again what it must answer: a poll that times out proves nothing."""
         while True:
+            if end == "daemon":
+                self._settle_idle()
             try:
                 await ask()
             except Exception as error:
@@ -535,6 +548,12 @@ class Relay:
                 self._health.answered(end)
                 self._health.settle(f"{end}: watch")
             await asyncio.sleep(_WATCH_S)
+
+    def _settle_idle(self) -> None:
+        """Take back the reasons of work that no message waits for: nothing else shows that it succeeds again."""
+        for work in Work:
+            if not self._passage.count(*(step for step, row in TABLE.items() if row.work is work)):
+                self._health.settle(f"daemon: {work.name.lower()}")
 
     async def _daemon_must_answer(self) -> None:
         await self._client.stats(self._topic, timeout_s=_WATCH_S)
@@ -577,13 +596,17 @@ class Relay:
     async def _passed(self, waiting: Sequence[tuple[MessageItem, Withdrawal, float]]) -> Sequence[bool]:
         """Say of each whether what it names is committed. One that raises by itself three times is refused."""
         try:
-            return await self._broker.source.passed([each.position for _, each, _ in waiting])
+            passed = await port.asked(self._broker.source.passed([each.position for _, each, _ in waiting]))
+            return port.one_for_each(passed, len(waiting), bool)
         except (port.Unreachable, *_ENDS_SESSION):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this message's
             if len(waiting) > 1:
                 return [has_passed for each in waiting for has_passed in await self._passed([each])]
-            await self._one_raised([item for item, _, _ in waiting], error, is_refused=False)
+            # It stays among those that are asked for, in its order.
+            for item, _, _ in waiting:
+                self._has_raised(item, error, is_refused=False)
+            await rest_after(1)
             return [False] * len(waiting)
 
     async def _more_to_await(self, *, is_idle: bool) -> list[MessageItem]:
@@ -669,6 +692,14 @@ class _Tasks:
     def start(self, group: list[asyncio.Task[None]], loops: Iterable[Coroutine[Any, Any, None]]) -> None:
         group += [asyncio.create_task(each) for each in loops]
 
+    def restart(self, group: list[asyncio.Task[None]], loops: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run those loops of a group anew that have ended. `loops`: all of the group, in its order."""
+        for index, each in enumerate(loops):
+            if group[index].done():
+                group[index] = asyncio.create_task(each)
+            else:
+                each.close()
+
     def all(self) -> list[asyncio.Task[None]]:
         return [*self.intake, *self.work, *self.last]
 
@@ -689,6 +720,8 @@ class _Tasks:
             while not goal.done():
                 ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for each in ended:
+                    if each.cancelled() and each is not goal:
+                        raise port.NobodyCancelled("a loop of the relay ended with CancelledError")
                     each.result()
         finally:
             goal.cancel()

@@ -127,7 +127,7 @@ class Sessions:
         while not ending.is_set():
             began_s = time.monotonic()
             try:
-                await self._session(ending)
+                await port.asked(self._session(ending))
             except BadMessage:
                 raise
             except (SettingsError, WrongEnds) as error:
