@@ -1,4 +1,4 @@
-"""What is judged of names, messages, positions and settings of Redis, without a server."""
+"""The judgement of names, messages, positions and settings of Redis, and its answers, without a server."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ class RedisReader:
         self._own_after: str | None = "0"
         """The last entry given of those that it had before it was started; None if it has given all of them."""
         self._claim_after: str | bytes = "0-0"
-        """Where the look for what others have left goes on."""
+        """The cursor of XAUTOCLAIM."""
         self._claims_at_s = 0.0
 
     def group_of(self, generation: str) -> str:
@@ -326,7 +326,7 @@ class RedisReader:
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
         """Return what this relay had read before, then what others have left, then what is new.
 
-        An empty portion may come at once while there is more to look at of what others have left.
+        An empty portion may come before `wait_s` while the look for what others have left is not at its end.
         """
         with failures(f"key {self._stream}"):
             await self._make_group()
@@ -353,7 +353,7 @@ class RedisReader:
             await self._server.xack(self._stream, self._group, *(each.receipt for each in read))
 
     async def hold(self, read: Sequence[port.Read]) -> None:
-        """Make entries young again that are still this consumer's; what another one has claimed stays its own."""
+        """Reset the idle time of entries that are still this consumer's. Another consumer keeps what it has claimed."""
         with failures(f"key {self._stream}"):
             await self._make_group()
             async with self._server.pipeline(transaction=False) as calls:
@@ -420,10 +420,10 @@ class RedisReader:
         return found
 
     async def _claim(self, rows_max: int) -> Entries:
-        """Take over what was read and not committed for `claim_s`, by any relay.
+        """Take over entries that a relay has read, and neither committed nor held for `claim_s`.
 
-        A step looks at ten pending entries for each that is wanted. Steps go on where the last one has ended, also
-        across calls, so that many entries that are held hide none that was left.
+        A step looks at ten pending entries for each one that is wanted. The next step starts behind them, also across
+        calls, so that many held entries hide none that was left.
         """
         for _ in range(_CLAIM_STEPS):
             claimed = await self._server.execute_command(
@@ -470,8 +470,9 @@ class RedisOutput:
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
         """Publish messages, each once for its id, by pipelines of a few MiB.
 
-        Where the connection is lost, and the server is there, messages are published one by one: one that the server
-        cannot bear ends alone, as unknown. Raises Unreachable if no message was answered, and SessionOver.
+        If the connection is lost, and the server is there, messages are published one by one. One that makes the
+        server close the connection ends alone, as unknown. Raises Unreachable if no message was answered, and
+        SessionOver.
         """
         done: list[port.Produced] = []
         try:
@@ -587,7 +588,7 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Redis
         )
         # The URL may say otherwise, and answers are read by the form that they have in this protocol.
         pool.connection_kwargs.update(protocol=2, decode_responses=False)
-        # What the library refuses of the URL it refuses here.
+        # The library refuses unknown options of the URL only when it makes a connection.
         pool.make_connection()
     except (ValueError, TypeError) as error:
         raise relay_settings.SettingsError(f"broker: {error}") from error
@@ -695,7 +696,7 @@ def _produced(outgoing: port.Outgoing, answer: Any) -> port.Produced:
 
 
 def _unknown(outgoing: port.Outgoing, failure: port.Unreachable) -> port.Produced:
-    """Return what came of a message whose answer was lost."""
+    """Return the result of a message whose answer was lost."""
     code = type(failure.__cause__ or failure).__name__
     return port.Produced(port.Meant(port.Meaning.UNKNOWN), code, f"{outgoing.target}: {failure}")
 
@@ -733,4 +734,4 @@ _CALLBACKS: Mapping[str, Callable[..., Any]] = {
     "XRANGE": _entries_of,
     "XREADGROUP": lambda answer, **_: _entries_of(answer[0][1]) if answer else [],
 }
-"""How answers are read, by command."""
+"""Functions that read an answer, by command."""

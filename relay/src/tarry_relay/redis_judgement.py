@@ -18,7 +18,7 @@ from tarry_relay.port import Finding, Grade
 TARGET_BYTES_MAX = 1_024
 """The longest name of a target (bytes). Redis takes longer keys, but each published message keeps one for `once_s`."""
 FIELDS_MAX = 524_000
-"""How many fields a message may have: Redis 6.2 takes 1,048,576 arguments in one command."""
+"""The most fields of a message. Redis 6.2 takes 1,048,576 arguments in one command."""
 RETRY_OWNER_PREFIX = "tarry-retry-of-"
 """Groups of a retry log with this prefix name the relays that read it."""
 _ONCE = ":tarry-once:"
@@ -163,7 +163,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """What a stream and the group of the relay say of entries that are not committed. Ids; empty if there is none."""
+    """The state of the source and of the relay's group: ids, empty if there is none."""
 
     first: str
     """The first entry of the stream."""
@@ -175,11 +175,10 @@ class Look:
 
 
 def finding_of_size(key: str, look: Look | None) -> Finding:
-    """Judge whether entries go before they are committed. None if the relay's group does not exist.
+    """Judge whether entries go before they are committed. `look`: None if the relay's group does not exist.
 
-    Redis does not tell by what its producers trim a stream (`MAXLEN`, `MINID` of XADD), so only a loss shows it. An
-    entry that is lost after an earlier look is wrong once: the next look has other samples. A loss of before the first
-    look is a warning.
+    Redis does not say how producers trim a stream (`MAXLEN`, `MINID` of XADD), so only a loss shows it. A loss since
+    the look before is wrong, once, since the next look has other samples. A loss before the first look is a warning.
     """
     advice = "let nobody trim what is not delivered, or set source.accept = ['size']"
     if look is None:

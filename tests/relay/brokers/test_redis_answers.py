@@ -225,7 +225,7 @@ async def test_a_message_that_ends_the_connection_is_unknown(redis: RedisOfTest)
 
 
 async def test_a_server_that_goes_away_in_between(redis: RedisOfTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was answered stays so; what was not is unknown. If nothing was answered the call has failed."""
+    """Answers stay as they are, and the rest is unknown. If nothing was answered the call has failed."""
     async with redis.opened() as session:
         large = [outgoing(name=str(n), value=b"x" * 3 * 2**20) for n in range(3)]
         publish = session.output._publish
@@ -289,7 +289,7 @@ async def test_credentials_that_are_refused_end_the_session(redis: RedisOfTest, 
     async with redis.opened(**shown) as session:
         await session.source.read(1, 1)
         redis.client.acl_setuser("relay", enabled=True, passwords=["-old", "+new"])
-        # Who is known stays so: the connections are closed, as by an outage.
+        # A connection outlives its password, so the connections are closed, as by an outage.
         for each in redis.client.client_list():
             if each["user"] == "relay":
                 redis.client.client_kill(each["addr"])

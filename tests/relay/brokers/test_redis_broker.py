@@ -1,4 +1,4 @@
-"""What the adapter of Redis does beside what all adapters do, with a real server."""
+"""The adapter of Redis, with a real server, in all that other adapters do otherwise."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ async def test_a_retry_log_of_two_relays_is_found(redis: RedisOfTest) -> None:
         assert await wrong(parcels) == {}
 
 
-# What is held, and what others have left.
+# Entries that are held, and entries that others have left.
 
 
 def group_of(redis: RedisOfTest) -> str:
