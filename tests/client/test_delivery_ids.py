@@ -54,5 +54,5 @@ def test_a_name_may_end_with_its_log_by_which_names_are_not_told_apart() -> None
 
 
 def test_a_log_is_named_by_topic_and_subscription() -> None:
-    assert LOG != tarry.DeliveryId.log_of("orders@2", "relay")
-    assert LOG != tarry.DeliveryId.log_of("orders@1", "another")
+    others = [tarry.DeliveryId.log_of(*each) for each in (("orders@2", "relay"), ("orders@1", "another"))]
+    assert len({LOG, *others}) == 3

@@ -521,7 +521,7 @@ async def test_a_session_that_a_commit_ends_commits_the_other_lanes() -> None:
                 await asyncio.sleep(0.01)
                 await commit(items)
 
-            reader.commit = odd  # type: ignore[method-assign]
+            reader.commit = odd  # type: ignore[assignment,method-assign]
             return reader
 
     broker = Odder([port.Portion([read(row, lane) for row, lane in enumerate("abcd")])], in_order=False)
@@ -755,7 +755,7 @@ async def test_what_is_read_is_held_only_while_the_daemon_answers(monkeypatch: p
             daemon.silent = True
         elif daemon.silent and held != len(broker.held):
             held = len(broker.held)
-            asyncio.get_running_loop().call_later(1, lambda seen=held: still(seen))
+            asyncio.get_running_loop().call_later(1, still, held)
         return daemon.holds_adds is not None and daemon.holds_adds.is_set()
 
     def still(seen: int) -> None:

@@ -26,7 +26,7 @@ WRONG = Finding("retention", Grade.WRONG, "stream orders: work queue")
 class World:
     """What each session finds: an exception while it opens, or findings; and what its relay then ends with."""
 
-    sessions: list[Any]
+    each_session: list[Any]
     metrics: RelayMetrics = dataclasses.field(default_factory=lambda: RelayMetrics(Health()))
     opened: int = 0
     relayed: list[list[Finding]] = dataclasses.field(default_factory=list)
@@ -34,7 +34,7 @@ class World:
     @contextlib.asynccontextmanager
     async def open(self, _: object) -> AsyncIterator[sessions.Ends]:
         self.opened += 1
-        self.found = self.sessions.pop(0) if self.sessions else [STARTED]
+        self.found = self.each_session.pop(0) if self.each_session else [STARTED]
         if isinstance(self.found, BaseException):
             raise self.found
         client: Any = Daemon()

@@ -238,10 +238,15 @@ def now_ms() -> int:
 class Reader(Protocol):
     """Reads a log on, as one of a group: what one member has read, no other one has until that member is gone."""
 
-    commits_in_order: bool
-    """Whether a commit stands for everything that was read of its lane before it."""
-    hold_every_s: float | None
-    """How often `hold` must be called for what is read and not committed (seconds); None if never."""
+    @property
+    def commits_in_order(self) -> bool:
+        """Whether a commit stands for everything that was read of its lane before it."""
+        ...
+
+    @property
+    def hold_every_s(self) -> float | None:
+        """How often `hold` must be called for what is read and not committed (seconds); None if never."""
+        ...
 
     async def read(self, rows_max: int, wait_s: float) -> Portion:
         """Return what comes next, at most `rows_max`; an empty portion if nothing comes within `wait_s`."""
@@ -267,8 +272,10 @@ class Reader(Protocol):
 class Log(Protocol):
     """The source, by positions."""
 
-    tells_limits: bool
-    """Whether the broker tells by which limits it drops messages. If not, only a message that is gone shows it."""
+    @property
+    def tells_limits(self) -> bool:
+        """Whether the broker tells by which limits it drops messages. If not, only a message that is gone shows it."""
+        ...
 
     async def generation(self) -> str:
         """Return a name that another log of this name, made after this one was deleted, does not have."""

@@ -9,10 +9,8 @@ import confluent_kafka as kafka
 import pytest
 
 from tarry_relay import port, relay_settings
-from tarry_relay.kafka_broker import KafkaLog
-from tarry_relay.kafka_client import ClientProperties
-from tarry_relay.kafka_output import KafkaOutput
-from tarry_relay.kept_messages import Kept
+from tarry_relay.kafka_broker import KafkaLog, Kept
+from tarry_relay.kafka_client import Body, ClientProperties, KafkaOutput
 
 TOPIC = "orders"
 ROWS = 2_000
@@ -61,7 +59,7 @@ async def test_what_is_published_has_key_headers_and_body_of_the_original(url: s
     broker = relay_settings.Kafka(url=url, confirm_s=LIMIT_S)
     properties = ClientProperties(broker, "relay", "one")
     output = KafkaOutput(TOPIC, properties, broker)
-    original = port.Message({}, (b"key", b"body", [("a", b"1"), ("own", b"2"), ("a", b"\xff")]))
+    original = port.Message({}, Body(b"key", b"body", [("a", b"1"), ("own", b"2"), ("a", b"\xff")]))
     assert await output.produce([port.Outgoing("due", original, {"own": "3"}, "id")]) == [port.Produced()]
     await output.close()
     reader = kafka.Consumer({**properties.fetcher("due"), "auto.offset.reset": "earliest"})
