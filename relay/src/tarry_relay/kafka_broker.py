@@ -2,7 +2,7 @@
 
 The session: `KafkaBroker`, `opened`. Fetching by position: `KafkaLog`, with what was `Kept`. Reading on: `KafkaReader`.
 Clients and publishing: `kafka_client`. What answers mean: `kafka_answers`. What can be a name: `kafka_judgement`.
-Searches: `reading_on`.
+Searches: `pacing`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tarry_relay.kafka_client import (
     Untold,
     ended_within,
 )
-from tarry_relay.reading_on import Search
+from tarry_relay.pacing import Search
 
 log = logging.getLogger(__name__)
 
@@ -734,4 +734,4 @@ async def _generation_now(topics: ClusterTopics, topic: str) -> str:
 
 def _read(event: Event, lane: tuple[int, int]) -> port.Read:
     record = Record.of(event)
-    return port.Read(event.partition(), event.offset(), record.message(), lane, record.sent_at_ms, receipt=record)
+    return port.Read(event.partition(), event.offset(), record.message(), lane, receipt=record)

@@ -348,7 +348,7 @@ class Record:
             seen.add(key)
             if value is not None:
                 told[key] = value.decode(errors="replace")
-        return port.Message(told, self.body, tuple(dict.fromkeys(repeated)))
+        return port.Message(told, self.body, tuple(dict.fromkeys(repeated)), self.sent_at_ms)
 
 
 def _headers(event: Event) -> Sequence[tuple[str, bytes | None]] | None:
