@@ -100,8 +100,9 @@ class Odd:
             return 1
         if step in ("produce", "add", "add_late"):
             return self.lands * (self.means != TAKEN) + (in_order and self.ends_session)
-        # A lane with an order is committed up to a message that is on its way, and none while a finding is wrong.
-        kept_from_commit = in_order or step == "source_findings"
+        # A lane with an order is committed up to a message that is on its way, none after its commit has failed, and
+        # none while a finding is wrong.
+        kept_from_commit = in_order or step in ("commit", "source_findings")
         return int(self.ends_session and (kept_from_commit or (not self.lands and step in ENDING)))
 
 
@@ -939,8 +940,8 @@ def noise(step: str) -> list[Odd]:
         _changed(f"{name}{', and done' * lands}", means, lambda _, make=make: make(), lands)
         for name, make in things.items()
         for lands in (0, 1)
-        # Nothing of these says that the call has failed.
-        if not (step == "receive" and name == "None" and lands)
+        # Rows that are handed out and not there: nothing shows that they are missing.
+        if not (step == "receive" and lands and name in ("None", "an empty text", "an empty list"))
     ]
     if step in _ROWS:
         found += [
@@ -992,11 +993,14 @@ def _noise_of_add() -> list[Odd]:
     def told(name: str, means: str, **fields: Any) -> Odd:
         return _changed(name, means, lambda answer: Fields(**vars(answer) | fields))
 
+    def with_row(answer: Any) -> Any:
+        return Fields(**vars(answer) | {"refused": {**answer.refused, 99: ODD}})
+
     return [
         told("less than none accepted", SURPRISE, accepted=-1),
         told("refused is a list", SURPRISE, refused=[0]),
         told("refused with a text", REFUSED, refused={0: ODD}),
-        told("refused is a row that it does not have", TAKEN, refused={99: ODD}),
+        _changed("refused is a row that it does not have", TAKEN, with_row),
         _changed("without fields", SURPRISE, lambda _: Fields()),
     ]
 
@@ -1134,7 +1138,7 @@ def mutation(step: str, seed: int, *, is_real: bool | None = None) -> Mutation:
     if is_real is None:
         is_real = seed < len(reals)
     in_order = draw.random() < 0.5
-    first = 0 if step in _ONCE else draw.randrange(3)
+    first = 0 if step in _ONCE else draw.randrange(2 if step == "passed" else 3)
     if is_real:
         odd = reals[seed % len(reals)]
         odds = [odd] * (1 if step == "close" else draw.choice((1, 1, 2, 3, 4)))
@@ -1217,7 +1221,7 @@ def faults_of(mutation: Mutation) -> list[str]:
     unreported = world.metrics.unreported._value.get()
     for entry, text in BAD.items():
         reasons = _reasons(world, "orders", entry)
-        if not reasons and not unreported:
+        if not reasons and not unreported and not any(_is_of(each, "orders", entry) for each in world.published):
             faults.append(f"bad message {entry} is no dead letter")
         faults += [
             f"bad message {entry} is a dead letter because of {reason!r}"
@@ -1248,6 +1252,9 @@ def _of_good(mutation: Mutation, entry: int, arrived: bool) -> list[str]:
     # The first one may arrive once more, and then not.
     if arrived and reasons and entry != 1 and not any(odd.lands for odd in mutation.given):
         faults.append(f"message {entry} arrived, and is a dead letter because of {reasons}")
+    says_so = mutation.step in ("produce", "add", "add_late") and all(odd.error is not None for odd in mutation.given)
+    if arrived and says_so and not all(each.startswith("may have landed: ") for each in reasons):
+        faults.append(f"message {entry} arrived, and its dead letter does not say that it may have: {reasons}")
     return faults
 
 
