@@ -530,7 +530,8 @@ async def test_a_session_that_a_commit_ends_commits_the_other_lanes() -> None:
     class Odder(Listed):
         @property
         def source(self) -> Any:
-            reader, commit = super().source, super().source.commit
+            reader: Any = super().source
+            commit = reader.commit
 
             async def odd(items: Any) -> None:
                 if items[0].lane == "a":
@@ -538,7 +539,7 @@ async def test_a_session_that_a_commit_ends_commits_the_other_lanes() -> None:
                 await asyncio.sleep(0.01)
                 await commit(items)
 
-            reader.commit = odd  # type: ignore[method-assign]
+            reader.commit = odd
             return reader
 
     broker = Odder([port.Portion([read(row, lane) for row, lane in enumerate("abcd")])], in_order=False)
