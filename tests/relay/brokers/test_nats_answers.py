@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -312,7 +310,7 @@ async def test_a_connection_that_is_lost(tmp_path: Path) -> None:
             await make_stream(connection, "plain", {})
             adapter = await stack.enter_async_context(opened(server, "any", timeout_s=30.0))
             assert (await adapter.output.produce([outgoing("plain", 1)]))[0].is_taken
-            os.kill(server.pid, signal.SIGSTOP)
+            server.suspend()
             producing = asyncio.ensure_future(adapter.output.produce([outgoing("plain", 2)]))
             while not adapter._client._asked:  # noqa: ASYNC110 - the server is suspended, so that nothing tells it
                 await asyncio.sleep(0)
