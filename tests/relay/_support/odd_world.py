@@ -259,7 +259,7 @@ class World:
 
 
 def _read(name: str, entry: int, lane: str, headers: Mapping[str, str]) -> port.Read:
-    return port.Read(1, entry, port.Message(headers, (name, entry)), lane, sent_at_ms=1_000)
+    return port.Read(1, entry, port.Message(headers, (name, entry), sent_at_ms=1_000), lane)
 
 
 def _lane(read: port.Read) -> str:
