@@ -357,14 +357,14 @@ def _noise_of_add() -> list[Odd]:
     def told(name: str, means: str, **fields: Any) -> Odd:
         return _changed(name, means, lambda answer: Fields(**vars(answer) | fields))
 
-    def with_row(answer: Any) -> Any:
-        return Fields(**vars(answer) | {"refused": {**answer.refused, 99: ODD}})
+    def with_row(row: int) -> Callable[[Any], Any]:
+        return lambda answer: Fields(**vars(answer) | {"refused": {**answer.refused, row: ODD}})
 
     return [
         told("less than none accepted", SURPRISE, accepted=-1),
         told("refused is a list", SURPRISE, refused=[0]),
-        told("refused with a text", REFUSED, refused={0: ODD}),
-        _changed("refused is a row that it does not have", TAKEN, with_row),
+        _changed("refused with a text", REFUSED, with_row(0)),
+        _changed("refused is a row that it does not have", TAKEN, with_row(99)),
         _changed("without fields", SURPRISE, lambda _: Fields()),
     ]
 
@@ -473,6 +473,12 @@ class Mutation:
         return int(self.world.metrics.sessions._value.get())
 
     @property
+    def says_wrong(self) -> bool:
+        """Whether the last answer says that the ends are not as a relay needs them."""
+        last = self.given[-1].name if self.given else ""
+        return last.startswith("Unsupported") or (self.step == "findings" and last.endswith(Grade.WRONG.value))
+
+    @property
     def may_refuse(self) -> bool:
         """Whether an answer may have made a dead letter of a good message."""
         surprises = sum(odd.means == SURPRISE for odd in self.given)
@@ -491,6 +497,7 @@ class Mutation:
             "copies_max": self.copies_max(),
             "copies": max(self.copies.values(), default=0),
             "sessions": self.sessions,
+            "ended_at_start": self.ended_at_start,
             "dead_letters": dead + sum(each.target == "dead" for each in self.world.published),
         }
 
@@ -551,7 +558,7 @@ async def run(mutation: Mutation) -> None:
             at_work.cancel()
             await asyncio.wait([at_work], timeout=1)
     error = asyncio.CancelledError() if at_work.cancelled() else at_work.exception()
-    if isinstance(error, sessions.WrongEnds) and not mutation.sessions:
+    if isinstance(error, sessions.WrongEnds) and not mutation.sessions and mutation.says_wrong:
         mutation.ended_at_start = True
     elif by_itself or error is not None:
         mutation.run_faults.append(f"ends by itself: {error!r}")
