@@ -1,8 +1,14 @@
-# What a fresh machine needs is Python 3.11 and make: uv comes into .tools, everything else into .venv by uv.lock.
+# A fresh machine needs Python 3.11.2 or newer and make: uv comes into .tools, everything else into .venv by uv.lock.
 
 UV_VERSION := 0.13.8
 UV := $(or $(shell command -v uv 2>/dev/null),.tools/uv)
 PYTHON ?= python3
+# The Python of .venv: Debian's own, which is the oldest that is promised. Where it is too old or missing, uv chooses.
+ifndef UV_PYTHON
+UV_PYTHON := $(shell python=$$(command -pv python3) && \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11, 2))' && echo $$python)
+endif
+export UV_PYTHON
 
 # The object store of `make demo`: local (a temporary directory) or s3 (an S3 server that the demo starts).
 STORE ?= local
@@ -24,9 +30,11 @@ DIST ?= dist
 # More arguments for test, run, bench, demo and spark-env: make test ARGS='-k journal'
 ARGS ?=
 
-SYNCED := .venv/.synced
+# Another Python makes .venv anew.
+MADE_WITH := $(subst /,-,$(UV_PYTHON))
+SYNCED := .venv/.synced$(MADE_WITH)
 # Enough to serve and for the demo: a tenth of everything, unless that is there.
-RUNNABLE := $(if $(wildcard $(SYNCED)),$(SYNCED),.venv/.runnable-$(STORE))
+RUNNABLE := $(if $(wildcard $(SYNCED)),$(SYNCED),.venv/.runnable-$(STORE)$(MADE_WITH))
 RUN := $(UV) run --no-sync
 # Of what the distributions need, with every extra; nothing of ours.
 CONSTRAINTS := --all-packages --all-extras --no-default-groups --no-emit-workspace --no-hashes --no-annotate --no-header
@@ -135,13 +143,13 @@ clean: ## remove what make brought or made
 	rm -rf .venv .tools dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(SYNCED): pyproject.toml client/pyproject.toml storage_backends/pyproject.toml uv.lock | $(UV)
+$(SYNCED): pyproject.toml client/pyproject.toml relay/pyproject.toml storage_backends/pyproject.toml uv.lock | $(UV)
 	$(UV) sync --locked --all-extras
 	@touch $@
 
 # Nothing is taken away. Of pandas, which the flights bring along, nothing is used.
 .venv/.runnable-%: pyproject.toml client/pyproject.toml storage_backends/pyproject.toml uv.lock | $(UV)
-	$(UV) sync --locked --inexact --no-default-groups --group demo $(if $(filter s3,$*),--group s3-server) --no-install-package pandas
+	$(UV) sync --locked --inexact --no-default-groups --group demo $(if $(filter s3%,$*),--group s3-server) --no-install-package pandas
 	@touch $@
 
 .tools/uv:

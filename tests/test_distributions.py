@@ -23,6 +23,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 OF_GOOGLE = {"google.protobuf": "protobuf", "google.rpc": "googleapis-common-protos"}
 # Not of a distribution: what a checkout has beside them.
 BESIDE = {"benchmarks", "client", "examples", "tests"}
+# That of Debian 12.
+OLDEST_PYTHON = "3.11.2"
 # Spark needs it for columns, and brings it not.
 NOT_IMPORTED = {"tarryd": {"pandas"}}
 # In these versions they are a part of Spark, which is declared.
@@ -191,6 +193,19 @@ def test_the_daemon_takes_the_libraries_of_its_own_commit() -> None:
     assert len(set(versions.values())) == 1
     ours = {each for each in projects["tarryd"]["dependencies"] if normal(each).startswith("tarry")}
     assert ours == {f"{name}=={versions[name]}" for name in ("tarry", "tarry-storage")}
+
+
+def test_every_distribution_needs_the_python_that_the_pages_name() -> None:
+    assert {project(each.folder)["requires-python"] for each in DISTRIBUTIONS} == {f">={OLDEST_PYTHON}"}
+    for page in ("README.md", "CONTRIBUTING.md", "client/README.md", "docs/INSTALL.md"):
+        said = re.findall(r"Python\s(3[\d.]+)\sor\snewer", (REPOSITORY / page).read_text(encoding="utf-8"))
+        assert set(said) == {OLDEST_PYTHON}, page
+
+
+def test_make_takes_no_system_python_that_is_too_old() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    (oldest,) = re.findall(r"sys\.version_info < \(([\d, ]+)\)", makefile)
+    assert oldest.replace(", ", ".") == OLDEST_PYTHON
 
 
 def test_the_image_and_the_archive_for_executors_get_each_package() -> None:

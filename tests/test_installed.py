@@ -143,6 +143,7 @@ def test_the_relay_works_where_there_is_no_checkout(dist: Path, place: Path) -> 
     of_the_relay = installed(dist, place / "relay", BARE_PYTHON, "tarry-relay", "nats", "redis")
     version = project(REPOSITORY / "relay")["version"]
     assert of_the_relay.run("tarry-relay", "--version").stdout == f"tarry-relay, version {version}\n"
+    assert of_the_relay.run("tarry", "--version").stdout == f"tarry, version {version}\n"
     file = place / "relay.toml"
     for kind in ("nats", "redis"):
         url = f"{kind}://127.0.0.1:{free_port()}"
@@ -199,5 +200,6 @@ def test_the_page_installs_what_it_says(dist: Path, place: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     version = project(REPOSITORY)["version"]
     said = [f"tarryd {version}", f"tarry, version {version}", "<class 'tarry.threads.client.Client'>"]
+    said.append(f"tarry-relay, version {version}")
     assert [line for line in ended.stdout.splitlines() if line.startswith(("tarry", "<"))] == said
     assert ended.stdout.count("Usage: tarry-spark ") == 2

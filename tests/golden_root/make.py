@@ -771,7 +771,9 @@ def expected_of(form: str) -> Path:
 def unpack(form: str, directory: Path) -> Path:
     """A copy of the golden root whose logs have that form."""
     with tarfile.open(archive_of(form)) as archive:
-        archive.extractall(directory, filter="data")
+        # Python before 3.11.4 has no filters, and takes no argument for one.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(directory)
     return directory
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from tarry_relay import ends, port, relay_settings
+from tarry_relay import port, relay_settings, sessions
+from tarry_relay.health import Health
 from tarry_relay.relay_metrics import RelayMetrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -38,35 +40,140 @@ def test_the_least_file_has_defaults_for_the_rest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ('"orders"\n', '"orders"\nrelay.permits = 0\n', "relay.permits is 0: Expected `int` >= 1"),
-        ('"orders"\n', '"orders"\nrelay.permit = 1\n', "relay: Object contains unknown field `permit`"),
-        ('"orders"\n', "7\n", "relay.topic is 7: Expected `str`, got `int`"),
-        ('"redis"', '"rabbit"', "broker.kind is 'rabbit': Invalid value 'rabbit'"),
-        ('"redis"', '"kafka"\nbroker.kept_bytes = -1', "broker.kept_bytes is -1: Expected `int` >= 0"),
-        ('"redis"', '"redis"\nbroker.once_s = 0', "broker.once_s is 0: Expected `int` >= 1"),
-        (', dead_letters = "dead"', "", "source.dead_letters is not set, and source.on_bad is 'dead_letter'"),
-        ('"dead" }', '"dead", on_bad = "drop" }', "source.on_bad is 'drop': Invalid enum value"),
-        ('[{ name = "due" }]', "[]", "targets is empty"),
-        ('[{ name = "due" }]', "[{}]", "targets[0] must have exactly one of name and pattern"),
-        ('[{ name = "due" }]', '[{ pattern = "(" }]', "targets[0].pattern is '('"),
-        ('[{ name = "due" }]', '[{ name = "a", rate_limit = 0 }]', "targets[0].rate_limit is 0: Expected `float` > 0"),
-        ('"due"', '"orders"', "targets[0].name is 'orders', which the relay reads itself"),
-        ('"redis"', '"redis"\nretry.name = "orders"', "retry.name is 'orders', which is the source"),
-        ('"dead" }', '"dead", target = "orders" }', "source.target is 'orders', which the relay reads itself"),
+        ('"orders"\n', '"orders"\nrelay.permits = 0\n', ", line 3: relay.permits is 0; it must be a whole number >= 1"),
+        ('"orders"\n', "7\n", ", line 2: relay.topic is 7; it must be a text"),
+        ('"orders"\n', '"orders"\nrelay.listen = 1\n', ", line 3: relay.listen is 1; it must be a text"),
+        ("targets", "daemon.tls = 1\ntargets", ", line 5: daemon.tls is 1; it must be a table"),
+        ('"redis"', '"rabbit"', ", line 4: broker.kind is 'rabbit'; it must be kafka, nats or redis"),
+        ('"redis"', "7", ", line 4: broker.kind is 7; it must be kafka, nats or redis"),
+        (
+            '"redis"',
+            '"kafka"\nbroker.kept_bytes = -1',
+            ", line 5: broker.kept_bytes is -1; it must be a whole number >= 0",
+        ),
+        ('"redis"', '"redis"\nbroker.once_s = 0', ", line 5: broker.once_s is 0; it must be a whole number >= 1"),
+        ('"redis"', '"kafka"\nbroker.properties = { a = [] }', ", line 5: broker.properties[...]: Expected"),
+        ('"redis"', '"kafka"\nbroker.properties = { "" = 1 }', ", line 5: broker.properties: Expected"),
+        (', dead_letters = "dead"', "", ", line 3: source.dead_letters is not set, and source.on_bad is 'dead_letter'"),
+        (
+            '"dead" }',
+            '"dead", on_bad = "drop" }',
+            ", line 3: source.on_bad is 'drop'; it must be dead_letter, now or stop",
+        ),
+        ('targets = [{ name = "due" }]', "", ": targets is empty"),
+        ('[{ name = "due" }]', "[]", ", line 5: targets is empty"),
+        ('[{ name = "due" }]', "[{}]", ", line 5: targets[0] must have exactly one of name and pattern"),
+        ('[{ name = "due" }]', "[1]", ", line 5: targets[0] is 1; it must be a table"),
+        ('[{ name = "due" }]', '{ name = "due" }', "targets is a table; it must be an array of tables: [[targets]]"),
+        ('[{ name = "due" }]', '[{ pattern = "(" }]', ", line 5: targets[0].pattern is '('"),
+        ('"due" }', '"due", rate_limit = 0 }', ", line 5: targets[0].rate_limit is 0; it must be a number > 0"),
+        ('"due"', '"orders"', ", line 5: targets[0].name is 'orders', which the relay reads itself"),
+        ('"redis"', '"redis"\nretry.name = "orders"', ", line 5: retry.name is 'orders', which is the source"),
+        ('"redis"', '"redis"\nretry = { name = "a", delays_ms = [] }', ", line 5: retry.delays_ms is []; it must be"),
+        ('"dead" }', '"dead", target = "orders" }', ", line 3: source.target is 'orders', which the relay reads"),
         ('"dead" }', '"dead", target = "gone" }', "if it is not misspelt, add [[targets]] with name = 'gone'"),
-        ('"dead" }', '"dead", results = "orders" }', "source.results is 'orders', which the relay reads itself"),
-        ('"dead" }', '"dead", levels = "1s 5" }', "source.levels has '5', which is no delay"),
-        ('"dead" }', '"dead", delay_max = "7" }', "source.delay_max is '7', which is no delay"),
-        ('"dead" }', '"dead", delay_max = "1h" }', "source.levels has '2h', which is longer than source.delay_max"),
-        ("relay.topic", "relay topic", "Expected '=' after a key"),
+        ('"dead" }', '"dead", results = "orders" }', ", line 3: source.results is 'orders', which the relay reads"),
+        ('"dead" }', '"dead", levels = "1s 5" }', ", line 3: source.levels has '5', which is no delay"),
+        ('"dead" }', '"dead", delay_max = "7" }', ", line 3: source.delay_max is '7', which is no delay"),
+        ('"dead" }', '"dead", delay_max = "1h" }', ", line 3: source.levels has '2h', which is longer than"),
+        ("relay.topic", "relay topic", "Expected '=' after a key in a key/value pair (at line 2, column 7)"),
     ],
 )
-def test_what_is_wrong_is_told(tmp_path: Path, old: str, new: str, told: str) -> None:
-    assert old in GOOD
+def test_a_bad_value_is_named_with_its_line_and_what_it_must_be(tmp_path: Path, old: str, new: str, told: str) -> None:
+    assert told in told_of(tmp_path, GOOD.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("relay.topic", "relai.topic", ", line 2: relai is not a setting; did you mean relay?"),
+        (
+            '"orders"\n',
+            '"orders"\nrelay.permit = 1\n',
+            ", line 3: relay.permit is not a setting; did you mean relay.permits?",
+        ),
+        (
+            '"dead" }',
+            '"dead", dead_letter = "a" }',
+            "source.dead_letter is not a setting; did you mean source.dead_letters?",
+        ),
+        (
+            '"dead" }',
+            '"dead", headers.dealy = "a" }',
+            ", line 3: source.headers.dealy is not a setting; did you mean source.headers.delay?",
+        ),
+        ("broker.kind", "broker.knid", ", line 4: broker.knid is not a setting; did you mean broker.kind?"),
+        (
+            '"redis"',
+            '"redis"\nbroker.claims = 1',
+            ", line 5: broker.claims is not a setting of redis; did you mean broker.claim_s?",
+        ),
+        (
+            '"redis"',
+            '"rabbit"\nbroker.claims = 1',
+            ", line 5: broker.claims is not a setting; did you mean broker.claim_s?",
+        ),
+        ('"redis"', '"nats"\nbroker.once_s = 1', ", line 5: broker.once_s is not a setting of nats; it must be user, "),
+        (
+            "targets",
+            "daemon.tls.cafile = 1\ntargets",
+            ", line 5: daemon.tls.cafile is not a setting; did you mean daemon.tls.ca_file?",
+        ),
+        (
+            '{ name = "due" }',
+            '{ nmae = "due" }',
+            ", line 5: targets[0].nmae is not a setting; did you mean targets[0].name?",
+        ),
+        (
+            '{ name = "due" }',
+            '\n  { name = "due" },  # the first\n  { nmae = "b" },\n',
+            ", line 7: targets[1].nmae is not a setting; did you mean targets[1].name?",
+        ),
+        (
+            'targets = [{ name = "due" }]',
+            '[[targets]]\nname = "due"\n\n[[targets]]\nnmae = "b"\n',
+            ", line 9: targets[1].nmae is not a setting; did you mean targets[1].name?",
+        ),
+        (
+            "targets",
+            "zzz = 1\ntargets",
+            ", line 5: zzz is not a setting; it must be relay, source, broker, daemon, retry or targets",
+        ),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_line_and_the_nearest_one(
+    tmp_path: Path, old: str, new: str, told: str
+) -> None:
+    assert told in told_of(tmp_path, GOOD.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('relay.topic = "orders"', "", ": relay is not set; it is required"),
+        ('relay.topic = "orders"', 'relay.id = "a"', ", line 2: relay.topic is not set; it is required"),
+        ('name = "orders", ', "", ", line 3: source.name is not set; it is required"),
+        ("broker.kind", "broker.url", ", line 4: broker.kind is not set; it is required"),
+        ("}]\n", "}]\n\n[retry]\ncount_max = 1\n", ", line 7: retry.name is not set; it is required"),
+    ],
+)
+def test_a_missing_key_is_named_with_the_line_of_its_table(tmp_path: Path, old: str, new: str, told: str) -> None:
+    assert told in told_of(tmp_path, GOOD.replace(old, new, 1))
+
+
+def told_of(directory: Path, text: str) -> str:
+    """What is said of a file that cannot be used, without its folder."""
+    assert text != GOOD
     with pytest.raises(relay_settings.SettingsError) as failure:
-        load(tmp_path, GOOD.replace(old, new, 1))
-    assert told in str(failure.value)
-    assert "relay.toml: " in str(failure.value)
+        load(directory, text)
+    said = str(failure.value)
+    assert said.startswith(f"{directory}/relay.toml")
+    return said.removeprefix(f"{directory}/")
+
+
+def test_each_kind_of_broker_is_named() -> None:
+    kinds = (relay_settings.Kafka, relay_settings.Nats, relay_settings.Redis)
+    assert {each.__struct_config__.tag for each in kinds} == set(typing.get_args(relay_settings.Kind))
 
 
 @pytest.mark.parametrize("text", ["0d", "1ms", "1500ms", "90s", "61m", "25h", "7d"])
@@ -94,7 +201,7 @@ def test_an_address_of_a_broker_is_told_without_a_password(url: str, told: str) 
 async def test_a_broker_that_does_not_answer_is_told_without_a_password(tmp_path: Path, kind: str, scheme: str) -> None:
     text = f'"{kind}"\nbroker.url = "{scheme}anna:secret@127.0.0.1:1"\nbroker.timeout_s = 0.1'
     with pytest.raises(port.Unreachable) as failure:
-        async with ends.opened(load(tmp_path, GOOD.replace('"redis"', text))):
+        async with sessions.opened(load(tmp_path, GOOD.replace('"redis"', text))):
             pass
     assert str(failure.value).startswith(f"{scheme}127.0.0.1:1 cannot be used within 0.1 s: ")
     assert "secret" not in str(failure.value)
@@ -127,7 +234,7 @@ def test_the_page_has_each_setting() -> None:
 
 
 def test_the_page_has_each_metric() -> None:
-    metrics = RelayMetrics()
+    metrics = RelayMetrics(Health())
     made = {each.name.removeprefix("tarry_relay") for each in metrics.registry.collect()}
     rows = [line for line in PAGE.splitlines() if line.startswith("| `tarry_relay_")]
     named = {each for row in rows for each in re.findall(r"`(?:tarry_relay)?(_\w+?)(?:_total)?(?:\{\w+\})?`", row)}

@@ -258,7 +258,7 @@ class NatsLog(port.FirstGeneration):
             async with self._client.asking(f"$JS.API.DIRECT.GET.{self.stream}", asked) as answer:
                 found = await answer()
             if nats_client.sequence_of(found) == sequence:
-                return self._fetched(nats_client.raw_block(found), found.data)
+                return self._fetched(nats_client.fetched(found))
         # A replica that is behind has no message either; its leader knows.
         try:
             told = await self._client.api(f"STREAM.MSG.GET.{self.stream}", seq=sequence)
@@ -266,11 +266,11 @@ class NatsLog(port.FirstGeneration):
             if error.err_code != _NO_MESSAGE:
                 raise
             return None
-        return self._fetched(*nats_client.stored(told["message"]))
+        return self._fetched(nats_client.stored(told["message"]))
 
-    def _fetched(self, block: bytes, data: bytes) -> port.Message:
-        self._expected = max(len(block) + len(data), self._expected * 7 // 8)
-        return nats_client.message_of(block, data)
+    def _fetched(self, message: port.Message) -> port.Message:
+        self._expected = max(message.body.headers_size + len(message.body.data), self._expected * 7 // 8)
+        return message
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         """Return the first sequence number that the stream still has, for each of the ledgers."""
@@ -425,9 +425,8 @@ class NatsReader:
         return port.Read(
             int(ledger),
             int(entry),
-            nats_client.message_of(nats_client.raw_block(message), message.data),
+            nats_client.message_of(nats_client.raw_block(message), message.data, sent_ns // 1_000_000),
             lane=self._log.stream,
-            sent_at_ms=sent_ns // 1_000_000,
             receipt=message.reply,
             alone_until_s=pull.sent_s + self._ack_wait_s if delivered == 1 else 0.0,
         )

@@ -13,6 +13,7 @@ import base64
 import collections
 import contextlib
 import dataclasses
+import datetime
 import itertools
 import json
 import re
@@ -39,6 +40,7 @@ _NATS_OWN = "nats-"
 """Headers of NATS itself, which say how a message was published, and not what it is."""
 _RELAY_OWN = "tarry-"
 _SEQUENCE = re.compile(rb"^Nats-Sequence:[ \t]*(\d+)[ \t]*\r?$", re.MULTILINE)
+_TIME = re.compile(rb"^Nats-Time-Stamp: *([^\r\n]+)", re.IGNORECASE | re.MULTILINE)
 _LINE_ENDS = str.maketrans({"\r": " ", "\n": " "})
 _DENIED = re.compile(r'Permissions Violation for (Publish|Subscription) to ("(?:[^"\\]|\\.)*")', re.IGNORECASE)
 _CREDENTIALS_REFUSED = re.compile(r"authorization violation|authentication (expired|revoked)", re.IGNORECASE)
@@ -75,7 +77,7 @@ def header_key(name: str) -> str:
     return name.strip().lower()
 
 
-def message_of(block: bytes, data: bytes) -> port.Message:
+def message_of(block: bytes, data: bytes, sent_at_ms: int = 0) -> port.Message:
     """Take apart a message as a stream has it. Never raises, whatever the bytes are."""
     first_line = _FIRST_LINE
     lines = re.findall(rb"[^\n]*\n|[^\n]+$", block)
@@ -92,7 +94,7 @@ def message_of(block: bytes, data: bytes) -> port.Message:
             repeated.add(key)
         elif key:
             headers[key] = line.partition(b":")[2].decode(errors="replace").strip()
-    return port.Message(headers, Original(first_line, tuple(fields), data), frozenset(repeated))
+    return port.Message(headers, Original(first_line, tuple(fields), data), frozenset(repeated), sent_at_ms)
 
 
 def block_of(outgoing: port.Outgoing) -> bytes:
@@ -162,6 +164,18 @@ def sequence_of(message: Msg) -> int:
     """Return the sequence that a direct get has put behind the headers of a message; 0 if the answer has no message."""
     found = _SEQUENCE.findall(raw_block(message))
     return int(found[-1]) if found else 0
+
+
+def fetched(message: Msg) -> port.Message:
+    """Take apart the answer to a direct get, which has a message."""
+    block = raw_block(message)
+    return message_of(block, message.data, _ms(_TIME.findall(block)[-1].decode()))
+
+
+def _ms(moment: str) -> int:
+    """Return a moment as Unix time in ms, rounded down."""
+    since = datetime.datetime.fromisoformat(moment) - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+    return since // datetime.timedelta(milliseconds=1)
 
 
 class _Parser(Parser):
@@ -591,9 +605,10 @@ async def connected(name: str, broker: relay_settings.Nats) -> AsyncIterator[Nat
         await client.close()
 
 
-def stored(told: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """Return headers and payload of a message in an answer of STREAM.MSG.GET."""
-    return base64.b64decode(told.get("hdrs") or ""), base64.b64decode(told.get("data") or "")
+def stored(told: Mapping[str, Any]) -> port.Message:
+    """Take apart a message in an answer of STREAM.MSG.GET."""
+    block, data = (base64.b64decode(told.get(each) or "") for each in ("hdrs", "data"))
+    return message_of(block, data, _ms(told["time"]))
 
 
 def _options(broker: relay_settings.Nats) -> dict[str, Any]:

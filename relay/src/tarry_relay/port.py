@@ -1,10 +1,10 @@
-"""The port between a relay and a broker. One adapter for each broker fills it: `kafka_broker`, `nats_broker`, `redis_broker`.
+"""The port between a relay and a broker. Each broker has an adapter that fills it.
 
 Positions are those that Tarry stores: ledger and entry. An adapter maps them to what its broker calls a message.
 
-Failures have three scopes. `Unreachable` passes: the relay repeats the call. `SessionOver` and `NotThere` end the session
-with the broker: the relay closes it and opens another one. Any other exception is a surprise. It ends the message that
-was handled, if there is one, or else the session; it never ends the process.
+Failures have three scopes. `Unreachable` passes: the relay repeats the call. `SessionOver` and `NotThere` end the
+session with the broker: the relay closes it and opens another one. Any other exception is a surprise. It ends the
+message that was handled, if there is one, or else the session; it never ends the process.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import asyncio
 import dataclasses
 import enum
 import time
-from collections.abc import AsyncIterator, Collection, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Collection, Hashable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 CLOCK_APART_MS = 1_000
 """How far two clocks may differ before a finding says so (ms)."""
@@ -40,6 +42,33 @@ class BadPosition(ValueError):
     """A text is no position of this broker. The message says what it is and how a position is written."""
 
 
+class NobodyCancelled(Exception):
+    """A library has raised `asyncio.CancelledError`, and nobody had cancelled the call."""
+
+
+async def asked(call: Awaitable[T]) -> T:
+    """Await a call. Raises NobodyCancelled where `asyncio.CancelledError`, which no handler catches, would end the
+    process although nobody has cancelled this task.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise NobodyCancelled(f"CancelledError: {error}") from error
+
+
+def one_for_each(answers: object, rows: int, kind: type[T]) -> list[T]:
+    """Return answers of a call that answers for each message. Raises TypeError if they are not so many of this type."""
+    if not isinstance(answers, Sequence):
+        raise TypeError(f"{type(answers).__name__} was answered in place of {rows} rows")
+    found = [each for each in answers if isinstance(each, kind)]
+    if len(answers) != rows or len(found) != rows:
+        raise TypeError(f"{len(answers)} rows were answered, {len(found)} of them {kind.__name__}, in place of {rows}")
+    return found
+
+
 def must_be_same(log: str, generation: str, now: str) -> None:
     """Compare a log's generation with the one it had. Raises NotThere if it is another one."""
     if now != generation:
@@ -59,6 +88,9 @@ class Message:
     """What the adapter needs to publish it again: every header and every byte."""
     repeated: Collection[str] = ()
     """Names of headers that stand twice or more, as in `headers`."""
+    sent_at_ms: int = 0
+    """When the broker took it, Unix time in ms: the same whenever it is read. Negative or in seconds if its producer
+    said so."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,9 +103,6 @@ class Read:
     """None if the log had lost it when it was read."""
     lane: Hashable
     """The part of the log it belongs to. A partition that comes back after it was lost is another lane."""
-    sent_at_ms: int
-    """When the broker took it, Unix time in ms: the same whenever it is read. Negative or in seconds if its producer
-    said so."""
     receipt: Any = None
     """What the adapter needs to commit it."""
     alone_until_s: float = 0.0
@@ -84,6 +113,11 @@ class Read:
     def position(self) -> tuple[int, int]:
         return self.ledger_id, self.entry_id
 
+    @property
+    def sent_at_ms(self) -> int:
+        """When the broker took it, Unix time in ms; 0 if nothing is known of it."""
+        return 0 if self.message is None else self.message.sent_at_ms
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Portion:
@@ -91,8 +125,8 @@ class Portion:
 
     read: Sequence[Read] = ()
     lost_lanes: Sequence[Hashable] = ()
-    """Lanes that another relay reads from now on. The relay forgets what it has not committed of them before it takes in
-    `read`."""
+    """Lanes that another relay reads from now on. The relay forgets what it has not committed of them before it takes
+    in `read`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,10 +238,15 @@ def now_ms() -> int:
 class Reader(Protocol):
     """Reads a log on, as one of a group: what one member has read, no other one has until that member is gone."""
 
-    commits_in_order: bool
-    """Whether a commit stands for everything that was read of its lane before it."""
-    hold_every_s: float | None
-    """How often `hold` must be called for what is read and not committed (seconds); None if never."""
+    @property
+    def commits_in_order(self) -> bool:
+        """Whether a commit stands for everything that was read of its lane before it."""
+        ...
+
+    @property
+    def hold_every_s(self) -> float | None:
+        """How often `hold` must be called for what is read and not committed (seconds); None if never."""
+        ...
 
     async def read(self, rows_max: int, wait_s: float) -> Portion:
         """Return what comes next, at most `rows_max`; an empty portion if nothing comes within `wait_s`."""
@@ -232,6 +271,11 @@ class Reader(Protocol):
 
 class Log(Protocol):
     """The source, by positions."""
+
+    @property
+    def tells_limits(self) -> bool:
+        """Whether the broker tells by which limits it drops messages. If not, only a message that is gone shows it."""
+        ...
 
     async def generation(self) -> str:
         """Return a name that another log of this name, made after this one was deleted, does not have."""

@@ -1,14 +1,17 @@
 """What a relay is told by its TOML file.
 
-Owns: the settings, their defaults and limits, and errors that name the field, the value and what is allowed.
+Owns: the settings, their defaults and limits, and errors that name the line, the field, the value and what is allowed.
 Does not own: what the settings do.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import socket
 import tomllib
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,18 +20,30 @@ from msgspec import Meta, Struct
 
 import tarry
 import tarry.aio
+from tarry_relay import toml_lines
 
 Name = Annotated[str, Meta(min_length=1)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400 * 365)]
 OnBad = Literal["dead_letter", "now", "stop"]
+Kind = Literal["kafka", "nats", "redis"]
 DELAY_FORM = "a whole number with ms, s, m, h, d, such as 10s"
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DELAY = re.compile(r"(\d{1,15})(ms|s|m|h|d)", re.ASCII)
-_PATH = re.compile(r" - at `\$\.?(.*)`$")
+# How msgspec names the place of a bad value, and what it expected there.
+_PLACE = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
+_EXPECTED = re.compile(r"Expected `([a-z |]+)`(.*?)(?:, got `.*)?")
+_TYPES = {
+    "array": "an array",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "a whole number",
+    "object": "a table",
+    "str": "a text",
+}
 
 
 class SettingsError(Exception):
-    """The file cannot be used; the message says why, by field."""
+    """The file cannot be used. The message begins with the field, and says why."""
 
 
 class Tls(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,6 +81,8 @@ class Relay(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How much may be handed out and not acknowledged, but for what is parked."""
     parked_max: Annotated[int, Meta(ge=0, le=10_000_000)] = 100_000
     """Of how much that is due for targets which take nothing now only the names are kept, so that others go on."""
+    missing_target_s: Seconds = 3_600.0
+    """How long messages wait for a target of a pattern that the broker does not have; then each is a dead letter."""
     read_ahead: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
     """How much may be read and not committed."""
     rows: Annotated[int, Meta(ge=1, le=10_000)] = 500
@@ -122,6 +139,8 @@ class Source(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What happens when the log has dropped what still waits: it is told, and each is a dead letter of Tarry when it
     comes due; or they are so at once."""
     retention_every_s: Seconds = 60.0
+    accept: tuple[Literal["size", "subject", "compaction", "rollup", "ttl", "eviction", "age"], ...] = ()
+    """Findings that are warnings here although a payload can go before its delivery."""
 
 
 class Retry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -233,21 +252,18 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def load(path: Path) -> Settings:
-    """Reads the file. Raises SettingsError."""
+    """Read the file. Raises SettingsError, which names the file and the line."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from error
     except (UnicodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"{path}: {error}") from error
     try:
-        settings = msgspec.convert(document, Settings)
-        _check(settings)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"{path}: {_in_words(str(error), document)}") from error
+        return _settings(document)
     except SettingsError as error:
-        raise SettingsError(f"{path}: {error}") from error
-    return settings
+        raise SettingsError(f"{path}{_line(text, str(error))}: {error}") from error
 
 
 def delay_ms(text: str) -> int | None:
@@ -312,6 +328,47 @@ def without_credentials(url: str) -> str:
     return re.sub(r"^(\w+://)?.*@", r"\1", url)
 
 
+def _settings(document: dict[str, Any]) -> Settings:
+    """Convert what the file says. Raises SettingsError."""
+    declared = dict(_declared(document, [Settings]))
+    try:
+        settings = msgspec.convert(document, Settings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(_in_words(str(error), document, declared)) from error
+    _check(settings)
+    return settings
+
+
+def _declared(value: Any, kinds: Sequence[type[Struct]], where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each field of the file with its type. Raises SettingsError for a key that none of these kinds has."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _declared(item, kinds, f"{where}[{index}]")
+    if not isinstance(value, dict) or not kinds:
+        return
+    kinds = [each for each in kinds if each.__struct_config__.tag in (None, value.get("kind"))] or kinds
+    known = {field.name: field.type for each in kinds for field in msgspec.structs.fields(each)}
+    whose = ""
+    if issubclass(kinds[0], _Server):
+        known["kind"] = Kind
+        whose = f" of {value['kind']}" if len(kinds) == 1 else ""
+    for key, inner in value.items():
+        field = f"{where}.{key}" if where else key
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {field.removesuffix(key)}{nearest[0]}?" if nearest else f"it must be {_one_of(known)}"
+            raise SettingsError(f"{field} is not a setting{whose}; {hint}")
+        yield field, known[key]
+        yield from _declared(inner, _structs(known[key]), field)
+
+
+def _structs(declared: Any) -> list[type[Struct]]:
+    """Return the kinds of table that a setting of this type may be or have."""
+    if isinstance(declared, type) and issubclass(declared, Struct):
+        return [declared]
+    return [struct for inner in typing.get_args(declared) for struct in _structs(inner)]
+
+
 def _check(settings: Settings) -> None:
     """What no single field shows."""
     source = settings.source
@@ -342,16 +399,46 @@ def _check(settings: Settings) -> None:
         )
 
 
-def _in_words(message: str, document: dict[str, Any]) -> str:
-    """The field, what it is, and what is expected of it."""
-    found = _PATH.search(message)
-    if found is None:
-        return message
+def _in_words(message: str, document: dict[str, Any], declared: Mapping[str, Any]) -> str:
+    """Say the field, its value and what it must be, for a message of msgspec."""
+    place = _PLACE.search(message)
+    where, what = ("", message) if place is None else (place[2], message[: place.start()])
+    missing = re.fullmatch("Object missing required field `(.*)`", what)
+    if missing is not None:
+        return f"{where}.{missing[1]} is not set; it is required".removeprefix(".")
+    expected = _EXPECTED.fullmatch(what)
     value: Any = document
-    for key in re.findall(r"\w+", found[1]):
-        try:
-            value = value[int(key)] if isinstance(value, list) else value[key]
-        except (KeyError, IndexError, TypeError, ValueError):
-            return f"{found[1]}: {message[: found.start()]}"
-    is_part = isinstance(value, (dict, list))
-    return f"{found[1]}{'' if is_part else f' is {value!r}'}: {message[: found.start()]}"
+    for key in _keys(where):
+        value = value[key]
+    if typing.get_origin(declared.get(where)) is Literal:
+        must = _one_of(typing.get_args(declared[where]))
+    elif expected is None or place is None or place[1] or where.endswith("[...]"):
+        return f"{where}: {what}"
+    elif expected[1].startswith("array") and isinstance(value, dict):
+        must = f"an array of tables: [[{where}]]"
+    else:
+        names = expected[1].removesuffix(" | null").split(" | ")
+        must = _one_of([_TYPES.get(each, each) for each in names]) + expected[2]
+    shown = "a table" if isinstance(value, dict) else "an array" if isinstance(value, list) and value else repr(value)
+    return f"{where} is {shown}; it must be {must}"
+
+
+def _one_of(words: Iterable[str]) -> str:
+    """Return the words as a choice: a, b or c."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _keys(field: str) -> list[str | int]:
+    """Return the keys and indexes that lead to a field."""
+    return [int(index) if index else key for key, index in re.findall(r"([\w-]+)|\[(\d+)\]", field)]
+
+
+def _line(text: str, message: str) -> str:
+    """Name the line of the field with which a message begins, or else of its table; name none if neither is there."""
+    keys = _keys(message.split(maxsplit=1)[0])
+    for length in range(len(keys), 0, -1):
+        line = toml_lines.line_of(text, keys[:length])
+        if line is not None:
+            return f", line {line}"
+    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import datetime
@@ -158,7 +159,8 @@ async def stored(broker: Nats, stream: str) -> list[tuple[bytes, bytes]]:
     """Headers and payload of each message."""
     state = (await broker.api(f"STREAM.INFO.{stream}"))["state"]
     numbers = range(state["first_seq"], state["last_seq"] + 1)
-    return [nats_client.stored((await broker.api(f"STREAM.MSG.GET.{stream}", {"seq": n}))["message"]) for n in numbers]
+    found = [(await broker.api(f"STREAM.MSG.GET.{stream}", {"seq": n}))["message"] for n in numbers]
+    return [(base64.b64decode(each.get("hdrs") or ""), base64.b64decode(each.get("data") or "")) for each in found]
 
 
 def lines_of(block: bytes) -> list[bytes]:
@@ -431,8 +433,8 @@ async def test_a_server_that_takes_no_more_connections_ends_the_session_and_open
         outgoing = port.Outgoing(DUE, None, {}, "id 1")
         calls = [
             lambda: adapter.source.read(1, 60),
-            lambda: adapter.source.commit([port.Read(1, 1, None, SOURCE, 0, "$JS.ACK.x")]),
-            lambda: adapter.source.hold([port.Read(1, 1, None, SOURCE, 0, "$JS.ACK.x")]),
+            lambda: adapter.source.commit([port.Read(1, 1, None, SOURCE, "$JS.ACK.x")]),
+            lambda: adapter.source.hold([port.Read(1, 1, None, SOURCE, "$JS.ACK.x")]),
             lambda: adapter.output.produce([outgoing]),
             lambda: adapter.log.fetch([(1, 1)], ""),
             adapter.source_findings,
