@@ -582,7 +582,7 @@ class KafkaOutput:
             except Exception as error:  # noqa: BLE001 - it is told with the message
                 errors[row] = error
         # An error of the producer itself is raised between the reports of messages, and behind the last one.
-        calls = deque([lambda: producer.flush(self._timeout_s), lambda: producer.poll(0)])
+        calls: deque[Callable[[], object]] = deque([lambda: producer.flush(self._timeout_s), lambda: producer.poll(0)])
         while calls:
             try:
                 with kafka_errors():
