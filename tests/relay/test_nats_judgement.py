@@ -58,6 +58,7 @@ def test_a_subject_that_can_be_a_target(target: str) -> None:
         ("out.>", "a wildcard"),
         (">", "a wildcard"),
         ("out.\ud800", "UTF-8 cannot encode"),
+        ("out.\ufffd", "no UTF-8"),
         ("a" * 6_000, "6000 bytes"),
         ("ü" * 2_000, "4000 bytes"),
         ("$JS.API.STREAM.PURGE.OTHER", "NATS itself"),

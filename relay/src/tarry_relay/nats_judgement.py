@@ -45,6 +45,9 @@ def target_fault(target: str) -> str:
         return f"{_shown(target)} has {size} bytes; a subject has at most {SUBJECT_BYTES_MAX}"
     if _UNUSABLE_IN_SUBJECTS.search(target):
         return f"{_shown(target)} has a blank or a control character"
+    if "\ufffd" in target:
+        # It stands for what could not be read, so the name is not the one that was written.
+        return f"{_shown(target)} has bytes that are no UTF-8"
     words = target.split(".")
     if "" in words:
         return f"{_shown(target)} has an empty word: a subject has no full stop at its ends, nor two together"
