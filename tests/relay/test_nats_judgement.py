@@ -92,7 +92,7 @@ def test_a_subject_stands_for_what_its_wildcards_say(subject: str, targets: list
     ]
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "a*", ">", "a b", "a/b", "a\\b", "a\0"])
+@pytest.mark.parametrize("name", ["", "a.b", "a*", ">", "a b", "a/b", "a\\b", "a\0", "x" * 256])
 def test_a_name_that_no_stream_or_consumer_can_have(name: str) -> None:
     assert nats_judgement.name_fault(name) != ""
     assert nats_judgement.name_fault("orders-1_ü") == ""
