@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -254,12 +255,17 @@ class World:
         return {
             each.entry_id
             for each in self.logs["failed"]
-            if each.message is not None and each.message.headers[tarry.DELIVERY_ID_HEADER] in self.nacked
+            if each.message is not None and _without_log(each.message.headers[tarry.DELIVERY_ID_HEADER]) in self.nacked
         }
 
 
 def _read(name: str, entry: int, lane: str, headers: Mapping[str, str]) -> port.Read:
     return port.Read(1, entry, port.Message(headers, (name, entry), sent_at_ms=1_000), lane)
+
+
+def _without_log(text: str) -> str:
+    """Return a delivery id without the log at its end."""
+    return re.sub(r"-[0-9a-f]{8}$", "", text)
 
 
 def _lane(read: port.Read) -> str:
@@ -619,7 +625,8 @@ class OddStream:
         async def do() -> None:
             for name in _names(columns):
                 if not any(
-                    each.own_headers.get(tarry.DELIVERY_ID_HEADER) == str(name) for each in self._world.published
+                    _without_log(each.own_headers.get(tarry.DELIVERY_ID_HEADER, "")) == str(name)
+                    for each in self._world.published
                 ):
                     self._world.faults.append(f"{name} was acknowledged before it was published")
                 self._end(name)
