@@ -41,6 +41,8 @@ _ID_LETTERS = str.maketrans("/+", "_-")
 """From those of the client to those of Kafka's own tools."""
 _OWN = "tarry-"
 """What the names of Tarry's own headers begin with."""
+_MISSING_MAX = 10_000
+"""A producer keeps 3 KB for each topic that it was given, also for one that does not exist: then it is replaced."""
 _MESSAGE_BYTES = 500
 """What a message costs in memory beside its key, value and headers."""
 _SHARED: Properties = {
@@ -451,6 +453,8 @@ class KafkaOutput:
         # A message fails by itself before that.
         self._timeout_s = broker.confirm_s + broker.timeout_s
         self._producer: kafka.Producer | None = None
+        self._missing = 0
+        """How many messages this producer had for topics that do not exist."""
         self._thread = Thread("publish", properties.errors)
 
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
@@ -491,6 +495,9 @@ class KafkaOutput:
                 # Nobody publishes again what was taken in this call.
                 came = _Round([error] * len(rows))
             rounds += _settle(messages, rows, came, answers)
+        self._missing += sum(each.meant.cause is port.Cause.MISSING for each in answers.values())
+        if self._missing > _MISSING_MAX:
+            self._missing, self._producer = 0, None
         return [answers[row] for row in range(len(messages))]
 
     def _round(self, messages: Sequence[port.Outgoing]) -> _Round:
