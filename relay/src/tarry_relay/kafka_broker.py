@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import confluent_kafka as kafka
 from confluent_kafka import KafkaError, KafkaException, TopicPartition, admin
@@ -164,8 +164,12 @@ class KafkaBroker:
             settings, of_source = await self._judged_source()
             for each in of_source:
                 yield each
-        if self._settings.retry is not None:
-            yield await self._finding_of("retry", self._settings.retry.name)
+        if self.retries is not None and self._settings.retry is not None:
+            found = await self._finding_of("retry", self._settings.retry.name)
+            yield found
+            others = await self.retries.finding_of_other_readers() if found.grade is port.Grade.OK else None
+            if others is not None:
+                yield others
         if settings is not None:
             yield kafka_judgement.finding_of_clock(source, settings)
         for target in self._settings.named_targets():
@@ -383,9 +387,13 @@ class KafkaReader:
         properties: ClientProperties,
         timeout_s: float,
         kept: Kept[Found] | None = None,
+        failures_of: str = "",
     ) -> None:
-        """`kept` gets what is read."""
+        """`kept` gets what is read. `failures_of`: of a retry log, the topic of the relay."""
         self._topic = topic
+        self._group = properties.reader_group(topic, generation)
+        self._failures_of = failures_of
+        self._metadata = kafka_judgement.retry_reader(failures_of) if failures_of else ""
         self._generation = generation
         self._topics = topics
         self._timeout_s = timeout_s
@@ -431,7 +439,13 @@ class KafkaReader:
     async def commit(self, read: Sequence[port.Read]) -> None:
         """Commit the offset behind the last of them; do nothing if the partition is another relay's by now."""
         last = read[-1]
-        behind = TopicPartition(self._topic, last.ledger_id, last.entry_id + 1, leader_epoch=last.receipt.leader_epoch)
+        behind = TopicPartition(
+            self._topic,
+            last.ledger_id,
+            last.entry_id + 1,
+            metadata=self._metadata,
+            leader_epoch=last.receipt.leader_epoch,
+        )
         await self._committing.call(self._commit, last.lane, behind)
 
     async def hold(self, read: Sequence[port.Read]) -> None:
@@ -459,6 +473,14 @@ class KafkaReader:
         if self._trouble and not self._lanes:
             # Kafka answers, but lets the relay read nothing.
             raise port.Unreachable(f"topic {self._topic}: {self._trouble}")
+
+    async def finding_of_other_readers(self) -> port.Finding | None:
+        """Judge whether another relay reads this retry log, too; return None if none does. Raises Unreachable."""
+        if not self._generation:
+            # It did not exist when the session was opened, which ends with the first read.
+            return None
+        committed = await self._topics.committed_metadata(self._topic, self._generation)
+        return kafka_judgement.finding_of_retry_readers(self._topic, committed, self._group, self._failures_of)
 
     async def keep_place(self) -> None:
         """Keep its place in the group while it is not read, without end: a member that does not poll is left out."""
@@ -611,9 +633,18 @@ class KafkaReader:
         fields = {"topic": self._topic, "partition": event.partition()}
         if event.offset() is None or event.offset() < 0:
             log.info("reads a partition from its first offset", extra=fields)
+            if self._metadata:
+                self._leave_metadata(event.partition())
         else:
             fields["offset"] = event.offset()
             log.error("next offset does not exist; restarting at the first", extra=fields)
+
+    def _leave_metadata(self, partition: int) -> None:
+        """Commit the first offset, so that another relay finds whose retry log it is before anything has failed."""
+        first, _ = _ends(self._consumer, TopicPartition(self._topic, partition), self._timeout_s)
+        self._consumer.commit(
+            offsets=[TopicPartition(self._topic, partition, first, metadata=self._metadata)], asynchronous=True
+        )
 
     def _partitions(self) -> list[TopicPartition]:
         return [TopicPartition(self._topic, each) for each in self._lanes]
@@ -682,8 +713,8 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
         readers = []
         for name, generation in zip(settings.read_names, generations, strict=True):
             with _refused_settings():
-                kept_here = kept if name == source else None
-                reader = KafkaReader(name, generation, topics, properties, broker.timeout_s, kept_here)
+                own: dict[str, Any] = {"kept": kept} if name == source else {"failures_of": relay.topic}
+                reader = KafkaReader(name, generation, topics, properties, broker.timeout_s, **own)
             closing[f"read {name}"] = reader.end
             readers.append(reader)
             keeping = asyncio.create_task(reader.keep_place())

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -153,7 +153,7 @@ class ClientProperties:
         """Return the properties of a member of the group that reads a topic of this generation on."""
         session_ms = int(self._broker.session_s * 1_000)
         own = {
-            "group.id": f"{self.group_of(topic)}@{generation}",
+            "group.id": self.reader_group(topic, generation),
             "session.timeout.ms": session_ms,
             "heartbeat.interval.ms": max(1, session_ms // 4),
             "max.poll.interval.ms": max(300_000, session_ms),
@@ -180,8 +180,12 @@ class ClientProperties:
         return {**_PRODUCER, **own, **self.shared()}
 
     def group_of(self, topic: str) -> str:
-        """Return the name of the group of relays that read a topic."""
+        """Return what the name of the group of relays that read a topic begins with."""
         return f"{self._subscription}-{topic}"
+
+    def reader_group(self, topic: str, generation: str) -> str:
+        """Return the name of the group of relays that read a topic of this generation."""
+        return f"{self.group_of(topic)}@{generation}"
 
     def _reach(self) -> Properties:
         broker = self._broker
@@ -419,6 +423,22 @@ class ClusterTopics:
         resource = _admin.ConfigResource(_admin.ConfigResource.Type.TOPIC, topic)
         (asked,) = self._client.describe_configs([resource], request_timeout=self._timeout_s).values()
         return {name: each.value or "" for name, each in (await _asked(topic, asked)).items()}
+
+    async def committed_metadata(self, topic: str, generation: str) -> Mapping[str, Collection[str]]:
+        """Return the metadata of what groups of relays have committed of a topic of this generation, by group.
+
+        Groups that the broker does not show are left out. Raises Unreachable.
+        """
+        self._prepare(topic)
+        told = await _asked(topic, self._client.list_consumer_groups(request_timeout=self._timeout_s))
+        groups = [each.group_id for each in told.valid if each.group_id.endswith(f"-{topic}@{generation}")]
+        found: dict[str, Collection[str]] = {}
+        for group in groups:
+            asked = [kafka.ConsumerGroupTopicPartitions(group)]
+            (answer,) = self._client.list_consumer_group_offsets(asked, request_timeout=self._timeout_s).values()
+            partitions = (await _asked(topic, answer)).topic_partitions
+            found[group] = {each.metadata or "" for each in partitions if each.topic == topic}
+        return found
 
     async def _described(self, topic: str) -> Any:
         self._prepare(topic)
