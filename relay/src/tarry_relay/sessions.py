@@ -145,7 +145,7 @@ class Sessions:
                 self._metrics.failed(end, str(error))
                 self._health.explain("session", f"{end}: {error}")
                 failures = min(failures, 1)
-            except (port.SessionOver, port.NotThere) as error:
+            except (port.SessionOver, port.NotThere, tarry.TarryError) as error:
                 self._fail("the session has ended", error)
             except Exception as error:  # noqa: BLE001 - whatever it is ends the session alone
                 self._metrics.surprises.labels("session").inc()
