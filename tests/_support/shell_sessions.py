@@ -35,6 +35,7 @@ _OWN = (
     (re.compile(r"\d{4}-\d\d-\d\d "), ""),
     (re.compile(r"[\u2588-\u258f]+"), ""),
     (re.compile(r"[\u2500-\u257f]+"), "\u2500"),
+    (re.compile(r"(?<=\d-\d-)[0-9a-f]{8}\b"), "#"),
     (re.compile(r"\d[\d,.]*"), "#"),
     (re.compile(r"\s+"), " "),
 )

@@ -1,12 +1,15 @@
-"""What the adapter of Kafka itself decides, with clients that do what a test says: which partitions are whose, what may
-be committed, and what of a transaction is published.
+"""Tests what Kafka's adapter decides by itself, with clients that do what a test says.
+
+Which partitions are whose, what may be committed, what of a call is published, and what a failure ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -14,33 +17,36 @@ from typing import Any
 import confluent_kafka as kafka
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tarry_relay import kafka_broker, kafka_client, kafka_output, port, relay_settings
-from tarry_relay.kafka_broker import KafkaLog, KafkaReader
-from tarry_relay.kafka_client import ClientProperties, ClusterTopics
-from tarry_relay.kafka_output import KafkaOutput
-from tarry_relay.kept_messages import Kept
+from tarry_relay import kafka_answers, kafka_broker, kafka_client, port, relay_settings
+from tarry_relay.kafka_broker import KafkaLog, KafkaReader, Kept
+from tarry_relay.kafka_client import Body, ClientErrors, ClientProperties, ClusterTopics, KafkaOutput, Record, Thread
+from tarry_relay.port import Meaning
+from tests._support.processes import run_program
 from tests.planted import registry
 
 TOPIC = "orders"
 
 
-def message(partition: int, offset: int, error: int | None = None) -> Any:
+def message(partition: int, offset: int, error: int | None = None, headers: Any = None) -> Any:
     made = KafkaError(error) if error is not None else None
+    told = [("n", b"%d" % offset)] if headers is None else headers
     return SimpleNamespace(
         partition=lambda: partition,
         offset=lambda: offset,
         error=lambda: made,
         key=lambda: None,
         value=lambda: b"%d" % offset,
-        headers=lambda: [("n", b"%d" % offset)],
+        headers=lambda: told,
         timestamp=lambda: (1, 1_000 + offset),
         leader_epoch=lambda: 5,
     )
 
 
 class ScriptedConsumer:
-    """A consumer to which happens what `script` has: a message, or a call that a rebalance is."""
+    """A consumer to which happens what `script` has: a message, or a call, such as a rebalance."""
 
     def __init__(self, properties: dict[str, Any]) -> None:
         self.properties = properties
@@ -48,7 +54,14 @@ class ScriptedConsumer:
         self.calls: dict[str, Any] = {}
         self.assigned: dict[int, int] = {}
         self.paused: set[int] = set()
-        self.committed: list[tuple[int, int, int]] = []
+        self.commits: list[tuple[int, int, int]] = []
+        self.asked: list[str] = []
+        self.topic_error: KafkaError | None = None
+        self.ends: tuple[int, int] | None = (0, 9)
+
+    def committed(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        self.asked.append("committed")
+        return [TopicPartition(each.topic, each.partition, 8) for each in partitions]
 
     def subscribe(self, topics: list[str], **calls: Any) -> None:
         self.calls = calls
@@ -81,14 +94,22 @@ class ScriptedConsumer:
         self.paused -= {each.partition for each in partitions}
 
     def commit(self, *, offsets: list[TopicPartition], asynchronous: bool) -> None:
-        self.committed += [(each.partition, each.offset, each.leader_epoch) for each in offsets]
+        self.commits += [(each.partition, each.offset, each.leader_epoch) for each in offsets]
+
+    def list_topics(self, topic: str, *, timeout: float) -> Any:
+        self.asked.append("metadata")
+        return SimpleNamespace(topics={topic: SimpleNamespace(error=self.topic_error)})
+
+    def get_watermark_offsets(self, partition: TopicPartition, *, timeout: float) -> Any:
+        self.asked.append(f"end of {partition.partition}")
+        return self.ends
 
     def close(self) -> None:
         self.script.clear()
 
 
 class Topics(ClusterTopics):
-    """Says which topic it is."""
+    """A cluster that says which topic it is."""
 
     def __init__(self) -> None:
         nobody: Any = None
@@ -129,14 +150,14 @@ def offsets(portion: port.Portion) -> list[tuple[int, int]]:
 
 
 async def walk(cluster: Cluster) -> None:
-    """A relay gets partitions, loses one and has it again, reads one that was never read; its topic is made anew."""
+    """Get partitions, lose one and get it again, read one that was never read; then the topic is made anew."""
     reader, consumer, topics = cluster
     consumer.script += [consumer.gets(0, 1), message(0, 7), message(1, 3), message(0, 8)]
     first = await reader.read(10, 0)
     assert (offsets(first), first.lost_lanes) == ([(0, 7), (1, 3), (0, 8)], [])
     of_0, of_1 = [each for each in first.read if each.ledger_id == 0], [first.read[1]]
     await reader.commit(of_0[:1])
-    assert consumer.committed == [(0, 8, 5)]
+    assert consumer.commits == [(0, 8, 5)]
 
     consumer.script += [message(0, 9), consumer.loses(0), consumer.gets(0), message(0, 8), message(1, 4)]
     second = await reader.read(10, 0)
@@ -145,7 +166,7 @@ async def walk(cluster: Cluster) -> None:
     assert second.read[0].lane != of_0[0].lane
     await reader.commit(of_0)
     await reader.commit(of_1)
-    assert consumer.committed == [(0, 8, 5), (1, 4, 5)]
+    assert consumer.commits == [(0, 8, 5), (1, 4, 5)]
 
     consumer.script += [consumer.gets(2), message(2, -1001, KafkaError._AUTO_OFFSET_RESET)]
     assert offsets(await reader.read(10, 0)) == []
@@ -196,7 +217,7 @@ async def test_a_partition_is_given_up_though_a_commit_of_it_waits_for_that(
 async def while_a_commit_waits(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[str], threading.Event, asyncio.Task[None], Callable[[], Awaitable[object]]]:
-    """What has happened so far, what the commit waits for, the commit, and a read."""
+    """Return what has happened so far, what the commit waits for, the commit, and a read."""
     reader, consumer, _ = cluster
     consumer.script += [consumer.gets(0), message(0, 7)]
     read = (await reader.read(10, 0)).read
@@ -251,19 +272,19 @@ async def test_what_is_read_is_kept_for_when_it_is_due(monkeypatch: pytest.Monke
     found = await log.fetch([(0, 7), (0, 8)], "one")
     assert [each and each.headers["n"] for each in found] == ["7", "8"]
     assert log._read_for_it == 0
-    # It was looked whose they are when they were read.
+    # The id was asked for when they were read.
     assert topics.asked == 1
 
 
 def log_of(cluster: Cluster) -> KafkaLog:
-    """Fetches what the reader has kept."""
+    """Return a log that fetches what the reader has kept."""
     reader, _, topics = cluster
     assert reader._kept is not None
     return KafkaLog(TOPIC, topics, properties(), reader._kept, 5)
 
 
 async def looked_at_no_more(cluster: Cluster, patch: pytest.MonkeyPatch) -> None:
-    """What is read within a tenth of a second is kept before it is looked whose it is; its topic is made anew."""
+    """Keep what is read within a tenth of a second of a look; then the topic is made anew."""
     reader, consumer, topics = cluster
     consumer.script += [consumer.gets(0), message(0, 7)]
     patch.setattr(kafka_broker, "_LOOK_AGAIN_S", 3_600)
@@ -299,52 +320,81 @@ async def no_look(reader: KafkaReader) -> None:
 
 
 class Producer:
-    """Publishes what is flushed together in one batch, which is refused if one of it is too large."""
+    """A producer whose messages have the answer that their text or their topic names.
+
+    What is flushed together is a batch of its topic, which is refused as a whole if one message of it is too large.
+    """
 
     published: list[str]
-    begun: int
+    made: int
 
     def __init__(self, properties: dict[str, Any]) -> None:
+        type(self).made += 1
         self._sent: list[tuple[str, str, Any]] = []
         self._open: list[str] = []
+        self._aborts_for: KafkaError | None = None
         self._is_transactional = "transactional.id" in properties
 
     def init_transactions(self, timeout: float) -> None:
         self._open = []
 
     def begin_transaction(self) -> None:
-        type(self).begun += 1
         self._open = []
 
     def produce(self, topic: str, value: bytes | None, headers: Any, on_delivery: Any, key: Any = None) -> None:
         name = "none" if value is None else value.decode()
         if name == "fenced":
             raise KafkaException(KafkaError(KafkaError._FENCED))
+        if name == "raises":
+            raise ValueError("embedded null character")
+        if name == "full" and self._sent:
+            raise BufferError
         self._sent.append((topic, name, on_delivery))
 
-    def flush(self, timeout: float) -> None:
+    def flush(self, timeout: float) -> int:
         sent, self._sent = self._sent, []
+        if any(topic == "denied" for topic, _, _ in sent) and self._is_transactional:
+            self._aborts_for = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED, txn_requires_abort=True)
         for topic, name, told in sent:
             error = None
-            if any(other.startswith("large") for where, other, _ in sent if where == topic):
+            if self._aborts_for is not None:
+                error = KafkaError(KafkaError._PURGE_QUEUE)
+            elif any(other.startswith("large") for where, other, _ in sent if where == topic):
                 error = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
             elif topic == "away":
                 error = KafkaError(KafkaError._MSG_TIMED_OUT)
+            elif topic.startswith("missing"):
+                error = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
+            elif topic == "denied":
+                error = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+            elif name == "breaks":
+                raise KafkaError(KafkaError.CLUSTER_AUTHORIZATION_FAILED, fatal=True)  # type: ignore[misc]
+            elif name == "surprises":
+                raise RuntimeError("a surprise")
             elif self._is_transactional:
                 self._open.append(name)
             else:
                 self.published.append(name)
-            told(error, None)
+            if name != "silent":
+                told(error, None)
+        return 0
+
+    def poll(self, timeout: float) -> int:
+        return 0
 
     def commit_transaction(self, timeout: float) -> None:
+        if self._aborts_for is not None:
+            raise KafkaException(self._aborts_for)
         self.published += self._open
 
     def abort_transaction(self, timeout: float) -> None:
         self._open = []
+        if self._aborts_for is not None:
+            raise KafkaException(KafkaError(KafkaError.INVALID_TXN_STATE, fatal=True))
 
 
 def outgoing(target: str, body: str) -> port.Outgoing:
-    return port.Outgoing(target, port.Message({}, (None, body.encode(), [])), {}, body)
+    return port.Outgoing(target, port.Message({}, Body(None, body.encode(), ())), {}, body)
 
 
 @pytest.fixture(params=[False, True], ids=["one by one", "transactions"])
@@ -355,17 +405,26 @@ def output(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
 def output_of(patch: pytest.MonkeyPatch, *, transactional: bool) -> KafkaOutput:
     patch.setattr(kafka, "Producer", Producer)
     patch.setattr(Producer, "published", [], raising=False)
-    patch.setattr(Producer, "begun", 0, raising=False)
+    patch.setattr(Producer, "made", 0, raising=False)
     settings = relay_settings.Kafka(transactional=transactional)
     return KafkaOutput(TOPIC, ClientProperties(settings, "relay", "one"), settings)
 
 
-async def publish(output: KafkaOutput) -> None:
-    """Messages of which one is too large and one goes nowhere now: the others are published, once."""
-    bodies = [("due", "a"), ("due", "large"), ("other", "b"), ("away", "c"), ("due", "d")]
+async def told_of(output: KafkaOutput, *bodies: tuple[str, str]) -> list[tuple[str, str]]:
+    """Publish these, and return the meaning and the code of each answer."""
     answers = await output.produce([outgoing(*each) for each in bodies])
-    told = ["refused" if each.refused else "failed" if each.failed else "there" for each in answers]
-    assert told == ["there", "refused", "there", "failed", "there"]
+    for (target, _), each in zip(bodies, answers, strict=True):
+        assert each.is_taken or each.text.startswith(f"{target}: ")
+    return [(each.meant.meaning.name, each.code) for each in answers]
+
+
+TAKEN = ("TAKEN", "")
+
+
+async def publish(output: KafkaOutput) -> None:
+    """Publish messages of which one is too large and one goes nowhere now: the others are published, once."""
+    told = await told_of(output, ("due", "a"), ("due", "large"), ("other", "b"), ("away", "c"), ("due", "d"))
+    assert told == [TAKEN, ("REFUSED", "MSG_SIZE_TOO_LARGE"), TAKEN, ("UNKNOWN", "_MSG_TIMED_OUT"), TAKEN]
     assert sorted(Producer.published) == ["a", "b", "d"]
 
 
@@ -373,15 +432,105 @@ async def test_what_cannot_be_published_keeps_nothing_else(output: KafkaOutput) 
     await publish(output)
 
 
-async def test_a_dead_letter_has_no_payload_when_it_was_too_large(output: KafkaOutput) -> None:
-    await output.produce([port.Outgoing("dead", outgoing("x", "a").message, {"why": "large"}, "", has_body=False)])
+async def test_a_message_whose_publishing_raises_keeps_no_other(output: KafkaOutput) -> None:
+    bodies = [("due", str(row)) for row in range(499)]
+    bodies.insert(250, ("due", "raises"))
+    told = await told_of(output, *bodies)
+    assert told.pop(250) == ("UNKNOWN", "ValueError")
+    assert set(told) == {TAKEN}
+    assert sorted(Producer.published, key=int) == [str(row) for row in range(499)]
+
+
+async def test_a_surprise_of_a_batch_is_raised_and_the_others_come_one_by_one_at_most_twice(
+    output: KafkaOutput,
+) -> None:
+    bodies = [("due", str(row)) for row in range(10)]
+    bodies.insert(5, ("due", "surprises"))
+    with pytest.raises(RuntimeError, match="a surprise"):
+        await told_of(output, *bodies)
+    for each in bodies:
+        with contextlib.suppress(RuntimeError):
+            assert await told_of(output, each) == [TAKEN]
+    times = Counter(Producer.published)
+    assert set(times) == {str(row) for row in range(10)}
+    assert max(times.values()) == (1 if output._is_transactional else 2)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a" * 5_004, "__consumer_offsets", "a b", "", "a\udcffb"])
+async def test_a_target_that_can_be_none_is_refused_and_never_given_to_the_client(
+    output: KafkaOutput, name: str
+) -> None:
+    told = await told_of(output, ("due", "a"), (name, "b"), ("due", "c"))
+    assert told == [TAKEN, ("REFUSED", "TOPIC_EXCEPTION"), TAKEN]
+    assert Producer.published == ["a", "c"]
+
+
+async def test_a_target_that_refuses_a_transaction_keeps_no_other(output: KafkaOutput) -> None:
+    told = await told_of(output, ("due", "a"), ("denied", "b"), ("other", "c"), ("denied", "d"), ("due", "e"))
+    denied = ("NOT_NOW", "TOPIC_AUTHORIZATION_FAILED")
+    assert told == [TAKEN, denied, TAKEN, denied, TAKEN]
+    assert sorted(Producer.published) == ["a", "c", "e"]
+    (answer,) = await output.produce([outgoing("denied", "x")])
+    assert answer.meant == port.Meant(Meaning.NOT_NOW, port.Cause.LIMIT)
+
+
+async def test_what_is_not_answered_is_unknown_and_not_published_later(output: KafkaOutput) -> None:
+    assert await told_of(output, ("due", "silent")) == [("UNKNOWN", "_TIMED_OUT")]
+    assert await told_of(output, ("due", "a")) == [TAKEN]
+    assert Producer.made == 2
+
+
+async def test_a_full_queue_is_emptied_and_the_message_tried_again(output: KafkaOutput) -> None:
+    assert await told_of(output, ("due", "a"), ("due", "full")) == [TAKEN, TAKEN]
+    assert Producer.published == ["a", "full"]
+
+
+async def test_a_producer_that_has_failed_for_good_is_replaced(output: KafkaOutput) -> None:
+    """The client raises such an error as a class that is no BaseException."""
+    denied = ("NOT_NOW", "CLUSTER_AUTHORIZATION_FAILED")
+    assert await told_of(output, ("due", "breaks"), ("due", "b")) == [denied, denied]
+    assert await told_of(output, ("due", "c")) == [TAKEN]
+    assert (Producer.published, Producer.made) == (["c"], 2)
+
+
+async def test_a_producer_that_was_given_many_topics_that_do_not_exist_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kafka_client, "_MISSING_MAX", 3)
+    output = output_of(monkeypatch, transactional=False)
+    for made in (1, 1, 2):
+        bodies = [("missing-1", "a"), ("due", "b"), ("missing-2", "c")]
+        missing = ("NOT_NOW", "UNKNOWN_TOPIC_OR_PART")
+        assert await told_of(output, *bodies) == [missing, TAKEN, missing]
+        assert Producer.made == made
+    assert Producer.published == ["b", "b", "b"]
+
+
+async def test_a_bare_message_has_neither_key_nor_value(output: KafkaOutput) -> None:
+    assert (await output.produce([port.Outgoing("dead", None, {"why": "large"}, "")]))[0].is_taken
     assert Producer.published == ["none"]
 
 
-async def test_a_relay_ends_when_another_one_has_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_is_over_when_another_relay_has_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     output = output_of(monkeypatch, transactional=True)
-    with pytest.raises(relay_settings.SettingsError, match=r"relay\.id: another relay"):
+    with pytest.raises(port.SessionOver, match=r"another relay publishes with relay\.id 'one'"):
         await output.produce([outgoing("due", "fenced")])
+
+
+def test_headers_of_the_original_are_published_but_those_that_are_the_relays() -> None:
+    headers = [("a", b"1"), ("Tarry-Reason", b"2"), ("a", b"\xff"), ("OWN", b"3"), ("null", None), ("", b"4")]
+    told = kafka_client._published(
+        port.Outgoing("due", port.Message({}, Body(b"k", b"v", headers)), {"own": "5", "tarry-x": "\0\udcff"}, "")
+    )
+    assert (told["key"], told["value"]) == (b"k", b"v")
+    kept = [("a", b"1"), ("a", b"\xff"), ("null", None), ("", b"4")]
+    assert told["headers"] == [*kept, ("own", b"5"), ("tarry-x", b"\0?")]
+
+
+async def test_a_name_of_a_header_that_would_crash_the_client_is_not_given_to_it(output: KafkaOutput) -> None:
+    bad = port.Outgoing("due", None, {"\udcff": "x"}, "")
+    told = await output.produce([outgoing("due", "a"), bad])
+    assert [each.code for each in told] == ["", "UnicodeEncodeError"]
 
 
 def test_what_the_file_says_of_a_cluster_is_told_to_every_client() -> None:
@@ -459,18 +608,16 @@ def a_look_stands_for_what_is_read_after_it(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_with_one_that_is_too_large_is_refused(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kafka_output, "_TOO_LARGE", ())
+    patch.setattr(kafka_answers, "OF_A_BATCH", frozenset())
 
 
 def what_was_aborted_counts_as_published(patch: pytest.MonkeyPatch) -> None:
-    def all_but_failures(self: KafkaOutput, messages: list[port.Outgoing]) -> list[port.Produced]:
-        errors = self._round(messages)
-        return [
-            port.Produced() if error is None else kafka_output._refusal(each.target, error)
-            for each, error in zip(messages, errors, strict=True)
-        ]
+    in_transaction = KafkaOutput._in_transaction
 
-    patch.setattr(KafkaOutput, "_produce", all_but_failures)
+    def all_but_failures(self: KafkaOutput, producer: Any, messages: list[port.Outgoing]) -> Any:
+        return kafka_client._Round(in_transaction(self, producer, messages).errors)
+
+    patch.setattr(KafkaOutput, "_in_transaction", all_but_failures)
 
 
 PLANTED = (
@@ -506,6 +653,170 @@ async def test_a_planted_bug_is_found(
     assert found
 
 
-def test_no_topic_is_another_failure_than_a_broker_that_is_away() -> None:
-    assert isinstance(kafka_client.failure(KafkaError(KafkaError.UNKNOWN_TOPIC_ID)), port.NotThere)
-    assert isinstance(kafka_client.failure(KafkaError(KafkaError._TRANSPORT)), port.Unreachable)
+def test_failures_have_three_scopes() -> None:
+    scopes = {
+        KafkaError.UNKNOWN_TOPIC_ID: port.NotThere,
+        KafkaError.TOPIC_EXCEPTION: port.NotThere,
+        KafkaError._TRANSPORT: port.Unreachable,
+        KafkaError._TIMED_OUT: port.Unreachable,
+        KafkaError.TOPIC_AUTHORIZATION_FAILED: port.Unreachable,
+        KafkaError.UNKNOWN_MEMBER_ID: port.Unreachable,
+        KafkaError._AUTHENTICATION: port.SessionOver,
+        KafkaError._SSL: port.SessionOver,
+        KafkaError.SASL_AUTHENTICATION_FAILED: port.SessionOver,
+        KafkaError._FATAL: port.SessionOver,
+    }
+    for code, scope in scopes.items():
+        assert type(kafka_answers.failure(KafkaError(code))) is scope, code
+    assert type(kafka_answers.failure(KafkaError(KafkaError._TRANSPORT, fatal=True))) is port.SessionOver
+
+
+async def test_refused_credentials_end_the_session_with_the_calls_that_follow(cluster: Cluster) -> None:
+    reader, consumer, _ = cluster
+    consumer.script += [consumer.gets(0), message(0, 7)]
+    await reader.read(10, 0)
+    refused = KafkaError(KafkaError._AUTHENTICATION, "Authentication failed")
+    consumer.script += [lambda: consumer.properties["error_cb"](refused)]
+    with contextlib.suppress(port.SessionOver):
+        await reader.read(10, 0)
+    for call in (reader.read(10, 0), reader.must_answer(), reader.passed([(0, 1)])):
+        with pytest.raises(port.SessionOver, match="_AUTHENTICATION: Authentication failed"):
+            await call
+
+
+async def test_a_broker_is_asked_by_the_client_that_reads(cluster: Cluster) -> None:
+    reader, consumer, _ = cluster
+    await reader.must_answer()
+    assert consumer.asked == ["committed", "metadata"]
+    consumer.topic_error = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
+    with pytest.raises(port.NotThere):
+        await reader.must_answer()
+    consumer.script += [consumer.gets(0, 1)]
+    await reader.read(10, 0)
+    consumer.asked.clear()
+    for _ in range(3):
+        await reader.must_answer()
+    assert consumer.asked == ["committed", "end of 0", "committed", "end of 1", "committed", "end of 0"]
+    consumer.ends = None
+    with pytest.raises(port.Unreachable):
+        await reader.must_answer()
+
+
+async def test_a_broker_that_does_not_answer_is_told_in_time_with_what_it_said_before(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, consumer, _ = cluster
+    goes_on = threading.Event()
+    monkeypatch.setattr(reader, "_timeout_s", 0.05)
+    monkeypatch.setattr(consumer, "committed", lambda partitions, timeout: goes_on.wait(60))
+    consumer.script += [message(0, 0, KafkaError.GROUP_AUTHORIZATION_FAILED)]
+    with pytest.raises(port.Unreachable):
+        await reader.read(10, 0)
+    async with asyncio.timeout(30):
+        with pytest.raises(port.Unreachable, match=r"no answer within 0\.05 s; before: GROUP_AUTHORIZATION_FAILED"):
+            await reader.must_answer()
+        # Reading does not wait behind it.
+        assert offsets(await reader.read(10, 0)) == []
+    goes_on.set()
+
+
+async def test_what_was_read_before_a_call_failed_is_handed_on(cluster: Cluster) -> None:
+    reader, consumer, _ = cluster
+
+    def fails() -> None:
+        raise KafkaException(KafkaError(KafkaError._STATE))
+
+    consumer.script += [consumer.gets(0), message(0, 7), fails, message(0, 8)]
+    with pytest.raises(port.Unreachable):
+        await reader.read(10, 0)
+    assert offsets(await reader.read(10, 0)) == [(0, 7)]
+    assert offsets(await reader.read(10, 0)) == [(0, 8)]
+
+
+async def test_what_a_call_has_read_that_was_cancelled_is_handed_on(cluster: Cluster) -> None:
+    reader, consumer, _ = cluster
+    reads, goes_on = threading.Event(), threading.Event()
+    consumer.script += [consumer.gets(0), reads.set, lambda: goes_on.wait(60), message(0, 7), message(0, 8)]
+    cancelled = asyncio.create_task(reader.read(10, 0))
+    assert await asyncio.to_thread(reads.wait, 60)
+    cancelled.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await cancelled
+    goes_on.set()
+    consumer.script += [message(0, 9)]
+    found = offsets(await reader.read(10, 0))
+    assert found[:2] == [(0, 7), (0, 8)]
+
+
+async def test_a_position_that_can_be_none_is_gone_and_never_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = reader, consumer, _ = made(monkeypatch, kept_bytes=10_000)
+    consumer.script += [consumer.gets(0), message(0, 7)]
+    await reader.read(10, 0)
+    log = log_of(cluster)
+    fetched = await log.fetch([(0, 7), (0, 2**63), (2**32, 0), (2**64 - 1, 2**64 - 1)], "one")
+    assert [each and each.headers["n"] for each in fetched] == ["7", None, None, None]
+    assert await reader.passed([(0, 7), (0, 8), (2**32, 0), (-1, 0), (0, -1)]) == [True, False, False, False, False]
+
+
+def test_headers_are_read_in_small_letters_and_those_that_stand_twice_are_named() -> None:
+    headers = [("Delay", b"1s"), ("x", b"\xff"), ("DELAY", b"2s"), ("none", None), ("tag", b"a"), ("tag", b"b")]
+    record = Record.of(message(0, 7, headers=headers))
+    told = record.message()
+    assert told.headers == {"delay": "2s", "x": "\ufffd", "tag": "b"}
+    assert list(told.repeated) == ["delay", "tag"]
+    assert list(told.body.headers) == headers
+    assert record.sent_at_ms == 1_007
+
+
+def test_the_time_of_a_message_is_what_its_producer_said() -> None:
+    event = message(0, 7)
+    event.timestamp = lambda: (0, -1)
+    assert Record.of(event).sent_at_ms == -1
+
+
+BLOCKED = """
+import asyncio, threading
+from tarry_relay import kafka_client
+
+async def main():
+    threads = [kafka_client.Thread(str(each), kafka_client.ClientErrors()) for each in range(3)]
+    calls = [asyncio.create_task(each.call(threading.Event().wait)) for each in threads]
+    await asyncio.sleep(0)
+    await kafka_client.ended_within({"one": lambda: [each.join() for each in threads]}, 0.1)
+    print("left behind")
+
+asyncio.run(main())
+"""
+
+
+async def test_a_call_that_never_returns_keeps_neither_the_session_nor_the_interpreter() -> None:
+    ended = await asyncio.to_thread(run_program, [sys.executable, "-c", BLOCKED])
+    assert (ended.returncode, ended.stdout) == (0, "left behind\n"), ended.stderr
+
+
+async def test_a_thread_that_has_ended_makes_no_calls() -> None:
+    thread = Thread("test", ClientErrors())
+    thread.end()
+    with pytest.raises(port.SessionOver):
+        await thread.call(lambda: None)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 60), st.booleans()), max_size=60), st.integers(0, 100))
+def test_what_is_kept_is_given_once_and_takes_no_more_than_it_may(
+    calls: list[tuple[int, int, bool]], bytes_max: int
+) -> None:
+    kept: Kept[int] = Kept(bytes_max)
+    model: dict[int, tuple[int, int]] = {}
+    for number, (offset, size, is_taken) in enumerate(calls):
+        if is_taken:
+            assert kept.take((0, offset)) == model.pop(offset, (None, 0))[0]
+            continue
+        kept.keep((0, offset), number, size)
+        model.pop(offset, None)
+        if size <= bytes_max:
+            model[offset] = number, size
+        while sum(size for _, size in model.values()) > bytes_max:
+            model.pop(next(iter(model)))
+    assert {offset: kept.take((0, offset)) for offset in range(10)} == {
+        offset: model.get(offset, (None, 0))[0] for offset in range(10)
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tarry_relay.pacing import REST_MAX_S, REST_S, Pacing
+from tarry_relay.pacing import MISSING_REST_MAX_S, REST_MAX_S, REST_S, Pacing
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 1_000)), max_size=50), st.floats(0.1, 5_000))
@@ -47,6 +47,28 @@ def test_a_target_that_has_failed_rests_for_longer_and_longer_until_one_message_
     pacing.has_taken("a", now_s)
     assert not pacing.is_failing("a")
     assert pacing.take("a", 10, now_s) == 10
+
+
+def test_many_messages_that_fail_at_once_make_a_target_rest_no_longer_than_one() -> None:
+    pacing = Pacing(lambda target: None)
+    pacing.take("a", 500, 0.0)
+    assert {pacing.rest("a", 0.0, is_missing=True) for _ in range(500)} == {REST_S}
+    now_s, rest_s = 0.0, REST_S
+    for _ in range(12):
+        now_s += rest_s
+        assert pacing.take("a", 10, now_s) == 1
+        rest_s = min(2 * rest_s, MISSING_REST_MAX_S)
+        assert pacing.rest("a", now_s, is_missing=True) == now_s + rest_s
+    assert rest_s == MISSING_REST_MAX_S
+
+
+def test_what_a_target_has_taken_never_falls_however_many_targets_there_are() -> None:
+    pacing = Pacing(lambda target: None)
+    for _ in range(3):
+        pacing.has_taken("a", 0.0)
+    for number in range(20_000):
+        pacing.has_taken(f"t{number}", 0.0)
+    assert pacing.taken("a") >= 3
 
 
 def test_a_target_at_its_limit_takes_nothing() -> None:

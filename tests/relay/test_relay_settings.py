@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tarry_relay import ends, port, relay_settings
+from tarry_relay import port, relay_settings, sessions
+from tarry_relay.health import Health
 from tarry_relay.relay_metrics import RelayMetrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -200,7 +201,7 @@ def test_an_address_of_a_broker_is_told_without_a_password(url: str, told: str) 
 async def test_a_broker_that_does_not_answer_is_told_without_a_password(tmp_path: Path, kind: str, scheme: str) -> None:
     text = f'"{kind}"\nbroker.url = "{scheme}anna:secret@127.0.0.1:1"\nbroker.timeout_s = 0.1'
     with pytest.raises(port.Unreachable) as failure:
-        async with ends.opened(load(tmp_path, GOOD.replace('"redis"', text))):
+        async with sessions.opened(load(tmp_path, GOOD.replace('"redis"', text))):
             pass
     assert str(failure.value).startswith(f"{scheme}127.0.0.1:1 cannot be used within 0.1 s: ")
     assert "secret" not in str(failure.value)
@@ -233,10 +234,10 @@ def test_the_page_has_each_setting() -> None:
 
 
 def test_the_page_has_each_metric() -> None:
-    metrics = RelayMetrics()
+    metrics = RelayMetrics(Health())
     made = {each.name.removeprefix("tarry_relay") for each in metrics.registry.collect()}
     rows = [line for line in PAGE.splitlines() if line.startswith("| `tarry_relay_")]
-    named = {each for row in rows for each in re.findall(r"`(?:tarry_relay)?(_\w+?)(?:_total)?(?:\{\w+\})?`", row)}
+    named = {each for row in rows for each in re.findall(r"`(?:tarry_relay)?(_\w+?)(?:_total)?(?:\{[\w, ]+\})?`", row)}
     assert named == made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tarry_relay import port, sorting
-from tarry_relay.passage import Step
+from tarry_relay.delivery_steps import Step
 from tarry_relay.relay_settings import Headers, Redis, Relay, Settings, SettingsError, Source, Target
 
 SENT_MS = 1_900_000_000_000
@@ -28,6 +29,18 @@ class Named:
             raise port.BadPosition(f"{text!r} is no number")
         return 1, int(text)
 
+    def header_key(self, name: str) -> str:
+        return name.lower()
+
+    def position_fault(self, ledger_id: int, entry_id: int) -> str:
+        return ""
+
+    def target_fault(self, target: str) -> str:
+        return "it has a NUL" if "\0" in target else ""
+
+    def message_fault(self, message: port.Message) -> str:
+        return "its headers are too large" if "huge" in message.headers else ""
+
     def comes_back(self, target: str) -> bool:
         return target in self.own_targets()
 
@@ -35,14 +48,14 @@ class Named:
         return ["orders", "failed"]
 
 
-def sorter(on_bad: str = "dead_letter", **more: str) -> sorting.Sorting:
+def sorter(on_bad: str = "dead_letter", **more: Any) -> sorting.Sorting:
     source = Source(name="orders", dead_letters="dead", on_bad=on_bad, target="due", **more)  # type: ignore[arg-type]
     return sorting.Sorting(source, TARGETS, Named())
 
 
 def read(**headers: str) -> port.Read:
     named = {name.replace("_", "-"): text for name, text in headers.items()}
-    return port.Read(1, 2, port.Message(named, b""), "lane", SENT_MS)
+    return port.Read(1, 2, port.Message(named, b"", sent_at_ms=SENT_MS), "lane")
 
 
 @pytest.mark.parametrize(
@@ -68,10 +81,15 @@ def test_a_message_with_a_time_waits(headers: dict[str, str], due_ms: int) -> No
     ("headers", "reason"),
     [
         ({"deliver_at": "1900000000"}, "header deliver-at is 1900000000, which can only be meant in seconds"),
+        ({"deliver_at": "20270131"}, "header deliver-at is 20270131, which is no time in ms; 0 means at once"),
+        ({"deliver_at": "3600"}, "no time in ms"),
+        ({"delay": "0" * 300_000}, "... (300000 letters), which is no delay"),
+        ({"target": "due\0"}, "header target is 'due\\x00': it has a NUL"),
+        ({"huge": ""}, "its headers are too large"),
         ({"deliver_at": "tomorrow"}, "header deliver-at is 'tomorrow', which is neither Unix time in ms nor RFC 3339"),
         ({"deliver_at": "2030-03-17T17:46:40"}, "has no time zone"),
         ({"deliver_at": "9" * 19}, "is beyond"),
-        ({"delay": "-1s"}, "delay is '-1s', which is no delay"),
+        ({"delay": "-1s"}, "header delay is '-1s', which is no delay"),
         ({"delay": "1.5s"}, "no delay"),
         ({"delay": "1s", "delay_level": "1"}, "headers delay and delay-level are given"),
         ({"delay_level": "0"}, "header delay-level is '0'; it must be from 1 to 18"),
@@ -109,7 +127,7 @@ def test_a_bad_time_passes_at_once_where_that_is_wanted_and_a_bad_target_does_no
 
 
 def test_what_was_lost_before_it_was_read_is_told() -> None:
-    asked = sorter().sort(port.Read(1, 2, None, "lane", SENT_MS))
+    asked = sorter().sort(port.Read(1, 2, None, "lane"))
     assert (asked.step, asked.target) == (Step.BAD, "dead")
 
 
@@ -178,6 +196,26 @@ def test_a_moment_is_never_early(moment: datetime.datetime) -> None:
 
 @given(st.dictionaries(st.sampled_from(HEADERS), st.text()))
 def test_no_header_is_a_crash(headers: dict[str, str]) -> None:
-    first = sorter().sort(port.Read(1, 2, port.Message(headers, b""), "lane", SENT_MS))
-    assert first == sorter().sort(port.Read(1, 2, port.Message(headers, b""), "lane", SENT_MS))
-    assert sorting.due_at_ms({}, SENT_MS, Headers(), []) is None
+    first = sorter().sort(port.Read(1, 2, port.Message(headers, b"", sent_at_ms=SENT_MS), "lane"))
+    assert first == sorter().sort(port.Read(1, 2, port.Message(headers, b"", sent_at_ms=SENT_MS), "lane"))
+    assert sorting.due_at_ms(port.Message({}, b""), SENT_MS, Headers(), []) is None
+
+
+def test_a_header_of_the_relay_that_stands_twice_makes_a_bad_message() -> None:
+    for name in HEADERS:
+        message = port.Message({"delay": "1s", name: "1s"}, b"", frozenset({name}), SENT_MS)
+        asked = sorter().sort(port.Read(1, 2, message, "lane"))
+        assert (asked.step, asked.reason) == (Step.BAD, f"header {name} stands twice")
+    own = port.Message({"delay": "1s", "tag": "a"}, b"", frozenset({"tag"}))
+    assert sorter().sort(port.Read(1, 2, own, "lane")).step is Step.READ
+
+
+def test_headers_are_read_by_the_key_that_the_broker_gives_them() -> None:
+    names = Headers(delay="X-Delay")
+    asked = sorter(headers=names).sort(read(x_delay="1s"))
+    assert (asked.step, asked.deliver_at_ms) == (Step.READ, SENT_MS + 1_000)
+
+
+@pytest.mark.parametrize(("sent_at_ms", "due_ms"), [(SENT_MS, SENT_MS), (-1, 1), (SENT_MS // 1_000, 1), (2**62, 1)])
+def test_a_message_was_sent_at_a_time_that_tarry_takes(sent_at_ms: int, due_ms: int) -> None:
+    assert sorting.sent_ms(port.Message({}, b"", sent_at_ms=sent_at_ms)) == due_ms

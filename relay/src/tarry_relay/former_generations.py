@@ -1,9 +1,4 @@
-"""Ends what waits in Tarry for logs that are no more: a source that was deleted and made again is another Tarry topic.
-
-Owns: which topics are of former generations, and making dead letters of what waits there.
-Does not own: noticing that the source is another one now, and what the source of today has dropped
-(`tarry_relay.retention_guard`).
-"""
+"""Ends what waits in Tarry for logs that no longer exist: a source that was made anew is another Tarry topic."""
 
 from __future__ import annotations
 
@@ -12,6 +7,7 @@ import logging
 
 import tarry
 import tarry.aio
+from tarry_relay import daemon_answers
 from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.relay_settings import Settings
 
@@ -22,13 +18,13 @@ _ENTRY_MAX = 2**64 - 1
 
 
 async def former_topics(settings: Settings, client: tarry.aio.Client, topic: str) -> list[str]:
-    """The topics of former generations. `topic`: that of the source as it is now."""
+    """Return the topics of former generations. `topic`: that of the source as it is now."""
     names = [each.topic async for each in client.topics()]
     return [name for name in names if name != topic and name.startswith(settings.relay.topic_of(""))]
 
 
 class FormerGenerations:
-    """Looks now and then. No payload of such a topic can be fetched any more: at its position is another message."""
+    """Makes dead letters of what waits there. No payload can be fetched: another message stands at its position."""
 
     def __init__(self, settings: Settings, client: tarry.aio.Client, topic: str, metrics: RelayMetrics) -> None:
         self._settings = settings
@@ -37,16 +33,18 @@ class FormerGenerations:
         self._metrics = metrics
 
     async def run(self) -> None:
-        """Looks again and again. A look that fails for now is left out."""
+        """Look again and again. A look that fails for now is skipped."""
         while True:
             try:
                 await self.look()
-            except (tarry.Unavailable, tarry.DeadlineExceeded, tarry.ResourceExhausted, tarry.NotFound) as error:
+            except tarry.TarryError as error:
+                if not (daemon_answers.passes(error) or isinstance(error, tarry.NotFound)):
+                    raise
                 log.warning("cannot look what waits for former sources", extra={"error": str(error)})
             await asyncio.sleep(self._settings.source.retention_every_s)
 
     async def look(self) -> None:
-        """Makes dead letters of what is due in former topics; of what waits there, too, where the settings say so."""
+        """Make dead letters of what is due in former topics, and of what waits there if the settings say so."""
         for topic in await former_topics(self._settings, self._client, self._topic):
             stats = await self._client.stats(topic)
             named = [each for each in stats.subscriptions if each.subscription == self._settings.relay.subscription]
@@ -59,7 +57,7 @@ class FormerGenerations:
                 self._tell(topic, await self._reject(topic))
 
     async def _trim(self, topic: str) -> int:
-        """Makes dead letters of all that waits there; how many."""
+        """Make dead letters of all that waits there; return how many."""
         ledgers = list(dict(await self._client.retention(topic)))
         if not ledgers:
             return 0
@@ -69,7 +67,7 @@ class FormerGenerations:
         return trimmed.dead_lettered
 
     async def _reject(self, topic: str) -> int:
-        """Makes dead letters of what is due there, with the reason; how many."""
+        """Make dead letters of what is due there, with the reason; return how many."""
         relay = self._settings.relay
         generation = topic.removeprefix(relay.topic_of(""))
         reason = (

@@ -1,62 +1,106 @@
-"""Kafka: a topic is the source, another one the retry log, and targets are topics.
+"""Reads and fetches from Kafka: a topic is the source, another one the retry log, and targets are topics.
 
-Owns: positions, reading and fetching there, and what is looked at before a relay runs.
-Does not own: when (`tarry_relay.running`); publishing (`tarry_relay.kafka_output`); how Kafka's client is used
-(`tarry_relay.kafka_client`); what is found on the way through a partition (`tarry_relay.reading_on`).
+The session: `KafkaBroker`, `opened`. Fetching by position: `KafkaLog`, with what was `Kept`. Reading on: `KafkaReader`.
+Clients and publishing: `kafka_client`. Meanings of answers: `kafka_answers`. Names and settings: `kafka_judgement`.
+Searches: `pacing`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-import re
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import confluent_kafka as kafka
 from confluent_kafka import KafkaError, KafkaException, TopicPartition, admin
 
-import tarry
-from tarry.positions import Kafka1
-from tarry_relay import port, relay_settings
-from tarry_relay.kafka_client import ClientProperties, ClusterTopics, Event, Thread, failure
-from tarry_relay.kafka_output import KafkaOutput
-from tarry_relay.kept_messages import Kept
-from tarry_relay.reading_on import Search
+from tarry_relay import kafka_answers, kafka_judgement, port, relay_settings
+from tarry_relay.kafka_client import (
+    ClientProperties,
+    ClusterTopics,
+    Event,
+    KafkaOutput,
+    Record,
+    Thread,
+    Untold,
+    ended_within,
+)
+from tarry_relay.pacing import Search
 
 log = logging.getLogger(__name__)
 
+Content = TypeVar("Content")
 _NO_OFFSET = KafkaError._AUTO_OFFSET_RESET
-# A partition that is to be given up waits so long for a commit that is under way.
 _COMMIT_WAIT_S = 1.0
+"""The wait of a partition that is given up for its commit (seconds)."""
 _LOOK_AGAIN_S = 0.1
-"""So often it is looked at whether the topic that messages are read from is still the same."""
+"""The pause between checks that the topic is still the same (seconds)."""
 _REST_S = 1.0
-"""A reader that was not asked for so long rests."""
-_MESSAGE_BYTES = 500
-"""What a message costs in memory beside its key, value and headers."""
+"""A reader that was not asked for so long rests (seconds)."""
+_POLL_S = 0.25
+"""The longest poll, so that a reader can end (seconds)."""
 _AT_ONCE = 1_000
 _AT_ONCE_FOR_NOTHING = 20
-"""So many messages are taken of those that came with one that is looked for: what is not kept is read for nothing."""
-_POSITION = re.compile(r"(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,18})", re.ASCII)
+"""Messages to take together: few if passed ones are not kept, since these are read for nothing."""
 
 Pair = tuple[int, int]
 """Partition and offset."""
 
 
+class Kept(Generic[Content]):
+    """A cache of messages by position, from which the oldest go first. Several threads may use it."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._messages: dict[Pair, tuple[Content, int]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def keeps(self) -> bool:
+        """True if there is room for anything."""
+        return self._bytes_max > 0
+
+    def keep(self, position: Pair, message: Content, size: int) -> None:
+        """Keep a message of so many bytes, if there is room for it at all."""
+        with self._lock:
+            self._drop(position)
+            if size > self._bytes_max:
+                return
+            self._messages[position] = message, size
+            self._bytes += size
+            while self._bytes > self._bytes_max:
+                self._drop(next(iter(self._messages)))
+
+    def take(self, position: Pair) -> Content | None:
+        """Remove and return the message, or None if it is not kept."""
+        with self._lock:
+            return self._drop(position)
+
+    def _drop(self, position: Pair) -> Content | None:
+        found = self._messages.pop(position, None)
+        if found is None:
+            return None
+        message, size = found
+        self._bytes -= size
+        return message
+
+
 class Found(NamedTuple):
     """A message, and a moment at which it had been read, by `time.monotonic`."""
 
-    event: Event
+    record: Record
     read_until_s: float
 
 
 class KafkaBroker:
-    """One cluster, by a client for each log that is read, one to fetch and one to publish."""
+    """A session with a cluster: a client for each log that is read, one to fetch and one to publish."""
 
     def __init__(
         self,
@@ -75,66 +119,94 @@ class KafkaBroker:
         self.log = fetched_from
         self.output = output
 
+    def header_key(self, name: str) -> str:
+        """Return a header's name in small letters."""
+        return kafka_judgement.header_key(name)
+
     def position_of(self, text: str) -> tuple[int, int]:
-        """The position of a partition and an offset, such as `3-17`."""
-        found = _POSITION.fullmatch(text)
-        try:
-            if found is None:
-                raise ValueError(text)
-            (ledger,), (entry,) = Kafka1.to_positions(int(found[1]), int(found[2]))
-        except (ValueError, tarry.InvalidArgument):
-            raise port.BadPosition(f"{text!r} is no partition and offset, as Kafka answers a publish: 3-17") from None
-        return int(ledger), int(entry)
+        """Return the position of a partition and an offset, such as `3-17`. Raises BadPosition."""
+        return kafka_judgement.position_of(text)
+
+    def position_fault(self, ledger_id: int, entry_id: int) -> str:
+        """Say why (ledger, entry) can be no (partition, offset); empty if it can."""
+        return kafka_judgement.position_fault(ledger_id, entry_id)
+
+    def target_fault(self, target: str) -> str:
+        """Say why a name can be no topic to publish to; empty if it can."""
+        return kafka_judgement.target_fault(target)
+
+    def message_fault(self, message: port.Message) -> str:
+        """Say why a message cannot be published again; empty if it can."""
+        return kafka_judgement.message_fault(message.body.size, has_headers=message.body.headers is not None)
 
     def comes_back(self, target: str) -> bool:
-        """Whether it is the source or the retry log."""
+        """Say whether it is the source or the retry log."""
         return target in self._settings.read_names
 
     def own_targets(self) -> Sequence[str]:
-        """The topics of source and retry log."""
+        """Return the topics of source and retry log."""
         return self._settings.read_names
 
+    async def must_answer(self) -> None:
+        """Ask for what the group of the source has committed, and for the end of one of its partitions.
+
+        Raises Unreachable, SessionOver, NotThere.
+        """
+        await self.source.must_answer()
+
     async def findings(self) -> AsyncIterator[port.Finding]:
-        """Looks at the topics of source, retry log and targets; changes nothing."""
-        source = await self._finding_of("source", self._settings.source.name)
-        yield source
-        if source.is_good:
-            async for each in self._findings_of_source(self._settings.source.name):
+        """Judge the topics of source, retry log and targets; change nothing."""
+        source = self._settings.source.name
+        found = await self._finding_of("source", source)
+        yield found
+        settings: Mapping[str, str] | None = None
+        if found.grade is port.Grade.OK:
+            settings, of_source = await self._judged_source()
+            for each in of_source:
                 yield each
-        if self._settings.retry is not None:
-            yield await self._finding_of("retry", self._settings.retry.name)
+        if self.retries is not None and self._settings.retry is not None:
+            found = await self._finding_of("retry", self._settings.retry.name)
+            yield found
+            others = await self.retries.finding_of_other_readers() if found.grade is port.Grade.OK else None
+            if others is not None:
+                yield others
+        if settings is not None:
+            yield kafka_judgement.finding_of_clock(source, settings)
         for target in self._settings.named_targets():
             yield await self._finding_of("target", target)
 
-    async def _findings_of_source(self, name: str) -> AsyncIterator[port.Finding]:
-        told = await self._topics.settings(name)
-        policy = told.get("cleanup.policy", "")
-        keeps = "compact" not in policy
-        text = f"cleanup.policy is {policy}"
-        yield port.Finding("compaction", keeps, f"topic {name}: {text}{'' if keeps else ', which drops what waits'}")
-        size = int(told.get("retention.bytes") or -1)
-        text = (
-            f"drops its oldest beyond {size} bytes a partition, also what waits"
-            if size >= 0
-            else "drops nothing by size"
-        )
-        yield port.Finding("size", size < 0, f"topic {name}: {text}")
-        unclean = told.get("unclean.leader.election.enable") == "true"
-        text = "may lose its end and give its offsets again" if unclean else "does not lose its end"
-        yield port.Finding("elections", not unclean, f"topic {name}: {text}")
-        clock = "the broker" if told.get("message.timestamp.type") == "LogAppendTime" else "the producer"
-        yield port.Finding("clock", True, f"topic {name}: delays count from the time that {clock} has given")
+    async def source_findings(self) -> Sequence[port.Finding]:
+        """Judge again whether a payload of the source can go before its delivery. Raises NotThere, Unreachable."""
+        return (await self._judged_source())[1]
+
+    async def _judged_source(self) -> tuple[Mapping[str, str] | None, Sequence[port.Finding]]:
+        """Return the settings of the source, or None if Kafka does not tell them, and what they mean."""
+        name = self._settings.source.name
+        try:
+            settings = await self._topics.settings(name)
+        except Untold as error:
+            text = (
+                f"{error}, so nothing says how long it keeps messages; give the relay's user the right DescribeConfigs"
+            )
+            return None, [port.Finding("settings", port.Grade.WARNING, text)]
+        return settings, kafka_judgement.findings_of_source(name, settings)
 
     async def _finding_of(self, name: str, topic: str) -> port.Finding:
+        judge = kafka_judgement.target_fault if name == "target" else kafka_judgement.topic_fault
+        if fault := judge(topic):
+            return port.Finding(name, port.Grade.WRONG, f"topic {topic[:250]!r}: {fault}; take another name")
         try:
             partitions = await self._topics.partitions(topic)
         except port.NotThere:
-            return port.Finding(name, False, f"topic {topic}: is not there; make it")
-        return port.Finding(name, True, f"topic {topic}: has {partitions} partitions")
+            return port.Finding(name, port.Grade.MISSING, f"topic {topic}: does not exist; make it")
+        except Untold as error:
+            text = f"{error}, so nothing says whether it exists; give the relay's user the right Describe"
+            return port.Finding(name, port.Grade.WARNING, text)
+        return port.Finding(name, port.Grade.OK, f"topic {topic}: has {partitions} partitions")
 
 
 class KafkaLog:
-    """A topic by its partitions and offsets."""
+    """The source by its partitions and offsets."""
 
     def __init__(
         self,
@@ -150,62 +222,77 @@ class KafkaLog:
         self._kept = kept
         self._timeout_s = timeout_s
         self._at_once = _AT_ONCE if kept.keeps else _AT_ONCE_FOR_NOTHING
-        self._thread = Thread("fetch")
+        self._thread = Thread("fetch", properties.errors)
         self._partitions = 0
-        """So many it has at least."""
+        """A lower bound on its number."""
         self._fetched = 0
         self._kept_ones = 0
         self._read_for_it = 0
+        self._is_closing = False
+        self.tells_limits = True
+        """False once Kafka has not told the settings of the topic for want of rights."""
 
     async def generation(self) -> str:
-        """The topic's id."""
+        """Return the topic's id."""
         return await self._topics.generation(self._topic)
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
-        """The first offset that each partition still has."""
+        """Return the first offset that each partition still has."""
         return await self._topics.first_offsets(self._topic, ledgers)
 
     async def kept_ms(self) -> int | None:
-        """The `retention.ms` of the topic."""
-        ms = int((await self._topics.settings(self._topic)).get("retention.ms") or -1)
-        return None if ms < 0 else ms
+        """Return `retention.ms` of the topic; None if it is -1 or not told."""
+        try:
+            settings = await self._topics.settings(self._topic)
+        except Untold:
+            self.tells_limits = False
+            return None
+        self.tells_limits = True
+        return kafka_judgement.kept_ms(settings)
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
-        """The messages at these positions: what was kept, and the rest by reading all their partitions on; None for
-        one that is gone for good. The cluster is asked for the generation, unless it was since they were read.
+        """Return the messages at these positions, which ascend; None for one that is gone or never was.
+
+        What is not kept is found by reading its partition on, all partitions at once. The cluster is asked for the
+        generation, unless it was since then. Raises NotThere, Unreachable, SessionOver.
         """
-        ledgers, entries = zip(*positions, strict=True)
-        records = Kafka1.from_positions(list(ledgers), list(entries))
-        pairs = list(zip(records.partition.tolist(), records.offset.tolist(), strict=True))
         found: dict[Pair, Found] = {}
         wanted: dict[int, list[int]] = {}
+        pairs = [(int(ledger), int(entry)) for ledger, entry in positions]
         for pair in dict.fromkeys(pairs):
-            if (kept := self._kept.take(pair)) is None:
-                wanted.setdefault(pair[0], []).append(pair[1])
-            else:
+            if (kept := self._kept.take(pair)) is not None:
                 found[pair] = kept
+            elif not kafka_judgement.position_fault(*pair):
+                wanted.setdefault(pair[0], []).append(pair[1])
         self._fetched += len(pairs)
         self._kept_ones += len(found)
         try:
             if wanted:
                 await self._look_for(wanted, found)
-            read_until_s = time.monotonic() if wanted else max(each.read_until_s for each in found.values())
-            await self._topics.confirm(self._topic, generation, read_until_s)
-        except port.Unreachable:
+            kept_until_s = max((each.read_until_s for each in found.values()), default=0.0)
+            await self._topics.confirm(self._topic, generation, time.monotonic() if wanted else kept_until_s)
+        except (port.Unreachable, port.SessionOver):
             for pair, kept in found.items():
-                self._kept.keep(pair, kept, _size(kept.event))
+                self._kept.keep(pair, kept, kept.record.memory_bytes)
             raise
-        return [_message(found[pair].event) if pair in found else None for pair in pairs]
+        return [found[pair].record.message() if pair in found else None for pair in pairs]
 
     async def close(self) -> None:
-        """Waits for what is under way, and leaves."""
-        await self._thread.end(self._consumer.close)
+        """End, or leave the client behind."""
+        await ended_within({"fetch": self.end})
+
+    def end(self) -> None:
+        """Block until the call that is under way has returned, and leave."""
+        self._is_closing = True
+        self._thread.end()
+        self._thread.join()
+        self._consumer.close()
         if self._fetched:
             told = {"of_these_kept": self._kept_ones, "read_for_the_rest": self._read_for_it}
             log.info("has fetched", extra={"messages": self._fetched, **told})
 
     async def _look_for(self, wanted: Mapping[int, Sequence[int]], found: dict[Pair, Found]) -> None:
-        """Adds what is found at these offsets of each partition."""
+        """Add what is found at these offsets of each partition."""
         if max(wanted) >= self._partitions:
             self._partitions = await self._topics.partitions(self._topic)
         # A partition that the topic does not have never had what is looked for.
@@ -213,8 +300,10 @@ class KafkaLog:
         if searches:
             await self._thread.call(self._read_on, searches, found)
 
+    # In the thread.
+
     def _read_on(self, searches: dict[int, Search], found: dict[Pair, Found]) -> None:
-        """Reads all partitions on until each search is over. Raises KafkaException, NotThere, Unreachable."""
+        """Read all partitions on until each search is over. Raises KafkaException, NotThere, Unreachable."""
         self._begin(searches)
         try:
             comes_by_s = time.monotonic() + self._timeout_s
@@ -225,23 +314,23 @@ class KafkaLog:
                     reached = {event.partition(): self._take(event, searches, found) for event in events}
                     self._go_on(searches, reached)
                     comes_by_s = time.monotonic() + self._timeout_s
-                elif time.monotonic() > comes_by_s:
+                elif time.monotonic() > comes_by_s or self._is_closing:
                     raise port.Unreachable(f"topic {self._topic}: nothing was read for {self._timeout_s:g} s")
         finally:
             self._consumer.unassign()
 
     def _take(self, event: Event, searches: Mapping[int, Search], found: dict[Pair, Found]) -> int | None:
-        """Finds a message, or keeps it; up to where its partition was read."""
-        pair: Pair = (event.partition(), event.offset())
-        search = searches.get(pair[0])
+        """Find a message, or keep it; return up to where its partition was read."""
+        search = searches.get(event.partition())
         if event.error() is not None:
             return self._look(event, search)
+        pair: Pair = (event.partition(), event.offset())
         self._read_for_it += 1
-        read = Found(event, time.monotonic())
+        read = Found(Record.of(event), time.monotonic())
         if search is not None and search.meets(pair[1]):
             found[pair] = read
         else:
-            self._kept.keep(pair, read, _size(event))
+            self._kept.keep(pair, read, read.record.memory_bytes)
         return pair[1]
 
     def _begin(self, searches: Mapping[int, Search]) -> None:
@@ -250,7 +339,7 @@ class KafkaLog:
         )
 
     def _go_on(self, searches: dict[int, Search], reached: Mapping[int, int | None]) -> None:
-        """Ends searches that are over, and jumps where the next offset is far, or reading has stopped (None)."""
+        """End searches that are over, and jump where the next offset is far, or reading has stopped (None)."""
         for partition, offset in reached.items():
             search = searches.get(partition)
             if search is None or not (search.next is None or offset is None or search.jumps(offset)):
@@ -262,28 +351,33 @@ class KafkaLog:
                 self._begin({partition: search})
 
     def _look(self, event: Event, search: Search | None) -> int | None:
-        """Looks where a partition begins and ends, of which the end was reached, or which has not the offset that was
-        asked for; up to where it was read. Raises KafkaException, NotThere, Unreachable.
+        """Ask where a partition begins and ends whose end was reached, or which does not have the offset asked for.
+
+        Return up to where it was read. Raises KafkaException, NotThere, Unreachable.
         """
         error, reached = event.error(), None
         if error.code() not in (KafkaError._PARTITION_EOF, _NO_OFFSET):
-            raise failure(error)
+            raise kafka_answers.failure(error)
         if search is not None and error.code() == KafkaError._PARTITION_EOF:
             reached = event.offset()
             search.begins_at(reached)
         if search is not None and search.next is not None:
-            # Asked for, a leader that is new refuses to name its end before it knows it. What it read may not know it.
-            asked = TopicPartition(self._topic, event.partition())
-            first, end = self._consumer.get_watermark_offsets(asked, timeout=self._timeout_s)
+            # A new leader refuses to name its end before it knows it, but what it gives to read may be short of that.
+            first, end = _ends(self._consumer, TopicPartition(self._topic, event.partition()), self._timeout_s)
             search.begins_at(first)
             search.ends_at(end)
         return reached
 
 
 class KafkaReader:
-    """A member of a group, which relays share. A partition is read by one of them. The name of the group has the id of
-    the topic: a relay that has not noticed yet that the topic is another one commits nothing there.
+    """A member of the group of relays that read a topic, each of whose partitions is read by one of them.
+
+    The name of the group has the id of the topic, so a relay that has not noticed yet that the topic is another one
+    commits nothing there.
     """
+
+    commits_in_order = True
+    hold_every_s: float | None = None
 
     def __init__(
         self,
@@ -293,102 +387,181 @@ class KafkaReader:
         properties: ClientProperties,
         timeout_s: float,
         kept: Kept[Found] | None = None,
+        failures_of: str = "",
     ) -> None:
-        """`kept`: gets what is read."""
+        """`kept` gets what is read. `failures_of`: of a retry log, the topic of the relay."""
         self._topic = topic
+        self._group = properties.reader_group(topic, generation)
+        self._failures_of = failures_of
+        self._metadata = kafka_judgement.retry_reader(failures_of) if failures_of else ""
         self._generation = generation
         self._topics = topics
         self._timeout_s = timeout_s
         self._kept = kept
+        self._errors = properties.errors
         self._consumer = kafka.Consumer({**properties.reader(topic, generation), "error_cb": self._failed})
-        self._polling = Thread(f"read-{topic}")
-        self._committing = Thread(f"commit-{topic}")
+        self._polling = Thread(f"read-{topic}", self._errors)
+        self._committing = Thread(f"commit-{topic}", self._errors)
+        # A commit that a silent broker does not answer holds its thread up without end.
+        self._asking = Thread(f"ask-{topic}", self._errors)
         # A partition that comes back is another lane: it begins at what was committed.
         self._lanes: dict[int, tuple[int, int]] = {}
         self._lanes_made = 0
         self._giving_up = threading.Lock()
         self._lost: list[tuple[int, int]] = []
         self._early: deque[Event] = deque()
-        """What came while nothing more could be taken."""
+        """Events that came while no more could be taken."""
         self._held: port.Portion | None = None
-        """Read, and not yet known to be of the topic that it should be of."""
+        """Read, and not handed on: it may not be known yet to be of the right topic."""
         self._has_joined = False
         self._is_resting = False
         self._is_away = False
+        self._is_closing = False
+        self._trouble = ""
+        """The last error that kept the group from reading; Kafka says it only once."""
+        self._questions = itertools.count()
         self._asked_at_s = time.monotonic()
         self._looks_at_s = 0.0
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
-        """Reads what comes next in the partitions that are this relay's now."""
-        if self._held is None:
-            self._held = await self._polling.call(self._poll, rows_max, wait_s)
+        """Return what comes next in the partitions that are this relay's now."""
+        while self._held is None:
+            await self._polling.call(self._poll, rows_max, wait_s)
         if self._held.read and self._looks_at_s <= time.monotonic():
             await self._look_whether_same()
         portion, self._held = self._held, None
         if self._kept is not None:
             for each in portion.read:
                 read = Found(each.receipt, self._asked_at_s)
-                self._kept.keep((each.ledger_id, each.entry_id), read, _size(each.receipt))
+                self._kept.keep((each.ledger_id, each.entry_id), read, each.receipt.memory_bytes)
         return portion
 
     async def commit(self, read: Sequence[port.Read]) -> None:
-        """Commits the offset behind the last of them; nothing, where the partition is another relay's by now."""
+        """Commit the offset behind the last of them; do nothing if the partition is another relay's by now."""
         last = read[-1]
         behind = TopicPartition(
-            self._topic, last.ledger_id, last.entry_id + 1, leader_epoch=last.receipt.leader_epoch()
+            self._topic,
+            last.ledger_id,
+            last.entry_id + 1,
+            metadata=self._metadata,
+            leader_epoch=last.receipt.leader_epoch,
         )
         await self._committing.call(self._commit, last.lane, behind)
 
+    async def hold(self, read: Sequence[port.Read]) -> None:
+        """Do nothing: the partition stays with its member, and what was polled is not given again."""
+
     async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
-        """What lies before the offset that the group has committed in its partition."""
-        asked = [TopicPartition(self._topic, each) for each in {ledger for ledger, _ in positions}]
-        found = await self._committing.call(self._consumer.committed, asked, self._timeout_s)
+        """Say for each whether it lies before the offset that the group has committed in its partition."""
+        ledgers = {ledger for ledger, entry in positions if not kafka_judgement.position_fault(ledger, entry)}
+        asked = [TopicPartition(self._topic, each) for each in ledgers]
+        found = await self._committing.call(self._consumer.committed, asked, self._timeout_s) if asked else []
         behind = {each.partition: each.offset for each in found if each.error is None}
-        return [entry < behind.get(ledger, 0) for ledger, entry in positions]
+        return [0 <= entry < behind.get(ledger, 0) for ledger, entry in positions]
+
+    async def must_answer(self) -> None:
+        """Ask the coordinator of the group, and the leader of one of the partitions, or any broker if there is none.
+
+        Raises Unreachable within the timeout, SessionOver, NotThere.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._asking.call(self._ask)
+        except (TimeoutError, port.Unreachable) as error:
+            text = str(error) or f"topic {self._topic}: no answer within {self._timeout_s:g} s"
+            raise port.Unreachable(f"{text}; before: {self._trouble}" if self._trouble else text) from error
+        if self._trouble and not self._lanes:
+            # Kafka answers, but lets the relay read nothing.
+            raise port.Unreachable(f"topic {self._topic}: {self._trouble}")
+
+    async def finding_of_other_readers(self) -> port.Finding | None:
+        """Judge whether another relay reads this retry log, too; return None if none does. Raises Unreachable."""
+        if not self._generation:
+            # It did not exist when the session was opened, which ends with the first read.
+            return None
+        committed = await self._topics.committed_metadata(self._topic, self._generation)
+        return kafka_judgement.finding_of_retry_readers(self._topic, committed, self._group, self._failures_of)
 
     async def keep_place(self) -> None:
-        """Keeps its place in the group while it is not read, without end: who does not ask is left out of it."""
+        """Keep its place in the group while it is not read, without end: a member that does not poll is left out."""
         while True:
             await asyncio.sleep(_REST_S)
             if self._has_joined and self._asked_at_s + _REST_S < time.monotonic():
-                with contextlib.suppress(port.Unreachable, port.NotThere):
+                # A session that is over is reported by the next call that somebody waits for.
+                with contextlib.suppress(port.Unreachable, port.NotThere, port.SessionOver):
                     await self._polling.call(self._rest)
 
     async def close(self) -> None:
-        """Waits for what is under way, and leaves the group."""
-        await self._committing.end()
-        await self._polling.end(self._consumer.close)
+        """Leave the group, or leave the client behind."""
+        await ended_within({self._topic: self.end})
+
+    def end(self) -> None:
+        """Block until what is under way has returned, and leave the group."""
+        self._is_closing = True
+        threads = (self._committing, self._asking, self._polling)
+        for each in threads:
+            each.end()
+        # The client must not be closed while another thread uses it: it would crash.
+        for each in threads:
+            each.join()
+        self._consumer.close()
 
     async def _look_whether_same(self) -> None:
-        """An id does not come back: where it is as before, all that was read until now is of the topic that has it."""
+        """Check the topic's id. All that was read until now is of the topic that has it: an id does not come back."""
         looked_at_s = time.monotonic()
         port.must_be_same(f"topic {self._topic}", self._generation, await self._topics.generation(self._topic))
         self._looks_at_s = looked_at_s + _LOOK_AGAIN_S
 
     # In the thread of the consumer.
 
-    def _poll(self, rows_max: int, wait_s: float) -> port.Portion:
-        """Message by message: each is of the lane that its partition has after the call that gave it."""
+    def _poll(self, rows_max: int, wait_s: float) -> None:
+        """Take message by message: each is of the lane that its partition has after the call that gave it."""
+        if self._held is not None:
+            # A cancelled call has read it. If it were dropped, the next commit would pass it.
+            return
         self._take_part()
         read: list[port.Read] = []
-        event: Event | None = self._early.popleft() if self._early else self._consumer.poll(wait_s)
+        try:
+            self._take(read, rows_max, wait_s)
+        finally:
+            # Also if a call has failed after the first message.
+            if read:
+                self._hand_on(read)
+        self._asked_at_s = time.monotonic()
+        if not read and self._is_away:
+            self._consumer.list_topics(self._topic, timeout=self._timeout_s)
+            self._is_away = False
+        if not read:
+            self._hand_on(read)
+
+    def _take(self, read: list[port.Read], rows_max: int, wait_s: float) -> None:
+        """Add what comes. Raises NotThere, Unreachable, SessionOver for an error that comes first."""
+        event = self._early.popleft() if self._early else self._wait_for_one(wait_s)
         while event is not None:
             if event.error() is not None and read:
                 self._early.append(event)
-                break
+                return
             if event.error() is not None:
                 self._look(event)
             elif (lane := self._lanes.get(event.partition())) is not None:
                 read.append(_read(event, lane))
             if len(read) >= rows_max:
-                break
+                return
             event = self._early.popleft() if self._early else self._consumer.poll(0)
-        self._asked_at_s = time.monotonic()
-        if not read and self._is_away:
-            self._consumer.list_topics(self._topic, timeout=self._timeout_s)
-            self._is_away = False
+
+    def _hand_on(self, read: Sequence[port.Read]) -> None:
         lost, self._lost = self._lost, []
-        return port.Portion([each for each in read if self._lanes.get(each.ledger_id) == each.lane], lost)
+        self._held = port.Portion([each for each in read if self._lanes.get(each.ledger_id) == each.lane], lost)
+        if read:
+            self._trouble = ""
+
+    def _wait_for_one(self, wait_s: float) -> Event | None:
+        until_s = time.monotonic() + wait_s
+        while True:
+            left_s = max(0.0, until_s - time.monotonic())
+            event: Event | None = self._consumer.poll(min(_POLL_S, left_s))
+            if event is not None or left_s <= _POLL_S or self._is_closing:
+                return event
 
     def _take_part(self) -> None:
         if not self._has_joined:
@@ -416,11 +589,12 @@ class KafkaReader:
             self._lanes_made += 1
             self._lanes[each.partition] = each.partition, self._lanes_made
         self._looks_at_s = 0.0
+        self._trouble = ""
         log.info("reads partitions", extra={"topic": self._topic, "partitions": sorted(self._lanes)})
 
     def _revoked(self, consumer: kafka.Consumer, partitions: list[TopicPartition]) -> None:
         # A commit that was sent ends before another relay has the partition, or it would undo the other's. One that was
-        # not is held back by Kafka's client until this call returns.
+        # not sent is held back by the client until this call returns.
         is_over = self._giving_up.acquire(timeout=_COMMIT_WAIT_S)
         try:
             for each in partitions:
@@ -432,21 +606,26 @@ class KafkaReader:
                 self._giving_up.release()
 
     def _failed(self, error: KafkaError) -> None:
-        if error.code() in (KafkaError._ALL_BROKERS_DOWN, KafkaError._AUTHENTICATION):
+        self._errors.heard(error)
+        if error.code() == KafkaError._ALL_BROKERS_DOWN:
             self._is_away = True
 
     def _look(self, event: Event) -> None:
-        """Raises NotThere, Unreachable."""
-        error = event.error()
-        if error.code() == KafkaError._MAX_POLL_EXCEEDED or event.partition() not in self._lanes:
-            log.warning("Kafka says", extra={"topic": self._topic, "error": error.str()})
-        elif error.code() != _NO_OFFSET:
-            raise failure(error)
-        else:
+        """Deal with an error that came in place of a message. Raises NotThere, Unreachable, SessionOver.
+
+        An error of the whole group has a partition of 0 and no offset, as one of partition 0 may have.
+        """
+        error, is_stale = event.error(), event.partition() not in self._lanes
+        if error.code() == _NO_OFFSET and not is_stale:
             self._begin(event)
+        elif error.code() in (_NO_OFFSET, KafkaError._MAX_POLL_EXCEEDED):
+            log.warning("Kafka says", extra={"topic": self._topic, "error": error.str()})
+        else:
+            self._trouble = kafka_answers.told(error)
+            raise kafka_answers.failure(error, f"topic {self._topic}: ")
 
     def _begin(self, event: Event) -> None:
-        """Begins a partition at its first offset: nothing was committed, or what comes next is not there."""
+        """Begin a partition at its first offset: nothing was committed, or the next offset does not exist."""
         partition = TopicPartition(self._topic, event.partition(), kafka.OFFSET_BEGINNING)
         self._consumer.incremental_unassign([partition])
         self._consumer.incremental_assign([partition])
@@ -454,14 +633,23 @@ class KafkaReader:
         fields = {"topic": self._topic, "partition": event.partition()}
         if event.offset() is None or event.offset() < 0:
             log.info("reads a partition from its first offset", extra=fields)
+            if self._metadata:
+                self._leave_metadata(event.partition())
         else:
             fields["offset"] = event.offset()
-            log.error("the log has not what was to be read next; it is read from its first offset", extra=fields)
+            log.error("next offset does not exist; restarting at the first", extra=fields)
+
+    def _leave_metadata(self, partition: int) -> None:
+        """Commit the first offset, so that another relay finds whose retry log it is before anything has failed."""
+        first, _ = _ends(self._consumer, TopicPartition(self._topic, partition), self._timeout_s)
+        self._consumer.commit(
+            offsets=[TopicPartition(self._topic, partition, first, metadata=self._metadata)], asynchronous=True
+        )
 
     def _partitions(self) -> list[TopicPartition]:
         return [TopicPartition(self._topic, each) for each in self._lanes]
 
-    # In another thread, so that a commit does not wait for what is read next.
+    # In a thread of its own, so that a commit does not wait for what is read next.
 
     def _commit(self, lane: Hashable, behind: TopicPartition) -> None:
         with self._giving_up:
@@ -470,35 +658,66 @@ class KafkaReader:
                     if each.error is not None:
                         raise KafkaException(each.error)
 
+    # In a thread of its own, too.
+
+    def _ask(self) -> None:
+        until_s = time.monotonic() + self._timeout_s
+        partitions = sorted(self._lanes)
+        (found,) = self._consumer.committed([TopicPartition(self._topic, (partitions or [0])[0])], self._timeout_s)
+        if found.error is not None:
+            raise KafkaException(found.error)
+        try:
+            if partitions:
+                one = partitions[next(self._questions) % len(partitions)]
+                _ends(self._consumer, TopicPartition(self._topic, one), until_s - time.monotonic())
+                return
+        except KafkaException as failed:
+            # The topic was deleted, or is about to be.
+            if failed.args[0].code() != KafkaError._UNKNOWN_PARTITION:
+                raise
+        metadata = self._consumer.list_topics(self._topic, timeout=max(0.0, until_s - time.monotonic()))
+        if (error := metadata.topics[self._topic].error) is not None:
+            raise kafka_answers.failure(error, f"topic {self._topic}: ")
+
+
+def _ends(consumer: kafka.Consumer, partition: TopicPartition, timeout_s: float) -> tuple[int, int]:
+    """Ask the leader of a partition for its first offset and the one behind its last.
+
+    Raises KafkaException, Unreachable.
+    """
+    ends = consumer.get_watermark_offsets(partition, timeout=max(0.0, timeout_s))
+    if ends is None:
+        raise port.Unreachable(f"topic {partition.topic}: no answer about partition {partition.partition}")
+    return ends
+
 
 @contextlib.asynccontextmanager
 async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka) -> AsyncIterator[KafkaBroker]:
-    """Connects. Raises SettingsError, Unreachable."""
+    """Open a session; a topic that does not exist is no reason not to. Raises SettingsError, Unreachable."""
     relay, source = settings.relay, settings.source.name
     properties = ClientProperties(broker, relay.subscription, relay.id)
     kept: Kept[Found] = Kept(broker.kept_bytes)
+    closing: dict[str, Callable[[], object]] = {}
     async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(ended_within, closing)
         with _refused_settings():
             client = admin.AdminClient(properties.shared())
-            topics = ClusterTopics(client, broker.timeout_s)
-            fetched_from = KafkaLog(source, topics, properties, kept, broker.timeout_s)
-        stack.push_async_callback(fetched_from.close)
-        output = KafkaOutput(source, properties, broker)
-        stack.push_async_callback(output.close)
-        try:
-            await asyncio.to_thread(client.list_topics, timeout=broker.timeout_s)
-        except KafkaException as error:
-            told, text = relay_settings.without_credentials(broker.url), error.args[0].str()
-            raise port.Unreachable(f"{told} cannot be used within {broker.timeout_s:g} s: {text}") from error
+        await _connect(client, properties, broker)
+        topics = ClusterTopics(client, broker.timeout_s)
         generations = [await _generation_now(topics, name) for name in settings.read_names]
         with _refused_settings():
-            readers = [
-                KafkaReader(name, generation, topics, properties, broker.timeout_s, kept if name == source else None)
-                for name, generation in zip(settings.read_names, generations, strict=True)
-            ]
-        for each in readers:
-            stack.push_async_callback(each.close)
-            keeping = asyncio.create_task(each.keep_place())
+            fetched_from = KafkaLog(source, topics, properties, kept, broker.timeout_s)
+        closing["fetch"] = fetched_from.end
+        output = KafkaOutput(source, properties, broker)
+        closing["publish"] = output.end
+        readers = []
+        for name, generation in zip(settings.read_names, generations, strict=True):
+            with _refused_settings():
+                own: dict[str, Any] = {"kept": kept} if name == source else {"failures_of": relay.topic}
+                reader = KafkaReader(name, generation, topics, properties, broker.timeout_s, **own)
+            closing[f"read {name}"] = reader.end
+            readers.append(reader)
+            keeping = asyncio.create_task(reader.keep_place())
             stack.callback(keeping.cancel)
         yield KafkaBroker(
             settings,
@@ -510,17 +729,34 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
         )
 
 
+async def _connect(client: admin.AdminClient, properties: ClientProperties, broker: relay_settings.Kafka) -> None:
+    """Ask the cluster what it has. Raises Unreachable with the reason."""
+    thread = Thread("connect", properties.errors)
+    try:
+        await thread.call(lambda: client.list_topics(timeout=broker.timeout_s))
+    except (port.Unreachable, port.SessionOver) as error:
+        # The client reports the failure of a connection outside the call.
+        client.poll(0)
+        why = properties.errors.refusal or str(error)
+        url = relay_settings.without_credentials(broker.url)
+        raise port.Unreachable(f"{url} cannot be used within {broker.timeout_s:g} s: {why}") from error
+    finally:
+        thread.end()
+
+
 @contextlib.contextmanager
 def _refused_settings() -> Iterator[None]:
-    """Raises SettingsError for what Kafka's client refuses."""
+    """Raise SettingsError for properties that Kafka's client refuses."""
     try:
         yield
     except KafkaException as error:
         raise relay_settings.SettingsError(f"broker: {error.args[0].str()}") from error
+    except (TypeError, ValueError) as error:
+        raise relay_settings.SettingsError(f"broker: {error}") from error
 
 
 async def _generation_now(topics: ClusterTopics, topic: str) -> str:
-    """Empty: it is not there, and what begins to read it when it is finds out. Raises Unreachable."""
+    """Return the id of a topic; empty if it does not exist: who reads it when it does finds out. Raises Unreachable."""
     try:
         return await topics.generation(topic)
     except port.NotThere:
@@ -528,18 +764,5 @@ async def _generation_now(topics: ClusterTopics, topic: str) -> str:
 
 
 def _read(event: Event, lane: tuple[int, int]) -> port.Read:
-    (ledger,), (entry,) = Kafka1.to_positions(event.partition(), event.offset())
-    _, sent_at_ms = event.timestamp()
-    return port.Read(int(ledger), int(entry), _message(event), lane, max(0, sent_at_ms), receipt=event)
-
-
-def _message(event: Event) -> port.Message:
-    """Of headers with one name the last one is read, and all are published again."""
-    headers = event.headers() or []
-    told = {name: value.decode(errors="replace") for name, value in headers if value is not None}
-    return port.Message(told, (event.key(), event.value(), headers))
-
-
-def _size(event: Event) -> int:
-    headers = sum(len(name) + len(value or b"") for name, value in event.headers() or ())
-    return _MESSAGE_BYTES + len(event.key() or b"") + len(event.value() or b"") + headers
+    record = Record.of(event)
+    return port.Read(event.partition(), event.offset(), record.message(), lane, receipt=record)

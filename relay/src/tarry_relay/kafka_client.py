@@ -1,50 +1,72 @@
-"""Kafka's client, as the adapter uses it: its properties, its blocking calls, what its failures mean, and what a
-cluster says of its topics.
+"""Uses Kafka's client for the adapter: its properties, its blocking calls, its admin calls, and publishing.
 
-Owns: these. Does not own: what is read, fetched and published (`tarry_relay.kafka_broker`).
+Clients: `ClientProperties`, `ClientErrors`, `Thread`, `ended_within`. Reading messages: `Record`. The cluster:
+`ClusterTopics`. Publishing: `KafkaOutput`. Meanings of answers: `kafka_answers`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
+import logging
+import queue
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias, TypeVar
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import confluent_kafka as kafka
 from confluent_kafka import KafkaError, KafkaException, admin
 
-from tarry_relay import port, relay_settings
+from tarry_relay import kafka_answers, kafka_judgement, port, relay_settings
+
+log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 Properties: TypeAlias = dict[str, Any]
 Event: TypeAlias = Any
 """A message of Kafka's client, or an error of a partition; by its types everything of it may be None."""
 
+CLOSE_S = 3.0
+"""The time for the end of a session (seconds). The process has five after `drain_s`."""
 _admin: Any = admin
-"""It does not export all that it has by its types."""
-NO_TOPIC = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNKNOWN_TOPIC_ID, KafkaError._UNKNOWN_TOPIC)
+"""By its types it does not export all that it has."""
+_raised_bare: Any = KafkaError
+"""The client raises some fatal errors as this class, which is no BaseException."""
 _ID_LETTERS = str.maketrans("/+", "_-")
 """From those of the client to those of Kafka's own tools."""
+_OWN = "tarry-"
+"""The prefix of the names of Tarry's own headers."""
+_MISSING_MAX = 10_000
+"""A producer keeps 3 KB for each topic that it was given, also for one that does not exist: then it is replaced."""
+_MESSAGE_BYTES = 500
+"""The memory of a message besides its key, value and headers (bytes)."""
 _SHARED: Properties = {
     "client.id": "tarry-relay",
-    "log_level": 2,  # Each call tells what it has failed with.
+    "log_level": 2,  # Each call reports what it has failed with.
     "reconnect.backoff.max.ms": 1_000,
     "topic.metadata.refresh.interval.ms": 30_000,
 }
 _CONSUMER: Properties = {
     "enable.auto.commit": False,
     "enable.auto.offset.store": False,
-    # Where there is no position it is looked for, and told.
+    # A partition without a position is reported, and begun by the relay.
     "auto.offset.reset": "error",
     "fetch.queue.backoff.ms": 10,
+    # A relay has three consumers, and each reads ahead.
+    "queued.max.messages.kbytes": 16_384,
+    "fetch.max.bytes": 16_777_216,
+    # A message that is larger than all this comes alone, and must not close the connection.
+    "receive.message.max.bytes": 2_147_483_647,
 }
 _READER: Properties = {
     **_CONSUMER,
     "group.protocol": "classic",
-    # What stays with a relay in a rebalance is not read again.
+    # Partitions that stay with a relay in a rebalance are not read again.
     "partition.assignment.strategy": "cooperative-sticky",
     "isolation.level": "read_committed",
 }
@@ -54,39 +76,65 @@ _FETCHER: Properties = {
     # A request that waits at the end of one partition keeps those of the others waiting.
     "fetch.wait.max.ms": 10,
     "queued.min.messages": 1_000,
-    # What is asked for was committed when it was read.
+    # A message that is fetched was committed when it was read.
     "isolation.level": "read_uncommitted",
 }
 _PRODUCER: Properties = {
     "acks": "all",
     "enable.idempotence": True,
     "linger.ms": 0,
-    # As Kafka's own producer chooses the partition of a key.
+    # Kafka's own producer chooses the partition of a key like this.
     "partitioner": "murmur2_random",
-    # The limits of the topics count.
-    "message.max.bytes": 500_000_000,
+    # The limits of the topics apply.
+    "message.max.bytes": kafka_judgement.MESSAGE_BYTES_MAX,
 }
 _CHANGEABLE = {
     "client.id",
+    "fetch.max.bytes",
     "fetch.queue.backoff.ms",
     "fetch.wait.max.ms",
     "linger.ms",
     "log_level",
     "partitioner",
+    "queued.max.messages.kbytes",
     "queued.min.messages",
+    "receive.message.max.bytes",
     "reconnect.backoff.max.ms",
     "topic.metadata.refresh.interval.ms",
 }
 
 
+class ClientErrors:
+    """The errors that Kafka reports to the clients of a session outside any call."""
+
+    def __init__(self) -> None:
+        self._refusal = ""
+
+    def heard(self, error: KafkaError) -> None:
+        """Note an error. Every client of the session calls this, each in a thread of its own."""
+        if error.code() in kafka_answers.REFUSED_CREDENTIALS:
+            self._refusal = kafka_answers.told(error)
+
+    @property
+    def refusal(self) -> str:
+        """Why a broker refuses the credentials; empty if none does."""
+        return self._refusal
+
+    def check(self) -> None:
+        """Raise SessionOver if a broker refuses the credentials: a new session reads them again."""
+        if self._refusal:
+            raise port.SessionOver(f"Kafka refuses the relay: {self._refusal}")
+
+
 class ClientProperties:
-    """What clients of one cluster are made with."""
+    """The properties of the clients of one session."""
 
     def __init__(self, broker: relay_settings.Kafka, subscription: str, identity: str) -> None:
-        """`identity`: of the relay. Raises SettingsError."""
+        """Read the password. `identity` is that of the relay. Raises SettingsError."""
+        self.errors = ClientErrors()
+        self.identity = identity
         self._broker = broker
         self._subscription = subscription
-        self._identity = identity
         self._reached_with = self._reach()
         self._more: Mapping[str, Any] = {}
         fixed = {*self.reader("", ""), *self.fetcher(""), *self.producer("")} - _CHANGEABLE
@@ -98,14 +146,14 @@ class ClientProperties:
                 )
 
     def shared(self) -> Properties:
-        """The properties of every client."""
-        return {**_SHARED, "error_cb": unsaid, **self._reached_with, **self._more}
+        """Return the properties of every client."""
+        return {**_SHARED, "error_cb": self.errors.heard, **self._reached_with, **self._more}
 
     def reader(self, topic: str, generation: str) -> Properties:
-        """The properties of a member of the group that reads a topic of this generation on."""
+        """Return the properties of a member of the group that reads a topic of this generation on."""
         session_ms = int(self._broker.session_s * 1_000)
         own = {
-            "group.id": f"{self.group_of(topic)}@{generation}",
+            "group.id": self.reader_group(topic, generation),
             "session.timeout.ms": session_ms,
             "heartbeat.interval.ms": max(1, session_ms // 4),
             "max.poll.interval.ms": max(300_000, session_ms),
@@ -113,27 +161,31 @@ class ClientProperties:
         return {**_READER, **own, **self.shared()}
 
     def fetcher(self, topic: str) -> Properties:
-        """The properties of a consumer that reads what it is assigned, and joins no group."""
+        """Return the properties of a consumer that is assigned its partitions and joins no group."""
         return {**_FETCHER, "group.id": self.group_of(topic), **self.shared()}
 
     def producer(self, topic: str) -> Properties:
-        """The properties of the producer of a relay that reads a topic."""
+        """Return the properties of the producer of a relay that reads a topic."""
         confirm_ms = int(self._broker.confirm_s * 1_000)
         own: Properties = {
             "message.timeout.ms": confirm_ms,
-            # So long a topic may be unknown: one that was made a moment ago, or is not there.
+            # A topic may be unknown for so long: one that was made a moment ago, or does not exist.
             "topic.metadata.propagation.max.ms": int(self._broker.timeout_s * 1_000),
         }
         if self._broker.transactional:
             own |= {
-                "transactional.id": f"{self.group_of(topic)}-{self._identity}",
+                "transactional.id": f"{self.group_of(topic)}-{self.identity}",
                 "transaction.timeout.ms": confirm_ms,
             }
         return {**_PRODUCER, **own, **self.shared()}
 
     def group_of(self, topic: str) -> str:
-        """The name of the group of relays that read a topic."""
+        """Return what the name of the group of relays that read a topic begins with."""
         return f"{self._subscription}-{topic}"
+
+    def reader_group(self, topic: str, generation: str) -> str:
+        """Return the name of the group of relays that read a topic of this generation."""
+        return f"{self.group_of(topic)}@{generation}"
 
     def _reach(self) -> Properties:
         broker = self._broker
@@ -155,48 +207,198 @@ class ClientProperties:
 
 
 class Thread:
-    """A thread in which blocking calls of one client are made, one after the other."""
+    """A daemon thread that makes the blocking calls of one client, one after the other.
 
-    def __init__(self, name: str) -> None:
-        self._executor = ThreadPoolExecutor(1, f"kafka-{name}")
+    No executor: the interpreter would wait at its end for a call that a silent broker holds up.
+    """
+
+    def __init__(self, name: str, errors: ClientErrors) -> None:
+        self._errors = errors
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"kafka-{name}", daemon=True)
+        self._has_ended = False
+        self._thread.start()
 
     async def call(self, blocking: Callable[..., Answer], *arguments: object) -> Answer:
-        """What the call returns. Raises NotThere or Unreachable for what Kafka's client raises, and what it raises."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, blocking, *arguments)
-        except KafkaException as error:
-            raise failure(error.args[0]) from error
+        """Make a call and return its answer.
 
-    async def end(self, last: Callable[[], object] = lambda: None) -> None:
-        """Waits for the call that is under way, and makes a last one."""
-        with contextlib.suppress(KafkaException):
-            await asyncio.get_running_loop().run_in_executor(self._executor, last)
-        self._executor.shutdown(wait=False)
+        Raises what the call raises, but NotThere, Unreachable or SessionOver for KafkaException; SessionOver also once
+        Kafka has refused the credentials.
+        """
+        self._errors.check()
+        if self._has_ended:
+            raise port.SessionOver("the session with Kafka is closed")
+        future: Future[Answer] = Future()
+        self._calls.put((future, functools.partial(blocking, *arguments)))
+        try:
+            return await asyncio.wrap_future(future)
+        except KafkaException as error:
+            # A call that timed out does not say why.
+            self._errors.check()
+            raise kafka_answers.failure(error.args[0]) from error
+
+    def end(self) -> None:
+        """Make no more calls than those that were begun."""
+        self._has_ended = True
+        self._calls.put(None)
+
+    def join(self) -> None:
+        """Block until the last call has returned."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._calls.get()) is not None:
+            future, blocking = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                with kafka_errors():
+                    answer = blocking()
+            except BaseException as error:  # noqa: BLE001 - it is raised to the caller
+                future.set_exception(error)
+            else:
+                future.set_result(answer)
+            # A client that was dropped meanwhile ends here, and not while the next call is waited for.
+            del task, future, blocking
+
+
+@contextlib.contextmanager
+def kafka_errors() -> Iterator[None]:
+    """Raise every error of Kafka's client as KafkaException, in whichever form the client raises it."""
+    try:
+        yield
+    except _raised_bare as error:
+        raise KafkaException(error) from None
+    except SystemError as error:
+        # The client calls back with an error raised already, which Python takes for an error of the callback.
+        if isinstance(error.__cause__, KafkaException):
+            raise error.__cause__ from error
+        if isinstance(error.__cause__, KafkaError):
+            raise KafkaException(error.__cause__) from error
+        raise
+
+
+async def ended_within(closing: Mapping[str, Callable[[], object]], limit_s: float = CLOSE_S) -> None:
+    """End clients, by name and all at once; leave those behind that take longer than the limit (seconds).
+
+    Each ends in a daemon thread of its own, which keeps what it needs.
+    """
+    ended: dict[str, Future[None]] = {name: Future() for name in closing}
+    for name, blocking in closing.items():
+        # It cannot be cancelled any longer, only left behind.
+        ended[name].set_running_or_notify_cancel()
+        threading.Thread(target=_end, args=(blocking, ended[name]), name=f"kafka-end-{name}", daemon=True).start()
+    if not ended:
+        return
+    waiting = {asyncio.wrap_future(future): name for name, future in ended.items()}
+    _, left = await asyncio.wait(waiting, timeout=limit_s)
+    for each in left:
+        each.cancel()
+        log.warning("a client of Kafka is left behind", extra={"client": waiting[each], "waited_s": limit_s})
+
+
+def _end(blocking: Callable[[], object], ended: Future[None]) -> None:
+    try:
+        with kafka_errors():
+            blocking()
+    except (KafkaException, RuntimeError) as error:
+        log.warning("a client of Kafka did not end cleanly", extra={"error": str(error)})
+    finally:
+        ended.set_result(None)
+
+
+class Body(NamedTuple):
+    """The parts of a message that are published again."""
+
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes | None]] | None
+    """None if the client cannot read them."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of key, value and headers."""
+        headers = sum(len(name) + len(value or b"") for name, value in self.headers or ())
+        return len(self.key or b"") + len(self.value or b"") + headers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """A message that was read, taken apart once: the client cannot be asked for its headers a second time."""
+
+    body: Body
+    sent_at_ms: int
+    """Unix time in ms, as its producer or the broker has said; -1 if none has."""
+    leader_epoch: int | None
+
+    @classmethod
+    def of(cls, event: Event) -> Record:
+        """Take a message of the client apart."""
+        _, sent_at_ms = event.timestamp()
+        return cls(Body(event.key(), event.value(), _headers(event)), sent_at_ms, event.leader_epoch())
+
+    @property
+    def memory_bytes(self) -> int:
+        """About what it takes in memory (bytes)."""
+        return _MESSAGE_BYTES + self.body.size
+
+    def message(self) -> port.Message:
+        """Return it as the port has it: the last of headers with one name is read, and all are published again."""
+        told: dict[str, str] = {}
+        seen: set[str] = set()
+        repeated: list[str] = []
+        for name, value in self.body.headers or ():
+            key = kafka_judgement.header_key(name)
+            if key in seen:
+                repeated.append(key)
+            seen.add(key)
+            if value is not None:
+                told[key] = value.decode(errors="replace")
+        return port.Message(told, self.body, tuple(dict.fromkeys(repeated)), self.sent_at_ms)
+
+
+def _headers(event: Event) -> Sequence[tuple[str, bytes | None]] | None:
+    """Return the headers; None if the name of one is no UTF-8.
+
+    The client then returns a list with an empty place and raises as well. Called through `partial`, Python notices the
+    exception; called directly, it may not, and whoever touches the list crashes.
+    """
+    try:
+        return tuple(functools.partial(event.headers)() or ())
+    except SystemError as error:
+        if isinstance(error.__cause__, UnicodeDecodeError):
+            return None
+        raise
+
+
+class Untold(port.Unreachable):
+    """The broker does not say it for want of rights."""
 
 
 class ClusterTopics:
-    """What the cluster says of its topics."""
+    """The topics of a cluster, as it describes them."""
 
     def __init__(self, client: admin.AdminClient, timeout_s: float) -> None:
         self._client = client
         self._timeout_s = timeout_s
         self._seen: dict[str, tuple[str, float]] = {}
-        """The last id of each topic, and when it was asked for."""
+        """Topic -> its last id, and when it was asked for."""
 
     async def partitions(self, topic: str) -> int:
-        """How many partitions a topic has. Raises NotThere, Unreachable."""
+        """Return how many partitions a topic has. Raises NotThere, Unreachable."""
         return len((await self._described(topic)).partitions)
 
     async def generation(self, topic: str) -> str:
-        """The id of a topic, which another one of its name does not have. Raises NotThere, Unreachable."""
+        """Return the id of a topic, which another one of its name does not have. Raises NotThere, Unreachable."""
         asked_at_s = time.monotonic()
         found = str((await self._described(topic)).topic_id).translate(_ID_LETTERS)
         self._seen[topic] = found, asked_at_s
         return found
 
     async def confirm(self, topic: str, generation: str, read_until_s: float) -> None:
-        """Makes sure that what was read of a topic until then, by `time.monotonic`, is of this generation: an id does
-        not come back. The cluster is asked unless it was since then. Raises NotThere, Unreachable.
+        """Make sure that messages read until then, by `time.monotonic`, are of this generation of the topic.
+
+        An id does not come back, so the cluster is asked unless it was since then. Raises NotThere, Unreachable.
         """
         now, asked_at_s = self._seen.get(topic, ("", 0.0))
         if now != generation or asked_at_s < read_until_s:
@@ -204,8 +406,9 @@ class ClusterTopics:
         port.must_be_same(f"topic {topic}", generation, now)
 
     async def first_offsets(self, topic: str, partitions: Iterable[int]) -> Mapping[int, int]:
-        """The first offset that each partition still has; none of one that is not there. Raises NotThere,
-        Unreachable.
+        """Return the first offset that each partition still has; none for a partition that does not exist.
+
+        Raises NotThere, Unreachable.
         """
         there = range(await self.partitions(topic))
         wanted = {
@@ -215,28 +418,290 @@ class ClusterTopics:
         return {partition.partition: int((await _asked(topic, answer)).offset) for partition, answer in asked.items()}
 
     async def settings(self, topic: str) -> Mapping[str, str]:
-        """The settings of a topic, by name. Raises NotThere, Unreachable."""
+        """Return the settings of a topic, by name. Raises NotThere, Unreachable; Untold for want of rights."""
+        self._prepare(topic)
         resource = _admin.ConfigResource(_admin.ConfigResource.Type.TOPIC, topic)
         (asked,) = self._client.describe_configs([resource], request_timeout=self._timeout_s).values()
         return {name: each.value or "" for name, each in (await _asked(topic, asked)).items()}
 
+    async def committed_metadata(self, topic: str, generation: str) -> Mapping[str, Collection[str]]:
+        """Return the metadata of what groups of relays have committed of a topic of this generation, by group.
+
+        Groups that the broker does not show are left out. Raises Unreachable.
+        """
+        self._prepare(topic)
+        told = await _asked(topic, self._client.list_consumer_groups(request_timeout=self._timeout_s))
+        groups = [each.group_id for each in told.valid if each.group_id.endswith(f"-{topic}@{generation}")]
+        found: dict[str, Collection[str]] = {}
+        for group in groups:
+            asked = [kafka.ConsumerGroupTopicPartitions(group)]
+            (answer,) = self._client.list_consumer_group_offsets(asked, request_timeout=self._timeout_s).values()
+            partitions = (await _asked(topic, answer)).topic_partitions
+            found[group] = {each.metadata or "" for each in partitions if each.topic == topic}
+        return found
+
     async def _described(self, topic: str) -> Any:
+        self._prepare(topic)
         asked = self._client.describe_topics(kafka.TopicCollection([topic]), request_timeout=self._timeout_s)
         return await _asked(topic, asked[topic])
 
-
-def unsaid(error: KafkaError) -> None:
-    """Each call tells what it has failed with."""
-
-
-def failure(error: KafkaError, of: str = "") -> Exception:
-    """What the port calls a failure of Kafka's client. `of`: what its message begins with."""
-    text = f"{of}{error.name()}: {error.str()}"
-    return port.NotThere(text) if error.code() in NO_TOPIC else port.Unreachable(text)
+    def _prepare(self, topic: str) -> None:
+        """Refuse names that the client would cut at a NUL, or with which it would wait for ever. Raises NotThere."""
+        if fault := kafka_judgement.topic_fault(topic):
+            raise port.NotThere(f"topic {topic[:250]!r} cannot exist: {fault}")
+        # Errors that nobody takes away pile up in the client.
+        self._client.poll(0)
 
 
 async def _asked(topic: str, answer: Any) -> Any:
     try:
         return await asyncio.wrap_future(answer)
     except KafkaException as error:
-        raise failure(error.args[0], f"topic {topic}: ") from error
+        text = f"topic {topic}: "
+        if error.args[0].code() in kafka_answers.NO_RIGHT:
+            raise Untold(f"{text}{kafka_answers.told(error.args[0])}") from error
+        raise kafka_answers.failure(error.args[0], text) from error
+
+
+class KafkaOutput:
+    """The topics of a cluster. A repeated message is not dropped; with transactions a call publishes all or nothing."""
+
+    def __init__(self, source: str, properties: ClientProperties, broker: relay_settings.Kafka) -> None:
+        self._properties = properties.producer(source)
+        self._identity = properties.identity
+        self._is_transactional = broker.transactional
+        # A message fails by itself before that.
+        self._timeout_s = broker.confirm_s + broker.timeout_s
+        self._producer: kafka.Producer | None = None
+        self._missing = 0
+        """The number of messages that this producer had for topics that do not exist."""
+        self._thread = Thread("publish", properties.errors)
+
+    async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
+        """Publish messages and return what came of each; those taken are at all replicas that are in sync.
+
+        Raises Unreachable if all may be repeated; SessionOver if another relay has the same id.
+        """
+        return await self._thread.call(self._produce, messages)
+
+    async def close(self) -> None:
+        """End, or leave the client behind."""
+        await ended_within({"publish": self.end})
+
+    def end(self) -> None:
+        """Block until the last call has returned, and drop the client."""
+        self._thread.end()
+        self._thread.join()
+        self._producer = None
+
+    # In the thread.
+
+    def _produce(self, messages: Sequence[port.Outgoing]) -> list[port.Produced]:
+        answers: dict[int, port.Produced] = {}
+        for row, each in enumerate(messages):
+            if fault := kafka_judgement.target_fault(each.target):
+                answers[row] = kafka_answers.refused(each.target, fault)
+        rounds = deque([[row for row in range(len(messages)) if row not in answers]])
+        while rounds:
+            if not (rows := rounds.popleft()):
+                continue
+            try:
+                came = self._round([messages[row] for row in rows])
+            except KafkaException as failed:
+                error = failed.args[0]
+                is_known = kafka_answers.meant(error.code()).meaning is not port.Meaning.UNKNOWN
+                if not is_known and not any(each.is_taken for each in answers.values()):
+                    raise
+                # Nobody publishes again what was taken in this call.
+                came = _Round([error] * len(rows))
+            rounds += _settle(messages, rows, came, answers)
+        self._missing += sum(each.meant.cause is port.Cause.MISSING for each in answers.values())
+        if self._missing > _MISSING_MAX:
+            self._missing, self._producer = 0, None
+        return [answers[row] for row in range(len(messages))]
+
+    def _round(self, messages: Sequence[port.Outgoing]) -> _Round:
+        """Publish once, in one transaction if there are any. Raises KafkaException, SessionOver."""
+        try:
+            with kafka_errors():
+                producer = self._ready()
+                if self._is_transactional:
+                    return self._in_transaction(producer, messages)
+                came = self._send(producer, messages)
+                if came.broken is not None:
+                    self._producer = None
+                return came
+        except KafkaException as failed:
+            # Another producer begins by ending what this one may have left open.
+            self._producer = None
+            if self._is_transactional and failed.args[0].code() in kafka_answers.FENCED:
+                raise port.SessionOver(
+                    f"another relay publishes with relay.id {self._identity!r}, or this one was suspended for longer "
+                    "than broker.confirm_s; each relay needs an id of its own"
+                ) from failed
+            raise
+        except BaseException:
+            self._producer = None
+            raise
+
+    def _in_transaction(self, producer: kafka.Producer, messages: Sequence[port.Outgoing]) -> _Round:
+        """Commit all of the messages, or abort all. Raises KafkaException if it is unknown which."""
+        producer.begin_transaction()
+        came = self._send(producer, messages)
+        if came.broken is not None and _ends_producer(came.broken):
+            raise KafkaException(came.broken)
+        errors = came.errors
+        is_whole_at_fault = all(
+            isinstance(each, KafkaError) and each.code() in kafka_answers.OF_A_TRANSACTION
+            for each in errors
+            if each is not None
+        )
+        whole: KafkaError | None = None
+        if is_whole_at_fault:
+            try:
+                producer.commit_transaction(self._timeout_s)
+            except KafkaException as failed:
+                whole = failed.args[0]
+                if whole.fatal() or not whole.txn_requires_abort():
+                    raise
+            else:
+                return _Round(errors)
+        self._abort(producer)
+        return _Round(errors, whole, is_aborted=True)
+
+    def _abort(self, producer: kafka.Producer) -> None:
+        """End the transaction with nothing published, at the latest by the next producer of this id."""
+        # This one would go on with numbers of messages that the broker has not seen, and be refused for that.
+        self._producer = None
+        try:
+            producer.abort_transaction(self._timeout_s)
+        except KafkaException as failed:
+            # A transaction to which the first partition could not be added is none to the broker, which then refuses
+            # to end it.
+            if failed.args[0].code() in kafka_answers.FENCED:
+                raise
+
+    def _ready(self) -> kafka.Producer:
+        if self._producer is None:
+            producer = kafka.Producer(self._properties)
+            if self._is_transactional:
+                producer.init_transactions(self._timeout_s)
+            self._producer = producer
+        return self._producer
+
+    def _send(self, producer: kafka.Producer, messages: Sequence[port.Outgoing]) -> _Round:
+        """Return what each message has failed with, and what the producer has."""
+        untold = KafkaError(KafkaError._TIMED_OUT)
+        errors: list[KafkaError | Exception | None] = [untold] * len(messages)
+        broken: KafkaError | None = None
+
+        def told(row: int, error: KafkaError | None, message: Event) -> None:
+            errors[row] = error
+
+        for row, each in enumerate(messages):
+            try:
+                with kafka_errors():
+                    self._enqueue(producer, each, functools.partial(told, row))
+            except KafkaException as error:
+                errors[row] = error.args[0]
+            except BufferError:
+                errors[row] = KafkaError(KafkaError._QUEUE_FULL)
+            except Exception as error:  # noqa: BLE001 - it is told with the message
+                errors[row] = error
+        # An error of the producer itself is raised between the reports of messages, and behind the last one.
+        calls: deque[Callable[[], object]] = deque([lambda: producer.flush(self._timeout_s), lambda: producer.poll(0)])
+        while calls:
+            try:
+                with kafka_errors():
+                    calls[0]()
+                calls.popleft()
+            except KafkaException as error:
+                if broken is not None:
+                    calls.popleft()
+                broken = broken or error.args[0]
+        for row, came in enumerate(errors):
+            if came is untold:
+                # It must not be published later: it is repeated.
+                broken = broken or untold
+                errors[row] = broken
+            elif isinstance(came, KafkaError) and _ends_producer(came):
+                broken = broken or came
+                errors[row] = broken
+            elif isinstance(came, KafkaError) and broken is not None and came.code() == KafkaError._PURGE_QUEUE:
+                errors[row] = broken
+        return _Round(errors, broken=broken)
+
+    def _enqueue(self, producer: kafka.Producer, outgoing: port.Outgoing, told: Callable[..., None]) -> None:
+        published = _published(outgoing)
+        try:
+            producer.produce(outgoing.target, **published, on_delivery=told)
+        except BufferError:
+            producer.flush(self._timeout_s)
+            producer.produce(outgoing.target, **published, on_delivery=told)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Round:
+    """The result of publishing some messages once."""
+
+    errors: Sequence[KafkaError | Exception | None]
+    """Message -> its failure, or None."""
+    whole: KafkaError | None = None
+    """The failure of the transaction, if no single message is known to be at fault."""
+    broken: KafkaError | None = None
+    """The failure of the producer, which cannot be used again."""
+    is_aborted: bool = False
+    """True if nothing of it is there."""
+
+
+def _settle(
+    messages: Sequence[port.Outgoing], rows: Sequence[int], came: _Round, answers: dict[int, port.Produced]
+) -> Iterable[list[int]]:
+    """Answer what can be answered of a round; return the rows to publish again, in rounds."""
+    undone: list[int] = []
+    alone: list[list[int]] = []
+    for row, error in zip(rows, came.errors, strict=True):
+        target = messages[row].target
+        if isinstance(error, Exception):
+            answers[row] = kafka_answers.raised(target, error)
+        elif error is None and not came.is_aborted:
+            answers[row] = port.Produced()
+        elif error is None or (came.is_aborted and error.code() in kafka_answers.OF_A_TRANSACTION):
+            undone.append(row)
+        elif error.code() in kafka_answers.OF_A_BATCH and len(rows) > 1:
+            # By itself each shows whether it is to blame.
+            alone.append([row])
+        else:
+            answers[row] = kafka_answers.produced(target, error)
+    if len(undone) < len(rows):
+        return [undone, *alone]
+    by_target: dict[str, list[int]] = {}
+    for row in undone:
+        by_target.setdefault(messages[row].target, []).append(row)
+    if len(by_target) > 1:
+        # One target that takes nothing fails the transaction for all.
+        return by_target.values()
+    for row in undone:
+        answers[row] = kafka_answers.produced(messages[row].target, came.whole or KafkaError(KafkaError._PURGE_QUEUE))
+    return []
+
+
+def _ends_producer(error: KafkaError) -> bool:
+    return error.fatal() or error.code() == KafkaError._FATAL or error.code() in kafka_answers.FENCED
+
+
+def _published(outgoing: port.Outgoing) -> dict[str, Any]:
+    """Return what the producer is given. Raises UnicodeEncodeError for a name that would crash the client."""
+    for name in outgoing.own_headers:
+        name.encode()
+    own = [(name, text.encode(errors="replace")) for name, text in outgoing.own_headers.items()]
+    if outgoing.message is None:
+        return {"value": None, "headers": own}
+    key, value, headers = outgoing.message.body
+    replaced = {kafka_judgement.header_key(name) for name in outgoing.own_headers}
+    kept = [
+        header
+        for header in headers or ()
+        if (name := kafka_judgement.header_key(header[0])) not in replaced and not name.startswith(_OWN)
+    ]
+    return {"key": key, "value": value, "headers": [*kept, *own]}

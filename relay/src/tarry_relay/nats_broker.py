@@ -1,35 +1,47 @@
-"""NATS JetStream: a stream is the source, another one the retry log, and targets are subjects of streams.
+"""Adapts NATS JetStream: a stream is the source, another one the retry log, and targets are subjects of streams.
 
-Owns: positions, reading, fetching and publishing there; what its failures mean.
-Does not own: when (`tarry_relay.running`).
+Contents: `NatsBroker` with names and findings, `NatsLog`, `NatsReader`, `NatsOutput`, and `opened`. The tables stand in
+`nats_judgement` and `nats_answers`, the protocol in `nats_client`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import datetime
+import functools
+import itertools
 import json
 import re
-import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import nats
-import nats.errors
-import nats.js
-import nats.js.errors
-from nats.js import api
-
 from tarry.positions import NatsStream1
-from tarry_relay import cancelling, port, relay_settings
+from tarry_relay import nats_answers, nats_client, nats_judgement, port, relay_settings
+from tarry_relay.nats_answers import ApiError, Failed
+from tarry_relay.nats_client import NatsClient
+from tarry_relay.port import Finding, Grade
 
-_OWN_PREFIX = "nats-"
-"""Headers of NATS itself, which say how a message was published, and not what it is."""
-_ONCE_HEADER = "Nats-Msg-Id"
-_TOO_LARGE = 10_054
-"""JetStream's code of a message that is larger than its stream allows."""
+_NO_MESSAGE = 10_037
+"""JetStream's code for a sequence that a stream does not have."""
+_ACK_PREFIX = "$JS.ACK."
+_ACK_WORDS = 9
+"""Words of the reply subject of a message; two or three more where the server names domain and account."""
+_ENDS = re.compile(r"404|408|409 (Batch Completed|Exceeded MaxAckPending|Message Size Exceeds MaxBytes)")
+"""Statuses that end a pull without a fault."""
+_HEARTBEAT = 100
+_QUIET_S = 0.1
+"""After so long without another message a portion is complete (seconds)."""
+_RETRY_READER = "tarry-relay reads the failures of topic "
+"""Begins the description of a consumer of a retry log; the topic follows."""
+_FLIGHT_BYTES = 32 * 2**20
+"""How many bytes of messages are in flight. The server closes a connection that has more than 64 MiB to take."""
+_PULL_BYTES = 8 * 2**20
+"""How many bytes one pull may bring, if no message can be so large alone."""
+_STREAMS_MAX = 10_000
+"""Of how many targets the streams are remembered."""
 Given = TypeVar("Given")
 Answered = TypeVar("Answered")
 
@@ -37,365 +49,627 @@ Answered = TypeVar("Answered")
 class NatsBroker:
     """One connection, which is made again whenever it breaks."""
 
-    def __init__(self, connection: Any, settings: relay_settings.Settings, broker: relay_settings.Nats) -> None:
-        self._connection = connection
-        self._js = connection.jetstream(timeout=broker.timeout_s)
+    def __init__(self, client: NatsClient, settings: relay_settings.Settings, broker: relay_settings.Nats) -> None:
+        self._client = client
         self._settings = settings
-        self._broker = broker
-        self._own_subjects: tuple[str, ...] = ()
-        self.log = NatsLog(self._js, settings.source.name, broker)
-        self.source = NatsReader(self._js, self.log, settings.relay, broker)
-        retry = settings.retry
-        self.retries = retry and NatsReader(self._js, NatsLog(self._js, retry.name, broker), settings.relay, broker)
-        self.output = NatsOutput(self._js, broker)
+        self._own_subjects: dict[str, Sequence[str]] = {}
+        """Stream that the relay reads -> its subjects, as they were last seen"""
+        self._source = NatsLog(client, settings.source.name, broker, self._own_subjects)
+        self.log = self._source
+        self.source = NatsReader(client, self._source, settings.relay, broker)
+        self._retry_log: NatsLog | None = None
+        self.retries: NatsReader | None = None
+        if settings.retry is not None:
+            self._retry_log = NatsLog(client, settings.retry.name, broker, self._own_subjects)
+            description = f"{_RETRY_READER}{settings.relay.topic}"
+            self.retries = NatsReader(client, self._retry_log, settings.relay, broker, description)
+        self.output = NatsOutput(client, broker)
 
     async def learn_own_subjects(self) -> None:
-        """Asks which subjects source and retry log have; a stream that is not there has none. Raises Unreachable."""
-        subjects: list[str] = []
-        for name in self._settings.read_names:
-            with contextlib.suppress(port.NotThere):
-                subjects += (await _asked(self._js.stream_info(name))).config.subjects or ()
-        self._own_subjects = tuple(subjects)
+        """Ask which subjects source and retry log have; a stream that does not exist has none. Raises Unreachable."""
+        for log in (self._source, self._retry_log):
+            if log is not None:
+                with contextlib.suppress(port.NotThere):
+                    await log.info()
+
+    def header_key(self, name: str) -> str:
+        """Return a header's name in small letters: clients of NATS read any case."""
+        return nats_client.header_key(name)
 
     def position_of(self, text: str) -> tuple[int, int]:
-        """The position of a stream sequence, such as `17`."""
-        if not re.fullmatch(r"[1-9][0-9]{0,19}", text, re.ASCII) or int(text) >= 2**64:
-            raise port.BadPosition(f"{text!r} is no stream sequence: a whole number from 1, as NATS answers a publish")
-        (ledger,), (entry,) = NatsStream1.to_positions(int(text))
-        return int(ledger), int(entry)
+        """Return the position of a stream sequence, such as `17`. Raises BadPosition."""
+        return nats_judgement.position_of(text)
+
+    def position_fault(self, ledger_id: int, entry_id: int) -> str:
+        """Say why (ledger, entry) can be no position of a stream; return an empty text if it can."""
+        return nats_judgement.position_fault(ledger_id, entry_id)
+
+    def target_fault(self, target: str) -> str:
+        """Say why no message can be published to a subject; return an empty text if one can."""
+        return nats_judgement.target_fault(target)
+
+    def message_fault(self, message: port.Message) -> str:
+        """Say why a message's headers do not fit next to those of the relay; return an empty text if they do."""
+        return nats_judgement.headers_fault(message.body.headers_size)
 
     def comes_back(self, target: str) -> bool:
-        """Whether it is a subject of the source or of the retry log."""
-        return any(fits(subject, target) for subject in self._own_subjects)
+        """Say whether a target is a subject of the source or of the retry log."""
+        return any(nats_judgement.fits(each, target) for subjects in self._own_subjects.values() for each in subjects)
 
     def own_targets(self) -> Sequence[str]:
-        """The subjects of source and retry log, with words where a wildcard stands."""
-        examples = [
-            re.sub(r"[*>]$", end, subject).replace("*", "any")
-            for subject in self._own_subjects
-            for end in ("any", "any.any" if subject.endswith(">") else "any")
-        ]
-        return list(dict.fromkeys(examples))
+        """Return the subjects of source and retry log, with words where a wildcard stands."""
+        return nats_judgement.examples(each for subjects in self._own_subjects.values() for each in subjects)
 
-    async def findings(self) -> AsyncIterator[port.Finding]:
-        """Looks at the clock and the streams of source, retry log and targets; changes nothing."""
-        name = self._settings.source.name
-        source = await self._finding_of(name, "source")
-        yield source
-        if source.is_good:
-            async for each in self._findings_of_source(name):
+    async def must_answer(self) -> None:
+        """Ask JetStream for the source, within `broker.timeout_s`. Raises Unreachable, SessionOver, NotThere."""
+        try:
+            async with asyncio.timeout(self._client.timeout_s):
+                await self._source.info()
+        except TimeoutError as error:
+            raise Failed(nats_answers.TIMEOUT, f"no answer within {self._client.timeout_s:g} s") from error
+
+    async def findings(self) -> AsyncIterator[Finding]:
+        """Judge the streams of source, retry log and targets, and the clock; change nothing."""
+        clock: Finding | None = None
+        if fault := self._name_fault():
+            yield fault
+        else:
+            asked_at_ms = port.now_ms()
+            try:
+                for each in await self.source_findings():
+                    yield each
+                clock = _finding_of_clock(self._source.told_at, asked_at_ms)
+            except port.NotThere:
+                yield _missing("source", self._source.stream)
+        if self._retry_log is not None:
+            for each in await self._findings_of_retries(self._retry_log):
                 yield each
-        if self._settings.retry is not None:
-            yield await self._finding_of(self._settings.retry.name, "retry")
+        if clock is not None:
+            yield clock
         for subject in self._settings.named_targets():
             yield await self._finding_of_target(subject)
 
-    async def _findings_of_source(self, name: str) -> AsyncIterator[port.Finding]:
-        info = await self.log.info()
-        yield await self._finding_of_clock(name)
-        limits = info.config.retention == api.RetentionPolicy.LIMITS
-        kept = "limits: what is read stays" if limits else f"{info.config.retention}: what is acknowledged is deleted"
-        yield port.Finding("retention", limits, f"stream {name}: retention by {kept}")
-        direct = bool(info.config.allow_direct)
-        yield port.Finding("direct get", direct, f"stream {name}: allow_direct is {'on' if direct else 'off'}")
-        limit = [each for each in ("max_msgs", "max_bytes") if (getattr(info.config, each) or -1) > 0]
-        text = f"drops its oldest by {' and '.join(limit)}, also what waits" if limit else "drops nothing by size"
-        yield port.Finding("size", not limit, f"stream {name}: {text}")
+    async def source_findings(self) -> Sequence[Finding]:
+        """Judge again whether a payload of the source can go before its delivery. Raises NotThere, Unreachable."""
+        stream = self._source.stream
+        config = (await self._source.info())["config"]
+        there = Finding("source", Grade.OK, f"stream {stream}: exists")
+        return [there, *nats_judgement.judge_source(stream, config)]
 
-    async def _finding_of_clock(self, stream: str) -> port.Finding:
-        """By the time that stands in an answer, which the client library leaves out."""
-        asked_at_ms = port.now_ms()
-        asked = self._connection.request(f"$JS.API.STREAM.INFO.{stream}", timeout=self._broker.timeout_s)
-        told = json.loads((await _asked(asked)).data).get("ts", "")
-        try:
-            moment = datetime.datetime.fromisoformat(told)
-        except ValueError:
-            return port.Finding("clock", True, "not looked at, this NATS tells no time")
-        return port.finding_of_clock("NATS", int(moment.timestamp() * 1_000), asked_at_ms)
+    def _name_fault(self) -> Finding | None:
+        if fault := nats_judgement.name_fault(self._source.stream):
+            return Finding("source", Grade.WRONG, f"source.name: {fault}; take another name")
+        # The consumer's name has the generation, too.
+        if fault := nats_judgement.name_fault(self._settings.relay.subscription, nats_judgement.NAME_BYTES_MAX - 32):
+            return Finding("source", Grade.WRONG, f"relay.subscription: {fault}; take another name")
+        return None
 
-    async def _finding_of(self, stream: str, name: str) -> port.Finding:
+    async def _findings_of_retries(self, log: NatsLog) -> Sequence[Finding]:
+        if fault := nats_judgement.name_fault(log.stream):
+            return [Finding("retry", Grade.WRONG, f"retry.name: {fault}; take another name")]
         try:
-            await _asked(self._js.stream_info(stream))
+            config = (await log.info())["config"]
+            others = await self._other_retry_readers(log)
         except port.NotThere:
-            return port.Finding(name, False, f"stream {stream}: is not there; make it")
-        return port.Finding(name, True, f"stream {stream}: is there")
+            return [_missing("retry", log.stream)]
+        there = Finding("retry", Grade.OK, f"stream {log.stream}: exists")
+        return [there, *others, *nats_judgement.durability(f"stream {log.stream}:", config)]
 
-    async def _finding_of_target(self, subject: str) -> port.Finding:
+    async def _other_retry_readers(self, log: NatsLog) -> Sequence[Finding]:
+        """Return a finding for each relay of another topic or subscription that reads this retry log."""
+        relay = self._settings.relay
+        own_name = durable_of(relay.subscription, await log.generation())
+        found = []
+        consumers: list[Mapping[str, Any]] = []
+        while page := (await self._client.api(f"CONSUMER.LIST.{log.stream}", offset=len(consumers)))["consumers"]:
+            consumers += page
+        for each in consumers:
+            description, name = each["config"].get("description", ""), each["name"]
+            topic = description.removeprefix(_RETRY_READER)
+            if topic != description and (topic, name) != (relay.topic, own_name):
+                reads = (
+                    f"consumer {name} of a relay with topic {topic} reads it, too, so failures go to the wrong relay"
+                )
+                does = "give each relay a retry log of its own, and delete the consumer if that relay is gone"
+                found.append(Finding("retry readers", Grade.WRONG, f"stream {log.stream}: {reads}; {does}"))
+        return found
+
+    async def _finding_of_target(self, subject: str) -> Finding:
+        if fault := nats_judgement.target_fault(subject):
+            return Finding("target", Grade.WRONG, f"subject {fault}; take another one")
+        streams = await streams_of(self._client, subject)
+        if not streams:
+            text = f"subject {subject}: no stream has it, so nothing can be published; create one"
+            return Finding("target", Grade.MISSING, text)
+        (stream, *_) = streams
         try:
-            stream = await _asked(self._js.find_stream_name_by_subject(subject))
-            info = await _asked(self._js.stream_info(stream))
+            config = (await self._client.api(f"STREAM.INFO.{stream}"))["config"]
         except port.NotThere:
-            return port.Finding(
-                "target", False, f"subject {subject}: no stream has it, so that nothing can be published; make one"
-            )
-        window_s = info.config.duplicate_window or 0
-        return port.Finding(
-            "target", window_s > 0, f"subject {subject}: stream {stream} drops for {window_s:g} s what it has"
-        )
+            return _missing("target", stream)
+        return nats_judgement.judge_target(subject, stream, config)
 
 
 class NatsLog(port.FirstGeneration):
     """A stream by its sequence numbers."""
 
-    def __init__(self, js: Any, stream: str, broker: relay_settings.Nats) -> None:
-        self._js = js
-        self.stream = stream
-        self._in_flight = broker.in_flight
+    tells_limits = True
 
-    async def info(self) -> Any:
-        """What NATS says of the stream. Raises NotThere, Unreachable."""
+    def __init__(
+        self, client: NatsClient, stream: str, broker: relay_settings.Nats, own_subjects: dict[str, Sequence[str]]
+    ) -> None:
+        self._client = client
+        self.stream = stream
+        self._flight = _Flight(broker.in_flight)
+        self._expected = client.max_payload
+        """How large the next message may be (bytes), by those that came."""
+        self._own_subjects = own_subjects
+        self._allow_direct = True
+        self.told_at = ""
+        """The server's clock in the last answer, RFC 3339; empty if it did not say."""
+
+    async def info(self) -> Mapping[str, Any]:
+        """Return what NATS says of the stream, with every field. Raises NotThere, Unreachable, SessionOver."""
+        if fault := nats_judgement.name_fault(self.stream):
+            # NATS would not answer.
+            raise port.NotThere(f"stream {fault}")
         try:
-            return await _asked(self._js.stream_info(self.stream))
+            told = await self._client.api(f"STREAM.INFO.{self.stream}")
         except port.NotThere as error:
             raise port.NotThere(f"stream {self.stream}: {error}") from error
+        self._allow_direct = bool(told["config"].get("allow_direct"))
+        self._own_subjects[self.stream] = told["config"].get("subjects") or ()
+        self.told_at = told.get("ts", "")
+        return told
 
     async def _generation_now(self) -> str:
-        """The moment at which the stream was made."""
-        return f"{(await self.info()).created:%Y%m%dT%H%M%S.%f}Z"
+        """Return the moment at which the stream was made (in µs)."""
+        made = datetime.datetime.fromisoformat((await self.info())["created"]).astimezone(datetime.UTC)
+        return f"{made:%Y%m%dT%H%M%S.%f}Z"
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
-        """The messages at these positions, by direct gets, many in flight; None for one that is gone for good."""
+        """Return the messages at these positions by direct gets, many in flight; None for one that is gone for good."""
         ledgers, entries = zip(*positions, strict=True)
         sequences = NatsStream1.from_positions(list(ledgers), list(entries)).tolist()
-        found = await _each(self._fetch_one, sequences, self._in_flight)
+        failures: list[Exception] = []
+
+        async def fetch_one(sequence: int) -> port.Message | None:
+            if failures:
+                raise failures[0]
+            try:
+                return await self._fetch_one(sequence)
+            except port.Unreachable as error:
+                failures.append(error)
+                raise
+
+        found = []
+        for each in await _gathered(fetch_one, sequences, self._flight, lambda _: self._expected):
+            if isinstance(each, Exception):
+                # The messages may have been too large for the connection all together.
+                self._expected = self._client.max_payload
+                raise each
+            found.append(each)
         port.must_be_same(f"stream {self.stream}", generation, await self.generation())
         return found
 
     async def _fetch_one(self, sequence: int) -> port.Message | None:
-        for direct in (True, False):
-            try:
-                found = await _asked(self._js.get_msg(self.stream, sequence, direct=direct))
-            except port.NotThere:
-                continue  # A replica that is behind says so, too; the second time it is the leader who does.
-            return _message(found.data or b"", found.headers)
-        return None
+        if self._allow_direct:
+            asked = json.dumps({"seq": sequence}).encode()
+            async with self._client.asking(f"$JS.API.DIRECT.GET.{self.stream}", asked) as answer:
+                found = await answer()
+            if nats_client.sequence_of(found) == sequence:
+                return self._fetched(nats_client.fetched(found))
+        # A replica that is behind has no message either; its leader knows.
+        try:
+            told = await self._client.api(f"STREAM.MSG.GET.{self.stream}", seq=sequence)
+        except ApiError as error:
+            if error.err_code != _NO_MESSAGE:
+                raise
+            return None
+        return self._fetched(nats_client.stored(told["message"]))
+
+    def _fetched(self, message: port.Message) -> port.Message:
+        self._expected = max(message.body.headers_size + len(message.body.data), self._expected * 7 // 8)
+        return message
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
-        """The first sequence number that the stream still has, for each of the ledgers."""
-        first = (await self.info()).state.first_seq
+        """Return the first sequence number that the stream still has, for each of the ledgers."""
+        first = (await self.info())["state"]["first_seq"]
         return dict.fromkeys(ledgers, int(first))
 
     async def kept_ms(self) -> int | None:
-        """The `max_age` of the stream."""
-        age_s = (await self.info()).config.max_age
-        return int(age_s * 1_000) if age_s else None
+        """Return the `max_age` of the stream (ms); None if it has none."""
+        age_ns = (await self.info())["config"].get("max_age") or 0
+        return int(age_ns) // 1_000_000 or None
 
 
 class NatsReader:
-    """A durable pull consumer, which relays share. Its name has the generation of its stream: a relay that has not
-    noticed yet that the stream is another one can neither read nor acknowledge anything there.
+    """A durable pull consumer, which relays share.
+
+    Its name has the generation of its stream: a relay that has not noticed yet that the stream is another one can
+    neither read nor acknowledge anything there.
     """
 
-    def __init__(self, js: Any, log: NatsLog, relay: relay_settings.Relay, broker: relay_settings.Nats) -> None:
-        self._js = js
+    commits_in_order = False
+
+    def __init__(
+        self,
+        client: NatsClient,
+        log: NatsLog,
+        relay: relay_settings.Relay,
+        broker: relay_settings.Nats,
+        description: str = "",
+    ) -> None:
+        self._client = client
         self._log = log
         self._subscription = relay.subscription
-        self._asks_for = api.ConsumerConfig(
-            ack_policy=api.AckPolicy.EXPLICIT,
-            ack_wait=broker.ack_wait_s,
-            # Of all relays together, and each holds as much as it reads ahead.
-            max_ack_pending=16 * relay.read_ahead,
-        )
+        # Of all relays together, and each holds as much as it reads ahead.
+        self._max_ack_pending = 16 * relay.read_ahead
         self._ack_wait_s = broker.ack_wait_s
-        self._pulled: Any = None
-        now_s = time.monotonic()
-        self._asked_at_s = (now_s, now_s)
-        """When the last two reads began: what came too late for one is given by the next."""
+        self._description = description
+        self.hold_every_s: float | None = broker.ack_wait_s / 3
+        self._inbox: nats_client.Inbox | None = None
+        self._pull: _Pull | None = None
+        """The pull that has not ended."""
+        self._pulls = itertools.count(1)
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
-        """Fetches what comes next; nothing when nothing came within `wait_s`."""
-        if self._pulled is None:
-            await self._join()
-        self._asked_at_s = (self._asked_at_s[1], time.monotonic())
+        """Return what comes next; an empty portion if nothing comes within `wait_s`."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + wait_s
         try:
-            found = await _asked(self._pulled.fetch(rows_max, timeout=wait_s), may_time_out=True)
-        except (port.NotThere, port.Unreachable):
-            # The consumer may be gone, with the stream or alone; the next time says which.
+            inbox = self._inbox = self._inbox or await self._join()
+            await self._ask_for(inbox, rows_max, wait_s, no_wait=True)
+            read = await self._come(inbox, rows_max, until_s)
+            if not read and self._pull is None and (left_s := until_s - loop.time()) > 0:
+                # Servers differ in whether a pull without waiting waits for its first message, and a full consumer
+                # refuses one; so is one whose first message is too large. This pull asks for one message, since another
+                # would wait here until the next call.
+                await self._ask_for(inbox, 1, left_s, no_wait=False)
+                read = await self._come(inbox, 1, until_s)
+        except port.Unreachable:
+            # The consumer may be gone, with the stream or alone; the next call finds out.
             await self._leave()
             raise
-        return port.Portion([self._read(message) for message in found or ()])
+        return port.Portion(read)
 
     async def commit(self, read: Sequence[port.Read]) -> None:
-        """Acknowledges messages, each by itself: what lies between may be another relay's."""
+        """Acknowledge messages, each alone: what lies between may be another relay's. Wait until NATS has the last."""
+        if not read:
+            return
+        *others, last = (each.receipt for each in read)
+        for receipt in others:
+            await self._client.send(receipt, b"")
+        await self._client.ask(last)
+
+    async def hold(self, read: Sequence[port.Read]) -> None:
+        """Tell NATS that these are in progress, so that it waits for `ack_wait_s` again before it redelivers them."""
         for each in read:
-            # A call that has failed half way is made again, and the client refuses a second acknowledgement.
-            if not each.receipt.is_acked:
-                await _asked(each.receipt.ack())
+            await self._client.send(each.receipt, b"+WPI")
 
     async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
-        """By the floor of the consumer, up to which everything is acknowledged; what lies above it NATS tells not."""
-        durable = self._durable_of(await self._log.first_generation())
-        told = await _asked(self._js.consumer_info(self._log.stream, durable))
-        floor = 0 if told.ack_floor is None else int(told.ack_floor.stream_seq)
+        """Say which lie below the floor of the consumer, up to which everything is acknowledged.
+
+        NATS does not say which are acknowledged above it.
+        """
+        durable = durable_of(self._subscription, await self._log.first_generation())
+        told = await self._client.api(f"CONSUMER.INFO.{self._log.stream}.{durable}")
+        floor = int(told["ack_floor"]["stream_seq"])
         return [entry <= floor for _, entry in positions]
 
-    async def _join(self) -> None:
-        """Makes the consumer, or takes the one that is there: it went with its stream, if that was made anew."""
+    async def _join(self) -> nats_client.Inbox:
+        """Create the consumer, or take the existing one. It is gone if its stream was deleted."""
         stream, generation = self._log.stream, await self._log.first_generation()
-        durable = self._durable_of(generation)
-        await _asked(self._js.add_consumer(stream, self._asks_for, durable_name=durable))
+        durable = durable_of(self._subscription, generation)
+        allowed = nats_judgement.max_ack_pending((await self._log.info())["config"], self._max_ack_pending)
+        asks_for = {
+            "durable_name": durable,
+            "description": self._description,
+            "ack_policy": "explicit",
+            "ack_wait": int(self._ack_wait_s * 1e9),
+            "max_ack_pending": allowed,
+        }
+        call = f"CONSUMER.DURABLE.CREATE.{stream}.{durable}"
+        await self._client.api(call, stream_name=stream, config=asks_for)
         if (now := await self._log.generation()) != generation:
-            # It stands beside another stream, which no relay of this generation is to read.
-            await _asked(self._js.delete_consumer(stream, durable))
+            # It belongs to another stream, which no relay of this generation may read.
+            await self._client.api(f"CONSUMER.DELETE.{stream}.{durable}")
             port.must_be_same(f"stream {stream}", generation, now)
-        self._pulled = await _asked(self._js.pull_subscribe_bind(durable, stream))
-
-    def _durable_of(self, generation: str) -> str:
-        """A name of a consumer has no full stop."""
-        return f"{self._subscription}@{generation.replace('.', '_')}"
+        return await self._client.listen(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}")
 
     async def _leave(self) -> None:
-        pulled, self._pulled = self._pulled, None
-        # It is left because it does not answer.
-        with contextlib.suppress(nats.errors.Error):
-            await pulled.unsubscribe()
+        inbox, self._inbox, self._pull = self._inbox, None, None
+        if inbox is not None:
+            await self._client.leave(inbox)
 
-    def _read(self, message: Any) -> port.Read:
-        about = message.metadata
-        (ledger,), (entry,) = NatsStream1.to_positions(about.sequence.stream)
+    async def _ask_for(self, inbox: nats_client.Inbox, rows_max: int, wait_s: float, *, no_wait: bool) -> None:
+        """Send a pull, unless the last one has not ended: it is gone on with."""
+        now_s = time.monotonic()
+        if self._pull is not None and now_s < self._pull.given_up_s:
+            return
+        asked: dict[str, Any] = {"batch": rows_max, "expires": max(1_000_000, int(wait_s * 1e9))}
+        if no_wait:
+            asked |= {"no_wait": True, "max_bytes": max(_PULL_BYTES, 2 * self._client.max_payload)}
+        reply = f"{inbox.subject}.{next(self._pulls)}"
+        self._pull = _Pull(reply, rows_max, now_s, now_s + wait_s + self._client.timeout_s)
+        await self._client.send(inbox.answers.subject, json.dumps(asked).encode(), reply=reply)
+
+    async def _come(self, inbox: nats_client.Inbox, rows_max: int, until_s: float) -> list[port.Read]:
+        """Return what comes for the pull, until it ends, or has brought something and then nothing for a moment."""
+        loop = asyncio.get_running_loop()
+        read: list[port.Read] = []
+        while self._pull is not None and len(read) < rows_max:
+            wait_until_s = (loop.time() if read else max(until_s, loop.time())) + _QUIET_S
+            try:
+                message = await inbox.answers.next(wait_until_s)
+                if message is None:
+                    break
+                if message.reply.startswith(_ACK_PREFIX):
+                    read.append(self._read_of(message, self._pull))
+                    self._pull.left -= 1
+                elif message.subject == self._pull.reply:
+                    self._pull.end(message)
+            except port.Unreachable:
+                self._pull = None
+                if not read:
+                    raise
+            else:
+                if self._pull.left <= 0:
+                    self._pull = None
+        return read
+
+    def _read_of(self, message: Any, pull: _Pull) -> port.Read:
+        words = message.reply.split(".")
+        # $JS.ACK.[<domain>.<account>.]<stream>.<consumer>.<delivered>.<sequence>.<of consumer>.<time>.<pending>[.<any>]
+        first = 2 if len(words) == _ACK_WORDS else 4
+        delivered, sequence, _, sent_ns = (int(each) for each in words[first + 2 : first + 6])
+        (ledger,), (entry,) = NatsStream1.to_positions(sequence)
         return port.Read(
             int(ledger),
             int(entry),
-            _message(message.data, message.headers),
+            nats_client.message_of(nats_client.raw_block(message), message.data, sent_ns // 1_000_000),
             lane=self._log.stream,
-            sent_at_ms=int(about.timestamp.timestamp() * 1_000),
-            receipt=message,
-            alone_until_s=self._asked_at_s[0] + self._ack_wait_s if about.num_delivered == 1 else 0.0,
+            receipt=message.reply,
+            alone_until_s=pull.sent_s + self._ack_wait_s if delivered == 1 else 0.0,
         )
+
+
+@dataclasses.dataclass(slots=True)
+class _Pull:
+    """A request for messages that has not ended."""
+
+    reply: str
+    left: int
+    """How many messages may still come; 0 when it has ended."""
+    sent_s: float
+    """When it was sent, by `time.monotonic`: what comes for it was not given to anybody before."""
+    given_up_s: float
+    """Until when its end is waited for, by `time.monotonic`."""
+
+    def end(self, status: Any) -> None:
+        """Take in a status. Raises Failed if it says more than that there is nothing."""
+        code, said = nats_client.status_of(status), nats_client.description_of(status)
+        if code == _HEARTBEAT:
+            return
+        self.left = 0
+        if not _ENDS.match(said):
+            known = nats_answers.NO_RESPONDERS if code == nats_client.NO_RESPONDERS else said
+            raise Failed(known, f"the consumer does not give messages: {said or 'no reason given'}")
 
 
 class NatsOutput:
     """Subjects, each in a stream that drops what it has within its duplicate window."""
 
-    def __init__(self, js: Any, broker: relay_settings.Nats) -> None:
-        self._js = js
-        self._in_flight = broker.in_flight
+    def __init__(self, client: NatsClient, broker: relay_settings.Nats) -> None:
+        self._client = client
+        self._flight = _Flight(broker.in_flight)
+        self._streams: dict[str, Sequence[str]] = {}
+        """Target -> the streams that have it, as JetStream said when it was asked last"""
 
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
-        """Publishes messages, many in flight; what is confirmed is durable."""
-        return await _each(self._produce_one, messages, self._in_flight)
+        """Publish messages, many in flight; what is confirmed is durable.
 
-    async def _produce_one(self, outgoing: port.Outgoing) -> port.Produced:
-        data, headers = (b"", {}) if outgoing.message is None else outgoing.message.body
-        headers = {**headers, **outgoing.own_headers, _ONCE_HEADER: outgoing.once_id}
-        try:
-            await self._js.publish(outgoing.target, data if outgoing.has_body else b"", headers=headers)
-        except (nats.errors.MaxPayloadError, nats.errors.BadSubjectError) as error:
-            return port.Produced(refused=f"{outgoing.target}: {_text(error)}")
-        except nats.js.errors.APIError as error:
-            text = f"{outgoing.target}: {_text(error)}"
-            return port.Produced(refused=text) if error.err_code == _TOO_LARGE else port.Produced(failed=text)
-        except nats.js.errors.NoStreamResponseError:
-            return port.Produced(failed=f"{outgoing.target}: no stream has this subject, or it is starting")
-        except (nats.errors.Error, OSError) as error:
-            return port.Produced(failed=f"{outgoing.target}: {_text(error)}")
-        return port.Produced()
+        A message is taken when the stream that has its target says so: any service may answer on a subject.
+        """
+        await self._client.up()
+        streams, unsent = await self._streams_of({each.target for each in messages})
+        sent = [each for each in messages if each.target in streams]
+        outcomes = await self._publish_all(sent, streams)
+        doubtful = {
+            each.target
+            for each, outcome in zip(sent, outcomes, strict=True)
+            if isinstance(outcome, Failed) and outcome.code in (nats_answers.NO_RESPONDERS, nats_answers.NOT_JETSTREAM)
+        }
+        for target in doubtful:
+            self._streams.pop(target, None)
+        now, gone = await self._streams_of(doubtful)
+        said = iter(zip(sent, outcomes, strict=True))
+        return [
+            nats_answers.produced_nothing(each.target, unsent[each.target])
+            if each.target in unsent
+            else _produced(*next(said), now, gone)
+            for each in messages
+        ]
+
+    async def _publish_all(
+        self, messages: Sequence[port.Outgoing], streams: Mapping[str, Sequence[str]]
+    ) -> Sequence[Exception | None]:
+        """Publish messages until the connection fails, or for each target until it does not answer."""
+        stopped: dict[str, Exception] = {}
+        everywhere = ""
+
+        async def publish(outgoing: port.Outgoing) -> None:
+            if (reason := stopped.get(everywhere) or stopped.get(outgoing.target)) is not None:
+                raise Failed(nats_answers.NOT_SENT, f"not sent, since those before it have failed: {reason}")
+            try:
+                await self._publish(outgoing, streams[outgoing.target])
+            except port.SessionOver as error:
+                stopped[everywhere] = error
+                raise
+            except Failed as error:
+                if error.code in (nats_answers.LOST, nats_answers.NOT_CONNECTED):
+                    stopped[everywhere] = error
+                elif error.code == nats_answers.TIMEOUT:
+                    stopped[outgoing.target] = error
+                raise
+
+        return await _gathered(publish, messages, self._flight, _size_of)
+
+    async def _streams_of(
+        self, targets: Collection[str]
+    ) -> tuple[Mapping[str, Sequence[str]], Mapping[str, Exception]]:
+        """Return the streams that have each target, and for the other targets why they cannot be published to now."""
+        if len(self._streams) > _STREAMS_MAX:
+            self._streams.clear()
+        found = {target: self._streams[target] for target in targets if target in self._streams}
+        failed: dict[str, Exception] = {}
+        unknown = [target for target in targets if target not in found]
+        answers = await _gathered(lambda target: streams_of(self._client, target), unknown, self._flight, lambda _: 0)
+        for target, answer in zip(unknown, answers, strict=True):
+            if isinstance(answer, port.SessionOver):
+                raise answer
+            if isinstance(answer, Exception):
+                failed[target] = answer
+            elif answer:
+                found[target] = self._streams[target] = answer
+            else:
+                failed[target] = Failed(nats_answers.NO_STREAM, "no stream has this subject")
+        return found, failed
+
+    async def _publish(self, outgoing: port.Outgoing, streams: Sequence[str]) -> None:
+        """Publish a message until one of these streams has taken it. Raises Failed, ApiError, SessionOver."""
+        data = b"" if outgoing.message is None else outgoing.message.body.data
+        other: str | None = None
+        async with self._client.asking(outgoing.target, data, block=nats_client.block_of(outgoing)) as answer:
+            while True:
+                try:
+                    message = await answer()
+                except Failed as error:
+                    if error.code == nats_answers.TIMEOUT and other is not None:
+                        raise _OfAnotherStream(other, streams) from error
+                    raise
+                if nats_client.status_of(message) == nats_client.NO_RESPONDERS:
+                    raise Failed(nats_answers.NO_RESPONDERS, "no stream takes it now: it starts, or has no leader")
+                told = nats_answers.read_answer(message.data)
+                if told is not None and told.stream in streams:
+                    if told.error is not None:
+                        raise told.error
+                    return
+                other = "" if told is None else told.stream
+
+
+class _OfAnotherStream(Failed):
+    """Something else answered a publish: a stream of that name, or a service if it is empty."""
+
+    def __init__(self, stream: str, streams: Sequence[str]) -> None:
+        who = f"stream {stream!r}" if stream else "a service"
+        super().__init__(nats_answers.NOT_JETSTREAM, f"{who} answered, and not stream {' or '.join(streams)}")
+        self.stream = stream
 
 
 @contextlib.asynccontextmanager
 async def opened(settings: relay_settings.Settings, broker: relay_settings.Nats) -> AsyncIterator[NatsBroker]:
-    """Connects. Raises Unreachable, SettingsError."""
-    connection = await _connected(f"tarry-relay {settings.relay.id}", broker)
-    try:
-        made = NatsBroker(connection, settings, broker)
+    """Connect. Raises Unreachable, SettingsError."""
+    async with nats_client.connected(f"tarry-relay {settings.relay.id}", broker) as client:
+        made = NatsBroker(client, settings, broker)
         await made.learn_own_subjects()
         yield made
-    finally:
-        await connection.close()
 
 
-async def _connected(name: str, broker: relay_settings.Nats) -> Any:
-    """A connection to the server. Raises Unreachable, SettingsError."""
-    tls = _tls(broker)
-    more: dict[str, Any] = {} if tls is None else {"tls": tls}
-    password = relay_settings.secret("broker.password_file", broker.password_file)
-    relay_settings.secret("broker.credentials_file", broker.credentials_file)
-    refusal = ""
+def durable_of(subscription: str, generation: str) -> str:
+    """Return the name of a consumer, which has no full stop."""
+    return f"{subscription}@{generation.replace('.', '_')}"
 
-    async def refused(error: Exception) -> None:
-        """Why it knocks again. Of what comes later each call tells what it has failed with."""
-        nonlocal refusal
-        refusal = _text(error)
 
-    knocking = nats.connect(
-        broker.url,
-        name=name,
-        user=broker.user,
-        password=password,
-        user_credentials=broker.credentials_file,
-        allow_reconnect=True,
-        max_reconnect_attempts=-1,
-        reconnect_time_wait=0.2,
-        connect_timeout=broker.timeout_s,
-        error_cb=refused,
-        **more,
-    )
-    connecting = asyncio.ensure_future(knocking)
+async def streams_of(client: NatsClient, subject: str) -> Sequence[str]:
+    """Ask which streams have a subject. Raises Unreachable, SessionOver, ApiError."""
+    return tuple((await client.api("STREAM.NAMES", subject=subject)).get("streams") or ())
+
+
+def _produced(
+    outgoing: port.Outgoing,
+    outcome: Exception | None,
+    streams: Mapping[str, Sequence[str]],
+    gone: Mapping[str, Exception],
+) -> port.Produced:
+    """Return what came of a message, by what JetStream says now about the streams of the targets that were in doubt."""
+    target = outgoing.target
+    if outcome is None:
+        return port.Produced()
+    if isinstance(outcome, _OfAnotherStream) and outcome.stream in streams.get(target, ()):
+        return port.Produced()
+    if isinstance(outcome, Failed) and outcome.code == nats_answers.NO_RESPONDERS:
+        # A stream without a leader does not answer either.
+        missing = gone.get(target)
+        if isinstance(missing, Failed) and missing.code == nats_answers.NO_STREAM:
+            return nats_answers.produced(target, missing)
+    return nats_answers.produced(target, outcome)
+
+
+def _size_of(outgoing: port.Outgoing) -> int:
+    if outgoing.message is None:
+        return 0
+    original: nats_client.Original = outgoing.message.body
+    return original.headers_size + len(original.data)
+
+
+def _missing(name: str, stream: str) -> Finding:
+    return Finding(name, Grade.MISSING, f"stream {stream}: does not exist; create it")
+
+
+def _finding_of_clock(told: str, asked_at_ms: int) -> Finding:
     try:
-        # With attempts without end it knocks without end the first time, too.
-        await asyncio.wait((connecting,), timeout=broker.timeout_s)
-        if not connecting.done():
-            raise port.Unreachable("no answer")
-        return await _asked(connecting)
-    except port.Unreachable as error:
-        told = relay_settings.without_credentials(broker.url)
-        raise port.Unreachable(f"{told} cannot be used within {broker.timeout_s:g} s: {refusal or error}") from error
-    finally:
-        await cancelling.end((connecting,))
+        moment = datetime.datetime.fromisoformat(told)
+    except ValueError:
+        return Finding("clock", Grade.WARNING, "NATS: does not say its time; compare the clocks of both machines")
+    return port.finding_of_clock("NATS", int(moment.timestamp() * 1_000), asked_at_ms)
 
 
-def _tls(broker: relay_settings.Nats) -> ssl.SSLContext | None:
-    """What its connections are made with; None: not by TLS. Raises SettingsError."""
-    if not (broker.ca_file or broker.cert_file or broker.url.startswith("tls://")):
-        return None
-    try:
-        tls = ssl.create_default_context(cafile=broker.ca_file)
-        if broker.cert_file:
-            tls.load_cert_chain(broker.cert_file, broker.key_file)
-    except OSError as error:
-        raise relay_settings.SettingsError(f"broker.ca_file, cert_file or key_file: {error}") from error
-    return tls
+class _Flight:
+    """Bounds what is in flight, by number and by bytes; what is larger than the bound goes alone."""
+
+    def __init__(self, number_max: int) -> None:
+        self._number_max = number_max
+        self._number = self._bytes = 0
+        self._has_left = asyncio.Event()
+
+    async def enter(self, size: int) -> None:
+        """Wait until there is room for so many bytes."""
+        while self._number >= self._number_max or (self._number and self._bytes + size > _FLIGHT_BYTES):
+            self._has_left.clear()
+            await self._has_left.wait()
+        self._number += 1
+        self._bytes += size
+
+    def leave(self, size: int, _: object = None) -> None:
+        """Give back the room."""
+        self._number -= 1
+        self._bytes -= size
+        self._has_left.set()
 
 
-async def _asked(answer: Awaitable[Any], *, may_time_out: bool = False) -> Any:
-    """What NATS answers. Raises Unreachable, NotThere. `may_time_out`: None when nothing came in time."""
-    try:
-        return await answer
-    except nats.js.errors.NotFoundError as error:
-        raise port.NotThere(_text(error)) from error
-    except (nats.errors.Error, OSError, TimeoutError) as error:
-        if may_time_out and isinstance(error, (nats.errors.TimeoutError, TimeoutError)):
-            return None
-        raise port.Unreachable(_text(error)) from error
+async def _gathered(
+    call: Callable[[Given], Awaitable[Answered]],
+    given: Iterable[Given],
+    flight: _Flight,
+    size_of: Callable[[Given], int],
+) -> list[Answered | Exception]:
+    """Return the answers to many calls, or what each has raised, when all have ended."""
 
-
-async def _each(call: Callable[[Given], Awaitable[Answered]], given: Iterable[Given], in_flight: int) -> list[Answered]:
-    """The answers to many calls, of which so many are under way at once; the first failure, when all have ended."""
-    room = asyncio.Semaphore(in_flight)
-
-    async def one(value: Given) -> Answered:
-        async with room:
+    async def one(value: Given) -> Answered | Exception:
+        try:
             return await call(value)
+        except Exception as error:  # noqa: BLE001 - it is the answer to this one alone
+            return error
 
-    answers = await asyncio.gather(*map(one, given), return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return [answer for answer in answers if not isinstance(answer, BaseException)]
-
-
-def fits(subject: str, target: str) -> bool:
-    """Whether a target is one of those that a subject of a stream stands for: `*` is one word, `>` one or more."""
-    words, own = subject.split("."), target.split(".")
-    if words[-1] == ">":
-        words, own = words[:-1], own[: len(words) - 1] if len(own) >= len(words) else []
-    return len(words) == len(own) and all(word in ("*", each) for word, each in zip(words, own, strict=True))
-
-
-def _message(data: bytes, headers: Mapping[str, str] | None) -> port.Message:
-    own = {name: text for name, text in (headers or {}).items() if not name.lower().startswith(_OWN_PREFIX)}
-    return port.Message(own, (data, own))
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    tasks: list[asyncio.Task[Answered | Exception]] = []
+    try:
+        for value in given:
+            size = size_of(value)
+            await flight.enter(size)
+            task = asyncio.create_task(one(value))
+            # A task that is cancelled before it begins runs nothing of its own.
+            task.add_done_callback(functools.partial(flight.leave, size))
+            tasks.append(task)
+        return await asyncio.gather(*tasks)
+    finally:
+        await port.end(tasks)

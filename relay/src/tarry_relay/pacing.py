@@ -1,20 +1,24 @@
-"""How much may go to each target now.
+"""Decides how much may go to each target now, and when a log is read on or jumped over.
 
-Owns: rate limits, and the rest of a target that has failed. Does not own: the clock: times are arguments, in seconds
-of a clock that never goes back.
+Pure: times are arguments, in seconds of a clock that never goes back.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 BURST_S = 0.1
-"""A target that was idle may get so many seconds' worth at once, or one message."""
+"""A target that was idle may get this many seconds' worth at once, or one message."""
 REST_S = 1.0
-"""After a failure; after each message that tries it again twice as long, until one is taken."""
+"""How long a target rests after a failure. Each message that tries it again doubles the rest, until one is taken."""
 REST_MAX_S = 8.0
-_FORGET_AT = 10_000
+MISSING_REST_MAX_S = 300.0
+"""The longest rest of a target that the broker says it does not have."""
+GAP_MAX = 500
+"""The number of offsets that are read through; a jump costs a round trip or more."""
+_KNOWN_MAX = 10_000
 _UNLIMITED = 2**31
 
 
@@ -25,51 +29,68 @@ class _Target:
     filled_at_s: float
     rests_until_s: float = 0.0
     rest_s: float = 0.0
-    """How long it rests after a failure; 0: its last message was taken."""
+    """How long it rests after a failure; 0.0 if its last message was taken."""
+    rest_max_s: float = REST_MAX_S
+    taken: int = 0
 
 
 class Pacing:
     """The pace of each target, which is its own: of a pattern, too, each name has the whole limit."""
 
     def __init__(self, limit: Callable[[str], float | None]) -> None:
-        """`limit`: messages a second that a target may get; None: no limit."""
+        """Begin without targets. `limit`: messages a second that a target may get; None for no limit."""
         self._limit = limit
         self._targets: dict[str, _Target] = {}
+        self._taken_before = 0
+        """At least as many as any target has taken that is no longer known."""
 
     def take(self, target: str, wanted: int, now_s: float) -> int:
-        """How many of `wanted` messages may go there now; they count as gone. One tries a target that has failed."""
+        """Return how many of `wanted` messages may go there now; they count as gone. One tries a target that failed."""
         state = self._state(target, now_s)
         given = min(wanted, self._room(state, now_s))
         if state.per_s is not None:
             state.tokens -= given
         if given and state.rest_s:
-            state.rest_s = min(2 * state.rest_s, REST_MAX_S)
+            state.rest_s = min(2 * state.rest_s, state.rest_max_s)
             state.rests_until_s = now_s + state.rest_s
         return given
 
     def takes_nothing(self, target: str, now_s: float) -> bool:
-        """Whether nothing may go there now."""
+        """Say whether nothing may go there now."""
         return self._room(self._state(target, now_s), now_s) == 0
 
     def is_failing(self, target: str) -> bool:
-        """Whether it has not taken a message since it failed."""
+        """Say whether it has not taken a message since it failed."""
         found = self._targets.get(target)
         return found is not None and found.rest_s > 0
 
-    def rest(self, target: str, now_s: float) -> None:
-        """Lets a target that has failed rest."""
+    def rest(self, target: str, now_s: float, *, is_missing: bool = False) -> float:
+        """Let a target that has failed rest; return until when. One that is missing may rest longer."""
         state = self._state(target, now_s)
-        state.rest_s = state.rest_s or REST_S
+        state.rest_max_s = MISSING_REST_MAX_S if is_missing else REST_MAX_S
+        state.rest_s = min(state.rest_s or REST_S, state.rest_max_s)
         state.rests_until_s = now_s + state.rest_s
+        return state.rests_until_s
 
     def has_taken(self, target: str, now_s: float) -> None:
-        """Says that a target has taken a message."""
+        """Say that a target has taken a message."""
         state = self._state(target, now_s)
         state.rest_s = state.rests_until_s = 0.0
+        state.taken += 1
+
+    def end_rest(self, target: str) -> None:
+        """Say that a target has answered, although it took nothing."""
+        if (found := self._targets.get(target)) is not None:
+            found.rest_s = found.rests_until_s = 0.0
+
+    def taken(self, target: str) -> int:
+        """Return how many messages a target has taken; it never falls."""
+        found = self._targets.get(target)
+        return self._taken_before if found is None else found.taken
 
     @staticmethod
     def _room(state: _Target, now_s: float) -> int:
-        """How many messages may go there now."""
+        """Return how many messages may go there now."""
         if now_s < state.rests_until_s:
             return 0
         if state.per_s is not None:
@@ -82,9 +103,49 @@ class Pacing:
     def _state(self, target: str, now_s: float) -> _Target:
         found = self._targets.get(target)
         if found is None:
-            if len(self._targets) >= _FORGET_AT:
-                self._targets.clear()
+            if len(self._targets) >= _KNOWN_MAX:
+                self._forget()
             per_s = self._limit(target)
             burst = 1.0 if per_s is None else max(1.0, per_s * BURST_S)
-            found = self._targets[target] = _Target(per_s, burst, now_s)
+            found = self._targets[target] = _Target(per_s, burst, now_s, taken=self._taken_before)
         return found
+
+    def _forget(self) -> None:
+        """Forget the targets that take what they get; those that fail rest on."""
+        self._taken_before = max((each.taken for each in self._targets.values()), default=self._taken_before)
+        self._targets = {name: each for name, each in self._targets.items() if each.rest_s}
+
+
+class Search:
+    """The offsets of one partition that are looked for, while it is read on from the first of them."""
+
+    def __init__(self, offsets: Iterable[int]) -> None:
+        """Look for offsets, which ascend."""
+        self._left = deque(offsets)
+
+    @property
+    def next(self) -> int | None:
+        """The lowest offset that is neither found nor gone; None if the search is over."""
+        return self._left[0] if self._left else None
+
+    def meets(self, offset: int) -> bool:
+        """Say whether the message that was read is looked for. What was looked for below it is gone."""
+        self.begins_at(offset)
+        if self.next != offset:
+            return False
+        self._left.popleft()
+        return True
+
+    def begins_at(self, first: int) -> None:
+        """Say that the log has nothing below an offset: what was looked for there is gone."""
+        while self._left and self._left[0] < first:
+            self._left.popleft()
+
+    def ends_at(self, end: int) -> None:
+        """Say that the log has nothing from an offset on."""
+        while self._left and self._left[-1] >= end:
+            self._left.pop()
+
+    def jumps(self, offset: int) -> bool:
+        """Say whether the next offset lies so far beyond the message that was read that reading up to it costs more."""
+        return self.next is not None and self.next - offset > GAP_MAX

@@ -1,52 +1,116 @@
-"""Redis Streams: source, retry log and targets are streams of one server.
+"""Reads, fetches and publishes entries of Redis Streams. Source, retry log and targets are streams of one server.
 
-Owns: positions, reading, fetching and publishing there; what its failures mean.
-Does not own: when (`tarry_relay.running`).
-
-A message is the fields of an entry, which are its headers, too.
+A message is the fields of an entry, which are its headers, too. Errors are read by `redis_answers`, names and settings
+judged by `redis_judgement`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import hashlib
+import itertools
 import secrets
+import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-import tarry
 from tarry.positions import RedisSequences1
-from tarry_relay import port, relay_settings
+from tarry_relay import port, redis_answers, redis_judgement, relay_settings
+from tarry_relay.redis_answers import failures
 
-# Remembered when it is there: an entry that a stream refuses would count as there for ever.
+Fields: TypeAlias = Sequence[tuple[bytes, bytes]]
+Entries: TypeAlias = list[tuple[str, Fields | None]]
+"""Ids and fields; None where the stream has dropped the entry."""
+
+# The key is set after the entry is there: an entry that a stream refuses would count as there otherwise. If only the
+# key fails, the entry is there all the same. A stream at the former key is somebody's target, and remembers nothing.
 _PRODUCE = """
-if redis.call('EXISTS', KEYS[2]) == 0 then
-    redis.call('XADD', KEYS[1], '*', unpack(ARGV, 2))
-    redis.call('SET', KEYS[2], '', 'EX', ARGV[1])
-end
+if redis.call('EXISTS', KEYS[2]) == 1 or redis.call('TYPE', KEYS[3]).ok == 'string' then return 0 end
+local added = redis.pcall('XADD', KEYS[1], '*', unpack(ARGV, 2))
+if type(added) == 'table' and added.err then return added end
+redis.pcall('SET', KEYS[2], '', 'EX', ARGV[1])
 return 1
 """
+# Lua cannot pass on as many arguments, so XADD stands between these two in a transaction. The first keeps the length of
+# the target, by which the second sees whether the target has taken the entry.
+_BEFORE_LARGE = "return redis.call('SET', KEYS[2], redis.call('XLEN', KEYS[1]), 'EX', ARGV[1])"
+_AFTER_LARGE = """
+if tonumber(redis.call('GET', KEYS[2])) == redis.call('XLEN', KEYS[1]) then redis.call('DEL', KEYS[2]) end
+return 1
+"""
+_UNPACKED_FIELDS_MAX = 3_000
+_LARGE_TRIES = 5
+_PIPELINE_BYTES = 4 * 2**20
 # A group that nobody reads with: it goes when the stream is deleted, and so names this one.
 _GENERATION = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind ~= 'stream' then return {kind} end
 for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
-    if string.sub(group[2], 1, #ARGV[1]) == ARGV[1] then return string.sub(group[2], #ARGV[1] + 1) end
+    if string.sub(group[2], 1, #ARGV[1]) == ARGV[1] then return {kind, string.sub(group[2], #ARGV[1] + 1)} end
 end
 redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[1] .. ARGV[2], '0')
-return ARGV[2]
+return {kind, ARGV[2]}
 """
 _GENERATION_PREFIX = "tarry-generation-"
-# At once with the look whether the stream is still the same: another one has no such group.
+# In one step with the look whether the stream is still the same: another one has no such group.
 _JOIN = """
+if redis.call('TYPE', KEYS[1]).ok ~= 'stream' then return 0 end
+local is_same, is_there = false, false
 for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
-    if group[2] == ARGV[1] then return redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[2], '0') end
+    is_same = is_same or group[2] == ARGV[1]
+    is_there = is_there or group[2] == ARGV[2]
 end
-return redis.error_reply('it was made anew')
+if not is_same then return 0 end
+if not is_there then redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[2], '0') end
+return 1
 """
+# In one step with the look whose entry it is: what another relay has claimed meanwhile stays that relay's.
+_HOLD = """
+local claim = {}
+for i = 3, #ARGV do
+    if #redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1, ARGV[2]) == 1 then claim[#claim + 1] = ARGV[i] end
+end
+if #claim == 0 then return 0 end
+claim[#claim + 1] = 'JUSTID'
+redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, unpack(claim))
+return #claim - 1
+"""
+_HELD_AT_ONCE = 500
+# Entries are named and not returned: a payload may be large.
+_LOOK = """
+local delivered
+for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+    local told = {}
+    for i = 1, #group, 2 do told[group[i]] = group[i + 1] end
+    if told['name'] == ARGV[1] then delivered = told['last-delivered-id'] end
+end
+if not delivered then return {} end
+local function first(after)
+    local found = redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', 1)[1]
+    return found and found[1] or ''
+end
+local function pending(from, to)
+    local found = redis.call('XPENDING', KEYS[1], ARGV[1], from, to, 1)[1]
+    return found and found[1] or ''
+end
+local begin = first('-')
+local answer = {delivered, begin, first('(' .. delivered), pending('-', '+'), begin ~= '' and pending(begin, '+') or ''}
+for i = 2, #ARGV do
+    answer[#answer + 1] = {ARGV[i], first(ARGV[i]) == ARGV[i] and 1 or 0, pending(ARGV[i], ARGV[i]) ~= '' and 1 or 0}
+end
+return answer
+"""
+_CLAIMS_PER_CLAIM_S = 10
+_CLAIM_STEPS = 20
 
 
 class RedisBroker:
@@ -55,54 +119,122 @@ class RedisBroker:
     def __init__(self, server: Any, settings: relay_settings.Settings, broker: relay_settings.Redis) -> None:
         self._server = server
         self._settings = settings
+        self._timeout_s = broker.timeout_s
+        self._look = server.register_script(_LOOK)
+        self._samples: list[str] = []
+        """Entries that were not committed when the source was last judged."""
         relay = settings.relay
         self.log = RedisLog(server, settings.source.name)
         self.source = RedisReader(server, settings.source.name, relay, broker, self.log)
-        self.retries = settings.retry and RedisReader(server, settings.retry.name, relay, broker)
+        self.retries: RedisReader | None = None
+        if settings.retry is not None:
+            self.retries = RedisReader(server, settings.retry.name, relay, broker)
         self.output = RedisOutput(server, broker)
 
+    def header_key(self, name: str) -> str:
+        """Return the name as it is: `Delay` and `delay` are two fields."""
+        return name
+
     def position_of(self, text: str) -> tuple[int, int]:
-        """The position of an id, such as `1795773600000-0`."""
-        try:
-            (ledger,), (entry,) = RedisSequences1.to_positions(text)
-        except tarry.InvalidArgument:
-            raise port.BadPosition(f"{text!r} is no id of an entry, as XADD answers it: 1795773600000-0") from None
-        return int(ledger), int(entry)
+        """Return the (ledger, entry) of an id, such as `1795773600000-0`. Raises BadPosition."""
+        return redis_judgement.position_of(text)
+
+    def position_fault(self, ledger_id: int, entry_id: int) -> str:
+        """Say why (ledger, entry) is no position of a stream; return an empty text if it is one."""
+        return redis_judgement.position_fault(ledger_id, entry_id)
+
+    def target_fault(self, target: str) -> str:
+        """Say why a name can be no target; return an empty text if it can."""
+        return redis_judgement.target_fault(target)
+
+    def message_fault(self, message: port.Message) -> str:
+        """Say why a message cannot be published; return an empty text if it can."""
+        return redis_judgement.message_fault(message.body)
 
     def comes_back(self, target: str) -> bool:
-        """Whether it is the source or the retry log."""
+        """Say whether it is the source or the retry log."""
         return target in self._settings.read_names
 
     def own_targets(self) -> Sequence[str]:
-        """The keys of source and retry log."""
+        """Return the keys of source and retry log."""
         return self._settings.read_names
 
-    async def findings(self) -> AsyncIterator[port.Finding]:
-        """Looks at the server, its clock, and the keys of source and targets; changes nothing."""
-        source = self._settings.source.name
-        kind = (await _asked(self._server.type(source))).decode()
-        yield port.Finding("source", kind in ("stream", "none"), f"key {source}: is {_kind(kind)}")
-        asked_at_ms = port.now_ms()
-        seconds, us = await _asked(self._server.time())
-        yield port.finding_of_clock("Redis", seconds * 1_000 + us // 1_000, asked_at_ms)
+    async def must_answer(self) -> None:
+        """Send PING. Raises Unreachable, also after `broker.timeout_s` without an answer, and SessionOver."""
         try:
-            found = {**await self._server.config_get("append*"), **await self._server.config_get("maxmemory-policy")}
-        except redis.ResponseError as error:
-            yield port.Finding("durability", True, f"not looked at, CONFIG GET is refused: {error}")
-        else:
-            told = {_word(name): _word(value) for name, value in found.items()}
-            durable = (told.get("appendonly"), told.get("appendfsync")) == ("yes", "always")
-            text = f"appendonly {told.get('appendonly')}, appendfsync {told.get('appendfsync')}"
-            yield port.Finding("durability", durable, text if durable else f"{text}: a crash may lose its last entries")
-            evicts = told.get("maxmemory-policy", "noeviction")
-            yield port.Finding("eviction", evicts == "noeviction", f"maxmemory-policy {evicts}")
+            async with asyncio.timeout(self._timeout_s):
+                with failures("PING"):
+                    await self._server.ping()
+        except TimeoutError as error:
+            raise port.Unreachable(f"PING: no answer within {self._timeout_s:g} s") from error
+
+    async def findings(self) -> AsyncIterator[port.Finding]:
+        """Judge source, retry log, clock, server and targets; change nothing."""
+        for finding in await self._judge_source():
+            yield finding
+        if self.retries is not None:
+            for finding in await self.retries.judge_as_retry_log():
+                yield finding
+        asked_at_ms = port.now_ms()
+        with failures("TIME"):
+            seconds, us = await self._server.time()
+        yield port.finding_of_clock("Redis", seconds * 1_000 + us // 1_000, asked_at_ms)
+        for finding in redis_judgement.findings_of_server(await self._info(), await self._appendfsync()):
+            yield finding
         for target in self._settings.named_targets():
-            kind = (await _asked(self._server.type(target))).decode()
-            yield port.Finding("target", kind in ("stream", "none"), f"key {target}: is {_kind(kind)}")
+            yield redis_judgement.finding_of_key("target", target, await _kind(self._server, target))
+
+    async def source_findings(self) -> Sequence[port.Finding]:
+        """Judge whether an entry of the source can go before its delivery. Raises NotThere, Unreachable."""
+        found = await self._judge_source()
+        if found[0].grade is port.Grade.MISSING:
+            raise port.NotThere(found[0].text)
+        return found
+
+    async def _judge_source(self) -> list[port.Finding]:
+        source = self._settings.source.name
+        kind = await _kind(self._server, source)
+        found = [redis_judgement.finding_of_key("source", source, kind, is_made=False)]
+        if found[0].grade is not port.Grade.OK:
+            return found
+        info = await self._info()
+        policy = None if info is None else info.get("maxmemory_policy")
+        found.append(redis_judgement.finding_of_eviction(source, policy))
+        with failures(f"key {source}"):
+            pttl_ms = await self._server.pttl(source)
+        found.append(redis_judgement.finding_of_ttl("ttl", source, pttl_ms, port.Grade.WRONG))
+        found.append(redis_judgement.finding_of_size(source, await self._look_at_source()))
+        return found
+
+    async def _look_at_source(self) -> redis_judgement.Look | None:
+        source = self._settings.source.name
+        with failures(f"key {source}"):
+            names = await _groups(self._server, source)
+            generation = _generation_of(names)
+            if generation is None:
+                return None
+            group = self.source.group_of(generation)
+            answer = await self._look([source], [group, *self._samples])
+        if not answer:
+            return None
+        delivered, first, unread, lowest_pending, lowest_there = map(_text, answer[:5])
+        samples = [redis_judgement.Sample(_text(each), bool(there), bool(held)) for each, there, held in answer[5:]]
+        self._samples = [each for each in (unread, lowest_there) if each]
+        return redis_judgement.Look(first, delivered, lowest_pending, samples)
+
+    async def _info(self) -> Mapping[str, Any] | None:
+        answer: Mapping[str, Any] | None = await _told("INFO", self._server.info())
+        return answer
+
+    async def _appendfsync(self) -> str | None:
+        settings = await _told("CONFIG GET", self._server.config_get("appendfsync"))
+        return next((_text(value) for value in (settings or {}).values()), None)
 
 
 class RedisLog(port.FirstGeneration):
     """A stream by the ids of its entries."""
+
+    tells_limits = False
 
     def __init__(self, server: Any, stream: str) -> None:
         self._server = server
@@ -110,48 +242,53 @@ class RedisLog(port.FirstGeneration):
         self._generation = server.register_script(_GENERATION)
 
     async def _generation_now(self) -> str:
-        """A name that is kept as that of a group of the stream, and goes with the stream."""
-        try:
-            return _word(await _asked(self._generation([self._stream], [_GENERATION_PREFIX, secrets.token_hex(4)])))
-        except redis.ResponseError as error:
-            # XINFO of a stream that is not there.
-            raise port.NotThere(f"key {self._stream}: {error}") from error
+        """Return the name that a group of the stream keeps; it goes with the stream."""
+        with failures(f"key {self._stream}"):
+            kind, *generation = await self._generation([self._stream], [_GENERATION_PREFIX, secrets.token_hex(4)])
+        if not generation:
+            source = redis_judgement.finding_of_key("source", self._stream, _text(kind), is_made=False)
+            raise port.NotThere(source.text)
+        return _text(generation[0])
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
-        """The entries at these positions, by one pipeline, which ends with the look at the generation; None for one
-        that is gone for good.
+        """Return the entries at these positions by one pipeline, which ends with the look at the generation; None for
+        one that is gone for good.
         """
         ledgers, entries = zip(*positions, strict=True)
-        async with self._server.pipeline(transaction=False) as calls:
-            for entry_id in RedisSequences1.from_positions(list(ledgers), list(entries)):
-                calls.xrange(self._stream, entry_id, entry_id)
-            calls.xinfo_groups(self._stream)
-            try:
-                *found, groups = await _asked(calls.execute())
-            except redis.ResponseError as error:
-                raise port.NotThere(f"key {self._stream}: {error}") from error
-        names = [_word(each["name"]) for each in groups]
-        now = [name.removeprefix(_GENERATION_PREFIX) for name in names if name.startswith(_GENERATION_PREFIX)]
-        port.must_be_same(f"key {self._stream}", generation, now[0] if now else "not known")
-        return [_message(entry[0][1]) if entry else None for entry in found]
+        with failures(f"key {self._stream}"):
+            async with self._server.pipeline(transaction=False) as calls:
+                for entry_id in RedisSequences1.from_positions(list(ledgers), list(entries)):
+                    calls.xrange(self._stream, entry_id, entry_id)
+                calls.xinfo_groups(self._stream)
+                *found, groups = await _executed(calls)
+        now = _generation_of([_text(each["name"]) for each in groups])
+        port.must_be_same(f"key {self._stream}", generation, now or "not known")
+        return [_message(*entry[0]) if entry else None for entry in found]
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
-        """The first entry that each ledger may still have: a ledger is a sequence number, its entries are times."""
-        found = await _asked(self._server.xrange(self._stream, count=1))
+        """Return the first entry that each ledger may still have: a ledger is a sequence number, its entries are
+        times (ms).
+        """
+        with failures(f"key {self._stream}"):
+            found: Entries = await self._server.xrange(self._stream, count=1)
         if not found:
             return {}
-        (sequence,), (first_ms,) = RedisSequences1.to_positions(found[0][0])
-        return {ledger: int(first_ms) + (ledger < sequence) for ledger in ledgers}
+        first_ms, sequence = redis_judgement.numbers(found[0][0])
+        return {ledger: first_ms + (ledger < sequence) for ledger in ledgers}
 
     async def kept_ms(self) -> int | None:
-        """None: entries leave a stream by its length or by a command, never by their age."""
+        """Return None: entries leave a stream by its length or by a command, never by their age."""
         return None
 
 
 class RedisReader:
-    """A consumer of a group, which relays share, and which is made if it is not there. At the source the name of the
-    group has the generation: a relay that has not noticed yet that the stream is another one can read nothing there.
+    """A consumer of a group that relays share. It makes the group.
+
+    At the source the name of the group has the generation: a relay that has not noticed yet that the stream is another
+    one can read nothing there.
     """
+
+    commits_in_order = False
 
     def __init__(
         self,
@@ -161,131 +298,277 @@ class RedisReader:
         broker: relay_settings.Redis,
         log: RedisLog | None = None,
     ) -> None:
-        """`log`: of the source. None: any stream of this name will do, and it is made if it is not there."""
+        """Read a stream. `log`: the source; None for the retry log, which is made if it does not exist."""
         self._server = server
         self._stream = stream
         self._log = log
         self._join = server.register_script(_JOIN)
+        self._hold = server.register_script(_HOLD)
         self._subscription = self._group = relay.subscription
         self._consumer = relay.id
+        readers = hashlib.sha256(f"{relay.topic}\0{relay.subscription}".encode()).hexdigest()
+        self._owner = f"{redis_judgement.RETRY_OWNER_PREFIX}{readers[:16]}"
         # A read that blocks as long as an answer may take would count as none.
         self._block_s_max = broker.timeout_s / 2
-        self._claim_ms = int(broker.claim_s * 1_000)
+        self._claim_s = broker.claim_s
+        self.hold_every_s: float | None = broker.claim_s / 3
         self._has_group = False
         self._own_after: str | None = "0"
-        """Where its own entries that it had before it was started go on; None: it has them all."""
+        """The last entry given of those that it had before it was started; None if it has given all of them."""
+        self._claim_after: str | bytes = "0-0"
+        """The cursor of XAUTOCLAIM."""
         self._claims_at_s = 0.0
 
+    def group_of(self, generation: str) -> str:
+        """Return the group that relays read a source of this generation with."""
+        return f"{self._subscription}@{generation}"
+
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
-        """Reads what this relay had read before, then what others have left, then what is new."""
-        try:
-            if not self._has_group:
-                await self._make_group()
+        """Return what this relay had read before, then what others have left, then what is new.
+
+        An empty portion may come before `wait_s` while the look for what others have left is not at its end.
+        """
+        with failures(f"key {self._stream}"):
+            await self._make_group()
             if self._own_after is not None:
                 entries = await self._group_read(self._own_after, rows_max, None)
-                self._own_after = _word(entries[-1][0]) if entries else None
+                self._own_after = entries[-1][0] if entries else None
                 if entries:
                     return self._portion(entries)
+            block_ms: int | None = max(1, int(min(wait_s, self._block_s_max) * 1_000))
             if self._claims_at_s <= time.monotonic():
                 entries = await self._claim(rows_max)
                 if entries:
                     return self._portion(entries)
-            block_ms = max(1, int(min(wait_s, self._block_s_max) * 1_000))
-            alone_until_s = time.monotonic() + self._claim_ms / 1_000
+                if _text(self._claim_after) != "0-0":
+                    # The look goes on with the next call.
+                    block_ms = None
+            alone_until_s = time.monotonic() + self._claim_s
             return self._portion(await self._group_read(">", rows_max, block_ms), alone_until_s)
-        except redis.ResponseError as error:
-            # NOGROUP: the stream was deleted, or made again.
-            raise port.NotThere(f"key {self._stream}: {error}") from error
 
     async def commit(self, read: Sequence[port.Read]) -> None:
-        """Acknowledges entries in the group of the stream."""
-        await _asked(self._server.xack(self._stream, self._group, *(each.receipt for each in read)))
+        """Acknowledge entries in the group of the stream."""
+        with failures(f"key {self._stream}"):
+            await self._make_group()
+            await self._server.xack(self._stream, self._group, *(each.receipt for each in read))
+
+    async def hold(self, read: Sequence[port.Read]) -> None:
+        """Reset the idle time of entries that are still this consumer's. Another consumer keeps what it has claimed."""
+        with failures(f"key {self._stream}"):
+            await self._make_group()
+            async with self._server.pipeline(transaction=False) as calls:
+                for first in range(0, len(read), _HELD_AT_ONCE):
+                    ids = [each.receipt for each in read[first : first + _HELD_AT_ONCE]]
+                    await self._hold([self._stream], [self._group, self._consumer, *ids], client=calls)
+                await _executed(calls)
 
     async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
-        """What the group was given and does not have among its pending entries is acknowledged."""
+        """Say of each position whether it is acknowledged: the group was given it, and it is not pending."""
         ledgers, entries = zip(*positions, strict=True)
         ids = RedisSequences1.from_positions(list(ledgers), list(entries))
-        try:
+        with failures(f"key {self._stream}"):
+            await self._make_group()
             # In this order: what is given after the first answer counts as not given.
-            groups = await _asked(self._server.xinfo_groups(self._stream))
+            groups = await self._server.xinfo_groups(self._stream)
             async with self._server.pipeline(transaction=False) as calls:
                 for entry_id in ids:
                     calls.xpending_range(self._stream, self._group, entry_id, entry_id, 1)
-                pending = await _asked(calls.execute())
-        except redis.ResponseError as error:
-            raise port.NotThere(f"key {self._stream}: {error}") from error
-        given = [_word(each["last-delivered-id"]) for each in groups if _word(each["name"]) == self._group]
-        last = max(map(_numbers, given), default=(0, 0))
-        return [_numbers(entry_id) <= last and not each for entry_id, each in zip(ids, pending, strict=True)]
+                pending = await _executed(calls)
+        given = [_text(each["last-delivered-id"]) for each in groups if _text(each["name"]) == self._group]
+        last = max(map(redis_judgement.numbers, given), default=(0, 0))
+        return [
+            redis_judgement.numbers(entry_id) <= last and not each for entry_id, each in zip(ids, pending, strict=True)
+        ]
+
+    async def judge_as_retry_log(self) -> list[port.Finding]:
+        """Judge the stream as one that this relay makes and no relay of another topic reads; change nothing."""
+        kind = await _kind(self._server, self._stream)
+        found = [redis_judgement.finding_of_key("retry", self._stream, kind)]
+        if kind != "stream":
+            return found
+        with failures(f"key {self._stream}"):
+            pttl_ms = await self._server.pttl(self._stream)
+            groups = await _groups(self._server, self._stream)
+        if pttl_ms >= 0:
+            ttl = redis_judgement.finding_of_ttl("retry", self._stream, pttl_ms, port.Grade.WARNING)
+            found.append(ttl)
+        owners = redis_judgement.finding_of_retry_owners(self._stream, groups, self._owner)
+        return found if owners is None else [*found, owners]
 
     async def _make_group(self) -> None:
-        try:
-            if self._log is None:
-                await _asked(self._server.xgroup_create(self._stream, self._group, id="0", mkstream=True))
-            else:
-                generation = await self._log.first_generation()
-                self._group = f"{self._subscription}@{generation}"
-                await _asked(self._join([self._stream], [f"{_GENERATION_PREFIX}{generation}", self._group]))
-        except redis.ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
+        """Make the group if this session has not done so: its name depends on the stream."""
+        if self._has_group:
+            return
+        if self._log is None:
+            for group in (self._owner, self._group):
+                try:
+                    await self._server.xgroup_create(self._stream, group, id="0", mkstream=True)
+                except redis.ResponseError as error:
+                    if redis_answers.code_of(error) != "BUSYGROUP":
+                        raise
+        else:
+            generation = await self._log.first_generation()
+            self._group = self.group_of(generation)
+            if not await self._join([self._stream], [f"{_GENERATION_PREFIX}{generation}", self._group]):
+                raise port.NotThere(f"key {self._stream}: was deleted or made anew; its generation was {generation}")
         self._has_group = True
 
-    async def _group_read(self, after: str, rows_max: int, block_ms: int | None) -> list[Any]:
-        asked = self._server.xreadgroup(
+    async def _group_read(self, after: str, rows_max: int, block_ms: int | None) -> Entries:
+        found: Entries = await self._server.xreadgroup(
             self._group, self._consumer, {self._stream: after}, count=rows_max, block=block_ms
         )
-        found = await _asked(asked)
-        return list(found[0][1]) if found else []
+        return found
 
-    async def _claim(self, rows_max: int) -> list[Any]:
-        """What was read and not committed for so long, by whomever; again at once while there is more."""
-        asked = self._server.xautoclaim(self._stream, self._group, self._consumer, self._claim_ms, count=rows_max)
-        entries = list((await _asked(asked))[1])
-        if len(entries) < rows_max:
-            self._claims_at_s = time.monotonic() + self._claim_ms / 2_000
-        return [entry for entry in entries if entry[0] is not None]
+    async def _claim(self, rows_max: int) -> Entries:
+        """Take over entries that a relay has read, and neither committed nor held for `claim_s`.
 
-    def _portion(self, entries: list[Any], alone_until_s: float = 0.0) -> port.Portion:
+        A step looks at ten pending entries for each one that is wanted. The next step starts behind them, also across
+        calls, so that many held entries hide none that was left.
+        """
+        for _ in range(_CLAIM_STEPS):
+            claimed = await self._server.execute_command(
+                "XAUTOCLAIM",
+                *(self._stream, self._group, self._consumer, int(self._claim_s * 1_000), self._claim_after),
+                *("COUNT", rows_max, "JUSTID"),
+            )
+            # Redis 7 and later names apart what the stream has dropped, and forgets it.
+            self._claim_after, *ids = claimed
+            if _text(self._claim_after) == "0-0":
+                self._claims_at_s = time.monotonic() + self._claim_s / _CLAIMS_PER_CLAIM_S
+            if entries := await self._entries(sorted(itertools.chain(*ids), key=_numbers)):
+                return entries
+            if _text(self._claim_after) == "0-0":
+                break
+        return []
+
+    async def _entries(self, ids: Sequence[bytes]) -> Entries:
+        """Read entries by their ids. XAUTOCLAIM of Redis 6.2 does not name those that the stream has dropped."""
+        async with self._server.pipeline(transaction=False) as calls:
+            for entry_id in ids:
+                calls.xrange(self._stream, entry_id, entry_id)
+            found: list[Entries] = await _executed(calls)
+        return [
+            entries[0] if entries else (_text(entry_id), None) for entry_id, entries in zip(ids, found, strict=True)
+        ]
+
+    def _portion(self, entries: Entries, alone_until_s: float = 0.0) -> port.Portion:
         return port.Portion([self._read(entry_id, fields, alone_until_s) for entry_id, fields in entries])
 
-    def _read(self, entry_id: bytes, fields: Any, alone_until_s: float) -> port.Read:
-        (ledger,), (entry,) = RedisSequences1.to_positions(entry_id)
-        message = _message(fields) if fields else None
-        return port.Read(int(ledger), int(entry), message, self._stream, int(entry), entry_id, alone_until_s)
+    def _read(self, entry_id: str, fields: Fields | None, alone_until_s: float) -> port.Read:
+        at_ms, sequence = redis_judgement.numbers(entry_id)
+        return port.Read(sequence, at_ms, _message(entry_id, fields), self._stream, entry_id, alone_until_s)
 
 
 class RedisOutput:
-    """Streams, each with a key for what it has had lately."""
+    """Streams, each with keys that remember what it has taken lately."""
 
     def __init__(self, server: Any, broker: relay_settings.Redis) -> None:
         self._server = server
         self._once_s = broker.once_s
-        self._produce = server.register_script(_PRODUCE)
+        self._script = server.register_script(_PRODUCE)
 
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
-        """Publishes messages by one pipeline, each once for its id; what is answered is in the stream."""
-        async with self._server.pipeline(transaction=False) as calls:
-            for each in messages:
-                fields: dict[bytes, bytes] = dict(each.message.body) if each.message and each.has_body else {}
-                fields |= {name.encode(): text.encode() for name, text in each.own_headers.items()}
-                flat = [part for field in fields.items() for part in field]
-                await self._produce([each.target, f"{each.target}:{each.once_id}"], [self._once_s, *flat], client=calls)
-            answers = await _asked(calls.execute(raise_on_error=False))
-        for answer in answers:
-            if isinstance(answer, redis.RedisError) and not isinstance(answer, redis.ResponseError):
-                raise port.Unreachable(str(answer)) from answer
-        return [
-            port.Produced(failed=f"{each.target}: {answer}")
-            if isinstance(answer, redis.ResponseError)
-            else port.Produced()
-            for each, answer in zip(messages, answers, strict=True)
-        ]
+        """Publish messages, each once for its id, by pipelines of a few MiB.
+
+        If the connection is lost, and the server is there, messages are published one by one. One that makes the
+        server close the connection ends alone, as unknown. Raises Unreachable if no message was answered, and
+        SessionOver.
+        """
+        done: list[port.Produced] = []
+        try:
+            for some in _portions(messages):
+                try:
+                    done += await self._publish(some)
+                except port.Unreachable as failure:
+                    await self._look_for_server()
+                    if len(some) == 1:
+                        done.append(_unknown(some[0], failure))
+                        continue
+                    for each in some:
+                        done.append(await self._publish_alone(each))
+        except port.Unreachable as failure:
+            if not done:
+                raise
+            done += [_unknown(each, failure) for each in messages[len(done) :]]
+        return done
+
+    async def _publish_alone(self, outgoing: port.Outgoing) -> port.Produced:
+        try:
+            (answer,) = await self._publish([outgoing])
+        except port.Unreachable as failure:
+            await self._look_for_server()
+            return _unknown(outgoing, failure)
+        if answer.code == redis_answers.TOO_LARGE:
+            await self._look_for_server()
+        return answer
+
+    async def _look_for_server(self) -> None:
+        """Ask by a new connection: those that are idle may be closed, and nobody has noticed yet."""
+        with failures("PING"):
+            await self._server.connection_pool.disconnect(inuse_connections=False)
+            await self._server.ping()
+
+    async def _publish(self, messages: Sequence[port.Outgoing]) -> list[port.Produced]:
+        flat = [redis_judgement.fields_of(each) for each in messages]
+        with failures("publishing"):
+            if _is_large(messages[0]):
+                return [await self._publish_large(messages[0], flat[0])]
+            async with self._server.pipeline(transaction=False) as calls:
+                for each, fields in zip(messages, flat, strict=True):
+                    await self._script(_keys(each), [self._once_s, *fields], client=calls)
+                try:
+                    answers = await calls.execute(raise_on_error=False)
+                except redis.ResponseError as error:
+                    # The script cannot be loaded, so nothing was published.
+                    answers = [error] * len(messages)
+        return [_produced(each, answer) for each, answer in zip(messages, answers, strict=True)]
+
+    async def _publish_large(self, outgoing: port.Outgoing, fields: Sequence[bytes]) -> port.Produced:
+        """Publish a message that has more fields than Lua can pass on, by a transaction."""
+        target, once, former = _keys(outgoing)
+        for _ in range(_LARGE_TRIES):
+            async with self._server.pipeline() as calls:
+                try:
+                    await calls.watch(once)
+                    if await calls.exists(once) or await calls.type(former) == b"string":
+                        return port.Produced()
+                    calls.multi()
+                    calls.eval(_BEFORE_LARGE, 2, target, once, self._once_s)
+                    calls.execute_command("XADD", target, "*", *fields)
+                    calls.eval(_AFTER_LARGE, 2, target, once)
+                    _, added, _ = await calls.execute(raise_on_error=False)
+                    return _produced(outgoing, added)
+                except redis.WatchError as error:
+                    if isinstance(error.__context__, redis.ConnectionError | redis.TimeoutError):
+                        raise error.__context__ from error
+                    # Another relay publishes it at this moment.
+                except redis.ResponseError as error:
+                    return _produced(outgoing, error)
+        return _produced(outgoing, redis.WatchError("Watched variable changed."))
+
+
+class _Headers(Mapping[str, str]):
+    """Fields as text, each decoded when it is asked for: the payload is among them."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, fields: Fields) -> None:
+        self._values = {_text(name): value for name, value in fields}
+
+    def __getitem__(self, name: str) -> str:
+        return _text(self._values[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 @contextlib.asynccontextmanager
 async def opened(settings: relay_settings.Settings, broker: relay_settings.Redis) -> AsyncIterator[RedisBroker]:
-    """Makes the connections when they are needed. Raises SettingsError, Unreachable."""
+    """Open a session. Connections are made when they are needed. Raises SettingsError, Unreachable."""
+    _check_files(broker)
     shown: dict[str, Any] = {
         "username": broker.user,
         "password": relay_settings.secret("broker.password_file", broker.password_file),
@@ -294,50 +577,161 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Redis
         "ssl_keyfile": broker.key_file,
     }
     try:
-        server = redis.asyncio.Redis.from_url(
+        pool: Any = redis.asyncio.ConnectionPool.from_url(
             broker.url,
+            protocol=2,
             socket_timeout=broker.timeout_s,
             socket_connect_timeout=broker.timeout_s,
             # The relay repeats what fails: what has failed half is not done twice without its knowing.
             retry=Retry(NoBackoff(), 0),
             **{name: value for name, value in shown.items() if value is not None},
         )
+        # The URL may say otherwise, and answers are read by the form that they have in this protocol.
+        pool.connection_kwargs.update(protocol=2, decode_responses=False)
+        # The library refuses unknown options of the URL only when it makes a connection.
+        pool.make_connection()
     except (ValueError, TypeError) as error:
         raise relay_settings.SettingsError(f"broker: {error}") from error
+    server: Any = redis.asyncio.Redis.from_pool(pool)
+    for command, callback in _CALLBACKS.items():
+        server.set_response_callback(command, callback)
     try:
         try:
-            await _asked(server.ping())
-        except port.Unreachable as error:
+            with failures("PING"):
+                await server.ping()
+        except (port.Unreachable, port.SessionOver) as error:
             raise port.Unreachable(f"the broker cannot be reached, by broker.url: {error}") from error
         yield RedisBroker(server, settings, broker)
     finally:
         await server.aclose()
 
 
-async def _asked(answer: Awaitable[Any]) -> Any:
-    """What Redis answers. Raises Unreachable, and ResponseError: it can be reached and refuses."""
+def _check_files(broker: relay_settings.Redis) -> None:
+    """Raises SettingsError if files of TLS cannot be used: the library calls that a lost connection."""
+    files = {name: getattr(broker, name) for name in ("ca_file", "cert_file", "key_file")}
+    given = {f"broker.{name}": path for name, path in files.items() if path is not None}
+    if not given:
+        return
+    if not broker.url.startswith("rediss:"):
+        field = next(iter(given))
+        url = relay_settings.without_credentials(broker.url)
+        raise relay_settings.SettingsError(f"{field} is set, but broker.url is {url!r}; TLS needs rediss://")
+    for field, path in given.items():
+        try:
+            Path(path).read_bytes()
+        except OSError as error:
+            raise relay_settings.SettingsError(f"{field} is {path!r}: {error.strerror}") from error
     try:
-        return await answer
-    except (redis.BusyLoadingError, redis.ConnectionError, redis.TimeoutError, OSError) as error:
-        raise port.Unreachable(str(error) or type(error).__name__) from error
-    except (redis.ReadOnlyError, redis.OutOfMemoryError) as error:
-        raise port.Unreachable(str(error)) from error
+        context = ssl.create_default_context(cafile=broker.ca_file)
+        if broker.cert_file is not None:
+            context.load_cert_chain(broker.cert_file, broker.key_file)
+    except ssl.SSLError as error:
+        raise relay_settings.SettingsError(f"{', '.join(given)} cannot be used: {error}") from error
 
 
-def _message(fields: Mapping[bytes, bytes]) -> port.Message:
-    headers = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
-    return port.Message(headers, fields)
+async def _kind(server: Any, key: str) -> str:
+    with failures(f"key {key}"):
+        return _text(await server.type(key))
 
 
-def _numbers(entry_id: str) -> tuple[int, int]:
-    """(ms, sequence number), in which ids have the order of their stream."""
-    ms, _, sequence = entry_id.partition("-")
-    return int(ms), int(sequence)
+async def _groups(server: Any, stream: str) -> list[str]:
+    return [_text(each["name"]) for each in await server.xinfo_groups(stream)]
 
 
-def _word(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+def _generation_of(groups: Sequence[str]) -> str | None:
+    found = (name.removeprefix(_GENERATION_PREFIX) for name in groups if name.startswith(_GENERATION_PREFIX))
+    return next(found, None)
 
 
-def _kind(kind: str) -> str:
-    return "not there, and will be made" if kind == "none" else f"a {kind}"
+async def _told(what: str, answer: Awaitable[Any]) -> Any:
+    """Return an answer; None if Redis refuses it, as managed servers do."""
+    with failures(what):
+        try:
+            return await answer
+        except redis.ResponseError:
+            return None
+
+
+async def _executed(calls: Any) -> list[Any]:
+    """Return the answers of a pipeline, or raise the first error of Redis among them, as it is."""
+    answers: list[Any] = await calls.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
+
+
+def _portions(messages: Sequence[port.Outgoing]) -> Iterator[list[port.Outgoing]]:
+    """Divide messages into pipelines by their bytes. A message with very many fields has one of its own."""
+    some: list[port.Outgoing] = []
+    size = 0
+    for each in messages:
+        fields: Fields = () if each.message is None else each.message.body
+        is_large = _is_large(each)
+        grown = size + sum(len(name) + len(value) for name, value in fields)
+        if some and (is_large or grown > _PIPELINE_BYTES):
+            yield some
+            some, grown = [], grown - size
+        some.append(each)
+        size = grown
+        if is_large:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _is_large(outgoing: port.Outgoing) -> bool:
+    return outgoing.message is not None and len(outgoing.message.body) > _UNPACKED_FIELDS_MAX
+
+
+def _keys(outgoing: port.Outgoing) -> list[str]:
+    """Return the target, and the keys that remember the message there: this version's and the one of before."""
+    target, once_id = outgoing.target, outgoing.once_id
+    return [target, redis_judgement.once_key(target, once_id), redis_judgement.former_once_key(target, once_id)]
+
+
+def _produced(outgoing: port.Outgoing, answer: Any) -> port.Produced:
+    return redis_answers.produced(outgoing.target, answer) if isinstance(answer, Exception) else port.Produced()
+
+
+def _unknown(outgoing: port.Outgoing, failure: port.Unreachable) -> port.Produced:
+    """Return the result of a message whose answer was lost."""
+    code = type(failure.__cause__ or failure).__name__
+    return port.Produced(port.Meant(port.Meaning.UNKNOWN), code, f"{outgoing.target}: {failure}")
+
+
+def _message(entry_id: str, fields: Fields | None) -> port.Message | None:
+    """Return the message that an entry is; None if the stream has dropped it."""
+    if fields is None:
+        return None
+    headers = _Headers(fields)
+    repeated: list[str] = []
+    if len(headers) < len(fields):
+        counts = Counter(_text(name) for name, _ in fields)
+        repeated = [name for name, count in counts.items() if count > 1]
+    return port.Message(headers, fields, repeated, redis_judgement.numbers(entry_id)[0])
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _numbers(entry_id: bytes) -> tuple[int, int]:
+    return redis_judgement.numbers(_text(entry_id))
+
+
+def _entries_of(answer: Any, **_: Any) -> Entries:
+    """Read the entries of an answer; the client would make dicts of their fields."""
+    return [
+        (_text(entry_id), None if flat is None else tuple(zip(flat[::2], flat[1::2], strict=True)))
+        for entry_id, flat in answer or ()
+    ]
+
+
+_CALLBACKS: Mapping[str, Callable[..., Any]] = {
+    "XAUTOCLAIM": lambda answer, **_: answer,
+    "XRANGE": _entries_of,
+    "XREADGROUP": lambda answer, **_: _entries_of(answer[0][1]) if answer else [],
+}
+"""Functions that read an answer, by command."""

@@ -1,10 +1,7 @@
-"""The command `tarry-relay`.
+"""The command `tarry-relay`: its commands, their output and exit status, signals, and the form of the log.
 
-Owns: its commands, their output and exit status, signals, and how the log is written.
-Does not own: the work.
-
-Exit status: 0 done, or all is well; 1 it cannot go on; 2 wrong usage or settings; 3 an end cannot be reached; 4 `check`
-found something; 5 a message is bad, and `source.on_bad` is "stop".
+Exit status: 0 done, or all is well; 1 it cannot go on; 2 wrong usage or settings; 3 an end cannot be reached; 4
+something is not as a relay needs it; 5 a message is bad, and `source.on_bad` is "stop".
 """
 
 from __future__ import annotations
@@ -14,23 +11,26 @@ import contextlib
 import datetime
 import json
 import logging
+import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
+import msgspec.structs
 
 import tarry
-from tarry_relay import ends, port, relay_settings, told_by_http
+from tarry_relay import port, relay_settings, sessions, status_endpoint
 from tarry_relay.former_generations import former_topics
-from tarry_relay.passage import CannotBeRefused
+from tarry_relay.health import Health
+from tarry_relay.port import Grade
 from tarry_relay.relay_metrics import RelayMetrics
-from tarry_relay.retention_guard import RetentionGuard, finding_of_retention
-from tarry_relay.running import BadMessage, Relay
-from tarry_relay.sorting import Sorting, refuse_rounds
+from tarry_relay.retention_guard import RetentionGuard
+from tarry_relay.running import BadMessage
 
 log = logging.getLogger("tarry_relay")
 
@@ -39,12 +39,18 @@ EXIT_SETTINGS = 2
 EXIT_UNREACHABLE = 3
 EXIT_FOUND = 4
 EXIT_STOPPED = 5
-_RETRY_S = 1.0
+_LAST_S = 4.5
+"""How much longer than `relay.drain_s` the process may take to end after a signal (seconds)."""
+_ASK_S = 5.0
+"""How long `check` and `status` wait for an answer of the daemon at most (seconds)."""
+_WORDS = {Grade.OK: "ok", Grade.WARNING: "warn", Grade.MISSING: "WRONG", Grade.WRONG: "WRONG"}
 _NO_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, the fields, and `exception` if there is one."""
+    """Formats a record as one JSON object a line: time, level, logger, message, fields, and `exception` if there is
+    one.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.datetime.fromtimestamp(record.created, tz=datetime.UTC)
@@ -63,11 +69,11 @@ class JsonLines(logging.Formatter):
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit status: 0 done, or all is well; 1 it cannot go on; 2 wrong usage or settings; 3 an end cannot be "
-    "reached; 4 check found something; 5 a message is bad, and source.on_bad is 'stop'.",
+    "reached; 4 something is not as a relay needs it; 5 a message is bad, and source.on_bad is 'stop'.",
 )
 @click.version_option(package_name="tarry-relay")
 def main() -> None:
-    """Delayed messages for Kafka, NATS and Redis Streams: what a log has is published when its time has come.
+    """Publish messages of Kafka, NATS and Redis Streams when their time has come.
 
     Each command takes a FILE in TOML, which says what the relay stands between.
     """
@@ -83,17 +89,18 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="JSON, for progr
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
 def run(file: Path, log_level: str) -> None:
-    """Relays until SIGTERM or SIGINT, and then until what is under way has ended.
+    """Relay until SIGTERM or SIGINT, and then until what is under way has ended, relay.drain_s at most.
 
-    An end that does not answer is asked again and again. The log is JSON on standard error.
+    Judge both ends first, as check does, and end with status 4 if something is wrong. Wait for an end that does not
+    answer, and for a source that does not exist. The log is JSON on standard error.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
     with _failures():
         settings = relay_settings.load(file)
-        metrics = RelayMetrics()
-        with told_by_http.serving(settings.relay.listen, metrics) as address:
+        metrics = RelayMetrics(Health())
+        with status_endpoint.serving(settings.relay.listen, metrics) as address:
             if address is not None:
                 log.info("serves metrics and health", extra={"address": address})
             asyncio.run(_run(settings, metrics))
@@ -101,91 +108,83 @@ def run(file: Path, log_level: str) -> None:
 
 async def _run(settings: relay_settings.Settings, metrics: RelayMetrics) -> None:
     ending = asyncio.Event()
+
+    def end() -> None:
+        if not ending.is_set():
+            _end_at_last(settings.relay.drain_s + _LAST_S)
+        ending.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ending.set)
-    while not ending.is_set():
-        try:
-            async with ends.opened(settings) as opened:
-                refuse_rounds(settings, opened.broker)
-                generation = await opened.broker.log.generation()
-                sorting = Sorting(settings.source, settings.targets, opened.broker)
-                relay = Relay(
-                    settings,
-                    sorting,
-                    broker=opened.broker,
-                    client=opened.client,
-                    generation=generation,
-                    metrics=metrics,
-                )
-                await relay.run(ending)
-        except* (port.NotThere, port.Unreachable) as failures:
-            await _begin_again("broker", failures, metrics, ending)
-        except* (tarry.Unavailable, tarry.DeadlineExceeded) as failures:
-            await _begin_again("daemon", failures, metrics, ending)
+        asyncio.get_running_loop().add_signal_handler(number, end)
+    await sessions.Sessions(settings, metrics).run(ending)
 
 
-async def _begin_again(
-    end: str, failures: BaseExceptionGroup[Exception], metrics: RelayMetrics, ending: asyncio.Event
-) -> None:
-    """Tells why, and waits a little. What was under way comes again."""
-    error = str(_first(failures))
-    metrics.failed(end, error)
-    log.warning("begins again", extra={"end": end, "error": error})
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_RETRY_S):
-            await ending.wait()
+def _end_at_last(after_s: float) -> None:
+    """End the process after that time, whatever the library of a broker or a thread of it still waits for.
+
+    What is not committed, or not acknowledged, comes again.
+    """
+
+    def end_now() -> None:
+        log.error("ends although not everything has ended: an end does not answer", extra={"after_s": after_s})
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        os._exit(EXIT_UNREACHABLE)
+
+    timer = threading.Timer(after_s, end_now)
+    timer.daemon = True
+    timer.start()
 
 
-@main.command(short_help="Look whether both ends are as a relay needs them.")
+@main.command(short_help="Judge whether both ends are as a relay needs them.")
 @_settings_file
 @_as_json
 def check(file: Path, as_json: bool) -> None:
-    """Looks at the file, at both ends and at their clocks, and changes nothing. But a source of Redis gets a group,
-    which a relay would make, too: its name is kept with the stream, and tells it from one that is made anew.
+    """Judge the file, both ends and their clocks, and change nothing.
 
-    Exit status 4: something is not as a relay needs it.
+    But a source of Redis gets a group, which a relay would make, too: its name is kept with the stream, and tells it
+    from one that is made anew.
+
+    Exit status 4: something is wrong or missing. Warnings do not count.
     """
     with _failures():
-        found = asyncio.run(_check(relay_settings.load(file), tell=not as_json))
+        found = asyncio.run(_check(_asking(relay_settings.load(file)), tell=not as_json))
+    is_good = [each.grade in (Grade.OK, Grade.WARNING) for each in found]
     if as_json:
-        click.echo(json.dumps([{"name": each.name, "good": each.is_good, "text": each.text} for each in found]))
-    if not all(each.is_good for each in found):
+        told = [
+            {"name": each.name, "good": good, "grade": each.grade.value, "text": each.text}
+            for each, good in zip(found, is_good, strict=True)
+        ]
+        click.echo(json.dumps(told))
+    if not all(is_good):
         sys.exit(EXIT_FOUND)
 
 
 async def _check(settings: relay_settings.Settings, *, tell: bool) -> list[port.Finding]:
-    """What was found. `tell`: each is told as soon as it is."""
+    """Return what was found. `tell`: print each as soon as it is."""
     found = []
-    async for each in _findings(settings):
-        found.append(each)
-        if tell:
-            click.echo(f"{'ok' if each.is_good else 'WRONG':5} {each.name}: {each.text}")
+    async with sessions.opened(settings) as ends:
+        async for each in sessions.judged(settings, ends):
+            found.append(each)
+            if tell:
+                click.echo(f"{_WORDS[each.grade]:5} {each.name}: {each.text}")
     return found
 
 
-async def _findings(settings: relay_settings.Settings) -> AsyncIterator[port.Finding]:
-    async with ends.opened(settings) as opened:
-        refuse_rounds(settings, opened.broker)
-        async for each in opened.broker.findings():
-            yield each
-        asked_at_ms = port.now_ms()
-        page = await opened.client.topics_page(page_size=1)
-        yield port.finding_of_clock("Tarry", page.as_of_ms, asked_at_ms)
-        topics = [each.topic async for each in opened.client.topics()]
-        yield port.Finding("daemon", True, f"{settings.daemon.address} answers and has {len(topics)} topics")
-        with contextlib.suppress(port.NotThere):
-            # What the broker says of a source that is not there is found above.
-            topic = settings.relay.topic_of(await opened.broker.log.generation())
-            yield await finding_of_retention(settings, opened.broker.log, opened.client, topic)
+def _asking(settings: relay_settings.Settings) -> relay_settings.Settings:
+    """Return settings for a command that somebody waits for."""
+    timeout_s = min(settings.daemon.timeout_s, _ASK_S)
+    daemon = msgspec.structs.replace(settings.daemon, timeout_s=timeout_s)
+    return msgspec.structs.replace(settings, daemon=daemon)
 
 
 @main.command(short_help="Show what waits, what is due, and dead letters.")
 @_settings_file
 @_as_json
 def status(file: Path, as_json: bool) -> None:
-    """Shows what waits, what is due, and what has become a dead letter of Tarry."""
+    """Show what waits, what is due, and what has become a dead letter of Tarry."""
     with _failures():
-        told = asyncio.run(_status(relay_settings.load(file)))
+        told = asyncio.run(_status(_asking(relay_settings.load(file))))
     if as_json:
         click.echo(json.dumps(told))
         return
@@ -195,7 +194,7 @@ def status(file: Path, as_json: bool) -> None:
 
 
 async def _status(settings: relay_settings.Settings) -> dict[str, str | int]:
-    async with ends.opened(settings) as opened:
+    async with sessions.opened(settings) as opened:
         generation = await opened.broker.log.generation()
         topic = settings.relay.topic_of(generation)
         stats = await opened.client.stats(topic)
@@ -210,7 +209,7 @@ async def _status(settings: relay_settings.Settings) -> dict[str, str | int]:
                     "dead letters": each.dead_letters,
                     "relays": each.dispatchers,
                 }
-        guard = RetentionGuard(settings, opened.broker.log, opened.client, generation, RelayMetrics())
+        guard = RetentionGuard(settings, opened.broker, opened.client, generation, RelayMetrics(Health()))
         told["cut ledgers"] = len(await guard.cut())
         told["former generations"] = ", ".join(await former_topics(settings, opened.client, topic)) or 0
     return told
@@ -218,30 +217,28 @@ async def _status(settings: relay_settings.Settings) -> dict[str, str | int]:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Tells a failure in a line and ends with its status; of a bug the whole story."""
+    """Print a failure in a line and end with its status; print the traceback of a bug."""
     try:
         yield
-    except* relay_settings.SettingsError as failures:
-        _end(str(_first(failures)), EXIT_SETTINGS)
-    except* port.Unreachable as failures:
-        _end(str(_first(failures)), EXIT_UNREACHABLE)
-    except* (tarry.Unavailable, tarry.DeadlineExceeded) as failures:
-        _end(f"the daemon cannot be reached, by daemon.address: {_first(failures)}", EXIT_UNREACHABLE)
-    except* BadMessage as failures:
-        _end(str(_first(failures)), EXIT_STOPPED)
-    except* (port.NotThere, CannotBeRefused, tarry.TarryError) as failures:
-        _end(str(_first(failures)), EXIT_ENDED)
+    except relay_settings.SettingsError as error:
+        _end(str(error), EXIT_SETTINGS)
+    except sessions.WrongEnds as error:
+        for each in error.findings:
+            click.echo(f"tarry-relay: {each.name}: {each.text}", err=True)
+        _end("does not start; `tarry-relay check` shows the same, and source.accept may accept it", EXIT_FOUND)
+    except (port.Unreachable, port.SessionOver) as error:
+        _end(str(error), EXIT_UNREACHABLE)
+    except (tarry.Unavailable, tarry.DeadlineExceeded) as error:
+        _end(f"the daemon cannot be reached, by daemon.address: {error}", EXIT_UNREACHABLE)
+    except BadMessage as error:
+        _end(str(error), EXIT_STOPPED)
+    except (port.NotThere, tarry.TarryError) as error:
+        _end(str(error), EXIT_ENDED)
 
 
 def _end(text: str, status: int) -> None:
     click.echo(f"tarry-relay: {text}", err=True)
     sys.exit(status)
-
-
-def _first(failure: BaseException) -> BaseException:
-    while isinstance(failure, BaseExceptionGroup):
-        failure = failure.exceptions[0]
-    return failure
 
 
 if __name__ == "__main__":

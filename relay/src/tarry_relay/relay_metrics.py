@@ -1,27 +1,27 @@
-"""What a relay tells of itself: metrics, and whether its two ends answer.
-
-Owns: the metrics, their names, and the health of each end.
-Does not own: when something is counted, and who asks (`tarry_relay.told_by_http`).
-"""
+"""Counts what a relay does: its metrics, in a registry of their own."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
-from tarry_relay.passage import TABLE, Passage
+from tarry_relay.delivery_steps import TABLE, Passage
+from tarry_relay.health import ENDS, Health
 
+_CODES_MAX = 50
+"""How many codes of answers have a series of their own; others are counted as `other`."""
 _LATENESS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3_600)
 
 
 class RelayMetrics:
-    """The metrics of one relay, in a registry of their own."""
+    """The metrics of one relay."""
 
-    def __init__(self) -> None:
+    def __init__(self, health: Health) -> None:
+        """Begin with zeros. `health` gives the gauges of ends that do not answer."""
+        self.health = health
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -45,6 +45,21 @@ class RelayMetrics:
             "withdrawals", "Cancels and reschedules of the source that were answered, by result.", "result"
         )
         self.lost = counter("lost", "Due messages that cannot be delivered and are dead letters of Tarry.")
+        self.buried = counter(
+            "buried", "Messages whose dead letter was refused, bare too: dead letters of Tarry by their position."
+        )
+        self.unreported = counter(
+            "unreported", "Dead letters and results that nothing takes; a line of the log has their position."
+        )
+        self.overdue = counter(
+            "overdue", "Messages without a time that waited too long for their target, and wait in Tarry."
+        )
+        self.surprises = counter("surprises", "Unexpected exceptions; of: one message, or the session.", "of")
+        self.sessions = counter("sessions", "Sessions that were opened.")
+        self.answers = counter(
+            "answers", "Answers of targets that did not take a message, by meaning and code.", "meaning", "code"
+        )
+        self._codes: set[str] = set()
         self.failures = counter("failures", "Calls that failed and are repeated; end: broker, target, daemon.", "end")
         self.lateness = Histogram(
             "tarry_relay_lateness_seconds",
@@ -54,46 +69,34 @@ class RelayMetrics:
         )
         self.cut_ledgers = 0
         """Ledgers of which the source has dropped entries that still wait, at the last look."""
-        self._failing: dict[tuple[str, str], tuple[float, str]] = {}
+        self.warnings = 0
+        """Warnings of the last judgement."""
         self.passage: Passage[Any, Any] = Passage("")
         self.registry.register(_UnderWay(self))
 
     def watch(self, passage: Passage[Any, Any]) -> None:
-        """Shows how many messages are at each step from now on."""
+        """Show how many messages are at each step from now on."""
         self.passage = passage
 
     def late(self, seconds: float) -> None:
-        """A message that was due was confirmed so much later."""
+        """Record how late a message was confirmed after it was due (seconds)."""
         self.lateness.observe(max(0.0, seconds))
 
     def failed(self, end: str, error: str, which: str = "") -> None:
-        """A call has failed, and will be repeated. `which`: of targets, the name."""
+        """Record a call that has failed and is repeated. `which`: the name of a target."""
         self.failures.labels(end).inc()
-        since_s, _ = self._failing.get((end, which), (time.monotonic(), ""))
-        self._failing[end, which] = since_s, error
+        self.health.failed(end, error, which)
 
-    def reachable(self, end: str, which: str = "") -> None:
-        """A call was answered."""
-        self._failing.pop((end, which), None)
-
-    def failing(self) -> dict[str, dict[str, object]]:
-        """The ends whose last call has failed: for how long, and what the last failure said."""
-        now_s = time.monotonic()
-        # It is asked by another thread.
-        return {
-            f"{end} {which}".strip(): {"for_s": round(now_s - since_s, 1), "error": error}
-            for (end, which), (since_s, error) in self._failing.copy().items()
-        }
-
-    def failing_s(self, end: str) -> float:
-        """For how long an end, or that of the targets which has failed first, has not answered."""
-        now_s = time.monotonic()
-        failing = self._failing.copy().items()
-        return max((now_s - since_s for (name, _), (since_s, _) in failing if name == end), default=0.0)
+    def not_taken(self, meaning: str, code: str) -> None:
+        """Record an answer of a target. Codes beyond the first fifty share a series."""
+        if code not in self._codes and len(self._codes) >= _CODES_MAX:
+            code = "other"
+        self._codes.add(code)
+        self.answers.labels(meaning, code).inc()
 
 
 class _UnderWay:
-    """What is under way, when it is asked for."""
+    """Collects what is under way when it is asked for."""
 
     def __init__(self, metrics: RelayMetrics) -> None:
         self._metrics = metrics
@@ -108,7 +111,17 @@ class _UnderWay:
             "Ledgers of which the source has dropped entries that still wait, at the last look.",
             value=self._metrics.cut_ledgers,
         )
-        failing = GaugeMetricFamily("tarry_relay_failing_seconds", "How long an end has not answered.", labels=["end"])
-        for end in ("broker", "daemon", "target"):
-            failing.add_metric([end], self._metrics.failing_s(end))
+        yield GaugeMetricFamily(
+            "tarry_relay_warnings", "Warnings of the last judgement of broker and daemon.", value=self._metrics.warnings
+        )
+        health = self._metrics.health
+        failing = GaugeMetricFamily(
+            "tarry_relay_failing_seconds", "How long calls of an end have failed.", labels=["end"]
+        )
+        for end in (*ENDS, "target"):
+            failing.add_metric([end], health.failing_s(end))
         yield failing
+        silent = GaugeMetricFamily("tarry_relay_silent_seconds", "How long an end has not answered.", labels=["end"])
+        for end in ENDS:
+            silent.add_metric([end], health.silent_s(end))
+        yield silent

@@ -81,6 +81,8 @@ class Relay(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How much may be handed out and not acknowledged, but for what is parked."""
     parked_max: Annotated[int, Meta(ge=0, le=10_000_000)] = 100_000
     """Of how much that is due for targets which take nothing now only the names are kept, so that others go on."""
+    missing_target_s: Seconds = 3_600.0
+    """How long messages wait for a target of a pattern that the broker does not have; then each is a dead letter."""
     read_ahead: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
     """How much may be read and not committed."""
     rows: Annotated[int, Meta(ge=1, le=10_000)] = 500
@@ -137,6 +139,8 @@ class Source(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What happens when the log has dropped what still waits: it is told, and each is a dead letter of Tarry when it
     comes due; or they are so at once."""
     retention_every_s: Seconds = 60.0
+    accept: tuple[Literal["size", "subject", "compaction", "rollup", "ttl", "eviction", "age"], ...] = ()
+    """Findings that are warnings here although a payload can go before its delivery."""
 
 
 class Retry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

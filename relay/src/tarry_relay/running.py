@@ -1,95 +1,64 @@
-"""A relay at work: each kind of work of the table, done by a loop of its own, until it is told to end.
+"""Runs a relay in one session: each kind of work of the table has a loop of its own, until it is told to end.
 
-Owns: doing the work with a broker and the client library, waiting, repeating, and what a failure means.
-Does not own: what may be done next (`tarry_relay.passage`), brokers (`tarry_relay.port`), what is told of it
-(`tarry_relay.relay_metrics`).
+What fails ends a message or the session. A failure that passes is repeated. A batch that raises anything else is done
+again one by one, and what raises alone three times is refused for good. An acknowledgement, a rejection or a commit
+that raises ends the session: nothing can be refused there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import enum
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import tarry
 import tarry.aio
-from tarry_relay import cancelling, port, withdrawal_results
+from tarry_relay import daemon_answers, port
+from tarry_relay.delivery_steps import ENDING, TABLE, Answer, Item, Passage, Step, Work
 from tarry_relay.former_generations import FormerGenerations
-from tarry_relay.pacing import Pacing
-from tarry_relay.passage import TABLE, Answer, Item, Passage, Step, Work
+from tarry_relay.health import SILENT_S
+from tarry_relay.port import Finding, Meaning
+from tarry_relay.publishing import (
+    DELIVER_AT_HEADER,
+    MAY_HAVE_LANDED_HEADER,
+    RAISED_MAX,
+    RESULT_HEADER,
+    Content,
+    MessageItem,
+    Publishing,
+    ReadLog,
+    RelayLane,
+    Subscription,
+    WorkQueue,
+    cut,
+    rest_after,
+)
 from tarry_relay.relay_metrics import RelayMetrics
 from tarry_relay.relay_settings import Settings
 from tarry_relay.retention_guard import RetentionGuard
-from tarry_relay.sorting import Bad, Sorting, Withdrawal
-from tarry_relay.withdrawal_results import Outcome, Result
+from tarry_relay.sorting import Bad, Sorting, Withdrawal, sent_ms
 
 log = logging.getLogger(__name__)
 
-REASON_HEADER = "tarry-reason"
-POSITION_HEADER = "tarry-position"
-RESULT_HEADER = "tarry-result"
-DELIVER_AT_HEADER = "tarry-deliver-at"
-MAY_HAVE_LANDED_HEADER = "tarry-may-have-landed"
+Asking = TypeVar("Asking")
+
 _WAIT_S = 1.0
+_WATCH_S = 3.0
+"""How often each end is asked something that it must answer."""
+_LAST_S = 2.0
+"""How long a session that ends still commits, acknowledges and rejects what is done."""
 _CLOCK_BEHIND_MS = 60_000
-"""So far the daemon's clock may be behind. What is not due for longer has got another time since, and another name."""
+"""How far the daemon's clock may be behind. What is not due for longer has got another time since, and another name."""
 _NOT_DUE_S = 0.2
 _LOOK_S = (0.02, 0.05, 0.1, 0.2, 0.5)
-"""How long to wait before it is looked again what is committed, the longer the more often nothing was."""
-_BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-_PASSES = (
-    port.Unreachable,
-    tarry.Aborted,
-    tarry.DeadlineExceeded,
-    tarry.OutcomeUnknown,
-    tarry.ResourceExhausted,
-    tarry.Unavailable,
-)
-"""Failures that another try may cure."""
-
-
-@dataclasses.dataclass(slots=True)
-class Content:
-    """What the work on a message needs. `read` or `delivery_id` says where it comes from."""
-
-    read: port.Read | None = None
-    deliver_at_ms: int = 0
-    """Of what is read: when it is due."""
-    delivery_id: tarry.DeliveryId | None = None
-    """Of what was handed out, or handed back by a consumer."""
-    handed_out: tuple[tarry.Batch, int] | None = None
-    """The batch and the row that hold its permit; None: it holds none."""
-    message: port.Message | None = None
-    withdrawal: Withdrawal | None = None
-    """Of what cancels or reschedules another one."""
-    alone_until_s: float = 0.0
-    """Until when nobody can have asked for the withdrawal before, by `time.monotonic`."""
-    outcome: Outcome | None = None
-    """What came of the withdrawal."""
-
-
-MessageItem: TypeAlias = "Item[Content, _Lane]"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _ReadLog:
-    """A log that is read on."""
-
-    name: str
-    reader: port.Reader
-    is_source: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Lane:
-    """A lane of one of the logs: each has lanes of any name."""
-
-    of: _ReadLog
-    lane: Hashable
+"""How long to wait before the next look at what is committed, the longer the more looks found nothing new."""
+_CHANGES_TARRY = (Work.ADD, Work.ADD_LATE, Work.NACK, Work.WITHDRAW)
+_ENDS_SESSION = (port.SessionOver, port.NotThere)
 
 
 class BadMessage(Exception):
@@ -97,63 +66,75 @@ class BadMessage(Exception):
 
 
 class Relay:
-    """One relay between one broker and one Tarry topic."""
+    """One relay between one broker and one Tarry topic, for one session."""
 
     def __init__(
         self,
         settings: Settings,
-        sorting: Sorting,
         *,
         broker: port.Broker,
         client: tarry.aio.Client,
         generation: str,
         metrics: RelayMetrics,
+        findings: Sequence[Finding] = (),
     ) -> None:
-        """`generation`: of the source, which gives the Tarry topic its name."""
+        """Relay from a source of this generation, which gives the Tarry topic its name.
+
+        `findings`: of the source; one that is wrong keeps it from being read.
+        """
         self._settings = settings
-        self._sorting = sorting
+        self._sorting = Sorting(settings.source, settings.targets, broker)
         self._broker = broker
         self._client = client
         self._generation = generation
         self._topic = topic = settings.relay.topic_of(generation)
+        self._log = tarry.DeliveryId.log_of(topic, settings.relay.subscription)
         self._metrics = metrics
-        self._passage: Passage[Content, _Lane] = Passage(settings.source.dead_letters, settings.source.results)
-        self._pacing = Pacing(self._limit_of)
-        self._guard = RetentionGuard(settings, broker.log, client, generation, metrics)
+        self._health = metrics.health
+        self._passage: Passage[Content, RelayLane] = Passage(settings.source.dead_letters, settings.source.results)
+        self._queue = WorkQueue(self._passage)
+        self._publishing = Publishing(
+            settings, self._sorting, self._queue, output=broker.output, topic=topic, metrics=metrics
+        )
+        self._guard = RetentionGuard(settings, broker, client, generation, metrics)
+        self._guard.judge(findings)
         self._former = FormerGenerations(settings, client, topic, metrics)
-        self._logs = [_ReadLog(settings.source.name, broker.source, is_source=True)]
+        self._logs = [ReadLog(settings.source.name, broker.source, is_source=True)]
         if settings.retry is not None and broker.retries is not None:
-            self._logs.append(_ReadLog(settings.retry.name, broker.retries, is_source=False))
+            self._logs.append(ReadLog(settings.retry.name, broker.retries, is_source=False))
         self._unacknowledged: set[tarry.DeliveryId | None] = set()
         """What was handed out here and is not acknowledged; a consumer may have failed with it already."""
         self._again: set[tarry.DeliveryId | None] = set()
         """What of that was handed out again since it was last acknowledged or rejected."""
-        self._tried: set[str] = set()
-        """Targets that have failed, and to which one message is under way now."""
-        self._changed = asyncio.Condition()
         self._ending = asyncio.Event()
         metrics.watch(self._passage)
 
     async def run(self, ending: asyncio.Event) -> None:
-        """Runs until `ending` is set, and then until what is under way has ended, `relay.drain_s` at most.
+        """Run until `ending` is set, and then until what is under way has ended, `relay.drain_s` at most.
 
-        Raises what no other try cures.
+        Raises what ends the session, after it has sent what is done.
         """
         relay = self._settings.relay
         await self._make_subscription()
         async with self._client.subscribe(self._topic, relay.subscription, permits=relay.permits) as subscription:
             log.info("relays", extra={"topic": self._topic, "subscription": relay.subscription, "id": relay.id})
-            async with asyncio.TaskGroup() as tasks:
-                intake = [tasks.create_task(each) for each in self._intake(subscription)]
-                work = [tasks.create_task(each) for each in self._all_work(subscription)]
-                try:
-                    await ending.wait()
-                    self._ending.set()
-                    log.info("drains", extra={"read": self._passage.read, "handed_out": self._passage.handed_out})
-                    await asyncio.wait(intake)
-                    await self._drained()
-                finally:
-                    await cancelling.end([*intake, *work])
+            tasks = _Tasks()
+            tasks.start(tasks.intake, self._intake(subscription))
+            tasks.start(tasks.work, self._work_loops(subscription))
+            tasks.start(tasks.last, self._last_loops(subscription))
+            try:
+                await tasks.until(ending.wait())
+                self._ending.set()
+                log.info("drains", extra={"read": self._passage.read, "handed_out": self._passage.handed_out})
+                await tasks.until(self._drained(tasks.intake))
+            except Exception:
+                await port.end([*tasks.intake, *tasks.work])
+                # The one that has raised goes on with the other messages.
+                tasks.restart(tasks.last, self._last_loops(subscription))
+                await tasks.until_last(self._done())
+                raise
+            finally:
+                await port.end(tasks.all())
             log.info("has ended", extra={"read": self._passage.read, "handed_out": self._passage.handed_out})
 
     async def _make_subscription(self) -> None:
@@ -165,39 +146,62 @@ class Relay:
         # It is there, with another policy, which somebody has set.
         with contextlib.suppress(tarry.AlreadyExists):
             await self._client.create_subscription(self._topic, self._settings.relay.subscription, policy)
-        self._metrics.reachable("daemon")
+        self._health.answered("daemon")
 
     # What comes in.
 
-    def _intake(self, subscription: tarry.aio.Subscription) -> Iterable[Coroutine[Any, Any, None]]:
+    def _intake(self, subscription: Subscription) -> Iterable[Coroutine[Any, Any, None]]:
         for each in self._logs:
             yield self._read(each)
         yield self._receive(subscription)
 
-    async def _read(self, of: _ReadLog) -> None:
+    async def _read(self, of: ReadLog) -> None:
         relay = self._settings.relay
         failures = 0
         while not self._ending.is_set():
-            async with self._changed:
-                room = relay.read_ahead - self._passage.read
-                if room <= 0:
-                    await self._wait_for_news()
-                    continue
+            if of.is_source and not self._guard.may_read.is_set():
+                await self._queue.news()
+                continue
+            room = relay.read_ahead - self._passage.read
+            if room <= 0:
+                await self._queue.news()
+                continue
             try:
                 portion = await of.reader.read(min(relay.rows, room), _WAIT_S)
             except port.Unreachable as error:
                 failures = await self._rest("broker", error, failures)
                 continue
             failures = 0
-            self._metrics.reachable("broker")
             for lane in portion.lost_lanes:
-                self._passage.lose(_Lane(of, lane))
+                self._passage.lose(RelayLane(of, lane))
             if portion.read or portion.lost_lanes:
-                self._metrics.read.inc(len(portion.read))
-                item_of = self._item_of_source if of.is_source else self._item_of_retries
-                await self._enter([item_of(read, _Lane(of, read.lane)) for read in portion.read])
+                self._health.answered("broker")
+                await self._queue.enter(self._new(of, portion.read))
 
-    def _item_of_source(self, read: port.Read, lane: _Lane) -> MessageItem:
+    def _new(self, of: ReadLog, reads: Sequence[port.Read]) -> list[MessageItem]:
+        """Return what is not under way here yet. What is has a newer receipt from now on."""
+        items: list[MessageItem] = []
+        new: dict[tuple[RelayLane, tuple[int, int]], MessageItem] = {}
+        for read in reads:
+            lane = RelayLane(of, read.lane)
+            if (known := self._passage.find(lane, read.position) or new.get((lane, read.position))) is not None:
+                known.content.read = read
+                continue
+            try:
+                item = self._item_of_source(read, lane) if of.is_source else self._item_of_retries(read, lane)
+            except BadMessage:
+                raise
+            except Exception as error:
+                self._metrics.surprises.labels("message").inc()
+                log.exception("a message cannot be read", extra=_fields(read))
+                item = self._bad_item(read, lane, f"{type(error).__name__}: {error}")
+            item.position, item.in_order, item.entered_s = read.position, of.reader.commits_in_order, time.monotonic()
+            items.append(item)
+            new[lane, read.position] = item
+        self._metrics.read.inc(len(items))
+        return items
+
+    def _item_of_source(self, read: port.Read, lane: RelayLane) -> MessageItem:
         asked = self._sorting.sort(read)
         if asked.reason:
             self._bad(asked.reason, read)
@@ -205,38 +209,61 @@ class Relay:
         content.alone_until_s = read.alone_until_s
         return Item(asked.step, content, asked.target, asked.reason, lane)
 
-    def _item_of_retries(self, read: port.Read, lane: _Lane) -> MessageItem:
-        headers = {} if read.message is None else read.message.headers
-        text = headers.get(tarry.DELIVERY_ID_HEADER, "")
+    def _item_of_retries(self, read: port.Read, lane: RelayLane) -> MessageItem:
+        message, name = read.message, self._broker.header_key(tarry.DELIVERY_ID_HEADER)
+        if message is None:
+            return self._bad_item(read, lane, "the retry log had lost it when it was read")
+        if name in message.repeated:
+            return self._bad_item(read, lane, f"header {name} stands twice")
+        text = message.headers.get(name, "")
         try:
-            name = tarry.DeliveryId.parse(text)
+            delivery = tarry.DeliveryId.parse(text)
         except tarry.InvalidArgument as error:
-            self._bad(error.message, read)
-            bad = Content(read, message=read.message)
-            return Item(Step.BAD, bad, self._settings.source.dead_letters, error.message, lane)
-        self._metrics.returned_early.inc(name in self._unacknowledged)
-        return Item(Step.RETURNED, Content(read, delivery_id=name, message=read.message), lane=lane)
+            return self._bad_item(read, lane, error.message)
+        if fault := self._id_fault(delivery):
+            return self._bad_item(read, lane, f"delivery id {text!r}: {fault}")
+        self._metrics.returned_early.inc(delivery in self._unacknowledged)
+        step = Step.RETURNED if delivery.log or delivery in self._unacknowledged else Step.CLAIMED
+        return Item(step, Content(read, delivery_id=delivery, message=message), lane=lane)
+
+    def _id_fault(self, delivery: tarry.DeliveryId) -> str:
+        """Say why a delivery id is none of this relay's; return an empty text if it can be."""
+        if delivery.log and delivery.log != self._log:
+            return (
+                f"it is of another source or relay, or of a former source: its log is {delivery.log}, not {self._log}"
+            )
+        if delivery.batch_index is not None:
+            return "it has a batch index, which no delivery of a relay has"
+        return self._broker.position_fault(delivery.ledger_id, delivery.entry_id)
+
+    def _bad_item(self, read: port.Read, lane: RelayLane, reason: str) -> MessageItem:
+        self._bad(reason, read)
+        return Item(Step.BAD, Content(read, message=read.message), self._settings.source.dead_letters, reason, lane)
 
     def _bad(self, reason: str, read: port.Read) -> None:
         self._metrics.bad.inc()
-        fields = {"reason": reason, "ledger_id": read.ledger_id, "entry_id": read.entry_id, "lane": read.lane}
-        log.warning("a message cannot be used", extra=fields)
+        log.warning("a message cannot be used", extra={"reason": cut(reason), **_fields(read)})
         if self._settings.source.on_bad == "stop":
-            raise BadMessage(f"message {read.ledger_id}-{read.entry_id}: {reason}; source.on_bad is 'stop'")
+            raise BadMessage(f"message {read.ledger_id}-{read.entry_id}: {cut(reason)}; source.on_bad is 'stop'")
 
-    async def _receive(self, subscription: tarry.aio.Subscription) -> None:
+    async def _receive(self, subscription: Subscription) -> None:
         relay = self._settings.relay
         while not self._ending.is_set():
             batch = await subscription.receive(_WAIT_S, max_rows=relay.rows, linger_ms=relay.linger_ms)
             if batch is not None:
-                await self._enter(self._handed_out(subscription, batch))
+                self._health.answered("daemon")
+                await self._queue.enter(self._handed_out(subscription, batch))
 
-    def _handed_out(self, subscription: tarry.aio.Subscription, batch: tarry.Batch) -> list[MessageItem]:
-        """What of a batch is not under way here already. What is was parked, and its stream has ended since; or the
-        hand-out before was handed back when Tarry had this one's acknowledgement, whose answer is not here yet.
+    def _handed_out(self, subscription: Subscription, batch: tarry.Batch) -> list[MessageItem]:
+        """Return what of a batch is not under way here already.
+
+        What is was parked, and its stream has ended since; or the hand-out before was handed back when Tarry had this
+        one's acknowledgement, whose answer is not here yet.
         """
         names = [tarry.DeliveryId.parse(batch.delivery_id(row)) for row in range(len(batch))]
-        new = [row for row, name in enumerate(names) if name not in self._unacknowledged]
+        # A name that stands twice is of two streams.
+        last = {name: row for row, name in enumerate(names)}
+        new = sorted(row for name, row in last.items() if name not in self._unacknowledged)
         if len(new) < len(names):
             subscription.release(batch.take(sorted({*range(len(names))} - {*new})))
             self._again.update(self._unacknowledged.intersection(names))
@@ -245,74 +272,160 @@ class Relay:
 
     # What is done.
 
-    def _all_work(self, subscription: tarry.aio.Subscription) -> Iterable[Coroutine[Any, Any, None]]:
+    def _work_loops(self, subscription: Subscription) -> Iterable[Coroutine[Any, Any, None]]:
         yield self._work(Work.ADD, "daemon", self._add)
+        yield self._work(Work.ADD_LATE, "daemon", self._add)
+        yield self._work(Work.COMPARE, "broker", self._compare)
         yield self._work(Work.NACK, "daemon", lambda items: self._nack(subscription, items))
+        yield self._work(Work.BURY, "daemon", lambda items: self._bury(subscription, items))
         yield self._await()
         yield self._withdraw()
         yield self._work(Work.FETCH, "broker", lambda items: self._fetch(subscription, items))
-        yield self._work(Work.ACKNOWLEDGE, "daemon", lambda items: self._acknowledge(subscription, items))
-        yield self._work(Work.REJECT, "daemon", lambda items: self._reject(subscription, items))
-        for failing in (False, True):
-            yield self._produce(subscription, failing)
-        for each in self._logs:
-            yield self._commit(each)
+        yield from self._publishing.loops(subscription)
         yield self._guard.run()
         yield self._former.run()
+        yield self._watch("broker", self._broker.must_answer)
+        yield self._watch("daemon", self._daemon_must_answer)
+
+    def _last_loops(self, subscription: Subscription) -> Iterable[Coroutine[Any, Any, None]]:
+        """Yield the loops that a session which ends still runs for a moment."""
+        yield self._work(Work.ACKNOWLEDGE, "daemon", lambda items: self._acknowledge(subscription, items))
+        yield self._work(Work.REJECT, "daemon", lambda items: self._reject(subscription, items))
+        for each in self._logs:
+            yield self._commit(each)
+            if each.reader.hold_every_s is not None:
+                yield self._hold(each, each.reader.hold_every_s)
 
     async def _work(self, work: Work, end: str, do: Callable[[Sequence[MessageItem]], Awaitable[None]]) -> None:
-        """Does one kind of work, and again what has failed for now. `do` answers each item, or raises."""
+        """Do one kind of work. `do` answers each item, or raises."""
         failures = 0
         while True:
-            items = await self._next(lambda: self._passage.take(work, self._settings.relay.rows))
-            try:
-                await do(items)
-            except _PASSES as error:
-                # Of some the answer may have come before.
-                self._answer_all([item for item in items if TABLE[item.step].work is work], Answer.AGAIN)
-                failures = await self._rest(end, error, failures)
-            else:
-                failures = 0
-                self._metrics.reachable(end)
-            await self._tell()
+            items = await self._queue.next(lambda: self._passage.take(work, self._settings.relay.rows))
+            failures = await self._attempt(work, end, do, items, failures)
+            await self._queue.tell()
+
+    async def _attempt(
+        self,
+        work: Work,
+        end: str,
+        do: Callable[[Sequence[MessageItem]], Awaitable[None]],
+        items: Sequence[MessageItem],
+        failures: int,
+    ) -> int:
+        """Do work once; return the failures in a row. What raises is found one by one, and refused for good at last."""
+        try:
+            await port.asked(do(items))
+        except _ENDS_SESSION:
+            raise
+        except Exception as error:
+            # Of some the answer may have come before.
+            left = [item for item in items if TABLE[item.step].work is work and not item.is_forgotten]
+            found = daemon_answers.meant(error)
+            if work in _CHANGES_TARRY and (found is None or found.meaning is Meaning.UNKNOWN):
+                for item in left:
+                    item.may_be_done = True
+            if daemon_answers.passes(error):
+                self._answer_all(left, Answer.AGAIN)
+                return await self._rest(end, error, failures, work)
+            if work in (Work.ACKNOWLEDGE, Work.REJECT) or (found is None and isinstance(error, tarry.TarryError)):
+                raise
+            if len(left) > 1:
+                for item in left:
+                    failures = await self._attempt(work, end, do, [item], failures)
+                return failures
+            return await self._one_raised(
+                left, error, is_refused=found is not None and found.meaning is Meaning.REFUSED
+            )
+        self._health.answered(end)
+        self._health.settle(f"{end}: {work.name.lower()}")
+        return 0
+
+    async def _one_raised(self, items: Sequence[MessageItem], error: Exception, *, is_refused: bool) -> int:
+        """Refuse a message whose work was refused, or has raised for it alone often enough."""
+        for item in items:
+            if not self._has_raised(item, error, is_refused=is_refused):
+                self._passage.answer(item, Answer.AGAIN)
+        return await rest_after(0 if is_refused else 1)
+
+    def _has_raised(self, item: MessageItem, error: Exception, *, is_refused: bool) -> bool:
+        """Count what a message's work has raised; return whether it is refused now."""
+        item.raised += 1
+        if not is_refused:
+            self._metrics.surprises.labels("message").inc()
+            log.error("work on a message has raised", exc_info=error, extra={"step": item.step.value})
+        if not is_refused and item.raised < RAISED_MAX:
+            return False
+        reason = getattr(error, "message", "") or f"{type(error).__name__}: {error}"
+        self._refuse(item, f"may have landed: {reason}" if item.may_be_done else reason)
+        return True
+
+    def _refuse(self, item: MessageItem, reason: str) -> None:
+        """Refuse a message for good at the step where it is."""
+        if item.step in (Step.HANDED_OUT, Step.PARKED, Step.FETCHED, Step.BURIED):
+            self._publishing.refuse(item, reason)
+            return
+        if item.content.read is not None:
+            self._bad(reason, item.content.read)
+        self._passage.answer(item, Answer.REFUSED, reason, instead=Step.BAD)
 
     async def _add(self, items: Sequence[MessageItem]) -> None:
+        """Add messages; those without a time for this subscription alone, due when they were sent."""
         reads = [(item, item.content.read) for item in items if item.content.read is not None]
+        late = items[0].step is Step.OVERDUE
+        times = [sent_ms(read.message) if late else item.content.deliver_at_ms for item, read in reads]
         added = await self._client.add(
             self._topic,
             [read.ledger_id for _, read in reads],
             [read.entry_id for _, read in reads],
-            deliver_at_ms=[item.content.deliver_at_ms for item in items],
+            deliver_at_ms=times,
             on_invalid=tarry.OnInvalid.RETURN,
+            subscription=self._settings.relay.subscription if late else None,
         )
         refused = dict(added.refused.items())
         self._metrics.added.inc(added.accepted)
         self._metrics.duplicates.inc(added.duplicates)
-        now = Step.DIRECT if self._settings.source.on_bad == "now" else None
+        now = Step.DIRECT if self._settings.source.on_bad == "now" and not late else None
         for row, (item, read) in enumerate(reads):
             if row in refused:
                 why = refused[row]
-                reason = f"Tarry refuses its time {item.content.deliver_at_ms}: {getattr(why, 'name', why)}"
+                reason = f"Tarry refuses its time {times[row]}: {getattr(why, 'name', why)}"
                 self._bad(reason, read)
                 self._passage.answer(item, Answer.REFUSED, reason, instead=now)
             else:
                 self._passage.answer(item, Answer.DONE)
 
-    async def _nack(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
-        """What the daemon ignores needs nothing: it comes by itself, or has come again already. But for what is due by
-        this clock and not yet by the daemon's: it would come by the name that the output has, and be dropped there.
+    async def _compare(self, items: Sequence[MessageItem]) -> None:
+        """Compare ids that do not name their log with the messages at their positions, by the times of these.
+
+        An id of a source that was made anew, of another source or of a message that was rescheduled has another time.
         """
+        ordered = sorted(items, key=_position)
+        found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
+        for item, message in zip(ordered, found, strict=True):
+            fault = self._time_fault(item, message)
+            if fault and item.content.read is not None:
+                fault = f"delivery id '{item.content.delivery_id}': {fault}"
+                self._bad(fault, item.content.read)
+            self._passage.answer(item, Answer.REFUSED if fault else Answer.DONE, fault)
+
+    def _time_fault(self, item: MessageItem, message: port.Message | None) -> str:
+        if message is None:
+            return f"the source {self._settings.source.name} has no message at its position"
         try:
-            nacked = await subscription.nack(_columns(items), forwarded=True)
-        except tarry.InvalidArgument as error:
-            # One of them is no name that Tarry has given: the others are not to wait for it.
-            if len(items) > 1:
-                for item in items:
-                    await self._nack(subscription, [item])
-            elif (read := items[0].content.read) is not None:
-                self._bad(error.message, read)
-                self._passage.answer(items[0], Answer.REFUSED, error.message)
-            return
+            due_ms = self._sorting.due_at_ms(message)
+        except Bad:
+            # With on_bad = "now" it was delivered all the same.
+            due_ms = None
+        time_ms = sent_ms(message) if due_ms is None else due_ms
+        return "" if time_ms == _due_ms(item) else f"the time of the message at its position is another, {time_ms}"
+
+    async def _nack(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
+        """Hand messages back. What the daemon ignores needs nothing: it comes by itself, or has come again already.
+
+        What is due by this clock and not yet by the daemon's is handed back again: it would come by the name that the
+        output has, and be dropped there.
+        """
+        nacked = await subscription.nack(_columns(items), forwarded=True)
         not_due = [items[row] for row, why in nacked.ignored.items() if why is tarry.IgnoredReason.NOT_DUE]
         youngest_ms = time.time_ns() // 1_000_000 - _CLOCK_BEHIND_MS
         again = {id(item) for item in not_due if _due_ms(item) > youngest_ms}
@@ -322,225 +435,60 @@ class Relay:
         if again:
             await asyncio.sleep(_NOT_DUE_S)
 
-    async def _await(self) -> None:
-        """Looks again and again which withdrawals name what is committed. Of one position they pass in their order."""
-        waiting: list[tuple[MessageItem, Withdrawal, float]] = []
-        failures = looks = 0
-        while True:
-            if more := await self._more_to_await(is_idle=not waiting):
-                ends_s = time.monotonic() + self._settings.source.await_commit_s
-                waiting += [(item, each, ends_s) for item in more if (each := item.content.withdrawal) is not None]
-                looks = 0
-            try:
-                passed = await self._broker.source.passed([each.position for _, each, _ in waiting])
-            except port.Unreachable as error:
-                failures = await self._rest("broker", error, failures)
-                continue
-            failures = 0
-            now_s = time.monotonic()
-            left = []
-            for has_passed, (item, each, ends_s) in zip(passed, waiting, strict=True):
-                if has_passed:
-                    self._passage.answer(item, Answer.DONE)
-                elif ends_s < now_s:
-                    others = item.content.alone_until_s < now_s
-                    self._resolve(item, Outcome(Result.NOT_COMMITTED, may_have_landed=others), Answer.REFUSED)
-                elif not item.is_forgotten:
-                    left.append((item, each, ends_s))
-            looks = 0 if len(left) < len(waiting) else looks + 1
-            waiting = left
-            await self._tell()
-            if waiting:
-                await asyncio.sleep(_LOOK_S[min(looks, len(_LOOK_S) - 1)])
+    async def _bury(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
+        """Make dead letters of Tarry of messages whose dead letters the broker refuses.
 
-    async def _more_to_await(self, *, is_idle: bool) -> list[MessageItem]:
-        def take() -> list[MessageItem]:
-            return self._passage.take(Work.AWAIT, self._settings.relay.rows)
+        A message of the retry log gets a line in the log instead: at its position another message of the source stands.
+        """
+        for item in items:
+            read, lane = item.content.read, item.lane
+            if read is None or lane is None or not lane.of.is_source:
+                self._publishing.report(item, item.reason)
+            else:
+                name = tarry.DeliveryId(read.ledger_id, read.entry_id, None, sent_ms(read.message), 0)
+                await subscription.reject(name.positions, cut(item.reason), forwarded=True)
+                self._metrics.buried.inc()
+                log.error(
+                    "a dead letter is refused, and is one of Tarry now",
+                    extra={"reason": cut(item.reason), **_fields(read)},
+                )
+            self._passage.answer(item, Answer.DONE)
 
-        return await self._next(take) if is_idle else take()
-
-    async def _withdraw(self) -> None:
-        """Asks in their order, and again until there is an answer: what follows may be about the same position."""
-        failures = 0
-        while True:
-            items = await self._next(lambda: self._passage.take(Work.WITHDRAW, self._settings.relay.rows))
-            asked = [(item, each) for item in items if (each := item.content.withdrawal) is not None]
-            for alike in withdrawal_results.rounds(asked):
-                while there := [
-                    (item, each) for item, each in alike if item.step is Step.AWAITED and not item.is_forgotten
-                ]:
-                    try:
-                        await self._withdraw_alike(there)
-                    except _PASSES as error:
-                        failures = await self._rest("daemon", error, failures)
-                    else:
-                        failures = 0
-                        self._metrics.reachable("daemon")
-            await self._tell()
-
-    async def _withdraw_alike(self, there: Sequence[tuple[MessageItem, Withdrawal]]) -> None:
-        alone_until_s = [item.content.alone_until_s for item, _ in there]
-        for item, _ in there:
-            item.content.alone_until_s = 0.0
-        found = await withdrawal_results.outcomes(self._client, self._topic, [each for _, each in there], alone_until_s)
-        for (item, _), outcome in zip(there, found, strict=True):
-            if outcome.result is not None:
-                self._resolve(item, outcome, Answer.DONE)
-                continue
-            if item.content.read is not None:
-                self._bad(outcome.refused, item.content.read)
-            self._passage.answer(item, Answer.REFUSED, outcome.refused)
-
-    def _resolve(self, item: MessageItem, outcome: Outcome, answer: Answer) -> None:
-        """The result of a withdrawal is known. It is told, where somebody is to be told, and committed after that."""
-        if outcome.result is not None:
-            self._metrics.withdrawals.labels(outcome.result.value).inc()
-        item.content.outcome = outcome
-        self._passage.answer(item, answer)
-
-    async def _fetch(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
+    async def _fetch(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
         ordered = sorted(items, key=_position)
         found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
         for item, message in zip(ordered, found, strict=True):
             self._fetched(item, message)
-        self._park(subscription)
+        self._publishing.park(subscription)
 
     def _fetched(self, item: MessageItem, message: port.Message | None) -> None:
         if message is None:
             self._refuse(item, f"the source {self._settings.source.name} has it no more")
             return
         try:
-            item.target = self._sorting.target_of(message.headers)
+            item.target = self._sorting.target_of(message)
         except Bad as error:
-            # The settings are others than when it was read.
+            # The settings are others than when it was read, or the rules.
             self._refuse(item, str(error))
             return
         item.content.message = message
         self._passage.answer(item, Answer.DONE)
 
-    def _park(self, subscription: tarry.aio.Subscription) -> None:
-        """Keeps half of the permits free of what waits for targets that take nothing now."""
-        relay, now_s = self._settings.relay, time.monotonic()
-        waiting, parked = self._passage.count(Step.FETCHED), self._passage.count(Step.PARKED)
-        rows = min(waiting - relay.permits // 2, relay.parked_max - parked)
-        if rows <= 0:
-            return
-        holding: dict[int, tuple[tarry.Batch, list[int]]] = {}
-        for item in self._passage.park(
-            rows, lambda target: target in self._tried or self._pacing.takes_nothing(target, now_s)
-        ):
-            content = item.content
-            if content.handed_out is not None:
-                batch, row = content.handed_out
-                holding.setdefault(id(batch), (batch, []))[1].append(row)
-            content.handed_out = content.message = None
-        for batch, held in holding.values():
-            subscription.release(batch.take(sorted(held)))
-
-    async def _produce(self, subscription: tarry.aio.Subscription, failing: bool) -> None:
-        """Publishes to the targets that are failing, or to the others: one that hangs keeps no other."""
-        failures = 0
-        while True:
-            items = await self._next(lambda: self._take_to_produce(failing))
-            try:
-                with self._trying(items, subscription) if failing else contextlib.nullcontext():
-                    answers = await self._broker.output.produce([self._outgoing(item) for item in items])
-            except _PASSES as error:
-                self._answer_all(items, Answer.AGAIN)
-                failures = await self._rest("broker", error, failures)
-            else:
-                failures = 0
-                for item, answer in zip(items, answers, strict=True):
-                    self._produced(item, answer)
-                self._park(subscription)
-            await self._tell()
-
-    @contextlib.contextmanager
-    def _trying(self, items: Sequence[MessageItem], subscription: tarry.aio.Subscription) -> Iterator[None]:
-        """Whatever else waits for these targets is parked, however long they do not answer."""
-        self._tried = {item.target for item in items}
-        self._park(subscription)
-        try:
-            yield
-        finally:
-            self._tried = set()
-
-    def _take_to_produce(self, failing: bool) -> list[MessageItem]:
-        now_s = time.monotonic()
-
-        def allowed(target: str, wanted: int) -> int:
-            return self._pacing.take(target, wanted, now_s) if self._pacing.is_failing(target) is failing else 0
-
-        return self._passage.take_to_produce(self._settings.relay.rows, allowed)
-
-    def _outgoing(self, item: MessageItem) -> port.Outgoing:
-        content = item.content
-        own, kind, name = {}, item.step.value, ""
-        if item.step is Step.FETCHED and content.delivery_id is not None:
-            own[tarry.DELIVERY_ID_HEADER] = name = str(content.delivery_id)
-            own[tarry.REDELIVERY_COUNT_HEADER] = str(content.delivery_id.redelivery_count)
-            kind = self._settings.relay.subscription
-        elif content.read is not None and (lane := item.lane) is not None:
-            name = f"{lane.of.name}-{content.read.ledger_id}-{content.read.entry_id}"
-        if item.step in (Step.BAD, Step.BARE):
-            kind = Step.BAD.value
-            own |= {REASON_HEADER: _one_line(item.reason), POSITION_HEADER: name}
-        elif item.step in (Step.RESULT, Step.BARE_RESULT):
-            kind = Step.RESULT.value
-            own |= {**self._told(content), POSITION_HEADER: name}
-        has_body = item.step not in (Step.BARE, Step.BARE_RESULT)
-        return port.Outgoing(item.target, content.message, own, f"{self._topic}:{kind}:{name}", has_body)
-
-    def _told(self, content: Content) -> dict[str, str]:
-        """What came of a withdrawal, as headers."""
-        outcome, told = content.outcome, {}
-        correlation = self._settings.source.headers.correlation
-        if content.message is not None and correlation in content.message.headers:
-            told[correlation] = content.message.headers[correlation]
-        if outcome is not None and outcome.result is not None:
-            told[RESULT_HEADER] = outcome.result.value
-            if outcome.deliver_at_ms is not None:
-                told[DELIVER_AT_HEADER] = str(outcome.deliver_at_ms)
-            if outcome.may_have_landed:
-                told[MAY_HAVE_LANDED_HEADER] = "true"
-        return told
-
-    def _produced(self, item: MessageItem, answer: port.Produced) -> None:
-        if answer.failed:
-            self._pacing.rest(item.target, time.monotonic())
-            self._metrics.failed("target", answer.failed, item.target)
-            self._passage.answer(item, Answer.AGAIN)
-            return
-        self._pacing.has_taken(item.target, time.monotonic())
-        if answer.refused and item.step is Step.FETCHED:
-            self._refuse(item, answer.refused)
-        elif answer.refused:
-            if item.content.read is not None and item.step is Step.DIRECT:
-                self._bad(answer.refused, item.content.read)
-            reason = "" if item.step is Step.DIRECT else item.reason
-            self._passage.answer(item, Answer.REFUSED, reason or answer.refused)
-        else:
-            self._metrics.reachable("target", item.target)
-            self._metrics.produced.labels(item.step.name.lower()).inc()
-            if item.step is Step.FETCHED and item.content.delivery_id is not None:
-                self._metrics.late(time.time() - item.content.delivery_id.deliver_at_ms / 1_000)
-            self._passage.answer(item, Answer.DONE)
-
-    async def _acknowledge(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
+    async def _acknowledge(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
         with self._handing_back(items):
             await subscription.ack(_columns(items))
 
-    async def _reject(self, subscription: tarry.aio.Subscription, items: Sequence[MessageItem]) -> None:
+    async def _reject(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
         by_reason: dict[str, list[MessageItem]] = {}
         for item in items:
-            by_reason.setdefault(item.reason, []).append(item)
+            by_reason.setdefault(cut(item.reason), []).append(item)
         with self._handing_back(items):
             await asyncio.gather(*(subscription.reject(_columns(each), reason) for reason, each in by_reason.items()))
 
     @contextlib.contextmanager
     def _handing_back(self, items: Sequence[MessageItem]) -> Iterator[None]:
-        """While they are acknowledged or rejected. What is handed out again meanwhile is so once more: the answer may
-        be about the hand-out before.
+        """Acknowledge or reject within the block. What is handed out again meanwhile is acknowledged once more: the
+        answer may be about the hand-out before.
         """
         names = {item.content.delivery_id for item in items}
         self._again -= names
@@ -550,19 +498,18 @@ class Relay:
         for item in items:
             self._passage.answer(item, Answer.AGAIN if item.content.delivery_id in again else Answer.DONE)
 
-    def _refuse(self, item: MessageItem, reason: str) -> None:
-        """Of what was handed out: it becomes a dead letter of Tarry."""
-        self._metrics.lost.inc()
-        log.error("a message cannot be delivered", extra={"reason": reason, "delivery_id": item.content.delivery_id})
-        self._passage.answer(item, Answer.REFUSED, reason)
-
-    async def _commit(self, of: _ReadLog) -> None:
+    async def _commit(self, of: ReadLog) -> None:
         failures = 0
+
+        def take() -> list[MessageItem]:
+            if of.is_source and not self._guard.may_read.is_set():
+                return []
+            return self._passage.take_to_commit(lambda lane: lane.of is of)
+
         while True:
-            items = await self._next(lambda: self._passage.take_to_commit(lambda lane: lane.of is of))
-            reads = [item.content.read for item in items if item.content.read is not None]
+            items = await self._queue.next(take)
             try:
-                await of.reader.commit(reads)
+                await of.reader.commit([item.content.read for item in items if item.content.read is not None])
             except port.Unreachable as error:
                 self._passage.committed(items, Answer.AGAIN)
                 failures = await self._rest("broker", error, failures)
@@ -570,52 +517,314 @@ class Relay:
                 failures = 0
                 self._metrics.committed.inc(len(items))
                 self._passage.committed(items, Answer.DONE)
-            await self._tell()
+            await self._queue.tell()
 
-    # Waiting.
+    # What is held, and who answers.
 
-    async def _enter(self, items: Sequence[MessageItem]) -> None:
-        self._passage.enter(items)
-        await self._tell()
+    async def _hold(self, of: ReadLog, every_s: float) -> None:
+        """Hold what is read and not committed, while the daemon answers: else another relay gets it."""
+        while True:
+            await asyncio.sleep(every_s)
+            if self._health.silent_s("daemon") >= min(SILENT_S, max(every_s, 2 * _WATCH_S)):
+                continue
+            items = self._passage.held(lambda lane: lane.of is of)
+            rows = self._settings.relay.rows
+            for first in range(0, len(items), rows):
+                held = [item.content.read for item in items[first : first + rows] if not item.is_forgotten]
+                try:
+                    await of.reader.hold([read for read in held if read is not None])
+                except port.Unreachable as error:
+                    self._metrics.failed("broker", str(error))
+                    break
 
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    async def _watch(self, end: str, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask an end again and again what it must answer: a poll that times out proves nothing."""
+        while True:
+            if end == "daemon":
+                self._settle_idle()
+            try:
+                await ask()
+            except Exception as error:
+                if not daemon_answers.passes(error):
+                    raise
+                self._metrics.failed(end, str(error))
+                self._tell_credentials(end, "watch", error)
+            else:
+                self._health.answered(end)
+                self._health.settle(f"{end}: watch")
+            await asyncio.sleep(_WATCH_S)
 
-    async def _next(self, take: Callable[[], list[MessageItem]]) -> list[MessageItem]:
-        """What is taken next, as soon as there is something."""
-        async with self._changed:
-            while not (items := take()):
-                await self._wait_for_news()
-        return items
+    def _settle_idle(self) -> None:
+        """Take back the reasons of work that no message waits for: nothing else shows that it succeeds again."""
+        for work in Work:
+            if not self._passage.count(*(step for step, row in TABLE.items() if row.work is work)):
+                self._health.settle(f"daemon: {work.name.lower()}")
 
-    async def _wait_for_news(self) -> None:
-        """Also by the clock: a target may have rested, or may get more by its limit."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.05 if self._passage.has_to_produce else _WAIT_S):
-                await self._changed.wait()
+    async def _daemon_must_answer(self) -> None:
+        await self._client.stats(self._topic, timeout_s=_WATCH_S)
 
-    async def _drained(self) -> None:
-        """Waits until nothing is under way. What is left comes again, to another relay."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.relay.drain_s), self._changed:
-                await self._changed.wait_for(lambda: not self._passage.read and not self._passage.handed_out)
+    # Withdrawals.
 
-    async def _rest(self, end: str, error: Exception, failures: int) -> int:
-        """Tells the failure and waits before the next try; the failures in a row."""
+    async def _await(self) -> None:
+        """Look again and again which withdrawals name what is committed. Those of one position pass in their order."""
+        waiting: list[tuple[MessageItem, Withdrawal, float]] = []
+        failures = looks = 0
+        while True:
+            if more := await self._more_to_await(is_idle=not waiting):
+                ends_s = time.monotonic() + self._settings.source.await_commit_s
+                waiting += [(item, each, ends_s) for item in more if (each := item.content.withdrawal) is not None]
+                looks = 0
+            try:
+                passed = await self._passed(waiting)
+            except port.Unreachable as error:
+                failures = await self._rest("broker", error, failures)
+                continue
+            failures = 0
+            now_s = time.monotonic()
+            left = []
+            for has_passed, (item, each, ends_s) in zip(passed, waiting, strict=True):
+                if item.step is not Step.WITHDRAWAL:
+                    continue  # It was refused.
+                if has_passed:
+                    self._passage.answer(item, Answer.DONE)
+                elif ends_s < now_s:
+                    others = item.content.alone_until_s < now_s
+                    self._resolve(item, Outcome(Result.NOT_COMMITTED, may_have_landed=others), Answer.REFUSED)
+                elif not item.is_forgotten:
+                    left.append((item, each, ends_s))
+            looks = 0 if len(left) < len(waiting) else looks + 1
+            waiting = left
+            await self._queue.tell()
+            if waiting:
+                await asyncio.sleep(_LOOK_S[min(looks, len(_LOOK_S) - 1)])
+
+    async def _passed(self, waiting: Sequence[tuple[MessageItem, Withdrawal, float]]) -> Sequence[bool]:
+        """Say of each whether what it names is committed. One that raises by itself three times is refused."""
+        try:
+            passed = await port.asked(self._broker.source.passed([each.position for _, each, _ in waiting]))
+            return port.one_for_each(passed, len(waiting), bool)
+        except (port.Unreachable, *_ENDS_SESSION):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this message's
+            if len(waiting) > 1:
+                return [has_passed for each in waiting for has_passed in await self._passed([each])]
+            # It stays among those that are asked for, in its order.
+            for item, _, _ in waiting:
+                self._has_raised(item, error, is_refused=False)
+            await rest_after(1)
+            return [False] * len(waiting)
+
+    async def _more_to_await(self, *, is_idle: bool) -> list[MessageItem]:
+        def take() -> list[MessageItem]:
+            return self._passage.take(Work.AWAIT, self._settings.relay.rows)
+
+        return await self._queue.next(take) if is_idle else take()
+
+    async def _withdraw(self) -> None:
+        """Ask in their order, and again until there is an answer: what follows may be about the same position."""
+        failures = 0
+        while True:
+            items = await self._queue.next(lambda: self._passage.take(Work.WITHDRAW, self._settings.relay.rows))
+            # One that was tried again stands here twice; the second time it is at another step.
+            asked = [(item, each) for item in items if (each := item.content.withdrawal) is not None]
+            for alike in rounds(asked):
+                while there := [item for item, _ in alike if item.step is Step.AWAITED and not item.is_forgotten]:
+                    failures = await self._attempt(Work.WITHDRAW, "daemon", self._withdraw_alike, there, failures)
+            await self._queue.tell()
+
+    async def _withdraw_alike(self, items: Sequence[MessageItem]) -> None:
+        alone_until_s = [item.content.alone_until_s for item in items]
+        for item in items:
+            item.content.alone_until_s = 0.0
+        asked = [each for item in items if (each := item.content.withdrawal) is not None]
+        try:
+            found = await outcomes(self._client, self._topic, asked, alone_until_s)
+        except (tarry.InvalidArgument, tarry.OutOfRange):
+            # Nothing was done.
+            for item, until_s in zip(items, alone_until_s, strict=True):
+                item.content.alone_until_s = until_s
+            raise
+        for item, outcome in zip(items, found, strict=True):
+            self._resolve(item, outcome, Answer.DONE)
+
+    def _resolve(self, item: MessageItem, outcome: Outcome, answer: Answer) -> None:
+        """Take in the result of a withdrawal. Whoever asked is told before it is committed."""
+        self._metrics.withdrawals.labels(outcome.result.value).inc()
+        item.content.told = outcome.headers
+        self._passage.answer(item, answer)
+
+    # Failing, and ending.
+
+    async def _rest(self, end: str, error: Exception, failures: int, work: Work | None = None) -> int:
+        """Record a failure and wait before the next try; return the failures in a row."""
         self._metrics.failed(end, str(error))
-        if failures == 0:
-            log.warning("does not answer", extra={"end": end, "error": str(error)})
-        await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
-        return failures + 1
+        if work is not None:
+            self._tell_credentials(end, work.name.lower(), error)
+        return await rest_after(failures)
+
+    def _tell_credentials(self, end: str, what: str, error: Exception) -> None:
+        if isinstance(error, (tarry.PermissionDenied, tarry.Unauthenticated)):
+            self._health.explain(f"{end}: {what}", str(error))
+
+    async def _drained(self, intake: Sequence[asyncio.Task[None]]) -> None:
+        """Wait until nothing is under way. What is left comes again, to another relay."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.relay.drain_s):
+                await asyncio.wait(intake)
+                while self._passage.read or self._passage.handed_out:
+                    await self._queue.news()
+
+    async def _done(self) -> None:
+        """Wait until what is done is committed, acknowledged or rejected."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_S):
+                while self._passage.count(*ENDING):
+                    await self._queue.news()
 
     def _answer_all(self, items: Iterable[MessageItem], answer: Answer) -> None:
         for item in items:
             self._passage.answer(item, answer)
 
-    def _limit_of(self, target: str) -> float | None:
-        setting = self._sorting.setting_of(target)
-        return None if setting is None else setting.rate_limit
+
+class _Tasks:
+    """The loops of a session, in three groups: what takes in, what works, and what ends the messages."""
+
+    def __init__(self) -> None:
+        self.intake: list[asyncio.Task[None]] = []
+        self.work: list[asyncio.Task[None]] = []
+        self.last: list[asyncio.Task[None]] = []
+
+    def start(self, group: list[asyncio.Task[None]], loops: Iterable[Coroutine[Any, Any, None]]) -> None:
+        group += [asyncio.create_task(each) for each in loops]
+
+    def restart(self, group: list[asyncio.Task[None]], loops: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run those loops of a group anew that have ended. `loops`: all of the group, in its order."""
+        for index, each in enumerate(loops):
+            if group[index].done():
+                group[index] = asyncio.create_task(each)
+            else:
+                each.close()
+
+    def all(self) -> list[asyncio.Task[None]]:
+        return [*self.intake, *self.work, *self.last]
+
+    async def until(self, reached: Coroutine[Any, Any, object]) -> None:
+        """Wait until it is reached. Raises what ends a loop before."""
+        await self._until(reached, self.all())
+
+    async def until_last(self, reached: Coroutine[Any, Any, object]) -> None:
+        """Wait until it is reached, or one of the last loops ends, too."""
+        with contextlib.suppress(Exception):
+            await self._until(reached, [each for each in self.last if not each.done()])
+
+    @staticmethod
+    async def _until(reached: Coroutine[Any, Any, object], loops: Sequence[asyncio.Task[None]]) -> None:
+        goal = asyncio.ensure_future(reached)
+        running: set[asyncio.Future[Any]] = {goal, *loops}
+        try:
+            while not goal.done():
+                ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for each in ended:
+                    if each.cancelled() and each is not goal:
+                        raise port.NobodyCancelled("a loop of the relay ended with CancelledError")
+                    each.result()
+        finally:
+            goal.cancel()
+
+
+# Withdrawals: asking Tarry, and what its answers mean.
+
+
+class Result(enum.Enum):
+    """What came of a withdrawal; all but the first two have changed nothing."""
+
+    CANCELLED = "CANCELLED"
+    """It will never be delivered."""
+    RESCHEDULED = "RESCHEDULED"
+    """It has the new time."""
+    ALREADY_DUE = "ALREADY_DUE"
+    """Its time has come before."""
+    IN_FLIGHT = "IN_FLIGHT"
+    """It is on its way to its target."""
+    NOT_FOUND = "NOT_FOUND"
+    """It does not wait: it had no time, was delivered, cancelled before, or is a dead letter."""
+    NOT_COMMITTED = "NOT_COMMITTED"
+    """No relay has committed it in time, so it may still come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What Tarry has answered about one withdrawal."""
+
+    result: Result
+    deliver_at_ms: int | None = None
+    """The time that is stored by RESCHEDULED, Unix time in ms."""
+    may_have_landed: bool = False
+    """Whether another try of this withdrawal may have done it, of which this one does not know."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What whoever asked is told."""
+        told = {RESULT_HEADER: self.result.value}
+        if self.deliver_at_ms is not None:
+            told[DELIVER_AT_HEADER] = str(self.deliver_at_ms)
+        if self.may_have_landed:
+            told[MAY_HAVE_LANDED_HEADER] = "true"
+        return told
+
+
+def rounds(asked: Iterable[tuple[Asking, Withdrawal]]) -> list[list[tuple[Asking, Withdrawal]]]:
+    """Put withdrawals together that can be asked for at once.
+
+    Each round is of one kind and has no position twice, and those of one position stand in their order.
+    """
+    found: list[list[tuple[Asking, Withdrawal]]] = []
+    times: dict[tuple[int, int], int] = {}
+    for each in asked:
+        _, withdrawal = each
+        number = times.get(withdrawal.position, 0)
+        is_of_reschedules = number % 2 == 1
+        if is_of_reschedules != (withdrawal.deliver_at_ms is not None):
+            number += 1
+        times[withdrawal.position] = number + 1
+        found += [[] for _ in range(number + 1 - len(found))]
+        found[number].append(each)
+    return [each for each in found if each]
+
+
+async def outcomes(
+    client: tarry.aio.Client, topic: str, asked: Sequence[Withdrawal], alone_until_s: Sequence[float]
+) -> list[Outcome]:
+    """Return what came of one round. Raises what the client raises: then nothing was done, or nobody knows.
+
+    `alone_until_s`: until when nobody else can have asked for each, by `time.monotonic`.
+    """
+    ledgers = [each.ledger_id for each in asked]
+    entries = [each.entry_id for each in asked]
+    times = [each.deliver_at_ms for each in asked if each.deliver_at_ms is not None]
+    answer: tarry.Cancelled | tarry.Rescheduled
+    stored_ms: dict[int, int] = dict(enumerate(times))
+    if times:
+        answer = await client.reschedule(topic, ledgers, entries, deliver_at_ms=times)
+        done = Result.RESCHEDULED
+        stored_ms |= zip(answer.raised_index.tolist(), answer.raised_deliver_at_ms.tolist(), strict=True)
+    else:
+        answer = await client.cancel(topic, ledgers, entries)
+        done = Result.CANCELLED
+    left = {
+        **dict.fromkeys(answer.not_found_index.tolist(), Result.NOT_FOUND),
+        **dict.fromkeys(answer.already_due_index.tolist(), Result.ALREADY_DUE),
+        **dict.fromkeys(answer.in_flight_index.tolist(), Result.IN_FLIGHT),
+    }
+    found = []
+    now_s = time.monotonic()
+    for row, until_s in enumerate(alone_until_s):
+        result = left.get(row, done)
+        # A reschedule that has landed may have made it due since; a cancel that has landed leaves nothing to find.
+        hides_a_landing = result is Result.NOT_FOUND or (bool(times) and result is not done)
+        landed = hides_a_landing and (until_s < now_s or answer.may_have_landed)
+        found.append(Outcome(result, stored_ms.get(row) if result is Result.RESCHEDULED else None, landed))
+    return found
 
 
 def _position(item: MessageItem) -> tuple[int, int]:
@@ -628,8 +837,13 @@ def _due_ms(item: MessageItem) -> int:
     return 0 if name is None else name.deliver_at_ms
 
 
+def _fields(read: port.Read) -> dict[str, object]:
+    """Return where a message stands, for the log."""
+    return {"ledger_id": read.ledger_id, "entry_id": read.entry_id, "lane": read.lane}
+
+
 def _columns(items: Iterable[MessageItem]) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """The hand-outs, by name, as the client library takes them."""
+    """Return hand-outs, by name, as the client library takes them."""
     names = [item.content.delivery_id for item in items if item.content.delivery_id is not None]
     return (
         [name.ledger_id for name in names],
@@ -638,8 +852,3 @@ def _columns(items: Iterable[MessageItem]) -> tuple[list[int], list[int], list[i
         [tarry.NO_BATCH_INDEX if name.batch_index is None else name.batch_index for name in names],
         [name.redelivery_count for name in names],
     )
-
-
-def _one_line(text: str) -> str:
-    """As a header can carry it."""
-    return " ".join(text.split())

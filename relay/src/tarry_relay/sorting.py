@@ -1,7 +1,5 @@
-"""What is to be done with a message that was read: when it is due, and where it goes.
+"""Decides what is done with a message that was read: when it is due, and where it goes.
 
-Owns: the headers of producers, and what is wrong with them.
-Does not own: their names (`tarry_relay.relay_settings`).
 Pure: the same message gives the same time, whenever it is read.
 """
 
@@ -10,16 +8,19 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from tarry_relay import port, relay_settings
-from tarry_relay.passage import Step
+from tarry_relay.delivery_steps import Step
 from tarry_relay.relay_settings import Headers, Settings, SettingsError, Source, Target
 
-_TIME_MAX_MS = 2**53
-_SECONDS_MAX = 978_307_200_000
-"""Below it, and from 10^9 on, a number can only be meant in seconds."""
+TIME_MAX_MS = 2**53
+"""The latest time that a header may give, Unix time in ms."""
+_MS_MIN = 978_307_200_000
+"""The first number that is a time in ms. A smaller one, but for 0, is a date, or a time or a delay in seconds."""
 
 
 class Bad(ValueError):
@@ -33,7 +34,7 @@ class Withdrawal:
     ledger_id: int
     entry_id: int
     deliver_at_ms: int | None
-    """The other time; None: it is to be cancelled."""
+    """The other time; None if it is to be cancelled."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -54,47 +55,97 @@ class Sorting:
     """Sorts what is read from one source."""
 
     def __init__(self, source: Source, targets: tuple[Target, ...], names: port.Names) -> None:
-        """`names`: of the broker."""
+        """Sort by these settings and the names of the broker."""
         self._source = source
         self._targets = targets
         self._names = names
+        told = msgspec.structs.asdict(source.headers)
+        self._headers = Headers(**{field: names.header_key(name) for field, name in told.items()})
         self._levels_ms = relay_settings.levels_ms(source)
         self._delay_max_ms = relay_settings.delay_max_ms(source)
 
+    @property
+    def correlation_header(self) -> str:
+        """The name of the header that comes back with a result, as `port.Message.headers` has it."""
+        return self._headers.correlation
+
     def sort(self, read: port.Read) -> Sorted:
-        """What a message of the source asks for."""
+        """Return what a message of the source asks for."""
         message = read.message
         if message is None:
             return Sorted(Step.BAD, self._source.dead_letters, reason="the source had lost it when it was read")
         try:
-            withdrawal = self._withdrawal_of(message.headers, read)
+            self._refuse_repeated(message)
+            withdrawal = self._withdrawal_of(message, read)
             if withdrawal is not None:
                 return Sorted(Step.WITHDRAWAL, "", withdrawal=withdrawal)
-            target = self.target_of(message.headers)
+            target = self.target_of(message)
         except Bad as error:
             return Sorted(Step.BAD, self._source.dead_letters, reason=str(error))
         try:
-            due_ms = self._due_at_ms(message.headers, read)
+            due_ms = self.due_at_ms(message)
         except Bad as error:
             if self._source.on_bad == "now":
                 return Sorted(Step.DIRECT, target, reason=str(error))
             return Sorted(Step.BAD, self._source.dead_letters, reason=str(error))
         return Sorted(Step.DIRECT, target) if due_ms is None else Sorted(Step.READ, target, due_ms)
 
-    def _withdrawal_of(self, headers: Mapping[str, str], read: port.Read) -> Withdrawal | None:
-        """None: it names no other message. Raises Bad."""
-        names = self._source.headers
-        name = _only_one(headers, (names.cancel_of, names.reschedule_of))
+    def due_at_ms(self, message: port.Message) -> int | None:
+        """Return when a message is due, Unix time in ms; None if it has no time. Raises Bad."""
+        sent_at_ms = max(0, message.sent_at_ms)
+        due_ms = due_at_ms(message, sent_at_ms, self._headers, self._levels_ms)
+        if due_ms is not None and self._delay_max_ms is not None and due_ms - sent_at_ms > self._delay_max_ms:
+            raise Bad(
+                f"it is to be delivered {due_ms - sent_at_ms} ms after it was sent, and source.delay_max is "
+                f"{self._source.delay_max}"
+            )
+        return due_ms
+
+    def target_of(self, message: port.Message) -> str:
+        """Return where a message goes. Raises Bad if it can go nowhere, or cannot be published at all."""
+        name = self._headers.target
+        if name in message.repeated:
+            raise Bad(f"header {name} stands twice")
+        target = message.headers.get(name, self._source.target)
+        if target is None:
+            raise Bad(f"header {name} is missing, and source.target is not set")
+        if fault := self._names.target_fault(target):
+            raise Bad(f"header {name} is {_shown(target)}: {fault}")
+        if self._names.comes_back(target):
+            raise Bad(f"header {name} is {target!r}, which this relay reads itself: the message would go round")
+        if self.setting_of(target) is None:
+            raise Bad(f"header {name} is {_shown(target)}, which is none of the targets of this relay")
+        if fault := self._names.message_fault(message):
+            raise Bad(fault)
+        return target
+
+    def setting_of(self, target: str) -> Target | None:
+        """Return the first setting that allows a target."""
+        for each in self._targets:
+            if each.allows(target):
+                return each
+        return None
+
+    def _refuse_repeated(self, message: port.Message) -> None:
+        """Raises Bad if a header of the relay stands twice: which one counts would be chance."""
+        for name in message.repeated:
+            if name in msgspec.structs.astuple(self._headers):
+                raise Bad(f"header {name} stands twice")
+
+    def _withdrawal_of(self, message: port.Message, read: port.Read) -> Withdrawal | None:
+        """Return what it asks for if it names another message. Raises Bad."""
+        names = self._headers
+        name = _only_one(message, (names.cancel_of, names.reschedule_of))
         if name is None:
             return None
-        text = headers[name].strip()
+        text = message.headers[name].strip()
         try:
             ledger_id, entry_id = self._names.position_of(text)
         except port.BadPosition as error:
             raise Bad(f"header {name}: {error}") from None
         if ledger_id == read.ledger_id and entry_id >= read.entry_id:
             raise Bad(f"header {name} is {text!r}, where nothing was yet when this message was sent")
-        due_ms = self._due_at_ms(headers, read)
+        due_ms = self.due_at_ms(message)
         times = f"{names.deliver_at}, {names.delay} or {names.level}"
         if name == names.cancel_of and due_ms is not None:
             raise Bad(f"header {name} is given with {times}; to give another time say {names.reschedule_of}")
@@ -102,39 +153,12 @@ class Sorting:
             raise Bad(f"header {name} is given without the new time: {times}")
         return Withdrawal(ledger_id, entry_id, due_ms)
 
-    def _due_at_ms(self, headers: Mapping[str, str], read: port.Read) -> int | None:
-        """When it is due; None: it has no time. Raises Bad."""
-        due_ms = due_at_ms(headers, read.sent_at_ms, self._source.headers, self._levels_ms)
-        if due_ms is not None and self._delay_max_ms is not None and due_ms - read.sent_at_ms > self._delay_max_ms:
-            raise Bad(
-                f"it is to be delivered {due_ms - read.sent_at_ms} ms after it was sent, and source.delay_max is "
-                f"{self._source.delay_max}"
-            )
-        return due_ms
-
-    def target_of(self, headers: Mapping[str, str]) -> str:
-        """Where it goes. Raises Bad."""
-        name = self._source.headers.target
-        target = headers.get(name, self._source.target)
-        if target is None:
-            raise Bad(f"header {name} is missing, and source.target is not set")
-        if self._names.comes_back(target):
-            raise Bad(f"header {name} is {target!r}, which this relay reads itself: the message would go round")
-        if self.setting_of(target) is None:
-            raise Bad(f"header {name} is {target!r}, which is none of the targets of this relay")
-        return target
-
-    def setting_of(self, target: str) -> Target | None:
-        """The first setting that allows it."""
-        for each in self._targets:
-            if each.allows(target):
-                return each
-        return None
-
 
 def refuse_rounds(settings: Settings, names: port.Names) -> None:
-    """Raises SettingsError: a target is one that this relay reads itself, so that messages would go round for ever."""
+    """Raises SettingsError if a target can be none, or this relay reads it itself: messages would go round for ever."""
     for field, name in settings.targets_by_field().items():
+        if fault := names.target_fault(name):
+            raise SettingsError(f"{field} is {_shown(name)}: {fault}")
         if names.comes_back(name):
             raise SettingsError(
                 f"{field} is {name!r}, which is read by this relay itself, as source or retry log: what is published "
@@ -149,42 +173,44 @@ def refuse_rounds(settings: Settings, names: port.Names) -> None:
                 )
 
 
-def _only_one(headers: Mapping[str, str], names: Sequence[str]) -> str | None:
-    """Which of the headers is given; None: none of them. Raises Bad where more than one is."""
-    given = [name for name in names if name in headers]
-    if len(given) > 1:
-        raise Bad(f"headers {' and '.join(given)} are given, and only one of them may be")
-    return given[0] if given else None
+def sent_ms(message: port.Message | None) -> int:
+    """Return when a message was sent as a time that Tarry takes, Unix time in ms.
+
+    Return 1 if nothing is known of it, or its producer gave no time, or one in seconds.
+    """
+    return message.sent_at_ms if message is not None and _MS_MIN <= message.sent_at_ms <= TIME_MAX_MS else 1
 
 
-def due_at_ms(headers: Mapping[str, str], sent_at_ms: int, names: Headers, levels_ms: list[int]) -> int | None:
-    """When it is due; None: it has no time. Raises Bad."""
-    name = _only_one(headers, (names.deliver_at, names.delay, names.level))
+def due_at_ms(message: port.Message, sent_at_ms: int, names: Headers, levels_ms: list[int]) -> int | None:
+    """Return when a message is due; None if it has no time. Raises Bad."""
+    name = _only_one(message, (names.deliver_at, names.delay, names.level))
     if name is None:
         return None
-    text = headers[name].strip()
+    text = message.headers[name].strip()
     if name == names.deliver_at:
         due_ms = time_ms(name, text)
     elif name == names.delay:
         due_ms = sent_at_ms + _delay_ms(name, text)
     else:
         due_ms = sent_at_ms + _of_level(name, text, levels_ms)
-    if due_ms > _TIME_MAX_MS:
-        raise Bad(f"header {name} is {text!r}, which is beyond {_TIME_MAX_MS} ms of Unix time")
+    if due_ms > TIME_MAX_MS:
+        raise Bad(f"header {name} is {text!r}, which is beyond {TIME_MAX_MS} ms of Unix time")
     return due_ms
 
 
 def time_ms(name: str, text: str) -> int:
-    """A moment as Unix time in ms. Raises Bad."""
+    """Return a moment as Unix time in ms. Raises Bad."""
     if re.fullmatch(r"\d{1,19}", text, re.ASCII):
         number = int(text)
-        if 10**9 <= number < _SECONDS_MAX:
+        if 10**9 <= number < _MS_MIN:
             raise Bad(f"header {name} is {text}, which can only be meant in seconds; it must be in ms")
+        if 0 < number < _MS_MIN:
+            raise Bad(f"header {name} is {text}, which is no time in ms; 0 means at once")
         return number
     try:
         moment = datetime.datetime.fromisoformat(text)
     except ValueError:
-        raise Bad(f"header {name} is {text!r}, which is neither Unix time in ms nor RFC 3339") from None
+        raise Bad(f"header {name} is {_shown(text)}, which is neither Unix time in ms nor RFC 3339") from None
     if moment.tzinfo is None:
         raise Bad(f"header {name} is {text!r}, which has no time zone: end it with Z or an offset such as +02:00")
     since = moment - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -192,15 +218,28 @@ def time_ms(name: str, text: str) -> int:
     return max(0, -(-since // datetime.timedelta(milliseconds=1)))
 
 
+def _only_one(message: port.Message, names: Sequence[str]) -> str | None:
+    """Return which of the headers is given, if one is. Raises Bad if more than one is."""
+    given = [name for name in names if name in message.headers]
+    if len(given) > 1:
+        raise Bad(f"headers {' and '.join(given)} are given, and only one of them may be")
+    return given[0] if given else None
+
+
 def _delay_ms(name: str, text: str) -> int:
-    """A delay in ms. Raises Bad."""
+    """Return a delay in ms. Raises Bad."""
     delay = relay_settings.delay_ms(text)
     if delay is None:
-        raise Bad(f"{name} is {text!r}, which is no delay: {relay_settings.DELAY_FORM}")
+        raise Bad(f"header {name} is {_shown(text)}, which is no delay: {relay_settings.DELAY_FORM}")
     return delay
 
 
 def _of_level(name: str, text: str, levels_ms: list[int]) -> int:
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not 1 <= int(text) <= len(levels_ms):
-        raise Bad(f"header {name} is {text!r}; it must be from 1 to {len(levels_ms)}")
+        raise Bad(f"header {name} is {_shown(text)}; it must be from 1 to {len(levels_ms)}")
     return levels_ms[int(text) - 1]
+
+
+def _shown(text: str) -> str:
+    """Quote a text, cut where it is long, so that what is wrong with it still fits behind it."""
+    return repr(text) if len(text) <= 100 else f"{text[:100]!r}... ({len(text)} letters)"

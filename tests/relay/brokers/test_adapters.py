@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tarry_relay import ends, nats_broker, port, relay_command, relay_settings
+from tarry_relay import port, relay_command, relay_settings, sessions
 from tests._support.processes import run_program
 from tests.relay.brokers._support.relay_process import PROGRAM
 from tests.relay.brokers._support.two_brokers import (
@@ -33,7 +33,7 @@ BY_MESSAGE = pytest.mark.parametrize("broker", ["redis", "nats"], indirect=True)
 async def adapter(broker: AnyBroker, directory: Path, identity: str = "one") -> AsyncIterator[port.Broker]:
     file = directory / f"{identity}.toml"
     file.write_text(configuration(broker, NOWHERE, f'[relay]\ntopic = "orders"\nid = "{identity}"'))
-    async with ends.opened(relay_settings.load(file)) as opened:
+    async with sessions.opened(relay_settings.load(file)) as opened:
         yield opened.broker
 
 
@@ -135,23 +135,6 @@ async def test_a_target_that_goes_round_is_refused_before_a_relay_runs(broker: A
         assert "targets[0].pattern is 'due|o.*', which fits 'orders'" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("subject", "targets", "others"),
-    [
-        ("orders", ["orders"], ["orders.a", "order"]),
-        ("orders.*", ["orders.a"], ["orders", "orders.a.b", "x.a"]),
-        ("orders.>", ["orders.a", "orders.a.b"], ["orders", "x.a"]),
-        ("*.new", ["orders.new"], ["orders.old", "new"]),
-        (">", ["a", "a.b"], []),
-    ],
-)
-def test_a_subject_stands_for_what_its_wildcards_say(subject: str, targets: list[str], others: list[str]) -> None:
-    assert [nats_broker.fits(subject, each) for each in (*targets, *others)] == [
-        *[True] * len(targets),
-        *[False] * len(others),
-    ]
-
-
 @BY_MESSAGE
 async def test_two_relays_share_what_is_read(broker: AnyBroker, tmp_path: Path) -> None:
     await publish(broker, range(20))
@@ -173,7 +156,7 @@ async def test_an_output_drops_what_it_has(broker: AnyBroker, tmp_path: Path) ->
         ]
         for _ in range(2):
             assert set(await opened.output.produce(outgoing)) == {port.Produced()}
-        await opened.output.produce([port.Outgoing(DEAD, None, {"tarry-reason": "none"}, "id 3", has_body=False)])
+        await opened.output.produce([port.Outgoing(DEAD, None, {"tarry-reason": "none"}, "id 3")])
     published = await broker.read(DUE)
     assert [(each.headers["n"], each.headers["tarry-delivery-id"], each.body) for each in published] == [
         ("0", "0", "payload 0"),
@@ -187,7 +170,8 @@ async def test_what_a_target_did_not_take_does_not_count_as_there(broker: AnyBro
         outgoing = [port.Outgoing(DUE, None, {"n": "1"}, "id 1")]
         await broker.take_away(DUE)
         (away,) = await opened.output.produce(outgoing)
-        assert away.failed.startswith(f"{DUE}: ")
+        assert not away.is_taken
+        assert away.text.startswith(f"{DUE}: ")
         await broker.bring_back(DUE)
         async with asyncio.timeout(300):
             # A client of Kafka may take a while to learn of it.
@@ -308,7 +292,7 @@ async def test_what_a_relay_needs_is_looked_at(broker: AnyBroker, tmp_path: Path
     async with adapter(broker, tmp_path) as opened:
         found = [each async for each in opened.findings()]
         assert found
-        assert [each.text for each in found if not each.is_good] == []
+        assert [each.text for each in found if each.grade not in (port.Grade.OK, port.Grade.WARNING)] == []
 
 
 @pytest.mark.parametrize("broker", ["nats", pytest.param("kafka", marks=pytest.mark.long)], indirect=True)
@@ -320,7 +304,7 @@ async def test_what_is_missing_is_told_by_name_and_what_was_found_before_it(brok
     file.write_text(text.replace(daemon, f"{daemon}\ndaemon.timeout_s = 0.1"))
     ended = await asyncio.to_thread(run_program, [*PROGRAM, "check", str(file)])
     kind = "topic" if broker.kind == "kafka" else "stream"
-    assert ended.stdout.splitlines()[0] == f"WRONG source: {kind} orders: is not there; make it"
+    assert ended.stdout.startswith(f"WRONG source: {kind} orders: ")
     assert "\nok    retry: " in ended.stdout
     assert ended.stderr.startswith("tarry-relay: the daemon cannot be reached, by daemon.address: DEADLINE_EXCEEDED: ")
     assert ended.returncode == relay_command.EXIT_UNREACHABLE

@@ -12,7 +12,7 @@ import nats
 import pytest
 
 from examples import processes
-from tarry_relay import ends, port, relay_settings
+from tarry_relay import port, relay_settings, sessions
 from tests.brokers import nats_server, redis_server
 from tests.client._support.authority import Authority
 
@@ -104,10 +104,10 @@ async def test_a_broker_is_reached_by_tls_with_what_the_file_shows_and_not_with_
     with (serving_nats if kind == "nats" else serving_redis)(files, directory) as url:
         if kind == "nats":
             await make_streams(files, url)
-        async with ends.opened(files.settings(kind, url)) as opened:
+        async with sessions.opened(files.settings(kind, url)) as opened:
             outgoing = [port.Outgoing("due", None, {"n": "1"}, "id 1")]
             assert await opened.broker.output.produce(outgoing) == [port.Produced()]
         for wrong in ({"ca_file": files.path("other-ca")}, {"password_file": files.path("wrong")}):
             with pytest.raises(port.Unreachable):
-                async with ends.opened(files.settings(kind, url, timeout_s=3, **wrong)):
+                async with sessions.opened(files.settings(kind, url, timeout_s=3, **wrong)):
                     pass

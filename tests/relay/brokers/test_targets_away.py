@@ -32,8 +32,9 @@ async def test_a_target_that_is_away_holds_up_no_other_through_an_end_of_the_dae
         settings = configuration(broker, daemon.address)
         two_targets = settings.replace(f'{{ name = "{DUE}" }}', f'{{ name = "{DUE}" }}, {{ name = "{OTHER}" }}')
         with RelayProcess("relay", tmp_path, two_targets, FEW) as relay:
-            await broker.take_away(DUE)
             relay.start()
+            await asyncio.to_thread(relay.wait_for_log, '"message":"relays"')
+            await broker.take_away(DUE)
             due_ms = time.time_ns() // 1_000_000
             await broker.publish(SOURCE, [({"deliver-at": str(due_ms)}, f"{row}") for row in range(rows)])
             later = {"deliver-at": str(due_ms + 1), "target": OTHER}

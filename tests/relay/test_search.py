@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tarry_relay import reading_on
-from tarry_relay.reading_on import GAP_MAX, Search
+from tarry_relay import pacing
+from tarry_relay.pacing import GAP_MAX, Search
 from tests.planted import registry
 
 OFFSETS = st.lists(st.integers(0, 3_000), unique=True, max_size=30).map(sorted)
@@ -65,7 +65,7 @@ def what_is_met_is_not_found(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_jumped_over(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reading_on, "GAP_MAX", 10_000)
+    patch.setattr(pacing, "GAP_MAX", 10_000)
 
 
 def everything_is_jumped_over(patch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,4 @@
-"""Metrics and health over HTTP, in a thread of their own.
-
-Owns: `GET /metrics` and `GET /health`. Does not own: what they say (`tarry_relay.relay_metrics`).
-"""
+"""Serves `GET /metrics` and `GET /health` over HTTP, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -16,9 +13,6 @@ import prometheus_client
 from tarry_relay import relay_settings
 from tarry_relay.relay_metrics import RelayMetrics
 
-_SICK_S = 10.0
-"""An end that has not answered for so long is told by the status, too."""
-
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     metrics: RelayMetrics
@@ -30,16 +24,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     200, prometheus_client.CONTENT_TYPE_LATEST, prometheus_client.generate_latest(self.metrics.registry)
                 )
             case "/health":
-                failing = self.metrics.failing()
-                # A target that is away is no reason to end the relay, which is what who asks may do.
-                sick = any(self.metrics.failing_s(end) >= _SICK_S for end in ("broker", "daemon"))
-                body = {"status": "failing" if sick else "ok", "failing": failing}
-                self._answer(503 if sick else 200, "application/json", msgspec.json.encode(body))
+                is_healthy, body = self.metrics.health.body()
+                self._answer(200 if is_healthy else 503, "application/json", msgspec.json.encode(body))
             case other:
                 self._answer(404, "text/plain", f"{other} is not there; /metrics and /health are\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not logged."""
+        """Log no requests."""
 
     def _answer(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -51,9 +42,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving(listen: str | None, metrics: RelayMetrics) -> Iterator[str | None]:
-    """Serves on host:port while the block runs; the address with the port that port 0 has become. None: on none.
+    """Serve on host:port while the block runs; yield the address, with the port that port 0 has become.
 
-    Raises SettingsError.
+    Serve nothing, and yield None, if `listen` is None. Raises SettingsError.
     """
     if listen is None:
         yield None

@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tarry_relay import passage
-from tarry_relay.passage import Answer, CannotBeRefused, Item, Passage, Row, Step, Work
+from tarry_relay import delivery_steps
+from tarry_relay.delivery_steps import Answer, CannotBeRefused, Item, Passage, Row, Step, Work
 from tests.planted import registry
 
 READ_AS = (Step.READ, Step.DIRECT, Step.RETURNED, Step.WITHDRAWAL, Step.BAD)
@@ -57,6 +57,7 @@ class Relays(RuleBasedStateMachine):
     def begin(self) -> None:
         self.world = World()
         self.lane = 0
+        self.now_s = 0.0
         self.restart()
 
     @rule(what=st.integers(0, 9))
@@ -91,7 +92,14 @@ class Relays(RuleBasedStateMachine):
         numbers = range(self.next, min(self.next + rows, len(self.world.log)))
         target = {Step.BAD: DEAD}
         self.passage.enter(
-            Item(step, number, target=target.get(step, f"t{number % 2}"), lane=self.lane)
+            Item(
+                step,
+                number,
+                target=target.get(step, f"t{number % 2}"),
+                lane=self.lane,
+                position=(0, number),
+                entered_s=self.now_s,
+            )
             for number, step in ((number, self.world.log[number]) for number in numbers)
         )
         self.next = max(self.next, numbers.stop)
@@ -119,8 +127,32 @@ class Relays(RuleBasedStateMachine):
     def park(self, rows: int, away: str) -> None:
         parked = self.passage.park(rows, lambda target: target == away)
         assert len(parked) <= rows
-        assert {each.target for each in parked} <= {away}
+        assert {each.target for each in parked} <= {away, *self.passage._rests_until}
         self.fresh(parked)
+
+    @rule(waited_s=st.integers(0, 3))
+    def take_overdue(self, waited_s: int) -> None:
+        self.now_s += 1
+        self.passage.take_overdue(self.now_s - waited_s)
+
+    @rule(who=st.sampled_from(("t0", "t1", DEAD, RESULTS)), rest_s=st.integers(0, 3))
+    def rest_target(self, who: str, rest_s: int) -> None:
+        self.passage.rest_target(who, self.now_s + rest_s)
+
+    @rule(which=st.integers(0, 9), rest_s=st.integers(0, 3))
+    def rest_message(self, which: int, rest_s: int) -> None:
+        """What was given out to be published rests by itself instead."""
+        if self.under_way:
+            item = self.under_way[which % len(self.under_way)]
+            if not item.is_forgotten and delivery_steps.TABLE[item.step].work is Work.PRODUCE:
+                self.under_way.remove(item)
+                parked = item.step is Step.FETCHED and which % 2 == 0
+                self.passage.rest_message(item, self.now_s + rest_s, parked=parked)
+
+    @rule(later_s=st.integers(1, 3))
+    def wake(self, later_s: int) -> None:
+        self.now_s += later_s
+        self.passage.wake(self.now_s)
 
     def fresh(self, taken: list[Item[int, int]]) -> list[Item[int, int]]:
         assert not [each for each in taken if each in self.under_way], "it is given out twice"
@@ -143,10 +175,12 @@ class Relays(RuleBasedStateMachine):
             self.world.resolved.add(item.content)  # It has waited long enough.
         if answer is Answer.REFUSED and item.step is Step.AWAITED:
             self.world.bad.add(item.content)
+        if answer is Answer.REFUSED and item.step in (Step.SHORT_RESULT, Step.BURIED):
+            self.world.safe.add(item.content)  # A line in the log has it.
         try:
             self.passage.answer(item, answer, "wrong")
         except CannotBeRefused:
-            assert passage.TABLE[item.step].refused is None
+            assert delivery_steps.TABLE[item.step].refused is None
             self.restart()  # as one does whose relay has stopped
 
     def is_committed(self, number: int) -> bool:
@@ -156,9 +190,9 @@ class Relays(RuleBasedStateMachine):
         """The work of its step becomes durable; what that step must never be at is found."""
         number, world = item.content, self.world
         match item.step:
-            case Step.READ if item.lane != self.lane:
+            case Step.READ | Step.OVERDUE if item.lane != self.lane:
                 pass  # A request that comes later than the one of who reads it by now: see relay/README.md.
-            case Step.READ:
+            case Step.READ | Step.OVERDUE:
                 assert number not in world.cancelled, "what was cancelled is added again"
                 world.in_tarry.add(number)
                 world.safe.add(number)
@@ -167,9 +201,11 @@ class Relays(RuleBasedStateMachine):
             case Step.BAD | Step.BARE:
                 assert item.target == DEAD
                 world.safe.add(number)
+            case Step.BURIED:
+                world.safe.add(number)
             case Step.AWAITED:
                 self.withdraw(number, named_by(number))
-            case Step.RESULT | Step.BARE_RESULT:
+            case Step.RESULT | Step.BARE_RESULT | Step.SHORT_RESULT:
                 assert item.target == RESULTS
                 assert number in world.resolved, "a result is told before it is known"
                 world.safe.add(number)
@@ -224,6 +260,7 @@ class Relays(RuleBasedStateMachine):
             return
         self.read(len(self.world.log))
         for _ in range(8 * (1 + len(self.world.log))):  # a step at a time: each message may wait for the one before
+            self.wake(1_000)
             for item in self.under_way:
                 self.say(item, Answer.DONE)
             self.under_way = []
@@ -270,6 +307,10 @@ def walk(seed: int) -> None:
         lambda: relays.take(chance.randint(1, 5)),
         lambda: relays.take_to_produce(chance.randint(1, 5), chance.randint(0, 3) * (not are_away or one_in_ten())),
         lambda: relays.park(chance.randint(1, 5), chance.choice(("t0", "t1"))),
+        lambda: relays.take_overdue(chance.randint(0, 3)),
+        lambda: relays.rest_target(chance.choice(("t0", "t1", DEAD, RESULTS)), chance.randint(0, 3)),
+        lambda: relays.rest_message(chance.randrange(10), chance.randint(0, 3)),
+        lambda: relays.wake(chance.randint(1, 3)),
         *[
             lambda: relays.answer(
                 chance.randrange(10), one_of((*Answer, Answer.DONE, Answer.DONE)), chance.random() < 0.5
@@ -279,7 +320,7 @@ def walk(seed: int) -> None:
         relays.begin_commit,
         lambda: relays.end_commit(one_of((Answer.DONE, Answer.AGAIN)), chance.random() < 0.5),
     ]
-    for _ in range(100):
+    for _ in range(160):
         chance.choice(rules)()
         relays.nothing_is_dropped()
     relays.teardown()
@@ -299,9 +340,9 @@ def test_every_step_leads_to_an_end() -> None:
         reached, ahead = set[Step](), {step}
         while ahead:
             reached |= ahead
-            rows = [passage.TABLE[each] for each in ahead if each in passage.TABLE]
+            rows = [delivery_steps.TABLE[each] for each in ahead if each in delivery_steps.TABLE]
             ahead = {to for row in rows for to in (row.done, row.refused) if to is not None} - reached
-        ends = reached - set(passage.TABLE)
+        ends = reached - set(delivery_steps.TABLE)
         assert ends <= {Step.COMMITTED, Step.ACKNOWLEDGED, Step.REJECTED}
         assert ends
 
@@ -341,14 +382,72 @@ def test_targets_take_turns() -> None:
 
 def test_what_cannot_be_refused_says_why() -> None:
     relay: Passage[int, int] = Passage(DEAD)
-    relay.enter([Item(Step.BARE, 1, target=DEAD)])
-    (item,) = relay.take_to_produce(1, lambda target, n: n)
-    with pytest.raises(CannotBeRefused, match="at step 'bare': no such stream"):
-        relay.answer(item, Answer.REFUSED, "no such stream")
+    relay.enter([Item(Step.LOST, 1)])
+    (item,) = relay.take(Work.REJECT, 1)
+    with pytest.raises(CannotBeRefused, match="at step 'lost': no such topic"):
+        relay.answer(item, Answer.REFUSED, "no such topic")
+
+
+def test_a_log_that_commits_in_any_order_commits_what_is_done() -> None:
+    relay: Passage[int, str] = Passage(DEAD)
+    relay.enter(
+        Item(Step.DIRECT, number, target=target, lane="log", position=(1, number), in_order=False)
+        for number, target in enumerate("abb")
+    )
+    for item in relay.take_to_produce(10, lambda target, n: n if target == "b" else 0):
+        relay.answer(item, Answer.DONE)
+    done = relay.take_to_commit()
+    assert [each.content for each in done] == [1, 2]
+    assert relay.take_to_commit() == []
+    relay.committed(done, Answer.AGAIN)
+    relay.committed(relay.take_to_commit(), Answer.DONE)
+    assert [each.content for each in relay.held(lambda lane: True)] == [0]
+    assert relay.read == 1
+
+
+def test_what_is_under_way_is_found_by_its_lane_and_position_until_it_is_committed() -> None:
+    relay: Passage[int, str] = Passage(DEAD)
+    relay.enter([Item(Step.READ, 7, lane="log", position=(1, 7))])
+    (item,) = relay.take(Work.ADD, 1)
+    assert relay.find("log", (1, 7)) is item
+    assert relay.find("another", (1, 7)) is None
+    relay.answer(item, Answer.DONE)
+    relay.committed(relay.take_to_commit(), Answer.DONE)
+    assert relay.find("log", (1, 7)) is None
+
+
+def test_a_message_without_a_time_waits_in_tarry_when_its_target_has_kept_it_too_long() -> None:
+    relay: Passage[int, int] = Passage(DEAD)
+    relay.enter([Item(Step.DIRECT, number, target="a", entered_s=float(number)) for number in range(3)])
+    (tried,) = relay.take_to_produce(1, lambda target, n: 1)
+    relay.answer(tried, Answer.AGAIN)
+    relay.rest_target("a", 100.0)
+    assert relay.take_overdue(2.0) == 2
+    assert sorted(each.content for each in relay.take(Work.ADD_LATE, 10)) == [0, 1]
+    relay.wake(100.0)
+    assert [each.content for each in relay.take_to_produce(10, lambda target, n: n)] == [2]
+
+
+def test_a_target_that_rests_is_not_asked_for_and_its_messages_hold_no_permit() -> None:
+    relay: Passage[int, int] = Passage(DEAD)
+    relay.enter([Item(Step.FETCHED, 1, target="a")])
+    relay.rest_target("a", 5.0)
+    assert [each.content for each in relay.park(10, lambda target: False)] == [1]
+    relay.wake(4.9)
+    assert relay.take(Work.FETCH, 10) == []
+    relay.wake(5.0)
+    assert [each.content for each in relay.take(Work.FETCH, 10)] == [1]
+
+
+def test_what_keeps_the_commit_of_a_lane_is_named() -> None:
+    relay: Passage[int, str] = Passage(DEAD)
+    relay.enter([Item(Step.DIRECT, 1, target="a", lane="p0", position=(0, 1), entered_s=1.0)])
+    relay.enter([Item(Step.DIRECT, 2, target="b", lane="p1", position=(1, 1), entered_s=50.0)])
+    assert relay.lanes_held(before_s=10.0) == ["p0"]
 
 
 def leads(patch: pytest.MonkeyPatch, step: Step, row: Row) -> None:
-    changed = {**passage.TABLE, step: row}
+    changed = {**delivery_steps.TABLE, step: row}
     begins = Passage.__init__
     patch.setattr(Passage, "__init__", lambda self, dead, results="": begins(self, dead, results, changed))
 
