@@ -2,7 +2,7 @@
 
 Rows are added at a steady rate. The same load without sealing tells what of it is not the seals' doing.
 
-Owns: the pacing, and reading the daemon's histogram. Does not own: the heartbeat (`daemon.surroundings.loop_pause`).
+Owns: the pacing, and reading the daemon's histogram. Does not own: the heartbeat (`daemon.runtime.loop_pause`).
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ from daemon.grpc_services.admission import Admission
 from daemon.grpc_services.server import Server
 from daemon.ledger_stores import ledger_stores
 from daemon.owner.engine import Engine
-from daemon.surroundings import counted_store, loop_pause, pools
-from daemon.surroundings.environment import TAIL_REQUESTS_MAX, TAIL_WORK_MAX, Environment
-from daemon.surroundings.system_clock import SystemClock
+from daemon.runtime import counted_store, loop_pause, pools
+from daemon.runtime.environment import TAIL_REQUESTS_MAX, TAIL_WORK_MAX, Environment
+from daemon.runtime.system_clock import SystemClock
 from storage_backends import local_directory, log_opening, object_store
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from daemon.owner.candidacy import Wait
 from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
 from daemon.owner.takeover import KeptByLog, Takeover, Won, check_readable
+from daemon.runtime.environment import Environment
 from daemon.shard.shard_claim import ShardClaim
-from daemon.surroundings.environment import Environment
 from daemon.topic import topic_commits
 from storage_backends import commit, log_fence, object_store
 from storage_backends.formats.manifest import ShardManifest

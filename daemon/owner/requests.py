@@ -21,10 +21,10 @@ from daemon.core import adding, limits
 from daemon.errors import AlreadyExists, InvalidArgument, InvariantViolated, NotFound, TarryError
 from daemon.owner import topic_inspection
 from daemon.owner.garbage_collection import Collection
+from daemon.runtime.environment import Environment
 from daemon.subscription import leases, served_dead_letters
 from daemon.subscription.key_shared_stream import KeySharedStream
 from daemon.subscription.open_stream import DispatchStream
-from daemon.surroundings.environment import Environment
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.viewing import Viewing
 from daemon.topic_gauges import TopicNumbers

@@ -18,10 +18,10 @@ from typing import TypeAlias, TypeVar
 from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
+from daemon.runtime.environment import Environment
 from daemon.shard import checkpoint_store, recovery, shard_tip
 from daemon.shard.range_operations import Claim, GiveBack, OwnLogEnd, has_earlier_sections_in
 from daemon.shard.shard_claim import ShardClaim
-from daemon.surroundings.environment import Environment
 from daemon.topic import topic_commits
 from storage_backends import commit, object_store, sections
 from storage_backends.checkpoints import LoadedCheckpoint

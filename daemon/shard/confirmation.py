@@ -16,7 +16,7 @@ import logging
 from typing import Protocol
 
 from daemon.errors import NotOwner, Unavailable
-from daemon.surroundings import backoff
+from daemon.runtime import backoff
 from storage_backends import object_store
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,10 @@ from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from daemon.ledger_deletion.shard_deletions import ShardDeletions
+from daemon.runtime import backoff
+from daemon.runtime.due_loop import DueLoop
+from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import recovery, shard_tip
 from daemon.shard.checkpointing import Checkpointing, ShardState
 from daemon.shard.confirmation import Confirmation
@@ -31,10 +35,6 @@ from daemon.shard.shard_tip import KnownTip
 from daemon.shard.slot_sender import LandedSection
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
-from daemon.surroundings import backoff
-from daemon.surroundings.due_loop import DueLoop
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.failure_scope import TopicFailed
 from daemon.topic import checkpoint_parts, topic_commits
 from daemon.topic.adoption import Adoption
 from daemon.topic.bucket_life import BucketLife

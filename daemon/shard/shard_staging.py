@@ -14,9 +14,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from daemon.errors import OutcomeUnknown, QuotaExceeded, Unavailable
+from daemon.runtime import backoff
 from daemon.shard.confirmation import Confirmation
 from daemon.shard.slot_sender import LandedSection, Section, SlotSender
-from daemon.surroundings import backoff
 from daemon.topic_terms.topic_staging import STALL_ANSWER_S
 from storage_backends.formats import deletion_format
 from storage_backends.formats.slot_format import DeletionRecord, Record, SlotBuilder, size_max

@@ -25,10 +25,10 @@ from daemon.core.departures import Departure
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.trimming import LedgerRanges
 from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
+from daemon.runtime.taking_turns import TakingTurns
 from daemon.shard.owned_topic import OwnedTopic
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.taking_turns import TakingTurns
 from daemon.topic import stored_properties
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_commits import Operation

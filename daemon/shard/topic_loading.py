@@ -25,10 +25,10 @@ from typing import Any
 
 from daemon.core.topic import Topic
 from daemon.errors import Corruption, NotOwner, Unavailable
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import Failures, TopicFailed
 from daemon.shard import recovery
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.failure_scope import Failures, TopicFailed
 from daemon.topic import topic_commits
 from daemon.topic.bucket_life import AGE_SPREAD
 from daemon.topic_terms import topic_settings

@@ -20,9 +20,9 @@ from daemon.core.ignored import Ignored, IgnoredReason
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, QuotaExceeded
+from daemon.runtime.environment import Environment
 from daemon.subscription.acknowledging import Acknowledging
 from daemon.subscription.waiting_line import WaitingLine
-from daemon.surroundings.environment import Environment
 from daemon.topic_terms.topic_port import TopicPort
 from daemon.topic_terms.topic_settings import LEASE_MAX_MS
 

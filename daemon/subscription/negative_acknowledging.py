@@ -20,8 +20,8 @@ from daemon.core.ignored import Ignored
 from daemon.core.redelivering import NackBatch, Terms
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, InvariantViolated, TarryError
+from daemon.runtime.environment import Environment
 from daemon.subscription.acknowledging import Acknowledging
-from daemon.surroundings.environment import Environment
 from daemon.topic_terms.topic_port import TopicPort
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from storage_backends.formats.row_columns import U32, U64

@@ -23,10 +23,10 @@ from daemon.core.positions import KeyedRows
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import Unavailable
+from daemon.runtime.failure_scope import TopicFailed
 from daemon.subscription.acknowledging import Acknowledging
 from daemon.subscription.negative_acknowledging import TopicRedelivery
 from daemon.subscription.waiting_line import Waiter, WaitingLine
-from daemon.surroundings.failure_scope import TopicFailed
 from daemon.topic_terms.topic_port import TopicPort
 
 # The largest hand-out at once.

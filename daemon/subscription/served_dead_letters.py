@@ -26,7 +26,7 @@ from daemon.core import limits
 from daemon.core.dead_letter_rows import DeadLetterFilter, DeadLetterRows
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import DelayTooLong, InvalidArgument, OutcomeUnknown, QuotaExceeded, TarryError, Unavailable
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
 from daemon.topic_terms.topic_port import TopicPort
 from daemon.topic_terms.topic_quotas import TopicQuotas
 from storage_backends.formats.row_columns import Rows

@@ -21,12 +21,12 @@ from daemon.core.positions import KeyedRows
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import Conflict
+from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import TopicFailed
 from daemon.subscription.leases import Leases
 from daemon.subscription.open_stream import DispatchStream, OpenStream, TopicOfStreams
 from daemon.subscription.sharing_rounds import KeySharing
 from daemon.subscription.waiting_line import WaitingLine
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.failure_scope import TopicFailed
 
 # Portions that a backlog is read again by.
 CATCH_UP_PORTIONS = 1

@@ -25,9 +25,9 @@ from daemon.core.key_shared.key_share import KeyShared
 from daemon.core.nack_tracker import FrozenNacks
 from daemon.core.positions import KeyedRows
 from daemon.errors import InvalidArgument, InvariantViolated, QuotaExceeded, TarryError, Unavailable
+from daemon.runtime.environment import Environment
 from daemon.subscription.key_shared_stream import KeySharedStream, SubscriptionOfKeySharedStreams
 from daemon.subscription.open_stream import MESSAGES_ROWS_MAX, OpenStream
-from daemon.surroundings.environment import Environment
 from storage_backends.formats.row_columns import Rows
 
 NAME_MAX_BYTES = 255

@@ -24,10 +24,10 @@ from daemon.core.in_flight import Mask
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, QuotaExceeded
+from daemon.runtime.environment import Environment
 from daemon.subscription.key_shared_stream import KeySharedStream
 from daemon.subscription.open_stream import DispatchStream, OpenStream, TopicOfStreams
 from daemon.subscription.served_subscription import ServedSubscription
-from daemon.surroundings.environment import Environment
 from storage_backends.formats.row_columns import Rows
 
 STREAMS_RETRY_MS = 5_000

@@ -25,8 +25,8 @@ from daemon.core.merging import MergedBucket
 from daemon.core.positions import KeyedRows
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.errors import Corruption, InvariantViolated
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
 from daemon.topic import bucket_reads, topic_commits
 from daemon.topic.topic_commits import TopicCommits
 from storage_backends import topic_manifest

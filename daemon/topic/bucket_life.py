@@ -30,8 +30,8 @@ from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
 from daemon.errors import Unavailable
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
 from daemon.topic import checkpoint_parts, sealing, topic_commits
 from daemon.topic.topic_commits import TopicCommits
 from daemon.topic.topic_merging import BucketMerging

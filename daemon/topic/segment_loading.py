@@ -16,8 +16,8 @@ from daemon.core.positions import KeyedRows, PageTable
 from daemon.core.segments import SegmentRange
 from daemon.core.topic import Topic
 from daemon.errors import Corruption
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
 from daemon.topic import bucket_reads
 from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.object_store import StoreError

@@ -27,16 +27,16 @@ from daemon.core.segments import SegmentRange
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.errors import NotFound, QuotaExceeded
+from daemon.runtime.due_loop import DueLoop
+from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import TopicFailed
+from daemon.runtime.pace import Pace
 from daemon.subscription.acknowledging import Acknowledging
 from daemon.subscription.negative_acknowledging import TopicRedelivery
 from daemon.subscription.open_stream import OpenStream
 from daemon.subscription.served_dead_letters import TopicDeadLetters
 from daemon.subscription.served_subscription import ServedSubscription
 from daemon.subscription.stream_opening import Opening
-from daemon.surroundings.due_loop import DueLoop
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.failure_scope import TopicFailed
-from daemon.surroundings.pace import Pace
 from daemon.topic.segment_loading import SegmentLoader
 from daemon.topic.topic_adding import TopicAdding
 from daemon.topic.topic_gate import TopicGate

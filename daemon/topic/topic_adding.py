@@ -29,8 +29,8 @@ from daemon.core.adding import ACCEPTED, DUPLICATE, AddBatch, AddOutcome, AddRow
 from daemon.core.quotas import Caller
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvariantViolated, TarryError
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.failure_scope import TopicFailed
+from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import TopicFailed
 from daemon.topic.topic_withdrawing import Withdrawing
 from daemon.topic_terms.topic_port import TopicPort
 from daemon.topic_terms.topic_quotas import TopicQuotas

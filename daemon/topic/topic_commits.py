@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from daemon.errors import Corruption
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
 from storage_backends import commit, shard_manifests, topic_manifest
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.object_store import Damaged

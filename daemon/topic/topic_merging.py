@@ -24,8 +24,8 @@ from daemon.core.merging import Candidate
 from daemon.core.topic import Topic
 from daemon.errors import Corruption, OutcomeUnknown, Unavailable
 from daemon.metrics import MergeOutcome
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
 from daemon.topic import bucket_reads, stored_progress, topic_commits
 from daemon.topic.topic_commits import TopicCommits
 from daemon.topic_terms.topic_settings import TopicSettings

@@ -13,8 +13,8 @@ from typing import TypeVar
 from daemon.call_values import RetentionPage, Survey
 from daemon.core import retention
 from daemon.core.topic import Topic
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.taking_turns import TakingTurns
+from daemon.runtime.environment import Environment
+from daemon.runtime.taking_turns import TakingTurns
 from storage_backends.formats.row_columns import U64
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from daemon.core.scan import LAST_MS, Asked, Found, Page, PageScan, Part, Place,
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import Corruption, InvalidArgument, QuotaExceeded, Unavailable
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
 from daemon.topic import bucket_reads
 from daemon.topic.served_topic import ServedTopic
 from storage_backends.formats import index_ids

@@ -12,7 +12,7 @@ from typing import Protocol
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
-from daemon.surroundings.pace import Pace
+from daemon.runtime.pace import Pace
 from daemon.topic_terms.topic_settings import TopicSettings
 from daemon.topic_terms.topic_staging import Commits
 

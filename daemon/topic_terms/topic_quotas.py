@@ -16,7 +16,7 @@ from daemon.core import quotas
 from daemon.core.quotas import Caller, ClientRates, DueSeconds, PendingRows, QuotaLimits, RowsOfSeconds
 from daemon.core.topic import Topic
 from daemon.errors import QuotaExceeded
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
 from storage_backends.formats.row_columns import U64, Rows
 
 # Somebody who is refused again and again does not have the rows counted more often.

@@ -17,8 +17,8 @@ from daemon.core.limits import RequestLimits
 from daemon.core.mutable_bucket import SealLimits
 from daemon.core.quotas import QuotaLimits
 from daemon.errors import InvalidArgument
-from daemon.surroundings import tick
-from daemon.surroundings.environment import Environment
+from daemon.runtime import tick
+from daemon.runtime.environment import Environment
 from storage_backends import storage_settings
 from storage_backends.formats.manifest import (
     KeySharedPolicy,
@@ -76,7 +76,7 @@ _NOT_ZERO = {
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicSettings:
     """In force for one topic. `policy`: as it was set; `effective`: every field filled. `max_num_buckets` is -1 where
-    nothing is merged. `tick_ms`: as it was set; None: the daemon's own (`daemon.surroundings.tick`). `delay_levels`: as
+    nothing is merged. `tick_ms`: as it was set; None: the daemon's own (`daemon.runtime.tick`). `delay_levels`: as
     they were set, None: not at all; `levels`: those that count.
     """
 

@@ -10,7 +10,7 @@ import pytest
 from daemon.call_values import AddOutcome, AddRow, Caller, TopicPolicy, View
 from daemon.core.topic import Topic
 from daemon.errors import InvariantViolated, QuotaExceeded, TarryError
-from daemon.surroundings.failure_scope import TopicFailed
+from daemon.runtime.failure_scope import TopicFailed
 from daemon.topic import topic_adding
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_places import JOURNAL

@@ -16,10 +16,10 @@ from daemon.owner import heartbeat
 from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
 from daemon.owner.takeover import Takeover
+from daemon.runtime import due_loop
+from daemon.runtime.failure_scope import Failures, ShardLost, TopicFailed
 from daemon.shard.checkpointing import Checkpointing
 from daemon.shard.shard import ServedShard
-from daemon.surroundings import due_loop
-from daemon.surroundings.failure_scope import Failures, ShardLost, TopicFailed
 from daemon.topic import topic_commits
 from storage_backends import commit
 from storage_backends.formats import names

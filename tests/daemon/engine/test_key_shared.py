@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from daemon.errors import InvalidArgument, NotFound, QuotaExceeded, TarryError
+from daemon.runtime.failure_scope import TopicFailed
 from daemon.subscription import key_shared_outbox
-from daemon.surroundings.failure_scope import TopicFailed
 from storage_backends.formats.manifest import HashSelector, KeyOrder
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon.engine._support.calling import stats

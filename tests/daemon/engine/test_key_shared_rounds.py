@@ -10,8 +10,8 @@ from daemon.core.backlog_reader import BacklogReader
 from daemon.core.in_flight import Mask
 from daemon.core.key_shared.let_go import LetGo
 from daemon.owner.requests import Requests
+from daemon.runtime.failure_scope import TopicFailed
 from daemon.subscription.open_stream import StreamClosed
-from daemon.surroundings.failure_scope import TopicFailed
 from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats.manifest import HashSelector, NackOrder
 from tests._support.engine_fixture import Daemon, EngineFixture

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from daemon.surroundings import tail_bound
-from daemon.surroundings.tail_bound import AT_ONCE, BEGIN_AT, RETRY_S, Tail, TailBound
+from daemon.runtime import tail_bound
+from daemon.runtime.tail_bound import AT_ONCE, BEGIN_AT, RETRY_S, Tail, TailBound
 from storage_backends.formats import log_slot_format
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Fault

@@ -17,9 +17,9 @@ from daemon.call_values import HandedOut
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.errors import Corruption, InvariantViolated
+from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import shard
 from daemon.shard.topic_loading import TopicLoading
-from daemon.surroundings.failure_scope import TopicFailed
 from daemon.topic import checkpoint_parts
 from daemon.topic.bucket_life import BucketLife
 from daemon.topic.topic_commits import TopicCommits

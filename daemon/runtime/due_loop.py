@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from daemon.surroundings.environment import Clock
-from daemon.surroundings.pace import Pace
-from daemon.surroundings.tick import Tick
+from daemon.runtime.environment import Clock
+from daemon.runtime.pace import Pace
+from daemon.runtime.tick import Tick
 
 # The wall clock may step while the loop sleeps: it looks again at least this often; a tick is at most that.
 SLEEP_MAX_MS = 500

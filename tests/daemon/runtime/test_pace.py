@@ -11,10 +11,10 @@ import pytest
 from daemon.call_values import HeldPositions
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription_state import SubscriptionState
+from daemon.runtime import pace
+from daemon.runtime.due_loop import TURN_S, DueLoop
+from daemon.runtime.pace import Pace
 from daemon.shard import shard as shard_module
-from daemon.surroundings import pace
-from daemon.surroundings.due_loop import TURN_S, DueLoop
-from daemon.surroundings.pace import Pace
 from tests._support.engine_fixture import EngineFixture, Receiver
 from tests._support.virtual_loop import VirtualLoop
 from tests.daemon.engine._support.calling import create, delete_topic

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from daemon.surroundings import backoff
+from daemon.runtime import backoff
 from storage_backends.object_store import StoreUnavailable
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from daemon.metrics import Metrics
-from daemon.surroundings.environment import Clock
+from daemon.runtime.environment import Clock
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from daemon.surroundings import due_loop as due_loop_module
-from daemon.surroundings import tick as tick_module
-from daemon.surroundings.due_loop import TURN_S, DueLoop
-from daemon.surroundings.pace import Pace
-from daemon.surroundings.tick import STEPS_MS, WINDOW_S, Tick
-from tests.daemon.engine.test_pace import WallClock, passes, run_for
+from daemon.runtime import due_loop as due_loop_module
+from daemon.runtime import tick as tick_module
+from daemon.runtime.due_loop import TURN_S, DueLoop
+from daemon.runtime.pace import Pace
+from daemon.runtime.tick import STEPS_MS, WINDOW_S, Tick
+from tests.daemon.runtime.test_pace import WallClock, passes, run_for
 from tests.planted import registry
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.surroundings import loop_pause
+from daemon.runtime import loop_pause
 from tests._support.virtual_loop import VirtualLoop
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 
-from daemon.surroundings.environment import Clock
+from daemon.runtime.environment import Clock
 
 
 class TakingTurns:

@@ -1,7 +1,7 @@
 """What the log says while the store does not take what is tried again and again.
 
 Owns: that many who wait for one store say it together, at a bearable rate.
-Does not own: trying again (`daemon.surroundings.backoff`), health (`engine`), and metrics, which count each attempt.
+Does not own: trying again (`daemon.runtime.backoff`), health (`engine`), and metrics, which count each attempt.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from daemon.core.delay_levels import DelayLevels
 from daemon.core.limits import RequestLimits
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.metrics import Metrics
-from daemon.surroundings import backoff
-from daemon.surroundings.outages import Outages
-from daemon.surroundings.pools import Pools
-from daemon.surroundings.tail_bound import TailBound
+from daemon.runtime import backoff
+from daemon.runtime.outages import Outages
+from daemon.runtime.pools import Pools
+from daemon.runtime.tail_bound import TailBound
 from storage_backends.formats.manifest import LogForm
 from storage_backends.local_directory import LocalLocks
 from storage_backends.object_store import ObjectStore

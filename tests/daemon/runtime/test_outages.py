@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from daemon.surroundings.outages import SAY_AGAIN_S, Outages
+from daemon.runtime.outages import SAY_AGAIN_S, Outages
 from storage_backends.formats.shard_slot import ShardSlot
 from tests._support.engine_fixture import EngineFixture
 
