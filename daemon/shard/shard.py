@@ -18,6 +18,11 @@ from daemon.core.quotas import PendingRows
 from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
+from daemon.group_commit.confirmation import Confirmation
+from daemon.group_commit.log_of_shards import LogOfShards
+from daemon.group_commit.shard_staging import ShardStaging
+from daemon.group_commit.slot_sender import LandedSection
+from daemon.group_commit.topic_staging import STALL_ANSWER_S, TopicStaging
 from daemon.ledger_deletion.shard_deletions import ShardDeletions
 from daemon.runtime import backoff
 from daemon.runtime.due_loop import DueLoop
@@ -25,14 +30,10 @@ from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import recovery, shard_tip
 from daemon.shard.checkpointing import Checkpointing, ShardState
-from daemon.shard.confirmation import Confirmation
-from daemon.shard.log_of_shards import LogOfShards
 from daemon.shard.owned_topic import OwnedTopic
 from daemon.shard.range_operations import Settle
 from daemon.shard.shard_claim import ShardClaim
-from daemon.shard.shard_staging import ShardStaging
 from daemon.shard.shard_tip import KnownTip
-from daemon.shard.slot_sender import LandedSection
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
 from daemon.topic import checkpoint_parts, topic_commits
@@ -41,7 +42,6 @@ from daemon.topic.bucket_life import BucketLife
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_commits import TopicCommits, commit_until_certain
 from daemon.topic_terms.topic_settings import TopicSettings
-from daemon.topic_terms.topic_staging import STALL_ANSWER_S, TopicStaging
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.shard_slot import ShardSlot

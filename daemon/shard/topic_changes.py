@@ -25,6 +25,7 @@ from daemon.core.departures import Departure
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.trimming import LedgerRanges
 from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
+from daemon.group_commit.topic_staging import Commits
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.runtime.taking_turns import TakingTurns
@@ -33,7 +34,6 @@ from daemon.topic import stored_properties
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_commits import Operation
 from daemon.topic_terms import topic_settings
-from daemon.topic_terms.topic_staging import Commits
 from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.formats.manifest import (

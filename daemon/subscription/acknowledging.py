@@ -22,9 +22,9 @@ from daemon.core.index import SeenRows
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import Unavailable
+from daemon.group_commit.topic_staging import STALL_ANSWER_S
 from daemon.runtime.environment import Environment
 from daemon.topic_terms.topic_port import TopicPort
-from daemon.topic_terms.topic_staging import STALL_ANSWER_S
 
 T = TypeVar("T")
 

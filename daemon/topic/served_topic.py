@@ -27,6 +27,7 @@ from daemon.core.segments import SegmentRange
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.errors import NotFound, QuotaExceeded
+from daemon.group_commit.topic_staging import TopicStaging
 from daemon.runtime.due_loop import DueLoop
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
@@ -44,7 +45,6 @@ from daemon.topic.topic_retention import TopicRetention
 from daemon.topic.topic_withdrawing import Withdrawing
 from daemon.topic_terms import topic_settings
 from daemon.topic_terms.topic_quotas import TopicQuotas
-from daemon.topic_terms.topic_staging import TopicStaging
 from storage_backends.formats.manifest import TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U64
 

@@ -20,10 +20,10 @@ from daemon.core import limits
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.withdrawals import Asked, CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.errors import Unavailable
+from daemon.group_commit.topic_staging import STALL_ANSWER_S
 from daemon.runtime.environment import Environment
 from daemon.topic_terms.topic_port import TopicPort
 from daemon.topic_terms.topic_quotas import TopicQuotas
-from daemon.topic_terms.topic_staging import STALL_ANSWER_S
 from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.formats.slot_format import Record
 

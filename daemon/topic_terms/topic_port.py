@@ -12,9 +12,9 @@ from typing import Protocol
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
+from daemon.group_commit.topic_staging import Commits
 from daemon.runtime.pace import Pace
 from daemon.topic_terms.topic_settings import TopicSettings
-from daemon.topic_terms.topic_staging import Commits
 
 
 class ShardPort(Protocol):

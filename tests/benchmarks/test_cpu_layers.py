@@ -23,7 +23,10 @@ STEP = (*STARTED, "asyncio.base_events:BaseEventLoop._run_once", "asyncio.events
         (LOOP, ()),
         (WIRE, ("daemon.grpc_services.subscribe:SubscribeStream._send",)),
         (ENGINE, ("daemon.grpc_services.subscribe:SubscribeStream._send", "daemon.core.topic:Topic.take", "numpy:all")),
-        (JOURNAL, ("daemon.topic.served_topic:ServedTopic.add", "daemon.shard.shard_staging:ShardStaging.stage")),
+        (
+            JOURNAL,
+            ("daemon.topic.served_topic:ServedTopic.add", "daemon.group_commit.shard_staging:ShardStaging.stage"),
+        ),
         (METRICS, ("daemon.core.topic:Topic.take", "daemon.metrics:Metrics.handed_out", "asyncio.locks:Event.set")),
     ],
 )

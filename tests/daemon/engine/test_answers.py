@@ -9,8 +9,8 @@ import pytest
 
 from daemon.call_values import AddBatch
 from daemon.errors import NotOwner, QuotaExceeded, TarryError, Unavailable
-from daemon.shard.shard_staging import STAGED_SLOTS_MAX
-from daemon.shard.slot_sender import ANSWER_UNCONFIRMED_S
+from daemon.group_commit.shard_staging import STAGED_SLOTS_MAX
+from daemon.group_commit.slot_sender import ANSWER_UNCONFIRMED_S
 from tests._support.engine_fixture import Daemon, EngineFixture, Held
 from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault

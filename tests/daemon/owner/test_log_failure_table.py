@@ -13,17 +13,16 @@ from typing import Any
 
 from tests.contract import test_slot_log
 from tests.daemon.engine import test_failure_scopes
+from tests.daemon.group_commit import test_log_truncation, test_slot_outcome
 from tests.daemon.owner import (
     test_candidate,
     test_fences,
     test_living_log,
     test_log_collection,
     test_log_mending,
-    test_log_truncation,
     test_log_walks,
     test_log_writer,
     test_own_log,
-    test_slot_outcome,
     test_standby,
     test_takeover,
 )

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from daemon.group_commit.slot_sender import LandedSlot, Section
 from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
 from daemon.owner.takeover import Takeover, Won
 from daemon.shard import checkpoint_store
 from daemon.shard.range_operations import NeedLess, WriteCheckpoint
 from daemon.shard.shard_claim import ShardClaim
-from daemon.shard.slot_sender import LandedSlot, Section
 from daemon.topic import topic_commits
 from storage_backends import commit, log_fence
 from storage_backends.formats import checkpoint_format, log_slot_format, names

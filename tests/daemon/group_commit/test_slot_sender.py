@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
-from daemon.shard.confirmation import Confirmation
-from daemon.shard.shard_staging import ShardStaging
-from daemon.shard.slot_sender import (
+from daemon.group_commit.confirmation import Confirmation
+from daemon.group_commit.shard_staging import ShardStaging
+from daemon.group_commit.slot_sender import (
     ANSWER_UNCONFIRMED_S,
     COMPANIONS_LEAST,
     SHARED_SLOT_BYTES,
@@ -22,7 +22,7 @@ from daemon.shard.slot_sender import (
     SlotSender,
     SlotWriter,
 )
-from daemon.topic_terms.topic_staging import STALL_ANSWER_S
+from daemon.group_commit.topic_staging import STALL_ANSWER_S
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.shard_slot import ShardSlot, next_after
 from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record

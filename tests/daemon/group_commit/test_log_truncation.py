@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from daemon.errors import InvariantViolated
-from daemon.owner.log_truncation import LogTruncation
+from daemon.group_commit.log_truncation import LogTruncation
 from storage_backends import commit
 from storage_backends.formats.manifest import LogRange, ShardManifest
 from tests.planted import registry

@@ -14,10 +14,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from daemon.errors import OutcomeUnknown, QuotaExceeded, Unavailable
+from daemon.group_commit.confirmation import Confirmation
+from daemon.group_commit.slot_sender import LandedSection, Section, SlotSender
+from daemon.group_commit.topic_staging import STALL_ANSWER_S
 from daemon.runtime import backoff
-from daemon.shard.confirmation import Confirmation
-from daemon.shard.slot_sender import LandedSection, Section, SlotSender
-from daemon.topic_terms.topic_staging import STALL_ANSWER_S
 from storage_backends.formats import deletion_format
 from storage_backends.formats.slot_format import DeletionRecord, Record, SlotBuilder, size_max
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from daemon.errors import Corruption
-from daemon.owner.slot_outcome import Certain, Lost, Next, SlotOutcome
+from daemon.group_commit.slot_outcome import Certain, Lost, Next, SlotOutcome
 from storage_backends.formats.log_slot_format import Identity, LogSlotKind
 from tests.planted import registry
 

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from daemon.group_commit.confirmation import Confirmation
 from daemon.runtime import backoff
-from daemon.shard.confirmation import Confirmation
 from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import DeletionRecord, Record
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from daemon.shard.confirmation import Confirmation
-from daemon.shard.slot_sender import SlotSender
+from daemon.group_commit.confirmation import Confirmation
+from daemon.group_commit.slot_sender import SlotSender
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.slot_log import SlotLogs
 

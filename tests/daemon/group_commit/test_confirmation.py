@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from daemon.errors import Corruption, NotOwner, Unavailable
-from daemon.shard.confirmation import Probe, ProbedConfirmation
+from daemon.group_commit.confirmation import Probe, ProbedConfirmation
 from daemon.shard.shard_tip import KnownTip
 from storage_backends import commit, object_store
 from storage_backends.formats.manifest import ManifestHead, ShardManifest
