@@ -1,7 +1,7 @@
 """Delay levels: a table of delays that rows may be added by, and redelivered by (RocketMQ).
 
 Owns: reading a table, what a level means, and the ladder of redeliveries.
-Does not own: where a table is set (`daemon.settings`, `daemon.topic_terms.topic_settings`), the limit on a row's delay
+Does not own: where a table is set (`daemon.settings`, `daemon.topic.topic_settings`), the limit on a row's delay
 (`limits`) and which rows a level has (`level_rows`).
 
 A table is `1s 5s 10s 30s 1m`: level 1 is its first delay. Level 0 is no delay.

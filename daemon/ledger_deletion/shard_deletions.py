@@ -33,7 +33,7 @@ from daemon.errors import InvariantViolated, TarryError
 from daemon.ledger_deletion.in_use_changing import InUseChanging
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from daemon.runtime.environment import Environment
-from daemon.topic_terms.topic_settings import TopicSettings
+from daemon.topic.topic_settings import TopicSettings
 from storage_backends.crash_points import crash_point
 from storage_backends.formats.deletion_format import (
     AnswerDeletes,

@@ -22,13 +22,12 @@ from daemon.errors import AlreadyExists, InvalidArgument, InvariantViolated, Not
 from daemon.owner import topic_inspection
 from daemon.owner.garbage_collection import Collection
 from daemon.runtime.environment import Environment
-from daemon.subscription import leases, served_dead_letters
-from daemon.subscription.key_shared_stream import KeySharedStream
-from daemon.subscription.open_stream import DispatchStream
+from daemon.topic import leases, topic_dead_letters, topic_settings
+from daemon.topic.key_shared_stream import KeySharedStream
+from daemon.topic.open_stream import DispatchStream
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.viewing import Viewing
 from daemon.topic_gauges import TopicNumbers
-from daemon.topic_terms import topic_settings
 from storage_backends.formats.row_columns import U64
 
 if TYPE_CHECKING:
@@ -569,7 +568,7 @@ class Requests:
 
     def _check_dead_letters(self, topic: str, subscription: str, asked: call_values.DeadLetterFilter) -> None:
         self._check_names(topic, subscription)
-        served_dead_letters.check_filter(asked, ids_max=self._limits.rows_max)
+        topic_dead_letters.check_filter(asked, ids_max=self._limits.rows_max)
 
     def _check_topic(self, topic: str) -> None:
         limits.check_name("topic", topic, self._limits.topic_max_bytes)

@@ -33,7 +33,7 @@ from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.errors import InvalidArgument
-from daemon.subscription.open_stream import DispatchStream
+from daemon.topic.open_stream import DispatchStream
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats import index_ids

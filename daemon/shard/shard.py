@@ -30,18 +30,18 @@ from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import recovery, shard_tip
 from daemon.shard.checkpointing import Checkpointing, ShardState
-from daemon.shard.owned_topic import OwnedTopic
 from daemon.shard.range_operations import Settle
 from daemon.shard.shard_claim import ShardClaim
 from daemon.shard.shard_tip import KnownTip
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
-from daemon.topic import checkpoint_parts, topic_commits
+from daemon.topic import checkpoint_parts, topic_manifests
 from daemon.topic.adoption import Adoption
 from daemon.topic.bucket_life import BucketLife
+from daemon.topic.owned_topic import OwnedTopic
 from daemon.topic.served_topic import ServedTopic
-from daemon.topic.topic_commits import TopicCommits, commit_until_certain
-from daemon.topic_terms.topic_settings import TopicSettings
+from daemon.topic.topic_manifests import TopicCommits, commit_until_certain
+from daemon.topic.topic_settings import TopicSettings
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.shard_slot import ShardSlot
@@ -286,7 +286,7 @@ class ServedShard:
         self._alone.set_result(None)
         settled = await backoff.until_answered(
             lambda: self._environment.pools.journal.run(
-                lambda: topic_commits.commit_once(
+                lambda: topic_manifests.commit_once(
                     self._environment,
                     self._shard_log,
                     Settle(epoch=self.epoch),
@@ -546,7 +546,7 @@ class ServedShard:
 
     async def _bear(self, name: str) -> ServedTopic:
         topic_id = names.topic_id(name)
-        topic_log = topic_commits.topic_log(self._environment, self.number, topic_id)
+        topic_log = topic_manifests.topic_log(self._environment, self.number, topic_id)
         create = topic_manifest.Create(topic=name, topic_id=topic_id, epoch=self.epoch, applied=self.applied_slot)
         try:
             tip = await commit_until_certain(self._environment, topic_log, create, warm=None)

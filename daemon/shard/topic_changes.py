@@ -29,11 +29,10 @@ from daemon.group_commit.topic_staging import Commits
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.runtime.taking_turns import TakingTurns
-from daemon.shard.owned_topic import OwnedTopic
-from daemon.topic import stored_properties
+from daemon.topic import stored_properties, topic_settings
+from daemon.topic.owned_topic import OwnedTopic
 from daemon.topic.served_topic import ServedTopic
-from daemon.topic.topic_commits import Operation
-from daemon.topic_terms import topic_settings
+from daemon.topic.topic_manifests import Operation
 from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.formats.manifest import (

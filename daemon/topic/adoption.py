@@ -27,8 +27,8 @@ from daemon.core.sealed_bucket import SealedBucket
 from daemon.errors import Corruption, InvariantViolated
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
-from daemon.topic import bucket_reads, topic_commits
-from daemon.topic.topic_commits import TopicCommits
+from daemon.topic import bucket_reads, topic_manifests
+from daemon.topic.topic_manifests import TopicCommits
 from storage_backends import topic_manifest
 from storage_backends.formats import index_ids
 from storage_backends.formats.bucket_format import BucketMetadata, BucketTable
@@ -202,12 +202,12 @@ class Adoption:
             await self._commits.commit(
                 lambda tip: topic_manifest.Quarantine(
                     bucket=bucket,
-                    damage=damage[: topic_commits.DAMAGE_CHARACTERS_MAX],
+                    damage=damage[: topic_manifests.DAMAGE_CHARACTERS_MAX],
                     slot=self._slot(),
                     epoch=self._commits.epoch,
                 )
             )
-        except topic_commits.Overtaken:
+        except topic_manifests.Overtaken:
             return
         log.error("topic %s: a merged bucket is quarantined, the others are served: %s", self._topic.core.name, damage)
         self._environment.metrics.damage_found("bucket")

@@ -32,10 +32,10 @@ from daemon.core.topic import Topic
 from daemon.errors import Unavailable
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
-from daemon.topic import checkpoint_parts, sealing, topic_commits
-from daemon.topic.topic_commits import TopicCommits
+from daemon.topic import checkpoint_parts, sealing, topic_manifests
+from daemon.topic.topic_manifests import TopicCommits
 from daemon.topic.topic_merging import BucketMerging
-from daemon.topic_terms.topic_settings import TopicSettings
+from daemon.topic.topic_settings import TopicSettings
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.shard_slot import ShardSlot
@@ -437,14 +437,14 @@ class BucketLife:
 
     async def _quarantine(self, bucket: str) -> None:
         if self._topic.indexes.holding(bucket) is not None:
-            slot, damage = self._slot, self._damaged[bucket][: topic_commits.DAMAGE_CHARACTERS_MAX]
+            slot, damage = self._slot, self._damaged[bucket][: topic_manifests.DAMAGE_CHARACTERS_MAX]
             try:
                 committed = await self._commits.commit(
                     lambda tip: topic_manifest.Quarantine(
                         bucket=bucket, damage=damage, slot=slot, epoch=self._commits.epoch
                     )
                 )
-            except topic_commits.Overtaken as overtaken:
+            except topic_manifests.Overtaken as overtaken:
                 # What took its place is learned next, and holds its rows whole.
                 log.info("topic %s: the damaged bucket is needed no more: %s", self._topic.name, overtaken)
             else:

@@ -26,9 +26,9 @@ from daemon.errors import Corruption, OutcomeUnknown, Unavailable
 from daemon.metrics import MergeOutcome
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
-from daemon.topic import bucket_reads, stored_progress, topic_commits
-from daemon.topic.topic_commits import TopicCommits
-from daemon.topic_terms.topic_settings import TopicSettings
+from daemon.topic import bucket_reads, stored_progress, topic_manifests
+from daemon.topic.topic_manifests import TopicCommits
+from daemon.topic.topic_settings import TopicSettings
 from storage_backends import bucket_merging
 from storage_backends.bucket_merging import MergePlan, WrittenMerge
 from storage_backends.formats import format_errors, merge, names
@@ -331,7 +331,7 @@ class BucketMerging:
         )
         try:
             await self._commits.commit(lambda tip: written.operation)
-        except topic_commits.Overtaken as refused:
+        except topic_manifests.Overtaken as refused:
             log.info("topic %s: a merge is refused, its output is not used: %s", self._topic.name, refused.reason)
             return "refused"
         self._count(plan, written)

@@ -18,7 +18,7 @@ from tests.peers.table_of_deletions import PIP_186
 from tests.peers.table_of_keys import DISPATCHER, DRAINING_HASHES, PIP_282, SUBSCRIPTIONS
 
 TIMERS = "tests.peers.test_pulsar_timers:"
-COLLECTION = "tests.daemon.engine.test_collection:"
+COLLECTION = "tests.daemon.owner.test_collection:"
 TRACKERS = "tests.peers.test_pulsar_trackers:"
 DEPARTURES = "tests.peers.test_pulsar_departures:"
 MERGES = "tests.peers.test_pulsar_merges:"
@@ -26,7 +26,8 @@ ORDER = "tests.peers.test_pulsar_order:"
 TOPICS = "tests.peers.test_pulsar_topics:"
 CLIENTS = "tests.peers.test_many_clients:"
 CORE = "tests.daemon.core."
-ENGINE = "tests.daemon.engine."
+TOPIC = "tests.daemon.topic."
+SHARD = "tests.daemon.shard."
 FORMATS = "tests.storage_backends.formats."
 
 TICK = (
@@ -89,7 +90,7 @@ BUCKETS = Section(
         here(
             "testContainsMessage",
             TRACKERS + "test_a_position_is_contained_and_a_duplicate_from_its_add_until_it_is_acknowledged",
-            ENGINE + "test_contains:test_of_entries_0_to_9_with_1_to_8_delayed_a_cursor_reads_0_and_9",
+            TOPIC + "test_contains:test_of_entries_0_to_9_with_1_to_8_delayed_a_cursor_reads_0_and_9",
         ),
         *(
             differs(
@@ -141,12 +142,12 @@ BUCKETS = Section(
         here(
             "testClear",
             DEPARTURES + "test_after_a_clear_the_same_rows_may_be_added_again",
-            ENGINE + "test_trims:test_a_clear_drops_everything_and_later_adds_are_not_affected",
+            TOPIC + "test_trims:test_a_clear_drops_everything_and_later_adds_are_not_affected",
         ),
         here(
             "testMergeSupportsSmallMaxNumBuckets",
             MERGES + "test_limits_of_one_two_and_three_buckets_are_kept_and_each_row_comes_once",
-            ENGINE + "test_merging:test_buckets_of_one_row_a_year_away_end_at_the_limit",
+            TOPIC + "test_merging:test_buckets_of_one_row_a_year_away_end_at_the_limit",
         ),
         here(
             "testTrimRemovesOrphanedBuckets",
@@ -175,7 +176,7 @@ BUCKETS = Section(
             "testClearRunsAfterInFlightTrimFailure",
             DEPARTURES + "test_a_clear_beside_a_trim_that_is_in_trouble_leaves_nothing",
             DEPARTURES + "test_a_clear_that_the_store_does_not_take_is_undone_and_may_be_repeated",
-            ENGINE + "test_trims:test_trims_at_the_same_time_come_one_after_the_other",
+            TOPIC + "test_trims:test_trims_at_the_same_time_come_one_after_the_other",
         ),
         differs(
             "testClearWaitsForInFlightSegmentLoad",
@@ -268,7 +269,7 @@ THREADS = Section(
         here("'the next delivery time, 20 threads'", *MANY_CLIENTS),
         here(
             "'mixed operations end, 32 threads'",
-            ENGINE + "test_calls_together:test_calls_at_the_same_time_hand_out_what_they_must_and_nothing_else",
+            TOPIC + "test_calls_together:test_calls_at_the_same_time_hand_out_what_they_must_and_nothing_else",
             "tests.wire.test_sigkill:test_what_was_answered_comes_and_nothing_early_through_kills_at_random_moments",
         ),
         here("'counts are consistent, 8 writers and 16 readers'", *MANY_CLIENTS),
@@ -335,9 +336,9 @@ NOBODYS = Section(
     (
         here(
             "a crash between each pair of writes, with a model check",
-            ENGINE + "test_crash_points:test_every_crash_point_of_the_daemon_is_tried_here",
-            ENGINE + "test_crash_points:test_a_crash_between_two_durable_steps_loses_nothing_that_was_answered",
-            ENGINE + "test_crash_points:test_a_crash_while_taking_over_leaves_everything_to_the_next_claimant",
+            SHARD + "test_crash_points:test_every_crash_point_of_the_daemon_is_tried_here",
+            SHARD + "test_crash_points:test_a_crash_between_two_durable_steps_loses_nothing_that_was_answered",
+            SHARD + "test_crash_points:test_a_crash_while_taking_over_leaves_everything_to_the_next_claimant",
             "tests.models.test_protocol_models:test_in_no_order_of_steps_an_invariant_is_broken",
             "tests.simulation.test_failure_table:test_every_row_of_the_table_has_its_case",
         ),
@@ -367,16 +368,16 @@ NOBODYS = Section(
         ),
         here(
             "recovery with one corrupt bucket",
-            ENGINE
+            TOPIC
             + "test_damage:test_a_bucket_with_a_damaged_head_is_quarantined_at_the_start_and_healed_by_adding_again",
-            ENGINE + "test_damage:test_a_damaged_segment_is_quarantined_when_it_is_read_and_the_others_are_handed_out",
-            ENGINE + "test_damage:test_a_bucket_whose_object_is_missing_is_quarantined_at_the_start",
+            TOPIC + "test_damage:test_a_damaged_segment_is_quarantined_when_it_is_read_and_the_others_are_handed_out",
+            TOPIC + "test_damage:test_a_bucket_whose_object_is_missing_is_quarantined_at_the_start",
         ),
         here(
             "jumps of the clock",
-            ENGINE + "test_subscriptions:test_a_clock_that_steps_back_fires_nothing_early_and_nothing_twice",
-            ENGINE + "test_leases:test_leases_end_on_the_monotonic_clock_whatever_the_wall_clock_does",
-            ENGINE + "test_leases:test_leases_that_ended_while_the_machine_slept_are_over_when_it_wakes",
+            TOPIC + "test_subscriptions:test_a_clock_that_steps_back_fires_nothing_early_and_nothing_twice",
+            TOPIC + "test_leases:test_leases_end_on_the_monotonic_clock_whatever_the_wall_clock_does",
+            TOPIC + "test_leases:test_leases_that_ended_while_the_machine_slept_are_over_when_it_wakes",
             CORE + "test_topic:test_a_later_subscription_starts_with_what_is_pending_also_after_the_clock_stepped_back",
         ),
         measured(

@@ -17,7 +17,7 @@ from daemon.shard import garbage
 from daemon.topic import stored_progress
 from daemon.topic.bucket_life import BucketLife
 from daemon.topic.topic_merging import BucketMerging
-from daemon.topic.topic_withdrawing import Withdrawing
+from daemon.topic.topic_withdrawals import Withdrawing
 from storage_backends import shard_listing, topic_manifest, topic_merge
 from storage_backends.formats import manifest, merge
 from storage_backends.formats.bucket_format import KeptRows

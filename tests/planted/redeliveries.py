@@ -19,9 +19,9 @@ from daemon.core.nack_tracker import NackTracker
 from daemon.core.positions import KeyedRows
 from daemon.core.redelivery_counts import RedeliveryCounts
 from daemon.core.subscription_state import SubscriptionState
-from daemon.subscription import acknowledging as engine_acknowledging
-from daemon.subscription.negative_acknowledging import TopicRedelivery
+from daemon.topic import acknowledging as engine_acknowledging
 from daemon.topic import checkpoint_parts, sealing, stored_redeliveries
+from daemon.topic.negative_acknowledging import TopicRedelivery
 from storage_backends.formats import manifest
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import NackRecord, PurgeRecord, ReplayRecord

@@ -20,7 +20,7 @@ from daemon.group_commit.slot_outcome import Certain, SlotOutcome
 from daemon.owner.log_writer import CertainSlot, LogWriter
 from daemon.owner.own_log import FrozenSlot
 from daemon.shard.shard import ServedShard
-from daemon.subscription.acknowledging import Acknowledging
+from daemon.topic.acknowledging import Acknowledging
 from storage_backends import log_fence, object_store, topic_manifest
 from storage_backends.formats import log_slot_format, slot_format
 from storage_backends.formats.log_slot_format import LogSlotKind

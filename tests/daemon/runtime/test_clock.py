@@ -12,7 +12,7 @@ from daemon.call_values import AddBatch
 from daemon.metrics import Metrics
 from daemon.runtime.clock_watch import ClockWatch
 from tests._support.engine_fixture import Daemon, EngineFixture
-from tests.daemon.engine._support.calling import create, entries_of, get, stats
+from tests.daemon._support.calling import create, entries_of, get, stats
 
 NEVER_SEALED = ()
 SEALED = ("bucket.min_index_count_per_bucket=10", "bucket.rows_max=10")

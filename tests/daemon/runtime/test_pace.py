@@ -17,7 +17,7 @@ from daemon.runtime.pace import Pace
 from daemon.shard import shard as shard_module
 from tests._support.engine_fixture import EngineFixture, Receiver
 from tests._support.virtual_loop import VirtualLoop
-from tests.daemon.engine._support.calling import create, delete_topic
+from tests.daemon._support.calling import create, delete_topic
 
 
 class WallClock:
