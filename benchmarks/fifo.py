@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from benchmarks import report, workbench
-from daemon.core.fifo_runs import RUNS_MAX
-from daemon.core.indexes import Indexes
-from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.segments import SegmentCache
+from daemon.core.index.fifo_runs import RUNS_MAX
+from daemon.core.index.indexes import Indexes
+from daemon.core.index.mutable_bucket import MutableBucket
+from daemon.core.index.segments import SegmentCache
 from storage_backends.formats.row_columns import Rows
 
 NAME = "fifo"

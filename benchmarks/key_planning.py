@@ -16,16 +16,16 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from benchmarks import report
-from daemon.core.claims import HeldPositions
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.segments import SegmentCache
 from daemon.core.key_shared import stats
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import HASH_SLOTS
 from daemon.core.key_shared.key_consumers import Joining
 from daemon.core.key_shared.key_share import KeyShared
-from daemon.core.positions import KeyedRows
-from daemon.core.segments import SegmentCache
-from daemon.core.subscription_state import SubscriptionState
-from daemon.core.topic import Topic
 from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.manifest import Subscription

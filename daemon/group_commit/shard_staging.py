@@ -2,8 +2,8 @@
 
 Owns: the decisions that no slot holds yet and those whose slot is on its way, and when each waiting request hears of
 its slot.
-Does not own: when a slot is written (`slot_sender`), what a decision is (`daemon.core.topic`), and what is done with a
-slot that is certain (`applied`, given by the shard).
+Does not own: when a slot is written (`slot_sender`), what a decision is (`daemon.core.decisions.topic`), and what is
+done with a slot that is certain (`applied`, given by the shard).
 """
 
 from __future__ import annotations

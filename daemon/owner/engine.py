@@ -17,8 +17,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from daemon.call_values import Health, TopicLocation
+from daemon.core.index.segments import SegmentCache
 from daemon.core.quotas import PendingRows
-from daemon.core.segments import SegmentCache
 from daemon.errors import (
     Corruption,
     NotOwner,

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from daemon import call_values
-from daemon.core import adding, limits
+from daemon.core import limits
+from daemon.core.decisions import adding
 from daemon.errors import AlreadyExists, InvalidArgument, InvariantViolated, NotFound, TarryError
 from daemon.owner import topic_inspection
 from daemon.owner.garbage_collection import Collection
@@ -96,7 +97,7 @@ class Requests:
         caller: call_values.Caller | None = None,
     ) -> call_values.AddOutcome:
         """Adds positions to a topic, or to the own index of one subscription; returns when they are durable. See
-        `daemon.core.topic`. Raises NotFound when there is no such subscription, QuotaExceeded.
+        `daemon.core.decisions.topic`. Raises NotFound when there is no such subscription, QuotaExceeded.
         """
         self._check_names(topic, subscription)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
@@ -137,7 +138,7 @@ class Requests:
         self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64
     ) -> call_values.CancelOutcome:
         """Takes positions out before they are due, of every index or of a subscription's own one; returns when that is
-        durable. See `daemon.core.withdrawals`. Raises NotFound.
+        durable. See `daemon.core.decisions.withdrawal_decisions`. Raises NotFound.
         """
         self._check_positions(topic, subscription, ledger_id, entry_id)
         async with self._served(topic) as (_, served):
@@ -249,7 +250,7 @@ class Requests:
         self, topic: str, subscription: str, nack: call_values.Nack
     ) -> call_values.NackOutcome:
         """Has positions of streams or leases, or such as were never handed out, come back later, or makes them dead
-        letters, durably. See `redelivering`. Raises DelayTooLong, QuotaExceeded.
+        letters, durably. See `nack_decisions`. Raises DelayTooLong, QuotaExceeded.
         """
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):

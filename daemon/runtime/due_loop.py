@@ -2,8 +2,8 @@
 
 Owns: one heap of the times of passes, one task, and fairness: a topic passes a bounded number of rows, then the next
 has its turn.
-Does not own: what is due (`daemon.core.index`), what a topic does when it wakes (`served_topic`), and how long a tick
-is (`tick`, `topic_settings`).
+Does not own: what is due (`daemon.core.index.index`), what a topic does when it wakes (`served_topic`), and how long a
+tick is (`tick`, `topic_settings`).
 
 A pass wakes everybody whose time has come. After each 2 ms of it streams and requests have their turn, so what one
 topic has is on its way before the pass is over. What one topic cannot do is its own failure, and the pass goes on.

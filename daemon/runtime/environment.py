@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from daemon.config import Config
-from daemon.core.delay_levels import DelayLevels
+from daemon.core.index.delay_levels import DelayLevels
 from daemon.core.limits import RequestLimits
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.metrics import Metrics

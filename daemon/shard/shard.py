@@ -14,9 +14,9 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.segments import SegmentCache
 from daemon.core.quotas import PendingRows
-from daemon.core.segments import SegmentCache
-from daemon.core.topic import Topic
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from daemon.group_commit.confirmation import Confirmation
 from daemon.group_commit.log_of_shards import LogOfShards

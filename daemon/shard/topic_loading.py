@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
-from daemon.core.topic import Topic
+from daemon.core.decisions.topic import Topic
 from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment

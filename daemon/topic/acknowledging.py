@@ -2,8 +2,8 @@
 
 Owns: the moment at which such a request is decided, finding in the backlog what is in nobody's hand, and that the
 answer waits for what it says.
-Does not own: the decisions (`daemon.core.acknowledgements`), negative acknowledgements (`negative_acknowledging`), the
-ends of leases (`leases`), and slots (`shard_staging`).
+Does not own: the decisions (`daemon.core.decisions.ack_decisions`), negative acknowledgements
+(`negative_acknowledging`), the ends of leases (`leases`), and slots (`shard_staging`).
 
 A position that a staged negative acknowledgement names is in no hand until that is applied: whoever names it waits.
 """
@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import TypeVar
 
 from daemon.core import limits
-from daemon.core.claims import HeldPositions
-from daemon.core.ignored import Ignored, IgnoredReason
-from daemon.core.index import SeenRows
-from daemon.core.positions import KeyedRows
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.ignored import Ignored, IgnoredReason
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.index import SeenRows
+from daemon.core.index.positions import KeyedRows
 from daemon.errors import Unavailable
 from daemon.group_commit.topic_staging import STALL_ANSWER_S
 from daemon.runtime.environment import Environment

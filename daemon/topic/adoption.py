@@ -2,7 +2,7 @@
 
 Owns: which buckets of a manifest are new to the owner, reading of them what must be in memory first, and the one turn
 of the loop in which a merged bucket takes the place of its sources.
-Does not own: what it inherits (`daemon.core.merging`), when a manifest is looked at (`bucket_life`), and merging
+Does not own: what it inherits (`daemon.core.index.merging`), when a manifest is looked at (`bucket_life`), and merging
 (`topic_merging`).
 
 Until that turn rows are served from the sources, whose objects are kept for a while after they left the manifest. In
@@ -19,11 +19,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from daemon.core import merging
-from daemon.core.index import Index
-from daemon.core.merging import MergedBucket
-from daemon.core.positions import KeyedRows
-from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.index import merging
+from daemon.core.index.index import Index
+from daemon.core.index.merging import MergedBucket
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.sealed_bucket import SealedBucket
 from daemon.errors import Corruption, InvariantViolated
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment

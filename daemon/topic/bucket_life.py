@@ -2,7 +2,7 @@
 
 Owns: when the buckets that take new rows are cut, the seals of one topic one after the other, learning what other
 processes merged, marking damaged buckets in the manifest, and dropping empty ones from it.
-Does not own: what is stored (`daemon.topic.sealing`), serving the rows meanwhile (`daemon.core.index`), merging
+Does not own: what is stored (`daemon.topic.sealing`), serving the rows meanwhile (`daemon.core.index.index`), merging
 (`topic_merging`), putting merged buckets in the place of their sources (`adoption`), finding damage (`segment_loading`,
 `topic_loading`).
 
@@ -23,12 +23,12 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from daemon.call_values import Sealed
-from daemon.core.index import BucketBits
-from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.positions import KeyedRows
-from daemon.core.redelivery_cut import RedeliveryCut
-from daemon.core.sealed_bucket import SealedBucket
-from daemon.core.topic import Topic
+from daemon.core.decisions.redelivery_cut import RedeliveryCut
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.index import BucketBits
+from daemon.core.index.mutable_bucket import MutableBucket
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.sealed_bucket import SealedBucket
 from daemon.errors import Unavailable
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment

@@ -14,7 +14,7 @@ import dataclasses
 
 import numpy as np
 
-from daemon.core.positions import KeyedRows
+from daemon.core.index.positions import KeyedRows
 from daemon.errors import InvariantViolated
 from storage_backends.formats.row_columns import U32
 

@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from daemon.call_values import Consumer, HandedOut, Nack, NackOutcome, Planned, TakenBack
-from daemon.core.positions import KeyedRows
+from daemon.core.index.positions import KeyedRows
 from daemon.errors import InvalidArgument, Unavailable
 from daemon.topic.key_shared_outbox import Outbox, Plan
 from daemon.topic.open_stream import OpenStream, SubscriptionOfStreams

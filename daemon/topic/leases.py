@@ -2,7 +2,7 @@
 
 Owns: the ends of the leases of one subscription and their one timer, pullers that wait, and how long READY is kept for
 them.
-Does not own: which rows (`daemon.core.subscription_state`), whose turn it is (`waiting_line`), and the wire.
+Does not own: which rows (`daemon.core.decisions.subscription_state`), whose turn it is (`waiting_line`), and the wire.
 
 A lease is a dispatcher number under which its rows are IN_FLIGHT. It is memory only: after a crash its rows are due
 again. Ends count on the monotonic clock.
@@ -15,10 +15,10 @@ import heapq
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from daemon.core.claims import HeldPositions
-from daemon.core.ignored import Ignored, IgnoredReason
-from daemon.core.positions import KeyedRows
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.ignored import Ignored, IgnoredReason
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.positions import KeyedRows
 from daemon.errors import InvalidArgument, QuotaExceeded
 from daemon.runtime.environment import Environment
 from daemon.topic.acknowledging import Acknowledging

@@ -2,9 +2,10 @@
 
 Owns: what a request may ask for, the delays that hold for a subscription now, looking for what was IN_FLIGHT for too
 long, and that the answer waits for what it says.
-Does not own: the decisions (`daemon.core.redelivering`), the moment at which a request is decided (`acknowledging`),
-what a policy and a level say (`daemon.core.redelivery_policy`, `daemon.core.delay_levels`), waking when a position
-comes back (`served_topic`), and dead letters that are there (`topic_dead_letters`).
+Does not own: the decisions (`daemon.core.decisions.nack_decisions`), the moment at which a request is decided
+(`acknowledging`), what a policy and a level say (`daemon.core.decisions.redelivery_policy`,
+`daemon.core.index.delay_levels`), waking when a position comes back (`served_topic`), and dead letters that are there
+(`topic_dead_letters`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 from daemon.call_values import Nack, NackOutcome
-from daemon.core import limits, redelivery_policy
-from daemon.core.ignored import Ignored
-from daemon.core.redelivering import NackBatch, Terms
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core import limits
+from daemon.core.decisions import redelivery_policy
+from daemon.core.decisions.ignored import Ignored
+from daemon.core.decisions.nack_decisions import NackBatch, Terms
+from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, InvariantViolated, TarryError
 from daemon.runtime.environment import Environment
 from daemon.topic.acknowledging import Acknowledging

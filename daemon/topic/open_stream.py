@@ -2,9 +2,9 @@
 
 Owns: what streams of every type have in common; of a SHARED one its permits, and waiting until there is something to
 hand out.
-Does not own: which rows (`daemon.core.subscription_state`), whose turn it is (`waiting_line`), what an acknowledgement
-does (`acknowledging`, `negative_acknowledging`), KEY_SHARED streams (`key_shared_stream`), opening (`stream_opening`),
-durability (`shard`) and the wire.
+Does not own: which rows (`daemon.core.decisions.subscription_state`), whose turn it is (`waiting_line`), what an
+acknowledgement does (`acknowledging`, `negative_acknowledging`), KEY_SHARED streams (`key_shared_stream`), opening
+(`stream_opening`), durability (`shard`) and the wire.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.call_values import HandedOut, Nack, NackOutcome
-from daemon.core.claims import HeldPositions
-from daemon.core.ignored import Ignored
-from daemon.core.positions import KeyedRows
-from daemon.core.quarantine import RebuildNeeded
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.ignored import Ignored
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.quarantine import RebuildNeeded
 from daemon.errors import Unavailable
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.topic.acknowledging import Acknowledging

@@ -2,7 +2,7 @@
 
 Owns: its mode, its streams, its line, the numbers of its dispatchers, taking rows out of READY, and reading its backlog
 again when it is behind.
-Does not own: which rows (`daemon.core.subscription_state`), leases (`leases`), rounds of sharing by key
+Does not own: which rows (`daemon.core.decisions.subscription_state`), leases (`leases`), rounds of sharing by key
 (`sharing_rounds`), what must hold for a stream to open (`stream_opening`), and when rows come due (`served_topic`).
 """
 
@@ -16,10 +16,10 @@ from typing import Protocol
 import numpy as np
 
 from daemon.call_values import HandedOut
-from daemon.core import batch_parts
-from daemon.core.positions import KeyedRows
-from daemon.core.segments import SegmentRange
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index import batch_parts
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.segments import SegmentRange
 from daemon.errors import Conflict
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed

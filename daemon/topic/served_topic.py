@@ -1,11 +1,11 @@
 """A topic that this daemon serves: requests, due rows and streams meet here.
 
 Owns: asking for rows, its wake-ups, and loading its segments.
-Does not own: decisions (`daemon.core.topic`), adds (`topic_adds`), who listens to a subscription and what is handed
-out (`served_subscription`), how streams open (`stream_opening`), requests on what was handed out (`acknowledging`,
-`negative_acknowledging`), the moment of a cancellation (`topic_withdrawals`), slots (`shard_staging`), seals and drops
-(`bucket_life`), changes of the topic as a whole (`topic_changes`), and what is shown of it (`topic_inspection`,
-`topic_retention`).
+Does not own: decisions (`daemon.core.decisions.topic`), adds (`topic_adds`), who listens to a subscription and what is
+handed out (`served_subscription`), how streams open (`stream_opening`), requests on what was handed out
+(`acknowledging`, `negative_acknowledging`), the moment of a cancellation (`topic_withdrawals`), slots
+(`shard_staging`), seals and drops (`bucket_life`), changes of the topic as a whole (`topic_changes`), and what is shown
+of it (`topic_inspection`, `topic_retention`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Protocol
 import numpy as np
 
 from daemon.call_values import RetentionPage
-from daemon.core.containment import Contained, EntryRanges
-from daemon.core.positions import KeyedRows
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.containment import Contained, EntryRanges
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.runs import earliest
+from daemon.core.index.segments import SegmentRange
 from daemon.core.quotas import PendingRows
-from daemon.core.runs import earliest
-from daemon.core.segments import SegmentRange
-from daemon.core.subscription_state import SubscriptionState
-from daemon.core.topic import Topic
 from daemon.errors import NotFound, QuotaExceeded
 from daemon.group_commit.topic_staging import TopicStaging
 from daemon.runtime.due_loop import DueLoop

@@ -19,11 +19,11 @@ import numpy as np
 
 from daemon.call_values import Consumer
 from daemon.core import limits
+from daemon.core.backlog.nack_tracker import FrozenNacks
+from daemon.core.index.positions import KeyedRows
 from daemon.core.key_shared import hash_slots
 from daemon.core.key_shared.key_consumers import Joining
 from daemon.core.key_shared.key_share import KeyShared
-from daemon.core.nack_tracker import FrozenNacks
-from daemon.core.positions import KeyedRows
 from daemon.errors import InvalidArgument, InvariantViolated, QuotaExceeded, TarryError, Unavailable
 from daemon.runtime.environment import Environment
 from daemon.topic.key_shared_stream import KeySharedStream, SubscriptionOfKeySharedStreams

@@ -2,7 +2,7 @@
 
 Owns: what must hold for a stream to open, finding the held positions, and that nothing is half done when it does not.
 Does not own: streams once they are open (`open_stream`, `key_shared_stream`), consumers (`sharing_rounds`), and whether
-a position that was found may be held (`daemon.core.topic`).
+a position that was found may be held (`daemon.core.decisions.topic`).
 
 Everything is looked at before anything is awaited, so that a bad request is told at once, and again behind it: then the
 stream is opened in one go.
@@ -18,11 +18,11 @@ import numpy as np
 
 from daemon.call_values import Consumer, HeldByConsumers
 from daemon.core import limits
-from daemon.core.claims import HeldPositions
-from daemon.core.holding import Claimed, rows_claimed
-from daemon.core.in_flight import Mask
-from daemon.core.positions import KeyedRows
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.backlog.in_flight import Mask
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.holding import Claimed, rows_claimed
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.positions import KeyedRows
 from daemon.errors import InvalidArgument, QuotaExceeded
 from daemon.runtime.environment import Environment
 from daemon.topic.key_shared_stream import KeySharedStream

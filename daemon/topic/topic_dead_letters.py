@@ -2,8 +2,8 @@
 
 Owns: pages of them, that each is replayed or purged once, in portions between which others have their turn, and for how
 long a caller waits.
-Does not own: what becomes a dead letter and what a replay decides (`daemon.core.dead_lettering`), how they are kept and
-found (`daemon.core.dead_letter_rows`), and what quotas say (`topic_quotas`).
+Does not own: what becomes a dead letter and what a replay decides (`daemon.core.decisions.dead_letter_decisions`), how
+they are kept and found (`daemon.core.backlog.dead_letter_rows`), and what quotas say (`topic_quotas`).
 
 A replay or a purge is about what is a dead letter when it is asked for: what becomes one meanwhile has a higher id and
 is left alone, so that a message which dies again at once is not replayed again and again. It goes on when its caller
@@ -23,8 +23,8 @@ import numpy as np
 
 from daemon.call_values import DeadLetterPage, Replayed
 from daemon.core import limits
-from daemon.core.dead_letter_rows import DeadLetterFilter, DeadLetterRows
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter, DeadLetterRows
+from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.errors import DelayTooLong, InvalidArgument, OutcomeUnknown, QuotaExceeded, TarryError, Unavailable
 from daemon.runtime.environment import Environment
 from daemon.topic.topic_port import TopicPort

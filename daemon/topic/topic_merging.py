@@ -1,7 +1,7 @@
 """Merging the sealed buckets of one topic: above `max_num_buckets` of an index, or on request.
 
 Owns: when a merge is made and how it gives way, trying again, and what becomes of a damaged source.
-Does not own: which buckets are merged (`daemon.core.merging`), what is read and written
+Does not own: which buckets are merged (`daemon.core.index.merging`), what is read and written
 (`storage_backends.bucket_merging`), and serving what was merged (`adoption`).
 
 A merge is made from the manifest alone, by a thread of low priority, one at a time in the daemon; rows are served from
@@ -18,10 +18,10 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from daemon.call_values import Merged
-from daemon.core import merging as core_merging
-from daemon.core.index import Index
-from daemon.core.merging import Candidate
-from daemon.core.topic import Topic
+from daemon.core.decisions.topic import Topic
+from daemon.core.index import merging as core_merging
+from daemon.core.index.index import Index
+from daemon.core.index.merging import Candidate
 from daemon.errors import Corruption, OutcomeUnknown, Unavailable
 from daemon.metrics import MergeOutcome
 from daemon.runtime import backoff

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from daemon.core.segments import SegmentRange
-from daemon.core.subscription_state import SubscriptionState
-from daemon.core.topic import Topic
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.segments import SegmentRange
 from daemon.group_commit.topic_staging import Commits
 from daemon.runtime.pace import Pace
 from daemon.topic.topic_settings import TopicSettings

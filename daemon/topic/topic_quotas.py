@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import numpy as np
 
 from daemon.core import quotas
+from daemon.core.decisions.topic import Topic
 from daemon.core.quotas import Caller, ClientRates, DueSeconds, PendingRows, QuotaLimits, RowsOfSeconds
-from daemon.core.topic import Topic
 from daemon.errors import QuotaExceeded
 from daemon.runtime.environment import Environment
 from storage_backends.formats.row_columns import U64, Rows

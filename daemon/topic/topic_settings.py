@@ -11,10 +11,11 @@ import dataclasses
 from typing import Any
 
 from daemon.config import Config
-from daemon.core import delay_levels, redelivery_policy
-from daemon.core.delay_levels import DelayLevels
+from daemon.core.decisions import redelivery_policy
+from daemon.core.index import delay_levels
+from daemon.core.index.delay_levels import DelayLevels
+from daemon.core.index.mutable_bucket import SealLimits
 from daemon.core.limits import RequestLimits
-from daemon.core.mutable_bucket import SealLimits
 from daemon.core.quotas import QuotaLimits
 from daemon.errors import InvalidArgument
 from daemon.runtime import tick

@@ -3,7 +3,8 @@
 Owns: that no former owner hands out at that moment what was decided to leave, that everything due has been passed, that
 nothing that is staged names the positions, and for how long a request waits for that; also for adds of positions that
 are leaving.
-Does not own: the decision (`daemon.core.withdrawals`), passing and loading (`served_topic`), slots (`shard_staging`).
+Does not own: the decision (`daemon.core.decisions.withdrawal_decisions`), passing and loading (`served_topic`), slots
+(`shard_staging`).
 
 A request that finds its moment stages its decision before it awaits anything. Of several that name the same positions
 one is staged with each slot, in the order in which they came.
@@ -17,8 +18,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal, Protocol
 
 from daemon.core import limits
-from daemon.core.subscription_state import SubscriptionState
-from daemon.core.withdrawals import Asked, CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.decisions.withdrawal_decisions import Asked, CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.errors import Unavailable
 from daemon.group_commit.topic_staging import STALL_ANSWER_S
 from daemon.runtime.environment import Environment

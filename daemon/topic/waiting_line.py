@@ -1,7 +1,7 @@
 """The line of those who wait for rows of one subscription: streams with permits, and pullers.
 
 Owns: whose turn it is.
-Does not own: what there is to take (`daemon.core.subscription_state`) and whether it may be handed out now
+Does not own: what there is to take (`daemon.core.decisions.subscription_state`) and whether it may be handed out now
 (`served_topic`).
 
 Whoever is first takes, leaves, and the next one is woken: of a trickle everybody gets a share, and a row wakes one.

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TypeVar
 
-from daemon.core.adding import AddOutcome
+from daemon.core.decisions.adding import AddOutcome
 from daemon.errors import TarryError
 from daemon.topic.open_stream import StreamClosed
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver

@@ -25,7 +25,8 @@ MERGES = "tests.peers.test_pulsar_merges:"
 ORDER = "tests.peers.test_pulsar_order:"
 TOPICS = "tests.peers.test_pulsar_topics:"
 CLIENTS = "tests.peers.test_many_clients:"
-CORE = "tests.daemon.core."
+DECISIONS = "tests.daemon.core.decisions."
+INDEX = "tests.daemon.core.index."
 TOPIC = "tests.daemon.topic."
 SHARD = "tests.daemon.shard."
 FORMATS = "tests.storage_backends.formats."
@@ -64,7 +65,7 @@ ABSTRACT = Section(
         here(
             "testAddMessageWithStrictDelay",
             TIMERS + "test_a_row_that_is_due_now_is_refused_on_request_and_one_that_is_due_in_a_millisecond_is_stored",
-            CORE + "test_topic:test_rows_that_are_already_due_are_counted_as_late_whether_stored_or_returned",
+            DECISIONS + "test_topic:test_rows_that_are_already_due_are_counted_as_late_whether_stored_or_returned",
         ),
         differs(
             "testAddMessageWithDeliverAtTimeAfterNowBeforeTickTimeFrequencyWithStrict",
@@ -118,7 +119,7 @@ BUCKETS = Section(
             "testRoaringBitmapSerialize",
             FORMATS + "test_position_bitmap:test_the_bytes_are_the_portable_serialization_after_run_optimize",
             FORMATS + "test_position_bitmap:test_bitmaps_hold_exactly_the_positions_ascending",
-            CORE + "test_positions:test_a_set_of_any_containers_is_stored_page_by_page_as_the_format_says",
+            INDEX + "test_positions:test_a_set_of_any_containers_is_stored_page_by_page_as_the_format_says",
         ),
         here(
             "testMergeSnapshot",
@@ -157,7 +158,7 @@ BUCKETS = Section(
             "testTrimWaitsForInFlightSnapshotCreation",
             DEPARTURES + "test_what_leaves_while_its_bucket_is_being_written_is_gone_from_it",
             DEPARTURES + "test_what_left_in_part_while_its_bucket_was_being_written_stays_away_after_a_restart",
-            CORE + "test_trimming:test_a_trim_while_a_bucket_is_being_sealed_is_in_the_sealed_bucket",
+            DECISIONS + "test_trimming:test_a_trim_while_a_bucket_is_being_sealed_is_in_the_sealed_bucket",
         ),
         here(
             "testTrimDoesNotDeleteBucketOverlappingFirstActiveLedger",
@@ -211,8 +212,8 @@ BUCKETS = Section(
         ),
         here(
             "testSelectMergedBucketsSupportsTwoBuckets",
-            CORE + "test_merging:test_of_buckets_with_5_3_2_4_3_rows_the_second_and_third_are_merged",
-            CORE + "test_merging:test_of_runs_with_as_many_rows_the_first_is_merged",
+            INDEX + "test_merging:test_of_buckets_with_5_3_2_4_3_rows_the_second_and_third_are_merged",
+            INDEX + "test_merging:test_of_runs_with_as_many_rows_the_first_is_merged",
         ),
         differs(
             "testSelectMergedBucketsHandlesOneUnloadedSegment",
@@ -222,15 +223,15 @@ BUCKETS = Section(
         ),
         differs(
             "testSelectMergedBucketsUsesNextUnloadedSegmentTimestamp",
-            CORE + "test_merging:test_rows_that_are_about_to_be_handed_out_are_not_copied_where_there_is_a_choice",
-            CORE + "test_merging:test_rows_that_are_about_to_be_handed_out_are_copied_rather_than_many_more",
+            INDEX + "test_merging:test_rows_that_are_about_to_be_handed_out_are_not_copied_where_there_is_a_choice",
+            INDEX + "test_merging:test_rows_that_are_about_to_be_handed_out_are_copied_rather_than_many_more",
             rule="Of runs with as many rows Pulsar takes the one that is due first; what is due soon will leave by "
             "itself, so Tarry takes another.",
         ),
         here(
             "testMergeEarlyReturnWhenWithinLimit",
             MERGES + "test_within_the_limit_nothing_is_merged_or_read",
-            CORE + "test_merging:test_nothing_is_merged_while_there_are_not_more_buckets_than_allowed",
+            INDEX + "test_merging:test_nothing_is_merged_while_there_are_not_more_buckets_than_allowed",
         ),
         here(
             "testGetScheduledMessagesWhenAllOrphaned",
@@ -288,12 +289,12 @@ QUEUES = Section(
             "'the merge of 3 lists of segments, one empty: 58 items in order'",
             ORDER + "test_the_merge_of_three_lists_of_segments_one_of_them_empty_has_all_58_rows_in_order",
             ORDER + "test_three_buckets_one_of_them_with_a_segment_that_was_trimmed_away_give_58_rows_in_order",
-            CORE + "test_runs:test_nothing_overtakes_what_follows_a_run_that_continues",
+            INDEX + "test_runs:test_nothing_overtakes_what_follows_a_run_that_continues",
         ),
         here(
             "'the heap of the mutable bucket gives its rows in order'",
-            CORE + "test_buckets:test_rows_come_due_in_order_wherever_the_horizon_is",
-            CORE + "test_runs:test_tiered_runs_hold_every_row_in_few_runs_each_in_order",
+            INDEX + "test_buckets:test_rows_come_due_in_order_wherever_the_horizon_is",
+            INDEX + "test_runs:test_tiered_runs_hold_every_row_in_few_runs_each_in_order",
         ),
     ),
 )
@@ -344,9 +345,9 @@ NOBODYS = Section(
         ),
         here(
             "random sequences of operations against a brute-force oracle",
-            CORE + "test_topic_states:test_nothing_is_early_lost_or_handed_out_twice_whatever_happens",
+            DECISIONS + "test_topic_states:test_nothing_is_early_lost_or_handed_out_twice_whatever_happens",
             "tests.simulation.test_simulation:test_no_rule_is_broken_whatever_the_order_of_steps_and_whatever_fails",
-            CORE + "test_containment:test_the_answer_is_what_each_position_would_have_been_answered",
+            INDEX + "test_containment:test_the_answer_is_what_each_position_would_have_been_answered",
         ),
         measured(
             "the distribution of lateness under load",
@@ -356,8 +357,8 @@ NOBODYS = Section(
         ),
         here(
             "a bound on memory",
-            CORE + "test_buckets:test_beyond_the_budget_the_least_recently_used_segment_is_dropped",
-            CORE + "test_topic:test_reading_comes_to_an_end_however_little_memory_there_is",
+            INDEX + "test_buckets:test_beyond_the_budget_the_least_recently_used_segment_is_dropped",
+            DECISIONS + "test_topic:test_reading_comes_to_an_end_however_little_memory_there_is",
             "benchmarks.memory:run",
             note="Bytes a row at ten million pending are measured.",
         ),
@@ -378,7 +379,8 @@ NOBODYS = Section(
             TOPIC + "test_subscriptions:test_a_clock_that_steps_back_fires_nothing_early_and_nothing_twice",
             TOPIC + "test_leases:test_leases_end_on_the_monotonic_clock_whatever_the_wall_clock_does",
             TOPIC + "test_leases:test_leases_that_ended_while_the_machine_slept_are_over_when_it_wakes",
-            CORE + "test_topic:test_a_later_subscription_starts_with_what_is_pending_also_after_the_clock_stepped_back",
+            DECISIONS
+            + "test_topic:test_a_later_subscription_starts_with_what_is_pending_also_after_the_clock_stepped_back",
         ),
         measured(
             "the time of recovery with 10^8 rows",

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from daemon.core.index import Index
-from daemon.core.indexes import Indexes
-from daemon.core.positions import KeyedRows
-from daemon.core.withdrawals import Withdrawals
+from daemon.core.decisions.withdrawal_decisions import Withdrawals
+from daemon.core.index.index import Index
+from daemon.core.index.indexes import Indexes
+from daemon.core.index.positions import KeyedRows
 from daemon.shard import garbage
 from daemon.topic import stored_progress
 from daemon.topic.bucket_life import BucketLife

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from daemon.core.ignored import Ignored
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.decisions.ignored import Ignored
+from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.group_commit import slot_sender
 from daemon.group_commit.confirmation import ProbedConfirmation
 from daemon.group_commit.log_truncation import LogTruncation

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from daemon.call_values import EntryRanges, LedgerRanges
-from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.errors import InvariantViolated, TarryError
 from daemon.topic.open_stream import DispatchStream, StreamClosed
 from storage_backends.formats import names

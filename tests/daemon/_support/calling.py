@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from daemon import call_values
-from daemon.core.claims import HeldPositions
-from daemon.core.trimming import LedgerRanges
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.trimming import LedgerRanges
 from tests._support.engine_fixture import Daemon
 from tests._support.outcomes import ignored_by
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from daemon import call_values
-from daemon.core.claims import HeldPositions
+from daemon.core.decisions.claims import HeldPositions
 from tests._support.engine_fixture import Daemon
 from tests._support.outcomes import Counts, counts_of
 from tests.daemon._support.calling import Row, get, rows_of

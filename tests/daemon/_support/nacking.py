@@ -10,7 +10,7 @@ import numpy as np
 
 from daemon import call_values
 from daemon.call_values import Nack
-from daemon.core.claims import HeldPositions
+from daemon.core.decisions.claims import HeldPositions
 from daemon.topic.open_stream import DispatchStream
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from daemon.call_values import HeldPositions
-from daemon.core.positions import KeyedRows
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.positions import KeyedRows
 from daemon.runtime import pace
 from daemon.runtime.due_loop import TURN_S, DueLoop
 from daemon.runtime.pace import Pace

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from daemon.core.topic import Topic
+from daemon.core.decisions.topic import Topic
 from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
 from daemon.owner import heartbeat
 from daemon.owner.fences import Fences

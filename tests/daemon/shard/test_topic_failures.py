@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from daemon.call_values import HandedOut
-from daemon.core.subscription_state import SubscriptionState
-from daemon.core.topic import Topic
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.decisions.topic import Topic
 from daemon.errors import Corruption, InvariantViolated
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import shard

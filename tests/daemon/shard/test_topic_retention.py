@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from daemon import call_values
-from daemon.core import retention
+from daemon.core.index import retention
 from daemon.errors import InvalidArgument, NotFound, TarryError
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon._support.calling import create, trim, up_to

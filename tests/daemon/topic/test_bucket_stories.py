@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from daemon.core.withdrawals import RescheduleBatch
+from daemon.core.decisions.withdrawal_decisions import RescheduleBatch
 from storage_backends import bucket_merging, commit
 from storage_backends.formats.row_columns import U32
 from storage_backends.object_store import Damaged, NotFound

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from daemon.core.withdrawals import RescheduleBatch
+from daemon.core.decisions.withdrawal_decisions import RescheduleBatch
 from daemon.owner import merge_watch
 from storage_backends import commit
 from storage_backends.formats import names

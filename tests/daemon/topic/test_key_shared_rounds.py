@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from daemon.core.backlog_reader import BacklogReader
-from daemon.core.in_flight import Mask
+from daemon.core.backlog.backlog_reader import BacklogReader
+from daemon.core.backlog.in_flight import Mask
 from daemon.core.key_shared.let_go import LetGo
 from daemon.owner.requests import Requests
 from daemon.runtime.failure_scope import TopicFailed

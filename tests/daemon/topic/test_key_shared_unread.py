@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from daemon.core import feeding
-from daemon.core.indexes import Indexes
-from daemon.core.key_sharing import KeySharing
-from daemon.core.positions import KeyedRows
-from daemon.core.segments import SegmentRange
-from daemon.core.topic import Topic
+from daemon.core.decisions import feeding
+from daemon.core.decisions.key_shared_backlogs import KeySharing
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.indexes import Indexes
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.segments import SegmentRange
 from daemon.topic.segment_loading import SegmentLoader
 from storage_backends.formats.manifest import NackOrder
 from tests._support.engine_fixture import Daemon, EngineFixture

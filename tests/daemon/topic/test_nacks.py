@@ -8,7 +8,7 @@ import random
 import pytest
 
 from daemon.call_values import SubscriptionPolicy
-from daemon.core import feeding
+from daemon.core.decisions import feeding
 from daemon.errors import NotFound
 from tests._support.engine_fixture import EngineFixture
 from tests._support.fault_places import JOURNAL

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from daemon.core.index import BucketBits, Index
-from daemon.core.redelivery_cut import RedeliveryCut
-from daemon.core.topic import Topic
+from daemon.core.decisions.redelivery_cut import RedeliveryCut
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.index import BucketBits, Index
 from daemon.owner.merge_watch import MergeWatch
 from daemon.shard import recovery
 from daemon.topic import bucket_life, checkpoint_parts, sealing, stored_progress, topic_manifests

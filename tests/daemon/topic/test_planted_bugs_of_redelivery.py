@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daemon.core import batch_parts, redelivering
-from daemon.core.ignored import Ignored
-from daemon.core.in_flight import InFlight
-from daemon.core.redelivering import Redelivering
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.backlog.in_flight import InFlight
+from daemon.core.decisions import nack_decisions
+from daemon.core.decisions.ignored import Ignored
+from daemon.core.decisions.nack_decisions import Redelivering
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index import batch_parts
 from daemon.errors import TarryError
 from daemon.topic.acknowledging import Acknowledging
 from daemon.topic.negative_acknowledging import TopicRedelivery
@@ -40,7 +41,7 @@ def the_wait_for_a_slot_has_no_end(patch: pytest.MonkeyPatch) -> None:
 
 def times_are_rounded_down(patch: pytest.MonkeyPatch) -> None:
     """As PIP-393 does."""
-    patch.setattr(redelivering, "rounded_up", lambda times_ms, bits: times_ms >> np.uint64(bits) << np.uint64(bits))
+    patch.setattr(nack_decisions, "rounded_up", lambda times_ms, bits: times_ms >> np.uint64(bits) << np.uint64(bits))
 
 
 def the_daemon_does_not_wake_for_a_shorter_nack(patch: pytest.MonkeyPatch) -> None:
@@ -52,7 +53,7 @@ def what_found_no_room_is_not_taken_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_nacked_counts_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(redelivering, "contained", lambda keys, among: np.zeros(len(keys), np.bool_))
+    patch.setattr(nack_decisions, "contained", lambda keys, among: np.zeros(len(keys), np.bool_))
 
 
 def an_acknowledgement_leaves_the_tracker_as_it_is(patch: pytest.MonkeyPatch) -> None:

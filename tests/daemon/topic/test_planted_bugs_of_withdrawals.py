@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from daemon.core.withdrawals import Withdrawals
+from daemon.core.decisions.withdrawal_decisions import Withdrawals
 from daemon.errors import TarryError
 from daemon.group_commit.shard_staging import ShardStaging
 from daemon.topic.served_topic import ServedTopic
