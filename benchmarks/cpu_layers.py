@@ -31,7 +31,7 @@ _MODULES: Mapping[str, str] = {
     "daemon.shard": JOURNAL,
     "storage_backends": JOURNAL,
     "daemon.grpc_services": WIRE,
-    "daemon.door": WIRE,
+    "daemon.auth": WIRE,
     "tarry.": WIRE,
     "google.protobuf": WIRE,
     "grpc": WIRE,

@@ -24,7 +24,7 @@ from pathlib import Path
 import tarry
 from benchmarks import machine, side_process, workbench
 from daemon import settings
-from daemon.ledger_stores import ledger_stores, owner
+from daemon.ledger_stores import ledger_owner, ledger_stores
 from examples import processes
 from storage_backends import envelope, local_directory, object_store, s3
 from storage_backends.formats import deletion_format
@@ -215,7 +215,7 @@ class AtOwner(Place):
     @contextlib.contextmanager
     def deleting(self) -> Iterator[Delete]:
         entry = settings.DeletionOwner(name="owner", topic_prefixes=("",), delete_url=self._delete_url)
-        with contextlib.closing(owner.Owner(entry)) as asking:
+        with contextlib.closing(ledger_owner.Owner(entry)) as asking:
 
             def delete(ledger: Ledger) -> None:
                 record = deletion_format.PendingDelete(

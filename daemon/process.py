@@ -30,7 +30,7 @@ import ulid
 
 from daemon import config, errors, metrics, metrics_endpoint, process_memory
 from daemon.audit_log import AuditLog
-from daemon.door.door import Door
+from daemon.auth.door import Door
 from daemon.grpc_services.admission import Admission
 from daemon.grpc_services.server import Server
 from daemon.ledger_stores import ledger_stores

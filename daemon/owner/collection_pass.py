@@ -22,8 +22,8 @@ from daemon.core import garbage_rules
 from daemon.core.garbage_rules import NOTHING_DONE, Summary
 from daemon.core.object_count import NOTHING, ObjectCount
 from daemon.errors import TarryError
+from daemon.owner import garbage
 from daemon.runtime.environment import Environment
-from daemon.shard import garbage
 from daemon.topic import topic_manifests
 from storage_backends import commit
 from storage_backends.formats import format_errors, names

@@ -391,7 +391,7 @@ NOBODYS = Section(
         here(
             "orphans swept to zero",
             COLLECTION + "test_when_everything_is_delivered_and_collected_exactly_this_is_left",
-            "tests.daemon.shard.test_orphans:test_what_no_manifest_named_for_a_day_is_an_orphan",
+            "tests.daemon.owner.test_orphans:test_what_no_manifest_named_for_a_day_is_an_orphan",
         ),
     ),
 )

@@ -16,8 +16,8 @@ ENGINE = "tests.daemon.ledger_deletion.test_ledger_deletions:"
 IN_USE = "tests.daemon.ledger_deletion.test_ledgers_in_use:"
 METADATA = "tests.daemon.core.deletions.test_metadata:"
 STORES = "tests.daemon.ledger_stores.test_ledger_stores:"
-OFFLOADED = "tests.daemon.ledger_stores.test_offloaded:"
-OWNER = "tests.daemon.ledger_stores.test_owner:"
+OFFLOADED = "tests.daemon.ledger_stores.test_offloaded_ledgers:"
+OWNER = "tests.daemon.ledger_stores.test_ledger_owner:"
 
 PIP_186 = Section(
     "5 PIP-186 (its examples and its rules)",

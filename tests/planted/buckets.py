@@ -13,7 +13,7 @@ from daemon.core.decisions.withdrawal_decisions import Withdrawals
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes
 from daemon.core.index.positions import KeyedRows
-from daemon.shard import garbage
+from daemon.owner import garbage
 from daemon.topic import stored_progress
 from daemon.topic.bucket_life import BucketLife
 from daemon.topic.topic_merging import BucketMerging

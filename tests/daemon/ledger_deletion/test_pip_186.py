@@ -14,8 +14,8 @@ import pytest
 from daemon import settings
 from daemon.core.deletions.listing import ListedState
 from daemon.errors import TarryError
+from daemon.ledger_stores.ledger_owner import Owner
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from daemon.ledger_stores.owner import Owner
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType
 from storage_backends.memory_store import MemoryStore
 from tests._support import owned_ledgers

@@ -23,8 +23,8 @@ from daemon.core.deletions.listing import ListedState
 from daemon.errors import TarryError
 from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_values import DeletionFilter, InUseRecorded, ListedDeletion
+from daemon.ledger_stores.ledger_owner import Owner
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from daemon.ledger_stores.owner import Owner
 from daemon.settings import Deletion, DeletionOwner
 from storage_backends.formats import log_slot_format, slot_format
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType

@@ -12,10 +12,10 @@ from daemon import settings
 from daemon.core.deletions.listing import ListedState
 from daemon.core.object_count import ObjectCount
 from daemon.ledger_deletion.deletion_values import DeletionFilter, SweepProgress, SweepWish
+from daemon.ledger_stores.ledger_owner import Owner
 from daemon.ledger_stores.ledger_store import InUseAnswer
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from daemon.ledger_stores.offloaded import OffloadedLedgers
-from daemon.ledger_stores.owner import Owner
+from daemon.ledger_stores.offloaded_ledgers import OffloadedLedgers
 from storage_backends.formats.deletion_format import Deletion, LedgerComponent, PendingDelete
 from storage_backends.memory_store import MemoryStore
 from tests._support.engine_fixture import Daemon, EngineFixture

@@ -14,7 +14,7 @@ from daemon import settings
 from daemon.core.deletions.object_names import LEDGER_ID_MAX, OffloadedName
 from daemon.ledger_stores.ledger_store import DeletionFailed
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from daemon.ledger_stores.offloaded import OffloadedLedgers
+from daemon.ledger_stores.offloaded_ledgers import OffloadedLedgers
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, OffloadContext
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import ObjectStore, StoreUnavailable

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, Final, Literal, TypeAlias
 
 from daemon import errors
-from daemon.door import certificates, identities
-from daemon.door.certificates import Certificates
-from daemon.door.identities import Identities
-from daemon.door.watched_files import WatchedFiles
+from daemon.auth import certificates, identities
+from daemon.auth.certificates import Certificates
+from daemon.auth.identities import Identities
+from daemon.auth.watched_files import WatchedFiles
 from daemon.settings import Access, Tls
 
 LOOK_EVERY_S: Final = 1.0

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from daemon import errors
-from daemon.door import identities
-from daemon.door.identities import Scope
+from daemon.auth import identities
+from daemon.auth.identities import Scope
 from tests._support.door_files import identity, token_of
 
 OTHER = "1" * 64

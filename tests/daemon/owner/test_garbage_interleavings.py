@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from daemon.shard import garbage
-from daemon.shard.garbage import Collector
+from daemon.owner import garbage
+from daemon.owner.garbage import Collector
 from storage_backends import commit, shard_listing, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest, TopicPolicy
@@ -22,7 +22,7 @@ from storage_backends.object_store import ObjectStore
 from storage_backends.shard_listing import Listed, ShardListing
 from storage_backends.topic_manifest import Seal, SetPolicy
 from tests._support.virtual_loop import InlineExecutor
-from tests.daemon.shard._support.topic_with_garbage import BODY, LIMITS, SHARD
+from tests.daemon.owner._support.topic_with_garbage import BODY, LIMITS, SHARD
 from tests.planted import registry
 from tests.storage_backends._support import interleavings
 from tests.storage_backends._support.interleavings import Bounds, Broken, Choices, Run, SteppedStore

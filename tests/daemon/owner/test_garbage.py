@@ -11,15 +11,15 @@ import pytest
 from daemon.core import garbage_rules
 from daemon.core.garbage_rules import Summary
 from daemon.core.object_count import ObjectCount
-from daemon.shard import garbage
-from daemon.shard.garbage import Collector
+from daemon.owner import garbage
+from daemon.owner.garbage import Collector
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import TopicPolicy
 from storage_backends.object_store import StoreError, StoreUnavailable
 from storage_backends.topic_manifest import SetPolicy
 from tests._support.fault_store import Call, Fault, FaultStore, Script
-from tests.daemon.shard._support.topic_with_garbage import BODY, LIMITS, TopicWithGarbage
+from tests.daemon.owner._support.topic_with_garbage import BODY, LIMITS, TopicWithGarbage
 from tests.storage_backends._support.topic_manifests import EPOCH
 
 ONE = ObjectCount(1, len(BODY))

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from daemon import settings
+from daemon.ledger_stores.ledger_owner import ANSWER_BYTES_MAX, TEXT_MAX, Owner
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, InUseAnswer
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from daemon.ledger_stores.owner import ANSWER_BYTES_MAX, TEXT_MAX, Owner
 from storage_backends.formats.deletion_format import (
     DeletionOutcome,
     LedgerComponent,

@@ -16,7 +16,7 @@ from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import StoreError
 from storage_backends.topic_manifest import SetPolicy
 from tests._support.fault_store import Fault, FaultStore, Script
-from tests.daemon.shard._support.topic_with_garbage import BODY, LIMITS, TopicWithGarbage
+from tests.daemon.owner._support.topic_with_garbage import BODY, LIMITS, TopicWithGarbage
 from tests.storage_backends._support.topic_manifests import CREATE_AGAIN, EPOCH
 
 ONE = ObjectCount(1, len(BODY))

@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from daemon import errors
-from daemon.door import certificates
+from daemon.auth import certificates
 from daemon.settings import Tls
 from tests._support.door_files import DoorFiles, door_files, identity
 

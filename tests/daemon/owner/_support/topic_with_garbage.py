@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 from daemon.core.garbage_rules import Limits, Summary
-from daemon.shard import garbage
+from daemon.owner import garbage
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
