@@ -4,8 +4,8 @@ Each load is put into a tracker in a process of its own that does nothing else. 
 same process when it had tracked some thousands and let them go, both times after what is free was given back. A million
 nacks take so little that some pages more or less are seen, so the goals for them are for the columns and bitmaps alone.
 
-Owns: the loads, what is counted, and PIP-393's formula. Does not own: the tracker (`daemon.core.nack_tracker`), and how
-Redis is given rows (`redis_load`).
+Owns: the loads, what is counted, and PIP-393's formula. Does not own: the tracker (`daemon.core.backlog.nack_tracker`),
+and how Redis is given rows (`redis_load`).
 
 The daemon's other knowledge of a position, its row in the backlog, is the same whether it is nacked or not.
 """
@@ -25,9 +25,9 @@ import numpy as np
 from benchmarks import load, redis_load, report, side_process, workbench
 from benchmarks.load import U64
 from daemon import process_memory
-from daemon.core.nack_tracker import NackTracker, rounded_up
-from daemon.core.positions import KeyedRows, PageTable
-from daemon.core.redelivery_counts import RedeliveryCounts
+from daemon.core.backlog.nack_tracker import NackTracker, rounded_up
+from daemon.core.decisions.redelivery_counts import RedeliveryCounts
+from daemon.core.index.positions import KeyedRows, PageTable
 from storage_backends.formats.row_columns import U32, Rows
 
 NAME = "nack-memory"

@@ -12,21 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.core import garbage_rules
-from daemon.core.adding import AddBatch, AddOutcome, AddRow
-from daemon.core.claims import HeldPositions
-from daemon.core.containment import Contained, EntryRanges
-from daemon.core.dead_letter_rows import DeadLetterFilter, DeadLetterRows
-from daemon.core.delay_levels import DelayLevels
-from daemon.core.ignored import Ignored, IgnoredReason
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter, DeadLetterRows
+from daemon.core.decisions.adding import AddBatch, AddOutcome, AddRow
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.ignored import Ignored, IgnoredReason
+from daemon.core.decisions.refusals import Refused, RefusedReason
+from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.core.index.containment import Contained, EntryRanges
+from daemon.core.index.delay_levels import DelayLevels
+from daemon.core.index.quarantine import RebuildNeeded
+from daemon.core.index.retention import Survey
+from daemon.core.index.scan import Place
 from daemon.core.key_shared.hash_slots import HashRange
 from daemon.core.key_shared.stats import ConsumerStats, KeySharedStats
-from daemon.core.quarantine import RebuildNeeded
 from daemon.core.quotas import Caller
-from daemon.core.refusals import Refused, RefusedReason
-from daemon.core.retention import Survey
-from daemon.core.scan import Place
-from daemon.core.trimming import LedgerRanges
-from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U32, U64, Rows
 

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from daemon import config, errors, logs, process_memory
 from daemon.audit_log import AuditLog
-from daemon.door import identities, tokens
-from daemon.door.door import Door
+from daemon.auth import identities, tokens
+from daemon.auth.door import Door
 from storage_backends import object_store, probe, store_opening
 
 # So long may a thread that seals, or reads segments, keep the interpreter from the event loop; Python's own is 5 ms.
@@ -99,7 +99,7 @@ def _ask_health(settings: config.Config) -> int:
         raise errors.InvalidArgument(
             "configuration: grpc.unix_socket is not set, and grpc.listen has TLS: health is asked over a socket then"
         )
-    from daemon.grpc_services import health_question
+    from daemon import health_question
 
     serves = health_question.serves(address, timeout_s=HEALTH_TIMEOUT_S)
     sys.stdout.write("serving\n" if serves else "not serving\n")
@@ -110,7 +110,7 @@ def _give_up(settings: config.Config, log_id: str, *, accepted: bool) -> int:
     """Tells what of a dead daemon's log is damaged or lost, and gives it up if that is accepted; 0 when a standby can
     take over, else 1.
     """
-    from daemon import log_loss
+    from daemon.owner import log_loss
     from daemon.owner.log_mending import StillWritten
 
     logs.configure(level=settings.log.level, form=settings.log.format)

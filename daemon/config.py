@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from daemon import errors
-from daemon.core import delay_levels
+from daemon.core.index import delay_levels
 from daemon.settings import (
     Access,
     Daemon,

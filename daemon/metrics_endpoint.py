@@ -1,7 +1,7 @@
 """`/metrics` over HTTP or HTTPS, for those who may scrape.
 
 Owns: the server and its threads, TLS, and what a scrape must show.
-Does not own: the series (`daemon.metrics`), the certificate and the identities (`daemon.door`).
+Does not own: the series (`daemon.metrics`), the certificate and the identities (`daemon.auth`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import prometheus_client
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import CollectorRegistry
 
-from daemon.door.certificates import Certificates
-from daemon.door.identities import EVERY_TOPIC, Identities, Scope, bearer_of
+from daemon.auth.certificates import Certificates
+from daemon.auth.identities import EVERY_TOPIC, Identities, Scope, bearer_of
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

@@ -30,14 +30,14 @@ import ulid
 
 from daemon import config, errors, metrics, metrics_endpoint, process_memory
 from daemon.audit_log import AuditLog
-from daemon.door.door import Door
+from daemon.auth.door import Door
 from daemon.grpc_services.admission import Admission
 from daemon.grpc_services.server import Server
 from daemon.ledger_stores import ledger_stores
 from daemon.owner.engine import Engine
-from daemon.surroundings import counted_store, loop_pause, pools
-from daemon.surroundings.environment import TAIL_REQUESTS_MAX, TAIL_WORK_MAX, Environment
-from daemon.surroundings.system_clock import SystemClock
+from daemon.runtime import counted_store, loop_pause, pools
+from daemon.runtime.environment import TAIL_REQUESTS_MAX, TAIL_WORK_MAX, Environment
+from daemon.runtime.system_clock import SystemClock
 from storage_backends import local_directory, log_opening, object_store
 
 log = logging.getLogger(__name__)

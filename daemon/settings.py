@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from daemon.core.delay_levels import DEFAULT_TABLE
+from daemon.core.index.delay_levels import DEFAULT_TABLE
 from storage_backends.storage_settings import S3, WRITTEN_AS, Section
 
 ADDRESS = r"^.+:[0-9]{1,5}\Z"

@@ -1,1 +1,1 @@
-"""The tests mirror the tree: `tests/daemon/core/test_index.py` tests `daemon/core/index.py`."""
+"""The tests mirror the tree: `tests/daemon/core/index/test_runs.py` tests `daemon/core/index/runs.py`."""

@@ -158,7 +158,7 @@ def _import_in_own_order(number: int, workers: int) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     _leave_other_parts(config, items)
     for item in items:
-        item.add_marker(kinds.kind_of(item.nodeid.removeprefix("tests/")))
+        item.add_marker(kinds.kind_of(item.nodeid.removeprefix("tests/"), getattr(item, "fixturenames", ())))
         _draw_by_part(item)
     yield
     # Of what the options have left: by its number each worker has its share.

@@ -182,7 +182,7 @@ def test_a_file_of_the_daemon_of_storage_or_of_a_job_has_a_name_of_its_own() -> 
     ]
     assert standing_twice([*paths, *added]) == {
         "chain.py": ["audit/chain.py", "audit/chain.py"],
-        "index.py": ["daemon/core/index.py", "daemon/shard/index.py"],
+        "index.py": ["daemon/core/index/index.py", "daemon/shard/index.py"],
         "process.py": ["daemon/process.py", "jobs/process.py"],
     }
 

@@ -12,9 +12,9 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 PURE = (
-    "daemon/core/index.py",
+    "daemon/core/index/index.py",
     "storage_backends/formats/row_columns.py",
-    "tests/daemon/core/test_index.py",
+    "tests/daemon/core/index/test_index.py",
     "tests/storage_backends/formats/test_row_columns.py",
 )
 IMPURE = (

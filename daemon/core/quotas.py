@@ -2,8 +2,8 @@
 
 Owns: the pending rows of all topics, the rows that come due in each second of one topic, what each client adds in a
 second, and the words of a refusal.
-Does not own: which limits hold for a topic (`daemon.topic_terms.topic_settings`), counting a topic's rows again when
-they are wanted exactly (`daemon.topic_terms.topic_quotas`), and the clock.
+Does not own: which limits hold for a topic (`daemon.topic.topic_settings`), counting a topic's rows again when
+they are wanted exactly (`daemon.topic.topic_quotas`), and the clock.
 
 A limit of 0 is no limit. Every check comes before anything is changed. Only what enters is counted at once; what leaves
 is noticed when it is counted anew, so that a count is never too low.

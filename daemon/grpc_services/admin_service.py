@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from daemon import call_values, config
-from daemon.core import delay_levels
+from daemon.core.index import delay_levels
 from daemon.grpc_services import dead_letter_messages, policy_messages, records, unary
 from tarry.v1 import admin_pb2 as pb
 

@@ -2,7 +2,7 @@
 
 Owns: what a call needs (its option `access` in the proto), who makes it, the refusal of those who may not, the open
 calls, and the end of those whose identity may do so no longer.
-Does not own: the identities and their file (`daemon.door`), and what a call does.
+Does not own: the identities and their file (`daemon.auth`), and what a call does.
 
 A call is refused for its caller or its scope before its message is parsed, and a stream before one is read: one that
 stays silent is ended at once. Its topic is checked as soon as the request that names it is parsed: in the frame of
@@ -23,8 +23,8 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from daemon import errors
 from daemon.audit_log import AuditLog
-from daemon.door.door import Door
-from daemon.door.identities import EVERY_TOPIC, Identities, Identity, Scope, bearer_of
+from daemon.auth.door import Door
+from daemon.auth.identities import EVERY_TOPIC, Identities, Identity, Scope, bearer_of
 from daemon.grpc_services import status
 from tarry.v1 import access_pb2
 

@@ -1,7 +1,7 @@
 """Dead letters on the wire: which are asked for, and a page of them.
 
 Owns: the filter of a request and the columns of an answer.
-Does not own: the bounds of a filter (`daemon.subscription.served_dead_letters`) and page tokens (`inspect_service`).
+Does not own: the bounds of a filter (`daemon.topic.topic_dead_letters`) and page tokens (`inspect_service`).
 """
 
 from __future__ import annotations

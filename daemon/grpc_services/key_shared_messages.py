@@ -14,7 +14,7 @@ from daemon.grpc_services import wire_columns
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
-    from daemon.subscription.key_shared_stream import KeySharedStream, Outgoing
+    from daemon.topic.key_shared_stream import KeySharedStream, Outgoing
 
 
 def require_none(request: pb.Open) -> None:

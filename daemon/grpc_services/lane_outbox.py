@@ -10,7 +10,7 @@ import asyncio
 import collections
 import itertools
 
-from daemon.subscription.waiting_line import Waiter
+from daemon.topic.waiting_line import Waiter
 
 # A message is full with so many bytes, but for one answer that is larger by itself.
 MESSAGE_BYTES = 256 << 10

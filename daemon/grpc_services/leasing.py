@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from daemon import call_values, errors
 from daemon.grpc_services import records, wire_columns
 from daemon.grpc_services.admission import Context
-from daemon.subscription import leases
+from daemon.topic import leases
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:

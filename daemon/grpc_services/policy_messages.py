@@ -1,7 +1,7 @@
 """Policies of the wire to those that are stored, and back.
 
 Owns: which fields are set, which of them have a meaning together, and that a policy which replaces another is given.
-Does not own: which values a field may have, what they mean and their defaults (`daemon.topic_terms.topic_settings`).
+Does not own: which values a field may have, what they mean and their defaults (`daemon.topic.topic_settings`).
 """
 
 from __future__ import annotations

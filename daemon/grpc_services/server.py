@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from daemon import config
-from daemon.door.certificates import Certificates
-from daemon.door.door import Door
+from daemon.auth.certificates import Certificates
+from daemon.auth.door import Door
 from daemon.grpc_services import (
     admin_service,
     cluster_service,

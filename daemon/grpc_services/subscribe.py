@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from daemon import call_values, config, errors
 from daemon.grpc_services import key_shared_messages, parsing, pipeline, records, row_requests, status, wire_columns
-from daemon.subscription.key_shared_stream import KeySharedStream
-from daemon.subscription.open_stream import UNBOUNDED, Outlet
+from daemon.topic.key_shared_stream import KeySharedStream
+from daemon.topic.open_stream import UNBOUNDED, Outlet
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
     from daemon.owner.engine import Engine
-    from daemon.subscription.open_stream import DispatchStream
+    from daemon.topic.open_stream import DispatchStream
 
 # Of a request: which positions were ignored, and of a negative acknowledgement more.
 _Outcome: TypeAlias = call_values.Ignored | call_values.NackOutcome

@@ -22,7 +22,7 @@ from daemon import config, errors
 from daemon.grpc_services import lane_messages, pipeline, status, subscribe
 from daemon.grpc_services.admission import Context
 from daemon.grpc_services.lane_outbox import Outbox
-from daemon.subscription.waiting_line import Waiter
+from daemon.topic.waiting_line import Waiter
 
 if TYPE_CHECKING:
     from daemon.owner.engine import Engine

@@ -39,7 +39,7 @@ from daemon.ledger_deletion.deletion_values import (
 )
 from daemon.ledger_deletion.shard_deletions import DeletingShard
 from daemon.ledger_deletion.sweeping import Sweeping
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
 from storage_backends.crash_points import crash_point
 from storage_backends.formats.deletion_format import (
     ChangeInUse,

@@ -24,7 +24,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from daemon.errors import InvariantViolated, TarryError
 from daemon.ledger_deletion.shard_deletions import Attempt, DeletingShard, ShardDeletions
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
 from storage_backends.crash_points import crash_point
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType
 

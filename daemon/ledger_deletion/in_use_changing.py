@@ -15,7 +15,7 @@ import math
 from typing import Protocol
 
 from daemon.core.deletions.ledger_deletions import InUseChanged, LedgerDeletions
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
 from storage_backends.formats.deletion_format import ChangeInUse, InUseChange, InUseLedgers
 
 # As many cost the loop as much as a delete that is recorded.

@@ -32,8 +32,8 @@ from daemon.core.deletions.ledger_deletions import (
 from daemon.errors import InvariantViolated, TarryError
 from daemon.ledger_deletion.in_use_changing import InUseChanging
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
-from daemon.surroundings.environment import Environment
-from daemon.topic_terms.topic_settings import TopicSettings
+from daemon.runtime.environment import Environment
+from daemon.topic.topic_settings import TopicSettings
 from storage_backends.crash_points import crash_point
 from storage_backends.formats.deletion_format import (
     AnswerDeletes,

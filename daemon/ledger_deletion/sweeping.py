@@ -44,7 +44,7 @@ from daemon.ledger_deletion import shard_deletions
 from daemon.ledger_deletion.deletion_values import SweepProgress, SweepWish
 from daemon.ledger_deletion.shard_deletions import DeletingShard
 from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
 from storage_backends import object_store
 from storage_backends.formats import names
 from storage_backends.formats.deletion_format import OffloadContext, PendingDelete

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Final, Self
 
 from daemon import config, errors, settings
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, InUseAnswer, LedgerStore, Step
-from daemon.ledger_stores.offloaded import BUCKET, OffloadedLedgers
+from daemon.ledger_stores.offloaded_ledgers import BUCKET, OffloadedLedgers
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ObjectStore, StoreError
 
 if TYPE_CHECKING:
-    from daemon.ledger_stores.owner import Owner
+    from daemon.ledger_stores.ledger_owner import Owner
 
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class LedgerStores:
         if not deletion.owners:
             return cls(object_stores=object_stores)
         # A daemon that starts is waited for: the HTTP client only where it is needed.
-        from daemon.ledger_stores.owner import Owner
+        from daemon.ledger_stores.ledger_owner import Owner
 
         return cls(object_stores=object_stores, owners=[Owner(entry) for entry in deletion.owners])
 

@@ -29,9 +29,9 @@ from daemon.owner.candidacy import Wait
 from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
 from daemon.owner.takeover import KeptByLog, Takeover, Won, check_readable
+from daemon.runtime.environment import Environment
 from daemon.shard.shard_claim import ShardClaim
-from daemon.surroundings.environment import Environment
-from daemon.topic import topic_commits
+from daemon.topic import topic_manifests
 from storage_backends import commit, log_fence, object_store
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.slot_log import LogHeld, SlotLogs
@@ -87,7 +87,7 @@ class Candidate:
         self._logs = logs
         if former is not None and former.log_id:
             self._former = heartbeat.LogState(former.log_id, former.last_slot, True)
-        self.shard_logs = tuple(topic_commits.shard_log(environment, shard) for shard in range(shards))
+        self.shard_logs = tuple(topic_manifests.shard_log(environment, shard) for shard in range(shards))
         self._standby = standby.Standby(
             environment.store,
             self.shard_logs,

@@ -22,9 +22,9 @@ from daemon.core import garbage_rules
 from daemon.core.garbage_rules import NOTHING_DONE, Summary
 from daemon.core.object_count import NOTHING, ObjectCount
 from daemon.errors import TarryError
-from daemon.shard import garbage
-from daemon.surroundings.environment import Environment
-from daemon.topic import topic_commits
+from daemon.owner import garbage
+from daemon.runtime.environment import Environment
+from daemon.topic import topic_manifests
 from storage_backends import commit
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
@@ -153,7 +153,7 @@ class Pass:
         listed = None if self._listing is None else self._listing.shard
         look = self._look(tip.manifest, garbage.SHARD.named(tip.manifest), listed)
         if look.wanted:
-            shard_log = topic_commits.shard_log(self._environment, self._shard.number)
+            shard_log = topic_manifests.shard_log(self._environment, self._shard.number)
             collector = garbage.Collector(shard_log, garbage.SHARD, self._tools)
             tip = await self._collect(collector, listed, tip) or tip
             self._shard.tip.saw(tip)
@@ -196,7 +196,7 @@ class Pass:
     async def _collect_topic(
         self, topic_id: str, listed: Listed | None, warm: commit.Tip[TopicManifest] | None
     ) -> commit.Tip[TopicManifest] | None:
-        topic_log = topic_commits.topic_log(self._environment, self._shard.number, topic_id)
+        topic_log = topic_manifests.topic_log(self._environment, self._shard.number, topic_id)
         collector = garbage.Collector(topic_log, garbage.TOPIC, self._tools)
         try:
             return await self._collect(collector, listed, warm)
@@ -280,7 +280,7 @@ class Pass:
         """Whether the newest manifest of its sequence names the object, or no manifest could. In a thread."""
         number = self._shard.number
         if name.startswith(names.checkpoint_prefix(number)):
-            shard_tip = topic_commits.shard_log(self._environment, number).read_tip()
+            shard_tip = topic_manifests.shard_log(self._environment, number).read_tip()
             return shard_tip is None or name in garbage.SHARD.named(shard_tip.manifest)
         try:
             topic_id = names.topic_id_of(name)
@@ -288,7 +288,7 @@ class Pass:
             return True
         if not name.startswith((names.buckets_prefix(number, topic_id), names.progress_prefix(number, topic_id))):
             return True
-        tip = topic_commits.topic_log(self._environment, number, topic_id).read_tip()
+        tip = topic_manifests.topic_log(self._environment, number, topic_id).read_tip()
         return tip is None or name in garbage.TOPIC.named(tip.manifest)
 
     # ---- deciding without asking the store

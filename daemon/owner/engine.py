@@ -17,8 +17,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from daemon.call_values import Health, TopicLocation
+from daemon.core.index.segments import SegmentCache
 from daemon.core.quotas import PendingRows
-from daemon.core.segments import SegmentCache
 from daemon.errors import (
     Corruption,
     NotOwner,
@@ -37,13 +37,13 @@ from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
 from daemon.owner.standby import Claimable
 from daemon.owner.takeover import KeptByLog, Takeover
+from daemon.runtime import backoff
+from daemon.runtime.clock_watch import ClockWatch
+from daemon.runtime.due_loop import DueLoop
+from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import Failures, ProcessFailed, ShardLost, TopicFailed
 from daemon.shard.shard import ServedShard
 from daemon.shard.shard_claim import ShardClaim
-from daemon.surroundings import backoff
-from daemon.surroundings.clock_watch import ClockWatch
-from daemon.surroundings.due_loop import DueLoop
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.failure_scope import Failures, ProcessFailed, ShardLost, TopicFailed
 from storage_backends import commit, log_opening, root_format
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RootFormat, ShardManifest

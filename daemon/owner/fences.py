@@ -9,8 +9,8 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
 from storage_backends import log_fence
 from storage_backends.crash_points import crash_point
 from storage_backends.formats.log_slot_format import Writer

@@ -18,11 +18,11 @@ from daemon.core import garbage_rules
 from daemon.core.garbage_rules import Summary
 from daemon.core.object_count import NOTHING
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
+from daemon.owner import garbage
 from daemon.owner.collection_pass import Halted, Pass, Wish
 from daemon.owner.living_log import LivingLog
 from daemon.owner.log_collection import LogCollection
-from daemon.shard import garbage
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
 from storage_backends import commit
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.object_store import StoreError

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from daemon.surroundings.backoff import Run, Sleep
+from daemon.runtime.backoff import Run, Sleep
 from storage_backends import object_store
 from storage_backends.formats import names
 

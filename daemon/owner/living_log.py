@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from daemon.core.object_count import NOTHING, ObjectCount
 from daemon.errors import InvariantViolated, Unavailable
-from daemon.owner.log_truncation import LogTruncation
+from daemon.group_commit.confirmation import Probe, ProbedConfirmation
+from daemon.group_commit.log_truncation import LogTruncation
+from daemon.group_commit.slot_sender import LandedSection, LandedSlot, Section, SlotSender, SlotWriter
 from daemon.owner.log_writer import CertainSlot, LogWriter
 from daemon.owner.own_log import Encode, Filling, OwnLog
-from daemon.shard.confirmation import Probe, ProbedConfirmation
+from daemon.runtime.environment import Environment
 from daemon.shard.range_operations import OwnLogEnd
-from daemon.shard.slot_sender import LandedSection, LandedSlot, Section, SlotSender, SlotWriter
-from daemon.surroundings.environment import Environment
 from storage_backends import object_store, slot_log
 from storage_backends.formats import names, slot_format
 from storage_backends.formats.log_slot_format import Head, Writer

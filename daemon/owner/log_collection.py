@@ -21,7 +21,7 @@ from daemon.owner import heartbeat
 from daemon.owner.fences import Fences
 from daemon.owner.heartbeat import Heartbeat
 from daemon.owner.living_log import LivingLog
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
 from storage_backends import commit, log_fence, object_store
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.slot_log import LogHeld, SlotLogs

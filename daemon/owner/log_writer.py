@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknown, Unavailable
+from daemon.group_commit.slot_outcome import Certain, Decision, Lost, Next, SlotOutcome
+from daemon.group_commit.unless_ended import unless_ended
 from daemon.owner.own_log import Filling, Frozen, FrozenSlot, OwnLog
-from daemon.owner.slot_outcome import Certain, Decision, Lost, Next, SlotOutcome
-from daemon.surroundings import backoff
-from daemon.surroundings.unless_ended import unless_ended
+from daemon.runtime import backoff
 from storage_backends import object_store
 from storage_backends.crash_points import crash_point
 from storage_backends.slot_log import SlotLog

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
 from storage_backends import merge_hints
 from storage_backends.merge_hints import MergeHint
 from storage_backends.object_store import StoreError

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from daemon import call_values
-from daemon.core import adding, limits
+from daemon.core import limits
+from daemon.core.decisions import adding
 from daemon.errors import AlreadyExists, InvalidArgument, InvariantViolated, NotFound, TarryError
 from daemon.owner import topic_inspection
 from daemon.owner.garbage_collection import Collection
-from daemon.subscription import leases, served_dead_letters
-from daemon.subscription.key_shared_stream import KeySharedStream
-from daemon.subscription.open_stream import DispatchStream
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
+from daemon.topic import leases, topic_dead_letters, topic_settings
+from daemon.topic.key_shared_stream import KeySharedStream
+from daemon.topic.open_stream import DispatchStream
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.viewing import Viewing
 from daemon.topic_gauges import TopicNumbers
-from daemon.topic_terms import topic_settings
 from storage_backends.formats.row_columns import U64
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Requests:
         caller: call_values.Caller | None = None,
     ) -> call_values.AddOutcome:
         """Adds positions to a topic, or to the own index of one subscription; returns when they are durable. See
-        `daemon.core.topic`. Raises NotFound when there is no such subscription, QuotaExceeded.
+        `daemon.core.decisions.topic`. Raises NotFound when there is no such subscription, QuotaExceeded.
         """
         self._check_names(topic, subscription)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
@@ -138,7 +138,7 @@ class Requests:
         self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64
     ) -> call_values.CancelOutcome:
         """Takes positions out before they are due, of every index or of a subscription's own one; returns when that is
-        durable. See `daemon.core.withdrawals`. Raises NotFound.
+        durable. See `daemon.core.decisions.withdrawal_decisions`. Raises NotFound.
         """
         self._check_positions(topic, subscription, ledger_id, entry_id)
         async with self._served(topic) as (_, served):
@@ -250,7 +250,7 @@ class Requests:
         self, topic: str, subscription: str, nack: call_values.Nack
     ) -> call_values.NackOutcome:
         """Has positions of streams or leases, or such as were never handed out, come back later, or makes them dead
-        letters, durably. See `redelivering`. Raises DelayTooLong, QuotaExceeded.
+        letters, durably. See `nack_decisions`. Raises DelayTooLong, QuotaExceeded.
         """
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
@@ -569,7 +569,7 @@ class Requests:
 
     def _check_dead_letters(self, topic: str, subscription: str, asked: call_values.DeadLetterFilter) -> None:
         self._check_names(topic, subscription)
-        served_dead_letters.check_filter(asked, ids_max=self._limits.rows_max)
+        topic_dead_letters.check_filter(asked, ids_max=self._limits.rows_max)
 
     def _check_topic(self, topic: str) -> None:
         limits.check_name("topic", topic, self._limits.topic_max_bytes)

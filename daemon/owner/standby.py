@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from daemon.errors import Corruption
 from daemon.owner import candidacy, heartbeat
 from daemon.owner.candidacy import ClaimNow, OwnerLock, RecordedOwner, Wait
+from daemon.runtime import backoff
 from daemon.shard.shard_tip import ShardLog
-from daemon.surroundings import backoff
 from storage_backends import commit, local_directory, object_store
 from storage_backends.formats.manifest import ShardManifest
 

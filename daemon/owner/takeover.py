@@ -18,11 +18,11 @@ from typing import TypeAlias, TypeVar
 from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
+from daemon.runtime.environment import Environment
 from daemon.shard import checkpoint_store, recovery, shard_tip
 from daemon.shard.range_operations import Claim, GiveBack, OwnLogEnd, has_earlier_sections_in
 from daemon.shard.shard_claim import ShardClaim
-from daemon.surroundings.environment import Environment
-from daemon.topic import topic_commits
+from daemon.topic import topic_manifests
 from storage_backends import commit, object_store, sections
 from storage_backends.checkpoints import LoadedCheckpoint
 from storage_backends.crash_points import crash_point
@@ -136,7 +136,7 @@ class Takeover:
         shard = claim.shard
 
         def committed() -> Tip:
-            landed = topic_commits.commit_once(
+            landed = topic_manifests.commit_once(
                 self._environment,
                 self._manifests[shard],
                 claim,
@@ -177,7 +177,7 @@ class Takeover:
         operation = GiveBack(epoch=won.tip.manifest.epoch, log_id=living.log_id, own_head=own_head)
         try:
             await self._run(
-                lambda: topic_commits.commit_once(
+                lambda: topic_manifests.commit_once(
                     self._environment, self._manifests[shard], operation, warm=won.tip, deadline_s=GIVE_BACK_S
                 )
             )

@@ -25,15 +25,15 @@ from daemon.call_values import (
     TopicStats,
     TopicSummary,
 )
-from daemon.core import level_rows
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.decisions.topic import Topic
+from daemon.core.index import level_rows
+from daemon.core.index.quarantine import QuarantinedBucket
+from daemon.core.index.runs import earliest
+from daemon.core.index.sealed_bucket import SealedBucket
 from daemon.core.key_shared import stats as key_shared_stats
-from daemon.core.quarantine import QuarantinedBucket
-from daemon.core.runs import earliest
-from daemon.core.sealed_bucket import SealedBucket
-from daemon.core.subscription_state import SubscriptionState
-from daemon.core.topic import Topic
 from daemon.errors import InvalidArgument
-from daemon.subscription.open_stream import DispatchStream
+from daemon.topic.open_stream import DispatchStream
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats import index_ids

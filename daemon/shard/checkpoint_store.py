@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable
 
 from daemon.errors import Corruption
-from daemon.surroundings.environment import Environment
+from daemon.runtime.environment import Environment
 from storage_backends import checkpoints, object_store
 from storage_backends.checkpoints import LoadedCheckpoint as LoadedCheckpoint
 from storage_backends.crash_points import crash_point

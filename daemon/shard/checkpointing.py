@@ -20,15 +20,15 @@ from typing import Any, Protocol
 
 from daemon.core.deletions.ledger_deletions import DeletionCut
 from daemon.errors import Corruption
+from daemon.group_commit.log_of_shards import LogOfShards
+from daemon.group_commit.topic_staging import Commits
+from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import checkpoint_store, recovery, shard_tip
-from daemon.shard.log_of_shards import LogOfShards
 from daemon.shard.range_operations import NeedLess, WriteCheckpoint
 from daemon.shard.shard_claim import ShardClaim
 from daemon.shard.shard_tip import KnownTip
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.failure_scope import TopicFailed
-from daemon.topic import checkpoint_parts, topic_commits
-from daemon.topic_terms.topic_staging import Commits
+from daemon.topic import checkpoint_parts, topic_manifests
 from storage_backends import commit, object_store, sections
 from storage_backends.formats import checkpoint_format, manifest
 from storage_backends.formats.log_slot_format import Head
@@ -326,7 +326,9 @@ class Checkpointing:
     async def _commit(self, operation: commit.Operation[manifest.ShardManifest]) -> None:
         environment, tip = self._environment, self._tip.newest
         committed = await environment.run(
-            lambda: topic_commits.commit_once(environment, self._shard_log, operation, warm=tip, deadline_s=DEADLINE_S)
+            lambda: topic_manifests.commit_once(
+                environment, self._shard_log, operation, warm=tip, deadline_s=DEADLINE_S
+            )
         )
         # It may be committed, and have a successor's claim behind it.
         shard_tip.check_owner(committed, epoch=self._shard.epoch)

@@ -19,14 +19,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pyroaring import BitMap, BitMap64
 
-from daemon.core import entitlement
-from daemon.core.bucket import GoneSet
+from daemon.core.decisions.topic import Topic
 from daemon.core.deletions.ledger_deletions import LedgerDeletions
-from daemon.core.index import Index
-from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
-from daemon.core.quarantine import QuarantinedBucket
-from daemon.core.sealed_bucket import SealedBucket
-from daemon.core.topic import Topic
+from daemon.core.index import entitlement
+from daemon.core.index.bucket import GoneSet
+from daemon.core.index.index import Index
+from daemon.core.index.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
+from daemon.core.index.quarantine import QuarantinedBucket
+from daemon.core.index.sealed_bucket import SealedBucket
 from daemon.errors import Corruption, InvariantViolated
 from daemon.shard import replay_runs
 from daemon.topic import bucket_reads, stored_progress, stored_properties, stored_redeliveries

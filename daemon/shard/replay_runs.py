@@ -1,7 +1,7 @@
 """Merges the decisions of many slots, so that replay applies few large ones: an ordinary service has a slot a row.
 
 Owns: which decisions of neighbouring slots may be applied as one, and in which order then.
-Does not own: what a decision does when it is applied (`daemon.core.topic`), and merging within a slot
+Does not own: what a decision does when it is applied (`daemon.core.decisions.topic`), and merging within a slot
 (`SlotBuilder` of `storage_backends.formats.slot_format`).
 
 Only adds and acknowledgements are merged, in runs that nothing else interrupts. Within a run the adds come first: those

@@ -14,34 +14,34 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.segments import SegmentCache
 from daemon.core.quotas import PendingRows
-from daemon.core.segments import SegmentCache
-from daemon.core.topic import Topic
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
+from daemon.group_commit.confirmation import Confirmation
+from daemon.group_commit.log_of_shards import LogOfShards
+from daemon.group_commit.shard_staging import ShardStaging
+from daemon.group_commit.slot_sender import LandedSection
+from daemon.group_commit.topic_staging import STALL_ANSWER_S, TopicStaging
 from daemon.ledger_deletion.shard_deletions import ShardDeletions
+from daemon.runtime import backoff
+from daemon.runtime.due_loop import DueLoop
+from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import recovery, shard_tip
 from daemon.shard.checkpointing import Checkpointing, ShardState
-from daemon.shard.confirmation import Confirmation
-from daemon.shard.log_of_shards import LogOfShards
-from daemon.shard.owned_topic import OwnedTopic
 from daemon.shard.range_operations import Settle
 from daemon.shard.shard_claim import ShardClaim
-from daemon.shard.shard_staging import ShardStaging
 from daemon.shard.shard_tip import KnownTip
-from daemon.shard.slot_sender import LandedSection
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
-from daemon.surroundings import backoff
-from daemon.surroundings.due_loop import DueLoop
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.failure_scope import TopicFailed
-from daemon.topic import checkpoint_parts, topic_commits
+from daemon.topic import checkpoint_parts, topic_manifests
 from daemon.topic.adoption import Adoption
 from daemon.topic.bucket_life import BucketLife
+from daemon.topic.owned_topic import OwnedTopic
 from daemon.topic.served_topic import ServedTopic
-from daemon.topic.topic_commits import TopicCommits, commit_until_certain
-from daemon.topic_terms.topic_settings import TopicSettings
-from daemon.topic_terms.topic_staging import STALL_ANSWER_S, TopicStaging
+from daemon.topic.topic_manifests import TopicCommits, commit_until_certain
+from daemon.topic.topic_settings import TopicSettings
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.shard_slot import ShardSlot
@@ -286,7 +286,7 @@ class ServedShard:
         self._alone.set_result(None)
         settled = await backoff.until_answered(
             lambda: self._environment.pools.journal.run(
-                lambda: topic_commits.commit_once(
+                lambda: topic_manifests.commit_once(
                     self._environment,
                     self._shard_log,
                     Settle(epoch=self.epoch),
@@ -546,7 +546,7 @@ class ServedShard:
 
     async def _bear(self, name: str) -> ServedTopic:
         topic_id = names.topic_id(name)
-        topic_log = topic_commits.topic_log(self._environment, self.number, topic_id)
+        topic_log = topic_manifests.topic_log(self._environment, self.number, topic_id)
         create = topic_manifest.Create(topic=name, topic_id=topic_id, epoch=self.epoch, applied=self.applied_slot)
         try:
             tip = await commit_until_certain(self._environment, topic_log, create, warm=None)

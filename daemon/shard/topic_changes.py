@@ -2,7 +2,7 @@
 its subscriptions, which come, change and go.
 
 Owns: the order of such a change against the topic's requests, hand-outs, seals and leases.
-Does not own: what leaves and who is owed what (`daemon.core.topic`), the manifest's operations
+Does not own: what leaves and who is owed what (`daemon.core.decisions.topic`), the manifest's operations
 (`storage_backends.topic_manifest`) and the limits of a policy (`topic_settings`).
 
 A change closes the topic's gate, so that every slot is either before it or after it; the manifest says at which slot. A
@@ -19,21 +19,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from daemon.call_values import Merged, Sealed, SubscriptionCreated, TopicDeleted, Trimmed
-from daemon.core import trimming
-from daemon.core.delay_levels import DelayLevels
-from daemon.core.departures import Departure
-from daemon.core.subscription_state import SubscriptionState
-from daemon.core.trimming import LedgerRanges
+from daemon.core.decisions import trimming
+from daemon.core.decisions.departures import Departure
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.index.delay_levels import DelayLevels
 from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
-from daemon.shard.owned_topic import OwnedTopic
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.taking_turns import TakingTurns
-from daemon.topic import stored_properties
+from daemon.group_commit.topic_staging import Commits
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
+from daemon.runtime.taking_turns import TakingTurns
+from daemon.topic import stored_properties, topic_settings
+from daemon.topic.owned_topic import OwnedTopic
 from daemon.topic.served_topic import ServedTopic
-from daemon.topic.topic_commits import Operation
-from daemon.topic_terms import topic_settings
-from daemon.topic_terms.topic_staging import Commits
+from daemon.topic.topic_manifests import Operation
 from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.formats.manifest import (

@@ -23,15 +23,14 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
-from daemon.core.topic import Topic
+from daemon.core.decisions.topic import Topic
 from daemon.errors import Corruption, NotOwner, Unavailable
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import Failures, TopicFailed
 from daemon.shard import recovery
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.failure_scope import Failures, TopicFailed
-from daemon.topic import topic_commits
+from daemon.topic import topic_manifests, topic_settings
 from daemon.topic.bucket_life import AGE_SPREAD
-from daemon.topic_terms import topic_settings
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.checkpoint_format import TopicPart
@@ -431,7 +430,7 @@ class TopicLoading:
         manifest, where it was read before; `number`: the newest one's, where it was listed, else 0. `may_wait`: if
         nothing is due soon it is not loaded yet.
         """
-        topic_log = topic_commits.topic_log(self._environment, self._shard, topic_id)
+        topic_log = topic_manifests.topic_log(self._environment, self._shard, topic_id)
         tail = self._tails.get(topic_id, recovery.NOTHING)
         try:
             tip = tip or self._newest(topic_log, number)
@@ -517,14 +516,14 @@ class TopicLoading:
                 # No later slot has named the topic so far, unless it is loaded again.
                 operation = topic_manifest.Quarantine(
                     bucket=live.object.name,
-                    damage=damage[: topic_commits.DAMAGE_CHARACTERS_MAX],
+                    damage=damage[: topic_manifests.DAMAGE_CHARACTERS_MAX],
                     slot=self._as_of.get(tip.manifest.topic_id, self._last_slot),
                     epoch=self._epoch,
                 )
                 try:
                     tip = self._commit(topic_log, operation, tip)
                 except commit.Refused as refused:
-                    overtaken = topic_commits.overtaken(refused, epoch=self._epoch)
+                    overtaken = topic_manifests.overtaken(refused, epoch=self._epoch)
                     if overtaken is None or overtaken.tip is None:
                         raise
                     tip = overtaken.tip
@@ -536,12 +535,12 @@ class TopicLoading:
     def _commit(
         self,
         topic_log: commit.ManifestLog[TopicManifest],
-        operation: topic_commits.Operation,
+        operation: topic_manifests.Operation,
         tip: commit.Tip[TopicManifest],
         *,
         just_read: bool = False,
     ) -> commit.Tip[TopicManifest]:
-        landed = topic_commits.commit_once(self._environment, topic_log, operation, warm=tip, just_read=just_read)
+        landed = topic_manifests.commit_once(self._environment, topic_log, operation, warm=tip, just_read=just_read)
         if landed.manifest.owner_epoch != self._epoch:
             # A successor has gone on behind it: what that one has sealed is not lost here.
             raise commit.Refused(f"owner epoch is {landed.manifest.owner_epoch}, not {self._epoch}", landed)

@@ -2,7 +2,7 @@
 
 Owns: which buckets of a manifest are new to the owner, reading of them what must be in memory first, and the one turn
 of the loop in which a merged bucket takes the place of its sources.
-Does not own: what it inherits (`daemon.core.merging`), when a manifest is looked at (`bucket_life`), and merging
+Does not own: what it inherits (`daemon.core.index.merging`), when a manifest is looked at (`bucket_life`), and merging
 (`topic_merging`).
 
 Until that turn rows are served from the sources, whose objects are kept for a while after they left the manifest. In
@@ -19,16 +19,16 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from daemon.core import merging
-from daemon.core.index import Index
-from daemon.core.merging import MergedBucket
-from daemon.core.positions import KeyedRows
-from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.index import merging
+from daemon.core.index.index import Index
+from daemon.core.index.merging import MergedBucket
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.sealed_bucket import SealedBucket
 from daemon.errors import Corruption, InvariantViolated
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
-from daemon.topic import bucket_reads, topic_commits
-from daemon.topic.topic_commits import TopicCommits
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
+from daemon.topic import bucket_reads, topic_manifests
+from daemon.topic.topic_manifests import TopicCommits
 from storage_backends import topic_manifest
 from storage_backends.formats import index_ids
 from storage_backends.formats.bucket_format import BucketMetadata, BucketTable
@@ -202,12 +202,12 @@ class Adoption:
             await self._commits.commit(
                 lambda tip: topic_manifest.Quarantine(
                     bucket=bucket,
-                    damage=damage[: topic_commits.DAMAGE_CHARACTERS_MAX],
+                    damage=damage[: topic_manifests.DAMAGE_CHARACTERS_MAX],
                     slot=self._slot(),
                     epoch=self._commits.epoch,
                 )
             )
-        except topic_commits.Overtaken:
+        except topic_manifests.Overtaken:
             return
         log.error("topic %s: a merged bucket is quarantined, the others are served: %s", self._topic.core.name, damage)
         self._environment.metrics.damage_found("bucket")

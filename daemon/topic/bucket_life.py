@@ -2,7 +2,7 @@
 
 Owns: when the buckets that take new rows are cut, the seals of one topic one after the other, learning what other
 processes merged, marking damaged buckets in the manifest, and dropping empty ones from it.
-Does not own: what is stored (`daemon.topic.sealing`), serving the rows meanwhile (`daemon.core.index`), merging
+Does not own: what is stored (`daemon.topic.sealing`), serving the rows meanwhile (`daemon.core.index.index`), merging
 (`topic_merging`), putting merged buckets in the place of their sources (`adoption`), finding damage (`segment_loading`,
 `topic_loading`).
 
@@ -23,19 +23,19 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from daemon.call_values import Sealed
-from daemon.core.index import BucketBits
-from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.positions import KeyedRows
-from daemon.core.redelivery_cut import RedeliveryCut
-from daemon.core.sealed_bucket import SealedBucket
-from daemon.core.topic import Topic
+from daemon.core.decisions.redelivery_cut import RedeliveryCut
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.index import BucketBits
+from daemon.core.index.mutable_bucket import MutableBucket
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.sealed_bucket import SealedBucket
 from daemon.errors import Unavailable
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
-from daemon.topic import checkpoint_parts, sealing, topic_commits
-from daemon.topic.topic_commits import TopicCommits
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
+from daemon.topic import checkpoint_parts, sealing, topic_manifests
+from daemon.topic.topic_manifests import TopicCommits
 from daemon.topic.topic_merging import BucketMerging
-from daemon.topic_terms.topic_settings import TopicSettings
+from daemon.topic.topic_settings import TopicSettings
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.shard_slot import ShardSlot
@@ -437,14 +437,14 @@ class BucketLife:
 
     async def _quarantine(self, bucket: str) -> None:
         if self._topic.indexes.holding(bucket) is not None:
-            slot, damage = self._slot, self._damaged[bucket][: topic_commits.DAMAGE_CHARACTERS_MAX]
+            slot, damage = self._slot, self._damaged[bucket][: topic_manifests.DAMAGE_CHARACTERS_MAX]
             try:
                 committed = await self._commits.commit(
                     lambda tip: topic_manifest.Quarantine(
                         bucket=bucket, damage=damage, slot=slot, epoch=self._commits.epoch
                     )
                 )
-            except topic_commits.Overtaken as overtaken:
+            except topic_manifests.Overtaken as overtaken:
                 # What took its place is learned next, and holds its rows whole.
                 log.info("topic %s: the damaged bucket is needed no more: %s", self._topic.name, overtaken)
             else:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import operator
 
-from daemon.core.index import BucketBits, IndexCut
-from daemon.core.redelivery_cut import RedeliveryCut
+from daemon.core.decisions.redelivery_cut import RedeliveryCut
+from daemon.core.index.index import BucketBits, IndexCut
 from daemon.topic import stored_progress
 from daemon.topic.sealing import SealCut
 from storage_backends.formats import checkpoint_format

@@ -1,7 +1,7 @@
 """Sealing: the rows of mutable buckets become immutable objects, and the topic's manifest names them.
 
 Owns: what is stored for a seal: a bucket object for each index that has rows, and the progress as of its slot.
-Does not own: when to seal and what serves the rows meanwhile (the engine, `daemon.core.index`), the manifest's
+Does not own: when to seal and what serves the rows meanwhile (the engine, `daemon.core.index.index`), the manifest's
 operations (`storage_backends.topic_manifest`).
 
 A seal cuts all indexes of a topic at one slot boundary; everything here is O(n) and runs in an executor, while the rows
@@ -14,10 +14,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from daemon.core.index import BucketBits
-from daemon.core.mutable_bucket import MutableRows
-from daemon.core.positions import KeyedRows
-from daemon.core.redelivery_cut import RedeliveryCut
+from daemon.core.decisions.redelivery_cut import RedeliveryCut
+from daemon.core.index.index import BucketBits
+from daemon.core.index.mutable_bucket import MutableRows
+from daemon.core.index.positions import KeyedRows
 from daemon.topic import stored_progress
 from storage_backends import object_store
 from storage_backends.crash_points import crash_point

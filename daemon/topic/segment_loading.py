@@ -2,7 +2,7 @@
 
 Owns: reads of one topic's segments, each at most once at a time, trying again when the store fails, and telling a
 bucket that was merged away from one that is damaged.
-Does not own: which segments are wanted (`daemon.core.index`, `daemon.core.backlog_reader`) and the cache.
+Does not own: which segments are wanted (`daemon.core.index.index`, `daemon.core.backlog.backlog_reader`) and the cache.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal
 
-from daemon.core.positions import KeyedRows, PageTable
-from daemon.core.segments import SegmentRange
-from daemon.core.topic import Topic
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.positions import KeyedRows, PageTable
+from daemon.core.index.segments import SegmentRange
 from daemon.errors import Corruption
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
 from daemon.topic import bucket_reads
 from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.object_store import StoreError

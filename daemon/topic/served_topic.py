@@ -1,11 +1,11 @@
 """A topic that this daemon serves: requests, due rows and streams meet here.
 
 Owns: asking for rows, its wake-ups, and loading its segments.
-Does not own: decisions (`daemon.core.topic`), adds (`topic_adding`), who listens to a subscription and what is handed
-out (`served_subscription`), how streams open (`stream_opening`), requests on what was handed out (`acknowledging`,
-`negative_acknowledging`), the moment of a cancellation (`topic_withdrawing`), slots (`shard_staging`), seals and drops
-(`bucket_life`), changes of the topic as a whole (`topic_changes`), and what is shown of it (`topic_inspection`,
-`topic_retention`).
+Does not own: decisions (`daemon.core.decisions.topic`), adds (`topic_adds`), who listens to a subscription and what is
+handed out (`served_subscription`), how streams open (`stream_opening`), requests on what was handed out
+(`acknowledging`, `negative_acknowledging`), the moment of a cancellation (`topic_withdrawals`), slots
+(`shard_staging`), seals and drops (`bucket_life`), changes of the topic as a whole (`topic_changes`), and what is shown
+of it (`topic_inspection`, `topic_retention`).
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from typing import Protocol
 import numpy as np
 
 from daemon.call_values import RetentionPage
-from daemon.core.containment import Contained, EntryRanges
-from daemon.core.positions import KeyedRows
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.containment import Contained, EntryRanges
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.runs import earliest
+from daemon.core.index.segments import SegmentRange
 from daemon.core.quotas import PendingRows
-from daemon.core.runs import earliest
-from daemon.core.segments import SegmentRange
-from daemon.core.subscription_state import SubscriptionState
-from daemon.core.topic import Topic
 from daemon.errors import NotFound, QuotaExceeded
-from daemon.subscription.acknowledging import Acknowledging
-from daemon.subscription.negative_acknowledging import TopicRedelivery
-from daemon.subscription.open_stream import OpenStream
-from daemon.subscription.served_dead_letters import TopicDeadLetters
-from daemon.subscription.served_subscription import ServedSubscription
-from daemon.subscription.stream_opening import Opening
-from daemon.surroundings.due_loop import DueLoop
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.failure_scope import TopicFailed
-from daemon.surroundings.pace import Pace
+from daemon.group_commit.topic_staging import TopicStaging
+from daemon.runtime.due_loop import DueLoop
+from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import TopicFailed
+from daemon.runtime.pace import Pace
+from daemon.topic import topic_settings
+from daemon.topic.acknowledging import Acknowledging
+from daemon.topic.negative_acknowledging import TopicRedelivery
+from daemon.topic.open_stream import OpenStream
 from daemon.topic.segment_loading import SegmentLoader
-from daemon.topic.topic_adding import TopicAdding
+from daemon.topic.served_subscription import ServedSubscription
+from daemon.topic.stream_opening import Opening
+from daemon.topic.topic_adds import TopicAdding
+from daemon.topic.topic_dead_letters import TopicDeadLetters
 from daemon.topic.topic_gate import TopicGate
+from daemon.topic.topic_quotas import TopicQuotas
 from daemon.topic.topic_retention import TopicRetention
-from daemon.topic.topic_withdrawing import Withdrawing
-from daemon.topic_terms import topic_settings
-from daemon.topic_terms.topic_quotas import TopicQuotas
-from daemon.topic_terms.topic_staging import TopicStaging
+from daemon.topic.topic_withdrawals import Withdrawing
 from storage_backends.formats.manifest import TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U64
 

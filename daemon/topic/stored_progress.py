@@ -3,7 +3,7 @@
 Owns: that translation, both ways, progress as a whole, reading that of a manifest, and finding what it says of a
 bucket, also under the names of those that were merged into it.
 Does not own: what progress says of redeliveries (`stored_redeliveries`), where it is written (`sealing`,
-`checkpoint_parts`), what it means (`daemon.core.bucket`), and the mapping of a merge
+`checkpoint_parts`), what it means (`daemon.core.index.bucket`), and the mapping of a merge
 (`storage_backends.formats.merge`).
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pyroaring import BitMap64
 
-from daemon.core.index import BucketBits
-from daemon.core.positions import PageTable
-from daemon.core.redelivery_cut import RedeliveryCut
+from daemon.core.decisions.redelivery_cut import RedeliveryCut
+from daemon.core.index.index import BucketBits
+from daemon.core.index.positions import PageTable
 from daemon.errors import Corruption
 from daemon.topic import stored_redeliveries
 from storage_backends import object_store, progress_objects

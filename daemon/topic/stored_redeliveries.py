@@ -1,8 +1,8 @@
 """Negative acknowledgements, dead letters and delay levels, between their form in memory and their stored form.
 
 Owns: that translation, both ways.
-Does not own: where it is written (`sealing`, `checkpoint_parts`), what it means (`daemon.core.redelivering`), and the
-bytes of the columns (`storage_backends.formats.redelivery_columns`).
+Does not own: where it is written (`sealing`, `checkpoint_parts`), what it means
+(`daemon.core.decisions.nack_decisions`), and the bytes of the columns (`storage_backends.formats.redelivery_columns`).
 
 What is stored of an index that is no more, or of positions that have no row any more, is left out when it is read.
 """
@@ -16,19 +16,11 @@ import numpy as np
 import zstandard
 from pyroaring import BitMap64
 
-from daemon.core.dead_letter_rows import DeadLetterRows, FrozenDeadLetters
-from daemon.core.nack_tracker import FrozenNacks
-from daemon.core.positions import (
-    UNKNOWN_KEY,
-    KeyedRows,
-    PageTable,
-    bitmap_of,
-    keys_of,
-    ordinals_of,
-    pages_of,
-)
-from daemon.core.redelivery_cut import RedeliveryCut, SubscriptionCut
-from daemon.core.topic import Topic
+from daemon.core.backlog.dead_letter_rows import DeadLetterRows, FrozenDeadLetters
+from daemon.core.backlog.nack_tracker import FrozenNacks
+from daemon.core.decisions.redelivery_cut import RedeliveryCut, SubscriptionCut
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.positions import UNKNOWN_KEY, KeyedRows, PageTable, bitmap_of, keys_of, ordinals_of, pages_of
 from daemon.errors import Corruption
 from storage_backends.formats import format_errors, index_ids, manifest, redelivery_columns, segment
 from storage_backends.formats.row_columns import U64

@@ -1,7 +1,7 @@
 """Merging the sealed buckets of one topic: above `max_num_buckets` of an index, or on request.
 
 Owns: when a merge is made and how it gives way, trying again, and what becomes of a damaged source.
-Does not own: which buckets are merged (`daemon.core.merging`), what is read and written
+Does not own: which buckets are merged (`daemon.core.index.merging`), what is read and written
 (`storage_backends.bucket_merging`), and serving what was merged (`adoption`).
 
 A merge is made from the manifest alone, by a thread of low priority, one at a time in the daemon; rows are served from
@@ -18,17 +18,17 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from daemon.call_values import Merged
-from daemon.core import merging as core_merging
-from daemon.core.index import Index
-from daemon.core.merging import Candidate
-from daemon.core.topic import Topic
+from daemon.core.decisions.topic import Topic
+from daemon.core.index import merging as core_merging
+from daemon.core.index.index import Index
+from daemon.core.index.merging import Candidate
 from daemon.errors import Corruption, OutcomeUnknown, Unavailable
 from daemon.metrics import MergeOutcome
-from daemon.surroundings import backoff
-from daemon.surroundings.environment import Environment
-from daemon.topic import bucket_reads, stored_progress, topic_commits
-from daemon.topic.topic_commits import TopicCommits
-from daemon.topic_terms.topic_settings import TopicSettings
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
+from daemon.topic import bucket_reads, stored_progress, topic_manifests
+from daemon.topic.topic_manifests import TopicCommits
+from daemon.topic.topic_settings import TopicSettings
 from storage_backends import bucket_merging
 from storage_backends.bucket_merging import MergePlan, WrittenMerge
 from storage_backends.formats import format_errors, merge, names
@@ -331,7 +331,7 @@ class BucketMerging:
         )
         try:
             await self._commits.commit(lambda tip: written.operation)
-        except topic_commits.Overtaken as refused:
+        except topic_manifests.Overtaken as refused:
             log.info("topic %s: a merge is refused, its output is not used: %s", self._topic.name, refused.reason)
             return "refused"
         self._count(plan, written)

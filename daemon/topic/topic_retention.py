@@ -1,7 +1,7 @@
 """What one topic needs of its log, for who cuts the log and for who watches the topic.
 
 Owns: turns of the event loop between the steps of a look, pages of ledgers, and the last look at the topic as a whole.
-Does not own: what is looked at (`daemon.core.retention`).
+Does not own: what is looked at (`daemon.core.index.retention`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Generator
 from typing import TypeVar
 
 from daemon.call_values import RetentionPage, Survey
-from daemon.core import retention
-from daemon.core.topic import Topic
-from daemon.surroundings.environment import Environment
-from daemon.surroundings.taking_turns import TakingTurns
+from daemon.core.decisions.topic import Topic
+from daemon.core.index import retention
+from daemon.runtime.environment import Environment
+from daemon.runtime.taking_turns import TakingTurns
 from storage_backends.formats.row_columns import U64
 
 T = TypeVar("T")

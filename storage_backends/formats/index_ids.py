@@ -1,7 +1,7 @@
 """The numbers of a topic's indexes, and of the messages of a batch.
 
 Owns: which number an index has, and the entry id under which one message of a batch is a position of its own.
-Does not own: what is in an index (`daemon.core.index`).
+Does not own: what is in an index (`daemon.core.index.index`).
 
 0 is the shared index, a subscription's id its own one, and that plus 2^63 the one of its batch parts: there a position
 is one message of an entry, with the entry id `entry_id * 2^16 + batch_index`. Positions of one entry are neighbours

@@ -25,10 +25,10 @@ from daemon import config, metrics
 from daemon.call_values import AddBatch, AddOutcome, HeldPositions
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.owner.engine import Engine
+from daemon.runtime.environment import TAIL_WORK_MAX, Environment
+from daemon.runtime.pools import Pool, Pools
 from daemon.shard.shard import ServedShard
-from daemon.subscription.open_stream import DispatchStream
-from daemon.surroundings.environment import TAIL_WORK_MAX, Environment
-from daemon.surroundings.pools import Pool, Pools
+from daemon.topic.open_stream import DispatchStream
 from daemon.topic.served_topic import ServedTopic
 from storage_backends import log_opening
 from storage_backends.formats import log_slot_format, names

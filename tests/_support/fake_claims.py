@@ -16,7 +16,7 @@ import numpy as np
 
 from daemon import call_values, config, errors
 from daemon.core import limits
-from daemon.subscription import leases
+from daemon.topic import leases
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import Rows
 from tests._support.fake_topic import EPOCH, DeadLetter, Lease, Row, Subscription, Topic

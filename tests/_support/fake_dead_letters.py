@@ -9,7 +9,7 @@ import numpy as np
 
 from daemon import call_values, config, errors
 from daemon.core import limits
-from daemon.subscription import served_dead_letters
+from daemon.topic import topic_dead_letters
 from tests._support.fake_topic import DeadLetter, Subscription
 
 
@@ -61,7 +61,7 @@ class FakeDeadLetters(abc.ABC):
     def _chosen(
         self, topic: str, subscription: str, asked: call_values.DeadLetterFilter
     ) -> tuple[Subscription, list[int]]:
-        served_dead_letters.check_filter(asked, ids_max=self.settings.limits.rows_per_request_max)
+        topic_dead_letters.check_filter(asked, ids_max=self.settings.limits.rows_per_request_max)
         known = self.find(topic, subscription)
         return known, [number for number, letter in known.dead_letters.items() if _is_asked_for(asked, number, letter)]
 

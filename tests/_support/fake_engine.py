@@ -19,8 +19,7 @@ import numpy as np
 
 from daemon import call_values, config, errors
 from daemon.core import limits
-from daemon.subscription import leases
-from daemon.topic_terms import topic_settings
+from daemon.topic import leases, topic_settings
 from storage_backends.formats.row_columns import U32, U64
 from tests._support.fake_claims import FakeClaims, rows_of
 from tests._support.fake_dead_letters import FakeDeadLetters

@@ -5,7 +5,9 @@ from __future__ import annotations
 import abc
 
 from daemon import call_values, config
-from daemon.core import delay_levels, limits, refusals
+from daemon.core import limits
+from daemon.core.decisions import refusals
+from daemon.core.index import delay_levels
 from storage_backends.formats.row_columns import U64
 from tests._support.fake_topic import Topic
 

@@ -1,13 +1,14 @@
-"""What kind of test each is, by where it stands: `pytest -m wire`.
+"""What kind of test each is, by where it stands and what it takes: `pytest -m wire`.
 
-Owns: the kinds and the folders. Does not own: the markers' texts (pyproject.toml).
+Owns: the kinds, the folders and the fixtures. Does not own: the markers' texts (pyproject.toml).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-# The first that fits; a test that fits none is a unit test: one thing, in this process, without sockets.
+# The first that fits; a test that fits none, and takes no whole daemon, is a unit test: one thing, in this process,
+# without sockets.
 KINDS: Mapping[str, tuple[str, ...]] = {
     "simulation": ("simulation/", "planted/", "models/"),
     "wire": (
@@ -30,9 +31,9 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "audit/",
         "compaction/",
         "contract/",
-        "daemon/engine/",
         "daemon/grpc_services/",
         "daemon/hot_paths/",
+        "daemon/ledger_deletion/",
         "daemon/owner/",
         "daemon/shard/",
         "daemon/topic/",
@@ -45,6 +46,11 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def kind_of(name: str) -> str:
-    """Of a test by its node id below `tests/`."""
-    return next((kind for kind, places in KINDS.items() if name.startswith(places)), "unit")
+# The fixture with which a test of any other folder is one of several rooms together.
+WHOLE_DAEMONS = "machines"
+
+
+def kind_of(name: str, fixtures: Collection[str] = ()) -> str:
+    """Of a test by its node id below `tests/`, and its fixtures."""
+    kind = next((kind for kind, places in KINDS.items() if name.startswith(places)), "unit")
+    return "integration" if kind == "unit" and WHOLE_DAEMONS in fixtures else kind

@@ -14,7 +14,7 @@ import numpy as np
 
 from daemon import settings
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from daemon.ledger_stores.offloaded import OffloadedLedgers
+from daemon.ledger_stores.offloaded_ledgers import OffloadedLedgers
 from storage_backends.formats.deletion_format import (
     InUseLedgers,
     LedgerComponent,

@@ -44,7 +44,7 @@ from tests.audit._support.audits import (
     kinds,
     sealed,
 )
-from tests.daemon.engine._support.calling import cancel, delete_topic, reschedule
+from tests.daemon._support.calling import cancel, delete_topic, reschedule
 
 Write = tuple[str, bytes | None, Mapping[str, str]]
 """Key, body (None: deleted), metadata."""

@@ -35,7 +35,7 @@ from tests.audit._support.audits import (
     topic_tip,
     without_sections,
 )
-from tests.daemon.engine._support.calling import acknowledge, cancel, delete_topic
+from tests.daemon._support.calling import acknowledge, cancel, delete_topic
 
 NOW_MS = EPOCH_MS + 10 * HOUR_MS
 LATER_MS = NOW_MS + HOUR_MS

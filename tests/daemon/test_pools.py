@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from daemon import config
-from daemon.core.adding import AddBatch
+from daemon.core.decisions.adding import AddBatch
 from daemon.errors import Unavailable
 from daemon.owner.engine import Engine
-from daemon.surroundings import pools
+from daemon.runtime import pools
 from storage_backends.formats import names
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA, ListedObject

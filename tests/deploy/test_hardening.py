@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from daemon import config, errors
-from daemon.door import identities
+from daemon.auth import identities
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNIT, NETWORK = REPOSITORY / "deploy" / "tarryd.service", REPOSITORY / "deploy" / "tarryd-network.conf"

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from daemon import settings
+from daemon.ledger_stores.ledger_owner import Owner
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, InUseAnswer
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from daemon.ledger_stores.owner import Owner
 from examples import ledger_owner
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType, PendingDelete
 from tests._support.processes import child

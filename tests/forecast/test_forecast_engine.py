@@ -17,7 +17,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from daemon import call_values, config
-from daemon.core.claims import HeldPositions
+from daemon.core.decisions.claims import HeldPositions
 from daemon.owner.engine import Engine
 from forecast import counting_tasks, forecast_job
 from forecast.result import Forecast, TopicForecast

@@ -17,7 +17,7 @@ from typing import Any
 
 from daemon import main, process
 from daemon.ledger_deletion import in_use_changing
-from daemon.surroundings.system_clock import SystemClock
+from daemon.runtime.system_clock import SystemClock
 from daemon.topic import bucket_life
 from storage_backends import object_store, store_opening
 from tests._support.fault_store import Call, Fault, FaultStore

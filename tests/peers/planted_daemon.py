@@ -8,8 +8,8 @@ import time
 from pyroaring import BitMap64
 
 from daemon import main
-from daemon.core.bucket import Bucket
-from daemon.core.index import Index
+from daemon.core.index.bucket import Bucket
+from daemon.core.index.index import Index
 from storage_backends.local_directory import LocalDirectory
 
 

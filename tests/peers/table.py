@@ -18,15 +18,17 @@ from tests.peers.table_of_deletions import PIP_186
 from tests.peers.table_of_keys import DISPATCHER, DRAINING_HASHES, PIP_282, SUBSCRIPTIONS
 
 TIMERS = "tests.peers.test_pulsar_timers:"
-COLLECTION = "tests.daemon.engine.test_collection:"
+COLLECTION = "tests.daemon.owner.test_collection:"
 TRACKERS = "tests.peers.test_pulsar_trackers:"
 DEPARTURES = "tests.peers.test_pulsar_departures:"
 MERGES = "tests.peers.test_pulsar_merges:"
 ORDER = "tests.peers.test_pulsar_order:"
 TOPICS = "tests.peers.test_pulsar_topics:"
 CLIENTS = "tests.peers.test_many_clients:"
-CORE = "tests.daemon.core."
-ENGINE = "tests.daemon.engine."
+DECISIONS = "tests.daemon.core.decisions."
+INDEX = "tests.daemon.core.index."
+TOPIC = "tests.daemon.topic."
+SHARD = "tests.daemon.shard."
 FORMATS = "tests.storage_backends.formats."
 
 TICK = (
@@ -63,7 +65,7 @@ ABSTRACT = Section(
         here(
             "testAddMessageWithStrictDelay",
             TIMERS + "test_a_row_that_is_due_now_is_refused_on_request_and_one_that_is_due_in_a_millisecond_is_stored",
-            CORE + "test_topic:test_rows_that_are_already_due_are_counted_as_late_whether_stored_or_returned",
+            DECISIONS + "test_topic:test_rows_that_are_already_due_are_counted_as_late_whether_stored_or_returned",
         ),
         differs(
             "testAddMessageWithDeliverAtTimeAfterNowBeforeTickTimeFrequencyWithStrict",
@@ -89,7 +91,7 @@ BUCKETS = Section(
         here(
             "testContainsMessage",
             TRACKERS + "test_a_position_is_contained_and_a_duplicate_from_its_add_until_it_is_acknowledged",
-            ENGINE + "test_contains:test_of_entries_0_to_9_with_1_to_8_delayed_a_cursor_reads_0_and_9",
+            TOPIC + "test_contains:test_of_entries_0_to_9_with_1_to_8_delayed_a_cursor_reads_0_and_9",
         ),
         *(
             differs(
@@ -117,7 +119,7 @@ BUCKETS = Section(
             "testRoaringBitmapSerialize",
             FORMATS + "test_position_bitmap:test_the_bytes_are_the_portable_serialization_after_run_optimize",
             FORMATS + "test_position_bitmap:test_bitmaps_hold_exactly_the_positions_ascending",
-            CORE + "test_positions:test_a_set_of_any_containers_is_stored_page_by_page_as_the_format_says",
+            INDEX + "test_positions:test_a_set_of_any_containers_is_stored_page_by_page_as_the_format_says",
         ),
         here(
             "testMergeSnapshot",
@@ -141,12 +143,12 @@ BUCKETS = Section(
         here(
             "testClear",
             DEPARTURES + "test_after_a_clear_the_same_rows_may_be_added_again",
-            ENGINE + "test_trims:test_a_clear_drops_everything_and_later_adds_are_not_affected",
+            TOPIC + "test_trims:test_a_clear_drops_everything_and_later_adds_are_not_affected",
         ),
         here(
             "testMergeSupportsSmallMaxNumBuckets",
             MERGES + "test_limits_of_one_two_and_three_buckets_are_kept_and_each_row_comes_once",
-            ENGINE + "test_merging:test_buckets_of_one_row_a_year_away_end_at_the_limit",
+            TOPIC + "test_merging:test_buckets_of_one_row_a_year_away_end_at_the_limit",
         ),
         here(
             "testTrimRemovesOrphanedBuckets",
@@ -156,7 +158,7 @@ BUCKETS = Section(
             "testTrimWaitsForInFlightSnapshotCreation",
             DEPARTURES + "test_what_leaves_while_its_bucket_is_being_written_is_gone_from_it",
             DEPARTURES + "test_what_left_in_part_while_its_bucket_was_being_written_stays_away_after_a_restart",
-            CORE + "test_trimming:test_a_trim_while_a_bucket_is_being_sealed_is_in_the_sealed_bucket",
+            DECISIONS + "test_trimming:test_a_trim_while_a_bucket_is_being_sealed_is_in_the_sealed_bucket",
         ),
         here(
             "testTrimDoesNotDeleteBucketOverlappingFirstActiveLedger",
@@ -175,7 +177,7 @@ BUCKETS = Section(
             "testClearRunsAfterInFlightTrimFailure",
             DEPARTURES + "test_a_clear_beside_a_trim_that_is_in_trouble_leaves_nothing",
             DEPARTURES + "test_a_clear_that_the_store_does_not_take_is_undone_and_may_be_repeated",
-            ENGINE + "test_trims:test_trims_at_the_same_time_come_one_after_the_other",
+            TOPIC + "test_trims:test_trims_at_the_same_time_come_one_after_the_other",
         ),
         differs(
             "testClearWaitsForInFlightSegmentLoad",
@@ -210,8 +212,8 @@ BUCKETS = Section(
         ),
         here(
             "testSelectMergedBucketsSupportsTwoBuckets",
-            CORE + "test_merging:test_of_buckets_with_5_3_2_4_3_rows_the_second_and_third_are_merged",
-            CORE + "test_merging:test_of_runs_with_as_many_rows_the_first_is_merged",
+            INDEX + "test_merging:test_of_buckets_with_5_3_2_4_3_rows_the_second_and_third_are_merged",
+            INDEX + "test_merging:test_of_runs_with_as_many_rows_the_first_is_merged",
         ),
         differs(
             "testSelectMergedBucketsHandlesOneUnloadedSegment",
@@ -221,15 +223,15 @@ BUCKETS = Section(
         ),
         differs(
             "testSelectMergedBucketsUsesNextUnloadedSegmentTimestamp",
-            CORE + "test_merging:test_rows_that_are_about_to_be_handed_out_are_not_copied_where_there_is_a_choice",
-            CORE + "test_merging:test_rows_that_are_about_to_be_handed_out_are_copied_rather_than_many_more",
+            INDEX + "test_merging:test_rows_that_are_about_to_be_handed_out_are_not_copied_where_there_is_a_choice",
+            INDEX + "test_merging:test_rows_that_are_about_to_be_handed_out_are_copied_rather_than_many_more",
             rule="Of runs with as many rows Pulsar takes the one that is due first; what is due soon will leave by "
             "itself, so Tarry takes another.",
         ),
         here(
             "testMergeEarlyReturnWhenWithinLimit",
             MERGES + "test_within_the_limit_nothing_is_merged_or_read",
-            CORE + "test_merging:test_nothing_is_merged_while_there_are_not_more_buckets_than_allowed",
+            INDEX + "test_merging:test_nothing_is_merged_while_there_are_not_more_buckets_than_allowed",
         ),
         here(
             "testGetScheduledMessagesWhenAllOrphaned",
@@ -268,7 +270,7 @@ THREADS = Section(
         here("'the next delivery time, 20 threads'", *MANY_CLIENTS),
         here(
             "'mixed operations end, 32 threads'",
-            ENGINE + "test_calls_together:test_calls_at_the_same_time_hand_out_what_they_must_and_nothing_else",
+            TOPIC + "test_calls_together:test_calls_at_the_same_time_hand_out_what_they_must_and_nothing_else",
             "tests.wire.test_sigkill:test_what_was_answered_comes_and_nothing_early_through_kills_at_random_moments",
         ),
         here("'counts are consistent, 8 writers and 16 readers'", *MANY_CLIENTS),
@@ -287,12 +289,12 @@ QUEUES = Section(
             "'the merge of 3 lists of segments, one empty: 58 items in order'",
             ORDER + "test_the_merge_of_three_lists_of_segments_one_of_them_empty_has_all_58_rows_in_order",
             ORDER + "test_three_buckets_one_of_them_with_a_segment_that_was_trimmed_away_give_58_rows_in_order",
-            CORE + "test_runs:test_nothing_overtakes_what_follows_a_run_that_continues",
+            INDEX + "test_runs:test_nothing_overtakes_what_follows_a_run_that_continues",
         ),
         here(
             "'the heap of the mutable bucket gives its rows in order'",
-            CORE + "test_buckets:test_rows_come_due_in_order_wherever_the_horizon_is",
-            CORE + "test_runs:test_tiered_runs_hold_every_row_in_few_runs_each_in_order",
+            INDEX + "test_buckets:test_rows_come_due_in_order_wherever_the_horizon_is",
+            INDEX + "test_runs:test_tiered_runs_hold_every_row_in_few_runs_each_in_order",
         ),
     ),
 )
@@ -335,17 +337,17 @@ NOBODYS = Section(
     (
         here(
             "a crash between each pair of writes, with a model check",
-            ENGINE + "test_crash_points:test_every_crash_point_of_the_daemon_is_tried_here",
-            ENGINE + "test_crash_points:test_a_crash_between_two_durable_steps_loses_nothing_that_was_answered",
-            ENGINE + "test_crash_points:test_a_crash_while_taking_over_leaves_everything_to_the_next_claimant",
+            SHARD + "test_crash_points:test_every_crash_point_of_the_daemon_is_tried_here",
+            SHARD + "test_crash_points:test_a_crash_between_two_durable_steps_loses_nothing_that_was_answered",
+            SHARD + "test_crash_points:test_a_crash_while_taking_over_leaves_everything_to_the_next_claimant",
             "tests.models.test_protocol_models:test_in_no_order_of_steps_an_invariant_is_broken",
             "tests.simulation.test_failure_table:test_every_row_of_the_table_has_its_case",
         ),
         here(
             "random sequences of operations against a brute-force oracle",
-            CORE + "test_topic_states:test_nothing_is_early_lost_or_handed_out_twice_whatever_happens",
+            DECISIONS + "test_topic_states:test_nothing_is_early_lost_or_handed_out_twice_whatever_happens",
             "tests.simulation.test_simulation:test_no_rule_is_broken_whatever_the_order_of_steps_and_whatever_fails",
-            CORE + "test_containment:test_the_answer_is_what_each_position_would_have_been_answered",
+            INDEX + "test_containment:test_the_answer_is_what_each_position_would_have_been_answered",
         ),
         measured(
             "the distribution of lateness under load",
@@ -355,8 +357,8 @@ NOBODYS = Section(
         ),
         here(
             "a bound on memory",
-            CORE + "test_buckets:test_beyond_the_budget_the_least_recently_used_segment_is_dropped",
-            CORE + "test_topic:test_reading_comes_to_an_end_however_little_memory_there_is",
+            INDEX + "test_buckets:test_beyond_the_budget_the_least_recently_used_segment_is_dropped",
+            DECISIONS + "test_topic:test_reading_comes_to_an_end_however_little_memory_there_is",
             "benchmarks.memory:run",
             note="Bytes a row at ten million pending are measured.",
         ),
@@ -367,17 +369,18 @@ NOBODYS = Section(
         ),
         here(
             "recovery with one corrupt bucket",
-            ENGINE
+            TOPIC
             + "test_damage:test_a_bucket_with_a_damaged_head_is_quarantined_at_the_start_and_healed_by_adding_again",
-            ENGINE + "test_damage:test_a_damaged_segment_is_quarantined_when_it_is_read_and_the_others_are_handed_out",
-            ENGINE + "test_damage:test_a_bucket_whose_object_is_missing_is_quarantined_at_the_start",
+            TOPIC + "test_damage:test_a_damaged_segment_is_quarantined_when_it_is_read_and_the_others_are_handed_out",
+            TOPIC + "test_damage:test_a_bucket_whose_object_is_missing_is_quarantined_at_the_start",
         ),
         here(
             "jumps of the clock",
-            ENGINE + "test_subscriptions:test_a_clock_that_steps_back_fires_nothing_early_and_nothing_twice",
-            ENGINE + "test_leases:test_leases_end_on_the_monotonic_clock_whatever_the_wall_clock_does",
-            ENGINE + "test_leases:test_leases_that_ended_while_the_machine_slept_are_over_when_it_wakes",
-            CORE + "test_topic:test_a_later_subscription_starts_with_what_is_pending_also_after_the_clock_stepped_back",
+            TOPIC + "test_subscriptions:test_a_clock_that_steps_back_fires_nothing_early_and_nothing_twice",
+            TOPIC + "test_leases:test_leases_end_on_the_monotonic_clock_whatever_the_wall_clock_does",
+            TOPIC + "test_leases:test_leases_that_ended_while_the_machine_slept_are_over_when_it_wakes",
+            DECISIONS
+            + "test_topic:test_a_later_subscription_starts_with_what_is_pending_also_after_the_clock_stepped_back",
         ),
         measured(
             "the time of recovery with 10^8 rows",
@@ -388,7 +391,7 @@ NOBODYS = Section(
         here(
             "orphans swept to zero",
             COLLECTION + "test_when_everything_is_delivered_and_collected_exactly_this_is_left",
-            "tests.daemon.shard.test_orphans:test_what_no_manifest_named_for_a_day_is_an_orphan",
+            "tests.daemon.owner.test_orphans:test_what_no_manifest_named_for_a_day_is_an_orphan",
         ),
     ),
 )

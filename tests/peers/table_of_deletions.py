@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from tests.peers.entries import Section, differs, here
 
-EXAMPLES = "tests.daemon.engine.test_pip_186:"
-CRASHES = "tests.daemon.engine.test_ledger_deletion_crashes:"
-FAULTS = "tests.daemon.engine.test_ledger_deletion_faults:"
-ENGINE = "tests.daemon.engine.test_ledger_deletions:"
-IN_USE = "tests.daemon.engine.test_ledgers_in_use:"
+EXAMPLES = "tests.daemon.ledger_deletion.test_pip_186:"
+CRASHES = "tests.daemon.ledger_deletion.test_ledger_deletion_crashes:"
+FAULTS = "tests.daemon.ledger_deletion.test_ledger_deletion_faults:"
+ENGINE = "tests.daemon.ledger_deletion.test_ledger_deletions:"
+IN_USE = "tests.daemon.ledger_deletion.test_ledgers_in_use:"
 METADATA = "tests.daemon.core.deletions.test_metadata:"
 STORES = "tests.daemon.ledger_stores.test_ledger_stores:"
-OFFLOADED = "tests.daemon.ledger_stores.test_offloaded:"
-OWNER = "tests.daemon.ledger_stores.test_owner:"
+OFFLOADED = "tests.daemon.ledger_stores.test_offloaded_ledgers:"
+OWNER = "tests.daemon.ledger_stores.test_ledger_owner:"
 
 PIP_186 = Section(
     "5 PIP-186 (its examples and its rules)",

@@ -14,7 +14,7 @@ from daemon.errors import TarryError
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
-from tests.daemon.engine._support.calling import clear, create, get, rows_of, stats, trim, up_to
+from tests.daemon._support.calling import clear, create, get, rows_of, stats, trim, up_to
 from tests.peers.tracking import (
     BUCKETS,
     MANIFESTS,

@@ -11,8 +11,8 @@ import pytest
 
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Fault
-from tests.daemon.engine._support.calling import clear, create, get, rows_of, stats
-from tests.daemon.engine.test_merging import merge
+from tests.daemon._support.calling import clear, create, get, rows_of, stats
+from tests.daemon.topic.test_merging import merge
 from tests.peers.tracking import (
     BUCKETS,
     MANIFESTS,

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from daemon.core.positions import KeyedRows
-from daemon.core.runs import SortedRun, take_due
-from daemon.core.trimming import LedgerRanges
+from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.runs import SortedRun, take_due
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.core._support.journaled_topic import JournaledTopic, listed

@@ -8,7 +8,7 @@ import pytest
 
 from daemon.topic.served_topic import ServedTopic
 from tests._support.engine_fixture import Daemon, EngineFixture, no_positions
-from tests.daemon.engine._support.calling import acknowledge, clear, create, get, rows_of, stats
+from tests.daemon._support.calling import acknowledge, clear, create, get, rows_of, stats
 from tests.peers.tracking import NOTHING, add, counts
 
 TICK_MS = 200

@@ -8,7 +8,7 @@ import pytest
 
 from daemon.errors import NotFound
 from tests._support.engine_fixture import EngineFixture
-from tests.daemon.engine._support.calling import create, delete_topic, get, rows_of, stats
+from tests.daemon._support.calling import create, delete_topic, get, rows_of, stats
 from tests.peers.tracking import (
     BUCKETS,
     NOTHING,

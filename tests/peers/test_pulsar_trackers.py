@@ -11,7 +11,7 @@ import pytest
 
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Fault
-from tests.daemon.engine._support.calling import acknowledge, create, get, rows_of, stats
+from tests.daemon._support.calling import acknowledge, create, get, rows_of, stats
 from tests.peers.tracking import (
     BUCKETS,
     MANIFESTS,

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from daemon.core.index import Index
-from daemon.core.indexes import Indexes
-from daemon.core.positions import KeyedRows
-from daemon.core.withdrawals import Withdrawals
-from daemon.shard import garbage
+from daemon.core.decisions.withdrawal_decisions import Withdrawals
+from daemon.core.index.index import Index
+from daemon.core.index.indexes import Indexes
+from daemon.core.index.positions import KeyedRows
+from daemon.owner import garbage
 from daemon.topic import stored_progress
 from daemon.topic.bucket_life import BucketLife
 from daemon.topic.topic_merging import BucketMerging
-from daemon.topic.topic_withdrawing import Withdrawing
+from daemon.topic.topic_withdrawals import Withdrawing
 from storage_backends import shard_listing, topic_manifest, topic_merge
 from storage_backends.formats import manifest, merge
 from storage_backends.formats.bucket_format import KeptRows

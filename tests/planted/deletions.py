@@ -17,7 +17,7 @@ from daemon.core.deletions.ledger_deletions import DeletionCut, LedgerDeletions,
 from daemon.core.deletions.waiting import Waiting
 from daemon.ledger_deletion.in_use_changing import InUseChanging
 from daemon.ledger_deletion.shard_deletions import Attempt, ShardDeletions
-from daemon.ledger_stores import offloaded
+from daemon.ledger_stores import offloaded_ledgers
 from storage_backends.formats import slot_format
 from storage_backends.formats.deletion_format import (
     AnswerDeletes,
@@ -176,10 +176,10 @@ def _not_compared(patch: pytest.MonkeyPatch, key: str) -> None:
 
 
 def the_index_of_a_ledger_stays(patch: pytest.MonkeyPatch) -> None:
-    def deleted(self: offloaded.OffloadedLedgers, store: Any, name: Any, step: Any) -> None:
+    def deleted(self: offloaded_ledgers.OffloadedLedgers, store: Any, name: Any, step: Any) -> None:
         store.delete(name.data)
 
-    patch.setattr(offloaded.OffloadedLedgers, "_delete", deleted)
+    patch.setattr(offloaded_ledgers.OffloadedLedgers, "_delete", deleted)
 
 
 # ---- when it is tried again

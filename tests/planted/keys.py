@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from daemon.core import feeding
-from daemon.core.indexes import Indexes
-from daemon.core.key_sharing import KeySharing
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.decisions import feeding
+from daemon.core.decisions.key_shared_backlogs import KeySharing
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.indexes import Indexes
 from tests.planted.bug import Bug
 from tests.simulation.run import Directed
 

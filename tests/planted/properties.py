@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from daemon.shard import garbage
+from daemon.owner import garbage
 from daemon.shard.topic_changes import TopicChanges
 from daemon.topic import stored_properties
 from storage_backends import topic_manifest

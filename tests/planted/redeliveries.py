@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core import acknowledgements, redelivering
-from daemon.core.acknowledgements import Acknowledging
-from daemon.core.dead_lettering import DeadLettering
-from daemon.core.ignored import Ignored
-from daemon.core.in_flight import InFlight
-from daemon.core.nack_tracker import NackTracker
-from daemon.core.positions import KeyedRows
-from daemon.core.redelivery_counts import RedeliveryCounts
-from daemon.core.subscription_state import SubscriptionState
-from daemon.subscription import acknowledging as engine_acknowledging
-from daemon.subscription.negative_acknowledging import TopicRedelivery
+from daemon.core.backlog.in_flight import InFlight
+from daemon.core.backlog.nack_tracker import NackTracker
+from daemon.core.decisions import ack_decisions, nack_decisions
+from daemon.core.decisions.ack_decisions import Acknowledging
+from daemon.core.decisions.dead_letter_decisions import DeadLettering
+from daemon.core.decisions.ignored import Ignored
+from daemon.core.decisions.redelivery_counts import RedeliveryCounts
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.positions import KeyedRows
+from daemon.topic import acknowledging as engine_acknowledging
 from daemon.topic import checkpoint_parts, sealing, stored_redeliveries
+from daemon.topic.negative_acknowledging import TopicRedelivery
 from storage_backends.formats import manifest
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import NackRecord, PurgeRecord, ReplayRecord
@@ -98,7 +98,7 @@ def redelivery_times_are_rounded_down(patch: pytest.MonkeyPatch) -> None:
     def rounded(times_ms: U64, bits: int) -> U64:
         return times_ms & ~np.uint64((1 << bits) - 1)
 
-    patch.setattr(redelivering, "rounded_up", rounded)
+    patch.setattr(nack_decisions, "rounded_up", rounded)
 
 
 def what_waits_is_read_from_the_backlog(patch: pytest.MonkeyPatch) -> None:
@@ -155,16 +155,16 @@ def a_position_that_is_about_to_wait_is_decided_again(patch: pytest.MonkeyPatch)
 
 def what_waits_is_counted_again(patch: pytest.MonkeyPatch) -> None:
     """A request that is repeated counts twice."""
-    stage_found = redelivering.Redelivering.stage_found
+    stage_found = nack_decisions.Redelivering.stage_found
 
-    def staged(self: redelivering.Redelivering, state: SubscriptionState, *arguments: Any) -> Any:
+    def staged(self: nack_decisions.Redelivering, state: SubscriptionState, *arguments: Any) -> Any:
         kept, state.nacks.keys = state.nacks.keys, BitMap64()
         try:
             return stage_found(self, state, *arguments)
         finally:
             state.nacks.keys = kept
 
-    patch.setattr(redelivering.Redelivering, "stage_found", staged)
+    patch.setattr(nack_decisions.Redelivering, "stage_found", staged)
 
 
 def messages_of_a_batch_stay_when_their_entry_leaves(patch: pytest.MonkeyPatch) -> None:
@@ -198,28 +198,28 @@ def an_acknowledgement_ends_any_hand_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_passed_on_is_over_once_it_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(redelivering.NackBatch, "may_get_rows", property(lambda self: self.positions.deliver_at_ms == 0))
+    patch.setattr(nack_decisions.NackBatch, "may_get_rows", property(lambda self: self.positions.deliver_at_ms == 0))
 
 
 def only_what_is_in_flight_is_handed_back(patch: pytest.MonkeyPatch) -> None:
-    def nothing(self: redelivering.Redelivering, state: Any, index: Any, left: Any, found: Any, terms: Any) -> Any:
+    def nothing(self: nack_decisions.Redelivering, state: Any, index: Any, left: Any, found: Any, terms: Any) -> Any:
         return [], left
 
-    patch.setattr(redelivering.Redelivering, "_decide_found", nothing)
+    patch.setattr(nack_decisions.Redelivering, "_decide_found", nothing)
 
 
 def an_entry_takes_along_what_was_handed_back_since(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(acknowledgements, "_later", lambda state, parts, first_keys, counts: BitMap64())
+    patch.setattr(ack_decisions, "_later", lambda state, parts, first_keys, counts: BitMap64())
 
 
 def a_late_nack_hits_a_newer_hand_out(patch: pytest.MonkeyPatch) -> None:
-    take = redelivering._take_in_flight
+    take = nack_decisions._take_in_flight
 
-    def any_hand_out(state: SubscriptionState, index: Any, nack: redelivering.NackBatch) -> Any:
+    def any_hand_out(state: SubscriptionState, index: Any, nack: nack_decisions.NackBatch) -> Any:
         positions = dataclasses.replace(nack.positions, redelivery_count=None)
         return take(state, index, dataclasses.replace(nack, positions=positions))
 
-    patch.setattr(redelivering, "_take_in_flight", any_hand_out)
+    patch.setattr(nack_decisions, "_take_in_flight", any_hand_out)
 
 
 # The owner is killed again and again, soon after it decided; checkpoints are frequent.

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daemon.core.bucket import GoneSet
-from daemon.core.index import BucketBits
-from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.redelivery_cut import RedeliveryCut
-from daemon.core.topic import Topic
+from daemon.core.decisions.redelivery_cut import RedeliveryCut
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.bucket import GoneSet
+from daemon.core.index.index import BucketBits
+from daemon.core.index.mutable_bucket import MutableBucket
 from daemon.owner import takeover
 from daemon.shard import checkpoint_store, recovery
 from daemon.shard.range_operations import WriteCheckpoint

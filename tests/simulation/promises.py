@@ -15,8 +15,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from daemon.core.adding import AddOutcome
-from daemon.core.withdrawals import CancelOutcome, RescheduleOutcome
+from daemon.core.decisions.adding import AddOutcome
+from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleOutcome
 from daemon.settings import Redelivery
 from tests._support.engine_fixture import Daemon
 from tests.simulation import positions as place

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Set
 import numpy as np
 
 from daemon.call_values import BacklogPage, DeadLetterFilter
-from daemon.core import level_rows
-from daemon.core.bucket import Bucket
-from daemon.core.positions import keys_of
-from daemon.core.subscription_state import SubscriptionState
-from daemon.core.topic import Topic
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.decisions.topic import Topic
+from daemon.core.index import level_rows
+from daemon.core.index.bucket import Bucket
+from daemon.core.index.positions import keys_of
 from tests._support.engine_fixture import Daemon
 from tests.simulation.columns import positions_of, rows_of
 from tests.simulation.oracle import Oracle, Row, TopicTruth

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from daemon.call_values import DeadLetterFilter, DeadLetterRows, Replayed
-from daemon.core import redelivery_policy
+from daemon.core.decisions import redelivery_policy
 from daemon.settings import Redelivery
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy, SubscriptionPolicy
 from tests._support.outcomes import Counts

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from daemon.core.dead_letter_rows import DeadLetterFilter
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
 from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.formats.slot_format import (
     DeadLetterReason,

@@ -1,7 +1,7 @@
 """The failure table of the storage protocol, one case per row.
 
 Owns: a case for every row that a daemon can meet, and where the rows are tried that a batch job alone can meet.
-Does not own: every place at which a crash may come (`tests/daemon/engine/test_crash_points.py`).
+Does not own: every place at which a crash may come (`tests/daemon/shard/test_crash_points.py`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tests._support.fault_store import Fault
 from tests._support.merging_process import MergingProcess
 from tests._support.virtual_loop import InlineExecutor
 from tests.compaction import test_job, test_job_sigkill
-from tests.daemon.engine._support.calling import cancel, reschedule
-from tests.daemon.engine.test_collection import collect, pass_hours
-from tests.daemon.engine.test_merging import merge
+from tests.daemon._support.calling import cancel, reschedule
+from tests.daemon.owner.test_collection import collect, pass_hours
+from tests.daemon.topic.test_merging import merge
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 BUCKETS = "/buckets/"

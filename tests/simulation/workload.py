@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from daemon.call_values import EntryRanges, LedgerRanges
-from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.errors import InvariantViolated, TarryError
-from daemon.subscription.open_stream import DispatchStream, StreamClosed
+from daemon.topic.open_stream import DispatchStream, StreamClosed
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
 from tests._support.engine_fixture import Daemon

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from daemon.core.in_flight import Mask
+from daemon.core.backlog.in_flight import Mask
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
 from daemon.errors import InvariantViolated
 from storage_backends.formats.row_columns import U32, U64

@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core.in_flight import InFlight
+from daemon.core.backlog.in_flight import InFlight
+from daemon.core.index.positions import KeyedRows, bitmap_of, contained
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import slots_of
 from daemon.core.key_shared.key_consumers import Consumers
-from daemon.core.positions import KeyedRows, bitmap_of, contained
 from storage_backends.formats.row_columns import U32, U64
 
 

@@ -3,7 +3,7 @@
 Owns: sharing what is READY among consumers, so that the rows of a hash are at one consumer at a time and in order; what
 waits for that; what is taken back when a row is negatively acknowledged; plans for messages that are not delayed.
 Does not own: READY and IN_FLIGHT (`subscription_state`), keys of planned positions (`planned_positions`), decisions on
-rows (`acknowledgements`, `redelivering`), what is shown (`stats`), and streams (the engine).
+rows (`ack_decisions`, `nack_decisions`), what is shown (`stats`), and streams (the engine).
 
     READY -> waits for its hash or for permits -> IN_FLIGHT at the consumer that has the hash
 
@@ -21,8 +21,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core.backlog_reader import BacklogReader
-from daemon.core.in_flight import InFlight, Mask, Places
+from daemon.core.backlog.backlog_reader import BacklogReader
+from daemon.core.backlog.in_flight import InFlight, Mask, Places
+from daemon.core.index.positions import KeyedRows, PagePlaces, bitmap_of, contained, keys_of
 from daemon.core.key_shared import selectors
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_holds import HashHolds
@@ -36,7 +37,6 @@ from daemon.core.key_shared.planned_positions import PlannedPositions
 from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.key_shared.ready import Ready
 from daemon.core.key_shared.waiting_rows import WaitingRows
-from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained, keys_of
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.index_ids import are_of_batch_parts
 from storage_backends.formats.manifest import KeyOrder, KeySharedPolicy, NackOrder

@@ -24,10 +24,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from daemon.core.in_flight import Mask, Places
+from daemon.core.backlog.in_flight import Mask, Places
+from daemon.core.index.ordered_keys import KeyOrder
+from daemon.core.index.positions import PageTable, firsts
 from daemon.core.key_shared.hash_slots import U16
-from daemon.core.ordered_keys import KeyOrder
-from daemon.core.positions import PageTable, firsts
 from storage_backends.formats.row_columns import U64
 
 Position = tuple[int, int]

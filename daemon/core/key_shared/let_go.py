@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from daemon.core.backlog_reader import BacklogReader
-from daemon.core.in_flight import Mask
+from daemon.core.backlog.backlog_reader import BacklogReader
+from daemon.core.backlog.in_flight import Mask
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.runs import earliest, first_time_ms
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
 from daemon.core.key_shared.key_planning import before_refused
-from daemon.core.positions import KeyedRows
-from daemon.core.runs import earliest, first_time_ms
 
 
 class LetGo:

@@ -2,7 +2,7 @@
 
 Owns: of every hash slot how many of its positions are NACKED, how many were and have not left the backlog since
 (outstanding), and since when there is any.
-Does not own: when a position comes back (`redelivering`), and what is taken back from a consumer (`key_share`).
+Does not own: when a position comes back (`nack_decisions`), and what is taken back from a consumer (`key_share`).
 
 A hash is blocked while one of its positions is NACKED, so that it comes back before the later ones. One that never
 succeeds would hold up its hash for good: a hash of which positions were outstanding for as long as the bound, without
@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.in_flight import Mask
+from daemon.core.backlog.in_flight import Mask
+from daemon.core.index.ordered_keys import KeyOrder
+from daemon.core.index.positions import bitmap_of, contained, keys_of
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
-from daemon.core.ordered_keys import KeyOrder
-from daemon.core.positions import bitmap_of, contained, keys_of
 from storage_backends.formats.row_columns import U32, U64
 
 _ONE = np.uint32(1)

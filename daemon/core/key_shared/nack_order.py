@@ -11,11 +11,11 @@ from __future__ import annotations
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core.in_flight import InFlight, Mask
+from daemon.core.backlog.in_flight import InFlight, Mask
+from daemon.core.index.positions import KeyedRows, bitmap_of, contained
 from daemon.core.key_shared.hash_slots import U16, slots_of
 from daemon.core.key_shared.nack_blocks import NackBlocks
 from daemon.core.key_shared.position_order import PositionOrder, are_greater
-from daemon.core.positions import KeyedRows, bitmap_of, contained
 from storage_backends.formats.row_columns import U32, U64
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 from pyroaring import BitMap, BitMap64
 
-from daemon.core.in_flight import Mask
-from daemon.core.positions import PagePlaces, PageTable, bitmap_of, contained, keys_of, pages_of
+from daemon.core.backlog.in_flight import Mask
+from daemon.core.index.positions import PagePlaces, PageTable, bitmap_of, contained, keys_of, pages_of
 from storage_backends.formats.index_ids import PLANNED_OWNER
 from storage_backends.formats.row_columns import U64
 

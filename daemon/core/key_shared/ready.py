@@ -1,7 +1,7 @@
 """Where rows come from that are shared by key.
 
 Owns: what sharing asks of the rows of a subscription.
-Does not own: READY and IN_FLIGHT, which are the subscription's (`daemon.core.subscription_state`).
+Does not own: READY and IN_FLIGHT, which are the subscription's (`daemon.core.decisions.subscription_state`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Protocol
 
 from pyroaring import BitMap64
 
-from daemon.core.in_flight import InFlight
-from daemon.core.positions import KeyedRows
+from daemon.core.backlog.in_flight import InFlight
+from daemon.core.index.positions import KeyedRows
 
 
 class Ready(Protocol):

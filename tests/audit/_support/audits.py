@@ -25,7 +25,7 @@ from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA, ListedObject, ObjectInfo, ObjectStore
 from tests._support.engine_fixture import EPOCH_MS, Daemon, EngineFixture
 from tests._support.virtual_loop import VirtualLoop
-from tests.daemon.engine._support.calling import NO_POLICY, cancel, reschedule
+from tests.daemon._support.calling import NO_POLICY, cancel, reschedule
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from daemon import config
-from daemon.core.delay_levels import DEFAULT_TABLE
+from daemon.core.index.delay_levels import DEFAULT_TABLE
 from daemon.owner.engine import Engine
 from tarry.v1 import admin_pb2 as pb
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2

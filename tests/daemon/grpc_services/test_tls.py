@@ -16,8 +16,8 @@ import pytest
 import trustme
 
 from daemon import config
-from daemon.door import door
-from daemon.door.identities import Scope, hash_of
+from daemon.auth import door
+from daemon.auth.identities import Scope, hash_of
 from tarry.v1 import cluster_pb2, delayed_delivery_pb2
 from tests._support.door_files import DoorFiles, door_files, identity, token_of
 from tests._support.fake_engine import FakeEngine

@@ -12,7 +12,7 @@ import pytest
 from daemon import settings
 from daemon.core.deletions.object_names import OffloadedName
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from daemon.ledger_stores.offloaded import OffloadedLedgers, open_existing
+from daemon.ledger_stores.offloaded_ledgers import OffloadedLedgers, open_existing
 from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import ObjectStore

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from daemon import config, errors, settings
+from daemon.ledger_stores.ledger_owner import Owner
 from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from daemon.ledger_stores.offloaded import OffloadedLedgers
-from daemon.ledger_stores.owner import Owner
+from daemon.ledger_stores.offloaded_ledgers import OffloadedLedgers
 from storage_backends.formats.deletion_format import (
     DeletionOutcome,
     LedgerComponent,

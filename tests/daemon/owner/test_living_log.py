@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
+from daemon.group_commit.shard_staging import ShardStaging
+from daemon.group_commit.slot_sender import LandedSection, Section
 from daemon.owner import living_log
 from daemon.owner.living_log import LivingLog
 from daemon.owner.log_writer import CertainSlot, LogLost, LogWriter
 from daemon.owner.own_log import FrozenSlot, OwnLog
-from daemon.shard.shard_staging import ShardStaging
-from daemon.shard.slot_sender import LandedSection, Section
 from storage_backends import object_store
 from storage_backends.formats.log_slot_format import Head, LogSlotKind
 from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record

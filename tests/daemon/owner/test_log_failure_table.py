@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from tests.contract import test_slot_log
-from tests.daemon.engine import test_failure_scopes
+from tests.daemon.group_commit import test_log_truncation, test_slot_outcome
 from tests.daemon.owner import (
     test_candidate,
     test_fences,
     test_living_log,
     test_log_collection,
     test_log_mending,
-    test_log_truncation,
     test_log_walks,
     test_log_writer,
     test_own_log,
-    test_slot_outcome,
     test_standby,
     test_takeover,
 )
-from tests.daemon.shard import test_range_operations
+from tests.daemon.shard import test_failure_scopes, test_range_operations
 from tests.storage_backends import test_log_fence
 
 NOTE = Path(__file__).parents[3] / "docs" / "design" / "0011-one-log-per-daemon.md"

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from daemon import log_loss
 from daemon.errors import Corruption
-from daemon.owner import engine, heartbeat, log_mending
+from daemon.owner import engine, heartbeat, log_loss, log_mending
 from daemon.owner.log_mending import Loss, Owned
 from daemon.shard import topic_loading
 from storage_backends import log_fence, object_store

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from daemon.errors import TarryError
-from daemon.owner.log_truncation import LogTruncation
+from daemon.group_commit.log_truncation import LogTruncation
+from daemon.group_commit.slot_outcome import Certain, SlotOutcome
 from daemon.owner.own_log import FrozenSlot, OwnLog
-from daemon.owner.slot_outcome import Certain, SlotOutcome
 from daemon.shard import range_operations
 from daemon.shard.range_operations import Claim, GiveBack, NeedLess, OwnLogEnd, Release, WriteCheckpoint
 from storage_backends import log_fence

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daemon.core.index import Index
-from daemon.core.positions import bitmap_of, keys_of
-from daemon.core.segments import SegmentCache
-from daemon.core.topic import Topic
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.index import Index
+from daemon.core.index.positions import bitmap_of, keys_of
+from daemon.core.index.segments import SegmentCache
 from daemon.shard import recovery
 from daemon.topic import checkpoint_parts, sealing
 from storage_backends import commit

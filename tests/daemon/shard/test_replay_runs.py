@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.segments import SegmentCache
-from daemon.core.topic import Topic
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.segments import SegmentCache
 from daemon.shard import replay_runs
 from daemon.shard.replay_runs import Decided
 from daemon.topic import checkpoint_parts

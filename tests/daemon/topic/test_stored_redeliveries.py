@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from daemon.core.topic import Topic
+from daemon.core.decisions.topic import Topic
 from daemon.errors import Corruption
 from daemon.shard import recovery
 from daemon.topic import checkpoint_parts, sealing, stored_redeliveries

@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks import slow_store
 from daemon import process
-from daemon.surroundings import pools
-from daemon.surroundings.environment import Environment
+from daemon.runtime import pools
+from daemon.runtime.environment import Environment
 from storage_backends.object_store import ObjectStore
 
 PER_S = 20

@@ -17,20 +17,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from daemon.core.adding import AddBatch, AddOutcome
-from daemon.core.claims import HeldPositions
-from daemon.core.departures import Departure
-from daemon.core.holding import Claimed, rows_claimed
-from daemon.core.index import BucketBits, SeenRows
+from daemon.core.decisions.adding import AddBatch, AddOutcome
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.departures import Departure
+from daemon.core.decisions.holding import Claimed, rows_claimed
+from daemon.core.decisions.redelivery_cut import RedeliveryCut
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.index.index import BucketBits, SeenRows
+from daemon.core.index.mutable_bucket import MutableBucket
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.sealed_bucket import SealedBucket
+from daemon.core.index.segments import SegmentCache, SegmentRange
 from daemon.core.limits import RequestLimits
-from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.positions import KeyedRows
-from daemon.core.redelivery_cut import RedeliveryCut
-from daemon.core.sealed_bucket import SealedBucket
-from daemon.core.segments import SegmentCache, SegmentRange
-from daemon.core.subscription_state import SubscriptionState
-from daemon.core.topic import Topic
-from daemon.core.trimming import LedgerRanges
 from daemon.shard import recovery
 from daemon.topic import bucket_reads, checkpoint_parts, sealing
 from storage_backends import topic_manifest

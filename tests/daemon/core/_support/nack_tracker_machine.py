@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pyroaring import BitMap64
 
-from daemon.core import nack_tracker, packed_rows
-from daemon.core.nack_tracker import NackTracker
-from daemon.core.positions import KeyedRows, PagePlaces, PageTable
+from daemon.core.backlog import nack_tracker, packed_rows
+from daemon.core.backlog.nack_tracker import NackTracker
+from daemon.core.index.positions import KeyedRows, PagePlaces, PageTable
 from storage_backends.formats.row_columns import U64, Rows
 
 Position = tuple[int, int]

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from daemon.core.dead_letter_rows import DeadLetterRows
-from daemon.core.ignored import Ignored, IgnoredReason
-from daemon.core.redelivering import NackBatch, Terms
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.backlog.dead_letter_rows import DeadLetterRows
+from daemon.core.decisions.ignored import Ignored, IgnoredReason
+from daemon.core.decisions.nack_decisions import NackBatch, Terms
+from daemon.core.decisions.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import is_of_batch_parts
 from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import AcknowledgeRecord, DeadLetterRecord, NackRecord, Record, ReplayRecord

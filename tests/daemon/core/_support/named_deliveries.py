@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from daemon.core.ignored import Ignored, IgnoredReason
-from daemon.core.redelivering import NackBatch
+from daemon.core.decisions.ignored import Ignored, IgnoredReason
+from daemon.core.decisions.nack_decisions import NackBatch
 from tests.daemon.core._support import nacking
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of, claims_of, listed
 from tests.daemon.core._support.oracle import Claim

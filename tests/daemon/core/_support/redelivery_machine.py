@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from daemon.core.redelivering import Terms
+from daemon.core.decisions.nack_decisions import Terms
 from storage_backends.formats import index_ids
 from tests.daemon.core._support import nacking
 from tests.daemon.core._support.journaled_topic import Position, claims_of

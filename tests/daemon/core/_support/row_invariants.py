@@ -9,10 +9,10 @@ from __future__ import annotations
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 from pyroaring import BitMap64
 
-from daemon.core.index import Index
-from daemon.core.indexes import Indexes
-from daemon.core.positions import keys_of
-from daemon.core.subscription_state import SubscriptionState
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.index import Index
+from daemon.core.index.indexes import Indexes
+from daemon.core.index.positions import keys_of
 from storage_backends.formats.index_ids import subscription_of
 from storage_backends.formats.row_columns import U64
 from tests.daemon.core._support.journaled_topic import JournaledTopic

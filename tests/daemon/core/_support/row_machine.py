@@ -14,8 +14,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from daemon.core.positions import KeyedRows
-from daemon.core.segments import LOADED_ROW_BYTES, SegmentRange
+from daemon.core.index.positions import KeyedRows
+from daemon.core.index.segments import LOADED_ROW_BYTES, SegmentRange
 from storage_backends.formats import position_bitmap
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.formats.slot_format import GoneRecord, WaiveRecord

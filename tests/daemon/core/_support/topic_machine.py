@@ -16,16 +16,16 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from daemon.core import departures
-from daemon.core.trimming import LedgerRanges
+from daemon.core.decisions import departures
+from daemon.core.decisions.trimming import LedgerRanges
 from storage_backends.formats.index_ids import is_of_batch_parts
 from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.formats.slot_format import GoneRecord, Record, WaiveRecord
-from tests.daemon.core import test_containment
 from tests.daemon.core._support.journaled_topic import Position, claims_of
 from tests.daemon.core._support.oracle import Claim, Place, Ranges, claim_of, places_named
 from tests.daemon.core._support.row_machine import ENTRIES, LEDGERS, batches, owners, picks, places_in, positions
 from tests.daemon.core._support.withdrawing_machine import WithdrawingMachine
+from tests.daemon.core.index import test_containment
 
 trims = st.one_of(
     st.none(),

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core.bucket import Bucket
-from daemon.core.histogram import Bars, Counts, PartCount
-from daemon.core.index import Index
-from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.positions import KeyedRows, PageTable, bitmap_of
-from daemon.core.scan import Asked, Found, Page, PageScan, Part, Place, SealedPart, part_of
-from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.index.bucket import Bucket
+from daemon.core.index.histogram import Bars, Counts, PartCount
+from daemon.core.index.index import Index
+from daemon.core.index.mutable_bucket import MutableBucket
+from daemon.core.index.positions import KeyedRows, PageTable, bitmap_of
+from daemon.core.index.scan import Asked, Found, Page, PageScan, Part, Place, SealedPart, part_of
+from daemon.core.index.sealed_bucket import SealedBucket
 from daemon.topic import bucket_reads, sealing
 from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.formats.row_columns import Rows

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from daemon.core.withdrawals import Asked, CancelOutcome, RescheduleOutcome
+from daemon.core.decisions.withdrawal_decisions import Asked, CancelOutcome, RescheduleOutcome
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.slot_format import Record
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position

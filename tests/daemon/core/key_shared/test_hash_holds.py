@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from daemon.core.in_flight import InFlight
+from daemon.core.backlog.in_flight import InFlight
+from daemon.core.index.positions import KeyedRows, bitmap_of
 from daemon.core.key_shared.hash_holds import HashHolds
 from daemon.core.key_shared.key_consumers import Consumers, Joining
-from daemon.core.positions import KeyedRows, bitmap_of
 from tests.daemon.core.key_shared._support.keyed import Keyed, u16, u32
 
 ONE, TWO = 10, 20

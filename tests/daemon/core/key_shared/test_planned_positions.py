@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from daemon.core.index.positions import UNKNOWN_KEY, PagePlaces, PageTable, bitmap_of
 from daemon.core.key_shared import planned_positions
 from daemon.core.key_shared.planned_positions import PlannedPositions
-from daemon.core.positions import UNKNOWN_KEY, PagePlaces, PageTable, bitmap_of
 from storage_backends.formats.index_ids import PLANNED_OWNER
 from storage_backends.formats.row_columns import U64
 from tests.daemon.core._support.journaled_topic import Position

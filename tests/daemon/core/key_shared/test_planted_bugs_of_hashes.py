@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core.in_flight import Mask, Places
+from daemon.core.backlog.in_flight import Mask, Places
+from daemon.core.index.positions import KeyRange, PageTable
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import U16
 from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.nack_blocks import NackBlocks
-from daemon.core.positions import KeyRange, PageTable
 from storage_backends.formats.row_columns import U64
+from tests.daemon.core.decisions.test_planted_bugs import Plant, found_by_the_state_machine
 from tests.daemon.core.key_shared import test_nack_blocks
 from tests.daemon.core.key_shared._support import last_sent_machine
 from tests.daemon.core.key_shared._support.last_sent_machine import LastSentMachine
 from tests.daemon.core.key_shared.test_draining_hashes import DrainingHashesMachine
 from tests.daemon.core.key_shared.test_nack_blocks import NackBlocksMachine
-from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
 
 # ---- draining hashes
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core import key_sharing
-from daemon.core.in_flight import Mask
+from daemon.core.backlog.in_flight import Mask
+from daemon.core.decisions import key_shared_backlogs
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.positions import KeyedRows
 from daemon.core.key_shared import key_share as key_shared_module
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_holds import HashHolds
@@ -23,8 +25,6 @@ from daemon.core.key_shared.nack_blocks import NackBlocks
 from daemon.core.key_shared.nack_order import BlockingNacks
 from daemon.core.key_shared.planned_positions import PlannedPositions
 from daemon.core.key_shared.waiting_rows import WaitingRows
-from daemon.core.positions import KeyedRows
-from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import KeyOrder, NackOrder
 from storage_backends.formats.row_columns import U32
@@ -187,7 +187,7 @@ def a_new_owner_knows_of_no_nacks(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_has_a_row_is_planned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(key_sharing, "are_owed", lambda indexes, state, entries: _all(entries.ledger_id, False))
+    patch.setattr(key_shared_backlogs, "are_owed", lambda indexes, state, entries: _all(entries.ledger_id, False))
 
 
 def a_plan_outlives_its_stream(patch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from daemon.group_commit.slot_sender import LandedSlot, Section
 from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
 from daemon.owner.takeover import Takeover, Won
 from daemon.shard import checkpoint_store
 from daemon.shard.range_operations import NeedLess, WriteCheckpoint
 from daemon.shard.shard_claim import ShardClaim
-from daemon.shard.slot_sender import LandedSlot, Section
-from daemon.topic import topic_commits
+from daemon.topic import topic_manifests
 from storage_backends import commit, log_fence
 from storage_backends.formats import checkpoint_format, log_slot_format, names
 from storage_backends.formats.log_slot_format import LogSlotHeader, LogSlotKind, Writer
@@ -68,7 +68,7 @@ class LogOwner:
         self.environment = daemon.environment
         self.name = daemon.daemon_id
         self.logs = self.environment.open_logs(LogForm.OBJECTS)
-        self.manifests = tuple(topic_commits.shard_log(self.environment, shard) for shard in range(SHARDS))
+        self.manifests = tuple(topic_manifests.shard_log(self.environment, shard) for shard in range(SHARDS))
         self.fences = Fences(self.logs, self.environment)
         self.ended: list[BaseException] = []
         self.known: dict[int, set[int]] = {}

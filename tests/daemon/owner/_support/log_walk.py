@@ -18,9 +18,9 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
 from daemon.errors import InvariantViolated
-from daemon.owner.log_truncation import LogTruncation
+from daemon.group_commit.log_truncation import LogTruncation
+from daemon.group_commit.slot_outcome import Certain, Decision, Lost, Next, SlotOutcome
 from daemon.owner.own_log import FrozenSlot, OwnLog
-from daemon.owner.slot_outcome import Certain, Decision, Lost, Next, SlotOutcome
 from daemon.shard import range_operations
 from storage_backends import commit, log_fence, object_store
 from storage_backends.formats import log_slot_format

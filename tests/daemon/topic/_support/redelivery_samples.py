@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from daemon.core.positions import keys_of
-from daemon.core.topic import Topic
+from daemon.core.decisions.topic import Topic
+from daemon.core.index.positions import keys_of
 from daemon.shard import recovery
 from daemon.topic import checkpoint_parts, sealing
 from storage_backends import topic_manifest

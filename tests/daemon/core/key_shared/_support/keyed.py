@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from daemon.core.index.positions import KeyedRows, PagePlaces, PageTable
 from daemon.core.key_shared.hash_slots import U16
-from daemon.core.positions import KeyedRows, PagePlaces, PageTable
 from storage_backends.formats.row_columns import U32, Rows
 from tests.daemon.core._support.journaled_topic import Position
 

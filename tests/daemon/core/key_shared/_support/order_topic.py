@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.positions import KeyedRows
 from daemon.core.key_shared.key_consumers import Joining
 from daemon.core.key_shared.key_share import Assigned, KeyShared
-from daemon.core.positions import KeyedRows
-from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits

@@ -1,0 +1,1 @@
+"""What subscriptions are owed, in memory: positions in flight and nacked, backlogs read again, dead letters."""

@@ -1,0 +1,315 @@
+"""Positions that are delivered no more: the dead letters of one subscription.
+
+Owns: their columns in memory, by ascending id; finding them page by page; taking them out.
+Does not own: what makes one (`nack_decisions`), what becomes of it (`dead_letter_decisions`), and stored forms
+(`storage_backends.formats`).
+
+They are kept in chunks of packed columns, those that left are marked; a chunk of which more than half has left is
+packed anew. So a page and a removal look at few rows at once, however many there are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from daemon.core.backlog.packed_column import PackedColumn
+from daemon.core.index.positions import bitmap_of, contained
+from daemon.errors import InvariantViolated
+from storage_backends.formats.row_columns import U32, U64, Index
+
+CHUNK_ROWS = 4096
+# Rows that are looked at for one page, whatever the filter leaves of them.
+LOOKED_AT_MAX = 1 << 16
+NO_TEXTS = ("",)
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class DeadLetterRows:
+    """n dead letters, by ascending `dead_letter_id`: columns of one length.
+
+    `deliver_at_ms`: as it was handed out last. `batch_index`: `NO_BATCH_INDEX` for an entry as a whole. `key_hash`: 0
+    where it has none. `redelivery_count`: the last time included. `reason`: the number of a `DeadLetterReason`.
+    `text_index`: what the dispatcher said, in `texts`, the first of which is empty.
+    """
+
+    dead_letter_id: U64
+    ledger_id: U64
+    entry_id: U64
+    batch_index: U32
+    deliver_at_ms: U64
+    key_hash: U32
+    redelivery_count: U32
+    dead_at_ms: U64
+    reason: npt.NDArray[np.uint8]
+    text_index: U32
+    texts: tuple[str, ...] = NO_TEXTS
+
+    def __len__(self) -> int:
+        return len(self.dead_letter_id)
+
+    def take(self, index: Index) -> DeadLetterRows:
+        """The dead letters that an index array, a mask of n or a slice selects, with those texts that they have."""
+        used, text_index = np.unique(self.text_index[index], return_inverse=True)
+        if len(used) and used[0]:
+            used, text_index = np.concatenate([[0], used]), text_index + 1
+        texts = tuple(self.texts[number] for number in used.tolist()) or NO_TEXTS
+        columns: dict[str, Any] = {name: getattr(self, name)[index] for name in _COLUMNS}
+        return DeadLetterRows(**columns, text_index=text_index.reshape(-1).astype(np.uint32), texts=texts)
+
+    @staticmethod
+    def concat(parts: Sequence[DeadLetterRows]) -> DeadLetterRows:
+        """All of the parts, in their order."""
+        parts = [part for part in parts if len(part)]
+        if not parts:
+            return DeadLetterRows.empty()
+        if len(parts) == 1:
+            return parts[0]
+        numbers: dict[str, int] = {"": 0}
+        text_index = []
+        for part in parts:
+            mapped = np.array([numbers.setdefault(text, len(numbers)) for text in part.texts], np.uint32)
+            text_index.append(mapped[part.text_index])
+        columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
+        return DeadLetterRows(**columns, text_index=np.concatenate(text_index), texts=tuple(numbers))
+
+    @staticmethod
+    def empty() -> DeadLetterRows:
+        columns: dict[str, Any] = {name: np.empty(0, kind) for name, kind in _COLUMNS.items()}
+        return DeadLetterRows(**columns, text_index=np.empty(0, np.uint32))
+
+
+# Without that of the texts.
+_COLUMNS: dict[str, type[np.unsignedinteger[Any]]] = {
+    "dead_letter_id": np.uint64,
+    "ledger_id": np.uint64,
+    "entry_id": np.uint64,
+    "batch_index": np.uint32,
+    "deliver_at_ms": np.uint64,
+    "key_hash": np.uint32,
+    "redelivery_count": np.uint32,
+    "dead_at_ms": np.uint64,
+    "reason": np.uint8,
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class DeadLetterFilter:
+    """A choice of dead letters: everything that is given holds for them. `ids`: ascending. `ledgers`: the first and the
+    last, both included. `from_ms` <= dead_at_ms < `until_ms`.
+    """
+
+    ids: U64 | None = None
+    ledgers: tuple[int, int] | None = None
+    reason: int | None = None
+    from_ms: int | None = None
+    until_ms: int | None = None
+
+    def holds_for(self, rows: DeadLetterRows) -> Mask:
+        """A mask of the rows."""
+        chosen = np.ones(len(rows), np.bool_)
+        if self.ids is not None and len(rows):
+            # Of many ids few are between the first and the last of the rows.
+            first = self.ids.searchsorted(rows.dead_letter_id[0])
+            end = self.ids.searchsorted(rows.dead_letter_id[-1], side="right")
+            chosen &= np.isin(rows.dead_letter_id, self.ids[first:end], assume_unique=True)
+        if self.ledgers is not None:
+            chosen &= rows.ledger_id >= np.uint64(self.ledgers[0])
+            chosen &= rows.ledger_id <= np.uint64(self.ledgers[1])
+        if self.reason is not None:
+            chosen &= rows.reason == self.reason
+        if self.from_ms is not None:
+            chosen &= rows.dead_at_ms >= np.uint64(self.from_ms)
+        if self.until_ms is not None:
+            chosen &= rows.dead_at_ms < np.uint64(self.until_ms)
+        return chosen
+
+
+ALL = DeadLetterFilter()
+
+
+class DeadLetterPage(NamedTuple):
+    """`next_after`: the `after_id` of the next page; None when there is none. A page may have fewer rows than were
+    asked for, also none, and yet a next one.
+    """
+
+    rows: DeadLetterRows
+    next_after: int | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Chunk:
+    """Dead letters first..last, those that have left included. Never changed."""
+
+    first_id: int
+    last_id: int
+    rows: int
+    columns: tuple[PackedColumn, ...]
+    text_index: PackedColumn
+    texts: tuple[str, ...]
+
+    @staticmethod
+    def of(rows: DeadLetterRows) -> _Chunk:
+        columns = tuple(PackedColumn.of(getattr(rows, name)) for name in _COLUMNS)
+        first_id, last_id = int(rows.dead_letter_id[0]), int(rows.dead_letter_id[-1])
+        return _Chunk(first_id, last_id, len(rows), columns, PackedColumn.of(rows.text_index), rows.texts)
+
+    def unpacked(self, index: Index = slice(None)) -> DeadLetterRows:
+        columns: dict[str, Any] = {
+            name: column.take(index).astype(kind, copy=False)
+            for column, (name, kind) in zip(self.columns, _COLUMNS.items(), strict=True)
+        }
+        return DeadLetterRows(**columns, text_index=self.text_index.take(index).astype(np.uint32), texts=self.texts)
+
+    def ids(self) -> U64:
+        return self.columns[0].take(slice(None))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class FrozenDeadLetters:
+    """The dead letters as they were at one moment."""
+
+    chunks: tuple[_Chunk, ...]
+    left: BitMap64
+    rows_there: int
+
+    def __len__(self) -> int:
+        return self.rows_there
+
+    def parts(self) -> Iterator[DeadLetterRows]:
+        """All of them, some thousands at a time, by ascending id. O(n): for a thread."""
+        for chunk in self.chunks:
+            rows = _there(chunk, self.left)
+            if len(rows):
+                yield rows
+
+    def rows(self) -> DeadLetterRows:
+        """All of them. O(n): for a thread."""
+        return DeadLetterRows.concat(list(self.parts()))
+
+
+class DeadLetters:
+    """`last_id`: the highest id ever given; ids are never used again."""
+
+    def __init__(self) -> None:
+        self.last_id = 0
+        self._chunks: list[_Chunk] = []
+        # Of each chunk how many have left.
+        self._left_rows: list[int] = []
+        # Those that have left and are still in a chunk.
+        self._left = BitMap64()
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def add(self, rows: DeadLetterRows) -> None:
+        """Rows with higher ids than any before. Raises InvariantViolated when they are not."""
+        if not len(rows):
+            return
+        ids = rows.dead_letter_id
+        if int(ids[0]) <= self.last_id or not bool((ids[1:] > ids[:-1]).all()):
+            raise InvariantViolated(f"dead letters {ids[0]} to {ids[-1]} do not ascend from {self.last_id}")
+        self.last_id = int(ids[-1])
+        self._rows += len(rows)
+        # Chunks that are longer stay as they are: so a row that comes alone is packed a few times, not thousands.
+        while self._chunks and self._chunks[-1].rows < CHUNK_ROWS and self._chunks[-1].rows <= len(rows):
+            rows = DeadLetterRows.concat([self._take_out_last(), rows])
+        for start in range(0, len(rows), CHUNK_ROWS):
+            self._chunks.append(_Chunk.of(rows.take(slice(start, start + CHUNK_ROWS))))
+            self._left_rows.append(0)
+
+    def _take_out_last(self) -> DeadLetterRows:
+        self._left_rows.pop()
+        chunk = self._chunks.pop()
+        rows = _there(chunk, self._left)
+        self._left.remove_range(chunk.first_id, chunk.last_id + 1)
+        return rows
+
+    def remove(self, ids: U64) -> int:
+        """Takes out those of the ids that are there; how many these are."""
+        removed = 0
+        asked = ids if bool((ids[1:] > ids[:-1]).all()) else np.unique(ids)
+        start = 0
+        while start < len(asked):
+            number = self._chunk_from(int(asked[start]))
+            if number == len(self._chunks):
+                break
+            chunk = self._chunks[number]
+            end = int(np.searchsorted(asked, np.uint64(chunk.last_id), side="right"))
+            named = bitmap_of(np.intersect1d(asked[start:end], chunk.ids(), assume_unique=True)) - self._left
+            start = end
+            if named:
+                removed += len(named)
+                self._left |= named
+                self._left_rows[number] += len(named)
+                self._tidy(number)
+        self._rows -= removed
+        return removed
+
+    def _tidy(self, number: int) -> None:
+        chunk = self._chunks[number]
+        if 2 * self._left_rows[number] <= chunk.rows:
+            return
+        rows = _there(chunk, self._left)
+        self._left.remove_range(chunk.first_id, chunk.last_id + 1)
+        if len(rows):
+            self._chunks[number], self._left_rows[number] = _Chunk.of(rows), 0
+        else:
+            del self._chunks[number], self._left_rows[number]
+
+    def page(self, wanted: DeadLetterFilter, after_id: int, limit: int) -> DeadLetterPage:
+        """The dead letters of a filter with ids above `after_id`, ascending, at most `limit`. Looks at a bounded number
+        of rows.
+        """
+        found: list[DeadLetterRows] = []
+        rows_found = looked_at = 0
+        after = after_id
+        while rows_found <= limit and looked_at < LOOKED_AT_MAX:
+            chunk = self._chunk_after(after, wanted.ids)
+            if chunk is None:
+                break
+            looked_at += chunk.rows
+            rows = _there(chunk, self._left)
+            rows = rows.take((rows.dead_letter_id > np.uint64(after_id)) & wanted.holds_for(rows))
+            rows_found += len(rows)
+            found.append(rows)
+            after = chunk.last_id
+        page = DeadLetterRows.concat(found)
+        if rows_found > limit:
+            page = page.take(slice(limit))
+            after = int(page.dead_letter_id[-1])
+        return DeadLetterPage(page, None if self._chunk_after(after, wanted.ids) is None else after)
+
+    def _chunk_after(self, after_id: int, ids: U64 | None) -> _Chunk | None:
+        """The first chunk that may have an id above, of `ids` where they are given."""
+        first_id = after_id + 1
+        if ids is not None:
+            place = int(np.searchsorted(ids, np.uint64(after_id), side="right"))
+            if place == len(ids):
+                return None
+            first_id = int(ids[place])
+        number = self._chunk_from(first_id)
+        return self._chunks[number] if number < len(self._chunks) else None
+
+    def freeze(self) -> FrozenDeadLetters:
+        """Returns the dead letters as they are now, never changed by what comes later. O(chunks)."""
+        return FrozenDeadLetters(tuple(self._chunks), self._left.copy(), self._rows)
+
+    def _chunk_from(self, dead_letter_id: int) -> int:
+        """The first chunk whose last id is not below."""
+        return bisect.bisect_left(self._chunks, dead_letter_id, key=lambda chunk: chunk.last_id)
+
+
+def _there(chunk: _Chunk, left: BitMap64) -> DeadLetterRows:
+    ids = chunk.ids()
+    gone = contained(ids, left) if left else np.zeros(len(ids), np.bool_)
+    return chunk.unpacked(~gone) if gone.any() else chunk.unpacked()

@@ -1,0 +1,458 @@
+"""Positions that were handed out and are not acknowledged yet.
+
+Owns: the table from key to the time a position was handed out with, to the dispatcher that holds it: a stream, or a
+lease, which is a number of its own, and to since when.
+Does not own: permits, order, what an acknowledgement does (`subscription_state`, `index`), how long is too long, and at
+whom the rows of a hash are (`key_share`, a watcher).
+
+A dispatcher mostly acknowledges batches whole and as they came, one or several at a time: the latest batches are kept
+so and found by their first key. All others are in a few runs sorted by key, each at least twice as long as the next; a
+row that leaves is marked, and a run without living rows is dropped, so that taking positions costs a few binary
+searches and no object a row.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from daemon.core.index.positions import KeyedRows, bitmap_of, contained, firsts, keys_of
+from daemon.core.index.runs import earliest, first_time_ms
+from storage_backends.formats.row_columns import U32, U64
+
+Mask = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.intp]
+
+# Batches that are kept as they were handed out. Of more the oldest are sorted in, several together: they may be of one
+# row each.
+BATCHES_MAX = 1024
+BATCHES_SORTED_IN = 512
+
+
+class Watcher(Protocol):
+    """Is told of rows that come into the table and leave it, and whose they are: u32[n] of dispatchers."""
+
+    def came(self, rows: KeyedRows, dispatchers: U32) -> None: ...
+
+    def claimed(self, rows: KeyedRows, dispatchers: U32) -> None:
+        """Rows left the table by a request, or by time: a decision on them is about to be staged."""
+        ...
+
+    def returned(self, rows: KeyedRows, dispatchers: U32) -> None:
+        """Rows left the table otherwise: nothing has to become durable."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Batch:
+    """`dispatcher`: of all of its rows, or of each. `alive`: which of its rows are there; None: all."""
+
+    rows: KeyedRows
+    dispatcher: int | U32
+    since_ms: int
+    alive: Mask | None = None
+
+    @functools.cached_property
+    def dispatchers(self) -> U32:
+        return np.broadcast_to(np.asarray(self.dispatcher, np.uint32), len(self.rows))
+
+    @functools.cached_property
+    def keys(self) -> BitMap64:
+        return bitmap_of(self.living.rows.keys)
+
+    @property
+    def living(self) -> _Batch:
+        """The batch of those rows that are there."""
+        if self.alive is None:
+            return self
+        return _Batch(self.rows.take(self.alive), self.dispatchers[self.alive], self.since_ms)
+
+    def without(self, left: Mask) -> tuple[int, _Batch] | None:
+        """(its first key, the batch) when rows have left; None when none is there any more."""
+        alive = ~left if self.alive is None else self.alive & ~left
+        first = int(alive.argmax())
+        return (int(self.rows.keys[first]), dataclasses.replace(self, alive=alive)) if alive[first] else None
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    rows: KeyedRows
+    dispatcher: U32
+    since_ms: U64
+    alive: Mask
+    living: int
+    # No living row is here since before.
+    oldest_ms: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Taken:
+    """Rows of a request that were removed, and which of it they are."""
+
+    hits: Places
+    rows: KeyedRows
+
+
+class InFlight:
+    """The IN_FLIGHT positions of one subscription. `watcher`: nobody at first."""
+
+    def __init__(self) -> None:
+        self.watcher: Watcher | None = None
+        # In the order in which they were handed out, by their first keys.
+        self._batches: dict[int, _Batch] = {}
+        self._runs: list[_Run] = []
+        self._living = 0
+        self._held: collections.Counter[int] = collections.Counter()
+
+    def __len__(self) -> int:
+        return self._living
+
+    def first_due_ms(self, from_ms: int = 0) -> int | None:
+        """The earliest time of its rows from a time on; None when there is none."""
+        times = [batch.living.rows.rows.deliver_at_ms for batch in self._batches.values()]
+        times += [run.rows.rows.deliver_at_ms[run.alive] for run in self._runs if run.living]
+        return earliest(*[first_time_ms(each, from_ms) for each in times])
+
+    def held_rows(self, dispatcher: int) -> int:
+        """How many positions a dispatcher holds."""
+        return self._held[dispatcher]
+
+    def add(self, rows: KeyedRows, dispatcher: int | U32, *, elapsed_ms: int = 0) -> None:
+        """Rows none of which is in the table, in any order. `dispatcher`: of all of them, or of each.
+
+        `elapsed_ms`: now, by a clock that never steps.
+        """
+        count = len(rows)
+        if not count:
+            return
+        batch = _Batch(rows, dispatcher, elapsed_ms)
+        if isinstance(dispatcher, int):
+            self._held[dispatcher] += count
+        else:
+            for number, held_rows in _counted(dispatcher):
+                self._held[number] += held_rows
+        self._living += count
+        self._batches[int(rows.keys[0])] = batch
+        if self.watcher is not None:
+            self.watcher.came(rows, batch.dispatchers)
+        if len(self._batches) > BATCHES_MAX:
+            oldest = list(itertools.islice(self._batches, BATCHES_SORTED_IN))
+            self._sort_in([self._batches.pop(first_key) for first_key in oldest])
+
+    def _sort_in(self, whole: Sequence[_Batch]) -> None:
+        batches = [batch.living for batch in whole]
+        rows = KeyedRows.concat([batch.rows for batch in batches])
+        order = np.argsort(rows.keys)
+        lengths = [len(batch.rows) for batch in batches]
+        dispatcher = np.concatenate([batch.dispatchers for batch in batches])[order]
+        since_ms = np.repeat(np.array([batch.since_ms for batch in batches], np.uint64), lengths)[order]
+        oldest_ms = min(batch.since_ms for batch in batches)
+        run = _Run(rows.take(order), dispatcher, since_ms, np.ones(len(rows), np.bool_), len(rows), oldest_ms)
+        while self._runs and 2 * run.living >= self._runs[-1].living:
+            run = _merged(self._runs.pop(), run)
+        self._runs.append(run)
+
+    def _sort_all_in(self) -> None:
+        if self._batches:
+            self._sort_in(list(self._batches.values()))
+            self._batches = {}
+
+    def take(self, keys: U64, deliver_at_ms: U64) -> Mask:
+        """Removes the positions that are in the table with that time; a mask of those removed.
+
+        A key that is named twice is removed once.
+        """
+        return self._take(keys, deliver_at_ms, None)
+
+    def take_rows(self, keys: U64, deliver_at_ms: U64) -> tuple[KeyedRows, Mask]:
+        """Removes the positions that are in the table with that time, each once; (the rows that were removed, in the
+        order of the request; a mask of those removed).
+        """
+        parts: list[_Taken] = []
+        found = self._take(keys, deliver_at_ms, parts)
+        rows = KeyedRows.concat([part.rows for part in parts])
+        if len(parts) > 1:
+            rows = rows.take(np.argsort(np.concatenate([part.hits for part in parts])))
+        return rows, found
+
+    def _take(self, keys: U64, deliver_at_ms: U64, parts: list[_Taken] | None) -> Mask:
+        taken = self._take_whole(keys, deliver_at_ms, parts)
+        found = np.zeros(len(keys), np.bool_)
+        found[:taken] = True
+        if taken == len(keys):
+            return found
+        self._sort_all_in()
+        for run in self._runs:
+            hits, places = _found(run, keys[taken:], deliver_at_ms[taken:])
+            if not len(hits):
+                continue
+            if parts is not None:
+                parts.append(_Taken(hits + taken, run.rows.take(places)))
+            self._leave(run, places, are_claimed=True)
+            found[taken:][hits] = True
+            if found.all():
+                break
+        self._runs = [run for run in self._runs if run.living]
+        return found
+
+    def _take_whole(self, keys: U64, deliver_at_ms: U64, parts: list[_Taken] | None) -> int:
+        """Removes the batches that the columns begin with, each as it was handed out; how many rows these are."""
+        taken = 0
+        while taken < len(keys):
+            first_key = int(keys[taken])
+            batch = self._batches.get(first_key)
+            if batch is None or batch.alive is not None:
+                break
+            mine, end = batch.rows, taken + len(batch.rows)
+            if not (_same(mine.keys, keys[taken:end]) and _same(mine.rows.deliver_at_ms, deliver_at_ms[taken:end])):
+                break
+            self._leave_whole(first_key)
+            if parts is not None:
+                parts.append(_Taken(np.arange(taken, end), mine))
+            taken = end
+        return taken
+
+    def move(
+        self, keys: U64, deliver_at_ms: U64, holders: Collection[int], dispatcher: int, *, elapsed_ms: int = 0
+    ) -> Mask:
+        """Gives a dispatcher the positions with that time that one of the holders holds, from now on; a mask of
+        those.
+        """
+        self._sort_all_in()
+        among = np.fromiter(holders, np.uint32, len(holders))
+        moved = np.zeros(len(keys), np.bool_)
+        for run in self._runs:
+            hits, places = _found(run, keys, deliver_at_ms)
+            held = np.isin(run.dispatcher[places], among)
+            hits, places = hits[held], places[held]
+            self._count_left(run.dispatcher[places])
+            run.dispatcher[places] = dispatcher
+            run.since_ms[places] = elapsed_ms
+            moved[hits] = True
+        moved_rows = int(np.count_nonzero(moved))
+        if moved_rows:
+            self._held[dispatcher] += moved_rows
+        return moved
+
+    def touch(self, keys: U64, deliver_at_ms: U64, holders: Collection[int], *, elapsed_ms: int) -> Mask:
+        """The positions with that time that one of the holders holds are in the table since now; a mask of those."""
+        self._sort_all_in()
+        among = np.fromiter(holders, np.uint32, len(holders))
+        touched = np.zeros(len(keys), np.bool_)
+        for run in self._runs:
+            hits, places = _found(run, keys, deliver_at_ms)
+            held = np.isin(run.dispatcher[places], among)
+            run.since_ms[places[held]] = elapsed_ms
+            touched[hits[held]] = True
+        return touched
+
+    def take_dispatcher(self, dispatcher: int) -> KeyedRows:
+        """Removes and returns what a dispatcher holds."""
+        return self.take_dispatchers((dispatcher,))
+
+    def take_dispatchers(self, dispatchers: Collection[int]) -> KeyedRows:
+        """Removes and returns what any of the dispatchers holds."""
+        holders = [number for number in dispatchers if self._held[number]]
+        if not holders:
+            return KeyedRows.empty()
+        among = np.array(holders, np.uint32)
+        rows, _ = self._take_from_runs(lambda _, dispatchers: np.isin(dispatchers, among))
+        return KeyedRows.concat([*self._take_from_batches(among), rows])
+
+    def _take_from_batches(self, dispatchers: U32) -> list[KeyedRows]:
+        """Removes what dispatchers hold of the batches. The rest stays: sorting all of it in would take long."""
+        columns = [batch.dispatchers for batch in self._batches.values()]
+        if not columns:
+            return []
+        theirs = np.isin(np.concatenate(columns), dispatchers)
+        taken: list[KeyedRows] = []
+        whose: list[U32] = []
+        kept, first = {}, 0
+        for first_key, batch in self._batches.items():
+            chosen = theirs[first : first + len(batch.rows)]
+            first += len(batch.rows)
+            if batch.alive is not None:
+                chosen &= batch.alive
+            if not chosen.any():
+                kept[first_key] = batch
+                continue
+            places = np.flatnonzero(chosen)
+            taken.append(batch.rows.take(places))
+            whose.append(batch.dispatchers[places])
+            if (left := batch.without(chosen)) is not None:
+                kept[left[0]] = left[1]
+        self._batches = kept
+        self._left(KeyedRows.concat(taken), np.concatenate([np.empty(0, np.uint32), *whose]), are_claimed=False)
+        return taken
+
+    def take_keys(self, keys: BitMap64) -> KeyedRows:
+        """Removes and returns the positions of a set, whoever holds them."""
+        return self.take_where(lambda rows, _: contained(rows.keys, keys))[0]
+
+    def oldest_since_ms(self) -> int | None:
+        """No position is in the table since before; None when it is empty."""
+        first = next(iter(self._batches.values()), None)
+        return earliest(None if first is None else first.since_ms, *[run.oldest_ms for run in self._runs if run.living])
+
+    def take_since(self, before_ms: int, limit: int, *, staying: BitMap64) -> KeyedRows:
+        """Removes and returns positions that are in the table since before a time or just then, about `limit` of them
+        at most. `staying`: positions that are left where they are.
+        """
+        taken: list[KeyedRows] = []
+        rows = 0
+        if staying:
+            self._sort_all_in()
+        while rows < limit and self._batches:
+            first_key, batch = next(iter(self._batches.items()))
+            if batch.since_ms > before_ms:
+                break
+            self._leave_whole(first_key)
+            taken.append(batch.living.rows)
+            rows += len(taken[-1])
+        for run in self._runs:
+            if rows >= limit or run.oldest_ms > before_ms:
+                continue
+            overdue = run.alive & (run.since_ms <= np.uint64(before_ms))
+            if staying:
+                overdue &= ~contained(run.rows.keys, staying)
+            chosen = np.flatnonzero(overdue)[: limit - rows]
+            taken.append(run.rows.take(chosen))
+            rows += len(chosen)
+            self._leave(run, chosen, are_claimed=True)
+            run.oldest_ms = int(run.since_ms[run.alive].min()) if run.living else 0
+        self._runs = [run for run in self._runs if run.living]
+        return KeyedRows.concat(taken)
+
+    def find(self, keys: BitMap64) -> KeyedRows:
+        """Those of the positions that are in the table, by ascending key; they stay."""
+        self._sort_all_in()
+        found = []
+        for run in self._runs:
+            chosen = np.flatnonzero(contained(run.rows.keys, keys) & run.alive)
+            found.append(run.rows.take(chosen))
+        rows = KeyedRows.concat(found)
+        return rows.take(np.argsort(rows.keys))
+
+    def among(self, keys: BitMap64) -> BitMap64:
+        """Those of the positions that are in the table."""
+        found = BitMap64.union(BitMap64(), *[batch.keys & keys for batch in self._batches.values()])
+        asked = keys_of(keys)
+        for run in self._runs:
+            places = np.searchsorted(run.rows.keys, asked)
+            places[places == len(run.rows)] = 0
+            found |= bitmap_of(asked[(run.rows.keys[places] == asked) & run.alive[places]])
+        return found
+
+    def holders_of(self, keys: U64) -> U32:
+        """The dispatcher that holds each position; 0 where it is not in the table."""
+        self._sort_all_in()
+        holders = np.zeros(len(keys), np.uint32)
+        for run in self._runs:
+            places = np.searchsorted(run.rows.keys, keys)
+            places[places == len(run.rows)] = 0
+            here = (run.rows.keys[places] == keys) & run.alive[places]
+            holders[here] = run.dispatcher[places[here]]
+        return holders
+
+    def keys(self) -> BitMap64:
+        """All positions of the table."""
+        sorted_in = [bitmap_of(run.rows.keys[run.alive]) for run in self._runs]
+        return BitMap64.union(BitMap64(), *sorted_in, *[batch.keys for batch in self._batches.values()])
+
+    def take_where(self, condition: Callable[[KeyedRows, U32], Mask]) -> tuple[KeyedRows, U32]:
+        """Removes the positions for which the condition holds: (these, in any order, who held each). O(n).
+
+        `condition`: of rows and who holds each, some of which have left already.
+        """
+        self._sort_all_in()
+        return self._take_from_runs(condition)
+
+    def _take_from_runs(self, condition: Callable[[KeyedRows, U32], Mask]) -> tuple[KeyedRows, U32]:
+        taken, holders = [], [np.empty(0, np.uint32)]
+        for run in self._runs:
+            chosen = np.flatnonzero(condition(run.rows, run.dispatcher) & run.alive)
+            if len(chosen):
+                taken.append(run.rows.take(chosen))
+                holders.append(run.dispatcher[chosen])
+                self._leave(run, chosen, are_claimed=False)
+        self._runs = [run for run in self._runs if run.living]
+        return KeyedRows.concat(taken), np.concatenate(holders)
+
+    def _leave(self, run: _Run, places: Places, *, are_claimed: bool) -> None:
+        run.alive[places] = False
+        run.living -= len(places)
+        left = run.rows.take(places) if self.watcher is not None else None
+        self._left(left, run.dispatcher[places], are_claimed=are_claimed)
+
+    def _leave_whole(self, first_key: int) -> None:
+        batch = self._batches.pop(first_key).living
+        if isinstance(batch.dispatcher, int) and self.watcher is None:
+            self._living -= len(batch.rows)
+            self._leave_one(batch.dispatcher, len(batch.rows))
+        else:
+            self._left(batch.rows, batch.dispatchers, are_claimed=True)
+
+    def _left(self, rows: KeyedRows | None, dispatchers: U32, *, are_claimed: bool) -> None:
+        """`rows`: for the watcher; None when there is none."""
+        self._living -= len(dispatchers)
+        self._count_left(dispatchers)
+        if self.watcher is not None and rows is not None and len(rows):
+            tell = self.watcher.claimed if are_claimed else self.watcher.returned
+            tell(rows, dispatchers)
+
+    def _count_left(self, dispatchers: U32) -> None:
+        for number, held_rows in _counted(dispatchers):
+            self._leave_one(number, held_rows)
+
+    def _leave_one(self, dispatcher: int, rows: int) -> None:
+        self._held[dispatcher] -= rows
+        if not self._held[dispatcher]:
+            del self._held[dispatcher]
+
+
+def _same(one: U64, other: U64) -> bool:
+    """Whether the columns are alike; of few rows faster than numpy compares them."""
+    return len(one) == len(other) and one.tobytes() == other.tobytes()
+
+
+def _counted(dispatchers: U32) -> list[tuple[int, int]]:
+    """How many rows each of the dispatchers has."""
+    if not len(dispatchers):
+        return []
+    if not dispatchers.strides[0] or (dispatchers == dispatchers[0]).all():
+        return [(int(dispatchers[0]), len(dispatchers))]
+    numbers, counts = np.unique(dispatchers, return_counts=True)
+    return list(zip(numbers.tolist(), counts.tolist(), strict=True))
+
+
+def _found(run: _Run, keys: U64, deliver_at_ms: U64) -> tuple[Places, Places]:
+    """The keys that are in a run with that time, each once: (their places in the request, in the run)."""
+    places = np.searchsorted(run.rows.keys, keys)
+    places[places == len(run.rows)] = 0
+    hit = run.rows.keys[places] == keys
+    hit &= run.rows.rows.deliver_at_ms[places] == deliver_at_ms
+    hit &= run.alive[places]
+    hits = np.flatnonzero(hit)
+    named = places[hits]
+    if not (named[1:] > named[:-1]).all():
+        # Of a key that is named twice the first counts.
+        hits = hits[firsts(keys[hits])]
+    return hits, places[hits]
+
+
+def _merged(one: _Run, other: _Run) -> _Run:
+    rows = KeyedRows.concat([one.rows.take(one.alive), other.rows.take(other.alive)])
+    dispatcher = np.concatenate([one.dispatcher[one.alive], other.dispatcher[other.alive]])
+    since_ms = np.concatenate([one.since_ms[one.alive], other.since_ms[other.alive]])
+    order = np.argsort(rows.keys, kind="stable")
+    alive = np.ones(len(rows), np.bool_)
+    oldest_ms = min(one.oldest_ms, other.oldest_ms)
+    return _Run(rows.take(order), dispatcher[order], since_ms[order], alive, len(rows), oldest_ms)

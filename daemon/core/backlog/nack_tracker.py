@@ -1,0 +1,471 @@
+"""Positions that were negatively acknowledged, until their redelivery time (PIP-393).
+
+Owns: which positions wait for their redelivery, and in which order they come due; which runs there are, and when they
+are merged or packed anew.
+Does not own: when positions are redelivered (`redelivery_policy`), their counts (`redelivery_counts`), durability.
+
+Rows that come in due order, as of a constant delay, go to the end of a line: its batches are packed without a sort and
+need no merging. Other rows are collected, sorted once and packed, and runs of them are merged by the dozen, so that a
+row is sorted two or three times however many there are. A merge moves the first rows of its sources to the end of the
+merged run, some thousands at a time: at every moment each row is in one run.
+
+PIP-393 keeps time, ledger and bitmap in maps of maps. That takes 0.16 to 4 B a position with a constant delay, 100 B
+and more where a time has one position, and objects of Python by the million. Here ten million positions take 0.1 to
+4 B each with a constant delay, and 4 to 6 B with any delay up to a day. One costs 0.1 to 0.5 us when it comes, and as
+much again when it is due (`python -m benchmarks nack-memory`).
+
+`keys` is the one truth of membership. An entry that was dropped or replaced stays in its run until it is read, merged
+or, when more than half of the entries are such, packed anew, some thousands at a time as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core.backlog import nack_runs
+from daemon.core.backlog.nack_runs import Batch, Departed, Run, still_there
+from daemon.core.backlog.packed_rows import NackColumns, PackedRows, Place, due_order, pack
+from daemon.core.index.positions import KeyedRows, PagePlaces, bitmap_of
+from storage_backends.formats.row_columns import U64
+
+_U64_MAX = (1 << 64) - 1
+# Rows in any order that are sorted and packed at once.
+PART_ROWS = 1 << 14
+# A line packs so many of its rows together, and then so many of these: without a sort that is twice as fast.
+LINE_ROWS = 1 << 12
+LINE_PART_ROWS = 1 << 15
+# Delays in use at the same time whose rows come in order.
+LINES_MAX = 16
+# Runs that are merged at once.
+FAN_OUT = 16
+# Runs of less than `PART_ROWS` rows; of more those of about one size are merged.
+SMALL_RUNS_MAX = 64
+SIZE_BITS = 5
+# Rows that are moved or packed anew in one step; for each row that comes so many may be.
+STEP_ROWS = 1 << 13
+STEP_ROWS_PER_ROW = 3
+# Fewer entries that do not count are let be.
+DEPARTED_ROWS_MIN = 1 << 12
+# So many sets of what has left are kept before those between which no rows came are joined.
+SETS_MAX = 64
+# How often one call goes on where none of what it read counts.
+PASSES_MAX = 4
+
+
+def rounded_up(times_ms: U64, bits: int) -> U64:
+    """The times rounded up to multiples of 2^bits ms, so that none is early; PIP-393 rounds down.
+
+    A time beyond the last multiple becomes 2^64 - 1.
+    """
+    if not bits:
+        return times_ms
+    rest = np.uint64((1 << bits) - 1)
+    rounded = (times_ms + rest) & ~rest
+    return np.where(times_ms > np.uint64(_U64_MAX) - rest, np.uint64(_U64_MAX), rounded)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class FrozenNacks:
+    """What a tracker held at one moment. All of it is for a thread."""
+
+    held: tuple[tuple[PackedRows | Batch, int], ...]
+    departed: tuple[tuple[int, BitMap64], ...]
+    places: PagePlaces
+
+    def parts(self) -> Iterator[tuple[KeyedRows, U64]]:
+        """Rows and their redelivery times, in any order, some thousands at a time. O(n)."""
+        for part, start in self.held:
+            columns = still_there(part.columns(start), self.departed, part.born)
+            if len(columns):
+                yield columns.keyed(self.places), columns.redeliver_at_ms
+
+    def rows(self) -> tuple[KeyedRows, U64]:
+        """All of them. O(n)."""
+        parts = list(self.parts())
+        times = [times_ms for _, times_ms in parts]
+        return KeyedRows.concat([rows for rows, _ in parts]), np.concatenate([np.empty(0, np.uint64), *times])
+
+    def times_of(self, keys: U64) -> U64:
+        """The redelivery times of keys, none of which is named twice; 0 where one does not wait. O(n)."""
+        times = np.zeros(len(keys), np.uint64)
+        order = np.argsort(keys)
+        asked = keys[order]
+        for part, start in self.held:
+            if not part.may_have(asked):
+                continue
+            columns = part.columns(start)
+            columns = columns.take(np.isin(columns.keys, asked, kind="sort"))
+            if len(columns):
+                found = still_there(columns, self.departed, part.born)
+                times[order[np.searchsorted(asked, found.keys)]] = found.redeliver_at_ms
+        return times
+
+
+class _Line:
+    """Rows that came in due order. `last_ms`: no row that comes later may be due before."""
+
+    def __init__(self) -> None:
+        self.last_ms = 0
+        # Batches; runs of them that are packed.
+        self.batches: list[Run] = []
+        self.packed: list[Run] = []
+
+
+class NackTracker:
+    """`keys`: the positions that wait.
+
+    `in_order_rows`: rows that came in due order, which costs no sort; `sorted_rows`: the others.
+    """
+
+    def __init__(self, places: PagePlaces) -> None:
+        self.keys = BitMap64()
+        self.in_order_rows = 0
+        self.sorted_rows = 0
+        self._places = places
+        self._rows = 0
+        self._departed = Departed()
+        # Entries in all runs, those that do not count included.
+        self._entries = 0
+        self._runs: dict[int, Run] = {}
+        self._next_number = 0
+        # (the place of its first row, number) of each run; a place may be too early.
+        self._due: list[tuple[Place, int]] = []
+        self._lines: list[_Line] = []
+        self._small: list[Run] = []
+        # By how often they were merged.
+        self._tiers: list[list[Run]] = []
+        self._merges: list[_Merge] = []
+        # Runs that are still to be packed anew, and the part that is next of the last one.
+        self._repack: list[Run] = []
+        self._repack_part = 0
+        self._step_rows = 0
+        self._sets_max = SETS_MAX
+        # The first row of which run, at which offset, is known to count.
+        self._known_first: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def size_bytes(self) -> int:
+        """What rows and membership take, without the objects that hold them. O(n)."""
+        held = sum(part.size_bytes for run in self._runs.values() for part, _ in run.held())
+        return held + len(self.keys.serialize())
+
+    # ---- rows come and go
+
+    def add(self, rows: KeyedRows, redeliver_at_ms: U64) -> None:
+        """Rows of distinct keys in any order, with their redelivery times; they replace those of their keys."""
+        if not len(rows):
+            return
+        added = bitmap_of(rows.keys)
+        replaced = self._leave(added)
+        self.keys |= added
+        self._rows += len(rows)
+        self._entries += len(rows)
+        batch = Batch(self._departed.birth(), NackColumns.of(rows, redeliver_at_ms))
+        line = self._line_for(redeliver_at_ms)
+        if line is None:
+            self.sorted_rows += len(rows)
+            self._small.append(self._new_run(batch))
+            self._small = self._settled(self._small, PART_ROWS, self._to_tier)
+        else:
+            self.in_order_rows += len(rows)
+            line.last_ms = int(redeliver_at_ms[-1])
+            line.batches.append(self._new_run(batch))
+            line.batches = self._settled(line.batches, LINE_ROWS, line.packed.append)
+            line.packed = self._settled(line.packed, LINE_PART_ROWS, self._stays)
+        self._work(len(rows) + replaced)
+
+    def drop(self, keys: BitMap64) -> None:
+        """The positions of the set wait no more; those that do not are let be."""
+        # Of a million that leave at once the work is for later calls.
+        self._work(min(self._leave(keys), STEP_ROWS))
+
+    def _leave(self, keys: BitMap64) -> int:
+        if not self.keys.intersect(keys):
+            return 0
+        hit = self.keys & keys
+        self.keys -= hit
+        self._rows -= len(hit)
+        self._known_first = None
+        self._departed.leave(hit)
+        if not self.keys:
+            self._clear()
+        return len(hit)
+
+    def _clear(self) -> None:
+        """Nothing counts any more."""
+        self._runs, self._due = {}, []
+        self._lines, self._small, self._tiers, self._merges, self._repack = [], [], [], [], []
+        self._entries = self._step_rows = 0
+        self._departed.clear()
+
+    def _line_for(self, times: U64) -> _Line | None:
+        """The line whose last row is the latest of those that are not after the first of these; None: sort them."""
+        if bool((times[1:] < times[:-1]).any()):
+            return None
+        first_ms = int(times[0])
+        fitting = [line for line in self._lines if line.last_ms <= first_ms]
+        if fitting:
+            return max(fitting, key=lambda line: line.last_ms)
+        if len(self._lines) == LINES_MAX:
+            self._lines = [line for line in self._lines if any(map(len, (*line.batches, *line.packed)))]
+        if len(self._lines) == LINES_MAX:
+            return None
+        self._lines.append(_Line())
+        return self._lines[-1]
+
+    # ---- rows come due
+
+    def next_due_ms(self) -> int | None:
+        """When the next one comes due; None when none waits. Where many entries at the front do not count it may be too
+        early.
+        """
+        passes = 0
+        while self._due:
+            run = self._first_run()
+            if run is None:
+                continue
+            if not self._departed or self._known_first == (run.number, run.offset) or passes == PASSES_MAX:
+                return run.next_place(self._places)[0]
+            passes += 1
+            run.prepare(self._places)
+            first = run.first(min(len(run.parts[0]) - run.offset, STEP_ROWS))
+            mask = self._departed.still_there(first.keys, run.parts[0].born)
+            departed_rows = 0 if mask is None else int(np.argmax(mask)) if mask.any() else len(mask)
+            if not departed_rows:
+                self._known_first = (run.number, run.offset)
+            else:
+                self._entries -= departed_rows
+                run.advance(departed_rows)
+        return None
+
+    def _first_run(self) -> Run | None:
+        """The run that is due first; None when what seemed to be it is not, and was put where it belongs."""
+        place, number = self._due[0]
+        run = self._runs.get(number)
+        if run is None or not len(run):
+            heapq.heappop(self._due)
+            self._runs.pop(number, None)
+            return None
+        if run.next_place(self._places) != place:
+            heapq.heapreplace(self._due, (run.next_place(self._places), number))
+            return None
+        return run
+
+    def take_due(self, now_ms: int, limit: int) -> tuple[KeyedRows, U64]:
+        """At most `limit` of those that are due, in the order (redelivery time, ledger, entry), and their times.
+
+        Looks at what is due alone. None are returned when none is due, or when none of so many that were read counts:
+        then `next_due_ms` still says that there may be more.
+        """
+        self._known_first = None
+        columns = NackColumns.concat([])
+        for _ in range(PASSES_MAX if limit > 0 else 0):
+            runs = self._due_runs(now_ms, limit)
+            if not runs:
+                break
+            taken = nack_runs.take_first(runs, now_ms, limit, self._places, self._departed)
+            self._entries -= taken.read_rows
+            columns = taken.columns
+            for run in runs:
+                self._put_back(run)
+            if len(columns):
+                break
+        if len(columns):
+            self._rows -= len(columns)
+            self.keys -= bitmap_of(columns.keys)
+        if not self._rows and self._runs:
+            self._clear()
+        self._work(0)
+        return columns.keyed(self._places), columns.redeliver_at_ms
+
+    def _due_runs(self, now_ms: int, limit: int) -> list[Run]:
+        """The runs that may have one of the next rows that are due. They must be put back."""
+        runs: list[Run] = []
+        bound: Place = (now_ms, _U64_MAX, _U64_MAX)
+        while self._due and self._due[0][0] <= bound:
+            run = self._first_run()
+            if run is None:
+                continue
+            if not run.is_packed:
+                run.prepare(self._places)
+                continue
+            heapq.heappop(self._due)
+            runs.append(run)
+            if run.due_rows(now_ms) > limit:
+                # What comes after as many as may be taken need not be looked at.
+                bound = min(bound, run.place_of(limit - 1, self._places))
+        return runs
+
+    def _put_back(self, run: Run) -> None:
+        if len(run):
+            heapq.heappush(self._due, (run.next_place(self._places), run.number))
+        else:
+            del self._runs[run.number]
+
+    # ---- runs
+
+    def _register(self, run: Run) -> None:
+        """It is read from now on."""
+        self._next_number += 1
+        run.number = self._next_number
+        self._runs[run.number] = run
+        if len(self._due) > 2 * len(self._runs) + SMALL_RUNS_MAX:
+            # Many were merged since, and their times may be far away.
+            self._due = [(each.next_place(self._places), each.number) for each in self._runs.values() if len(each)]
+            heapq.heapify(self._due)
+        else:
+            heapq.heappush(self._due, (run.next_place(self._places), run.number))
+
+    def _new_run(self, batch: Batch) -> Run:
+        run = Run(batch)
+        self._register(run)
+        return run
+
+    def _settled(self, runs: Sequence[Run], enough_rows: int, take_over: Callable[[Run], None]) -> list[Run]:
+        """The runs, fewer: together when they are enough, and then they are handed over."""
+        runs = [run for run in runs if len(run)]
+        if sum(map(len, runs)) >= enough_rows:
+            merged = self._merged(runs, enough_rows)
+            if merged is not None:
+                take_over(merged)
+            return []
+        if len(runs) <= SMALL_RUNS_MAX:
+            return runs
+        # Of about one size, so that a row is merged few times.
+        by_size: dict[int, list[Run]] = {}
+        for run in runs:
+            by_size.setdefault(len(run).bit_length() // SIZE_BITS, []).append(run)
+        group = max(by_size.values(), key=len)
+        merged = self._merged(group, enough_rows)
+        return [run for run in runs if len(run)] + ([] if merged is None else [merged])
+
+    def _merged(self, runs: Sequence[Run], part_rows: int) -> Run | None:
+        """What still counts of some thousands of rows, in one run; theirs are empty then. None when nothing counts."""
+        if len(runs) == 1 and runs[0].is_packed:
+            return runs[0]
+        parts = []
+        for run in sorted(runs, key=lambda each: each.next_place(self._places)):
+            for part, start in run.held():
+                columns = part.columns(start)
+                mask = self._departed.still_there(columns.keys, part.born)
+                parts.append(columns if mask is None else columns.take(mask))
+            self._entries -= len(run)
+            del self._runs[run.number]
+            run.clear()
+        columns = NackColumns.concat(parts)
+        if not len(columns):
+            return None
+        self._entries += len(columns)
+        merged = Run()
+        merged.append(self._packed(columns, part_rows))
+        self._register(merged)
+        return merged
+
+    def _packed(self, columns: NackColumns, part_rows: int) -> list[PackedRows]:
+        born = self._departed.birth()
+        parts = max(1, round(len(columns) / part_rows))
+        if parts == 1:
+            return pack(columns, self._places, born)
+        order = np.array_split(due_order(columns, self._places), parts)
+        return [packed for index in order for packed in pack(columns.take(index), self._places, born)]
+
+    def _to_tier(self, run: Run, tier: int = 0) -> None:
+        if tier == len(self._tiers):
+            self._tiers.append([])
+        runs = [each for each in self._tiers[tier] if len(each)] + [run]
+        if len(runs) >= FAN_OUT:
+            self._merges.append(_Merge(tier + 1, runs, Run()))
+            runs = []
+        self._tiers[tier] = runs
+
+    def _stays(self, run: Run) -> None:
+        """Rows that came in order need not be merged, as long as they are many."""
+        run.is_alone = True
+
+    # ---- work that is put off
+
+    def _work(self, rows: int) -> None:
+        """Takes some steps of what is to be done, so many for the rows that came or left."""
+        if self._departed:
+            self._look_at_departed()
+        self._step_rows += STEP_ROWS_PER_ROW * rows
+        if not self._repack and not self._merges:
+            self._step_rows = 0
+        for _ in range(min(self._step_rows // STEP_ROWS, 1 + rows // STEP_ROWS)):
+            self._known_first = None
+            self._step_rows -= STEP_ROWS
+            if self._repack:
+                self._repack_step()
+            elif self._merges:
+                self._merge_step()
+
+    def _look_at_departed(self) -> None:
+        if self._entries == self._rows:
+            self._departed.clear()
+        elif self._entries > 2 * self._rows + DEPARTED_ROWS_MIN and not self._repack:
+            self._repack = list(self._runs.values())
+            self._repack_part = 0
+            self._step_rows += self._entries
+        if len(self._departed) > self._sets_max:
+            self._departed.forget(part.born for run in self._runs.values() for part, _ in run.held())
+            self._sets_max = max(SETS_MAX, 2 * len(self._departed))
+
+    def _repack_step(self) -> None:
+        """What does not count is left out of one part."""
+        while self._repack:
+            run = self._repack[-1]
+            if self._repack_part < len(run.parts):
+                parts, left_rows = run.rewrite(self._repack_part, self._places, self._departed)
+                self._entries -= left_rows
+                self._repack_part += parts
+                return
+            self._repack.pop()
+            self._repack_part = 0
+            if not len(run):
+                self._runs.pop(run.number, None)
+            elif run.is_alone and len(run) < PART_ROWS // FAN_OUT:
+                run.is_alone = False
+                self._small.append(run)
+
+    def _merge_step(self) -> None:
+        """The first rows of what is merged go over; the smallest runs come first, since they come most often."""
+        merge = min(self._merges, key=lambda each: each.tier)
+        sources = [run for run in merge.sources if len(run)]
+        if not sources:
+            self._merges.remove(merge)
+            if len(merge.run):
+                self._to_tier(merge.run, merge.tier)
+            return
+        taken = nack_runs.take_first(sources, _U64_MAX, STEP_ROWS, self._places, self._departed)
+        for run in sources:
+            if not len(run):
+                self._runs.pop(run.number, None)
+        self._entries -= taken.read_rows - len(taken.columns)
+        if len(taken.columns):
+            merge.run.append(pack(taken.columns, self._places, self._departed.birth()))
+            if merge.run.number not in self._runs:
+                self._register(merge.run)
+
+    # ---- as it is now
+
+    def freeze(self) -> FrozenNacks:
+        """Returns the negative acknowledgements as they are now, for a thread. O(runs)."""
+        held = tuple(each for run in self._runs.values() for each in run.held())
+        return FrozenNacks(held, self._departed.freeze(), self._places)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Merge:
+    """Runs of one tier, and the run of the next one that they become: it has the first rows already."""
+
+    tier: int
+    sources: list[Run]
+    run: Run

@@ -1,0 +1,212 @@
+"""Acknowledgements: positions leave the backlog of a subscription, and the index when nobody else is owed them.
+
+Owns: which positions of a request are acknowledged, by the hand-out that they name, the records that say so, and
+applying them; that the messages of a batch leave with their entry.
+Does not own: what dispatchers hold (`in_flight`), finding rows that are in no hand (`claims`), and which rows are gone
+then (`entitlement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core.backlog.in_flight import Mask
+from daemon.core.decisions.claims import NO_CLAIMS, HeldPositions, are_owed, claimed_in
+from daemon.core.decisions.ignored import are_kept_back
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index import batch_parts, entitlement
+from daemon.core.index.entitlement import NOBODY_ELSE, Entitled
+from daemon.core.index.index import Index
+from daemon.core.index.indexes import Indexes
+from daemon.core.index.positions import KeyedRows, bitmap_of, contained, keys_of
+from daemon.core.key_shared.key_share import KeyShared
+from storage_backends.formats.index_ids import SHARED, batch_parts_of, subscription_of
+from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.slot_format import AcknowledgeRecord, DeadLetterRecord
+
+
+class Acknowledging:
+    """The acknowledgements of one topic."""
+
+    def __init__(
+        self, topic_id: str, incarnation: int, indexes: Indexes, subscriptions: Mapping[int, SubscriptionState]
+    ) -> None:
+        self._topic_id = topic_id
+        self._incarnation = incarnation
+        self._indexes = indexes
+        self._subscriptions = subscriptions
+
+    # ---- requests
+
+    def stage(
+        self, state: SubscriptionState, claims: HeldPositions
+    ) -> tuple[tuple[AcknowledgeRecord, ...], HeldPositions]:
+        """Acknowledges what is IN_FLIGHT with that time and a count that fits: (the records to journal, the claims that
+        are not IN_FLIGHT so).
+
+        Where both indexes have a row of a position the first claim that fits is for that of the shared one.
+        """
+        records: list[AcknowledgeRecord] = []
+        for index in self._indexes.serving(state.subscription_id):
+            if not len(claims):
+                break
+            keys = claims.keys_in(index)
+            found = _taken(state, keys, claims)
+            found_rows = np.count_nonzero(found)
+            if found_rows == len(claims):
+                records += self._leave(state, index, claims, keys)
+                return tuple(records), NO_CLAIMS
+            if found_rows:
+                records += self._leave(state, index, claims.take(found), keys[found])
+                claims = claims.take(~found)
+        if len(claims) and state.key_shared is not None:
+            # They have no row, and nothing to journal, but for messages of theirs.
+            planned = _planned(state.key_shared, claims)
+            if planned.any():
+                records += self._end_parts_of(state, claims.take(planned))
+                claims = claims.take(~planned)
+        if len(claims):
+            strange = self._are_strange_with_parts(state, claims)
+            if strange.any():
+                records += self._end_parts_of(state, claims.take(strange))
+                claims = claims.take(~strange)
+        return tuple(records), claims
+
+    def stage_found(
+        self, state: SubscriptionState, claims: HeldPositions, found: KeyedRows
+    ) -> tuple[tuple[AcknowledgeRecord, ...], HeldPositions]:
+        """Acknowledges rows of the backlog that `find_in_backlog` found, where the count fits: (the records to journal,
+        the claims that are left).
+        """
+        kept_back = are_kept_back(state, found)
+
+        def fits(rows: KeyedRows, named: HeldPositions) -> Mask:
+            # Messages may be leaving with an entry that is named, too.
+            free = ~contained(rows.keys, kept_back | state.acknowledging)
+            ended = state.are_ended_by(rows.keys, named.redelivery_count)
+            return free if ended is None else free & ended
+
+        records: list[AcknowledgeRecord] = []
+        for index in self._indexes.serving(state.subscription_id) if len(found) else ():
+            rows, taken, claims = claimed_in(index, claims, found, fits)
+            if len(rows):
+                state.claim(bitmap_of(rows.keys))
+                records += self._leave(state, index, taken, rows.keys)
+        return tuple(records), claims
+
+    def _leave(
+        self, state: SubscriptionState, index: Index, claims: HeldPositions, keys: U64
+    ) -> Iterator[AcknowledgeRecord]:
+        state.acknowledging |= bitmap_of(keys)
+        rows = claims.rows_in(index)
+        yield AcknowledgeRecord(self._topic_id, self._incarnation, state.subscription_id, rows, index.index_id)
+        if not index.of_batch_parts:
+            yield from self._end_parts_of(state, claims)
+
+    # ---- messages of batches
+
+    def _end_parts_of(self, state: SubscriptionState, entries: HeldPositions) -> Iterator[AcknowledgeRecord]:
+        return self.end_parts(state, entries.ledger_id, entries.entry_id, entries.redelivery_count)
+
+    def end_parts(
+        self, state: SubscriptionState, ledger_id: U64, entry_id: U64, counts: U32 | None = None
+    ) -> Iterator[AcknowledgeRecord]:
+        """Entries leave as a whole: their parts leave with them. `counts`: the hand-out of each entry that ends; a part
+        that was negatively acknowledged since stays. None: all of them leave.
+        """
+        index = self._indexes.get(batch_parts_of(state.subscription_id))
+        if index is None:
+            return
+        first_keys = batch_parts.first_keys(index, ledger_id, entry_id)
+        parts = index.present_among(batch_parts.keys_from(first_keys)) - state.acknowledging
+        if parts and counts is not None:
+            parts -= _later(state, parts, first_keys, counts)
+        if parts:
+            state.claim(parts)
+            keys = keys_of(parts)
+            state.acknowledging |= parts
+            ledger_id, part_id = index.pages.positions(keys)
+            rows = Rows(np.zeros(len(keys), np.uint64), ledger_id, part_id)
+            yield AcknowledgeRecord(self._topic_id, self._incarnation, state.subscription_id, rows, index.index_id)
+
+    def _are_strange_with_parts(self, state: SubscriptionState, claims: HeldPositions) -> Mask:
+        """Which of the claims are for an entry that Tarry has not handed out, and of which it knows parts."""
+        index = self._indexes.get(batch_parts_of(state.subscription_id))
+        if index is None:
+            return np.zeros(len(claims), np.bool_)
+        first_keys = batch_parts.first_keys(index, claims.ledger_id, claims.entry_id)
+        parts = index.present_among(batch_parts.keys_from(first_keys)) - state.acknowledging
+        strange = np.isin(first_keys, batch_parts.first_keys_of(parts))
+        strange &= (claims.deliver_at_ms == 0) & ~claims.are_parts()
+        if strange.any():
+            strange &= ~are_owed(self._indexes.of_entries(state.subscription_id), state, claims.entries())
+        return strange
+
+    # ---- decisions are applied
+
+    def acknowledged(self, records: Iterable[AcknowledgeRecord | DeadLetterRecord], slot: int) -> None:
+        """Positions leave the backlog, by decisions of one slot; those of an index that is no more are not there."""
+        since_ms = {
+            number: other.stored.since_ms
+            for number, other in self._subscriptions.items()
+            if other.stored.created_slot < slot
+        }
+        entitled = Entitled(since_ms)
+        for record in records:
+            if record.index_id == SHARED:
+                self._acknowledge(self._indexes.shared, record, entitled)
+            elif subscription_of(record.index_id) in self._subscriptions:
+                self._acknowledge(self._indexes.of(record.index_id), record, NOBODY_ELSE)
+
+    def _acknowledge(self, index: Index, record: AcknowledgeRecord | DeadLetterRecord, entitled: Entitled) -> None:
+        if index.quarantined or index.acknowledging_lost:
+            with index.named_rows(record.rows) as (rows, keys):
+                self._leave_backlog(index, rows, keys, record.subscription_id, entitled)
+        else:
+            rows = index.pages.keyed(record.rows)
+            self._leave_backlog(index, rows, bitmap_of(rows.keys), record.subscription_id, entitled)
+
+    def _leave_backlog(
+        self, index: Index, rows: KeyedRows, keys: BitMap64, subscription_id: int, entitled: Entitled
+    ) -> None:
+        passed_rows = entitlement.acknowledge(index, rows, keys, subscription_id, entitled)
+        state = self._subscriptions.get(subscription_id)
+        if state is not None:
+            state.backlog -= passed_rows
+            state.forget(keys)
+
+
+def _taken(state: SubscriptionState, keys: U64, claims: HeldPositions) -> Mask:
+    """Takes out of IN_FLIGHT what claims end of it; a mask of those claims."""
+    ended = state.are_ended_by(keys, claims.redelivery_count)
+    if ended is None:
+        return state.in_flight.take(keys, claims.deliver_at_ms)
+    ended[ended] = state.in_flight.take(keys[ended], claims.deliver_at_ms[ended])
+    return ended
+
+
+def _later(state: SubscriptionState, parts: BitMap64, first_keys: U64, counts: U32) -> BitMap64:
+    """Those of the parts that were negatively acknowledged since their entry was handed out. `first_keys`, `counts`: of
+    the entries.
+    """
+    keys = keys_of(parts)
+    actual = state.counts.of(keys)
+    if actual is None:
+        return BitMap64()
+    order = np.argsort(first_keys, kind="stable")
+    places = np.searchsorted(first_keys, batch_parts.first_key_of(keys), sorter=order)
+    return bitmap_of(keys[actual > counts[order[places]]])
+
+
+def _planned(key_shared: KeyShared, claims: HeldPositions) -> Mask:
+    """Acknowledges those of the claims that are for planned positions; which they are."""
+    planned: Mask = (claims.deliver_at_ms == 0) & ~claims.are_parts()
+    if claims.redelivery_count is not None:
+        # What was planned was never negatively acknowledged.
+        planned &= claims.redelivery_count == 0
+    if planned.any():
+        planned[planned] = key_shared.plans.acknowledge(claims.ledger_id[planned], claims.entry_id[planned])
+    return planned

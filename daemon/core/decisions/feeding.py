@@ -1,0 +1,209 @@
+"""Feeding subscriptions: rows that have just been passed, and a backlog that is read again.
+
+Owns: which of such rows a subscription is owed, that they are counted once, and which of them nobody is owed.
+Does not own: passing (`index`), READY itself (`subscription_state`), and what becomes of rows that nobody is owed
+(`topic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pyroaring import BitMap64
+
+from daemon.core.backlog.backlog_reader import BacklogReader
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.index import Index
+from daemon.core.index.indexes import Passed
+from daemon.core.index.mutable_bucket import MutableBucket
+from daemon.core.index.positions import KeyedRows, bitmap_of, contained
+from daemon.core.index.runs import Place, in_due_order
+from daemon.core.index.sealed_bucket import SealedBucket
+from daemon.core.index.segments import SegmentCache, SegmentRange
+from storage_backends.formats.index_ids import subscription_of
+
+# Rows that are looked at in one turn, whatever is left of them.
+LOOKED_AT_MAX = 10_000
+
+
+def feed(
+    passed: Sequence[Passed],
+    states: Sequence[SubscriptionState],
+    coming: SubscriptionState | None,
+    reader: Callable[[SubscriptionState], BacklogReader],
+) -> BitMap64:
+    """Rows that were passed come into the backlogs; those that nobody is owed, empty where there is no subscription.
+
+    `coming`: a subscription that is being created: what is passed now is counted for it. `reader` makes one that stands
+    at the head.
+    """
+    shared = [each for each in passed if not each.bucket.index_id]
+    everything: KeyedRows | None = None
+    owed_by: list[list[KeyedRows]] = []
+    owed_whole = not states
+    for state in states:
+        owed, complete = owed_of(state, shared)
+        owed_by.append(owed)
+        owed_whole = owed_whole or complete
+        came = shared
+        if len(shared) < len(passed):
+            own = [each for each in passed if subscription_of(each.bucket.index_id) == state.subscription_id]
+            came = [*shared, *own]
+            owed = [*owed, *(each.rows for each in own)]
+            complete = complete and not own
+        if not state.is_fed:
+            state.pass_by(owed)
+        state.backlog += sum(map(len, owed))
+        if not state.is_fed:
+            if state.reader is not None:
+                for each, rows in zip(came, owed, strict=True):
+                    if each.late:
+                        state.reader.passed_late(each.bucket, rows)
+            continue
+        if complete:
+            everything = in_due_order(owed) if everything is None else everything
+            state.feed(everything)
+        else:
+            state.feed(_staying(state, in_due_order(owed)))
+        if state.is_full:
+            state.reader = reader(state)
+    if coming is not None:
+        owed, complete = owed_of(coming, shared)
+        owed_by.append(owed)
+        owed_whole = owed_whole or complete
+        coming.pass_by(owed)
+        coming.backlog += sum(map(len, owed))
+    return BitMap64() if owed_whole else _owed_to_none(shared, owed_by)
+
+
+def _staying(state: SubscriptionState, rows: KeyedRows) -> KeyedRows:
+    """The rows without those that a staged decision takes out of the backlog: messages of a batch that was acknowledged
+    as a whole before they were due.
+    """
+    if not state.acknowledging:
+        return rows
+    leaving = contained(rows.keys, state.acknowledging)
+    return rows.take(~leaving) if leaving.any() else rows
+
+
+def _owed_to_none(passed: Sequence[Passed], owed_by: Sequence[Sequence[KeyedRows]]) -> BitMap64:
+    rest = BitMap64()
+    for number, each in enumerate(passed):
+        parts = [owed[number] for owed in owed_by]
+        if all(len(part) < len(each.rows) for part in parts):
+            rest |= BitMap64.difference(bitmap_of(each.rows.keys), *[bitmap_of(part.keys) for part in parts])
+    return rest
+
+
+def owed_of(state: SubscriptionState, passed: Sequence[Passed]) -> tuple[list[KeyedRows], bool]:
+    """The passed rows of the shared index that a subscription is owed and has not acknowledged; whether that is all.
+
+    What it is not owed counts as acknowledged by it from here on.
+    """
+    owed = []
+    complete = True
+    for each in passed:
+        kept = each.rows
+        mask = state.owes(kept)
+        acknowledged = each.bucket.acknowledged.get(state.subscription_id)
+        if mask is not None:
+            each.bucket.acknowledged_by(state.subscription_id).update(bitmap_of(kept.keys[~mask]))
+            kept = kept.take(mask)
+        if acknowledged and len(kept):
+            kept = each.bucket.unacknowledged(kept, state.subscription_id)
+        complete = complete and (kept is each.rows or len(kept) == len(each.rows))
+        owed.append(kept)
+    return owed, complete
+
+
+def catch_up(
+    indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int, bound: Place | None = None
+) -> list[SegmentRange]:
+    """Derives about `limit` READY rows for a subscription that is behind; the segments to load first, if any.
+
+    `indexes`: those that it is owed rows of. `bound`: later rows are not derived yet. When there is nothing left to
+    derive the subscription is fed again. Of a bounded number of rows, none of which may be READY: then there is more to
+    derive as long as there is a reader that is not held up.
+    """
+    if state.reader is None or state.is_full:
+        return []
+    reading = _Reading(indexes, cache, state, state.reader, bound)
+    rows = reading.read(limit)
+    if rows is not None:
+        state.derived(rows)
+    elif reading.is_at_end:
+        state.reader = None
+    return reading.needed
+
+
+def find_let_go(
+    indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int, bound: Place | None = None
+) -> list[SegmentRange]:
+    """Looks at about `limit` of the rows that a subscription which is shared by key let go and seeks, and gives it what
+    it finds; returns the segments to load first, if any.
+    """
+    key_shared = state.key_shared
+    if key_shared is None or key_shared.let_go is None or key_shared.let_go.reader is None:
+        return []
+    reading = _Reading(indexes, cache, state, key_shared.let_go.reader, bound)
+    rows = reading.read(limit)
+    found = KeyedRows.empty() if rows is None else state.counted(rows)
+    key_shared.found_let_go(found, KeyedRows.concat(reading.passed_over), are_all=reading.is_at_end)
+    return reading.needed
+
+
+class _Reading:
+    """One look of a reader at a bounded number of rows. `bound`: no row at or behind it is looked at. `needed`: the
+    segments to load first, if any. `passed_over`: of the rows those that are READY.
+    """
+
+    def __init__(
+        self,
+        indexes: Sequence[Index],
+        cache: SegmentCache,
+        state: SubscriptionState,
+        reader: BacklogReader,
+        bound: Place | None,
+    ) -> None:
+        self.needed: list[SegmentRange] = []
+        self.passed_over: list[KeyedRows] = []
+        self.is_at_end = False
+        self._sealed = [bucket for index in indexes for bucket in index.readable]
+        self._memory = [bucket for index in indexes for bucket in index.memory_buckets]
+        self._cache = cache
+        self._state = state
+        self._reader = reader
+        self._bound = bound
+
+    def read(self, limit: int) -> KeyedRows | None:
+        """About `limit` rows, in due order, that the subscription is owed and has not acknowledged, and that are
+        nowhere; None when none was found.
+        """
+        looked_at_rows = 0
+        while looked_at_rows < LOOKED_AT_MAX:
+            self.needed = self._reader.needs(self._sealed, self._cache)
+            if self.needed:
+                return None
+            taken = self._reader.take(self._sealed, self._memory, self._cache, limit, self._bound)
+            if not taken:
+                self.is_at_end = not self._reader.is_held_up
+                return None
+            looked_at_rows += sum(len(rows) for _, rows in taken)
+            rows = self._owed(taken)
+            if len(rows):
+                return rows.take(rows.rows.due_order())
+        return None
+
+    def _owed(self, taken: Sequence[tuple[SealedBucket | MutableBucket, KeyedRows]]) -> KeyedRows:
+        state = self._state
+        named = BitMap64.union(BitMap64(), *[bitmap_of(rows.keys) for _, rows in taken])
+        left_out = state.in_hand_among(named) | state.set_aside_among(named)
+        ready = state.ready_among(named)
+        if ready:
+            self.passed_over += [rows.take(contained(rows.keys, ready)) for _, rows in taken]
+        parts = []
+        for bucket, rows in taken:
+            owed = bucket.unacknowledged(rows, state.subscription_id, left_out)
+            mask = state.owes(owed) if len(owed) and not bucket.index_id else None
+            parts.append(owed if mask is None else owed.take(mask))
+        return KeyedRows.concat(parts)

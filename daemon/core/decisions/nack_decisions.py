@@ -1,0 +1,626 @@
+"""Redelivery (PIP-393, Negative Ack Redelivery): what becomes of positions that a dispatcher could not deal with.
+
+Owns: what a negative acknowledgement, a rejection or a time-out makes of each position (it comes back later, or becomes
+a dead letter), the records that say so, and that positions are NACKED when these are applied.
+Does not own: when positions come back (`nack_tracker`, `subscription_state`), which delay a policy gives
+(`redelivery_policy`), dead letters (`dead_letter_decisions`), finding rows of the backlog (`claims`), and waiting for
+slots (the engine).
+
+    IN_FLIGHT, READY -(nack)-> staged: in no hand -(its slot is applied)-> NACKED -(its time has come)-> READY
+    NACKED -(nack)-> NACKED at the new time, not counted again: so a request may be repeated
+    counted more often than the policy allows, or rejected -> a dead letter: acknowledged, and kept in a list
+
+A request names hand-outs by their redelivery counts, or any hand-out:
+
+    count named    row's count    becomes
+    at least it    -              NACKED, one more than was named
+    one less       NACKED         NACKED at the new time, not counted: the request is repeated, or a time-out came first
+    less           any            ignored: a newer hand-out comes, or is under way
+
+In any case nothing ends by an acknowledgement of the named hand-out any more. A message of a batch counts on from its
+entry, too: an entry may have two rows, the shared one and one of the subscription's own, and whoever was handed out
+either may still acknowledge it as a whole. That ends the messages which count no more than it does.
+
+A position that the subscription is owed no row of may be negatively acknowledged, too: a message that the dispatcher
+took from its log, or, `forwarded`, one that was acknowledged when it was passed on, and failed behind that. It gets a
+row in the subscription's own index, which is due; a message of a batch in the index of batch parts.
+
+A request is decided only when no negative acknowledgement that is staged names its positions, so the decisions of one
+slot may be applied in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core.backlog.dead_letter_rows import DeadLetterRows
+from daemon.core.backlog.in_flight import Mask, Places
+from daemon.core.backlog.nack_tracker import rounded_up
+from daemon.core.decisions.ack_decisions import Acknowledging
+from daemon.core.decisions.claims import HeldPositions, are_owed, matched
+from daemon.core.decisions.dead_letter_decisions import DeadLettering
+from daemon.core.decisions.ignored import Ignored, why_ignored
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index import batch_parts, entitlement
+from daemon.core.index.index import Index
+from daemon.core.index.indexes import Indexes
+from daemon.core.index.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained, keys_of
+from daemon.core.key_shared.key_share import KeyShared
+from storage_backends.formats.index_ids import batch_parts_of, of_part, part_entry_id
+from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.slot_format import DeadLetterReason, NackRecord, Record
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class NackBatch:
+    """Positions that are negatively acknowledged, n of them, no one twice; their `deliver_at_ms` is 0 where Tarry has
+    not handed them out, or where the time is not known.
+
+    `delay_ms`: u64[n], None: by policy. `key_hash`: u32[n] of those that have no row, None: they have none. `reject`:
+    they become dead letters, `text` says why. `forwarded`: what the subscription is owed no longer comes again.
+    """
+
+    positions: HeldPositions
+    delay_ms: U64 | None = None
+    key_hash: U32 | None = None
+    reject: bool = False
+    text: str = ""
+    forwarded: bool = False
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def may_get_rows(self) -> Mask:
+        """Which of the positions come again although no row is owed."""
+        if self.forwarded:
+            return np.ones(len(self), np.bool_)
+        without_time: Mask = self.positions.deliver_at_ms == 0
+        return without_time
+
+    @property
+    def first_counts(self) -> U32:
+        """The count of the row that each position gets, this time included."""
+        named = self.positions.redelivery_count
+        return np.ones(len(self), np.uint32) if named is None else named + np.uint32(1)
+
+    def take(self, chosen: Mask | Places) -> NackBatch:
+        return dataclasses.replace(
+            self,
+            positions=self.positions.take(chosen),
+            delay_ms=None if self.delay_ms is None else self.delay_ms[chosen],
+            key_hash=None if self.key_hash is None else self.key_hash[chosen],
+        )
+
+    @property
+    def how(self) -> _How:
+        return _How(self.delay_ms, self.reject, self.text)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _How:
+    """What a negative acknowledgement asks for, without its positions: the delays, and whether they become dead letters
+    and why.
+    """
+
+    delay_ms: U64 | None = None
+    reject: bool = False
+    text: str = ""
+
+    def take(self, chosen: Mask) -> _How:
+        return self if self.delay_ms is None else dataclasses.replace(self, delay_ms=self.delay_ms[chosen])
+
+    def are_dead(self, counts: U32, max_count: int | None) -> Mask:
+        """Which of the positions become dead letters. `counts`: this time included."""
+        if self.reject:
+            return np.ones(len(counts), np.bool_)
+        if max_count is None:
+            return np.zeros(len(counts), np.bool_)
+        return counts > np.uint32(max_count)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Terms:
+    """What holds for a subscription's redeliveries now. `delays`: in ms, by how often each was negatively acknowledged,
+    this time included. `max_count`: more often makes a dead letter, None: never. `precision_bits`: see `rounded_up`.
+    """
+
+    now_ms: int
+    delays: Callable[[U32], U64]
+    max_count: int | None
+    precision_bits: int
+
+
+class Redelivering:
+    """The negative acknowledgements of one topic."""
+
+    def __init__(
+        self,
+        topic_id: str,
+        incarnation: int,
+        indexes: Indexes,
+        subscriptions: Mapping[int, SubscriptionState],
+        acknowledging: Acknowledging,
+        dead_lettering: DeadLettering,
+    ) -> None:
+        self._topic_id = topic_id
+        self._incarnation = incarnation
+        self._indexes = indexes
+        self._subscriptions = subscriptions
+        self._acknowledging = acknowledging
+        self._dead_lettering = dead_lettering
+
+    # ---- negative acknowledgements
+
+    def is_staged(self, state: SubscriptionState, positions: HeldPositions, *, is_forwarded: bool = False) -> bool:
+        """Whether a negative acknowledgement that is staged names one of the positions, a part of one, or the entry
+        that one is a part of: its count goes on from there; or whether a part of one is staged to get a row: it would
+        not leave with its entry.
+
+        `is_forwarded`: also whether one of them, or its entry, is about to leave: then it gets a new row; or is about
+        to get a row: by that it would come again under the name that has failed.
+        """
+        parts = self._indexes.get(batch_parts_of(state.subscription_id))
+        if parts is not None and parts.staged.keys and parts.staged.keys.intersect(_parts_of(parts, positions)):
+            return True
+        staged = state.nacking | state.acknowledging if is_forwarded else state.nacking
+        if not staged and not is_forwarded:
+            return False
+        serving = self._indexes.serving(state.subscription_id)
+        if not staged and not any(index.staged.keys for index in serving):
+            return False
+        named = positions.with_entries()
+        for index in serving:
+            keys = bitmap_of(named.keys_in(index))
+            if staged.intersect(keys) or (is_forwarded and index.staged.keys.intersect(keys)):
+                return True
+            if index.of_batch_parts and state.nacking.intersect(_parts_of(index, positions)):
+                return True
+        return False
+
+    def stage(self, state: SubscriptionState, nack: NackBatch, terms: Terms) -> tuple[tuple[Record, ...], NackBatch]:
+        """What is IN_FLIGHT is decided: (the records to journal in one slot, what is not IN_FLIGHT)."""
+        records: list[Record] = []
+        left = nack
+        if state.key_shared is not None:
+            decided, left = self._decide_planned(state, state.key_shared, left, terms)
+            records += decided
+        for index in self._indexes.serving(state.subscription_id):
+            if not len(left):
+                break
+            rows, found = _take_in_flight(state, index, left)
+            if found.any():
+                taken = left.take(found)
+                counts = self._next_counts(state, index, rows, taken.positions.redelivery_count)
+                records += self._decide(state, index, rows, counts, taken.how, terms)
+                left = left.take(~found)
+        if left.positions.batch_index is not None:
+            in_flight = state.in_flight.find(self._entries_of_new_parts(state, left))
+            decided, left = self._decide_new_parts(state, left, in_flight, terms)
+            records += decided
+        return tuple(records), left
+
+    def sought(self, state: SubscriptionState, left: NackBatch) -> HeldPositions:
+        """The positions to look for in the backlog: of a message of a batch its entry, too."""
+        return left.positions.with_entries()
+
+    def stage_found(
+        self, state: SubscriptionState, left: NackBatch, found: KeyedRows, terms: Terms
+    ) -> tuple[tuple[Record, ...], Ignored]:
+        """The rest: (the records to journal in one slot, what is ignored).
+
+        `found`: the rows of the backlog that `sought` names. What the subscription is not owed, and may get a row,
+        enters the backlog.
+        """
+        records: list[Record] = []
+        found = state.counted(found)
+        for index in self._indexes.serving(state.subscription_id):
+            decided, left = self._decide_found(state, index, left, found, terms)
+            records += decided
+        if left.positions.batch_index is not None:
+            decided, left = self._decide_new_parts(state, left, found, terms)
+            records += decided
+        if len(left):
+            entries, indexes = left.positions.entries(), self._indexes.of_entries(state.subscription_id)
+            strange = left.may_get_rows & ~are_owed(indexes, state, entries)
+            # A part that is being acknowledged still has a row.
+            strange &= ~left.positions.are_parts() | self._are_new_parts(state, left)
+            if state.key_shared is not None:
+                # Those that are left wait for a NACKED one.
+                strange &= ~state.key_shared.plans.are_planned(entries.ledger_id, entries.entry_id)
+            records += self._decide_strange(state, left.take(strange), terms)
+            left = left.take(~strange)
+        indexes = self._indexes.serving(state.subscription_id)
+        ignored = why_ignored(indexes, state, left.positions, found, now_ms=terms.now_ms, any_time=True)
+        return tuple(records), ignored
+
+    def _decide_found(
+        self, state: SubscriptionState, index: Index, left: NackBatch, found: KeyedRows, terms: Terms
+    ) -> tuple[list[Record], NackBatch]:
+        """Rows of an index that are in the backlog, and in no hand or in one: (the records, what is left)."""
+        rows, here = matched(left.positions.keys_in(index), left.positions.deliver_at_ms, found, any_time=True)
+        if not here.any():
+            return [], left
+        asked = left.take(here)
+        counts, named = rows.counts(), asked.positions.redelivery_count
+        repeated = contained(rows.keys, state.nacks.keys & bitmap_of(rows.keys))
+        if named is not None:
+            state.given_up(rows.keys, named)
+            repeated &= named + np.uint32(1) == counts
+        after = np.where(repeated, counts, self._next_counts(state, index, rows, named))
+        if named is not None:
+            meant = repeated | (named >= counts)
+            rows, after, asked = rows.take(meant), after[meant], asked.take(meant)
+            here[here] = meant
+        if not len(rows):
+            return [], left
+        state.claim(bitmap_of(rows.keys))
+        return list(self._decide(state, index, rows, after, asked.how, terms)), left.take(~here)
+
+    def stage_overdue(
+        self, state: SubscriptionState, before_ms: int, terms: Terms, *, limit: int
+    ) -> tuple[Record, ...]:
+        """Positions that are IN_FLIGHT since before a time, by a clock that never steps, about `limit` of them at most,
+        are negatively acknowledged by policy: the records to journal in one slot.
+
+        An entry of which a message is staged to get a row stays until that is there: it would not die with the entry.
+        """
+        staying = self._entries_of_staged_parts(state)
+        rows = state.in_flight.take_since(before_ms, limit, staying=staying)
+        records: list[Record] = []
+        for index, part in self._indexes.parts_of(rows, state.subscription_id):
+            records += self._decide(state, index, part, part.counts() + np.uint32(1), _How(), terms, asked_for=False)
+        if state.key_shared is not None:
+            planned = state.key_shared.planned.are_planned(rows.keys)
+            if planned.any():
+                once = np.ones(int(np.count_nonzero(planned)), np.uint32)
+                records += self._decide_plans(state, state.key_shared, rows.rows.take(planned), once, _How(), terms)
+        return tuple(records)
+
+    def _entries_of_staged_parts(self, state: SubscriptionState) -> BitMap64:
+        index = self._indexes.get(batch_parts_of(state.subscription_id))
+        if index is None or not index.staged.keys:
+            return BitMap64()
+        ledger_id, part_id = index.pages.positions(keys_of(index.staged.keys))
+        entry_id, _ = of_part(part_id)
+        entries = self._indexes.of_entries(state.subscription_id)
+        return bitmap_of(np.concatenate([each.pages.find(ledger_id, entry_id) for each in entries]))
+
+    def extend(
+        self, state: SubscriptionState, positions: HeldPositions, holders: Collection[int], *, elapsed_ms: int
+    ) -> HeldPositions:
+        """Positions that one of the holders has with that time are IN_FLIGHT since now; those that no one has so."""
+        in_flight, left = state.in_flight, positions
+        for index in self._indexes.serving(state.subscription_id):
+            left = left.take(~in_flight.touch(left.keys_in(index), left.deliver_at_ms, holders, elapsed_ms=elapsed_ms))
+        if state.key_shared is not None and len(left):
+            keys = state.key_shared.planned.find(left.ledger_id, left.entry_id)
+            keys[left.are_parts()] = UNKNOWN_KEY
+            left = left.take(~in_flight.touch(keys, left.deliver_at_ms, holders, elapsed_ms=elapsed_ms))
+        return left
+
+    # ---- one decision
+
+    def _decide(
+        self,
+        state: SubscriptionState,
+        index: Index,
+        rows: KeyedRows,
+        counts: U32,
+        how: _How,
+        terms: Terms,
+        *,
+        asked_for: bool = True,
+    ) -> Iterator[Record]:
+        """What becomes of rows that are in nobody's hand any more. `counts`: this time included. `asked_for`: by who
+        had them; if not, their time was over.
+        """
+        if index.of_batch_parts:
+            # An entry that dies by the same decision has taken its messages along.
+            left = ~contained(rows.keys, state.acknowledging)
+            rows, counts, how = rows.take(left), counts[left], how.take(left)
+        dead = how.are_dead(counts, terms.max_count)
+        if dead.any():
+            dying = rows.take(dead)
+            state.acknowledging |= bitmap_of(dying.keys)
+            yield from self._die(state, index, dying.rows, counts[dead], how, terms)
+        if not dead.all():
+            stays = rows.take(~dead)
+            keys = bitmap_of(stays.keys)
+            state.nacking |= keys
+            if asked_for:
+                state.timeouts.drop(keys)
+            else:
+                state.timed_out(stays.keys)
+            if state.key_shared is not None:
+                state.key_shared.nacked(stays)
+            yield self._nack(state, index, stays.rows, counts[~dead], how.take(~dead), terms)
+
+    def _decide_new(
+        self,
+        state: SubscriptionState,
+        index_id: int,
+        rows: Rows,
+        counts: U32,
+        how: _How,
+        terms: Terms,
+    ) -> Iterator[Record]:
+        """Decides on positions that have no row: those that come back get one. `counts`: this time included."""
+        index = self._indexes.of(index_id)
+        # Also of those that die: a row that came in the slot of that might leave with it.
+        keyed = KeyedRows(rows, index.pages.intern(rows.ledger_id, rows.entry_id))
+        keys = bitmap_of(keyed.keys)
+        if state.key_shared is not None and not index.of_batch_parts:
+            state.key_shared.plans.got_rows(keyed)
+        index.staged.add(keys)
+        state.nacking |= keys
+        dead = how.are_dead(counts, terms.max_count)
+        if dead.any():
+            yield from self._die(state, index, rows.take(dead), counts[dead], how, terms)
+        if not dead.all():
+            if state.key_shared is not None:
+                state.key_shared.nacked(keyed.take(~dead))
+            yield self._nack(state, index, rows.take(~dead), counts[~dead], how.take(~dead), terms, added=True)
+
+    def _nack(
+        self,
+        state: SubscriptionState,
+        index: Index,
+        rows: Rows,
+        counts: U32,
+        how: _How,
+        terms: Terms,
+        *,
+        added: bool = False,
+    ) -> NackRecord:
+        delay_ms = terms.delays(counts) if how.delay_ms is None else how.delay_ms
+        # After a step back of the clock a row may not be due yet by it.
+        wanted_ms = np.maximum(delay_ms + np.uint64(terms.now_ms), rows.deliver_at_ms)
+        return NackRecord(
+            self._topic_id,
+            self._incarnation,
+            state.subscription_id,
+            index.index_id,
+            rows,
+            rounded_up(wanted_ms, terms.precision_bits),
+            counts,
+            added,
+        )
+
+    def _die(
+        self, state: SubscriptionState, index: Index, rows: Rows, counts: U32, how: _How, terms: Terms
+    ) -> Iterator[Record]:
+        """Positions become dead letters; entries as a whole take their parts along."""
+        reason = DeadLetterReason.REJECTED if how.reject else DeadLetterReason.TOO_OFTEN
+        yield self._dead_lettering.stage(
+            state, index.index_id, rows, counts, reason=reason, text=how.text, now_ms=terms.now_ms
+        )
+        if not index.of_batch_parts:
+            yield from self._acknowledging.end_parts(state, rows.ledger_id, rows.entry_id)
+
+    # ---- messages of batches
+
+    def _next_counts(self, state: SubscriptionState, index: Index, rows: KeyedRows, named: U32 | None) -> U32:
+        """The counts of rows of an index after this time. `named`: the hand-outs that the request names."""
+        counts = _counted_once_more(rows, named)
+        return np.maximum(counts, self._above(state, rows.rows)) if index.of_batch_parts else counts
+
+    def _above(self, state: SubscriptionState, parts: Rows) -> U32:
+        """Of each part the least count that no hand-out of its entry has had: an acknowledgement of one that was before
+        does not end the part.
+        """
+        entry_id, _ = of_part(parts.entry_id)
+        above = np.ones(len(parts), np.uint32)
+        for index in self._indexes.of_entries(state.subscription_id):
+            counts = state.counts.of(index.pages.find(parts.ledger_id, entry_id))
+            if counts is not None:
+                above = np.maximum(above, counts + np.uint32(1))
+        return above
+
+    def _entries_of_new_parts(self, state: SubscriptionState, left: NackBatch) -> BitMap64:
+        """The keys that the entries of parts may have which have no row yet."""
+        entries = left.take(self._are_new_parts(state, left)).positions.entries()
+        return bitmap_of(np.concatenate([keys_in(entries) for keys_in in self._keys_of_entries(state)]))
+
+    def _keys_of_entries(self, state: SubscriptionState) -> list[Callable[[HeldPositions], U64]]:
+        """Which keys entries may have: as rows of each index, or as planned ones."""
+        indexes = self._indexes.of_entries(state.subscription_id)
+        found: list[Callable[[HeldPositions], U64]] = [
+            functools.partial(HeldPositions.keys_in, index=index) for index in indexes
+        ]
+        if state.key_shared is not None:
+            planned = state.key_shared.planned
+            found.append(lambda entries: planned.find(entries.ledger_id, entries.entry_id))
+        return found
+
+    def _are_new_parts(self, state: SubscriptionState, left: NackBatch) -> Mask:
+        parts = left.positions.are_parts()
+        index = self._indexes.get(batch_parts_of(state.subscription_id))
+        if index is not None:
+            keys = left.positions.keys_in(index)
+            asked = bitmap_of(keys)
+            parts &= ~contained(keys, index.present_among(asked) | (index.staged.keys & asked))
+        return parts
+
+    def _decide_new_parts(
+        self, state: SubscriptionState, left: NackBatch, entries: KeyedRows, terms: Terms
+    ) -> tuple[list[Record], NackBatch]:
+        """Parts that have no row, of entries that are in the backlog: (the records, what is left).
+
+        `entries`: rows of the backlog with their counts, among others those of the parts. A part counts on from there.
+        """
+        records: list[Record] = []
+        for keys_in in self._keys_of_entries(state):
+            fresh = np.flatnonzero(self._are_new_parts(state, left))
+            asked = left.take(fresh)
+            times_ms, named = asked.positions.deliver_at_ms, asked.positions.redelivery_count
+            rows, here = matched(keys_in(asked.positions.entries()), times_ms, entries, any_time=True)
+            if named is not None:
+                meant = named[here] >= rows.counts()
+                rows, here[here] = rows.take(meant), meant
+            if not here.any():
+                continue
+            chosen = asked.take(here)
+            index_id = batch_parts_of(state.subscription_id)
+            new = _part_rows(chosen.positions, rows.rows.deliver_at_ms, rows.rows.key_hash)
+            counts = np.maximum(_counted_once_more(rows, chosen.positions.redelivery_count), self._above(state, new))
+            records += self._decide_new(state, index_id, new, counts, chosen.how, terms)
+            stays = np.ones(len(left), np.bool_)
+            stays[fresh[here]] = False
+            left = left.take(stays)
+        return records, left
+
+    # ---- positions that Tarry has not handed out
+
+    def _decide_strange(self, state: SubscriptionState, strange: NackBatch, terms: Terms) -> Iterator[Record]:
+        parts = strange.positions.are_parts()
+        # What was handed out keeps its time; nothing gets a row that is not due.
+        times_ms = np.minimum(strange.positions.deliver_at_ms, np.uint64(terms.now_ms))
+        if not parts.all():
+            nack = strange.take(~parts)
+            rows = Rows(times_ms[~parts], nack.positions.ledger_id, nack.positions.entry_id, nack.key_hash)
+            yield from self._decide_ordinary(state, rows, nack.first_counts, nack.how, terms)
+        if parts.any():
+            nack = strange.take(parts)
+            rows = _part_rows(nack.positions, times_ms[parts], nack.key_hash)
+            index_id = batch_parts_of(state.subscription_id)
+            yield from self._decide_new(state, index_id, rows, nack.first_counts, nack.how, terms)
+
+    def _decide_ordinary(
+        self, state: SubscriptionState, rows: Rows, counts: U32, how: _How, terms: Terms
+    ) -> Iterator[Record]:
+        """Entries that get a row in the subscription's own index, which is due. `counts`: this time included."""
+        yield from self._decide_new(state, state.subscription_id, rows, counts, how, terms)
+
+    def _decide_planned(
+        self, state: SubscriptionState, key_shared: KeyShared, nack: NackBatch, terms: Terms
+    ) -> tuple[list[Record], NackBatch]:
+        """Positions that were planned and have no row: (the records, what is left)."""
+        positions = nack.positions
+        planned = (positions.deliver_at_ms == 0) & ~positions.are_parts()
+        places = np.flatnonzero(planned)
+        if not len(places):
+            return [], nack
+        taken, key_hash = key_shared.plans.take(positions.ledger_id[places], positions.entry_id[places])
+        places, key_hash = places[taken], key_hash[taken]
+        if not len(places):
+            return [], nack
+        named = nack.take(places)
+        if named.key_hash is not None:
+            key_hash = np.where(key_hash == 0, named.key_hash, key_hash)
+        rows = Rows(named.positions.deliver_at_ms, named.positions.ledger_id, named.positions.entry_id, key_hash)
+        left = np.ones(len(nack), np.bool_)
+        left[places] = False
+        decided = self._decide_plans(state, key_shared, rows, named.first_counts, named.how, terms)
+        return list(decided), nack.take(left)
+
+    def _decide_plans(
+        self, state: SubscriptionState, key_shared: KeyShared, rows: Rows, counts: U32, how: _How, terms: Terms
+    ) -> Iterator[Record]:
+        """Planned positions that are in nobody's hand any more. Those that got a row meanwhile come by that. `counts`:
+        this time included.
+        """
+        entries = HeldPositions(rows.ledger_id, rows.entry_id, rows.deliver_at_ms)
+        owed = are_owed(self._indexes.of_entries(state.subscription_id), state, entries)
+        if owed.any():
+            key_shared.plans.come_by_rows(rows.ledger_id[owed], rows.entry_id[owed])
+            rows, counts, how = rows.take(~owed), counts[~owed], how.take(~owed)
+        if len(rows):
+            yield from self._decide_ordinary(state, rows, counts, how, terms)
+
+    # ---- decisions are applied
+
+    def nacked(self, record: NackRecord, slot: int, *, elapsed_ms: int) -> None:
+        """Positions are NACKED. What has left since, at a replay, is left out."""
+        state = self._subscriptions[record.subscription_id]
+        index = self._indexes.of(record.index_id)
+        if record.added:
+            index.add_due(record.rows, slot, elapsed_ms=elapsed_ms)
+            state.backlog += len(record.rows)
+        rows = index.pages.keyed(record.rows)
+        named = bitmap_of(rows.keys)
+        state.nacking -= named
+        if state.key_shared is not None:
+            state.key_shared.settle(named)
+        times_ms, counts = record.redeliver_at_ms, record.redelivery_count
+        there = entitlement.owed_among(index, named, state.subscription_id)
+        if len(there) < len(rows):
+            stays = contained(rows.keys, there)
+            rows, times_ms, counts = rows.take(stays), times_ms[stays], counts[stays]
+        if len(rows):
+            state.nacks.add(rows, times_ms)
+            state.counts.set(rows.keys, counts)
+
+    # ---- the state as of a slot
+
+    def restore(
+        self,
+        subscription_id: int,
+        nacked: KeyedRows,
+        redeliver_at_ms: U64,
+        planes: Sequence[BitMap64],
+        dead_letters: DeadLetterRows,
+        last_dead_letter_id: int,
+    ) -> None:
+        """Puts a cut back, after the rows of the indexes. What the subscription is not owed a row of is left out."""
+        state = self._subscriptions[subscription_id]
+        named = BitMap64.union(bitmap_of(nacked.keys), *planes)
+        owed = BitMap64.union(
+            BitMap64(),
+            *[
+                entitlement.owed_among(index, named, subscription_id)
+                for index in self._indexes.serving(subscription_id)
+            ],
+        )
+        stays = contained(nacked.keys, owed)
+        if stays.any():
+            state.nacks.add(nacked.take(stays), redeliver_at_ms[stays])
+        state.counts.restore([plane & owed for plane in planes])
+        if len(dead_letters):
+            state.dead_letters.add(dead_letters)
+        state.last_dead_letter_id = last_dead_letter_id
+
+
+def _parts_of(index: Index, entries: HeldPositions) -> BitMap64:
+    """The keys that parts of those of the positions may have that are entries as a whole."""
+    whole = entries if entries.batch_index is None else entries.take(~entries.are_parts())
+    return batch_parts.keys_of_entries(index, whole.ledger_id, whole.entry_id)
+
+
+def _part_rows(parts: HeldPositions, deliver_at_ms: U64, key_hash: U32 | None) -> Rows:
+    if parts.batch_index is None:
+        raise ValueError("positions without batch indexes are no parts")
+    return Rows(deliver_at_ms, parts.ledger_id, part_entry_id(parts.entry_id, parts.batch_index), key_hash)
+
+
+def _counted_once_more(rows: KeyedRows, named: U32 | None) -> U32:
+    """One more than the counts of the rows, or than `named`: the hand-outs that the request names."""
+    return (rows.counts() if named is None else named) + np.uint32(1)
+
+
+def _take_in_flight(state: SubscriptionState, index: Index, nack: NackBatch) -> tuple[KeyedRows, Mask]:
+    """Removes from IN_FLIGHT what a request means of an index: (the rows, in its order; a mask of it)."""
+    positions = nack.positions
+    keys, times_ms = positions.keys_in(index), positions.deliver_at_ms
+    without_time = times_ms == 0
+    if without_time.any() and len(state.in_flight):
+        asked = bitmap_of(keys[without_time])
+        if state.in_flight.among(asked):
+            rows, here = matched(keys, times_ms, state.in_flight.find(bitmap_of(keys)), any_time=True)
+            times_ms = times_ms.copy()
+            times_ms[here] = rows.rows.deliver_at_ms
+    meant = np.ones(len(keys), np.bool_)
+    if positions.redelivery_count is not None:
+        counts = state.counts.of(keys)
+        if counts is not None:
+            meant = positions.redelivery_count >= counts
+    if meant.all():
+        return state.in_flight.take_rows(keys, times_ms)
+    rows, found = state.in_flight.take_rows(keys[meant], times_ms[meant])
+    meant[meant] = found
+    return rows, meant

@@ -1,0 +1,321 @@
+"""Rows that leave before they are due: cancelled, or given another time.
+
+Owns: which positions of a request may leave (the furthest state over indexes and subscriptions), the records that say
+so, what is leaving from its decision on, and putting a new row in the place of one that leaves.
+Does not own: that everything due has been passed before the decision, and waiting for slots that name the same
+positions (the engine).
+
+    pending in every index that has it, and due in none -> leaving -(its slot is applied)-> gone, or a new row
+
+What is leaving is passed no more: the slot lands, or the topic's memory is lost. A request is decided only when nothing
+that is staged names its positions, so the decisions of one slot may be applied in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from daemon.core.decisions import adding
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index import entitlement
+from daemon.core.index.index import Index
+from daemon.core.index.indexes import Indexes
+from daemon.core.index.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, keys_of
+from daemon.errors import InvalidArgument, InvariantViolated
+from storage_backends.formats.index_ids import SHARED
+from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.slot_format import GoneReason, GoneRecord, RescheduleRecord, WaiveRecord
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class RescheduleBatch:
+    """Positions and their new times, columns of n rows. Exactly one of `deliver_at_ms` and `delay_ms` is given."""
+
+    ledger_id: U64
+    entry_id: U64
+    deliver_at_ms: U64 | None
+    delay_ms: U64 | None
+    key_hash: U32 | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class CancelOutcome:
+    """What became of positions to cancel: how many are cancelled, and the rows of the request that are as they were, by
+    their furthest state, ascending. `already_due`: at no dispatcher; `in_flight`: at one, or being acknowledged.
+    """
+
+    cancelled: int
+    not_found: U32
+    already_due: U32
+    in_flight: U32
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class RescheduleOutcome:
+    """What became of positions to reschedule: how many are rescheduled, and the rows of the request that are as they
+    were, by their furthest state, ascending. `already_due`: at no dispatcher; `in_flight`: at one, or being
+    acknowledged.
+
+    `raised_index`: rows of the request that are stored with a later time than was asked for, `raised_deliver_at_ms`.
+    """
+
+    rescheduled: int
+    not_found: U32
+    already_due: U32
+    in_flight: U32
+    raised_index: U32
+    raised_deliver_at_ms: U64
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Part:
+    """The positions of a request in one index: the key of each, UNKNOWN_KEY where no bucket has its page; their set."""
+
+    index: Index
+    keys: U64
+    named: BitMap64
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Asked:
+    """The n positions of a request, each once, in the indexes that it is about."""
+
+    rows: int
+    parts: tuple[_Part, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Leave:
+    """What leaves of one index: rows of the request, and the set of their keys."""
+
+    index: Index
+    chosen: Mask
+    keys: BitMap64
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Decision:
+    """What leaves, by index; of the request the rows that leave, and those that do not, by why."""
+
+    leaves: tuple[_Leave, ...]
+    leaving_rows: int
+    not_found: U32
+    already_due: U32
+    in_flight: U32
+
+
+class Withdrawals:
+    """The cancellations and reschedules of one topic. What is staged to leave is in `Indexes.leaving`."""
+
+    def __init__(
+        self, topic_id: str, incarnation: int, indexes: Indexes, subscriptions: Mapping[int, SubscriptionState]
+    ) -> None:
+        self._topic_id = topic_id
+        self._incarnation = incarnation
+        self._indexes = indexes
+        self._subscriptions = subscriptions
+
+    # ---- requests
+
+    def asked(self, ledger_id: U64, entry_id: U64, subscription_id: int | None) -> Asked:
+        """The positions in every index, or in that of one subscription alone. No position is named twice."""
+        indexes: Iterable[Index] = self._indexes.of_entries()
+        if subscription_id is not None:
+            own = self._indexes.get(subscription_id)
+            indexes = () if own is None else (own,)
+        return Asked(len(entry_id), tuple(_part(index, ledger_id, entry_id) for index in indexes))
+
+    def is_staged(self, asked: Asked) -> bool:
+        """Whether a decision that is staged names one of the positions: an add, a cancellation, a reschedule."""
+        leaving = self._indexes.leaving
+        return any(
+            (staged and staged.intersect(part.named))
+            for part in asked.parts
+            for staged in (leaving, part.index.staged.keys)
+        )
+
+    def is_leaving(self, asked: Asked) -> bool:
+        """Whether one of the positions is staged to leave."""
+        leaving = self._indexes.leaving
+        return bool(leaving) and any(leaving.intersect(part.named) for part in asked.parts)
+
+    def stage_cancel(
+        self, asked: Asked, *, rows_max: int | None = None
+    ) -> tuple[tuple[GoneRecord, ...], CancelOutcome]:
+        """What may leave, as decisions for one slot. Everything due has been passed, and nothing is staged.
+
+        Raises InvalidArgument when several positions have more than `rows_max` rows, over all indexes.
+        """
+        decision = self._decide(asked, rows_max)
+        self._leave(decision)
+        records = tuple(
+            GoneRecord(
+                self._topic_id,
+                self._incarnation,
+                leave.index.index_id,
+                GoneReason.CANCELLED,
+                leave.index.pages.to_stored(leave.keys),
+            )
+            for leave in decision.leaves
+        )
+        return records, CancelOutcome(
+            decision.leaving_rows, decision.not_found, decision.already_due, decision.in_flight
+        )
+
+    def stage_reschedule(
+        self,
+        asked: Asked,
+        rows: Rows,
+        *,
+        floor_ms: int,
+        admit: adding.Admit = adding.admit_all,
+        rows_max: int | None = None,
+    ) -> tuple[tuple[RescheduleRecord | WaiveRecord, ...], RescheduleOutcome]:
+        """Stages what may leave, and new rows for it, as decisions for one slot. Everything due has been passed, and
+        nothing is staged.
+
+        `rows`: the new rows of the positions, in their order. `floor_ms`: in the shared index all of them are stored
+        later. `admit` is asked about what changes before anything does. Raises InvalidArgument as `stage_cancel`, and
+        what `admit` does.
+        """
+        decision = self._decide(asked, rows_max)
+        records: list[RescheduleRecord] = []
+        raised_index = np.empty(0, np.uint32)
+        raised_rows, raised = adding.raised(rows, floor_ms)
+        for leave in decision.leaves:
+            number = leave.index.index_id
+            if number == SHARED and raised is not None:
+                raised_index = _rows(leave.chosen & raised)
+            new = raised_rows if number == SHARED else rows
+            new = new if leave.chosen.all() else new.take(leave.chosen)
+            records.append(RescheduleRecord(self._topic_id, self._incarnation, number, new))
+        if records:
+            admit([record.rows for record in records])
+        self._leave(decision)
+        return (*records, *self._still_waived(decision)), RescheduleOutcome(
+            decision.leaving_rows,
+            decision.not_found,
+            decision.already_due,
+            decision.in_flight,
+            raised_index,
+            raised_rows.deliver_at_ms[raised_index],
+        )
+
+    def _decide(self, asked: Asked, rows_max: int | None) -> _Decision:
+        """What may leave of each index. See `stage_cancel`."""
+        waiting, due, held = (np.zeros(asked.rows, np.bool_) for _ in range(3))
+        found: list[tuple[_Part, Mask]] = []
+        for part in asked.parts:
+            still_waiting, passed = _states_of(part)
+            redelivered = self._redelivered_among(still_waiting)
+            if redelivered:
+                still_waiting, passed = still_waiting - redelivered, passed | redelivered
+            if passed:
+                due |= _members(part.keys, passed)
+                held |= _members(part.keys, self._held_among(passed))
+            if still_waiting:
+                found.append((part, _members(part.keys, still_waiting)))
+                waiting |= found[-1][1]
+        leaves = []
+        rows = 0
+        for part, mask in found:
+            chosen = mask & ~due
+            if chosen.any():
+                rows += int(np.count_nonzero(chosen))
+                if rows_max is not None and rows > rows_max and asked.rows > 1:
+                    raise InvalidArgument(
+                        f"entry_id has {asked.rows} positions that are in up to {len(found)} indexes; a request may "
+                        f"take out {rows_max} rows: name fewer positions"
+                    )
+                keys = part.named if chosen.all() else bitmap_of(part.keys[chosen])
+                leaves.append(_Leave(part.index, chosen, keys))
+        not_found = ~(waiting | due)
+        leaving_rows = int(np.count_nonzero(waiting & ~due))
+        return _Decision(tuple(leaves), leaving_rows, _rows(not_found), _rows(due & ~held), _rows(held))
+
+    def _still_waived(self, decision: _Decision) -> Iterator[WaiveRecord]:
+        """A subscription that is not owed the old row, since it was trimmed for it, is not owed the new one.
+
+        A record says so: the bucket of the old row may be dropped before the slot is replayed.
+        """
+        for leave in decision.leaves:
+            for subscription_id, keys in sorted(entitlement.acknowledged_among(leave.index, leave.keys).items()):
+                positions = leave.index.pages.to_stored(keys)
+                yield WaiveRecord(self._topic_id, self._incarnation, subscription_id, positions)
+
+    def _leave(self, decision: _Decision) -> None:
+        """It is leaving from now on."""
+        for leave in decision.leaves:
+            self._indexes.leaving |= leave.keys
+
+    def _held_among(self, passed: BitMap64) -> BitMap64:
+        return BitMap64.union(BitMap64(), *[state.held_among(passed) for state in self._subscriptions.values()])
+
+    def _redelivered_among(self, waiting: BitMap64) -> BitMap64:
+        """Those that were handed out and negatively acknowledged: after a recovery a clock that was set back may say of
+        them that they are not due.
+        """
+        return BitMap64.union(BitMap64(), *[state.counts.among(waiting) for state in self._subscriptions.values()])
+
+    # ---- decisions are applied
+
+    def cancelled(self, index: Index, keys: BitMap64) -> None:
+        """Positions of one index are gone. None of them was due."""
+        if index.remove(keys):
+            raise InvariantViolated(f"topic {self._topic_id}: a position left by its withdrawal that was due")
+        self._indexes.leaving -= keys
+
+    def rescheduled(self, index: Index, rows: Rows, *, elapsed_ms: int) -> None:
+        """New rows take the place of those of their positions, none of which was due."""
+        keyed = KeyedRows(rows, index.pages.intern(rows.ledger_id, rows.entry_id))
+        keys = bitmap_of(keyed.keys)
+        self.cancelled(index, keys)
+        index.mutable.add(keyed, keys, elapsed_ms=elapsed_ms)
+
+
+def _part(index: Index, ledger_id: U64, entry_id: U64) -> _Part:
+    keys = index.pages.find(ledger_id, entry_id)
+    known = keys != UNKNOWN_KEY
+    return _Part(index, keys, bitmap_of(keys if known.all() else keys[known]))
+
+
+def _states_of(part: _Part) -> tuple[BitMap64, BitMap64]:
+    """(The positions of a part that wait in its index, those that are due there.)"""
+    there: list[BitMap64] = []
+    due = BitMap64()
+    left = len(part.named)
+    for bucket in part.index.that_may_have(part.named):
+        if not left:
+            break
+        here = bucket.present & part.named
+        if here:
+            there.append(here)
+            left -= len(here)
+            if bucket.passed_rows:
+                due |= here & bucket.passed
+    if not left and not due:
+        return part.named, due
+    return BitMap64.union(BitMap64(), *there) - due, due
+
+
+def _members(keys: U64, members: BitMap64) -> Mask:
+    """Which of the keys are in the set, all of whose members are keys."""
+    if len(members) == len(keys):
+        return np.ones(len(keys), np.bool_)
+    hits = keys_of(members)
+    if not len(hits):
+        return np.zeros(len(keys), np.bool_)
+    places = np.searchsorted(hits, keys)
+    places[places == len(hits)] = 0
+    return np.equal(hits[places], keys)
+
+
+def _rows(mask: Mask) -> U32:
+    return np.flatnonzero(mask).astype(np.uint32)

@@ -1,0 +1,156 @@
+"""Delay levels: a table of delays that rows may be added by, and redelivered by (RocketMQ).
+
+Owns: reading a table, what a level means, and the ladder of redeliveries.
+Does not own: where a table is set (`daemon.settings`, `daemon.topic.topic_settings`), the limit on a row's delay
+(`limits`) and which rows a level has (`level_rows`).
+
+A table is `1s 5s 10s 30s 1m`: level 1 is its first delay. Level 0 is no delay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from daemon.errors import InvalidArgument
+from storage_backends.formats.row_columns import U32, U64
+
+# RocketMQ's.
+DEFAULT_TABLE = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
+DEFAULT_MAX_MS = 2 * 3_600_000
+LEVELS_MAX = 256
+# The level of a first redelivery by the ladder: RocketMQ's 3 + n, n redeliveries before.
+LADDER_FIRST = 3
+
+_UNITS_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_TOKEN = re.compile(r"\S+")
+_DELAY = re.compile(r"([0-9]+)([smhd])")
+_WHY = (
+    (re.compile(r"[smhd]"), "a unit needs a number before it"),
+    (re.compile(r"[0-9]+"), "a number needs a unit after it: s, m, h or d"),
+    (re.compile(r"-[0-9].*"), "a delay is positive"),
+    (re.compile(r"[0-9]*[.,][0-9]*[smhd]"), "a delay is a whole number"),
+    (re.compile(r".*[,;].*"), "delays are separated by white space"),
+    (re.compile(r"[0-9]+\D+"), "the units are s, m, h and d"),
+)
+# Of a token that is refused as much is shown.
+_SHOWN_CHARACTERS = 32
+# Of more digits a delay is above every limit there may be.
+_DIGITS_MAX = 18
+
+Levels = npt.NDArray[np.integer[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayLevels:
+    """A table that was read. `delays_ms`: level 1 first. `clamp`: a level above the last one is the last one; if not,
+    it is refused.
+    """
+
+    table: str
+    delays_ms: tuple[int, ...]
+    clamp: bool
+
+    @property
+    def top(self) -> int:
+        """The highest level."""
+        return len(self.delays_ms)
+
+    def effective(self, levels: Levels, field: str = "delay_level") -> npt.NDArray[np.int64]:
+        """The levels that count for those that were asked for: 0 to the highest.
+
+        Raises InvalidArgument naming `field` and the row: a negative level, or one above the highest that does not
+        count as that.
+        """
+        wanted = levels.astype(np.int64)
+        if self.unknown(wanted) is None:
+            return np.minimum(wanted, self.top)
+        row = int(wanted.argmin())
+        if wanted[row] < 0:
+            raise InvalidArgument(f"{field}[{row}] is {wanted[row]}; a level is 0, which is no delay, to {self.top}")
+        row = int(wanted.argmax())
+        raise InvalidArgument(f"{field}[{row}] is {wanted[row]}; the highest level of the table is {self.top}")
+
+    def unknown(self, levels: Levels) -> npt.NDArray[np.bool_] | None:
+        """Which levels there are not: those that `effective` refuses; None: none of them."""
+        is_above = not self.clamp and int(levels.max(initial=0)) > self.top
+        if not is_above and int(levels.min(initial=0)) >= 0:
+            return None
+        return (levels < 0) | (levels > self.top) if is_above else levels < 0
+
+    def delays_of(self, levels: Levels, field: str = "delay_level") -> U64:
+        """The delays of levels in ms, u64[n]. Raises InvalidArgument as `effective`."""
+        delays_ms: U64 = self._delays_ms[self.effective(levels, field)]
+        return delays_ms
+
+    def ladder(self, counts: U32) -> U64:
+        """The delays in ms of redeliveries, u64[n], by how often each position was redelivered, this time included: the
+        third level at the first time, then the next, and the highest from then on, whether levels are clamped or not.
+        """
+        levels = np.minimum(counts.astype(np.int64) + (LADDER_FIRST - 1), self.top)
+        delays_ms: U64 = self._delays_ms[levels]
+        return delays_ms
+
+    @functools.cached_property
+    def _delays_ms(self) -> U64:
+        """By level, from 0 on."""
+        return np.array((0, *self.delays_ms), np.uint64)
+
+
+def parse(table: str, *, clamp: bool, delay_max_ms: int) -> DelayLevels:
+    """Reads a table: positive whole numbers, each with its unit, separated by any white space.
+
+    Raises InvalidArgument for the whole of a table that is wrong anywhere: with the place, which is that of the token's
+    first character, from 1, and the token.
+    """
+    delays_ms: list[int] = []
+    for token in _TOKEN.finditer(table):
+        if len(delays_ms) == LEVELS_MAX:
+            raise _refused(token, f"it is level {LEVELS_MAX + 1}; a table has at most {LEVELS_MAX}")
+        delays_ms.append(_delay_ms(token, delay_max_ms))
+    if not delays_ms:
+        raise InvalidArgument(f"delay levels: the table has none; it has 1 to {LEVELS_MAX}, such as '1s 5s 10s'")
+    return DelayLevels(table, tuple(delays_ms), clamp)
+
+
+def _delay_ms(token: re.Match[str], delay_max_ms: int) -> int:
+    read = _DELAY.fullmatch(token[0])
+    if read is None:
+        why = next((why for form, why in _WHY if form.fullmatch(token[0])), "it is no number with its unit")
+        raise _refused(token, why)
+    digits = read[1].lstrip("0")
+    if not digits:
+        raise _refused(token, "a delay is positive; level 0 is no delay")
+    too_long = len(digits) > _DIGITS_MAX
+    delay_ms = 0 if too_long else int(digits) * _UNITS_MS[read[2]]
+    if too_long or delay_ms > delay_max_ms:
+        raise _refused(token, f"the largest delay is {delay_max_ms} ms")
+    return delay_ms
+
+
+def _refused(token: re.Match[str], why: str) -> InvalidArgument:
+    text = token[0]
+    shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+    return InvalidArgument(f"delay levels: {shown!r} at character {token.start() + 1}: {why}; the table is refused")
+
+
+def warnings(levels: DelayLevels) -> tuple[str, ...]:
+    """What is legal in a table and may be a mistake."""
+    found: list[str] = []
+    first_level: dict[int, int] = {}
+    for level, delay_ms in enumerate(levels.delays_ms, start=1):
+        if delay_ms in first_level:
+            found.append(f"level {level} is {delay_ms} ms, as level {first_level[delay_ms]} is")
+        elif level > 1 and delay_ms < levels.delays_ms[level - 2]:
+            before_ms = levels.delays_ms[level - 2]
+            found.append(f"level {level} is {delay_ms} ms, shorter than level {level - 1}, which is {before_ms} ms")
+        first_level.setdefault(delay_ms, level)
+    return tuple(found)
+
+
+DEFAULT = parse(DEFAULT_TABLE, clamp=True, delay_max_ms=DEFAULT_MAX_MS)

@@ -1,0 +1,495 @@
+"""An index of a topic: every row that is not gone, in a mutable bucket or a sealed one.
+
+Owns: the buckets, membership over all of them, what comes and leaves, and the cut for a seal.
+Does not own: who is owed its rows (`entitlement`), what comes due next (`indexes`), who receives rows
+(`subscription_state`), requests (`topic`), and what is stored (`daemon.shard`).
+
+    add -> mutable bucket -(cut)-> sealing bucket -(seal committed)-> sealed bucket -(every row gone)-> dropped
+    a row waits in its bucket until the head passes it: then it is due, until it is gone
+    a damaged bucket is quarantined: its rows are in the index no longer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap, BitMap64
+
+from daemon.core.index import merging, quarantine
+from daemon.core.index.bucket import Bucket, GoneSet
+from daemon.core.index.bucket_counts import BucketCounts
+from daemon.core.index.level_rows import LevelRows
+from daemon.core.index.merging import MergedBucket
+from daemon.core.index.mutable_bucket import MutableBucket, MutableRows
+from daemon.core.index.positions import (
+    PAGE_BITS,
+    KeyedRows,
+    PageTable,
+    bitmap_of,
+    contained,
+    firsts,
+    ordinals_of,
+    pages_of,
+)
+from daemon.core.index.quarantine import QuarantinedBucket
+from daemon.core.index.runs import SortedRun
+from daemon.core.index.sealed_bucket import SealedBucket
+from daemon.core.index.segments import SegmentCache, SegmentRange
+from daemon.core.index.staged import StagedKeys
+from daemon.errors import InvariantViolated
+from storage_backends.formats.index_ids import SHARED, is_of_batch_parts
+from storage_backends.formats.manifest import LiveBucket
+from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats.row_columns import U64, Rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class BucketBits:
+    """What is gone and acknowledged in one named bucket as of one moment. `gone`: parts whose union it is."""
+
+    bucket: str
+    gone: tuple[BitMap64, ...]
+    acknowledged: Mapping[int, BitMap64]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class IndexCut:
+    """The index as of one slot: what a checkpoint stores, and what a seal commits."""
+
+    mutable: MutableRows
+    bits: tuple[BucketBits, ...]
+
+
+def are_of_time(deliver_at_ms: U64, asked_ms: U64, any_time: bool) -> npt.NDArray[np.bool_]:
+    """Which rows have the time that is asked for. `any_time`: 0 asks for any."""
+    same: npt.NDArray[np.bool_] = deliver_at_ms == asked_ms
+    return same | (asked_ms == 0) if any_time else same
+
+
+# Neighbours among pages, by their ordinals, that buckets are found by together.
+_BLOCK_BITS = 8
+
+# Rows of a search in sealed buckets, by (bucket, segment).
+SeenRows = dict[tuple[str, int], KeyedRows]
+
+
+class Index:
+    """`index_id`: which index of the topic it is (`formats.index_ids`).
+
+    `staged`: positions of rows that are on their way into it. `acknowledging_lost`: positions of damaged buckets that
+    were being acknowledged when these were quarantined. `counts`: of the topic's buckets.
+    """
+
+    def __init__(
+        self,
+        pages: PageTable,
+        cache: SegmentCache,
+        *,
+        now_ms: int,
+        index_id: int = SHARED,
+        counts: BucketCounts | None = None,
+    ) -> None:
+        self.index_id = index_id
+        self._counts = BucketCounts() if counts is None else counts
+        self.pages = pages
+        self.cache = cache
+        self.staged = StagedKeys(pages)
+        self.acknowledging_lost = BitMap64()
+        self.sealed: dict[str, SealedBucket] = {}
+        # The sealed buckets that have rows of neighbouring pages, by block: a page by itself may have one row.
+        self._of_block: dict[int, list[SealedBucket]] = {}
+        self.quarantined: dict[str, QuarantinedBucket] = {}
+        self.sealing: list[MutableBucket] = []
+        self.levels = LevelRows(self.present_among)
+        self.mutable = self._new_mutable(now_ms)
+        self._left_out: set[str] = set()
+        self._merged_away: set[str] = set()
+        self._noted_added: list[BitMap64] = []
+
+    def _new_mutable(self, now_ms: int) -> MutableBucket:
+        bucket = MutableBucket(self.pages, horizon_ms=now_ms, index_id=self.index_id, counts=self._counts)
+        bucket.levels = self.levels
+        return bucket
+
+    # ---- counts
+
+    @property
+    def of_batch_parts(self) -> bool:
+        """Whether its positions are messages of entries (`formats.index_ids`)."""
+        return is_of_batch_parts(self.index_id)
+
+    @property
+    def memory_buckets(self) -> list[MutableBucket]:
+        return [*self.sealing, self.mutable]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that hold the rows of the index."""
+        return [*self.sealed.values(), *self.sealing, self.mutable]
+
+    @property
+    def tracked(self) -> list[Bucket]:
+        """The buckets of which it is known what is gone or acknowledged."""
+        return [*self.buckets, *self.quarantined.values()]
+
+    @property
+    def pending_rows(self) -> int:
+        return sum(bucket.waiting_rows for bucket in self.buckets)
+
+    def last_due_ms(self) -> int:
+        """No waiting row is due later; 0 when nothing waits. Exact until one that would be the last leaves."""
+        sealed = [bucket.last_due_ms for bucket in self.sealed.values() if bucket.waiting_rows]
+        return max([0, *sealed, *[bucket.last_due_ms for bucket in self.memory_buckets if bucket.waiting_rows]])
+
+    @property
+    def loaded_rows(self) -> int:
+        """Rows of this index's segments that are in memory."""
+        return sum(self.cache.rows_of(name) for name in self.sealed)
+
+    @property
+    def readable(self) -> list[SealedBucket]:
+        """The sealed buckets whose objects can be read."""
+        if not self._left_out:
+            return list(self.sealed.values())
+        return [bucket for name, bucket in self.sealed.items() if name not in self._left_out]
+
+    @property
+    def expected(self) -> list[SealedBucket]:
+        """The sealed buckets whose rows are still to be passed by themselves, or with what took the bucket's place."""
+        damaged = self._left_out - self._merged_away
+        return [bucket for name, bucket in self.sealed.items() if name not in damaged]
+
+    def leave_out(self, name: str) -> None:
+        """The bucket's object is damaged: its rows stay where they are, the other buckets go on."""
+        self._left_out.add(name)
+        self._counts.left_out(name)
+
+    def leave_to_merged(self, name: str) -> None:
+        """The bucket's object is no more, and what took its place is not served yet: its rows stay where they are until
+        then, and keys wait for them; all else goes on.
+        """
+        self._merged_away.add(name)
+        self.leave_out(name)
+
+    # ---- membership
+
+    def present_among(self, asked: BitMap64) -> BitMap64:
+        """Those of the positions that have a row that is not gone, waiting or due."""
+        found = BitMap64()
+        for bucket in self.that_may_have(asked):
+            if bucket.present_rows and bucket.present.intersect(asked):
+                found |= bucket.present & asked
+        return found
+
+    def that_may_have(self, keys: BitMap64) -> list[Bucket]:
+        """The buckets that positions may be in: few of many where all are of one page, as adds usually are."""
+        if keys:
+            page = keys.min() >> PAGE_BITS
+            if keys.max() >> PAGE_BITS == page:
+                return self.that_may_have_page(page)
+        return self.buckets
+
+    def that_may_have_page(self, page: int) -> list[Bucket]:
+        """The buckets that positions of a page, by its ordinal, may be in."""
+        found: list[Bucket] = [*self.sealing, self.mutable]
+        if neighbours := self._of_block.get(page >> _BLOCK_BITS):
+            found[:0] = [each for each in neighbours if page in each.pages]
+        return found
+
+    def tracked_of_page(self, page: int) -> list[Bucket]:
+        """The buckets that positions of a page may be in, or are missing with."""
+        return [*self.that_may_have_page(page), *[each for each in self.quarantined.values() if page in each.pages]]
+
+    def find_loaded(
+        self, keys: U64, deliver_at_ms: U64, seen: SeenRows, *, any_time: bool = False
+    ) -> tuple[KeyedRows, list[SegmentRange]]:
+        """The rows of due positions with those times: (rows found in memory, segments to load to tell more).
+
+        `seen`: what earlier calls for the same positions found, by segment; empty at the first. So the segments need
+        not be in memory together. `any_time`: where a time is 0 the row may have any: every segment that has been
+        passed may hold it.
+        """
+        found = [memory.find_passed(keys) for memory in self.memory_buckets]
+        missing: list[SegmentRange] = []
+        for bucket in self.readable:
+            wanted = bitmap_of(keys) & bucket.passed
+            if not wanted:
+                continue
+            times = np.unique(deliver_at_ms[contained(keys, wanted)]).tolist()
+            numbers = {number for time in times for number in bucket.table.holding(time)}
+            if any_time and not times[0]:
+                numbers.update(range(min(bucket.head.number + 1, len(bucket.table))))
+            for number in sorted(numbers):
+                rows = seen.get((bucket.name, number))
+                if rows is None:
+                    rows = self.cache.get(bucket.name, number)
+                if rows is None:
+                    missing.append(SegmentRange(bucket.name, number, number))
+                else:
+                    rows = seen[bucket.name, number] = rows.take(contained(rows.keys, wanted))
+                    found.append(rows)
+        rows = KeyedRows.concat(found)
+        rows = rows.take(np.argsort(rows.keys))
+        places = np.searchsorted(rows.keys, keys)
+        inside = places < len(rows)
+        places, keys, deliver_at_ms = places[inside], keys[inside], deliver_at_ms[inside]
+        same = (rows.keys[places] == keys) & are_of_time(rows.rows.deliver_at_ms[places], deliver_at_ms, any_time)
+        return rows.take(np.unique(places[same])), missing
+
+    def fresh_among(self, keys: U64, asked: BitMap64) -> npt.NDArray[np.intp] | None:
+        """The rows of a request whose position has no row, applied or staged, each position once; None for all rows.
+
+        `asked`: the set of the keys.
+        """
+        present = self.present_among(asked)
+        for staged in (self.staged.keys, self.acknowledging_lost):
+            if staged.intersect(asked):
+                present |= staged & asked
+        if not present and len(asked) == len(keys):
+            return None
+        chosen = np.flatnonzero(~contained(keys, present)) if present else np.arange(len(keys))
+        return chosen[firsts(keys[chosen])]
+
+    # ---- changes
+
+    def add(self, rows: Rows, slot: int, *, elapsed_ms: int, level: int = 0) -> int:
+        """Rows of positions that have no row, of a slot that is durable; how many came in due order. `level`: the delay
+        level that they were added by, 0: none.
+        """
+        keyed = KeyedRows(rows, self.pages.intern(rows.ledger_id, rows.entry_id))
+        added = bitmap_of(keyed.keys)
+        in_order_rows = self.mutable.add(keyed, added, elapsed_ms=elapsed_ms)
+        if level:
+            self.levels.add(level, added)
+        self._came(added, slot)
+        return in_order_rows
+
+    def add_due(self, rows: Rows, slot: int, *, elapsed_ms: int) -> None:
+        """Adds rows, of positions that have no row and of a slot that is durable, that are due: they are passed as they
+        come.
+        """
+        keyed = KeyedRows(rows, self.pages.intern(rows.ledger_id, rows.entry_id))
+        added = bitmap_of(keyed.keys)
+        self.mutable.add_due(keyed, added, elapsed_ms=elapsed_ms)
+        self._came(added, slot)
+
+    def _came(self, added: BitMap64, slot: int) -> None:
+        quarantine.added_again(self.quarantined.values(), added, slot)
+        self.staged.applied(added)
+        for noted in self._noted_added:
+            noted.update(added)
+
+    @contextlib.contextmanager
+    def noting_added(self) -> Iterator[BitMap64]:
+        """The set of the positions that are added from now on; it grows."""
+        noted = BitMap64()
+        self._noted_added.append(noted)
+        try:
+            yield noted
+        finally:
+            self._noted_added = [each for each in self._noted_added if each is not noted]
+
+    @contextlib.contextmanager
+    def named(self, positions: Iterable[PositionBitmap]) -> Iterator[BitMap64]:
+        """The keys of positions that leave: of pages that no bucket holds only where a damaged bucket may have them."""
+        if not quarantine.learns_positions(self.quarantined.values()):
+            yield self.pages.find_stored(positions)
+            return
+        keys = self.pages.from_stored(positions)
+        yield keys
+        self.pages.forget_unheld(pages_of(keys))
+
+    @contextlib.contextmanager
+    def named_rows(self, rows: Rows) -> Iterator[tuple[KeyedRows, BitMap64]]:
+        """Rows that were acknowledged, and their keys: as `named`."""
+        learns = quarantine.learns_positions(self.quarantined.values())
+        if learns:
+            self.pages.intern(rows.ledger_id, rows.entry_id)
+        keyed = self.pages.keyed(rows)
+        keys = bitmap_of(keyed.keys)
+        yield keyed, keys
+        self.acknowledging_lost -= keys
+        if learns:
+            self.pages.forget_unheld(pages_of(keys))
+
+    def remove(self, keys: BitMap64) -> int:
+        """Positions are gone; how many of them were due."""
+        hit = BitMap64()
+        due_rows = 0
+        for bucket in self.that_may_have(keys):
+            left, due = bucket.remove(keys)
+            hit |= left
+            due_rows += due
+        for damaged in self.quarantined.values():
+            damaged.remove(keys - hit)
+        return due_rows
+
+    # ---- the life of buckets
+
+    def begin_seal(self, name: str, *, now_ms: int) -> MutableBucket:
+        """The mutable bucket is cut: it takes the object's name and serves on from memory; a new one is there."""
+        bucket = self.mutable
+        bucket.begin_seal(name)
+        self.sealing.append(bucket)
+        self._counts.seal_begins(bucket, sealing=len(self.sealing))
+        self.mutable = self._new_mutable(now_ms)
+        return bucket
+
+    def finish_seal(self, memory: MutableBucket, sealed: SealedBucket | None, rows: KeyedRows, *, near_ms: int) -> None:
+        """The seal is committed. `rows`: what was stored, in due order; `sealed` is None when no row was left to store.
+
+        Segments that come due before `near_ms` need not be read: their rows are here.
+        """
+        self.sealing.remove(memory)
+        self._counts.seal_ended(memory, sealing=len(self.sealing))
+        if sealed is not None:
+            sealed.passed, sealed.passed_rows = memory.passed, memory.passed_rows
+            sealed.acknowledged = memory.acknowledged
+            start, sealed.late = self._place_of_head(memory, rows)
+            sealed.head.move_to_row(start)
+            self.add_sealed(sealed)
+            for number, (first, end) in enumerate(sealed.table.row_ranges()):
+                if end > start and int(sealed.table.min_ms[number]) <= near_ms:
+                    # A copy: a view would keep all rows of the bucket in memory.
+                    self.cache.put(sealed.name, number, rows.take(np.arange(first, end)))
+        elif memory.present_rows:
+            raise InvariantViolated(f"bucket {memory.name} was sealed empty with {memory.present_rows} rows present")
+        memory.release_pages()
+
+    @staticmethod
+    def _place_of_head(memory: MutableBucket, rows: KeyedRows) -> tuple[int, SortedRun]:
+        """(the row before which everything is passed but what is late, the late rows)."""
+        next_due_ms = memory.next_due_ms() if memory.waiting_rows else None
+        if next_due_ms is None:
+            return len(rows), SortedRun(KeyedRows.empty())
+        times = rows.rows.deliver_at_ms
+        first = end = int(np.searchsorted(times, np.uint64(next_due_ms)))
+        if memory.passed_until_ms is not None:
+            end = int(np.searchsorted(times, np.uint64(memory.passed_until_ms), side="right"))
+        if end <= first:
+            return first, SortedRun(KeyedRows.empty())
+        mixed = rows.take(slice(first, end))
+        return end, SortedRun(mixed.take(contained(mixed.keys, memory.present - memory.passed)))
+
+    def add_sealed(self, bucket: SealedBucket) -> None:
+        self.sealed[bucket.name] = bucket
+        bucket.levels = self.levels
+        bucket.counts = self._counts
+        self._counts.sealed_came(bucket)
+        for block in _blocks_of(bucket.pages):
+            self._of_block.setdefault(block, []).append(bucket)
+
+    def close(self) -> None:
+        """The index is no more: nothing of it counts or is in memory."""
+        self._counts.index_left(self.mutable, sealing=self.sealing, sealed=list(self.sealed))
+        for name in self.sealed:
+            self.cache.discard_bucket(name)
+
+    def drop(self, name: str) -> SealedBucket:
+        """The manifest names the bucket no longer."""
+        bucket = self._take_out(name)
+        bucket.release_pages()
+        return bucket
+
+    def _take_out(self, name: str) -> SealedBucket:
+        bucket = self.sealed.pop(name)
+        bucket.counts = None
+        self._counts.sealed_left(name)
+        for block in _blocks_of(bucket.pages):
+            self._of_block[block].remove(bucket)
+            if not self._of_block[block]:
+                del self._of_block[block]
+        self._left_out.discard(name)
+        self._merged_away.discard(name)
+        self.cache.discard_bucket(name)
+        return bucket
+
+    # ---- merged buckets
+
+    def knows(self, name: str) -> bool:
+        """Whether a bucket of the manifest is here, as whatever it is."""
+        return name in self.quarantined or self.serves(name)
+
+    def serves(self, name: str) -> bool:
+        """Whether a bucket that was cut holds rows of the index, sealed or not yet."""
+        return name in self.sealed or any(each.name == name for each in self.sealing)
+
+    def sources_of(self, merged: MergedBucket) -> list[SealedBucket]:
+        """The buckets whose rows are in the merged one."""
+        return [self.sealed[name] for name in merged.kept if name in self.sealed]
+
+    def adopt(self, merged: MergedBucket, loaded: Mapping[int, KeyedRows], *, boundary_ms: int) -> SealedBucket:
+        """A merged bucket takes the place of its sources, as `merging.inherited` says. O(bitmaps)."""
+        sources = self.sources_of(merged)
+        bucket = merging.inherited(merged, sources, self.pages, loaded, boundary_ms=boundary_ms)
+        for source in sources:
+            self.drop(source.name)
+        self.add_sealed(bucket)
+        for number, rows in loaded.items():
+            # What is loaded ahead must not drive out what was.
+            if number == bucket.head.number or (number > bucket.head.number and len(rows) <= self.cache.room_rows):
+                self.cache.put(bucket.name, number, rows)
+                bucket.settle(self.cache)
+        return bucket
+
+    # ---- damage
+
+    def lose_merged(self, live: LiveBucket, sources: Sequence[SealedBucket]) -> None:
+        """A merged bucket that took the place of these is damaged, as the manifest says: their rows leave as those of a
+        quarantined bucket do.
+        """
+        gone = [part for source in sources if source.gone is not None for part in source.gone.freeze()]
+        acknowledged: dict[int, BitMap64] = {}
+        for source in sources:
+            for number, keys in source.acknowledged.items():
+                acknowledged.setdefault(number, BitMap64()).update(keys)
+        self.add_quarantined(
+            QuarantinedBucket(
+                live,
+                present=BitMap64.union(BitMap64(), *[source.present for source in sources]),
+                gone=GoneSet(BitMap64.union(BitMap64(), *gone)),
+                acknowledged=acknowledged,
+                pages=self.pages,
+            )
+        )
+        for source in sources:
+            self.levels.remove(source.present)
+            self.drop(source.name)
+
+    def quarantine(self, live: LiveBucket) -> SealedBucket:
+        """The manifest says from now on that the bucket is damaged: its rows leave, until they are added again."""
+        bucket = self._take_out(live.object.name)
+        gone = GoneSet() if bucket.gone is None else bucket.gone
+        acknowledged = {number: keys.copy() for number, keys in bucket.acknowledged.items()}
+        present = bucket.present.copy()
+        self.add_quarantined(
+            QuarantinedBucket(live, present=present, gone=gone, acknowledged=acknowledged, pages=self.pages)
+        )
+        self.levels.remove(present)
+        bucket.release_pages()
+        return bucket
+
+    def add_quarantined(self, bucket: QuarantinedBucket) -> None:
+        self.quarantined[bucket.name] = bucket
+
+    def cut(self) -> IndexCut:
+        """The index as it is now: for a checkpoint or the progress of a seal."""
+        bits = tuple(
+            BucketBits(
+                bucket.name,
+                bucket.gone.freeze() if bucket.gone is not None else (),
+                {number: keys.copy() for number, keys in bucket.acknowledged.items() if keys},
+            )
+            for bucket in [*self.sealed.values(), *self.sealing, *self.quarantined.values()]
+        )
+        return IndexCut(self.mutable.snapshot(), bits)
+
+
+def _blocks_of(pages: BitMap) -> list[int]:
+    """The blocks that the pages, by their ordinals, are of."""
+    blocks: list[int] = np.unique(ordinals_of(pages) >> _BLOCK_BITS).tolist()
+    return blocks

@@ -1,0 +1,249 @@
+"""Merging sealed buckets of an index: which run is chosen, and what a merged bucket inherits from its sources.
+
+Owns: the choice of a run; the sets, the head and the late rows of a merged bucket as they follow from its sources.
+Does not own: the merge itself (`storage_backends.formats.merge`), when it is made and when it is adopted
+(`daemon.topic.topic_merging`, `adoption`), and putting the bucket into the index (`index`).
+
+A merged bucket holds, of each of its sources, the rows that were not gone when the merge was planned. Everything that
+was decided since was decided on the sources, so that what is true of their rows when the bucket is adopted is true of
+its own: a row that is not gone is in both, and a row of the merged bucket that is in no source any more is gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core.index.bucket import GoneSet
+from daemon.core.index.positions import PAGE_BITS, KeyedRows, PageTable, contained, pages_of, within
+from daemon.core.index.runs import SortedRun, earliest, in_due_order
+from daemon.core.index.sealed_bucket import SealedBucket
+from daemon.errors import InvariantViolated
+from storage_backends.formats.bucket_format import BucketMetadata, BucketTable, SegmentInfos
+from storage_backends.formats.manifest import LiveBucket
+
+# A run with rows that are about to be handed out counts as one with so many times its rows: much of what would be
+# copied leaves at once. Not more: choosing larger runs again and again is what makes merging dear.
+SOON_WEIGHT = 4
+# The objects of a run may have so many times the rows that the merged bucket may have: those that are gone are read.
+STORED_ROWS_FACTOR = 2
+_RUN_LEAST = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sealed bucket of one index. `live_rows`: not gone; `stored_rows`: in its object. `left_out`: it cannot be
+    merged now, and what lies on both sides of it are no neighbours. `soon`: rows of it are about to be handed out.
+    """
+
+    name: str
+    first_ledger_id: int
+    last_ledger_id: int
+    live_rows: int
+    stored_rows: int
+    left_out: bool = False
+    soon: bool = False
+
+    @property
+    def place(self) -> tuple[int, int, str]:
+        """Neighbours are neighbours in this order; their ranges of ledgers may overlap."""
+        return self.first_ledger_id, self.last_ledger_id, self.name
+
+
+def chosen_run(
+    candidates: Iterable[Candidate], *, buckets_max: int, merge_buckets_max: int, rows_max: int
+) -> list[Candidate]:
+    """The neighbours to merge next, so that the index comes nearer to `buckets_max` buckets (at least 1). Empty when it
+    has not more, or when no two neighbours together have at most `rows_max` rows.
+
+    Of the runs that take the index to its limit, or have `merge_buckets_max` buckets, the one with the fewest live rows
+    (PIP-195), the first of several; of shorter ones when none of these has few enough rows.
+    """
+    ordered = sorted(candidates, key=lambda candidate: candidate.place)
+    longest = min(merge_buckets_max, len(ordered) - buckets_max + 1)
+    for length in range(longest, _RUN_LEAST - 1, -1):
+        start = _fewest_rows(ordered, length, rows_max)
+        if start is not None:
+            return ordered[start : start + length]
+    return []
+
+
+def _fewest_rows(ordered: Sequence[Candidate], length: int, rows_max: int) -> int | None:
+    """Where the best run of a length starts; None when there is none."""
+    live, stored, left_out, soon = (
+        [0, *itertools.accumulate(column)]
+        for column in (
+            [each.live_rows for each in ordered],
+            [each.stored_rows for each in ordered],
+            [each.left_out for each in ordered],
+            [each.soon for each in ordered],
+        )
+    )
+    best: int | None = None
+    best_rows = 0
+    for start in range(len(ordered) - length + 1):
+        end = start + length
+        rows = live[end] - live[start]
+        fits = rows <= rows_max and stored[end] - stored[start] <= STORED_ROWS_FACTOR * rows_max
+        if not fits or left_out[end] > left_out[start]:
+            continue
+        if soon[end] > soon[start]:
+            rows *= SOON_WEIGHT
+        if best is None or rows < best_rows:
+            best, best_rows = start, rows
+    return best
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class MergedBucket:
+    """A bucket of the manifest that was merged from others, in the keys of its index; to be taken over once.
+
+    `positions`: of all of its rows. `kept`: by source, those that came from it; also of what its sources were merged
+    from, so that whoever missed a merge in between finds the buckets that it knows.
+    """
+
+    live: LiveBucket
+    segments: SegmentInfos
+    positions: BitMap64
+    kept: Mapping[str, BitMap64]
+
+    @staticmethod
+    def of(pages: PageTable, live: LiveBucket, table: BucketTable, metadata: BucketMetadata) -> MergedBucket:
+        """O(n), for a thread. The pages of all positions are known and held."""
+        return MergedBucket(
+            live=live,
+            segments=table.segments,
+            positions=pages.find_stored(metadata.positions),
+            kept={each.source: pages.find_stored(each.positions) for each in metadata.kept},
+        )
+
+    @property
+    def name(self) -> str:
+        return self.live.object.name
+
+
+def segments_needed(
+    segments: SegmentInfos, sources: Iterable[SealedBucket], *, boundary_ms: int, ahead_ms: int, ahead_max: int
+) -> range:
+    """The segments of a merged bucket, counted from 0, that must be in memory when it takes the place of its sources.
+
+    The one in which the boundary lies; those before with rows that wait, since the clock was set back or a source
+    cannot be read; and at most `ahead_max` behind that come due within `ahead_ms`, so that hand-out goes on at once.
+    """
+    waits_from_ms = earliest(*[time_ms for source in sources for time_ms in _next_due_ms(source)])
+    from_ms = boundary_ms + 1 if waits_from_ms is None else min(waits_from_ms, boundary_ms + 1)
+    min_ms, max_ms = segments.min_deliver_at_ms, segments.max_deliver_at_ms
+    first = int(np.searchsorted(max_ms, np.uint64(from_ms), side="left"))
+    end = max(first, int(np.searchsorted(min_ms, np.uint64(boundary_ms), side="right")))
+    ahead_end = int(np.searchsorted(min_ms, np.uint64(boundary_ms + ahead_ms), side="right"))
+    return range(first, max(end, min(ahead_end, end + ahead_max)))
+
+
+def _next_due_ms(source: SealedBucket) -> list[int | None]:
+    return [source.head.next_due_ms(), source.late.next_due_ms()] if source.waiting_rows else []
+
+
+def inherited(
+    merged: MergedBucket,
+    sources: Sequence[SealedBucket],
+    pages: PageTable,
+    loaded: Mapping[int, KeyedRows],
+    *,
+    boundary_ms: int,
+) -> SealedBucket:
+    """The merged bucket as the index serves it from now on. Its sets are those of `merged` and of the sources, which
+    are of no use any more. As much work as what is gone, passed or acknowledged, and what was loaded; little for the
+    rest.
+
+    `sources`: those of its sources that the index serves. `boundary_ms`: no row that has been passed is due later.
+    `loaded`: the segments that `segments_needed` names. Raises InvariantViolated when it does not hold what it must.
+    """
+    if len(merged.positions) != merged.live.rows:
+        raise InvariantViolated(
+            f"bucket {merged.name} has {merged.live.rows} rows, and {len(merged.positions)} positions"
+        )
+    gone = _gone(merged, sources)
+    present = merged.positions
+    present -= gone
+    _check_present(merged, sources)
+    bucket = SealedBucket(merged.live, merged.segments, present=present, gone=GoneSet(gone), pages=pages)
+    bucket.passed = _united([source.passed for source in sources])
+    bucket.passed_rows = sum(source.passed_rows for source in sources)
+    for number in {number for source in sources for number in source.acknowledged}:
+        found = [source.acknowledged[number] for source in sources if number in source.acknowledged]
+        bucket.acknowledged[number] = _united(found)
+    _place(bucket, loaded, boundary_ms)
+    return bucket
+
+
+def _gone(merged: MergedBucket, sources: Sequence[SealedBucket]) -> BitMap64:
+    """What of the merged bucket has left since the merge was planned."""
+    gone = BitMap64()
+    kept_rows = 0
+    for source in sources:
+        kept = merged.kept[source.name]
+        kept_rows += len(kept)
+        for part in () if source.gone is None else source.gone.freeze():
+            gone |= part & kept
+        # Of a page that no row of the source was on when it was loaded, which may have had another ordinal then.
+        for page in pages_of(kept) - source.pages:
+            gone |= within(kept, [(page << PAGE_BITS, (page + 1 << PAGE_BITS) - 1)])
+    if kept_rows < len(merged.positions):
+        # A source that is not served any more: every row of it is gone.
+        others = merged.positions.copy()
+        for source in sources:
+            others -= merged.kept[source.name]
+        gone |= others
+    return gone
+
+
+def _check_present(merged: MergedBucket, sources: Iterable[SealedBucket]) -> None:
+    """What is gone of a source is in none of its rows that are present: so equal numbers mean the same rows."""
+    rows = 0
+    for source in sources:
+        rows += source.present_rows
+        if not source.present <= merged.positions:
+            missing = source.present - merged.positions
+            raise InvariantViolated(
+                f"bucket {merged.name} does not hold {len(missing)} rows of its source {source.name} that are not gone"
+            )
+    if len(merged.positions) != rows:
+        raise InvariantViolated(
+            f"bucket {merged.name} has {len(merged.positions)} rows that are not gone, its sources have {rows}"
+        )
+
+
+def _united(sets: Sequence[BitMap64]) -> BitMap64:
+    """The union, in the largest of the sets."""
+    united = max(sets, key=len, default=BitMap64())
+    for each in sets:
+        if each is not united:
+            united |= each
+    return united
+
+
+def _place(bucket: SealedBucket, loaded: Mapping[int, KeyedRows], boundary_ms: int) -> None:
+    """Puts the head behind every row that is due by the boundary; those among them that wait are late ones."""
+    table = bucket.table
+    late = []
+    head_row = 0
+    for number, (first, end) in enumerate(table.row_ranges()):
+        if int(table.min_ms[number]) > boundary_ms:
+            break
+        segment = loaded.get(number)
+        if segment is not None:
+            due_rows = int(np.searchsorted(segment.rows.deliver_at_ms, np.uint64(boundary_ms), side="right"))
+            due = segment.take(slice(0, due_rows))
+            waiting = contained(due.keys, bucket.present) & ~contained(due.keys, bucket.passed)
+            late.append(due.take(waiting))
+            head_row = first + due_rows
+        elif int(table.max_ms[number]) <= boundary_ms:
+            head_row = end
+        else:
+            raise InvariantViolated(f"bucket {bucket.name}: segment {number}, where its head is, is not in memory")
+    bucket.late = SortedRun(in_due_order(late))
+    bucket.head.move_to_row(head_row)

@@ -1,0 +1,413 @@
+"""Looking at rows in the order in which they come due: what of a bucket is asked for, and a page over many buckets.
+
+Owns: which segments a page needs, the earliest first; which rows of what was read belong to it; where the next begins.
+Does not own: reading (the engine), the sets of a bucket (`bucket`) and counting (`histogram`).
+
+A page goes on from a place in the order (deliver_at_ms, ledger_id, entry_id, index), not from one in a bucket: so it
+stays true when buckets are sealed and merged, or rows come due, between two pages.
+
+Of a bucket that changes, and of what a thread looks at meanwhile, a `Part` is taken: as it is at one moment. Where
+nothing of a sealed bucket is gone but what the head has passed, which is known from counts, that costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from daemon.core.index.bucket import Bucket
+from daemon.core.index.mutable_bucket import MutableBucket, MutableRows
+from daemon.core.index.positions import KeyedRows, PageTable, bitmap_of, contained, keys_of
+from daemon.core.index.sealed_bucket import SealedBucket
+from daemon.core.index.segments import SegmentTable
+from daemon.errors import InvariantViolated
+from storage_backends.formats.row_columns import U64, Rows
+
+LAST_MS = (1 << 64) - 1
+_LAST_ID = (1 << 64) - 1
+# The first of so many times as many rows as a page has are found before they are sorted.
+_SORT_AT_ONCE = 4
+# In place of the number of a segment: rows that need not be read.
+_IN_MEMORY = -1
+
+
+class Place(NamedTuple):
+    """A row's place in the order of all indexes of a topic; the entry id is that which it has in its index
+    (`storage_backends.formats.index_ids`).
+    """
+
+    deliver_at_ms: int
+    ledger_id: int
+    entry_id: int
+    index_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """Which rows are asked for: `first_ms` <= deliver_at_ms <= `last_ms`, and of ledgers from the first to the last.
+
+    `subscription_id`: those that it is owed, None: every row. `since_ms`: when it was created. `backlog`: those that
+    are due and that it has not acknowledged; otherwise those that are not due yet.
+    """
+
+    first_ms: int = 0
+    last_ms: int = LAST_MS
+    ledgers: tuple[int, int] | None = None
+    subscription_id: int | None = None
+    since_ms: int = 0
+    backlog: bool = False
+
+    def first_ms_of(self, bucket: Bucket) -> int:
+        """No earlier row of the bucket is asked for: of the shared index a subscription is owed what is later than its
+        creation."""
+        if self.subscription_id is None or bucket.index_id:
+            return self.first_ms
+        return max(self.first_ms, self.since_ms + 1)
+
+    def may_be_in(self, bucket: SealedBucket) -> bool:
+        """Whether the bucket has rows of the ledgers, by what is known of all of it."""
+        live = bucket.live
+        return self.ledgers is None or (
+            live.first_ledger_id <= self.ledgers[1] and live.last_ledger_id >= self.ledgers[0]
+        )
+
+    def has_all_of(self, bucket: SealedBucket) -> bool:
+        """Whether all rows of the bucket are of the ledgers."""
+        live = bucket.live
+        return self.ledgers is None or (
+            self.ledgers[0] <= live.first_ledger_id and live.last_ledger_id <= self.ledgers[1]
+        )
+
+
+# ---- what of one bucket is asked for
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class SealedPart:
+    """What of a sealed bucket is asked for, whatever its time, as of one moment.
+
+    `first_ms`: rows before it are not asked for. `start`: (segment, offset in it) of the first row in segments; `late`:
+    rows from before the start, in due order. `wanted`: the positions that are asked for of both, None: all.
+    """
+
+    index_id: int
+    name: str
+    table: SegmentTable
+    pages: PageTable
+    first_ms: int
+    wanted: BitMap64 | None
+    start: tuple[int, int]
+    late: KeyedRows
+
+    def from_start(self, number: int, rows: KeyedRows) -> KeyedRows:
+        """The rows of a segment without those before the start."""
+        first, offset = self.start
+        if number > first:
+            return rows
+        return rows.take(slice(offset if number == first else len(rows), None))
+
+    def wanted_among(self, rows: KeyedRows) -> KeyedRows:
+        """The wanted ones among late rows, or rows of segments from the start on."""
+        return rows if self.wanted is None else rows.take(contained(rows.keys, self.wanted))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class MemoryPart:
+    """What of a bucket in memory is asked for, whatever its time, as of one moment: `columns` with the wanted positions
+    as those that are present. `first_ms`: as in `SealedPart`."""
+
+    index_id: int
+    first_ms: int
+    columns: MutableRows
+
+    def rows(self) -> KeyedRows:
+        """The wanted rows, in no order. As much work as the bucket has rows."""
+        return self.columns.kept()
+
+
+Part = SealedPart | MemoryPart
+
+
+def part_of(bucket: Bucket, pages: PageTable, asked: Asked, leaving: BitMap64) -> Part | None:
+    """What of a bucket is asked for; None when nothing is. Called where the bucket does not change meanwhile.
+
+    `leaving`: positions that a decision which is on its way makes gone: they are asked for no longer. Ledgers are told
+    apart by `of_ledgers`, which is more work.
+    """
+    if not (bucket.passed_rows if asked.backlog else bucket.waiting_rows):
+        return None
+    first_ms = asked.first_ms_of(bucket)
+    if isinstance(bucket, MutableBucket):
+        columns = bucket.columns_of(_wanted(bucket, asked, leaving), {})
+        return MemoryPart(bucket.index_id, first_ms, columns)
+    if not isinstance(bucket, SealedBucket):
+        raise InvariantViolated(f"bucket {bucket.name} is neither sealed nor in memory")
+    if not asked.may_be_in(bucket):
+        return None
+    start = (0, 0)
+    late = KeyedRows.empty()
+    if asked.backlog:
+        wanted: BitMap64 | None = _wanted(bucket, asked, leaving)
+    else:
+        whole = asked.has_all_of(bucket) and _is_whole(bucket, asked.subscription_id, leaving)
+        wanted = None if whole else _wanted(bucket, asked, leaving)
+        start = bucket.head.place
+        if len(bucket.late):
+            late = bucket.late.rows.take(slice(bucket.late.offset, bucket.late.stop))
+    return SealedPart(bucket.index_id, bucket.name, bucket.table, pages, first_ms, wanted, start, late)
+
+
+def _is_whole(bucket: SealedBucket, subscription_id: int | None, leaving: BitMap64) -> bool:
+    """Whether every row from the head on, and every late one, waits and is owed."""
+    if bucket.waiting_rows != bucket.table.rows_from(*bucket.head.place) + len(bucket.late):
+        return False
+    if leaving and leaving.intersect(bucket.present):
+        # The head has left them behind, and they wait still.
+        return False
+    acknowledged = bucket.acknowledged.get(subscription_id) if subscription_id else None
+    return not acknowledged or acknowledged.issubset(bucket.passed)
+
+
+def _wanted(bucket: Bucket, asked: Asked, leaving: BitMap64) -> BitMap64:
+    wanted = bucket.passed.copy() if asked.backlog else bucket.present - bucket.passed
+    if asked.subscription_id in bucket.acknowledged:
+        wanted -= bucket.acknowledged[asked.subscription_id]
+    if leaving:
+        wanted -= leaving
+    return wanted
+
+
+def of_ledgers(part: Part, ledgers: tuple[int, int] | None) -> Part:
+    """The part with the rows of these ledgers alone. As much work as it has positions: not for the event loop."""
+    if ledgers is None:
+        return part
+    if isinstance(part, MemoryPart):
+        columns = part.columns
+        narrowed = dataclasses.replace(columns, present=_among_ledgers(columns.present, columns.pages, ledgers))
+        return dataclasses.replace(part, columns=narrowed)
+    if part.wanted is None:
+        return part
+    return dataclasses.replace(part, wanted=_among_ledgers(part.wanted, part.pages, ledgers))
+
+
+def _among_ledgers(wanted: BitMap64, pages: PageTable, ledgers: tuple[int, int]) -> BitMap64:
+    keys = keys_of(wanted)
+    ledger_id, _ = pages.positions(keys)
+    return bitmap_of(keys[(ledger_id >= np.uint64(ledgers[0])) & (ledger_id <= np.uint64(ledgers[1]))])
+
+
+# ---- a page
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Found:
+    """Rows in the order of their places. `index_id`: u64[n], the index of each."""
+
+    rows: KeyedRows
+    index_id: U64
+
+    def __len__(self) -> int:
+        return len(self.index_id)
+
+    def take(self, index: slice) -> Found:
+        return Found(self.rows.take(index), self.index_id[index])
+
+    def place(self, index: int) -> Place:
+        rows = self.rows.rows
+        columns = (rows.deliver_at_ms, rows.ledger_id, rows.entry_id, self.index_id)
+        return Place(*(int(column[index]) for column in columns))
+
+    @staticmethod
+    def empty() -> Found:
+        return Found(KeyedRows.empty(), np.empty(0, np.uint64))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Read:
+    """Rows of a bucket to look at next: of consecutive segments, or, where there are none, what is in memory."""
+
+    bucket: Bucket
+    pages: PageTable
+    segments: range
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Page:
+    """Rows in the order of their places, and after which place the next page begins; None when there is none."""
+
+    found: Found
+    next_after: Place | None
+
+
+class PageScan:
+    """One page: at most `limit` rows that are asked for, after a place. At most twice a page is kept of what is found.
+
+    for every bucket: add(bucket); while next_reads(): take(found in them); page()
+    """
+
+    def __init__(self, asked: Asked, after: Place | None, limit: int) -> None:
+        self.asked = asked
+        self.after = after
+        self._limit = limit
+        self._found = Found.empty()
+        # (no row is due before, the place in `_buckets`, the segment or _IN_MEMORY)
+        self._next: list[tuple[int, int, int]] = []
+        self._buckets: list[tuple[Bucket, PageTable]] = []
+
+    # ---- which rows to look at
+
+    def add(self, bucket: Bucket, pages: PageTable, first_ms: int = 0) -> None:
+        """A bucket of one of the indexes that are looked at; `pages`: the index's. `first_ms`: no earlier row of it is
+        asked for, as is known otherwise.
+        """
+        number = len(self._buckets)
+        if not isinstance(bucket, SealedBucket):
+            self._buckets.append((bucket, pages))
+            heapq.heappush(self._next, (0, number, _IN_MEMORY))
+        elif self.asked.may_be_in(bucket):
+            self._buckets.append((bucket, pages))
+            if not self.asked.backlog and len(bucket.late):
+                heapq.heappush(self._next, (0, number, _IN_MEMORY))
+            first = int(bucket.table.max_ms.searchsorted(np.uint64(max(first_ms, self._first_ms(bucket)))))
+            first = first if self.asked.backlog else max(first, bucket.head.place[0])
+            self._go_on(number, first)
+
+    def _first_ms(self, bucket: Bucket) -> int:
+        first_ms = self.asked.first_ms_of(bucket)
+        return first_ms if self.after is None else max(first_ms, self.after.deliver_at_ms)
+
+    def _go_on(self, number: int, segment: int) -> None:
+        bucket = self._buckets[number][0]
+        if not isinstance(bucket, SealedBucket):
+            return
+        end = len(bucket.table)
+        if self.asked.backlog:
+            head, offset = bucket.head.place
+            end = head + (offset > 0)
+        if segment < end and int(bucket.table.min_ms[segment]) <= self.asked.last_ms:
+            heapq.heappush(self._next, (int(bucket.table.min_ms[segment]), number, segment))
+
+    def next_reads(self, segments_max: int) -> list[Read]:
+        """What to look at next, the earliest first, about so many segments; empty when the page is complete."""
+        segments: dict[int, list[int]] = {}
+        in_memory = []
+        for _ in range(segments_max):
+            if not self._next or self._next[0][0] > self._bound_ms:
+                break
+            _, number, segment = heapq.heappop(self._next)
+            if segment == _IN_MEMORY:
+                in_memory.append(number)
+            else:
+                segments.setdefault(number, []).append(segment)
+                self._go_on(number, segment + 1)
+        reads = [Read(*self._buckets[number], range(0)) for number in in_memory]
+        return reads + [Read(*self._buckets[number], range(each[0], each[-1] + 1)) for number, each in segments.items()]
+
+    @property
+    def _bound_ms(self) -> int:
+        """Rows that are due later are not of the page."""
+        if len(self._found) <= self._limit:
+            return self.asked.last_ms
+        return int(self._found.rows.rows.deliver_at_ms[-1])
+
+    # ---- what is found
+
+    def find(self, part: Part, read: Read, rows: Iterable[tuple[int, KeyedRows]]) -> Found:
+        """Those of the rows, by segment, that may be of the page. Many may run in threads at a time."""
+        part = of_ledgers(part, self.asked.ledgers)
+        if isinstance(part, MemoryPart):
+            chosen = self._of_page(part, part.rows())
+            if len(chosen) > _SORT_AT_ONCE * self._limit:
+                times = chosen.rows.deliver_at_ms
+                chosen = chosen.take(times <= np.partition(times, self._limit)[self._limit])
+            found = chosen.take(chosen.rows.due_order())
+        elif read.segments:
+            found = KeyedRows.concat(list(self._of_segments(part, rows)))
+        else:
+            found = part.wanted_among(self._of_page(part, part.late))
+        found = found.take(slice(0, self._limit + 1))
+        return Found(found, np.full(len(found), part.index_id, np.uint64))
+
+    def _of_segments(self, part: SealedPart, rows: Iterable[tuple[int, KeyedRows]]) -> Iterator[KeyedRows]:
+        count = 0
+        for number, each in rows:
+            if count > self._limit:
+                return
+            # First those of the page, which are few: telling which of them are wanted is more work.
+            chosen = part.wanted_among(self._of_page(part, part.from_start(number, each)))
+            count += len(chosen)
+            yield chosen
+
+    def _of_page(self, part: Part, rows: KeyedRows) -> KeyedRows:
+        columns = rows.rows
+        times = columns.deliver_at_ms
+        chosen = (times >= np.uint64(part.first_ms)) & (times <= np.uint64(self._bound_ms))
+        if self.after is not None:
+            chosen &= _behind(columns, part.index_id, self.after)
+        return rows if chosen.all() else rows.take(chosen)
+
+    def take(self, found: Sequence[Found]) -> None:
+        """What was found in all reads that were asked for. Not for the event loop."""
+        parts = [each for each in (self._found, *found) if len(each)]
+        if not parts:
+            return
+        rows = KeyedRows.concat([each.rows for each in parts])
+        index_id = np.concatenate([each.index_id for each in parts])
+        if len(parts) > 1:
+            order = _in_order(rows.rows, index_id)[: self._limit + 1]
+            rows, index_id = rows.take(order), index_id[order]
+        self._found = Found(rows, index_id)
+
+    # ---- the page
+
+    @property
+    def can_end(self) -> bool:
+        """Whether a page that ends here brings whoever asks further."""
+        return not self._next or self._next[0][0] > self._bound_ms or self._end > (self.after or Place(0, 0, 0, 0))
+
+    @property
+    def _end(self) -> Place:
+        """Everything up to it has been looked at."""
+        until_ms = self._next[0][0]
+        return Place(until_ms - 1, _LAST_ID, _LAST_ID, _LAST_ID) if until_ms else Place(0, 0, 0, 0)
+
+    def page(self) -> Page:
+        """The page as far as it is known: shorter, and followed by another one, when not everything was looked at."""
+        found = self._found
+        if self._next and self._next[0][0] <= self._bound_ms:
+            known = int(found.rows.rows.deliver_at_ms.searchsorted(np.uint64(self._next[0][0])))
+            if known <= self._limit:
+                return Page(found.take(slice(0, known)), self._end)
+            found = found.take(slice(0, known))
+        if len(found) <= self._limit:
+            return Page(found, None)
+        found = found.take(slice(0, self._limit))
+        return Page(found, found.place(-1))
+
+
+def _in_order(rows: Rows, index_id: U64) -> npt.NDArray[np.int64]:
+    """The index that sorts rows by their places."""
+    if (index_id == index_id[0]).all():
+        return rows.due_order()
+    return np.lexsort((index_id, rows.entry_id, rows.ledger_id, rows.deliver_at_ms))
+
+
+def _behind(rows: Rows, index_id: int, after: Place) -> npt.NDArray[np.bool_]:
+    """Which rows of an index come after a place."""
+    behind = rows.deliver_at_ms > np.uint64(after.deliver_at_ms)
+    same = np.flatnonzero(rows.deliver_at_ms == np.uint64(after.deliver_at_ms))
+    if len(same):
+        ledger_id, entry_id = rows.ledger_id[same], rows.entry_id[same]
+        in_ledger = ledger_id == np.uint64(after.ledger_id)
+        later = ledger_id > np.uint64(after.ledger_id)
+        later |= in_ledger & (entry_id > np.uint64(after.entry_id))
+        if index_id > after.index_id:
+            later |= in_ledger & (entry_id == np.uint64(after.entry_id))
+        behind[same] = later
+    return behind

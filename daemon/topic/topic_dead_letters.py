@@ -1,0 +1,247 @@
+"""Dead letters of one topic's subscriptions: looking at them, delivering them again, forgetting them.
+
+Owns: pages of them, that each is replayed or purged once, in portions between which others have their turn, and for how
+long a caller waits.
+Does not own: what becomes a dead letter and what a replay decides (`daemon.core.decisions.dead_letter_decisions`), how
+they are kept and found (`daemon.core.backlog.dead_letter_rows`), and what quotas say (`topic_quotas`).
+
+A replay or a purge is about what is a dead letter when it is asked for: what becomes one meanwhile has a higher id and
+is left alone, so that a message which dies again at once is not replayed again and again. It goes on when its caller
+has gone. A portion is one decision, and it is applied before the next one of the topic is made: of two calls that are
+under way at a time each finds what the other has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from daemon.call_values import DeadLetterPage, Replayed
+from daemon.core import limits
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter, DeadLetterRows
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.errors import DelayTooLong, InvalidArgument, OutcomeUnknown, QuotaExceeded, TarryError, Unavailable
+from daemon.runtime.environment import Environment
+from daemon.topic.topic_port import TopicPort
+from daemon.topic.topic_quotas import TopicQuotas
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import Record
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Dead letters of one decision.
+PORTION_ROWS = 10_000
+# A caller waits so long for its replay or purge.
+ANSWER_S = 60.0
+# After so long a page ends early.
+LOOK_S = 30.0
+# What has begun, and finds no room for more, looks again after so long.
+ROOM_S = 0.2
+
+
+class TopicOfDeadLetters(TopicPort, Protocol):
+    """What dead letters ask of their topic beside."""
+
+    @property
+    def quotas(self) -> TopicQuotas: ...
+
+
+def check_filter(asked: DeadLetterFilter, *, ids_max: int) -> None:
+    """Checks a filter: at most `ids_max` ids that ascend, its range of ledgers, and its times.
+    Raises InvalidArgument.
+    """
+    if asked.ids is not None:
+        if len(asked.ids) > ids_max:
+            raise InvalidArgument(f"dead_letter_id has {len(asked.ids)} ids; a request may have {ids_max}")
+        unordered = np.flatnonzero(asked.ids[1:] <= asked.ids[:-1])
+        if len(unordered):
+            row = int(unordered[0]) + 1
+            raise InvalidArgument(
+                f"dead_letter_id[{row}] is {asked.ids[row]}, after {asked.ids[row - 1]}; ids ascend, each is named once"
+            )
+    limits.check_ledgers(asked.ledgers)
+    if asked.from_ms is not None and asked.until_ms is not None and asked.until_ms < asked.from_ms:
+        raise InvalidArgument(f"until_ms is {asked.until_ms}, before from_ms, which is {asked.from_ms}")
+
+
+@dataclasses.dataclass(slots=True)
+class _Left:
+    """What a replay or a purge has not looked at: ids above `after_id`, None when there is nothing left, up to
+    `last_id`. `begun`: some of it is decided.
+    """
+
+    asked: DeadLetterFilter
+    last_id: int
+    after_id: int | None = 0
+    begun: bool = False
+
+
+class TopicDeadLetters:
+    """The dead letters of one topic. Called on the loop."""
+
+    def __init__(self, topic: TopicOfDeadLetters, environment: Environment) -> None:
+        self._topic = topic
+        self._environment = environment
+        self._turn = asyncio.Lock()
+
+    async def page(
+        self, state: SubscriptionState, asked: DeadLetterFilter, page_size: int, after_id: int
+    ) -> DeadLetterPage:
+        """The dead letters that are asked for with a higher id, ascending. Raises NotFound, InvalidArgument."""
+        limit = limits.page_rows(page_size)
+        clock = self._environment.clock
+        as_of_ms, until_s = clock.now_ms(), clock.elapsed_s() + LOOK_S
+        parts: list[DeadLetterRows] = []
+        rows = 0
+        while True:
+            found = state.dead_letters.page(asked, after_id, limit - rows)
+            parts.append(found.rows)
+            rows += len(found.rows)
+            if found.next_after is None or rows == limit or clock.elapsed_s() > until_s:
+                return DeadLetterPage(DeadLetterRows.concat(parts), found.next_after, as_of_ms)
+            after_id = found.next_after
+            await asyncio.sleep(0)
+            self._topic.check_there(state)
+
+    async def replay(self, state: SubscriptionState, asked: DeadLetterFilter, *, delay_ms: int) -> Replayed:
+        """Dead letters become rows of the subscription again, due in `delay_ms` from now; returns when that is
+        durable.
+
+        Raises NotFound, DelayTooLong, QuotaExceeded; OutcomeUnknown when it takes long: it goes on.
+        """
+        delay_max_ms = self._topic.settings.request_limits.delay_max_ms
+        if delay_ms > delay_max_ms:
+            raise DelayTooLong(f"delay_ms is {delay_ms}; the largest delay is {delay_max_ms} ms")
+        return await self._answered("replay", self._replay(state, asked, self._environment.clock.now_ms() + delay_ms))
+
+    async def purge(self, state: SubscriptionState, asked: DeadLetterFilter) -> int:
+        """Forgets the dead letters that are asked for; how many, when that is durable. Raises NotFound, and as
+        `replay`.
+        """
+        return await self._answered("purge", self._purge(state, asked))
+
+    # ---- decisions
+
+    async def _replay(self, state: SubscriptionState, asked: DeadLetterFilter, deliver_at_ms: int) -> Replayed:
+        topic, left = self._topic, _Left(asked, state.last_dead_letter_id)
+        quotas = topic.quotas
+        rows_max = _that_passes(
+            quotas.limits.pending_rows_max, quotas.limits.due_rows_per_second_max, quotas.pending.rows_max
+        )
+        replayed_rows = skipped_rows = 0
+        await quotas.counted()
+        while left.after_id is not None:
+            async with self._turn:
+                letters = await self._portion(state, left, rows_max, topic.check_room)
+                if not len(letters):
+                    continue
+                admission = quotas.admission(None, now_ms=self._environment.clock.now_ms())
+                times = np.full(len(letters), deliver_at_ms, np.uint64)
+                admission.admit([Rows(times, letters.ledger_id, letters.entry_id)])
+                records, skipped = topic.core.dead_lettering.stage_replay(state, letters, deliver_at_ms)
+                await self._applied(records, admission.staged)
+            replayed_rows += len(letters) - skipped
+            skipped_rows += skipped
+            self._environment.metrics.dead_letters_left(topic.core.name, "replayed", rows=len(letters) - skipped)
+        if not replayed_rows:
+            await topic.shard.commits.confirmed()
+        return Replayed(replayed_rows, skipped_rows)
+
+    async def _purge(self, state: SubscriptionState, asked: DeadLetterFilter) -> int:
+        topic, left = self._topic, _Left(asked, state.last_dead_letter_id)
+        purged_rows = 0
+        while left.after_id is not None:
+            async with self._turn:
+                letters = await self._portion(state, left, PORTION_ROWS, _no_room_needed)
+                if not len(letters):
+                    continue
+                record = topic.core.dead_lettering.stage_purge(state, letters.dead_letter_id)
+                await self._applied(() if record is None else (record,))
+            purged_rows += len(letters)
+            self._environment.metrics.dead_letters_left(topic.core.name, "purged", rows=len(letters))
+        if not purged_rows:
+            await topic.shard.commits.confirmed()
+        return purged_rows
+
+    async def _portion(
+        self, state: SubscriptionState, left: _Left, rows_max: int, check_room: Callable[[], None]
+    ) -> DeadLetterRows:
+        """The next ones, none where so many were looked at that others have their turn first.
+
+        At a moment at which they may be decided: decide before awaiting anything.
+        """
+        topic = self._topic
+        await asyncio.sleep(0)
+        while True:
+            await topic.gate.passed()
+            topic.check_there(state)
+            try:
+                topic.shard.commits.check_accepting()
+                check_room()
+                break
+            except (QuotaExceeded, Unavailable):
+                if not left.begun:
+                    raise
+            await topic.shard.commits.settled()
+            await self._environment.sleep(ROOM_S)
+        found = state.dead_letters.page(left.asked, left.after_id or 0, rows_max)
+        is_last = found.next_after is None or found.next_after >= left.last_id
+        left.after_id = None if is_last else found.next_after
+        letters = found.rows
+        if len(letters) and letters.dead_letter_id[-1] > left.last_id:
+            letters = letters.take(letters.dead_letter_id <= np.uint64(left.last_id))
+        left.begun = left.begun or len(letters) > 0
+        return letters
+
+    async def _applied(
+        self,
+        records: Sequence[Record],
+        staged: Callable[[asyncio.Future[int] | None], object] = lambda slot: None,
+    ) -> None:
+        """`staged` hears of the slot of the records, None when there is none."""
+        slot = self._topic.shard.commits.stage_together(records) if records else None
+        staged(slot)
+        if slot is not None:
+            await asyncio.shield(slot)
+
+    # ---- callers
+
+    async def _answered(self, what: str, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task], timeout=ANSWER_S)
+        finally:
+            if not task.done():
+                task.add_done_callback(lambda task: self._tell(what, task))
+        name = self._topic.core.name
+        if not task.done():
+            raise OutcomeUnknown(
+                f"topic {name}: the {what} is not done after {ANSWER_S:.0f} s; it goes on, and a retry is safe"
+            )
+        if task.cancelled():
+            raise Unavailable(f"topic {name} is served by this daemon no longer; try again")
+        return task.result()
+
+    def _tell(self, what: str, task: asyncio.Task[Any]) -> None:
+        """The end of what nobody waits for any longer."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            level = logging.INFO if isinstance(error, TarryError) else logging.ERROR
+            log.log(
+                level, "topic %s: a %s that goes on without its caller failed: %r", self._topic.core.name, what, error
+            )
+
+
+def _that_passes(*limits: int) -> int:
+    """Rows of a portion that no limit refuses where nothing else is there. A limit of 0 is none."""
+    return min([PORTION_ROWS, *(limit for limit in limits if limit)])
+
+
+def _no_room_needed() -> None:
+    """What is forgotten needs none."""

@@ -1,0 +1,240 @@
+"""The manifests of shards and topics as the engine uses them.
+
+Owns: making their logs, the newest manifest of a topic that this owner knows, the order of its own commits, a commit
+in the name of this daemon, and trying until the outcome is certain.
+Does not own: the primitive (`storage_backends.commit`) and the operations (`storage_backends.topic_manifest`,
+`daemon.shard.range_operations`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from daemon.errors import Corruption
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
+from storage_backends import commit, shard_manifests, topic_manifest
+from storage_backends.formats.manifest import ShardManifest, TopicManifest
+from storage_backends.object_store import Damaged
+
+log = logging.getLogger(__name__)
+
+# One attempt to find out what became of a commit; an uncertain one is tried again with the same operation.
+DEADLINE_S = 30.0
+# So much of what was found damaged stands in a manifest.
+DAMAGE_CHARACTERS_MAX = 500
+
+Operation = commit.Operation[TopicManifest]
+
+M = TypeVar("M", bound=commit.Headed)
+
+
+def shard_log(environment: Environment, shard: int) -> commit.ManifestLog[ShardManifest]:
+    """The manifests of a shard."""
+    return shard_manifests.shard_log(
+        environment.store,
+        shard,
+        monotonic=environment.clock.elapsed_s,
+        sleep=environment.blocking_sleep,
+        jitter=environment.jitter,
+        new_id=environment.new_id,
+        observer=environment.commit_observer,
+    )
+
+
+def topic_log(environment: Environment, shard: int, topic_id: str) -> commit.ManifestLog[TopicManifest]:
+    """The manifests of a topic."""
+    return topic_manifest.topic_log(
+        environment.store,
+        shard,
+        topic_id,
+        monotonic=environment.clock.elapsed_s,
+        sleep=environment.blocking_sleep,
+        jitter=environment.jitter,
+        new_id=environment.new_id,
+        observer=environment.commit_observer,
+    )
+
+
+def commit_once(
+    environment: Environment,
+    manifests: commit.ManifestLog[M],
+    operation: commit.Operation[M],
+    *,
+    warm: commit.Tip[M] | None,
+    just_read: bool = False,
+    deadline_s: float = DEADLINE_S,
+) -> commit.Tip[M]:
+    """One attempt to commit in the name of this daemon, for a thread. As `commit.commit`."""
+    return commit.commit(
+        manifests,
+        operation,
+        writer=environment.config.daemon_id,
+        created_ms=environment.clock.now_ms(),
+        warm=warm,
+        just_read=just_read,
+        deadline_s=deadline_s,
+    )
+
+
+class Overtaken(commit.Refused):
+    """What the operation names is not there any more: another process has merged it. The topic is still ours."""
+
+
+def overtaken(refused: commit.Refused, *, epoch: int) -> Overtaken | None:
+    """An `Overtaken`, if that is what the refusal means for the owner of `epoch`; None: the topic is another's, or no
+    more.
+    """
+    tip: commit.Tip[TopicManifest] | None = refused.tip
+    if tip is None or tip.manifest.owner_epoch != epoch or tip.manifest.deleted:
+        return None
+    return Overtaken(refused.reason, tip)
+
+
+class TopicCommits:
+    """The manifest sequence of one topic of a shard that is owned under `epoch`. Other processes may merge its buckets:
+    every manifest that is read here may name some that this owner does not serve yet.
+    """
+
+    def __init__(
+        self,
+        manifests: commit.ManifestLog[TopicManifest],
+        tip: commit.Tip[TopicManifest],
+        environment: Environment,
+        *,
+        shard: int,
+        epoch: int,
+    ) -> None:
+        self.shard = shard
+        self.epoch = epoch
+        self._manifests = manifests
+        self._tip = tip
+        self._environment = environment
+        self._turn = asyncio.Lock()
+        self._under_way: set[asyncio.Task[TopicManifest]] = set()
+
+    @property
+    def manifest(self) -> TopicManifest:
+        return self._tip.manifest
+
+    @property
+    def number(self) -> int:
+        return self._tip.number
+
+    @property
+    def tip(self) -> commit.Tip[TopicManifest]:
+        """The newest manifest that is known: a warm start for another commit."""
+        return self._tip
+
+    def saw(self, tip: commit.Tip[TopicManifest]) -> None:
+        """Something else in this process has read or committed it. What is begun from here on is based on it."""
+        if tip.number >= self._tip.number:
+            self._tip = tip
+
+    @property
+    def read_at_s(self) -> float:
+        """When the newest manifest that is known was the tip for certain, by the clock that never steps."""
+        return self._tip.read_at
+
+    async def commit(
+        self, operation: Callable[[TopicManifest], Operation], *, run: backoff.Run | None = None
+    ) -> TopicManifest:
+        """Commits the operation made for the tip; returns when that is certain, however long the store is away: the
+        manifest that holds it, or a later one. `run`: of the pool it uses; that of calls by default.
+
+        It goes on when who waits for it is cancelled: until it is certain, it may land at any time.
+
+        Raises Overtaken when what it names was merged; commit.Refused when its precondition fails otherwise, which
+        means for an owner that the epoch is over; Corruption when the tip is damaged.
+        """
+        async with self._turn:
+            made = operation(self._tip.manifest)
+            committing = asyncio.ensure_future(self._commit(made, run))
+            self._under_way.add(committing)
+            committing.add_done_callback(self._over)
+            return await asyncio.shield(committing)
+
+    async def _commit(self, made: Operation, run: backoff.Run | None) -> TopicManifest:
+        try:
+            tip = await commit_until_certain(self._environment, self._manifests, made, warm=self._tip, run=run)
+        except commit.Refused as refused:
+            found = overtaken(refused, epoch=self.epoch)
+            if found is None or found.tip is None:
+                raise
+            self.saw(found.tip)
+            raise found from refused
+        self.saw(tip)
+        return tip.manifest
+
+    def _over(self, committing: asyncio.Task[TopicManifest]) -> None:
+        self._under_way.discard(committing)
+        if not committing.cancelled():
+            # Nobody may be waiting any more when it fails.
+            committing.exception()
+
+    async def settled(self) -> None:
+        """Returns when every commit is certain, also those of callers that have gone."""
+        while self._under_way:
+            await asyncio.wait(self._under_way)
+
+    def close(self) -> None:
+        """The shard is served here no longer: what is not certain is not tried again."""
+        for committing in self._under_way:
+            committing.cancel()
+
+    async def newest(self) -> TopicManifest:
+        """The newest manifest, however long the store is away. Raises commit.Refused when the epoch is over, Corruption
+        when it is damaged.
+        """
+        return await backoff.until_answered(
+            self.read,
+            failed=lambda error: self._environment.waits_for_store(
+                "manifests cannot be read", self._manifests.key(0).rpartition("/")[0], error
+            ),
+            waiting=self._environment,
+        )
+
+    async def read(self) -> TopicManifest:
+        """The newest manifest. Raises commit.Refused when the epoch is over, Corruption when it is damaged, and the
+        store's errors.
+        """
+        async with self._turn:
+            try:
+                tip = await self._environment.run(lambda: self._manifests.read_tip(self._tip))
+            except Damaged as error:
+                raise Corruption(f"manifest {error}") from error
+            if tip is None:
+                raise Corruption(f"manifest {self._manifests.key(self._tip.number)}: the object is missing")
+            if tip.manifest.owner_epoch != self.epoch:
+                raise commit.Refused(f"owner epoch is {tip.manifest.owner_epoch}, not {self.epoch}", tip)
+            self.saw(tip)
+            return tip.manifest
+
+
+async def commit_until_certain(
+    environment: Environment,
+    manifests: commit.ManifestLog[TopicManifest],
+    operation: Operation,
+    *,
+    warm: commit.Tip[TopicManifest] | None,
+    run: backoff.Run | None = None,
+) -> commit.Tip[TopicManifest]:
+    """Tries the operation until it is committed or refused. The same operation is never applied twice."""
+
+    def once() -> commit.Tip[TopicManifest]:
+        try:
+            return commit_once(environment, manifests, operation, warm=warm)
+        except Damaged as error:
+            raise Corruption(f"manifest {error}") from error
+
+    return await backoff.until_answered(
+        lambda: (run or environment.run)(once),
+        failed=lambda error: environment.waits_for_store(
+            "manifest commits are not certain", manifests.key(0).rpartition("/")[0], error
+        ),
+        waiting=environment,
+        again_after=commit.UNCERTAIN,
+    )

@@ -1,0 +1,225 @@
+"""The quotas of one topic: whether the rows of a request may come, and counting what is there already.
+
+Owns: the order of the checks, what is staged and not applied yet, and when the rows of each second are counted again.
+Does not own: the figures and the refusals (`daemon.core.quotas`), which limits hold (`topic_settings`), and the rows of
+all topics (`engine`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import numpy as np
+
+from daemon.core import quotas
+from daemon.core.decisions.topic import Topic
+from daemon.core.quotas import Caller, ClientRates, DueSeconds, PendingRows, QuotaLimits, RowsOfSeconds
+from daemon.errors import QuotaExceeded
+from daemon.runtime.environment import Environment
+from storage_backends.formats.row_columns import U64, Rows
+
+# Somebody who is refused again and again does not have the rows counted more often.
+COUNT_INTERVAL_S = 0.5
+UNLIMITED = QuotaLimits()
+
+
+class TopicQuotas:
+    """`pending`: of all topics of the daemon. `settled` returns when what is staged now is applied."""
+
+    def __init__(
+        self,
+        topic: Topic,
+        limits: QuotaLimits,
+        pending: PendingRows,
+        environment: Environment,
+        *,
+        settled: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.limits = QuotaLimits()
+        self.pending = pending
+        self.due: DueSeconds | None = None
+        self._topic = topic
+        self._environment = environment
+        self._settled = settled
+        self._rates = ClientRates(topic.name, self.limits)
+        self._staged_rows = 0
+        # Of decisions that are staged and not applied, by the order in which they were.
+        self._staged_due: dict[int, RowsOfSeconds] = {}
+        self._last_staged = 0
+        self._counting: asyncio.Task[None] | None = None
+        self._counted_at_s = -COUNT_INTERVAL_S
+        self._count_later: asyncio.TimerHandle | None = None
+        self.set_limits(limits)
+
+    def set_limits(self, limits: QuotaLimits) -> None:
+        """Other limits hold from now on; every client begins anew."""
+        if limits == self.limits:
+            return
+        self.limits = limits
+        self._rates = ClientRates(self._topic.name, limits)
+        if not limits.due_rows_per_second_max:
+            self.due = None
+        elif self.due is None:
+            self.due = DueSeconds()
+
+    @property
+    def apply(self) -> bool:
+        """Whether anything is limited."""
+        return self.limits != UNLIMITED or bool(self.pending.rows_max)
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether it is known how many rows come due in each second, if that is limited."""
+        return self.due is None or not self.due.uncounted
+
+    async def counted(self) -> None:
+        """Returns when it is known how many rows come due in each second, if that is limited."""
+        if not self.are_counted:
+            await asyncio.shield(self._count())
+
+    def admission(self, caller: Caller | None, *, now_ms: int) -> Admission:
+        """For one request. `caller`: None for whoever is not limited. Raises QuotaExceeded."""
+        if caller is not None:
+            try:
+                self._rates.check(caller.client, self._environment.clock.elapsed_s())
+            except QuotaExceeded:
+                self._environment.metrics.quota_refused(self._topic.name, "client")
+                raise
+        return Admission(self, caller, now_ms)
+
+    def move(self, *, now_ms: int) -> Admission:
+        """For one request that gives other times to rows that are pending: they come due in other seconds."""
+        return Admission(self, None, now_ms, are_pending=True)
+
+    def charge(self, caller: Caller, rows: int) -> None:
+        """The caller's request of so many rows is accepted."""
+        now_s = self._environment.clock.elapsed_s()
+        self._rates.charge(caller.client, now_s, rows=rows, size_bytes=caller.size_bytes)
+
+    @property
+    def pending_rows(self) -> int:
+        """Rows of the topic that are pending or on their way."""
+        return self._topic.indexes.pending_rows + self._staged_rows
+
+    def check_pending(self, rows: int) -> None:
+        """Checks that so many more rows fit into the limits of the topic and of all topics. Raises QuotaExceeded."""
+        try:
+            quotas.check_pending(
+                f"topic {self._topic.name}",
+                "pending_rows_max",
+                pending_rows=self.pending_rows if self.limits.pending_rows_max else 0,
+                rows=rows,
+                rows_max=self.limits.pending_rows_max,
+            )
+            self.pending.check(rows)
+        except QuotaExceeded:
+            self._environment.metrics.quota_refused(self._topic.name, "pending")
+            raise
+
+    def check_due(self, deliver_at_ms: U64, *, now_ms: int) -> RowsOfSeconds | None:
+        """Whether rows may come due at these times: what to hand to `take`. Raises QuotaExceeded."""
+        if self.due is None or not len(deliver_at_ms):
+            return None
+        coming = RowsOfSeconds.of(deliver_at_ms, now_ms=now_ms)
+        try:
+            self.due.check(self._topic.name, coming, self.limits.due_rows_per_second_max)
+        except QuotaExceeded:
+            self._environment.metrics.quota_refused(self._topic.name, "due")
+            self._consider_count()
+            raise
+        return coming
+
+    def take(self, slot: asyncio.Future[int], *, rows: int, coming: RowsOfSeconds | None) -> None:
+        """Takes room for staged rows, pending and by the second they come due in; they are applied with the slot."""
+        self.pending.accepted(rows)
+        self._staged_rows += rows
+        self._last_staged += 1
+        number = self._last_staged
+        if coming is not None and self.due is not None:
+            self._staged_due[number] = coming
+            self.due.take(coming)
+            self._consider_count()
+
+        def applied(_: asyncio.Future[int]) -> None:
+            self._staged_rows -= rows
+            self._staged_due.pop(number, None)
+
+        slot.add_done_callback(applied)
+
+    # ---- counting
+
+    def _consider_count(self) -> None:
+        """Counts if that is worthwhile, now or when it is time again."""
+        if self.due is None or not self.due.wants_count or self._count_later is not None:
+            return
+        in_s = self._counted_at_s + COUNT_INTERVAL_S - self._environment.clock.elapsed_s()
+        self._count_later = asyncio.get_running_loop().call_later(max(0.0, in_s), self._count)
+
+    def _count(self) -> asyncio.Task[None]:
+        self._count_later = None
+        if self._counting is None or self._counting.done():
+            self._counting = asyncio.ensure_future(self._count_due())
+        return self._counting
+
+    async def _count_due(self) -> None:
+        due = self.due
+        if due is None:
+            return
+        if due.uncounted:
+            # What was staged while nothing was counted is counted when it is applied.
+            await self._settled()
+        now_ms = self._environment.clock.now_ms()
+        indexes = list(self._topic.indexes.values())
+        memory = [bucket.snapshot() for index in indexes for bucket in index.memory_buckets]
+        tables = [bucket.table for index in indexes for bucket in index.sealed.values()]
+        due.begin_count(self._staged_due.values())
+        counted = await self._environment.run(
+            lambda: quotas.due_in_seconds(
+                (rows.kept().rows.deliver_at_ms for rows in memory),
+                ((table.min_ms, table.max_ms, table.infos.rows) for table in tables),
+                now_ms,
+            )
+        )
+        due.end_count(counted, now_ms)
+        self._counted_at_s = self._environment.clock.elapsed_s()
+
+    def close(self) -> None:
+        if self._counting is not None:
+            self._counting.cancel()
+        if self._count_later is not None:
+            self._count_later.cancel()
+
+
+class Admission:
+    """The way of one request's rows into the topic: first `admit`, which changes nothing, then `staged`."""
+
+    def __init__(self, of: TopicQuotas, caller: Caller | None, now_ms: int, *, are_pending: bool = False) -> None:
+        """`are_pending`: the rows are pending now."""
+        self._quotas = of
+        self._are_pending = are_pending
+        self._caller = caller
+        self._now_ms = now_ms
+        self._pending_rows = 0
+        self._coming: RowsOfSeconds | None = None
+
+    def admit(self, accepted: Sequence[Rows]) -> None:
+        """Whether the rows, those of each index, may come. Raises QuotaExceeded."""
+        limits = self._quotas.limits
+        if not self._are_pending and (limits.pending_rows_max or self._quotas.pending.rows_max):
+            now_ms = np.uint64(self._now_ms)
+            self._pending_rows = sum(int(np.count_nonzero(rows.deliver_at_ms > now_ms)) for rows in accepted)
+            self._quotas.check_pending(self._pending_rows)
+        if limits.due_rows_per_second_max:
+            self._coming = self._quotas.check_due(_times(accepted), now_ms=self._now_ms)
+
+    def staged(self, slot: asyncio.Future[int] | None, *, rows: int = 0) -> None:
+        """The rows are staged; None: none was new. `rows`: what the caller is charged for."""
+        if self._caller is not None:
+            self._quotas.charge(self._caller, rows)
+        if slot is not None and (self._pending_rows or self._coming is not None):
+            self._quotas.take(slot, rows=self._pending_rows, coming=self._coming)
+
+
+def _times(accepted: Iterable[Rows]) -> U64:
+    return np.concatenate([rows.deliver_at_ms for rows in accepted])

@@ -1,0 +1,131 @@
+"""The table of what was handed out, against a dict."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyroaring import BitMap64
+
+from daemon.core.backlog import in_flight
+from daemon.core.backlog.in_flight import InFlight
+from daemon.core.index.positions import KeyedRows, keys_of
+from storage_backends.formats.row_columns import U32, Rows
+
+keys = st.integers(0, 30)
+actions = st.one_of(
+    st.tuples(st.just("add"), st.sets(keys, min_size=1, max_size=9), st.integers(1, 3)),
+    st.tuples(st.just("add to several"), st.sets(keys, min_size=1, max_size=9), st.integers(1, 3)),
+    st.tuples(st.just("take"), st.lists(st.tuples(keys, st.integers(0, 1)), min_size=1, max_size=9), st.just(0)),
+    st.tuples(st.just("move"), st.lists(st.tuples(keys, st.integers(0, 1)), min_size=1, max_size=9), st.integers(1, 3)),
+    st.tuples(st.just("take whole"), st.integers(0, 9), st.integers(0, 1)),
+    st.tuples(st.just("take together"), st.lists(st.integers(0, 9), min_size=2, max_size=4), st.just(0)),
+    st.tuples(st.just("close"), st.just(()), st.integers(1, 3)),
+    st.tuples(st.just("withdraw"), st.sets(keys, max_size=5), st.just(0)),
+)
+
+
+class Watching:
+    """Who holds what, by what a watcher is told."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+
+    def came(self, rows: KeyedRows, dispatchers: U32) -> None:
+        self.held |= dict(zip(rows.keys.tolist(), dispatchers.tolist(), strict=True))
+
+    def claimed(self, rows: KeyedRows, dispatchers: U32) -> None:
+        for key, number in zip(rows.keys.tolist(), dispatchers.tolist(), strict=True):
+            assert self.held.pop(key) == number
+
+    returned = claimed
+
+
+def rows_of(chosen: list[int], deliver_at_ms: list[int]) -> KeyedRows:
+    column = np.array(chosen, np.uint64)
+    return KeyedRows(Rows(np.array(deliver_at_ms, np.uint64), column, column), column)
+
+
+@pytest.mark.parametrize("batches_max", [2, in_flight.BATCHES_MAX])
+@given(steps=st.lists(actions, max_size=40))
+def test_the_table_is_a_dict_from_position_to_time_and_dispatcher(
+    batches_max: int, steps: list[tuple[str, object, int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_flight, "BATCHES_MAX", batches_max)
+        check(steps)
+
+
+def check(steps: list[tuple[str, object, int]]) -> None:
+    table, expected = InFlight(), dict[int, tuple[int, int]]()
+    watching = table.watcher = Watching()
+    handed_out: list[KeyedRows] = []
+    for step, (action, argument, dispatcher) in enumerate(steps):
+        if action.startswith("add"):
+            fresh = [key for key in argument if key not in expected]  # type: ignore[attr-defined]
+            if fresh:
+                several = action == "add to several"
+                holders = {key: 1 + (key + dispatcher) % 3 if several else dispatcher for key in fresh}
+                handed_out.append(rows_of(fresh[::-1], [step + key for key in fresh[::-1]]))
+                column = np.array([holders[key] for key in fresh[::-1]], np.uint32)
+                table.add(handed_out[-1], column if several else dispatcher)
+                expected |= {key: (step + key, holders[key]) for key in fresh}
+        elif action == "take whole":
+            if handed_out:
+                batch = handed_out[argument % len(handed_out)]  # type: ignore[operator]
+                times = batch.rows.deliver_at_ms + np.uint64(dispatcher)
+                claims = list(zip(batch.keys.tolist(), times.tolist(), strict=True))
+                wanted = [key in expected and expected[key][0] == time for key, time in claims]
+                assert table.take(batch.keys, times).tolist() == wanted
+                expected = {key: each for key, each in expected.items() if (key, each[0]) not in claims}
+        elif action == "take together":
+            if handed_out:
+                batches = [handed_out[number % len(handed_out)] for number in argument]  # type: ignore[attr-defined]
+                batch = KeyedRows.concat(batches)
+                wanted = []
+                for claim in zip(batch.keys.tolist(), batch.rows.deliver_at_ms.tolist(), strict=True):
+                    wanted.append(claim[0] in expected and expected[claim[0]][0] == claim[1])
+                    if wanted[-1]:
+                        del expected[claim[0]]
+                assert table.take(batch.keys, batch.rows.deliver_at_ms).tolist() == wanted
+        elif action == "take":
+            claims = [(key, expected.get(key, (7, 0))[0] + off) for key, off in argument]  # type: ignore[attr-defined]
+            wanted = []
+            for key, time in claims:
+                wanted.append(key in expected and expected[key][0] == time)
+                if wanted[-1]:
+                    del expected[key]
+            found = table.take(*np.array(claims, np.uint64).T)
+            assert found.tolist() == wanted
+        elif action == "move":
+            claims = [(key, expected.get(key, (7, 0))[0] + off) for key, off in argument]  # type: ignore[attr-defined]
+            # Of whoever is not the one that it goes to.
+            others = {1, 2, 3} - {dispatcher}
+            moved = {key for key, time in claims if key in expected and expected[key][0] == time}
+            moved = {key for key in moved if expected[key][1] in others}
+            named, times = np.array(claims, np.uint64).T
+            assert np.count_nonzero(table.move(named, times, others, dispatcher)) == len(moved)
+            expected |= {key: (expected[key][0], dispatcher) for key in moved}
+            # A watcher is not told: what is watched is not moved.
+            watching.held |= dict.fromkeys(moved, dispatcher)
+        elif action == "close":
+            taken = table.take_dispatcher(dispatcher)
+            held = {key: time for key, (time, by) in expected.items() if by == dispatcher}
+            assert dict(zip(taken.keys.tolist(), taken.rows.deliver_at_ms.tolist(), strict=True)) == held
+            expected = {key: each for key, each in expected.items() if each[1] != dispatcher}
+        else:
+            taken = table.take_keys(BitMap64(argument))  # type: ignore[arg-type]
+            assert set(taken.keys.tolist()) == expected.keys() & argument  # type: ignore[operator]
+            expected = {key: each for key, each in expected.items() if key not in argument}  # type: ignore[operator]
+        assert len(table) == len(expected)
+        assert watching.held == {key: by for key, (_, by) in expected.items()}
+        named = np.arange(31, dtype=np.uint64)
+        if action == "move":
+            assert table.holders_of(named).tolist() == [expected.get(key, (0, 0))[1] for key in range(31)]
+        holders_of = [by for _, by in expected.values()]
+        assert [table.held_rows(number) for number in (1, 2, 3)] == [holders_of.count(number) for number in (1, 2, 3)]
+        assert keys_of(table.keys()).tolist() == sorted(expected)
+        for asked in (range(31), range(0, 31, 2), ()):
+            assert set(table.among(BitMap64(asked))) == expected.keys() & set(asked)
+        assert table.first_due_ms() == min((time for time, _ in expected.values()), default=None)

@@ -1,0 +1,74 @@
+"""Rows in the order in which they came: what is read does not change, and a row by itself leaves no object behind."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+
+from daemon.core.index.mutable_bucket import MutableBucket
+from daemon.core.index.positions import KeyedRows, PageTable, bitmap_of
+from daemon.core.index.row_log import RowLog
+from storage_backends.formats.row_columns import Rows
+
+
+def keyed(pages: PageTable, entries: range, *, key_hash: int | None = None) -> KeyedRows:
+    """Rows of ledger 7, due at 1,000 ms and their entry."""
+    entry_id = np.array(entries, np.uint64)
+    ledger_id = np.full(len(entries), 7, np.uint64)
+    hashes = None if key_hash is None else np.full(len(entries), key_hash, np.uint32)
+    rows = Rows(entry_id + np.uint64(1_000), ledger_id, entry_id, hashes)
+    return KeyedRows(rows, pages.intern(ledger_id, entry_id))
+
+
+def test_rows_are_read_in_the_order_in_which_they_came_by_one_and_by_many() -> None:
+    pages = PageTable()
+    log = RowLog(pages)
+    for first, end in ((5, 6), (100, 900), (6, 7), (0, 5)):
+        log.append(keyed(pages, range(first, end)))
+    entries = [5, *range(100, 900), 6, *range(5)]
+    taken = log.take(slice(0, len(log)))
+    assert taken.rows.entry_id.tolist() == entries
+    assert taken.rows.deliver_at_ms.tolist() == [1_000 + entry for entry in entries]
+    assert set(taken.rows.ledger_id.tolist()) == {7}
+    assert log.take(np.array([801, 0])).rows.entry_id.tolist() == [6, 5]
+
+
+def test_what_was_read_stays_as_it_was_when_more_rows_come() -> None:
+    pages = PageTable()
+    log = RowLog(pages)
+    log.append(keyed(pages, range(3)))
+    read, keys = log.take(slice(0, 3)), log.keys
+    log.append(keyed(pages, range(3, 5_000)))
+    assert read.rows.entry_id.tolist() == [0, 1, 2]
+    assert len(keys) == 3
+    assert np.array_equal(keys, log.keys[:3])
+
+
+def test_rows_without_a_key_hash_have_0_beside_rows_with_one() -> None:
+    pages = PageTable()
+    log = RowLog(pages)
+    log.append(keyed(pages, range(2)))
+    assert log.key_hash is None
+    log.append(keyed(pages, range(2, 4), key_hash=9))
+    log.append(keyed(pages, range(4, 200)))
+    assert log.take(slice(0, 6)).key_hash().tolist() == [0, 0, 9, 9, 0, 0]
+
+
+def test_rows_that_come_due_one_by_one_leave_no_object_each() -> None:
+    pages = PageTable()
+    bucket = MutableBucket(pages, horizon_ms=0)
+    rows = keyed(pages, range(2_000))
+    bucket.add(rows, bitmap_of(rows.keys), elapsed_ms=0)
+
+    def objects() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    for row in range(1_000):
+        bucket.pass_rows(rows.take(slice(row, row + 1)))
+    before = objects()
+    for row in range(1_000, 2_000):
+        bucket.pass_rows(rows.take(slice(row, row + 1)))
+    assert len(bucket.passed_log) == 2_000
+    assert objects() - before < 100

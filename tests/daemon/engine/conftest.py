@@ -1,5 +1,0 @@
-"""The tests of the engine run in virtual time, on one store in memory."""
-
-from tests._support.virtual_time import machines, pytest_asyncio_loop_factories
-
-__all__ = ["machines", "pytest_asyncio_loop_factories"]
