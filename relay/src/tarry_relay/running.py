@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tarry
@@ -21,6 +21,7 @@ import tarry.aio
 from tarry_relay import daemon_answers, port
 from tarry_relay.delivery_steps import ENDING, TABLE, Answer, Item, Passage, Step, Work
 from tarry_relay.former_generations import FormerGenerations
+from tarry_relay.memory_shares import Portions
 from tarry_relay.port import Finding, Meaning
 from tarry_relay.publishing import (
     DELIVER_AT_HEADER,
@@ -90,7 +91,9 @@ class Relay:
         self._log = tarry.DeliveryId.log_of(topic, settings.relay.subscription)
         self._metrics = metrics
         self._health = metrics.health
-        self._passage: Passage[Content, RelayLane] = Passage(settings.source.dead_letters, settings.source.results)
+        self._passage: Passage[Content, RelayLane] = Passage(
+            settings.source.dead_letters, settings.source.results, drop=_drop
+        )
         self._queue = WorkQueue(self._passage)
         self._publishing = Publishing(
             settings, self._sorting, self._queue, output=broker.output, topic=topic, metrics=metrics
@@ -101,6 +104,7 @@ class Relay:
         self._logs = [ReadLog(settings.source.name, broker.source, is_source=True)]
         if settings.retry is not None and broker.retries is not None:
             self._logs.append(ReadLog(settings.retry.name, broker.retries, is_source=False))
+        self._portions = Portions(settings.relay.memory_bytes // 2, settings.relay.rows)
         self._unacknowledged: set[tarry.DeliveryId | None] = set()
         """What was handed out here and is not acknowledged; a consumer may have failed with it already."""
         self._again: set[tarry.DeliveryId | None] = set()
@@ -156,17 +160,18 @@ class Relay:
 
     async def _read(self, of: ReadLog) -> None:
         relay = self._settings.relay
+        portions = Portions(relay.memory_bytes // 2, relay.rows)
         failures = 0
         while not self._ending.is_set():
             if of.is_source and not self._guard.may_read.is_set():
                 await self._queue.news()
                 continue
-            room = relay.read_ahead - self._passage.read
-            if room <= 0:
+            rows = min(relay.read_ahead - self._passage.read, portions.rows(self._passage.read_bytes))
+            if rows <= 0:
                 await self._queue.news()
                 continue
             try:
-                portion = await of.reader.read(min(relay.rows, room), _WAIT_S)
+                portion = await of.reader.read(rows, _WAIT_S)
             except port.Unreachable as error:
                 failures = await self._rest("broker", error, failures)
                 continue
@@ -174,6 +179,7 @@ class Relay:
             for lane in portion.lost_lanes:
                 self._passage.lose(RelayLane(of, lane))
             if portion.read or portion.lost_lanes:
+                portions.came(len(portion.read), sum(_size(read.message) for read in portion.read))
                 self._health.answered("broker")
                 await self._queue.enter(self._new(of, portion.read))
 
@@ -184,7 +190,8 @@ class Relay:
         for read in reads:
             lane = RelayLane(of, read.lane)
             if (known := self._passage.find(lane, read.position) or new.get((lane, read.position))) is not None:
-                known.content.read = read
+                former = known.content.read
+                known.content.read = dataclasses.replace(read, message=None if former is None else former.message)
                 continue
             try:
                 item = self._item_of_source(read, lane) if of.is_source else self._item_of_retries(read, lane)
@@ -195,6 +202,7 @@ class Relay:
                 log.exception("a message cannot be read", extra=_fields(read))
                 item = self._bad_item(read, lane, f"{type(error).__name__}: {error}")
             item.position, item.in_order, item.entered_s = read.position, of.reader.commits_in_order, time.monotonic()
+            item.size_bytes = _size(read.message)
             items.append(item)
             new[lane, read.position] = item
         self._metrics.read.inc(len(items))
@@ -279,7 +287,7 @@ class Relay:
         yield self._work(Work.BURY, "daemon", lambda items: self._bury(subscription, items))
         yield self._await()
         yield self._withdraw()
-        yield self._work(Work.FETCH, "broker", lambda items: self._fetch(subscription, items))
+        yield self._work(Work.FETCH, "broker", lambda items: self._fetch_due(subscription, items), self._fetch_rows)
         yield from self._publishing.loops(subscription)
         yield self._guard.run()
         yield self._former.run()
@@ -295,11 +303,19 @@ class Relay:
             if each.reader.hold_every_s is not None:
                 yield self._hold(each, each.reader.hold_every_s)
 
-    async def _work(self, work: Work, end: str, do: Callable[[Sequence[MessageItem]], Awaitable[None]]) -> None:
-        """Do one kind of work. `do` answers each item, or raises."""
+    async def _work(
+        self,
+        work: Work,
+        end: str,
+        do: Callable[[Sequence[MessageItem]], Awaitable[None]],
+        rows: Callable[[], int] | None = None,
+    ) -> None:
+        """Do one kind of work. `do` answers each item, or raises. `rows` says how many items may be taken at once."""
         failures = 0
         while True:
-            items = await self._queue.next(lambda: self._passage.take(work, self._settings.relay.rows))
+            items = await self._queue.next(
+                lambda: self._passage.take(work, self._settings.relay.rows if rows is None else rows())
+            )
             failures = await self._attempt(work, end, do, items, failures)
             await self._queue.tell()
 
@@ -394,9 +410,7 @@ class Relay:
 
         An id of a source that was made anew, of another source or of a message that was rescheduled has another time.
         """
-        ordered = sorted(items, key=_position)
-        found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
-        for item, message in zip(ordered, found, strict=True):
+        for item, message in await self._fetch(items):
             fault = self._time_fault(item, message)
             if fault and item.content.read is not None:
                 fault = f"delivery id '{item.content.delivery_id}': {fault}"
@@ -449,12 +463,31 @@ class Relay:
                 )
             self._passage.answer(item, Answer.DONE)
 
-    async def _fetch(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
-        ordered = sorted(items, key=_position)
-        found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
-        for item, message in zip(ordered, found, strict=True):
+    async def _fetch_due(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
+        for item, message in await self._fetch(items):
             self._fetched(item, message)
         self._publishing.park(subscription)
+
+    async def _fetch(self, items: Sequence[MessageItem]) -> list[tuple[MessageItem, port.Message | None]]:
+        """Fetch the messages at the positions of items. What did not come is fetched again."""
+        ordered = sorted(items, key=_position)
+        found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
+        self._portions.came(
+            len(items), sum(_size(message) for message in found if not isinstance(message, port.NotYet))
+        )
+        came: list[tuple[MessageItem, port.Message | None]] = []
+        for item, message in zip(ordered, found, strict=True):
+            if isinstance(message, port.NotYet):
+                self._passage.answer(item, Answer.AGAIN)
+            else:
+                came.append((item, message))
+        if len(came) < len(items):
+            await self._rest("broker", port.Unreachable("a fetch was cut short"), 0)
+        return came
+
+    def _fetch_rows(self) -> int:
+        """Return how many messages may be fetched now."""
+        return self._portions.rows(self._passage.fetched_bytes)
 
     def _fetched(self, item: MessageItem, message: port.Message | None) -> None:
         if message is None:
@@ -467,6 +500,7 @@ class Relay:
             self._refuse(item, str(error))
             return
         item.content.message = message
+        self._passage.resize(item, message.size_bytes)
         self._passage.answer(item, Answer.DONE)
 
     async def _acknowledge(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
@@ -747,7 +781,7 @@ class Result(enum.Enum):
     """No relay has committed it in time, so it may still come."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
     """What Tarry has answered about one withdrawal."""
 
@@ -820,6 +854,17 @@ async def outcomes(
         landed = hides_a_landing and (until_s < now_s or answer.may_have_landed)
         found.append(Outcome(result, stored_ms.get(row) if result is Result.RESCHEDULED else None, landed))
     return found
+
+
+def _drop(content: Content) -> None:
+    """Drop a payload that is no longer needed."""
+    content.message = None
+    if content.read is not None:
+        content.read = dataclasses.replace(content.read, message=None)
+
+
+def _size(message: port.Message | None) -> int:
+    return 0 if message is None else message.size_bytes
 
 
 def _position(item: MessageItem) -> tuple[int, int]:
