@@ -78,12 +78,13 @@ class KafkaServer(processes.ChildProcess):
     def __init__(self, jars: Path, directory: Path, identity: Path | None = None, more: str = "") -> None:
         super().__init__("kafka", directory, {})
         self.port, self.safe_port, controller = (processes.free_port() for _ in range(3))
-        self._directory = directory
+        self.directory = directory
         self._settings = directory / "server.properties"
         # What stands behind counts.
         text = (_SETTINGS if identity is None else f"{_SETTINGS}{_SAFE}") + more
         places = {"port": self.port, "safe_port": self.safe_port, "controller": controller, "directory": directory}
         self._settings.write_text(text.format(**places, identity=identity, login=_LOGIN, user=USER, password=PASSWORD))
+        self._password = PASSWORD
         self._java = (str(java.find(os.environ).command), *_JAVA, "-cp", f"{jars}/*")
 
     @property
@@ -94,9 +95,15 @@ class KafkaServer(processes.ChildProcess):
     def safe_url(self) -> str:
         return f"127.0.0.1:{self.safe_port}"
 
+    def set_password(self, password: str) -> None:
+        """Take another password of USER, from the next start on."""
+        text = self._settings.read_text()
+        self._settings.write_text(text.replace(f'"{self._password}"', f'"{password}"'))
+        self._password = password
+
     def start(self) -> None:
         """Returns when the process runs; it does not answer yet."""
-        if not (self._directory / "logs").exists():
+        if not (self.directory / "logs").exists():
             self._spawn(*self._java, "kafka.tools.StorageTool", "format", "-t", _CLUSTER, "-c", str(self._settings))
             self._wait_for_end()
         self._spawn(*self._java, "kafka.Kafka", str(self._settings))

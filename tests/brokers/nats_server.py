@@ -10,6 +10,7 @@ synchronise always, it does so for each message by itself, some hundreds a secon
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import sys
@@ -52,6 +53,12 @@ class NatsServer(processes.ChildProcess):
         deadline_s = time.monotonic() + timeout_s
         while not self._is_listening():
             self._check_waiting(deadline_s, f"did not answer within {timeout_s:g} s")
+
+    def suspend(self) -> None:
+        """Suspend the process, and return when it does nothing more."""
+        self.stop()
+        while not re.search(r"^State:\s+T", Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8"), re.MULTILINE):
+            self._check_waiting(time.monotonic() + 300.0, "was not suspended")
 
     def _is_listening(self) -> bool:
         with socket.socket() as connection:

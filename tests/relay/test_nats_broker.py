@@ -4,47 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from pathlib import Path
-from typing import Any
 
-import nats
-import nats.errors
+import nats.aio.client
 import nkeys
 import pytest
-from nats.aio.msg import Msg
 
 from tarry_relay import nats_broker, port, relay_settings
-
-
-@dataclasses.dataclass
-class Connection:
-    """Takes what is published, but for one time."""
-
-    fails_at: int
-    published: list[str] = dataclasses.field(default_factory=list)
-
-    async def publish(self, subject: str) -> None:
-        self.fails_at -= 1
-        if self.fails_at == 0:
-            raise nats.errors.OutboundBufferLimitError
-        self.published.append(subject)
-
-
-async def test_a_commit_that_failed_half_way_is_made_again_from_there() -> None:
-    connection: Any = Connection(fails_at=3)
-    broker = relay_settings.Nats()
-    log = nats_broker.NatsLog(None, "orders", broker)
-    reader = nats_broker.NatsReader(None, log, relay_settings.Relay(topic="orders"), broker)
-    replies = [f"$JS.ACK.orders.relay.1.{number}.{number}.1.0" for number in range(1, 5)]
-    read = [
-        port.Read(1, number, None, "orders", 0, Msg(connection, "orders", reply))
-        for number, reply in enumerate(replies)
-    ]
-    with pytest.raises(port.Unreachable):
-        await reader.commit(read)
-    await reader.commit(read)
-    assert connection.published == replies
 
 
 def settings_of(broker: relay_settings.Nats) -> relay_settings.Settings:
@@ -72,18 +38,40 @@ async def test_connecting_ends_in_time_though_its_cancellation_is_lost_once(monk
             await asyncio.Event().wait()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(nats, "connect", connect)
+    monkeypatch.setattr(nats.aio.client.Client, "connect", connect)
     with pytest.raises(port.Unreachable, match=r"cannot be used within 0\.1 s: no answer"):
         await open_and_fail(relay_settings.Nats(timeout_s=0.1))
 
 
+SEED = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER).decode()
+JWT_PART = "-----BEGIN NATS USER JWT-----\neyJ0.eyJq.c2ln\n------END NATS USER JWT------\n"
+SEED_PART = f"-----BEGIN USER NKEY SEED-----\n{SEED}\n------END USER NKEY SEED------\n"
+
+
 async def test_a_file_of_credentials_is_one_that_the_client_can_sign_with(tmp_path: Path) -> None:
-    seed = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER).decode()
     written = tmp_path / "relay.creds"
-    written.write_text(f"-----BEGIN USER NKEY SEED-----\n{seed}\n------END USER NKEY SEED------\n")
+    written.write_text(f"{JWT_PART}\n{SEED_PART}")
     broker = relay_settings.Nats(url="nats://127.0.0.1:1", timeout_s=0.5, credentials_file=str(written))
     with pytest.raises(port.Unreachable, match="Connect call failed"):
         await open_and_fail(broker)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", JWT_PART, SEED_PART, JWT_PART + SEED_PART.replace(SEED, "SUx"), JWT_PART * 2]
+)
+async def test_a_file_without_credentials_is_refused_and_not_read_for_ever(tmp_path: Path, text: str) -> None:
+    written = tmp_path / "relay.creds"
+    written.write_text(text)
+    with pytest.raises(
+        relay_settings.SettingsError, match=r"^broker\.credentials_file is '.*'; it must have a user's JWT"
+    ):
+        await open_and_fail(relay_settings.Nats(url="nats://127.0.0.1:1", timeout_s=0.5, credentials_file=str(written)))
+
+
+@pytest.mark.parametrize("url", ["nats://none", "nats://127.0.0.1:70000", "nats://[::1"])
+async def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(relay_settings.SettingsError, match=r"^broker\.url is '"):
+        await open_and_fail(relay_settings.Nats(url=url, timeout_s=0.5))
 
 
 async def test_a_file_of_credentials_that_is_not_there_is_told_by_its_setting() -> None:

@@ -187,6 +187,7 @@ def test_the_private_names_of_nats_py_are_where_they_were() -> None:
     assert parameters_of(of._process_headers) == ["self", "headers"]
     assert parameters_of(of._build_message) == ["self", "sid", "subject", "reply", "data", "headers"]
     assert parameters_of(of._send_publish) == ["self", "subject", "reply", "payload", "payload_size", "headers"]
+    assert parameters_of(of._connect_to_server) == ["self", "s"]
     assert parameters_of(of._process_msg) == ["self", "sid", "subject", "reply", "data", "headers"]
     assert parameters_of(of._process_err) == ["self", "err_msg"]
     assert parameters_of(of._process_info)[:2] == ["self", "info"]

@@ -13,7 +13,8 @@ import pytest
 
 from tarry_relay import pacing, port, publishing, relay_settings, running, sessions
 from tests.relay._support import odd_answers
-from tests.relay._support.odd_answers import AROUND, PASSAGE, Mutation
+from tests.relay._support.odd_answers import Mutation
+from tests.relay._support.odd_world import AROUND, PASSAGE, Script
 
 AT_ONCE = 20
 LONG_RUNS = 200
@@ -73,7 +74,7 @@ def judge(mutations: Sequence[Mutation], record_property: Callable[[str, object]
 
 @pytest.mark.parametrize("in_order", [False, True])
 async def test_without_odd_answers_each_message_arrives_once(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutation = odd_answers.of_script("", 0, odd_answers.Script(), in_order=in_order)
+    mutation = odd_answers.of_script("", 0, Script(), in_order=in_order)
     await run_all([mutation], monkeypatch)
     assert odd_answers.faults_of(mutation) == ["no odd answer was given"]
     assert set(mutation.copies.values()) == {1}

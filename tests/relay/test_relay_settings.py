@@ -237,7 +237,7 @@ def test_the_page_has_each_metric() -> None:
     metrics = RelayMetrics(Health())
     made = {each.name.removeprefix("tarry_relay") for each in metrics.registry.collect()}
     rows = [line for line in PAGE.splitlines() if line.startswith("| `tarry_relay_")]
-    named = {each for row in rows for each in re.findall(r"`(?:tarry_relay)?(_\w+?)(?:_total)?(?:\{\w+\})?`", row)}
+    named = {each for row in rows for each in re.findall(r"`(?:tarry_relay)?(_\w+?)(?:_total)?(?:\{[\w, ]+\})?`", row)}
     assert named == made
 
 

@@ -500,6 +500,24 @@ async def test_an_add_that_raises_for_one_message_keeps_no_other() -> None:
     assert [each.own_headers["tarry-reason"] for each in broker.published] == ["entry 2 is none"]
 
 
+@pytest.mark.parametrize("lost", [Odd("no such field"), tarry.Unavailable("the answer was lost")])
+async def test_a_dead_letter_says_that_its_message_may_be_in_tarry_all_the_same(lost: Exception) -> None:
+    class Odder(Daemon):
+        calls = 0
+
+        async def add(self, topic: str, ledger: list[int], entry: list[int], **given: Any) -> Any:
+            self.calls += 1
+            if self.calls > 1 and isinstance(lost, tarry.TarryError):
+                raise tarry.InvalidArgument("entry 1 is none")
+            await super().add(topic, ledger, entry, **given)
+            raise lost
+
+    broker, daemon = Listed([port.Portion([read(1, delay="5s")])]), Odder()
+    await relayed(broker, daemon, lambda: len(broker.committed) == 1)
+    (reason,) = [each.own_headers["tarry-reason"] for each in broker.published]
+    assert reason in ("may have landed: Odd: no such field", "may have landed: entry 1 is none")
+
+
 async def test_a_commit_or_an_acknowledgement_that_raises_ends_the_session() -> None:
     class Refusing(Daemon):
         async def ack(self, columns: Any) -> None:
@@ -513,7 +531,8 @@ async def test_a_session_that_a_commit_ends_commits_the_other_lanes() -> None:
     class Odder(Listed):
         @property
         def source(self) -> Any:
-            reader, commit = super().source, super().source.commit
+            reader: Any = super().source
+            commit = reader.commit
 
             async def odd(items: Any) -> None:
                 if items[0].lane == "a":
@@ -521,7 +540,7 @@ async def test_a_session_that_a_commit_ends_commits_the_other_lanes() -> None:
                 await asyncio.sleep(0.01)
                 await commit(items)
 
-            reader.commit = odd  # type: ignore[assignment,method-assign]
+            reader.commit = odd
             return reader
 
     broker = Odder([port.Portion([read(row, lane) for row, lane in enumerate("abcd")])], in_order=False)

@@ -176,6 +176,8 @@ class Item(Generic[Content, Lane]):
     trials: Trials | None = None
     raised: int = 0
     """How often its present work has raised for this message alone."""
+    may_be_done: bool = False
+    """Whether a failure of its present work left open if it was done; of publishing `trials` say so."""
     is_forgotten: bool = False
 
 
@@ -508,7 +510,7 @@ class Passage(Generic[Content, Lane]):
             self._forget(item)
             return
         self._set_step(item, step)
-        item.raised = 0
+        item.raised, item.may_be_done = 0, False
         if step in _NEW_MESSAGES:
             item.trials = None
         if step is Step.BAD:

@@ -456,6 +456,9 @@ class KafkaReader:
         except (TimeoutError, port.Unreachable) as error:
             text = str(error) or f"topic {self._topic}: no answer within {self._timeout_s:g} s"
             raise port.Unreachable(f"{text}; before: {self._trouble}" if self._trouble else text) from error
+        if self._trouble and not self._lanes:
+            # Kafka answers, but lets the relay read nothing.
+            raise port.Unreachable(f"topic {self._topic}: {self._trouble}")
 
     async def keep_place(self) -> None:
         """Keep its place in the group while it is not read, without end: a member that does not poll is left out."""

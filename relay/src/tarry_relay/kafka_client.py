@@ -544,12 +544,13 @@ class KafkaOutput:
 
     def _abort(self, producer: kafka.Producer) -> None:
         """End the transaction with nothing published, at the latest by the next producer of this id."""
+        # This one would go on with numbers of messages that the broker has not seen, and be refused for that.
+        self._producer = None
         try:
             producer.abort_transaction(self._timeout_s)
         except KafkaException as failed:
             # A transaction to which the first partition could not be added is none to the broker, which then refuses
             # to end it.
-            self._producer = None
             if failed.args[0].code() in kafka_answers.FENCED:
                 raise
 
@@ -580,18 +581,26 @@ class KafkaOutput:
                 errors[row] = KafkaError(KafkaError._QUEUE_FULL)
             except Exception as error:  # noqa: BLE001 - it is told with the message
                 errors[row] = error
-        try:
-            with kafka_errors():
-                producer.flush(self._timeout_s)
-        except KafkaException as error:
-            broken = error.args[0]
-        for row, each_error in enumerate(errors):
-            if each_error is untold:
+        # An error of the producer itself is raised between the reports of messages, and behind the last one.
+        calls: deque[Callable[[], object]] = deque([lambda: producer.flush(self._timeout_s), lambda: producer.poll(0)])
+        while calls:
+            try:
+                with kafka_errors():
+                    calls[0]()
+                calls.popleft()
+            except KafkaException as error:
+                if broken is not None:
+                    calls.popleft()
+                broken = broken or error.args[0]
+        for row, came in enumerate(errors):
+            if came is untold:
                 # It must not be published later: it is repeated.
                 broken = broken or untold
                 errors[row] = broken
-            elif isinstance(each_error, KafkaError) and _ends_producer(each_error):
-                broken = broken or each_error
+            elif isinstance(came, KafkaError) and _ends_producer(came):
+                broken = broken or came
+                errors[row] = broken
+            elif isinstance(came, KafkaError) and broken is not None and came.code() == KafkaError._PURGE_QUEUE:
                 errors[row] = broken
         return _Round(errors, broken=broken)
 

@@ -20,6 +20,7 @@ MAX_PAYLOAD: Final = "max_payload"
 NO_RESPONDERS: Final = "no responders"
 NO_STREAM: Final = "no stream"
 NOT_CONNECTED: Final = "not connected"
+NOT_SENT: Final = "not sent"
 NOT_JETSTREAM: Final = "no answer of the stream"
 TIMEOUT: Final = "timeout"
 
@@ -53,6 +54,7 @@ KNOWN: Final = {
     # A stream without a leader, or a server that starts or stops.
     NO_RESPONDERS: _NOT_NOW,
     NOT_CONNECTED: _NOT_NOW,
+    NOT_SENT: _NOT_NOW,  # those before it in the same call have failed
     "10077 store is closed": _NOT_NOW,
     "10077 snapshot in progress": _NOT_NOW,
     "10109": _NOT_NOW,  # invalid operation on sealed stream: another stream may get the subject

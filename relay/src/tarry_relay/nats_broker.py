@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import re
@@ -28,13 +29,17 @@ _NO_MESSAGE = 10_037
 _ACK_PREFIX = "$JS.ACK."
 _ACK_WORDS = 9
 """Words of the reply subject of a message; two or three more where the server names domain and account."""
-_ENDS = re.compile(r"404|408|409 (Batch Completed|Exceeded MaxAckPending)")
+_ENDS = re.compile(r"404|408|409 (Batch Completed|Exceeded MaxAckPending|Message Size Exceeds MaxBytes)")
 """Statuses that end a pull without a fault."""
 _HEARTBEAT = 100
 _QUIET_S = 0.1
 """After so long without another message a portion is complete (seconds)."""
 _RETRY_READER = "tarry-relay reads the failures of topic "
 """Begins the description of a consumer of a retry log; the topic follows."""
+_FLIGHT_BYTES = 32 * 2**20
+"""How many bytes of messages are in flight. The server closes a connection that has more than 64 MiB to take."""
+_PULL_BYTES = 8 * 2**20
+"""How many bytes one pull may bring, if no message can be so large alone."""
 _STREAMS_MAX = 10_000
 """Of how many targets the streams are remembered."""
 Given = TypeVar("Given")
@@ -195,7 +200,9 @@ class NatsLog(port.FirstGeneration):
     ) -> None:
         self._client = client
         self.stream = stream
-        self._in_flight = broker.in_flight
+        self._flight = _Flight(broker.in_flight)
+        self._expected = client.max_payload
+        """How large the next message may be (bytes), by those that came."""
         self._own_subjects = own_subjects
         self._allow_direct = True
         self.told_at = ""
@@ -203,6 +210,9 @@ class NatsLog(port.FirstGeneration):
 
     async def info(self) -> Mapping[str, Any]:
         """Return what NATS says of the stream, with every field. Raises NotThere, Unreachable, SessionOver."""
+        if fault := nats_judgement.name_fault(self.stream):
+            # NATS would not answer.
+            raise port.NotThere(f"stream {fault}")
         try:
             told = await self._client.api(f"STREAM.INFO.{self.stream}")
         except port.NotThere as error:
@@ -221,7 +231,24 @@ class NatsLog(port.FirstGeneration):
         """Return the messages at these positions by direct gets, many in flight; None for one that is gone for good."""
         ledgers, entries = zip(*positions, strict=True)
         sequences = NatsStream1.from_positions(list(ledgers), list(entries)).tolist()
-        found = await _each(self._fetch_one, sequences, self._in_flight)
+        failures: list[Exception] = []
+
+        async def fetch_one(sequence: int) -> port.Message | None:
+            if failures:
+                raise failures[0]
+            try:
+                return await self._fetch_one(sequence)
+            except port.Unreachable as error:
+                failures.append(error)
+                raise
+
+        found = []
+        for each in await _gathered(fetch_one, sequences, self._flight, lambda _: self._expected):
+            if isinstance(each, Exception):
+                # The messages may have been too large for the connection all together.
+                self._expected = self._client.max_payload
+                raise each
+            found.append(each)
         port.must_be_same(f"stream {self.stream}", generation, await self.generation())
         return found
 
@@ -231,7 +258,7 @@ class NatsLog(port.FirstGeneration):
             async with self._client.asking(f"$JS.API.DIRECT.GET.{self.stream}", asked) as answer:
                 found = await answer()
             if nats_client.sequence_of(found) == sequence:
-                return nats_client.fetched(found)
+                return self._fetched(nats_client.fetched(found))
         # A replica that is behind has no message either; its leader knows.
         try:
             told = await self._client.api(f"STREAM.MSG.GET.{self.stream}", seq=sequence)
@@ -239,7 +266,11 @@ class NatsLog(port.FirstGeneration):
             if error.err_code != _NO_MESSAGE:
                 raise
             return None
-        return nats_client.stored(told["message"])
+        return self._fetched(nats_client.stored(told["message"]))
+
+    def _fetched(self, message: port.Message) -> port.Message:
+        self._expected = max(message.body.headers_size + len(message.body.data), self._expected * 7 // 8)
+        return message
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
         """Return the first sequence number that the stream still has, for each of the ledgers."""
@@ -292,7 +323,8 @@ class NatsReader:
             read = await self._come(inbox, rows_max, until_s)
             if not read and self._pull is None and (left_s := until_s - loop.time()) > 0:
                 # Servers differ in whether a pull without waiting waits for its first message, and a full consumer
-                # refuses one. This pull asks for one message, since another would wait here until the next call.
+                # refuses one; so is one whose first message is too large. This pull asks for one message, since another
+                # would wait here until the next call.
                 await self._ask_for(inbox, 1, left_s, no_wait=False)
                 read = await self._come(inbox, 1, until_s)
         except port.Unreachable:
@@ -355,7 +387,7 @@ class NatsReader:
             return
         asked: dict[str, Any] = {"batch": rows_max, "expires": max(1_000_000, int(wait_s * 1e9))}
         if no_wait:
-            asked["no_wait"] = True
+            asked |= {"no_wait": True, "max_bytes": max(_PULL_BYTES, 2 * self._client.max_payload)}
         reply = f"{inbox.subject}.{next(self._pulls)}"
         self._pull = _Pull(reply, rows_max, now_s, now_s + wait_s + self._client.timeout_s)
         await self._client.send(inbox.answers.subject, json.dumps(asked).encode(), reply=reply)
@@ -428,7 +460,7 @@ class NatsOutput:
 
     def __init__(self, client: NatsClient, broker: relay_settings.Nats) -> None:
         self._client = client
-        self._in_flight = broker.in_flight
+        self._flight = _Flight(broker.in_flight)
         self._streams: dict[str, Sequence[str]] = {}
         """Target -> the streams that have it, as JetStream said when it was asked last"""
 
@@ -440,7 +472,7 @@ class NatsOutput:
         await self._client.up()
         streams, unsent = await self._streams_of({each.target for each in messages})
         sent = [each for each in messages if each.target in streams]
-        outcomes = await _gathered(lambda each: self._publish(each, streams[each.target]), sent, self._in_flight)
+        outcomes = await self._publish_all(sent, streams)
         doubtful = {
             each.target
             for each, outcome in zip(sent, outcomes, strict=True)
@@ -457,6 +489,30 @@ class NatsOutput:
             for each in messages
         ]
 
+    async def _publish_all(
+        self, messages: Sequence[port.Outgoing], streams: Mapping[str, Sequence[str]]
+    ) -> Sequence[Exception | None]:
+        """Publish messages until the connection fails, or for each target until it does not answer."""
+        stopped: dict[str, Exception] = {}
+        everywhere = ""
+
+        async def publish(outgoing: port.Outgoing) -> None:
+            if (reason := stopped.get(everywhere) or stopped.get(outgoing.target)) is not None:
+                raise Failed(nats_answers.NOT_SENT, f"not sent, since those before it have failed: {reason}")
+            try:
+                await self._publish(outgoing, streams[outgoing.target])
+            except port.SessionOver as error:
+                stopped[everywhere] = error
+                raise
+            except Failed as error:
+                if error.code in (nats_answers.LOST, nats_answers.NOT_CONNECTED):
+                    stopped[everywhere] = error
+                elif error.code == nats_answers.TIMEOUT:
+                    stopped[outgoing.target] = error
+                raise
+
+        return await _gathered(publish, messages, self._flight, _size_of)
+
     async def _streams_of(
         self, targets: Collection[str]
     ) -> tuple[Mapping[str, Sequence[str]], Mapping[str, Exception]]:
@@ -466,7 +522,7 @@ class NatsOutput:
         found = {target: self._streams[target] for target in targets if target in self._streams}
         failed: dict[str, Exception] = {}
         unknown = [target for target in targets if target not in found]
-        answers = await _gathered(lambda target: streams_of(self._client, target), unknown, self._in_flight)
+        answers = await _gathered(lambda target: streams_of(self._client, target), unknown, self._flight, lambda _: 0)
         for target, answer in zip(unknown, answers, strict=True):
             if isinstance(answer, port.SessionOver):
                 raise answer
@@ -548,6 +604,13 @@ def _produced(
     return nats_answers.produced(target, outcome)
 
 
+def _size_of(outgoing: port.Outgoing) -> int:
+    if outgoing.message is None:
+        return 0
+    original: nats_client.Original = outgoing.message.body
+    return original.headers_size + len(original.data)
+
+
 def _missing(name: str, stream: str) -> Finding:
     return Finding(name, Grade.MISSING, f"stream {stream}: does not exist; create it")
 
@@ -560,27 +623,52 @@ def _finding_of_clock(told: str, asked_at_ms: int) -> Finding:
     return port.finding_of_clock("NATS", int(moment.timestamp() * 1_000), asked_at_ms)
 
 
-async def _each(call: Callable[[Given], Awaitable[Answered]], given: Iterable[Given], in_flight: int) -> list[Answered]:
-    """Return the answers to many calls, as `_gathered`. Raises the first failure, when all have ended."""
-    answers = await _gathered(call, given, in_flight)
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-    return [answer for answer in answers if not isinstance(answer, Exception)]
+class _Flight:
+    """Bounds what is in flight, by number and by bytes; what is larger than the bound goes alone."""
+
+    def __init__(self, number_max: int) -> None:
+        self._number_max = number_max
+        self._number = self._bytes = 0
+        self._has_left = asyncio.Event()
+
+    async def enter(self, size: int) -> None:
+        """Wait until there is room for so many bytes."""
+        while self._number >= self._number_max or (self._number and self._bytes + size > _FLIGHT_BYTES):
+            self._has_left.clear()
+            await self._has_left.wait()
+        self._number += 1
+        self._bytes += size
+
+    def leave(self, size: int, _: object = None) -> None:
+        """Give back the room."""
+        self._number -= 1
+        self._bytes -= size
+        self._has_left.set()
 
 
 async def _gathered(
-    call: Callable[[Given], Awaitable[Answered]], given: Iterable[Given], in_flight: int
+    call: Callable[[Given], Awaitable[Answered]],
+    given: Iterable[Given],
+    flight: _Flight,
+    size_of: Callable[[Given], int],
 ) -> list[Answered | Exception]:
-    """Return the answers to many calls, or what each has raised; at most `in_flight` are in flight."""
-    room = asyncio.Semaphore(in_flight)
+    """Return the answers to many calls, or what each has raised, when all have ended."""
 
-    async def one(value: Given) -> Answered:
-        async with room:
+    async def one(value: Given) -> Answered | Exception:
+        try:
             return await call(value)
+        except Exception as error:  # noqa: BLE001 - it is the answer to this one alone
+            return error
 
-    answers = await asyncio.gather(*map(one, given), return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(answer, Exception):
-            raise answer
-    return [answer for answer in answers if isinstance(answer, Exception) or not isinstance(answer, BaseException)]
+    tasks: list[asyncio.Task[Answered | Exception]] = []
+    try:
+        for value in given:
+            size = size_of(value)
+            await flight.enter(size)
+            task = asyncio.create_task(one(value))
+            # A task that is cancelled before it begins runs nothing of its own.
+            task.add_done_callback(functools.partial(flight.leave, size))
+            tasks.append(task)
+        return await asyncio.gather(*tasks)
+    finally:
+        await port.end(tasks)

@@ -24,6 +24,7 @@ from typing import Any, Final
 import nats.aio.client
 import nats.errors
 import nkeys
+from nats.aio.client import Srv
 from nats.aio.msg import Msg
 from nats.protocol import command
 from nats.protocol.parser import AWAITING_CONTROL_LINE, AWAITING_MSG_PAYLOAD, Parser
@@ -274,9 +275,21 @@ class _Connection(nats.aio.client.Client):
         if self._flush_queue is not None and self._flush_queue.empty():
             await self._flush_pending()
 
+    async def _connect_to_server(self, s: Srv) -> None:
+        # nats-py leaves open the socket of each attempt that a server has refused.
+        self.abort()
+        await super()._connect_to_server(s)
+
     async def close(self) -> None:
         if self._flush_queue is not None:  # Else `connect` has refused its arguments, and there is nothing to close.
             await super().close()
+
+    def release_senders(self) -> None:
+        """Let those go on who wait until a lost connection has taken what they send."""
+        while self._flush_queue is not None and not self._flush_queue.empty():
+            waiting = self._flush_queue.get_nowait()
+            if not waiting.done():
+                waiting.set_result(None)
 
     def abort(self) -> None:
         """Drop the socket with everything that is not sent: a server that is suspended takes nothing."""
@@ -400,6 +413,10 @@ class NatsClient:
             self._end()
 
     async def _disconnected(self) -> None:
+        self._connection.release_senders()
+        if self._connection.is_closed:
+            self._end()
+            return
         self._settled.clear()
         self._fail_all(lambda: Failed(nats_answers.LOST, f"the connection was lost: {self._said or 'no reason given'}"))
 
@@ -408,7 +425,6 @@ class NatsClient:
         self._settled.set()
 
     async def _closed(self) -> None:
-        self._said = self._said or _text(self._connection.last_error or nats.errors.ConnectionClosedError())
         self._end()
 
     def _error_came(self, text: str) -> None:
@@ -428,7 +444,8 @@ class NatsClient:
         return Failed(nats_answers.DENIED, f"NATS says {self._said}: give the relay's user that permission")
 
     def _end(self) -> None:
-        self._over = self._over or self._said or "no reason given"
+        last = self._connection.last_error or nats.errors.ConnectionClosedError()
+        self._over = self._over or self._said or _text(last)
         self._settled.set()
         self._fail_all(self._session_over)
 

@@ -43,6 +43,8 @@ def target_fault(target: str) -> str:
         return f"{_shown(target)} has a character that UTF-8 cannot encode"
     if size > SUBJECT_BYTES_MAX:
         return f"{_shown(target)} has {size} bytes; a subject has at most {SUBJECT_BYTES_MAX}"
+    if "\ufffd" in target:
+        return f"{_shown(target)} has U+FFFD, which stands for bytes that are no UTF-8"
     if _UNUSABLE_IN_SUBJECTS.search(target):
         return f"{_shown(target)} has a blank or a control character"
     words = target.split(".")

@@ -58,6 +58,7 @@ _CLOCK_BEHIND_MS = 60_000
 _NOT_DUE_S = 0.2
 _LOOK_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 """How long to wait before the next look at what is committed, the longer the more looks found nothing new."""
+_CHANGES_TARRY = (Work.ADD, Work.ADD_LATE, Work.NACK, Work.WITHDRAW)
 _ENDS_SESSION = (port.SessionOver, port.NotThere)
 
 
@@ -335,10 +336,13 @@ class Relay:
         except Exception as error:
             # Of some the answer may have come before.
             left = [item for item in items if TABLE[item.step].work is work and not item.is_forgotten]
+            found = daemon_answers.meant(error)
+            if work in _CHANGES_TARRY and (found is None or found.meaning is Meaning.UNKNOWN):
+                for item in left:
+                    item.may_be_done = True
             if daemon_answers.passes(error):
                 self._answer_all(left, Answer.AGAIN)
                 return await self._rest(end, error, failures, work)
-            found = daemon_answers.meant(error)
             if work in (Work.ACKNOWLEDGE, Work.REJECT) or (found is None and isinstance(error, tarry.TarryError)):
                 raise
             if len(left) > 1:
@@ -367,7 +371,8 @@ class Relay:
             log.error("work on a message has raised", exc_info=error, extra={"step": item.step.value})
         if not is_refused and item.raised < RAISED_MAX:
             return False
-        self._refuse(item, getattr(error, "message", "") or f"{type(error).__name__}: {error}")
+        reason = getattr(error, "message", "") or f"{type(error).__name__}: {error}"
+        self._refuse(item, f"may have landed: {reason}" if item.may_be_done else reason)
         return True
 
     def _refuse(self, item: MessageItem, reason: str) -> None:

@@ -1,117 +1,43 @@
-"""What a relay meets in a real Kafka: partitions that change hands, transactions, a log that is cut, added to or made
-anew, TLS and SASL.
+"""Tests what a relay meets in a real Kafka.
+
+Partitions that change hands, transactions, a log that is cut, added to or made anew, TLS and SASL, a broker that is
+silent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import confluent_kafka as kafka
 import pytest
 import trustme
-from cryptography.hazmat.primitives import serialization
 
-from tarry_relay import port, relay_settings, sessions
+from tarry_relay import kafka_client, port
+from tarry_relay.port import Grade
 from tests.brokers import kafka_server
+from tests.relay.brokers._support.kafka_topics import LIMIT_S, Topics, outgoing, read_all, safe, server_of
 
 pytestmark = pytest.mark.long
-LIMIT_S = 300.0
-SOURCE, DUE = "orders", "due"
 
 
 @pytest.fixture(scope="module")
-def ca() -> trustme.CA:
-    return trustme.CA()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, ca: trustme.CA) -> Iterator[kafka_server.KafkaServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kafka_server.KafkaServer]:
     """One for all tests here: each has topics of its own."""
     if (jars := kafka_server.find()) is None:
         pytest.skip(kafka_server.MISSING)
-    directory = tmp_path_factory.mktemp("kafka")
-    identity = directory / "identity.pem"
-    issued = ca.issue_cert("127.0.0.1")
-    key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
-    plain = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    chain = b"".join(each.bytes() for each in issued.cert_chain_pems)
-    identity.write_bytes(key.private_bytes(*plain) + chain)
-    with kafka_server.KafkaServer(jars, directory, identity) as made:
+    with server_of(jars, tmp_path_factory.mktemp("kafka"), trustme.CA()) as made:
         made.start()
         made.wait_until_loaded()
         yield made
 
 
-class Topics:
-    """The topics of one test, named after it."""
-
-    def __init__(self, server: kafka_server.KafkaServer, name: str, directory: Path) -> None:
-        self.server = server
-        self.source, self.due = f"{name}-{SOURCE}", f"{name}-{DUE}"
-        self._directory = directory
-        self._shared: dict[str, Any] = {"bootstrap.servers": server.url, "log_level": 2}
-        self._producer = kafka.Producer(self._shared)
-        server.make_topic(self.source, 3)
-        server.make_topic(self.due)
-
-    def settings(self, identity: str, broker: str, url: str) -> relay_settings.Settings:
-        file = self._directory / f"{identity}.toml"
-        file.write_text(f"""
-relay = {{ topic = "orders", id = "{identity}" }}
-source = {{ name = "{self.source}", dead_letters = "{self.due}" }}
-targets = [{{ name = "{self.due}" }}]
-broker = {{ kind = "kafka", url = "{url}", session_s = 2, kept_bytes = 0, timeout_s = 10 {broker} }}
-""")
-        return relay_settings.load(file)
-
-    @contextlib.asynccontextmanager
-    async def opened(self, identity: str = "one", broker: str = "", url: str = "") -> AsyncIterator[Any]:
-        """The relay's side of it. `broker`: more of the file's table."""
-        async with sessions.opened(self.settings(identity, broker, url or self.server.url)) as opened:
-            yield opened.broker
-
-    def publish(self, partition: int, rows: int) -> None:
-        # A producer learns of partitions now and then.
-        for row in range(rows):
-            self._producer.produce(self.source, b"%d" % row, partition=partition)
-        assert self._producer.flush(LIMIT_S) == 0
-
-    def learn(self) -> None:
-        self._producer = kafka.Producer(self._shared)
-
-    def published(self, isolation: str = "read_committed") -> list[bytes]:
-        """What stands in the target, to its end."""
-        consumer = kafka.Consumer(
-            {**self._shared, "group.id": "tests", "enable.partition.eof": True, "isolation.level": isolation}
-        )
-        consumer.assign([kafka.TopicPartition(self.due, 0, 0)])
-        found = []
-        while (message := consumer.poll(LIMIT_S)) is not None and message.error() is None:
-            found.append(message.value() or b"")
-        consumer.close()
-        assert message is not None
-        return found
-
-
 @pytest.fixture
 def topics(server: kafka_server.KafkaServer, request: pytest.FixtureRequest, tmp_path: Path) -> Topics:
     return Topics(server, request.node.name.partition("[")[0][-40:], tmp_path)
-
-
-async def read_all(reader: port.Reader, rows: int) -> tuple[list[port.Read], list[Any]]:
-    """What is read, and the lanes that were lost, until there are so many rows."""
-    found: list[port.Read] = []
-    lost: list[Any] = []
-    async with asyncio.timeout(LIMIT_S):
-        while len(found) < rows:
-            portion = await reader.read(100, 0.2)
-            lost += portion.lost_lanes
-            found = [each for each in found if each.lane not in portion.lost_lanes] + list(portion.read)
-    return found, lost
 
 
 async def test_two_relays_share_partitions_and_commit_none_of_the_others(topics: Topics) -> None:
@@ -193,37 +119,222 @@ async def test_far_messages_are_jumped_to_and_near_ones_are_read_on_to(topics: T
         assert [each and each.body[1] for each in found] == [b"3", b"40", b"4999", None, b"0", b"99", None]
 
 
-async def test_what_passes_from_a_transaction_to_the_next_is_what_has_not_failed(topics: Topics) -> None:
-    def outgoing(target: str, body: bytes) -> port.Outgoing:
-        return port.Outgoing(target, port.Message({}, (b"key", body, [("a", b"b")])), {"own": "c"}, "id")
-
-    settings = {"max.message.bytes": "1000"}
-    topics.server.make_topic(f"{topics.due}-small", 1, settings)
-    async with topics.opened(broker=", transactional = true") as opened:
-        asked = [outgoing(topics.due, b"1"), outgoing(f"{topics.due}-small", b"x" * 5_000), outgoing(topics.due, b"2")]
-        answers = await opened.output.produce(asked)
-        assert [bool(each.refused) for each in answers] == [False, True, False]
-        assert await opened.output.produce([outgoing(topics.due, b"3")]) == [port.Produced()]
-        assert topics.published() == [b"1", b"2", b"3"]
-        async with topics.opened(broker=", transactional = true") as another:
-            await another.output.produce([outgoing(topics.due, b"4")])
-            with pytest.raises(relay_settings.SettingsError, match=r"relay\.id"):
-                await opened.output.produce([outgoing(topics.due, b"5")])
-    assert topics.published() == [b"1", b"2", b"3", b"4"]
+async def test_an_id_is_taken_by_the_session_that_was_opened_last(topics: Topics) -> None:
+    transactional = ", transactional = true"
+    async with topics.opened(broker=transactional) as one:
+        assert await one.output.produce([outgoing(topics.due, b"1")]) == [port.Produced()]
+        async with topics.opened(broker=transactional) as two:
+            assert await two.output.produce([outgoing(topics.due, b"2")]) == [port.Produced()]
+            with pytest.raises(port.SessionOver, match=r"another relay publishes with relay\.id 'one'"):
+                await one.output.produce([outgoing(topics.due, b"3")])
+            async with topics.opened(broker=transactional) as again:
+                assert await again.output.produce([outgoing(topics.due, b"4")]) == [port.Produced()]
+            with pytest.raises(port.SessionOver):
+                await two.output.produce([outgoing(topics.due, b"5")])
+    assert topics.published() == [b"1", b"2", b"4"]
 
 
-async def test_a_cluster_is_reached_with_tls_and_a_password(topics: Topics, ca: trustme.CA, tmp_path: Path) -> None:
-    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+async def test_a_relay_that_was_suspended_in_a_transaction_needs_a_new_session(
+    topics: Topics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ", transactional = true, confirm_s = 1"
+    send = kafka_client.KafkaOutput._send
+
+    def suspended(self: kafka_client.KafkaOutput, producer: Any, messages: Any) -> Any:
+        came = send(self, producer, messages)
+        topics.wait_until_nothing_is_open()
+        return came
+
+    async with topics.opened(broker=settings) as opened:
+        await opened.output.produce([outgoing(topics.due, b"1")])
+        with monkeypatch.context() as patch:
+            patch.setattr(kafka_client.KafkaOutput, "_send", suspended)
+            with pytest.raises(port.SessionOver, match=r"suspended for longer than broker\.confirm_s"):
+                await opened.output.produce([outgoing(topics.due, b"2")])
+    async with topics.opened(broker=settings) as opened:
+        assert await opened.output.produce([outgoing(topics.due, b"2")]) == [port.Produced()]
+    assert topics.published() == [b"1", b"2"]
+    assert topics.published("read_uncommitted") == [b"1", b"2", b"2"]
+
+
+async def test_a_cluster_is_reached_with_tls_and_a_password_that_a_new_session_reads_again(
+    topics: Topics, tmp_path: Path
+) -> None:
+    server = topics.server
     password = tmp_path / "password"
+    password.write_text("wrong")
+    shown = safe(server.directory, password)
+    with pytest.raises(port.Unreachable, match=r"_AUTHENTICATION: .*Invalid username or password"):
+        async with topics.opened(broker=f"{shown}, timeout_s = 2", url=server.safe_url):
+            pass
     password.write_text(f"{kafka_server.PASSWORD}\n")
     topics.publish(0, 1)
-    shown = (
-        f', sasl = "PLAIN", user = "{kafka_server.USER}", password_file = "{password}", ca_file = "{tmp_path}/ca.pem"'
-    )
-    async with topics.opened(broker=shown, url=topics.server.safe_url) as opened:
-        read, _ = await read_all(opened.source, 1)
-        assert len(read) == 1
-    password.write_text("wrong")
+    try:
+        async with topics.opened(broker=shown, url=server.safe_url) as opened:
+            assert len((await read_all(opened.source, 1))[0]) == 1
+            server.kill()
+            server.set_password("another")
+            server.start()
+            with pytest.raises(port.SessionOver, match=r"_AUTHENTICATION: .*Invalid username or password"):
+                await until_it_answers(opened)
+            with pytest.raises(port.SessionOver):
+                await opened.output.produce([outgoing(topics.due, b"1")])
+        password.write_text("another")
+        async with topics.opened(broker=shown, url=server.safe_url) as opened:
+            await opened.must_answer()
+    finally:
+        server.kill()
+        server.set_password(kafka_server.PASSWORD)
+        server.start()
+        server.wait_until_loaded()
+
+
+async def until_it_answers(opened: port.Broker) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                await opened.source.read(1, 0.2)
+                return await opened.must_answer()
+            except port.Unreachable:
+                pass
+
+
+async def test_a_silent_broker_is_told_in_time_and_holds_up_no_end(topics: Topics) -> None:
+    topics.publish(0, 2)
+    async with topics.opened(broker=", timeout_s = 2, session_s = 300, confirm_s = 300") as opened:
+        (first, second), _ = await read_all(opened.source, 2)
+        await opened.must_answer()
+        topics.server.stop()
+        try:
+            await must_not_answer(opened)
+            # What a silent broker does not answer, nothing else waits for.
+            commit = asyncio.create_task(opened.source.commit([first]))
+            produce = asyncio.create_task(opened.output.produce([outgoing(topics.due, b"1")]))
+            await must_not_answer(opened)
+        finally:
+            topics.server.resume()
+        await until_it_answers(opened)
+        await produce
+        await commit
+        topics.server.stop()
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(opened.source.commit([second]))]
+        tasks.append(asyncio.create_task(opened.output.produce([outgoing(topics.due, b"2")])))
+        await must_not_answer(opened)
+        begun_s = time.monotonic()
+    try:
+        # The client library itself would wait for `confirm_s`, and for the commit without end.
+        assert time.monotonic() - begun_s < 60
+        for each in tasks:
+            each.cancel()
+    finally:
+        topics.server.resume()
+
+
+async def must_not_answer(opened: port.Broker) -> None:
+    begun_s = time.monotonic()
     with pytest.raises(port.Unreachable):
-        async with topics.opened(broker=shown, url=topics.server.safe_url):
-            pass
+        await opened.must_answer()
+    assert time.monotonic() - begun_s < 60
+
+
+async def test_topics_that_do_not_exist_keep_no_session_from_being_opened(topics: Topics) -> None:
+    retry = f"{topics.source}-failed"
+    more = f'[retry]\nname = "{retry}"'
+    topics.server.admin.delete_topics([topics.source])[topics.source].result()
+    async with topics.opened(more=more) as opened:
+        found = [each async for each in opened.findings()]
+        assert [(each.name, each.grade) for each in found] == [
+            ("source", Grade.MISSING),
+            ("retry", Grade.MISSING),
+            ("target", Grade.OK),
+        ]
+        for call in (opened.must_answer, opened.source_findings, opened.log.generation):
+            with pytest.raises(port.NotThere):
+                await call()
+        for reader in (opened.source, opened.retries):
+            assert reader is not None
+            with pytest.raises(port.NotThere):
+                await read_all(reader, 1)
+        topics.server.make_topic(topics.source)
+        topics.server.make_topic(retry)
+        topics.learn()
+        topics.publish(0, 1)
+        with pytest.raises(port.NotThere):
+            await read_all(opened.source, 1)
+    async with topics.opened(more=more) as opened:
+        assert len((await read_all(opened.source, 1))[0]) == 1
+        await opened.must_answer()
+
+
+async def test_a_topic_that_is_deleted_while_it_is_read_does_not_answer(topics: Topics) -> None:
+    topics.publish(0, 1)
+    async with topics.opened(broker=', properties = { "topic.metadata.refresh.interval.ms" = 500 }') as opened:
+        await read_all(opened.source, 1)
+        topics.server.admin.delete_topics([topics.source])[topics.source].result()
+        with pytest.raises(port.NotThere):
+            await ask_on(opened)
+
+
+async def ask_on(opened: port.Broker) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            await opened.must_answer()
+
+
+async def test_a_source_is_judged_by_its_settings_and_again_each_time(topics: Topics) -> None:
+    async with topics.opened() as opened:
+        found = [each async for each in opened.findings()]
+        names = ["source", "compaction", "size", "elections", "clock", "target"]
+        assert [each.name for each in found] == names
+        assert {each.grade for each in found} == {Grade.OK}
+        assert list(await opened.source_findings()) == found[1:4]
+    wrong = {"cleanup.policy": "compact,delete", "retention.bytes": "1000", "unclean.leader.election.enable": "true"}
+    topics.source = topics.make("wrong", wrong)
+    async with topics.opened() as opened:
+        found = [each async for each in opened.findings()]
+        assert [each.name for each in found] == names
+        assert [each.grade for each in found[1:4]] == [Grade.WRONG, Grade.WRONG, Grade.WARNING]
+        assert list(await opened.source_findings()) == found[1:4]
+    topics.source, topics.due = "a b", "__due"
+    async with topics.opened() as opened:
+        found = [each async for each in opened.findings()]
+        assert [(each.name, each.grade) for each in found] == [("source", Grade.WRONG), ("target", Grade.WRONG)]
+
+
+async def test_what_kafka_does_not_tell_is_a_warning(topics: Topics) -> None:
+    async with topics.opened(broker=safe(topics.server.directory), url=topics.server.safe_url) as opened:
+        assert await opened.log.kept_ms() == 7 * 86_400_000
+        assert opened.log.tells_limits
+        with topics.denied("TOPIC", topics.source, "DESCRIBE_CONFIGS"), topics.denied("TOPIC", topics.due, "DESCRIBE"):
+            async with asyncio.timeout(LIMIT_S):
+                while (await opened.log.kept_ms()) is not None:
+                    pass
+            assert not opened.log.tells_limits
+            found = [each async for each in opened.findings()]
+            assert [(each.name, each.grade) for each in found] == [
+                ("source", Grade.OK),
+                ("settings", Grade.WARNING),
+                ("target", Grade.WARNING),
+            ]
+            assert list(await opened.source_findings()) == found[1:2]
+
+
+async def test_a_group_that_may_not_read_is_told_with_the_reason(topics: Topics) -> None:
+    async with topics.opened(
+        broker=f"{safe(topics.server.directory)}, timeout_s = 2", url=topics.server.safe_url
+    ) as opened:
+        group = f"relay-{topics.source}@{await opened.log.generation()}"
+        with topics.denied("GROUP", group, "READ"):
+            with pytest.raises(port.Unreachable, match="GROUP_AUTHORIZATION_FAILED"):
+                await read_all(opened.source, 1)
+            with pytest.raises(port.Unreachable, match="GROUP_AUTHORIZATION_FAILED"):
+                await opened.must_answer()
+        topics.publish(0, 1)
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                try:
+                    await read_all(opened.source, 1)
+                    break
+                except port.Unreachable:
+                    pass
+        await opened.must_answer()

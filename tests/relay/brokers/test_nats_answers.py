@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,17 +87,17 @@ async def admin(server: nats_server.NatsServer) -> AsyncIterator[Any]:
         yield connection
 
 
-async def api(connection: Any, call: str, asked: object = None) -> dict[str, Any]:
+async def api(connection: Any, call: str, asked: object = None, timeout_s: float = 300) -> dict[str, Any]:
     data = b"" if asked is None else json.dumps(asked).encode()
-    told: dict[str, Any] = json.loads((await connection.request(f"$JS.API.{call}", data, timeout=30)).data)
+    told: dict[str, Any] = json.loads((await connection.request(f"$JS.API.{call}", data, timeout=timeout_s)).data)
     return told
 
 
-async def make_stream(connection: Any, name: str, config: dict[str, Any]) -> None:
+async def make_stream(connection: Any, name: str, config: dict[str, Any], timeout_s: float = 300) -> None:
     sealed = {"sealed": True} if config.get("sealed") else None
     whole = {"name": name, "subjects": [name], "duplicate_window": 60 * 10**9, "allow_direct": True, **config}
     whole.pop("sealed", None)
-    told = await api(connection, f"STREAM.CREATE.{name}", whole)
+    told = await api(connection, f"STREAM.CREATE.{name}", whole, timeout_s)
     if sealed is not None:
         told = await api(connection, f"STREAM.UPDATE.{name}", {**told["config"], **sealed})
     assert "error" not in told, told
@@ -312,13 +310,16 @@ async def test_a_connection_that_is_lost(tmp_path: Path) -> None:
             await make_stream(connection, "plain", {})
             adapter = await stack.enter_async_context(opened(server, "any", timeout_s=30.0))
             assert (await adapter.output.produce([outgoing("plain", 1)]))[0].is_taken
-            os.kill(server.pid, signal.SIGSTOP)
-            producing = asyncio.ensure_future(adapter.output.produce([outgoing("plain", 2)]))
+            server.suspend()
+            large = [outgoing("plain", number, size=900_000) for number in range(2, 102)]
+            producing = asyncio.ensure_future(adapter.output.produce(large))
             while not adapter._client._asked:  # noqa: ASYNC110 - the server is suspended, so that nothing tells it
                 await asyncio.sleep(0)
             server.kill()
-            (lost,) = await producing
-            assert means(lost, nats_answers.LOST, Meant(Meaning.UNKNOWN))
+            produced = await producing
+            assert {each.code for each in produced} == {nats_answers.LOST, nats_answers.NOT_SENT}
+            assert means(produced[0], nats_answers.LOST, Meant(Meaning.UNKNOWN))
+            assert means(produced[-1], nats_answers.NOT_SENT, Meant(Meaning.NOT_NOW))
             adapter._client.timeout_s = 0.5
             with pytest.raises(nats_answers.Failed) as failed:
                 await adapter.output.produce([outgoing("plain", 2)])
@@ -357,7 +358,7 @@ async def test_a_stream_whose_server_is_away_is_not_missing(tmp_path: Path) -> N
             await until_made(connection, "due", {"num_replicas": 1})
             leader = (await api(connection, "STREAM.INFO.due"))["cluster"]["leader"]
             there = next(each for number, each in enumerate(servers) if leader != f"s{number}")
-            adapter = await stack.enter_async_context(opened(there, "any", timeout_s=10.0))
+            adapter = await stack.enter_async_context(opened(there, "any", timeout_s=2.0))
             assert (await adapter.output.produce([outgoing("due", 1)]))[0].is_taken
             servers[int(leader[1:])].kill()
             async with asyncio.timeout(300):
@@ -375,7 +376,7 @@ async def until_made(connection: Any, name: str, config: dict[str, Any]) -> None
     async with asyncio.timeout(300):
         while True:
             with contextlib.suppress(AssertionError, nats.errors.Error):
-                await make_stream(connection, name, config)
+                await make_stream(connection, name, config, timeout_s=2)
                 return
 
 
