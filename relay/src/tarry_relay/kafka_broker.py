@@ -53,6 +53,10 @@ Pair = tuple[int, int]
 """Partition and offset."""
 
 
+_QUEUE_BYTES_MAX = 16 * 2**20
+"""What each of the consumers reads ahead at most; a relay has three."""
+
+
 class Kept(Generic[Content]):
     """A cache of messages by position, from which the oldest go first. Several threads may use it."""
 
@@ -262,16 +266,29 @@ class KafkaLog:
                 wanted.setdefault(pair[0], []).append(pair[1])
         self._fetched += len(pairs)
         self._kept_ones += len(found)
+        failed: port.Unreachable | None = None
         try:
             if wanted:
-                await self._look_for(wanted, found)
+                try:
+                    await self._look_for(wanted, found)
+                except port.Unreachable as error:
+                    if not found:
+                        raise
+                    failed = error
             kept_until_s = max((each.read_until_s for each in found.values()), default=0.0)
             await self._topics.confirm(self._topic, generation, time.monotonic() if wanted else kept_until_s)
         except (port.Unreachable, port.SessionOver):
             for pair, kept in found.items():
                 self._kept.keep(pair, kept, kept.record.memory_bytes)
             raise
-        return [found[pair].record.message() if pair in found else None for pair in pairs]
+        return [
+            found[pair].record.message()
+            if pair in found
+            else None
+            if failed is None or kafka_judgement.position_fault(*pair)
+            else port.NOT_YET
+            for pair in pairs
+        ]
 
     async def close(self) -> None:
         """End, or leave the client behind."""
@@ -424,14 +441,15 @@ class KafkaReader:
         portion, self._held = self._held, None
         if self._kept is not None:
             for each in portion.read:
-                read = Found(each.receipt, self._asked_at_s)
-                self._kept.keep((each.ledger_id, each.entry_id), read, each.receipt.memory_bytes)
+                if each.message is not None:
+                    record = Record(each.message.body, each.message.sent_at_ms, each.receipt)
+                    self._kept.keep(each.position, Found(record, self._asked_at_s), record.memory_bytes)
         return portion
 
     async def commit(self, read: Sequence[port.Read]) -> None:
         """Commit the offset behind the last of them; do nothing if the partition is another relay's by now."""
         last = read[-1]
-        behind = TopicPartition(self._topic, last.ledger_id, last.entry_id + 1, leader_epoch=last.receipt.leader_epoch)
+        behind = TopicPartition(self._topic, last.ledger_id, last.entry_id + 1, leader_epoch=last.receipt)
         await self._committing.call(self._commit, last.lane, behind)
 
     async def hold(self, read: Sequence[port.Read]) -> None:
@@ -664,8 +682,9 @@ def _ends(consumer: kafka.Consumer, partition: TopicPartition, timeout_s: float)
 async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka) -> AsyncIterator[KafkaBroker]:
     """Open a session; a topic that does not exist is no reason not to. Raises SettingsError, Unreachable."""
     relay, source = settings.relay, settings.source.name
-    properties = ClientProperties(broker, relay.subscription, relay.id)
-    kept: Kept[Found] = Kept(broker.kept_bytes)
+    queue_bytes = min(_QUEUE_BYTES_MAX, relay.memory_bytes // 16)
+    properties = ClientProperties(broker, relay.subscription, relay.id, queue_bytes)
+    kept: Kept[Found] = Kept(min(broker.kept_bytes, relay.memory_bytes // 8))
     closing: dict[str, Callable[[], object]] = {}
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(ended_within, closing)
@@ -734,4 +753,4 @@ async def _generation_now(topics: ClusterTopics, topic: str) -> str:
 
 def _read(event: Event, lane: tuple[int, int]) -> port.Read:
     record = Record.of(event)
-    return port.Read(event.partition(), event.offset(), record.message(), lane, receipt=record)
+    return port.Read(event.partition(), event.offset(), record.message(), lane, receipt=record.leader_epoch)

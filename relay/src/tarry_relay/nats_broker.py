@@ -242,13 +242,18 @@ class NatsLog(port.FirstGeneration):
                 failures.append(error)
                 raise
 
-        found = []
+        found: list[port.Message | None] = []
         for each in await _gathered(fetch_one, sequences, self._flight, lambda _: self._expected):
-            if isinstance(each, Exception):
+            if isinstance(each, port.Unreachable):
                 # The messages may have been too large for the connection all together.
                 self._expected = self._client.max_payload
+                found.append(port.NOT_YET)
+            elif isinstance(each, Exception):
                 raise each
-            found.append(each)
+            else:
+                found.append(each)
+        if failures and all(each is port.NOT_YET for each in found):
+            raise failures[0]
         port.must_be_same(f"stream {self.stream}", generation, await self.generation())
         return found
 
@@ -269,7 +274,7 @@ class NatsLog(port.FirstGeneration):
         return self._fetched(nats_client.stored(told["message"]))
 
     def _fetched(self, message: port.Message) -> port.Message:
-        self._expected = max(message.body.headers_size + len(message.body.data), self._expected * 7 // 8)
+        self._expected = max(message.size_bytes, self._expected * 7 // 8)
         return message
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
@@ -607,8 +612,7 @@ def _produced(
 def _size_of(outgoing: port.Outgoing) -> int:
     if outgoing.message is None:
         return 0
-    original: nats_client.Original = outgoing.message.body
-    return original.headers_size + len(original.data)
+    return outgoing.message.size_bytes
 
 
 def _missing(name: str, stream: str) -> Finding:

@@ -95,13 +95,8 @@ class Message:
     """About what its headers and payload take in memory."""
 
 
-class NotYet(enum.Enum):
-    """Stands for a message that could not be fetched now."""
-
-    NOT_YET = "not yet"
-
-
-NOT_YET = NotYet.NOT_YET
+NOT_YET = Message({}, None)
+"""Stands for a message that could not be fetched now. Compare it by identity."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -292,7 +287,7 @@ class Log(Protocol):
         """Return a name that another log of this name, made after this one was deleted, does not have."""
         ...
 
-    async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[Message | NotYet | None]:
+    async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[Message | None]:
         """Return the messages at these (ledger, entry), which ascend; None for one that is gone for good.
 
         Return NOT_YET for those that could not be fetched now; raise Unreachable if that is all of them. Raises

@@ -47,6 +47,10 @@ _AFTER_LARGE = """
 if tonumber(redis.call('GET', KEYS[2])) == redis.call('XLEN', KEYS[1]) then redis.call('DEL', KEYS[2]) end
 return 1
 """
+_MESSAGE_BYTES = 500
+"""What a message costs in memory beside its fields."""
+_FIELD_BYTES = 150
+"""What a field costs in memory beside its name and value."""
 _UNPACKED_FIELDS_MAX = 3_000
 _LARGE_TRIES = 5
 _PIPELINE_BYTES = 4 * 2**20
@@ -710,7 +714,8 @@ def _message(entry_id: str, fields: Fields | None) -> port.Message | None:
     if len(headers) < len(fields):
         counts = Counter(_text(name) for name, _ in fields)
         repeated = [name for name, count in counts.items() if count > 1]
-    return port.Message(headers, fields, repeated, redis_judgement.numbers(entry_id)[0])
+    size_bytes = _MESSAGE_BYTES + sum(_FIELD_BYTES + len(name) + len(value) for name, value in fields)
+    return port.Message(headers, fields, repeated, redis_judgement.numbers(entry_id)[0], size_bytes)
 
 
 def _text(value: bytes | str) -> str:

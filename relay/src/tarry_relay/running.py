@@ -180,9 +180,10 @@ class Relay:
             for lane in portion.lost_lanes:
                 self._passage.lose(RelayLane(of, lane))
             if portion.read or portion.lost_lanes:
-                portions.came(len(portion.read), sum(_size(read.message) for read in portion.read))
                 self._health.answered("broker")
-                await self._queue.enter(self._new(of, portion.read))
+                items = self._new(of, portion.read)
+                portions.came(len(portion.read), sum(item.size_bytes for item in items))
+                await self._queue.enter(items)
 
     def _new(self, of: ReadLog, reads: Sequence[port.Read]) -> list[MessageItem]:
         """Return what is not under way here yet. What is has a newer receipt from now on."""
@@ -196,6 +197,7 @@ class Relay:
                 continue
             try:
                 item = self._item_of_source(read, lane) if of.is_source else self._item_of_retries(read, lane)
+                item.size_bytes = _size(read.message)
             except BadMessage:
                 raise
             except Exception as error:
@@ -203,7 +205,6 @@ class Relay:
                 log.exception("a message cannot be read", extra=_fields(read))
                 item = self._bad_item(read, lane, f"{type(error).__name__}: {error}")
             item.position, item.in_order, item.entered_s = read.position, of.reader.commits_in_order, time.monotonic()
-            item.size_bytes = _size(read.message)
             items.append(item)
             new[lane, read.position] = item
         self._metrics.read.inc(len(items))
@@ -477,12 +478,10 @@ class Relay:
         """Fetch the messages at the positions of items. What did not come is fetched again."""
         ordered = sorted(items, key=_position)
         found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
-        self._portions.came(
-            len(items), sum(_size(message) for message in found if not isinstance(message, port.NotYet))
-        )
+        self._portions.came(len(items), sum(map(_size, found)))
         came: list[tuple[MessageItem, port.Message | None]] = []
         for item, message in zip(ordered, found, strict=True):
-            if isinstance(message, port.NotYet):
+            if message is port.NOT_YET:
                 self._passage.answer(item, Answer.AGAIN)
             else:
                 came.append((item, message))
