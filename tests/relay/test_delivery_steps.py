@@ -554,6 +554,23 @@ def test_a_portion_to_publish_ends_with_the_message_that_fills_its_bytes() -> No
     assert portions == [[100, 100], [5_000], [1, 1]]
 
 
+def test_a_target_is_asked_for_no_more_messages_than_fit_into_the_bytes() -> None:
+    relay: Passage[int, str] = Passage(DEAD)
+    fetched(relay, "a", [100] * 10)
+    fetched(relay, "b", [100] * 10)
+    asked: list[tuple[str, int]] = []
+
+    def allowed(target: str, wanted: int) -> int:
+        # They count as gone: see `Pacing.take`.
+        asked.append((target, wanted))
+        return wanted
+
+    assert len(relay.take_to_produce(10, allowed, bytes_max=250)) == 3
+    assert asked == [("a", 3)]
+    assert len(relay.take_to_produce(10, allowed, bytes_max=1_200)) == 10
+    assert asked == [("a", 3), ("b", 10)]
+
+
 def test_what_keeps_the_commit_of_a_lane_is_named() -> None:
     relay: Passage[int, str] = Passage(DEAD)
     relay.enter([Item(Step.DIRECT, 1, target="a", lane="p0", position=(0, 1), entered_s=1.0)])

@@ -313,11 +313,9 @@ class Passage(Generic[Content, Lane]):
             if not waiting:
                 del self._to_produce[target]
                 self._unpark(target, rows_max)
-            elif (rows := allowed(target, min(len(waiting), rows_max - len(taken)))) > 0:
+            elif (rows := allowed(target, _fitting(waiting, rows_max - len(taken), bytes_left))) > 0:
                 del self._to_produce[target]
                 for _ in range(rows):
-                    if bytes_left <= 0:
-                        break
                     item = waiting.popleft()
                     if not item.is_forgotten:
                         taken.append(item)
@@ -549,3 +547,14 @@ class Passage(Generic[Content, Lane]):
             self._waiting[work].append(item)
         elif not item.in_order and item.lane is not None:
             self._done.setdefault(item.lane, deque()).append(item)
+
+
+def _fitting(waiting: Iterable[Item[Content, Lane]], rows_max: int, bytes_left: int) -> int:
+    """Return how many of the first messages fit; the one that fills the bytes is the last."""
+    rows = 0
+    for item in itertools.islice(waiting, rows_max):
+        if bytes_left <= 0:
+            break
+        rows += 1
+        bytes_left -= item.size_bytes
+    return rows
