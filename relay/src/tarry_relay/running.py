@@ -475,17 +475,20 @@ class Relay:
         self._publishing.park(subscription)
 
     async def _fetch(self, items: Sequence[MessageItem]) -> list[tuple[MessageItem, port.Message | None]]:
-        """Fetch the messages at the positions of items. What did not come is fetched again."""
+        """Fetch the messages at the positions of items. What did not come is fetched again: at once, if those that came
+        fill a portion.
+        """
         ordered = sorted(items, key=_position)
         found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
-        self._portions.came(len(items), sum(map(_size, found)))
         came: list[tuple[MessageItem, port.Message | None]] = []
         for item, message in zip(ordered, found, strict=True):
             if message is port.NOT_YET:
                 self._passage.answer(item, Answer.AGAIN)
             else:
                 came.append((item, message))
-        if len(came) < len(items):
+        size_bytes = sum(map(_size, found))
+        self._portions.came(len(came), size_bytes)
+        if len(came) < len(items) and size_bytes < self._portions.portion_bytes:
             await self._rest("broker", port.Unreachable("a fetch was cut short"), 0)
         return came
 
