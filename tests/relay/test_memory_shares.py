@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tarry_relay.memory_shares import ROWS_FIRST, Portions
+from tarry_relay.memory_shares import ROWS_FIRST, Filling, Portions, portion_bytes
 
 SHARE = 128 * 2**20
 KB = 1_000
@@ -109,3 +109,33 @@ def test_a_portion_that_was_too_large_is_never_followed_by_a_larger_one(
         if sum(came) > portions.portion_bytes:
             assert portions.rows(0) == max(1, rows // 2)
         assert portions.rows(0) <= max(1, 2 * rows)
+
+
+def calls(sizes: list[int], bytes_max: int, rows_max: int) -> list[list[int]]:
+    """Return the sizes that each call of one portion brings."""
+    filling, left, found = Filling(bytes_max, rows_max), deque(sizes), list[list[int]]()
+    while left and (rows := filling.rows()):
+        found.append([left.popleft() for _ in range(min(rows, len(left)))])
+        filling.came(len(found[-1]), sum(found[-1]))
+    return found
+
+
+def test_small_messages_fill_a_portion_by_few_calls() -> None:
+    assert [len(each) for each in calls([100] * 1_000, portion_bytes(256 * 2**20), 500)] == [16, 32, 64, 128, 256, 4]
+
+
+def test_large_messages_fill_a_portion_however_many_are_asked_for() -> None:
+    assert [len(each) for each in calls([900 * KB] * 1_000, portion_bytes(256 * 2**20), 500)] == [16, 2, 1]
+    assert [len(each) for each in calls([100 * KB] * 1_000, portion_bytes(64 * 2**20), 500)] == [16, 25, 1]
+    assert [len(each) for each in calls([2**30] * 1_000, portion_bytes(64 * 2**20), 1)] == [1]
+
+
+@given(st.lists(SIZES, min_size=1, max_size=300), st.integers(1, 2**26), st.integers(1, 500))
+def test_a_portion_that_is_filled_has_messages_and_ends_with_the_call_that_fills_it(
+    sizes: list[int], bytes_max: int, rows_max: int
+) -> None:
+    found = calls(sizes, bytes_max, rows_max)
+    assert 1 <= sum(map(len, found)) <= rows_max
+    assert sum(map(sum, found[:-1])) < bytes_max
+    all_came = sum(map(len, found)) == min(rows_max, len(sizes))
+    assert all_came or sum(map(sum, found)) >= bytes_max

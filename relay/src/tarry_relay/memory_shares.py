@@ -40,3 +40,37 @@ class Portions:
             self._rows = max(1, self._rows // 2)
         elif rows >= self._rows and 2 * size_bytes <= self.portion_bytes:
             self._rows = min(2 * self._rows, self._rows_max)
+
+
+def portion_bytes(memory_bytes: int) -> int:
+    """Return how many bytes one call of a reader or fetcher should bring; one message may be larger."""
+    return max(1, memory_bytes // 2 // _PORTIONS)
+
+
+class Filling:
+    """A portion that an adapter fills by several calls, where the broker counts messages and not bytes.
+
+    Each call asks for no more than will fit if they are as large as those before.
+    """
+
+    def __init__(self, bytes_max: int, rows_max: int) -> None:
+        """Begin with a small call. `bytes_max`: after so many the portion is full."""
+        self._bytes_left = bytes_max
+        self._rows_left = rows_max
+        self._next = ROWS_FIRST
+        self._rows = self._bytes = 0
+
+    def rows(self) -> int:
+        """Return how many messages to ask for next; 0 if the portion is full."""
+        if self._bytes_left <= 0:
+            return 0
+        fit = self._next if not self._bytes else max(1, self._bytes_left * self._rows // self._bytes)
+        return min(self._next, self._rows_left, fit)
+
+    def came(self, rows: int, size_bytes: int) -> None:
+        """Say that so many messages came, of so many bytes together."""
+        self._rows += rows
+        self._rows_left -= rows
+        self._bytes += size_bytes
+        self._bytes_left -= size_bytes
+        self._next = max(1, 2 * rows)
