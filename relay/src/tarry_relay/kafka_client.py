@@ -368,12 +368,16 @@ def _headers(event: Event) -> Sequence[tuple[str, bytes | None]] | None:
     """Return the headers; None if the name of one is no UTF-8.
 
     The client then returns a list with an empty place and raises as well. Called through `partial`, Python notices the
-    exception; called directly, it may not, and whoever touches the list crashes.
+    exception; called directly, it may not, and whoever touches the list crashes. A second such name is decoded while
+    the first one's exception is set, which raises more SystemErrors, each by the one before.
     """
     try:
         return tuple(functools.partial(event.headers)() or ())
     except SystemError as error:
-        if isinstance(error.__cause__, UnicodeDecodeError):
+        cause: BaseException | None = error
+        while isinstance(cause, SystemError):
+            cause = cause.__cause__
+        if isinstance(cause, UnicodeDecodeError):
             return None
         raise
 

@@ -80,7 +80,8 @@ async def test_a_header_whose_name_is_no_text_is_a_fault_of_its_message_alone(ur
     broker = relay_settings.Kafka(url=url, timeout_s=LIMIT_S, confirm_s=LIMIT_S)
     properties = ClientProperties(broker, "relay", "one")
     topics: Any = Topics()
-    produce_raw(url, "odd", [[(b"delay", b"1s"), (b"a\xff", b"1"), (b"b", b"2")], [(b"a", b"1")]] * 100)
+    one = [(b"delay", b"1s"), (b"a\xff", b"1"), (b"b", b"2")]
+    produce_raw(url, "odd", [message for odd in (one, [*one, *one, *one]) for message in [odd, [(b"a", b"1")]] * 50])
     # In its first run Python notices the error of the client, and later it does not.
     log = KafkaLog("odd", topics, properties, Kept(0), LIMIT_S, 2**24)
     found = await log.fetch([(0, offset) for offset in range(200)], "one")

@@ -211,9 +211,9 @@ def block_of(message: Raw) -> bytes | None:
 
 def _from_nats(stream: str, message: Any) -> Arrived:
     at = datetime.datetime.fromisoformat(message["time"])
-    fields = tuple(fields_of_block(base64.b64decode(message.get("hdrs", ""))))
+    block = base64.b64decode(message.get("hdrs", ""))
     body = base64.b64decode(message.get("data", ""))
-    return Arrived(stream, int(at.timestamp() * 1_000), fields, body)
+    return Arrived(stream, int(at.timestamp() * 1_000), tuple(fields_of_block(block)), body, block)
 
 
 # Redis.
@@ -358,10 +358,11 @@ def _partitions_of(stream: str) -> int:
 
 def _from_kafka(message: Any) -> Arrived:
     try:
-        fields = tuple((name.encode(), value) for name, value in message.headers() or ())
+        # Called like this, Python notices the library's exception, and nobody touches what it returns beside.
+        fields = tuple((name.encode(), value) for name, value in functools.partial(message.headers)() or ())
     except (SystemError, UnicodeDecodeError):
         fields = ((UNREADABLE, None),)
-    return Arrived(message.topic(), message.timestamp()[1], fields, message.value())
+    return Arrived(message.topic(), message.timestamp()[1], fields, message.value(), key=message.key())
 
 
 def _produce(connection: socket.socket, topic: str, partition: int, batch: bytes) -> int:
@@ -402,8 +403,9 @@ def record_batch(messages: Sequence[Raw]) -> bytes:
 
 
 def _record(message: Raw, row: int, later_ms: int) -> bytes:
-    parts = [b"\0", _varint(later_ms), _varint(row), _varint(-1)]
-    parts += [_varint(-1)] if message.body is None else [_varint(len(message.body)), message.body]
+    parts = [b"\0", _varint(later_ms), _varint(row)]
+    for each in (message.key, message.body):
+        parts += [_varint(-1)] if each is None else [_varint(len(each)), each]
     parts.append(_varint(len(message.fields)))
     for name, value in message.fields:
         parts += [_varint(len(name)), name]
