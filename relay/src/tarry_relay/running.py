@@ -431,8 +431,9 @@ class Relay:
         except Bad:
             # With on_bad = "now" it was delivered all the same.
             due_ms = None
-        time_ms = sent_ms(message) if due_ms is None else due_ms
-        return "" if time_ms == _due_ms(item) else f"the time of the message at its position is another, {time_ms}"
+        # What is due at once has the time 1 in Tarry.
+        time_ms = max(1, sent_ms(message) if due_ms is None else due_ms)
+        return "" if time_ms == max(1, _due_ms(item)) else f"the time of the message at its position is another, {time_ms}"
 
     async def _nack(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
         """Hand messages back. What the daemon ignores needs nothing: it comes by itself, or has come again already.
