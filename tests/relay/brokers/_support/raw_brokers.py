@@ -223,7 +223,7 @@ class RawRedis(RawBroker):
     """Entries with their fields as pairs."""
 
     def __init__(self, server: Any) -> None:
-        self._client: Any = redis.asyncio.Redis.from_url(server.url)
+        self._client: Any = redis.asyncio.Redis.from_url(server.url, socket_timeout=PATIENCE_S)
         # The library makes a dictionary of the fields.
         as_it_is: Any = lambda found, **_: found  # noqa: E731
         self._client.set_response_callback("XRANGE", as_it_is)
