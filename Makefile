@@ -114,6 +114,11 @@ types: $(SYNCED) ## mypy, strict
 imports: $(SYNCED) ## the direction of imports between the layers
 	$(RUN) lint-imports --no-logo
 
+.PHONY: house
+house: $(SYNCED) ## report how the code is divided; no figure fails. ARGS='--list' names what is counted
+	$(RUN) python scripts/house_counts.py $(ARGS)
+	$(RUN) python scripts/trace_rooms.py
+
 .PHONY: protos
 protos: $(SYNCED) ## buf: the rules for proto/
 	$(RUN) buf lint

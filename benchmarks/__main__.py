@@ -17,28 +17,16 @@ from rich.console import Console
 
 from benchmarks import (
     add,
-    burst,
     compaction,
-    deletions,
     drain,
-    fair,
-    fifo,
-    keys,
     lateness,
-    life,
     machine,
     memory,
-    nack,
     nack_memory,
     positions,
-    producer,
-    redis_batches,
     relays,
     report,
     restart,
-    retention,
-    seal_pause,
-    see,
     selectors,
     service,
     stored,
@@ -54,15 +42,9 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
     module.NAME: module.run
     for module in (
         add,
-        producer,
         drain,
-        nack,
-        burst,
         lateness,
         tls_cost,
-        keys,
-        fair,
-        life,
         memory,
         nack_memory,
         stored,
@@ -72,17 +54,10 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
         takeover,
         service,
         topics,
-        retention,
-        seal_pause,
-        see,
-        fifo,
         selectors,
-        deletions,
         compaction,
     )
 }
-# Of the rival alone, and not among `all`.
-TUNING: dict[str, Callable[[workbench.Workbench], report.Result]] = {redis_batches.NAME: redis_batches.run}
 ALL = "all"
 # Where no terminal says how wide it is.
 WIDTH = 140
@@ -126,10 +101,9 @@ def _measure(
 ) -> tuple[list[report.Result], list[str]]:
     """The results, and the measurements that could not be taken: the others are, all the same."""
     results, failed = [], []
-    known = MEASUREMENTS | TUNING
     for name in MEASUREMENTS if ALL in names or not names else dict.fromkeys(names):
         try:
-            result = known[name](bench)
+            result = MEASUREMENTS[name](bench)
         except (processes.ProcessFailed, TimeoutError) as error:
             failed.append(name)
             console.print(f"{name}: {error}", style="bold red", highlight=False, markup=False)
@@ -144,7 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks",
         description="Measures, side by side with Redis, on servers of its own. No figure fails; a missing row does.",
     )
-    names = [*MEASUREMENTS, *TUNING, ALL]
+    names = [*MEASUREMENTS, ALL]
     parser.add_argument("measurements", nargs="*", metavar="MEASUREMENT", help=f"{', '.join(names)}; default: {ALL}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it works, measures nothing")

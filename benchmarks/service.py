@@ -5,9 +5,9 @@
     python -m benchmarks.service --seconds 600 --store slow --daemon ../before --standby
 
 Nothing comes in large batches here: rows come due a few at a time. The daemon has a core, its clients have the others.
-What is measured: lateness, CPU a row and a message of the daemon, by layer where that is asked for, slots, checkpoints,
-files, memory, and the requests to a store that is slow; then the time from SIGKILL to the first hand-out of the daemon
-that is started again, or of one that stood by, and how many slots it had to read.
+What is measured: lateness, CPU a row and a message of the daemon, by layer where that is asked for, the longest pause
+of its loop, slots, checkpoints, files, memory, and the requests to a store that is slow; then the time from SIGKILL to
+the first hand-out of the daemon that is started again, or of one that stood by, and how many slots it had to read.
 
 Owns: the run, the kill, and the account: what was added comes, and what was acknowledged does not come again.
 Does not own: rows and clients (`service_load`, `service_clients`), the layers (`cpu_layers`), the daemon process
@@ -115,12 +115,14 @@ def measure(bench: workbench.Workbench, plan: Plan) -> report.Result:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Served:
     """What a daemon did while rows were added. `counted`: by the name, with its unit at the end, of what becomes of it
-    when it is divided by the seconds. `layers`: CPU seconds; empty when they were not asked for.
+    when it is divided by the seconds. `layers`: CPU seconds; empty when they were not asked for. `longest_pause_s`: of
+    its event loop, at most.
     """
 
     seconds: float
     cpu_s: float
     clients_cpu_s: float
+    longest_pause_s: float
     counted: Mapping[str, float]
     layers: Mapping[str, float]
 
@@ -188,6 +190,7 @@ def _as_served(served: Served, received: Received) -> dict[str, float]:
     """What it cost."""
     rows, messages = int(received.came.sum()), received.messages
     counted = {name: value / served.seconds for name, value in served.counted.items()}
+    counted["longest pause of the loop at most, ms"] = 1000 * served.longest_pause_s
     if not rows:
         return {"CPU, %": 100 * served.cpu_s / served.seconds, **counted}
     return {
@@ -249,12 +252,13 @@ class _Clients:
 
 def _serve(plan: Plan, daemon: processes.DaemonProcess, clients: _Clients, folder: Path) -> tuple[Added, Served]:
     from_s, clients_s, cpu_s = slow_store.clock_s(), clients.receiving_cpu_s, daemon.usage().cpu_s
-    threads, before = cpu_layers.read_threads(daemon.pid), _counts(daemon)
+    threads, before, beats = cpu_layers.read_threads(daemon.pid), _counts(daemon), _beats(daemon)
     added, bulk_rows_per_s = clients.add()
     until_s, cpu_s = slow_store.clock_s(), daemon.usage().cpu_s - cpu_s
     clients_s = added.cpu_s + clients.receiving_cpu_s - clients_s
     used = cpu_layers.read_threads(daemon.pid).since(threads)
     counted = {name: count - before[name] for name, count in _counts(daemon).items()}
+    pause_s = longest_pause_s(beats, _beats(daemon))
     if plan.load.bulk:
         counted["rows added at full speed, 1/s"] = bulk_rows_per_s * (until_s - from_s)
     if plan.store == alone.SLOW:
@@ -267,12 +271,23 @@ def _serve(plan: Plan, daemon: processes.DaemonProcess, clients: _Clients, folde
         layers = cpu_layers.by_layer(stacks, used)
         if plan.stacks is not None:
             plan.stacks.write_text(cpu_layers.folded(stacks, used))
-    return added, Served(until_s - from_s, cpu_s, clients_s, counted, layers)
+    return added, Served(until_s - from_s, cpu_s, clients_s, pause_s, counted, layers)
 
 
 def _counts(daemon: processes.DaemonProcess) -> dict[str, float]:
     """What the daemon has counted so far, as in `Served.counted`."""
     return {name: daemon.metric(metric, **labels) for name, (metric, labels) in _COUNTS.items()}
+
+
+def _beats(daemon: processes.DaemonProcess) -> dict[float, float]:
+    """Beats of the event loop that came at most so late, by the bound in seconds."""
+    return {float(labels["le"]): count for labels, count in daemon.samples("tarry_event_loop_pause_seconds_bucket")}
+
+
+def longest_pause_s(before: Mapping[float, float], after: Mapping[float, float]) -> float:
+    """The least bound that every beat between two readings kept."""
+    meanwhile = {bound_s: count - before.get(bound_s, 0.0) for bound_s, count in after.items()}
+    return min(bound_s for bound_s, count in meanwhile.items() if count == meanwhile[float("inf")])
 
 
 _COUNTS: dict[str, tuple[str, dict[str, str]]] = {

@@ -27,7 +27,8 @@ from benchmarks import load as clock
 from benchmarks import service_load, tarry_load
 from benchmarks.service_load import Load, Mode
 from tarry import ack_pace, on_event_loop
-from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc, dispatch_pb2, dispatch_pb2_grpc
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
+from tests._support.stubs import Stub
 
 PERMITS = 10_000
 IN_FLIGHT = 10_000
@@ -173,7 +174,7 @@ async def _one_by_one(stack: contextlib.AsyncExitStack, address: str, answers: _
     """A unary call for each request; as many at once as a service has callers."""
     channel = await stack.enter_async_context(on_event_loop.open_channel(address))
     calls = await stack.enter_async_context(asyncio.TaskGroup())
-    stub = delayed_delivery_pb2_grpc.DelayedDeliveryStub(channel)
+    stub = Stub(delayed_delivery_pb2, channel)
     callers = asyncio.Semaphore(CALLERS)
 
     async def call(rows: NDArray[np.int64], request: delayed_delivery_pb2.AddMessagesRequest) -> None:
@@ -261,11 +262,11 @@ class Receiver:
         async with contextlib.AsyncExitStack() as stack:
             if mode is Mode.JOINED:
                 channel = await stack.enter_async_context(on_event_loop.open_channel(self._address))
-                await self._serve_joined(dispatch_pb2_grpc.DispatchStub(channel))
+                await self._serve_joined(Stub(dispatch_pb2, channel))
                 return
             if mode is Mode.PLAIN:
                 channel = await stack.enter_async_context(on_event_loop.open_channel(self._address))
-                serve = functools.partial(self._serve_plainly, dispatch_pb2_grpc.DispatchStub(channel))
+                serve = functools.partial(self._serve_plainly, Stub(dispatch_pb2, channel))
             else:
                 client = await stack.enter_async_context(tarry.aio.Client(self._address, timeout_s=CALL_S))
                 serve = functools.partial(self._serve, client)
@@ -286,7 +287,7 @@ class Receiver:
         if not done.cancelled() and done.exception() is None:
             self._acknowledged[rows, number] = True
 
-    async def _serve_plainly(self, stub: Any, topic: str, number: int) -> None:
+    async def _serve_plainly(self, stub: Stub, topic: str, number: int) -> None:
         name = service_load.subscription_name(number)
         await stub.CreateSubscription(
             dispatch_pb2.CreateSubscriptionRequest(topic=topic, subscription=name), timeout=CALL_S, wait_for_ready=True
@@ -318,7 +319,7 @@ class Receiver:
             if not _is_of_a_kill(error):
                 raise
 
-    async def _serve_joined(self, stub: Any) -> None:
+    async def _serve_joined(self, stub: Stub) -> None:
         """All subscriptions on one stream, acknowledgements joined as the client library joins them."""
         opening = dispatch_pb2.SubscribeManyRequest()
         for lane, (topic, number) in enumerate(self._subscribed):

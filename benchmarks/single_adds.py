@@ -24,7 +24,8 @@ import numpy as np
 from grpc_health.v1 import health_pb2
 
 from benchmarks import load, many_topics, side_process, slow_store
-from tarry.v1 import cluster_pb2, cluster_pb2_grpc, delayed_delivery_pb2, delayed_delivery_pb2_grpc
+from tarry.v1 import cluster_pb2, delayed_delivery_pb2
+from tests._support.stubs import Stub
 
 # No other ledger of these topics has this number.
 LEDGER_ID = 1_000_000_000
@@ -176,12 +177,12 @@ class _Caller:
             entry_id=[self._first_entry + number],
             deliver_at_ms=[load.now_ms() + many_topics.DUE_IN_MS],
         )
-        stub = delayed_delivery_pb2_grpc.DelayedDeliveryStub(channel)
+        stub = Stub(delayed_delivery_pb2, channel)
         self._adds.append(await _timed(topic, stub.AddMessages(request, timeout=TIMEOUT_S)))
 
     async def _look_up(self, channel: grpc.aio.Channel, topic: str) -> None:
         request = cluster_pb2.LookupTopicRequest(topic=topic)
-        call = cluster_pb2_grpc.ClusterStub(channel).LookupTopic(request, timeout=TIMEOUT_S)
+        call = Stub(cluster_pb2, channel).LookupTopic(request, timeout=TIMEOUT_S)
         self._lookups.append(await _timed(topic, call))
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:

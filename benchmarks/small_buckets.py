@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tarry
-from benchmarks import life, load, workbench
+from benchmarks import load, workbench
 from jobs.root import Root
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import bucket_format, manifest, names
@@ -27,6 +27,10 @@ from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.local_directory import LocalDirectory
 
 Mask = NDArray[np.bool_]
+
+SUBSCRIPTION = "dispatcher"
+# The daemon merges no buckets.
+FILLED = tarry.TopicPolicy(max_num_buckets=-1)
 
 _WRITER = "benchmark"
 _DEADLINE_S = 60.0
@@ -60,8 +64,8 @@ def write(bench: workbench.Workbench, root: Path, topic: str, rows: load.Rows, g
 
 def _make_topic(bench: workbench.Workbench, root: Path, topic: str) -> None:
     with bench.daemon(root) as daemon, tarry.Client(daemon.address) as client:
-        client.create_subscription(topic, life.SUBSCRIPTION)
-        client.set_policy(topic, life.FILLED)
+        client.create_subscription(topic, SUBSCRIPTION)
+        client.set_policy(topic, FILLED)
         daemon.terminate()
 
 

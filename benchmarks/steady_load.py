@@ -49,16 +49,14 @@ class Came:
 
 
 class SteadyLoad:
-    """A context manager: rows are added inside it. `end` may be called once. `times`: how many times `DELAYS_MS` their
-    delays are.
-    """
+    """A context manager: rows are added inside it. `end` may be called once."""
 
-    def __init__(self, address: str, topic: str, rows_per_s: int, seed: int, *, quick: bool, times: int = 1) -> None:
+    def __init__(self, address: str, topic: str, rows_per_s: int, seed: int, *, quick: bool) -> None:
         self.first_due_ms = 0
         """From when on rows are due all the time."""
         least_ms, most_ms = DELAYS_MS
         seconds_max = QUICK_SECONDS_MAX if quick else SECONDS_MAX
-        self._plan = lateness.Plan(seconds_max, rows_per_s, times * least_ms, times * most_ms, seed)
+        self._plan = lateness.Plan(seconds_max, rows_per_s, least_ms, most_ms, seed)
         self._receiving = side_process.SideProcess(_receive, address, topic)
         self._adding = side_process.SideProcess(lateness.add_steadily, tarry_load.Reach(address), topic, self._plan)
         self._stack = contextlib.ExitStack()

@@ -75,8 +75,6 @@ class Drain:
         self._answers: list[Future[tarry.Ignored]] = []
         self.first_received_s = 0.0
         self.durable_s = 0.0
-        self.last_received_at_ms = 0
-        self.durable_at_ms = 0
 
     def run(self, subscription: tarry.Subscription) -> None:
         """Times are `time.perf_counter` ones. Raises TimeoutError when nothing comes any more."""
@@ -90,10 +88,8 @@ class Drain:
             received += len(batch)
             self.batches.append(batch)
             self._answers.append(subscription.ack(batch))
-        self.last_received_at_ms = self.batches[-1].received_at_ms
         subscription.flush(PATIENCE_S)
         self.durable_s = time.perf_counter()
-        self.durable_at_ms = load.now_ms()
 
     def problem(self, rows: load.Rows) -> str | None:
         """What is wrong with what came and with its acknowledgements; None when nothing is."""

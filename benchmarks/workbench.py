@@ -169,11 +169,6 @@ class Rounds:
             self.problems.append(f"{who}: {problem}")
             self._bench.say(f"{self._measurement}: NOT ACCOUNTED FOR: {who}: {problem}")
 
-    def check_in_time(self, who: str, what: str, late_ms: int) -> None:
-        """Notes a load that was ready so late that its figures mean nothing; those of a quick run never do."""
-        if late_ms > 0 and not self._bench.quick:
-            self.check(who, f"{what}, {late_ms} ms too late")
-
     def check_count(self, who: str, rows: int, wanted: int) -> None:
         self.check(who, None if rows == wanted else f"{rows:,} rows of {wanted:,}")
 

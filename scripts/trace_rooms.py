@@ -1,4 +1,4 @@
-"""Traces which files an add, a nack and a takeover pass, and how often a lower room calls up to a higher one.
+"""Traces which files an add, a nack, a seal and a takeover pass, and how often a lower room calls up to a higher one.
 
 A daemon runs in this process, on a directory of its own, and a client in a thread beside it. Of each story the calls
 between the files of this checkout are noted, but those that the daemon makes as well when nobody asks anything. The
@@ -28,9 +28,11 @@ from typing import Any
 
 CHECKOUT = Path.cwd()
 PACKAGES = {"daemon": "daemon", "storage_backends": "storage_backends", "client/src/tarry": "tarry"}
-GENERATED = ("_pb2.py", "_pb2_grpc.py")
+GENERATED = "_pb2.py"
 TOPIC = "trace"
 IDLE_S = 3.0
+# No row with this delay comes due while the stories run.
+FAR_MS = 3_600_000
 
 Call = tuple[str, str, str]
 """The file that calls, the one that is called, and its function."""
@@ -146,6 +148,8 @@ class Stories:
                 self.found["negative acknowledgement, redelivery"] = (
                     self._tracer.during(lambda: self._nack(subscription, batch)) - idle
                 )
+                client.add(TOPIC, 1, [3], delay_ms=FAR_MS)
+                self.found["seal"] = self._tracer.during(lambda: client.seal(TOPIC)) - idle
 
     def _add_and_take(self, client: Any, subscription: Any, entry: int) -> None:
         client.add(TOPIC, 1, [entry], delay_ms=300)
@@ -175,6 +179,7 @@ def main() -> None:
                 f"--set=store.path={folder}/root",
                 "--set=grpc.listen=127.0.0.1:0",
                 "--set=metrics.listen=127.0.0.1:0",
+                "--set=log.level=warning",
                 f"--ready-file={ready}",
             ]
         )

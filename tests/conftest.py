@@ -1,4 +1,4 @@
-"""What holds for every test: loopback only, no credentials of the machine, and the same examples for one commit; which
+"""What holds for every test: loopback only, no credentials of the machine, and the same examples for one tree; which
 part of the seeds, bounds and planted bugs a run has, and in which order its tests begin.
 
 And the fixture `spark`, which the tests of several folders share: one session for all tests of a process.
@@ -87,8 +87,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part",
         choices=[*map(str, parts.ALL), "all"],
-        help="the part of the seeds, bounds and planted bugs; by default the commit chooses it for a run of every "
-        "test, and one of some of them has all",
+        help="the part of the seeds, bounds and planted bugs; by default the content of the tree chooses it for a run "
+        "of every test, and one of some of them has all",
     )
 
 
@@ -103,8 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _part_of(config: pytest.Config) -> int | str:
     of_every_test = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    part = parts.of_commit(Path(__file__).parent) if of_every_test else None
-    return "all" if part is None else part
+    return parts.of_tree(config.rootpath) if of_every_test else "all"
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -131,8 +130,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def _has_tests(config: pytest.Config) -> bool:
-    """Whether this process runs tests, and does not only share them out."""
-    return hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"
+    """Whether this process runs tests, and does not only share them out or name them."""
+    runs_tests = hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"
+    return runs_tests and not config.option.collectonly
 
 
 def _worker(config: pytest.Config) -> tuple[int, int]:

@@ -112,10 +112,6 @@ def test_a_circle_is_found() -> None:
 POINTING = {"As", "It", "Its", "Of", "So", "That", "Their", "They", "These", "This"}
 
 
-def points_elsewhere(text: str) -> bool:
-    return text.split()[0].strip(",:;.") in POINTING or text.startswith("The same")
-
-
 def test_a_docstring_stands_by_itself() -> None:
     pointing = [
         f"{path.relative_to(REPOSITORY)}:{node.lineno}: {text.splitlines()[0]}"

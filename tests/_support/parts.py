@@ -1,10 +1,11 @@
-"""Which part of the seeds, bounds and planted bugs a run has. The commit chooses it: a few commits in a row meet all.
+"""Which part of the seeds, bounds and planted bugs a run has. The content of the tree chooses it, and nothing else.
 
 Owns: the parts, the choice, and dividing by it. Does not own: the option and what is left out (`tests.conftest`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import zlib
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 PARTS = 16
 ALL = tuple(range(PARTS))
+# Folders that hold no source.
+MADE = ("__pycache__", "build", "dist")
 
 _chosen = ALL
 
@@ -31,14 +34,17 @@ def choose(parts: Sequence[int]) -> None:
     _chosen = tuple(parts)
 
 
-def of_commit(repository: Path) -> int | None:
-    """Each in its turn. Where the history is cut off, by the commit's name; None where there is no history."""
+def of_tree(repository: Path) -> int:
+    """Return the part that the checked-out tree has: the same files have the same part, whatever was committed before.
+
+    Git's name of the tree chooses it, or, where there is no git, a hash over the files.
+    """
     try:
-        if _git(repository, "rev-parse", "--is-shallow-repository") == "true":
-            return int(_git(repository, "rev-parse", "HEAD"), 16) % PARTS
-        return int(_git(repository, "rev-list", "--count", "HEAD")) % PARTS
+        # A source archive may lie in another repository, whose tree says nothing of it.
+        name = _git(repository, "rev-parse", "HEAD:./")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        name = _hash_of_files(repository)
+    return int(name, 16) % PARTS
 
 
 def has(name: str, place: int) -> bool:
@@ -62,6 +68,17 @@ def seeds(count: int) -> list[range]:
     """So many seeds, as many of each part: those of this run, by part."""
     share = -(-count // PARTS)
     return [range(part * share, min(count, (part + 1) * share)) for part in _chosen]
+
+
+def _hash_of_files(folder: Path) -> str:
+    """Hash names and contents, but not what tools and test runs leave behind."""
+    found = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.name in MADE or path.name.startswith("."):
+            continue
+        content = _hash_of_files(path).encode() if path.is_dir() else path.read_bytes()
+        found.update(b"%s\0%d\0%s" % (path.name.encode(), len(content), content))
+    return found.hexdigest()
 
 
 def _git(repository: Path, *arguments: str) -> str:

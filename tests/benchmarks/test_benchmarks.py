@@ -20,16 +20,13 @@ import pytest
 
 import benchmarks.__main__
 from benchmarks import machine, side_process, steady_load, workbench
-from benchmarks.__main__ import MEASUREMENTS, TUNING
+from benchmarks.__main__ import MEASUREMENTS
 from examples import processes
 from tests._support.processes import child, run_child
 from tests.brokers import redis_server
 
 # Those that take seconds of a core even in small: each is in one run of sixteen.
-DEAR = {
-    *("compaction", "deletions", "fair", "keys", "life", "positions", "retention", "service", "stored", "takeover"),
-    *("tls", "topics"),
-}
+DEAR = {"compaction", "positions", "service", "stored", "takeover", "tls", "topics"}
 WITH_REDIS = ["add", "drain", "memory", "relays", "restart", "stored"]
 needs_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
 
@@ -98,12 +95,6 @@ def test_a_measurement_without_redis_says_so(tmp_path: Path) -> None:
     assert not any("redis" in name for name in names(document))
 
 
-@needs_redis
-def test_the_batch_sizes_of_redis_are_tried(tmp_path: Path) -> None:
-    (tuning,) = TUNING
-    assert any(name.startswith("drain") for name in names(measure(tmp_path, tuning)))
-
-
 def test_a_turn_whose_time_is_too_short_has_more(tmp_path: Path) -> None:
     said: list[str] = []
     bench = workbench.Workbench(
@@ -126,8 +117,8 @@ def test_a_turn_whose_time_is_too_short_has_more(tmp_path: Path) -> None:
                 raise workbench.TimeTooShort("nothing came")
         return factor
 
-    assert bench.with_time("life", turn) == 4
-    assert said == ["life: nothing came, with 1 times the time of the plan"]
+    assert bench.with_time("lateness", turn) == 4
+    assert said == ["lateness: nothing came, with 1 times the time of the plan"]
 
 
 def test_a_span_without_a_row_that_was_added_in_time_is_too_short() -> None:
@@ -144,7 +135,7 @@ def test_what_is_not_a_measurement_is_refused_by_name() -> None:
 
 
 def test_a_run_that_is_told_to_end_leaves_no_server_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "seal-pause", "--quick", "--directory", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "lateness", "--quick", "--directory", str(tmp_path)]
     with child(command, cwd=processes.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         ready = wait_for(lambda: next(tmp_path.rglob("tarryd.ready"), None))
         pid = json.loads(ready.read_text())["pid"]
@@ -156,7 +147,7 @@ def test_a_run_that_is_told_to_end_leaves_no_server_behind(tmp_path: Path) -> No
 
 
 def test_a_run_that_is_killed_leaves_no_server_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "seal-pause", "--quick", "--directory", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "lateness", "--quick", "--directory", str(tmp_path)]
     with child(command, cwd=processes.REPOSITORY, stdout=subprocess.DEVNULL) as run:
         ready = wait_for(lambda: next(tmp_path.rglob("tarryd.ready"), None))
         pid = json.loads(ready.read_text())["pid"]

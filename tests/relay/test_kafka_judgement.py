@@ -96,3 +96,15 @@ def test_delays_count_from_the_clock_that_the_topic_says() -> None:
 def test_a_topic_keeps_messages_for_as_long_as_it_says() -> None:
     kept = {"604800000": 604_800_000, "0": 0, "-1": None, "": None, "x": None}
     assert {text: kafka_judgement.kept_ms({"retention.ms": text}) for text in kept} == kept
+
+
+def test_a_retry_log_that_another_relay_reads_is_wrong() -> None:
+    def judged(**committed: set[str]) -> str:
+        found = kafka_judgement.finding_of_retry_readers("failed", committed, "ours", "orders")
+        assert found is None or (found.name, found.grade) == ("retry", Grade.WRONG)
+        return found.text if found else ""
+
+    orders, payments = kafka_judgement.retry_reader("orders"), kafka_judgement.retry_reader("payments")
+    assert judged() == judged(ours={""}, theirs={"", "something else"}) == judged(ours={orders, ""}) == ""
+    assert "a relay with topic payments reads it, too, by its group ours," in judged(ours={orders, payments})
+    assert "a relay with topic orders reads it, too, by its group theirs," in judged(ours={orders}, theirs={orders})

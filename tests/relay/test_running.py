@@ -762,7 +762,7 @@ async def test_a_message_without_a_time_waits_in_tarry_when_its_target_takes_not
 
 async def test_what_is_read_is_held_only_while_the_daemon_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_WATCH_S", 0.02)
-    monkeypatch.setattr(running, "_SILENT_S", 0.1)
+    monkeypatch.setattr(running, "SILENT_S", 0.1)
     daemon = Daemon(holds_adds=asyncio.Event())
     portions = [port.Portion([read(1, delay="5s"), read(2, delay="5s")])]
     broker = Listed(portions, in_order=False, hold_every_s=0.01)
@@ -850,6 +850,11 @@ FORMER = tarry.DeliveryId(1, 9, None, 0, 3)
         # What is due at once, or before 1970, has the time 1 in Tarry.
         ("1-9-1-3", ""),
         (f"{FORMER}-00000000", "it is of another source or relay, or of a former source: its log is 00000000, not"),
+        (
+            str(dataclasses.replace(FORMER, log=tarry.DeliveryId.log_of("orders@1", "second"))),
+            "of another source or relay",
+        ),
+        (str(dataclasses.replace(FORMER, log=tarry.DeliveryId.log_of("orders@0", "relay"))), "or of a former source"),
         ("1-9-5000-0", "delivery id '1-9-5000-0': the time of the message at its position is another, 1"),
         (named(tarry.DeliveryId(2, 8, None, 0, 0)), "ledger 2 is none of this source"),
         (named(tarry.DeliveryId(1, 9, 0, 0, 0)), "it has a batch index"),

@@ -37,13 +37,6 @@ def test_the_messages_run_with_the_oldest_protobuf_that_the_client_allows(path: 
     assert tuple(int(part) for part in made_by.groups()) <= lower_bound("protobuf")
 
 
-@pytest.mark.parametrize("path", generated("*_pb2_grpc.py"), ids=lambda path: path.name)
-def test_the_stubs_run_with_the_oldest_grpcio_that_the_client_allows(path: Path) -> None:
-    made_by = re.search(r"GRPC_GENERATED_VERSION = '(\d+)\.(\d+)\.(\d+)'", path.read_text())
-    assert made_by is not None
-    assert tuple(int(part) for part in made_by.groups())[:2] <= lower_bound("grpcio")
-
-
 def test_stored_messages_do_not_import_the_client() -> None:
     for path in STORED.glob("*.py*"):
         assert not re.search(r"^(from|import) tarry\b", path.read_text(), flags=re.MULTILINE), path.name

@@ -17,10 +17,11 @@ import tarry
 from examples import processes
 from storage_backends.formats import names
 from storage_backends.local_directory import LocalDirectory
-from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc
+from tarry.v1 import delayed_delivery_pb2
 from tests._support.bad_text import put_bad_successor
 from tests._support.patience import wait_until
 from tests._support.processes import Daemons
+from tests._support.stubs import Stub
 from tests.wire._support.listening import PATIENCE_S, Listener, shared
 from tests.wire._support.traffic import CHANNEL_OPTIONS
 
@@ -53,7 +54,7 @@ class Plain:
     """Adds without a client library, which would try again."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        self._stub = delayed_delivery_pb2_grpc.DelayedDeliveryStub(channel)
+        self._stub = Stub(delayed_delivery_pb2, channel)
         self._entries = itertools.count()
 
     def refusal(self, topic: str) -> tuple[grpc.StatusCode, str] | None:

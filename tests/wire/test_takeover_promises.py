@@ -20,8 +20,9 @@ import pytest
 
 import tarry
 from examples import processes
-from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc
+from tarry.v1 import delayed_delivery_pb2
 from tests._support.processes import Daemons
+from tests._support.stubs import Stub
 from tests.client.cli._support.shell import Shell
 from tests.wire._support import traffic
 from tests.wire._support.listening import PATIENCE_S, Listener, Position, by_key, shared
@@ -160,8 +161,8 @@ class Withdrawals:
         self._note(entries, answer.not_found_index, answer.already_due_index, answer.in_flight_index)
 
     @property
-    def _stub(self) -> delayed_delivery_pb2_grpc.DelayedDeliveryStub:
-        return delayed_delivery_pb2_grpc.DelayedDeliveryStub(self._channel)
+    def _stub(self) -> Stub:
+        return Stub(delayed_delivery_pb2, self._channel)
 
     def _reschedule_by_library(self, entries: range) -> None:
         answer = self._client.reschedule("withdrawn", 1, entries, delay_ms=LATER_MS)

@@ -1,7 +1,7 @@
 """Reads and fetches from Kafka: a topic is the source, another one the retry log, and targets are topics.
 
 The session: `KafkaBroker`, `opened`. Fetching by position: `KafkaLog`, with what was `Kept`. Reading on: `KafkaReader`.
-Clients and publishing: `kafka_client`. What answers mean: `kafka_answers`. What can be a name: `kafka_judgement`.
+Clients and publishing: `kafka_client`. Meanings of answers: `kafka_answers`. Names and settings: `kafka_judgement`.
 Searches: `pacing`.
 """
 
@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import confluent_kafka as kafka
 from confluent_kafka import KafkaError, KafkaException, TopicPartition, admin
@@ -39,16 +39,16 @@ log = logging.getLogger(__name__)
 Content = TypeVar("Content")
 _NO_OFFSET = KafkaError._AUTO_OFFSET_RESET
 _COMMIT_WAIT_S = 1.0
-"""How long a partition that is given up waits for its commit (seconds)."""
+"""The wait of a partition that is given up for its commit (seconds)."""
 _LOOK_AGAIN_S = 0.1
-"""How often to check whether the topic that messages are read from is still the same (seconds)."""
+"""The pause between checks that the topic is still the same (seconds)."""
 _REST_S = 1.0
 """A reader that was not asked for so long rests (seconds)."""
 _POLL_S = 0.25
 """The longest poll, so that a reader can end (seconds)."""
 _AT_ONCE = 1_000
 _AT_ONCE_FOR_NOTHING = 20
-"""How many messages to take together if those that are passed are not kept: they are read for nothing."""
+"""Messages to take together: few if passed ones are not kept, since these are read for nothing."""
 
 Pair = tuple[int, int]
 """Partition and offset."""
@@ -169,8 +169,12 @@ class KafkaBroker:
             settings, of_source = await self._judged_source()
             for each in of_source:
                 yield each
-        if self._settings.retry is not None:
-            yield await self._finding_of("retry", self._settings.retry.name)
+        if self.retries is not None and self._settings.retry is not None:
+            found = await self._finding_of("retry", self._settings.retry.name)
+            yield found
+            others = await self.retries.finding_of_other_readers() if found.grade is port.Grade.OK else None
+            if others is not None:
+                yield others
         if settings is not None:
             yield kafka_judgement.finding_of_clock(source, settings)
         for target in self._settings.named_targets():
@@ -228,7 +232,7 @@ class KafkaLog:
         self._at_once = _AT_ONCE if kept.keeps else _AT_ONCE_FOR_NOTHING
         self._thread = Thread("fetch", properties.errors)
         self._partitions = 0
-        """How many it has at least."""
+        """A lower bound on its number."""
         self._found_bytes = 0
         """What the present call has found."""
         self._fetched = 0
@@ -381,7 +385,7 @@ class KafkaLog:
             reached = event.offset()
             search.begins_at(reached)
         if search is not None and search.next is not None:
-            # Asked, a new leader refuses to name its end before it knows it. What is read from it may be short of that.
+            # A new leader refuses to name its end before it knows it, but what it gives to read may be short of that.
             first, end = _ends(self._consumer, TopicPartition(self._topic, event.partition()), self._timeout_s)
             search.begins_at(first)
             search.ends_at(end)
@@ -407,9 +411,15 @@ class KafkaReader:
         timeout_s: float,
         bytes_max: int,
         kept: Kept[Found] | None = None,
+        failures_of: str = "",
     ) -> None:
-        """`bytes_max` is how much a call should bring. `kept` gets what is read."""
+        """`bytes_max` is how much a call should bring. `kept` gets what is read. `failures_of`: of a retry log, the
+        topic of the relay.
+        """
         self._topic = topic
+        self._group = properties.reader_group(topic, generation)
+        self._failures_of = failures_of
+        self._metadata = kafka_judgement.retry_reader(failures_of) if failures_of else ""
         self._generation = generation
         self._topics = topics
         self._timeout_s = timeout_s
@@ -427,7 +437,7 @@ class KafkaReader:
         self._giving_up = threading.Lock()
         self._lost: list[tuple[int, int]] = []
         self._early: deque[Event] = deque()
-        """What came while nothing more could be taken."""
+        """Events that came while no more could be taken."""
         self._held: port.Portion | None = None
         """Read, and not handed on: it may not be known yet to be of the right topic."""
         self._has_joined = False
@@ -457,7 +467,13 @@ class KafkaReader:
     async def commit(self, read: Sequence[port.Read]) -> None:
         """Commit the offset behind the last of them; do nothing if the partition is another relay's by now."""
         last = read[-1]
-        behind = TopicPartition(self._topic, last.ledger_id, last.entry_id + 1, leader_epoch=last.receipt)
+        behind = TopicPartition(
+            self._topic,
+            last.ledger_id,
+            last.entry_id + 1,
+            metadata=self._metadata,
+            leader_epoch=last.receipt,
+        )
         await self._committing.call(self._commit, last.lane, behind)
 
     async def hold(self, read: Sequence[port.Read]) -> None:
@@ -485,6 +501,14 @@ class KafkaReader:
         if self._trouble and not self._lanes:
             # Kafka answers, but lets the relay read nothing.
             raise port.Unreachable(f"topic {self._topic}: {self._trouble}")
+
+    async def finding_of_other_readers(self) -> port.Finding | None:
+        """Judge whether another relay reads this retry log, too; return None if none does. Raises Unreachable."""
+        if not self._generation:
+            # It did not exist when the session was opened, which ends with the first read.
+            return None
+        committed = await self._topics.committed_metadata(self._topic, self._generation)
+        return kafka_judgement.finding_of_retry_readers(self._topic, committed, self._group, self._failures_of)
 
     async def keep_place(self) -> None:
         """Keep its place in the group while it is not read, without end: a member that does not poll is left out."""
@@ -521,7 +545,7 @@ class KafkaReader:
     def _poll(self, rows_max: int, wait_s: float) -> None:
         """Take message by message: each is of the lane that its partition has after the call that gave it."""
         if self._held is not None:
-            # Of a call that was cancelled. Dropped, it would be passed by the next commit.
+            # A cancelled call has read it. If it were dropped, the next commit would pass it.
             return
         self._take_part()
         read: list[port.Read] = []
@@ -640,9 +664,18 @@ class KafkaReader:
         fields = {"topic": self._topic, "partition": event.partition()}
         if event.offset() is None or event.offset() < 0:
             log.info("reads a partition from its first offset", extra=fields)
+            if self._metadata:
+                self._leave_metadata(event.partition())
         else:
             fields["offset"] = event.offset()
             log.error("next offset does not exist; restarting at the first", extra=fields)
+
+    def _leave_metadata(self, partition: int) -> None:
+        """Commit the first offset, so that another relay finds whose retry log it is before anything has failed."""
+        first, _ = _ends(self._consumer, TopicPartition(self._topic, partition), self._timeout_s)
+        self._consumer.commit(
+            offsets=[TopicPartition(self._topic, partition, first, metadata=self._metadata)], asynchronous=True
+        )
 
     def _partitions(self) -> list[TopicPartition]:
         return [TopicPartition(self._topic, each) for each in self._lanes]
@@ -670,7 +703,7 @@ class KafkaReader:
                 _ends(self._consumer, TopicPartition(self._topic, one), until_s - time.monotonic())
                 return
         except KafkaException as failed:
-            # Of a topic that was deleted.
+            # The topic was deleted, or is about to be.
             if failed.args[0].code() != KafkaError._UNKNOWN_PARTITION:
                 raise
         metadata = self._consumer.list_topics(self._topic, timeout=max(0.0, until_s - time.monotonic()))
@@ -713,8 +746,8 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
         readers = []
         for name, generation in zip(settings.read_names, generations, strict=True):
             with _refused_settings():
-                kept_here = kept if name == source else None
-                reader = KafkaReader(name, generation, topics, properties, broker.timeout_s, bytes_max, kept_here)
+                own: dict[str, Any] = {"kept": kept} if name == source else {"failures_of": relay.topic}
+                reader = KafkaReader(name, generation, topics, properties, broker.timeout_s, bytes_max, **own)
             closing[f"read {name}"] = reader.end
             readers.append(reader)
             keeping = asyncio.create_task(reader.keep_place())
@@ -735,7 +768,7 @@ async def _connect(client: admin.AdminClient, properties: ClientProperties, brok
     try:
         await thread.call(lambda: client.list_topics(timeout=broker.timeout_s))
     except (port.Unreachable, port.SessionOver) as error:
-        # What a connection has failed with is said outside the call.
+        # The client reports the failure of a connection outside the call.
         client.poll(0)
         why = properties.errors.refusal or str(error)
         url = relay_settings.without_credentials(broker.url)

@@ -1,13 +1,13 @@
 """Judges what people wrote for Kafka: names, positions, sizes, and the settings of a source.
 
 Contents: `topic_fault`, `target_fault`, `position_of`, `position_fault`, `message_fault`; `findings_of_source`,
-`finding_of_clock`, `kept_ms`. Nothing here asks a broker.
+`finding_of_clock`, `kept_ms`, `finding_of_retry_readers`. Nothing here asks a broker.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tarry_relay import port
 from tarry_relay.port import Finding, Grade
@@ -19,6 +19,8 @@ MESSAGE_BYTES_MAX = 500_000_000
 _NAME_LETTERS_MAX = 249
 _NO_LETTER_OF_A_NAME = re.compile(r"[^a-zA-Z0-9._-]", re.ASCII)
 _KAFKAS_OWN = "__"
+_RETRY_READER = "tarry-relay reads the failures of topic "
+"""Begins the metadata of offsets that are committed of a retry log; the topic follows."""
 _POSITION = re.compile(r"(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,18})", re.ASCII)
 
 
@@ -111,6 +113,32 @@ def finding_of_clock(topic: str, settings: Mapping[str, str]) -> Finding:
     """Say whose clock the delays of a topic's messages count from."""
     clock = "the broker" if settings.get("message.timestamp.type") == "LogAppendTime" else "the producer"
     return Finding("clock", Grade.OK, f"topic {topic}: delays count from the time that {clock} has given")
+
+
+def retry_reader(topic: str) -> str:
+    """Return the metadata of offsets that a relay with this topic commits of its retry log."""
+    return f"{_RETRY_READER}{topic}"
+
+
+def finding_of_retry_readers(
+    retry: str, committed: Mapping[str, Collection[str]], own_group: str, topic: str
+) -> Finding | None:
+    """Judge whose retry log it is; return None if it is nobody else's.
+
+    `committed`: group -> metadata of its offsets. `own_group` and `topic`: those of this relay.
+    """
+    own = own_group, retry_reader(topic)
+    readers = {(group, text) for group, texts in committed.items() for text in texts if text.startswith(_RETRY_READER)}
+    others = sorted(readers - {own})
+    if not others:
+        return None
+    group, text = others[0]
+    told = (
+        f"topic {retry}: a relay with topic {text.removeprefix(_RETRY_READER)} reads it, too, by its group {group}, so "
+        "failures go to the wrong relay; give each relay a retry log of its own, or, if that relay is gone, do "
+        f"kafka-consumer-groups.sh --reset-offsets --to-current --execute --topic {retry} --group {group}"
+    )
+    return Finding("retry", Grade.WRONG, told)
 
 
 def kept_ms(settings: Mapping[str, str]) -> int | None:

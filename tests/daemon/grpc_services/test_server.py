@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import pkgutil
 from typing import Any, cast
 
 import grpc
 import pytest
+from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -20,6 +23,7 @@ from daemon.grpc_services import (
     ledger_deletion_service,
     server,
 )
+from tarry import v1
 from tarry.v1 import delayed_delivery_pb2 as pb
 from tests._support.fake_engine import FakeEngine
 from tests._support.patience import wait_until
@@ -33,6 +37,12 @@ SERVICES = [
     "tarry.v1.Admin",
     "tarry.v1.LedgerDeletion",
     "tarry.v1.Cluster",
+]
+METHODS: list[MethodDescriptor] = [
+    method
+    for module in pkgutil.iter_modules(v1.__path__, f"{v1.__name__}.")
+    for service in importlib.import_module(module.name).DESCRIPTOR.services_by_name.values()
+    for method in service.methods
 ]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -55,6 +65,29 @@ def test_each_call_of_the_contract_has_a_handler(module: Any, service: Any, sett
     for method in module.DESCRIPTOR.methods:
         assert handlers[method.name].request_streaming == method.client_streaming
         assert handlers[method.name].response_streaming == method.server_streaming
+
+
+async def code_of(channel: grpc.aio.Channel, path: str, *, streams: bool) -> grpc.StatusCode:
+    """The status of a call whose request no message can be read from."""
+    request = b"\xff"
+    if streams:
+        stream: Any = channel.stream_stream(path)
+        call = stream(timeout=300)
+        await call.write(request)
+        await call.done_writing()
+    else:
+        unary: Any = channel.unary_unary(path)
+        call = unary(request, timeout=300)
+    return cast(grpc.StatusCode, await call.code())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.full_name)
+async def test_every_call_of_the_descriptors_is_served(edge: Edge, method: MethodDescriptor) -> None:
+    assert method.containing_service is not None
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    unimplemented = grpc.StatusCode.UNIMPLEMENTED
+    assert await code_of(edge.caller.channel, path, streams=method.client_streaming) is not unimplemented
+    assert await code_of(edge.caller.channel, f"{path}Twice", streams=method.client_streaming) is unimplemented
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -107,6 +140,7 @@ async def test_reflection_names_the_services(edge: Edge) -> None:
     answer = await call.read()
     names = {service.name for service in answer.list_services_response.service}
     assert names >= {*SERVICES[1:], "grpc.health.v1.Health"}
+    assert {each.full_name for method in METHODS if (each := method.containing_service)} == {*SERVICES[1:]}
     for service in SERVICES[1:]:
         await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=service))
         assert (await call.read()).file_descriptor_response.file_descriptor_proto

@@ -340,9 +340,9 @@ def read(entry: int, lane: str = "lane", **headers: str) -> port.Read:
     return port.Read(1, entry, port.Message(headers, entry, sent_at_ms=1_000), lane)
 
 
-def named(delivery: tarry.DeliveryId) -> str:
-    """Return the id of a delivery as this relay gives it to its consumers."""
-    return str(dataclasses.replace(delivery, log=tarry.DeliveryId.log_of("orders@1", "relay")))
+def named(delivery: tarry.DeliveryId, topic: str = "orders@1", subscription: str = "relay") -> str:
+    """Return the id of a delivery as this relay, or another one, gives it to its consumers."""
+    return str(dataclasses.replace(delivery, log=tarry.DeliveryId.log_of(topic, subscription)))
 
 
 async def relayed(

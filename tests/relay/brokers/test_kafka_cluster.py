@@ -7,8 +7,9 @@ silent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import confluent_kafka as kafka
 import pytest
 import trustme
 
-from tarry_relay import kafka_client, port
+from tarry_relay import kafka_broker, kafka_client, port
 from tarry_relay.port import Grade
 from tests.brokers import kafka_server
 from tests.relay.brokers._support.kafka_topics import LIMIT_S, Topics, outgoing, read_all, safe, server_of
@@ -58,7 +59,7 @@ async def test_two_relays_share_partitions_and_commit_none_of_the_others(topics:
             for partition in range(3):
                 of_it = [each for each in first if each.ledger_id == partition]
                 await one.source.commit(of_it)
-        # What one had read and committed after it was two's was not committed.
+        # A commit of a partition that was two's by then did nothing.
         again, _ = await read_all(one.source, 10 * len(theirs))
         assert {(each.ledger_id, each.entry_id) for each in again} == {
             (partition, offset) for partition in theirs for offset in range(10)
@@ -207,7 +208,7 @@ async def test_a_silent_broker_is_told_in_time_and_holds_up_no_end(topics: Topic
         topics.server.stop()
         try:
             await must_not_answer(opened)
-            # What a silent broker does not answer, nothing else waits for.
+            # Nothing else waits for a commit that a silent broker does not answer.
             commit = asyncio.create_task(opened.source.commit([first]))
             produce = asyncio.create_task(opened.output.produce([outgoing(topics.due, b"1")]))
             await must_not_answer(opened)
@@ -250,7 +251,7 @@ async def test_topics_that_do_not_exist_keep_no_session_from_being_opened(topics
         ]
         for call in (opened.must_answer, opened.source_findings, opened.log.generation):
             with pytest.raises(port.NotThere):
-                await call()
+                await answered(call)
         for reader in (opened.source, opened.retries):
             assert reader is not None
             with pytest.raises(port.NotThere):
@@ -264,6 +265,14 @@ async def test_topics_that_do_not_exist_keep_no_session_from_being_opened(topics
     async with topics.opened(more=more) as opened:
         assert len((await read_all(opened.source, 1))[0]) == 1
         await opened.must_answer()
+
+
+async def answered(call: Callable[[], Awaitable[object]]) -> object:
+    """Ask until Kafka answers: it may not know yet who coordinates its first group."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            with contextlib.suppress(port.Unreachable):
+                return await call()
 
 
 async def test_a_topic_that_is_deleted_while_it_is_read_does_not_answer(topics: Topics) -> None:
@@ -338,3 +347,42 @@ async def test_a_group_that_may_not_read_is_told_with_the_reason(topics: Topics)
                 except port.Unreachable:
                     pass
         await opened.must_answer()
+
+
+async def test_a_retry_log_of_two_relays_is_found_before_anything_has_failed(topics: Topics) -> None:
+    async def wrong(opened: kafka_broker.KafkaBroker) -> list[str]:
+        return [each.text async for each in opened.findings() if each.name == "retry" and each.grade is Grade.WRONG]
+
+    for row, other in enumerate(('topic = "payments"', 'topic = "orders", subscription = "second"')):
+        more = f'[retry]\nname = "{topics.make(f"failed-{row}")}"'
+        async with topics.opened(more=more) as one, topics.opened("two", more=more, relay=other) as two:
+            assert one.retries is not None
+            assert await wrong(one) == await wrong(two) == []
+            async with asyncio.timeout(LIMIT_S):
+                while not (found := await wrong(two)):
+                    await one.retries.read(1, 0.1)
+                    assert await wrong(one) == []
+            assert "a relay with topic orders reads it, too" in found[0]
+
+
+async def test_a_relay_finds_another_that_commits_to_its_retry_log(topics: Topics) -> None:
+    retry = topics.make("failed")
+    more = f'[retry]\nname = "{retry}"'
+    topics.publish(0, 1, retry)
+    async with topics.opened("two", more=more, relay='topic = "payments"') as two:
+        assert two.retries is not None
+        read, _ = await read_all(two.retries, 1)
+        await two.retries.commit(read)
+    async with topics.opened(more=more) as one:
+        (found,) = [each async for each in one.findings() if each.grade is Grade.WRONG]
+        assert (found.name, "a relay with topic payments" in found.text) == ("retry", True)
+    # What it says to do if that relay is gone.
+    group = found.text.rpartition(" ")[2]
+    kept = [kafka.TopicPartition(retry, 0, 1)]
+    asked = [kafka.ConsumerGroupTopicPartitions(group, kept)]
+    for each in topics.server.admin.alter_consumer_group_offsets(asked).values():
+        each.result()
+    async with topics.opened(more=more) as one:
+        assert {each.grade async for each in one.findings()} == {Grade.OK}
+        assert one.retries is not None
+        assert await one.retries.passed([(0, 0)]) == [True]

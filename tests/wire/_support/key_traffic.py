@@ -22,7 +22,8 @@ from typing import TypeAlias
 import grpc
 import grpc.aio
 
-from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc, dispatch_pb2, dispatch_pb2_grpc, policy_pb2
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, policy_pb2
+from tests._support.stubs import Stub
 from tests.wire._support.key_history import Consumer, KeyHistory, Position, Row
 from tests.wire._support.nack_traffic import NOT_WRITTEN
 from tests.wire._support.traffic import CHANNEL_OPTIONS, MAY_BE_TOLD, PATIENCE_S, now_ms
@@ -44,7 +45,7 @@ async def create_subscription(address: str) -> None:
     request = dispatch_pb2.CreateSubscriptionRequest(topic=TOPIC, subscription=SUBSCRIPTION)
     request.policy.key_shared.nack_order = policy_pb2.NACK_ORDER_BLOCK_KEY
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        await dispatch_pb2_grpc.DispatchStub(channel).CreateSubscription(request, timeout=PATIENCE_S)
+        await Stub(dispatch_pb2, channel).CreateSubscription(request, timeout=PATIENCE_S)
 
 
 class Adder:
@@ -65,8 +66,9 @@ class Adder:
     async def run(self, batches: Sequence[Sequence[Row]], pause_s: float) -> None:
         async with contextlib.AsyncExitStack() as stack:
             stubs = [
-                delayed_delivery_pb2_grpc.DelayedDeliveryStub(
-                    await stack.enter_async_context(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS))
+                Stub(
+                    delayed_delivery_pb2,
+                    await stack.enter_async_context(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)),
                 )
                 for address in self._addresses
             ]
@@ -77,9 +79,7 @@ class Adder:
                     adding.create_task(self._add(stubs, batch))
                     await asyncio.sleep(pause_s)
 
-    async def _add(
-        self, stubs: Sequence[delayed_delivery_pb2_grpc.DelayedDeliveryAsyncStub], batch: Sequence[Row]
-    ) -> None:
+    async def _add(self, stubs: Sequence[Stub], batch: Sequence[Row]) -> None:
         request = delayed_delivery_pb2.AddMessagesRequest(
             topic=TOPIC,
             ledger_id=[row.position[0] for row in batch],
@@ -181,7 +181,7 @@ class Dispatcher:
         """Until it is cancelled."""
         while True:
             async with grpc.aio.insecure_channel(next(self._addresses), options=CHANNEL_OPTIONS) as channel:
-                stream = dispatch_pb2_grpc.DispatchStub(channel).Subscribe()
+                stream = Stub(dispatch_pb2, channel).Subscribe()
                 try:
                     await self._serve(stream)
                 except asyncio.InvalidStateError:

@@ -16,7 +16,8 @@ from typing import Self
 
 import grpc
 
-from tarry.v1 import dispatch_pb2, dispatch_pb2_grpc
+from tarry.v1 import dispatch_pb2
+from tests._support.stubs import Stub
 from tests.wire._support.traffic import CHANNEL_OPTIONS
 
 PERMITS = 10_000
@@ -59,7 +60,7 @@ class Listener:
         if opening.type == dispatch_pb2.SUBSCRIPTION_TYPE_SHARED:
             self._asked.put(dispatch_pb2.SubscribeRequest(flow=dispatch_pb2.Flow(permits=PERMITS)))
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._call = dispatch_pb2_grpc.DispatchStub(self._channel).Subscribe(iter(self._asked.get, None))
+        self._call = Stub(dispatch_pb2, self._channel).Subscribe(iter(self._asked.get, None))
         self._thread = threading.Thread(target=self._run, name=f"listens to {opening.topic}")
 
     def __enter__(self) -> Self:

@@ -21,7 +21,8 @@ import grpc
 import grpc.aio
 
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc, dispatch_pb2, dispatch_pb2_grpc
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
+from tests._support.stubs import Stub
 from tests.wire._support.traffic import CHANNEL_OPTIONS, MAY_BE_TOLD, PATIENCE_S, now_ms
 
 # Ledger, entry, batch index.
@@ -73,7 +74,7 @@ class NackTraffic:
         self._topic = topic
         self._bits = precision_bits
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._dispatch = dispatch_pb2_grpc.DispatchStub(self._channel)
+        self._dispatch = Stub(dispatch_pb2, self._channel)
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
         self._done = asyncio.Event()
@@ -128,7 +129,7 @@ class NackTraffic:
         await self._dispatch.CreateSubscription(request, timeout=PATIENCE_S, wait_for_ready=True)
 
     async def _add(self, keys: Sequence[Key]) -> None:
-        stub = delayed_delivery_pb2_grpc.DelayedDeliveryStub(self._channel)
+        stub = Stub(delayed_delivery_pb2, self._channel)
         request = delayed_delivery_pb2.AddMessagesRequest(
             topic=self._topic,
             ledger_id=[ledger_id for ledger_id, _, _ in keys],

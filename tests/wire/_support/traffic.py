@@ -22,13 +22,11 @@ import grpc
 
 from tarry.v1 import (
     delayed_delivery_pb2,
-    delayed_delivery_pb2_grpc,
     dispatch_pb2,
-    dispatch_pb2_grpc,
     inspect_pb2,
-    inspect_pb2_grpc,
 )
 from tests._support.delivery_history import DeliveryHistory, Position
+from tests._support.stubs import Stub
 
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -177,7 +175,7 @@ class Sender(Caller):
             raise AssertionError(f"{len(self._again)} batches are unanswered after {timeout_s:g} s")
 
     def run(self) -> None:
-        stub = delayed_delivery_pb2_grpc.DelayedDeliveryStub(self.channel)
+        stub = Stub(delayed_delivery_pb2, self.channel)
         while not self.stopping.is_set():
             if self._last_chance.is_set() and not self._again:
                 return
@@ -254,7 +252,7 @@ class Receiver(Caller):
             self._call.cancel()
 
     def run(self) -> None:
-        stub = dispatch_pb2_grpc.DispatchStub(self.channel)
+        stub = Stub(dispatch_pb2, self.channel)
         while not self.stopping.is_set():
             requests: queue.SimpleQueue[dispatch_pb2.SubscribeRequest | None] = queue.SimpleQueue()
             try:
@@ -347,13 +345,13 @@ def create_subscription(address: str, topic: str, subscription: str = "subscript
     """Waits for the daemon to be there."""
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         request = dispatch_pb2.CreateSubscriptionRequest(topic=topic, subscription=subscription)
-        dispatch_pb2_grpc.DispatchStub(channel).CreateSubscription(request, timeout=PATIENCE_S, wait_for_ready=True)
+        Stub(dispatch_pb2, channel).CreateSubscription(request, timeout=PATIENCE_S, wait_for_ready=True)
 
 
 def add(address: str, topic: str, batch: AddBatch, *, timeout_s: float = PATIENCE_S) -> None:
     """One add on a channel of its own. Raises `grpc.RpcError`."""
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        stub = delayed_delivery_pb2_grpc.DelayedDeliveryStub(channel)
+        stub = Stub(delayed_delivery_pb2, channel)
         stub.AddMessages(batch.request(topic), timeout=timeout_s, wait_for_ready=True)
 
 
@@ -361,7 +359,10 @@ def stats(address: str, topic: str) -> inspect_pb2.GetTopicStatsResponse:
     """Counts of one topic."""
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         request = inspect_pb2.GetTopicStatsRequest(topic=topic)
-        return inspect_pb2_grpc.InspectStub(channel).GetTopicStats(request, timeout=PATIENCE_S, wait_for_ready=True)
+        counts: inspect_pb2.GetTopicStatsResponse = Stub(inspect_pb2, channel).GetTopicStats(
+            request, timeout=PATIENCE_S, wait_for_ready=True
+        )
+        return counts
 
 
 def wait_until_nothing_is_left(address: str, topic: str, timeout_s: float = PATIENCE_S) -> None:

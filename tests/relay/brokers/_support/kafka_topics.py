@@ -63,14 +63,14 @@ class Topics:
         server.make_topic(self.source, 3)
         server.make_topic(self.due)
 
-    def settings(self, identity: str, broker: str, url: str, more: str) -> relay_settings.Settings:
-        """Return the settings of a relay. `broker` is more of that table, `more` are other tables."""
+    def settings(self, identity: str, broker: str, url: str, more: str, relay: str = "") -> relay_settings.Settings:
+        """Return the settings of a relay. `broker` and `relay` are more of these tables, `more` are other ones."""
         file = self._directory / f"{identity}.toml"
         usual = "".join(
             f", {each}" for each in ("timeout_s = 10", "session_s = 2") if each.partition(" ")[0] not in broker
         )
         file.write_text(f"""
-relay = {{ topic = "orders", id = "{identity}" }}
+relay = {{ {relay or 'topic = "orders"'}, id = "{identity}" }}
 source = {{ name = "{self.source}", dead_letters = "{self.due}" }}
 targets = [{{ name = "{self.due}" }}]
 broker = {{ kind = "kafka", url = "{url}", kept_bytes = 0 {usual} {broker} }}
@@ -80,10 +80,10 @@ broker = {{ kind = "kafka", url = "{url}", kept_bytes = 0 {usual} {broker} }}
 
     @contextlib.asynccontextmanager
     async def opened(
-        self, identity: str = "one", broker: str = "", url: str = "", more: str = ""
+        self, identity: str = "one", broker: str = "", url: str = "", more: str = "", relay: str = ""
     ) -> AsyncIterator[kafka_broker.KafkaBroker]:
         """Open a session of a relay."""
-        settings = self.settings(identity, broker, url or self.server.url, more)
+        settings = self.settings(identity, broker, url or self.server.url, more, relay)
         assert isinstance(settings.broker, relay_settings.Kafka)
         async with kafka_broker.opened(settings, settings.broker) as opened:
             yield opened
@@ -93,10 +93,10 @@ broker = {{ kind = "kafka", url = "{url}", kept_bytes = 0 {usual} {broker} }}
         self.server.make_topic(f"{self.due}-{suffix}", 1, settings)
         return f"{self.due}-{suffix}"
 
-    def publish(self, partition: int, rows: int) -> None:
-        """Publish numbers to a partition of the source."""
+    def publish(self, partition: int, rows: int, topic: str = "") -> None:
+        """Publish numbers to a partition of the source, or of another topic."""
         for row in range(rows):
-            self._producer.produce(self.source, b"%d" % row, partition=partition)
+            self._producer.produce(topic or self.source, b"%d" % row, partition=partition)
         assert self._producer.flush(LIMIT_S) == 0
 
     def learn(self) -> None:
@@ -133,7 +133,7 @@ broker = {{ kind = "kafka", url = "{url}", kept_bytes = 0 {usual} {broker} }}
         where = _admin.ResourceType[kind], name, _admin.ResourcePatternType.LITERAL, USER, "*"
         rules = [
             (*where, _admin.AclOperation[right], _admin.AclPermissionType.DENY),
-            # Who finds rules about a name needs one for each right.
+            # Once there is a rule about a name, each right needs one.
             (*where, _admin.AclOperation.ALL, _admin.AclPermissionType.ALLOW),
         ]
         for made in self.server.admin.create_acls([_admin.AclBinding(*each) for each in rules]).values():
