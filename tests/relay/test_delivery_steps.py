@@ -22,6 +22,13 @@ ALONE = tuple(work for work in Work if work not in (Work.PRODUCE, Work.COMMIT))
 ANSWERS = st.sampled_from(Answer)
 DEAD = "dead"
 RESULTS = "results"
+WITHOUT_PAYLOAD = (Step.ADDED, Step.HANDED_OUT, Step.PARKED, Step.PRODUCED, Step.LOST)
+SIZE_MAX = 401
+
+
+def size_of(number: int) -> int:
+    """How many bytes the payload of a message has."""
+    return 1 + number % 5 * 100
 
 
 def named_by(number: int) -> int:
@@ -70,6 +77,7 @@ class Relays(RuleBasedStateMachine):
 
     def restart(self) -> None:
         self.passage: Passage[int, int] = Passage(DEAD, RESULTS)
+        self.there: list[Item[int, int]] = []
         self.under_way: list[Item[int, int]] = []
         self.commits: list[list[Item[int, int]]] = []
         self.handed_out: set[int] = set()
@@ -91,13 +99,14 @@ class Relays(RuleBasedStateMachine):
     def read(self, rows: int) -> None:
         numbers = range(self.next, min(self.next + rows, len(self.world.log)))
         target = {Step.BAD: DEAD}
-        self.passage.enter(
+        self.enter(
             Item(
                 step,
                 number,
                 target=target.get(step, f"t{number % 2}"),
                 lane=self.lane,
                 position=(0, number),
+                size_bytes=size_of(number),
                 entered_s=self.now_s,
             )
             for number, step in ((number, self.world.log[number]) for number in numbers)
@@ -108,7 +117,12 @@ class Relays(RuleBasedStateMachine):
     def hand_out(self) -> None:
         numbers = self.world.in_tarry - self.handed_out - self.world.ended
         self.handed_out |= numbers
-        self.passage.enter(Item(Step.HANDED_OUT, each, target=f"t{each % 2}") for each in sorted(numbers))
+        self.enter(Item(Step.HANDED_OUT, each, target=f"t{each % 2}") for each in sorted(numbers))
+
+    def enter(self, items: Iterable[Item[int, int]]) -> None:
+        new = list(items)
+        self.there = [item for item in (*self.there, *new) if not item.is_forgotten]
+        self.passage.enter(new)
 
     @rule(rows=st.integers(1, 5))
     def take(self, rows: int) -> None:
@@ -123,10 +137,13 @@ class Relays(RuleBasedStateMachine):
         assert len(taken) <= rows
         self.under_way += self.fresh(taken)
 
-    @rule(rows=st.integers(1, 5), away=st.sampled_from(("t0", "t1")))
-    def park(self, rows: int, away: str) -> None:
-        parked = self.passage.park(rows, lambda target: target == away)
-        assert len(parked) <= rows
+    @rule(rows=st.integers(0, 5), away=st.sampled_from(("t0", "t1")), bytes_over=st.integers(0, 3 * SIZE_MAX))
+    def park(self, rows: int, away: str, bytes_over: int) -> None:
+        before = self.passage.fetched_bytes
+        parked = self.passage.park(rows, lambda target: target == away, bytes_over)
+        freed = before - self.passage.fetched_bytes
+        assert freed == sum(size_of(each.content) for each in parked)
+        assert len(parked) <= rows or freed < bytes_over + SIZE_MAX
         assert {each.target for each in parked} <= {away, *self.passage._rests_until}
         self.fresh(parked)
 
@@ -177,6 +194,8 @@ class Relays(RuleBasedStateMachine):
             self.world.bad.add(item.content)
         if answer is Answer.REFUSED and item.step in (Step.SHORT_RESULT, Step.BURIED):
             self.world.safe.add(item.content)  # A line in the log has it.
+        if answer is Answer.DONE and delivery_steps.TABLE[item.step].work is Work.FETCH:
+            self.passage.resize(item, size_of(item.content))
         try:
             self.passage.answer(item, answer, "wrong")
         except CannotBeRefused:
@@ -254,6 +273,17 @@ class Relays(RuleBasedStateMachine):
         assert self.passage.read >= self.next - self.world.committed
         assert self.passage.handed_out >= len(self.handed_out - self.world.ended)
 
+    @invariant()
+    def bytes_are_those_of_the_payloads_that_are_there(self) -> None:
+        there = [item for item in self.there if not item.is_forgotten]
+        wrong = [
+            item for item in there if item.size_bytes != (item.step not in WITHOUT_PAYLOAD) * size_of(item.content)
+        ]
+        assert not wrong, "a payload is there that nobody needs, or is not there, or counts otherwise"
+        out = sum(item.size_bytes for item in there if item.step in delivery_steps.OUT)
+        assert self.passage.fetched_bytes == out
+        assert self.passage.read_bytes == sum(item.size_bytes for item in there) - out
+
     def teardown(self) -> None:
         """When nothing fails any more, everything arrives."""
         if not hasattr(self, "world"):
@@ -276,6 +306,7 @@ class Relays(RuleBasedStateMachine):
         assert self.world.committed == len(self.world.log), "something is stuck on its way in"
         assert self.world.ended == self.world.in_tarry, "something is stuck on its way out"
         assert self.passage.read == self.passage.handed_out == 0
+        assert self.passage.read_bytes == self.passage.fetched_bytes == 0
         withdrawals = {number for number, step in enumerate(self.world.log) if step is Step.WITHDRAWAL}
         assert self.world.resolved >= withdrawals - self.world.bad, "a withdrawal was committed and not done"
 
@@ -306,7 +337,7 @@ def walk(seed: int) -> None:
         relays.hand_out,
         lambda: relays.take(chance.randint(1, 5)),
         lambda: relays.take_to_produce(chance.randint(1, 5), chance.randint(0, 3) * (not are_away or one_in_ten())),
-        lambda: relays.park(chance.randint(1, 5), chance.choice(("t0", "t1"))),
+        lambda: relays.park(chance.randint(0, 5), chance.choice(("t0", "t1")), chance.choice((0, 0, 3 * SIZE_MAX))),
         lambda: relays.take_overdue(chance.randint(0, 3)),
         lambda: relays.rest_target(chance.choice(("t0", "t1", DEAD, RESULTS)), chance.randint(0, 3)),
         lambda: relays.rest_message(chance.randrange(10), chance.randint(0, 3)),
@@ -323,6 +354,7 @@ def walk(seed: int) -> None:
     for _ in range(160):
         chance.choice(rules)()
         relays.nothing_is_dropped()
+        relays.bytes_are_those_of_the_payloads_that_are_there()
     relays.teardown()
 
 
@@ -437,6 +469,106 @@ def test_a_target_that_rests_is_not_asked_for_and_its_messages_hold_no_permit() 
     assert relay.take(Work.FETCH, 10) == []
     relay.wake(5.0)
     assert [each.content for each in relay.take(Work.FETCH, 10)] == [1]
+
+
+def test_a_payload_is_dropped_and_counts_no_more_when_it_is_durable_elsewhere_or_can_be_fetched_again() -> None:
+    dropped: list[int] = []
+    relay: Passage[int, str] = Passage(DEAD, drop=dropped.append)
+    relay.enter([Item(Step.READ, 1, lane="log", position=(1, 1), size_bytes=100)])
+    relay.enter([Item(Step.DIRECT, 2, target="a", lane="log", position=(1, 2), size_bytes=20)])
+    assert (relay.read_bytes, relay.fetched_bytes, dropped) == (120, 0, [])
+    for item in (*relay.take(Work.ADD, 1), *relay.take_to_produce(1, lambda target, n: n)):
+        relay.answer(item, Answer.AGAIN)
+    assert relay.read_bytes == 120
+    for item in (*relay.take(Work.ADD, 1), *relay.take_to_produce(1, lambda target, n: n)):
+        relay.answer(item, Answer.DONE)
+    assert (relay.read_bytes, dropped) == (0, [1, 2])
+
+    relay.enter(Item(Step.HANDED_OUT, number, target="b") for number in (3, 4, 5))
+    for item, answer in zip(relay.take(Work.FETCH, 3), (Answer.DONE, Answer.DONE, Answer.REFUSED), strict=True):
+        relay.resize(item, 1_000 * (answer is Answer.DONE))
+        relay.answer(item, answer)
+    assert (relay.read_bytes, relay.fetched_bytes, dropped) == (0, 2_000, [1, 2, 5])
+    (item,) = relay.take_to_produce(1, lambda target, n: n)
+    relay.answer(item, Answer.DONE)
+    relay.rest_target("b", 5.0)
+    assert [each.content for each in relay.park(1, lambda target: False)] == [4]
+    assert (relay.fetched_bytes, dropped) == (0, [1, 2, 5, 3, 4])
+
+
+def test_a_payload_that_may_still_be_published_counts_through_every_refusal() -> None:
+    relay: Passage[int, str] = Passage(DEAD)
+    relay.enter([Item(Step.READ, 1, lane="log", position=(1, 1), size_bytes=100)])
+    (item,) = relay.take(Work.ADD, 1)
+    for step in (Step.BAD, Step.BARE, Step.BURIED):
+        relay.answer(item, Answer.REFUSED)
+        assert (item.step, relay.read_bytes) == (step, 100)
+        relay.take_to_produce(1, lambda target, n: n)
+    relay.answer(item, Answer.DONE)
+    assert relay.read_bytes == 0
+
+
+def test_a_lane_that_is_lost_frees_its_bytes_and_answers_that_come_later_change_nothing() -> None:
+    relay: Passage[int, str] = Passage(DEAD)
+    relay.enter(Item(Step.READ, number, lane="log", position=(1, number), size_bytes=100) for number in range(3))
+    taken = relay.take(Work.ADD, 2)
+    relay.lose("log")
+    assert relay.read_bytes == 0
+    for item in taken:
+        relay.answer(item, Answer.DONE)
+    assert relay.read_bytes == 0
+
+
+def fetched(relay: Passage[int, str], target: str, sizes: Iterable[int]) -> None:
+    """Enter messages that were fetched for a target."""
+    relay.enter(
+        Item(Step.FETCHED, number, target=target, size_bytes=size_bytes) for number, size_bytes in enumerate(sizes)
+    )
+
+
+def test_as_much_is_parked_as_frees_the_bytes_that_are_too_many_though_no_permit_is_needed() -> None:
+    relay: Passage[int, str] = Passage(DEAD)
+    fetched(relay, "away", [100] * 10)
+    relay.rest_target("away", 5.0)
+    assert relay.park(-3, lambda target: False, bytes_over=0) == []
+    assert [each.content for each in relay.park(-3, lambda target: False, bytes_over=250)] == [7, 8, 9]
+    assert relay.fetched_bytes == 700
+    assert len(relay.park(1, lambda target: False, bytes_over=10_000, rows_max=4)) == 4
+    assert relay.fetched_bytes == 300
+
+
+def test_bytes_that_wait_for_a_target_which_takes_messages_are_not_parked() -> None:
+    relay: Passage[int, str] = Passage(DEAD)
+    fetched(relay, "there", [100] * 10)
+    fetched(relay, "slow", [1] * 10)
+    assert len(relay.park(0, lambda target: target == "slow", bytes_over=10_000)) == 9
+    assert (relay.count(Step.PARKED), relay.fetched_bytes) == (9, 1_001)
+
+
+def test_a_portion_to_publish_ends_with_the_message_that_fills_its_bytes() -> None:
+    relay: Passage[int, str] = Passage(DEAD)
+    fetched(relay, "a", [100, 100, 5_000, 1, 1])
+    portions = []
+    while taken := relay.take_to_produce(10, lambda target, n: n, bytes_max=200):
+        portions.append([each.size_bytes for each in taken])
+    assert portions == [[100, 100], [5_000], [1, 1]]
+
+
+def test_a_target_is_asked_for_no_more_messages_than_fit_into_the_bytes() -> None:
+    relay: Passage[int, str] = Passage(DEAD)
+    fetched(relay, "a", [100] * 10)
+    fetched(relay, "b", [100] * 10)
+    asked: list[tuple[str, int]] = []
+
+    def allowed(target: str, wanted: int) -> int:
+        # They count as gone: see `Pacing.take`.
+        asked.append((target, wanted))
+        return wanted
+
+    assert len(relay.take_to_produce(10, allowed, bytes_max=250)) == 3
+    assert asked == [("a", 3)]
+    assert len(relay.take_to_produce(10, allowed, bytes_max=1_200)) == 10
+    assert asked == [("a", 3), ("b", 10)]
 
 
 def test_what_keeps_the_commit_of_a_lane_is_named() -> None:
@@ -588,6 +720,21 @@ def what_is_bad_goes_to_its_target(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Passage, "_move", keeping)
 
 
+def what_is_parked_keeps_its_payload(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(delivery_steps, "_DROPPED", delivery_steps._DROPPED - {Step.PARKED})
+
+
+def what_is_forgotten_counts_on(patch: pytest.MonkeyPatch) -> None:
+    forget = Passage._forget
+
+    def counting(self: Passage[int, int], item: Item[int, int]) -> None:
+        size_bytes = item.size_bytes
+        forget(self, item)
+        self.read_bytes += size_bytes
+
+    patch.setattr(Passage, "_forget", counting)
+
+
 PLANTED = (
     what_is_fetched_counts_as_published,
     what_is_refused_at_its_target_is_acknowledged,
@@ -609,6 +756,8 @@ PLANTED = (
     what_is_parked_is_forgotten,
     what_is_parked_is_published_without_its_payload,
     what_is_bad_goes_to_its_target,
+    what_is_parked_keeps_its_payload,
+    what_is_forgotten_counts_on,
 )
 registry.register("the passage of messages through a relay", PLANTED)
 

@@ -104,6 +104,12 @@ class ScriptedConsumer:
         self.asked.append(f"end of {partition.partition}")
         return self.ends
 
+    def consume(self, rows: int, timeout: float) -> list[Any]:
+        return []
+
+    def unassign(self) -> None:
+        self.assigned.clear()
+
     def close(self) -> None:
         self.script.clear()
 
@@ -121,7 +127,7 @@ class Topics(ClusterTopics):
         self.asked += 1
         if not self.now:
             raise port.Unreachable("away")
-        return SimpleNamespace(topic_id=self.now)
+        return SimpleNamespace(topic_id=self.now, partitions=[0, 1])
 
 
 Cluster = tuple[KafkaReader, ScriptedConsumer, Topics]
@@ -136,11 +142,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made(monkeypatch)
 
 
-def made(patch: pytest.MonkeyPatch, kept_bytes: int = 0) -> Cluster:
+def made(patch: pytest.MonkeyPatch, kept_bytes: int = 0, bytes_max: int = 2**24) -> Cluster:
     patch.setattr(kafka, "Consumer", ScriptedConsumer)
     patch.setattr(kafka_broker, "_LOOK_AGAIN_S", 0)
     topics: Any = Topics()
-    reader = KafkaReader(TOPIC, "one", topics, properties(), 5, Kept(kept_bytes))
+    reader = KafkaReader(TOPIC, "one", topics, properties(), 5, bytes_max, Kept(kept_bytes))
     consumer: Any = reader._consumer
     return reader, consumer, topics
 
@@ -276,11 +282,11 @@ async def test_what_is_read_is_kept_for_when_it_is_due(monkeypatch: pytest.Monke
     assert topics.asked == 1
 
 
-def log_of(cluster: Cluster) -> KafkaLog:
+def log_of(cluster: Cluster, bytes_max: int = 2**24) -> KafkaLog:
     """Return a log that fetches what the reader has kept."""
     reader, _, topics = cluster
     assert reader._kept is not None
-    return KafkaLog(TOPIC, topics, properties(), reader._kept, 5)
+    return KafkaLog(TOPIC, topics, properties(), reader._kept, 5, bytes_max)
 
 
 async def looked_at_no_more(cluster: Cluster, patch: pytest.MonkeyPatch) -> None:
@@ -317,6 +323,34 @@ async def test_what_was_kept_is_kept_on_when_nobody_says_whose_it_is(monkeypatch
 
 async def no_look(reader: KafkaReader) -> None:
     return
+
+
+async def test_a_read_ends_with_the_message_that_fills_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = Record.of(message(0, 7)).memory_bytes
+    reader, consumer, _ = made(monkeypatch, bytes_max=2 * size)
+    consumer.script += [consumer.gets(0), *(message(0, offset) for offset in range(7, 10))]
+    assert offsets(await reader.read(10, 0)) == [(0, 7), (0, 8)]
+    assert offsets(await reader.read(10, 0)) == [(0, 9)]
+
+
+async def test_a_fetch_ends_with_the_message_that_fills_its_bytes_and_says_what_it_has_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = made(monkeypatch)
+    log = log_of(cluster, bytes_max=2 * Record.of(message(0, 7)).memory_bytes)
+    consumer: Any = log._consumer
+    # Offset 3 is gone; what lies behind 8 is not looked for any more.
+    consumer.script += [message(0, 7), message(0, 8), message(0, 9), message(1, 1)]
+    asked = [(0, 3), (0, 7), (0, 8), (0, 9), (1, 1), (2, 1), (-1, 1)]
+    found = await log.fetch(asked, "one")
+    assert [each and (each.headers.get("n") if each is not port.NOT_YET else "not yet") for each in found] == [
+        *(None, "7", "8", "not yet", "not yet", None, None)
+    ]
+    assert consumer.assigned == {}
+    consumer.script.clear()
+    consumer.script += [message(0, 9), message(1, 1)]
+    found = await log.fetch([(0, 9), (1, 1)], "one")
+    assert [each and each.headers["n"] for each in found] == ["9", "1"]
 
 
 class Producer:

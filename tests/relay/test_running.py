@@ -847,13 +847,15 @@ FORMER = tarry.DeliveryId(1, 9, None, 0, 3)
     [
         (named(FORMER), ""),
         (str(FORMER), ""),
+        # What is due at once, or before 1970, has the time 1 in Tarry.
+        ("1-9-1-3", ""),
         (f"{FORMER}-00000000", "it is of another source or relay, or of a former source: its log is 00000000, not"),
         (
             str(dataclasses.replace(FORMER, log=tarry.DeliveryId.log_of("orders@1", "second"))),
             "of another source or relay",
         ),
         (str(dataclasses.replace(FORMER, log=tarry.DeliveryId.log_of("orders@0", "relay"))), "or of a former source"),
-        ("1-9-5000-0", "delivery id '1-9-5000-0': the time of the message at its position is another, 0"),
+        ("1-9-5000-0", "delivery id '1-9-5000-0': the time of the message at its position is another, 1"),
         (named(tarry.DeliveryId(2, 8, None, 0, 0)), "ledger 2 is none of this source"),
         (named(tarry.DeliveryId(1, 9, 0, 0, 0)), "it has a batch index"),
         ("1-9", "is none; it has the form"),

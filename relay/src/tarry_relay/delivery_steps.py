@@ -125,6 +125,8 @@ TABLE: Mapping[Step, Row] = {
 """A step that is not a key has no work left: the message is forgotten."""
 OUT = frozenset((Step.HANDED_OUT, Step.FETCHED, Step.PARKED, Step.PRODUCED, Step.LOST))
 """Steps of what was handed out."""
+_DROPPED = frozenset((Step.ADDED, Step.PARKED, Step.PRODUCED, Step.LOST))
+"""Steps from which on a payload is no longer needed, or is fetched again."""
 _NEW_MESSAGES = frozenset((Step.BAD, Step.BARE, Step.RESULT, Step.BARE_RESULT, Step.SHORT_RESULT))
 """Steps at which another message is published than before."""
 ENDING = (Step.ADDED, Step.PRODUCED, Step.LOST)
@@ -166,6 +168,8 @@ class Item(Generic[Content, Lane]):
     """The part of a log that it was read from; None if it was handed out."""
     position: tuple[int, int] | None = None
     """Where it stands in its lane; None if it was handed out."""
+    size_bytes: int = 0
+    """What its payload takes in memory; 0 once it is dropped."""
     in_order: bool = True
     """Whether a commit of its lane stands for everything that was read there before."""
     entered_s: float = 0.0
@@ -180,12 +184,24 @@ class Item(Generic[Content, Lane]):
 class Passage(Generic[Content, Lane]):
     """The messages that are on their way through one relay. Each is given out for one work at a time."""
 
-    def __init__(self, dead_letters: str, results: str = "", table: Mapping[Step, Row] = TABLE) -> None:
+    def __init__(
+        self,
+        dead_letters: str,
+        results: str = "",
+        table: Mapping[Step, Row] = TABLE,
+        *,
+        drop: Callable[[Content], None] = lambda content: None,
+    ) -> None:
         """Begin empty.
 
         `dead_letters`: the target of what is BAD. `results`: the target of results; empty if nobody is told of them.
-        `table`: another one, of tests.
+        `table`: another one, of tests. `drop` is called when the payload of a message is no longer needed.
         """
+        self._drop = drop
+        self.read_bytes = 0
+        """What the payloads take of messages that were read."""
+        self.fetched_bytes = 0
+        """What the payloads take of messages that were handed out."""
         self._dead_letters = dead_letters
         self._results = results
         self._table = table
@@ -254,11 +270,21 @@ class Passage(Generic[Content, Lane]):
         """Take in what was read or handed out, in that order."""
         for item in items:
             self._counts[item.step] += 1
+            size_bytes, item.size_bytes = item.size_bytes, 0
+            self.resize(item, size_bytes)
             if item.lane is not None and item.position is not None:
                 self._known[item.lane, item.position] = item
             if item.lane is not None and item.in_order:
                 self._lanes.setdefault(item.lane, deque()).append(item)
             self._wait(item)
+
+    def resize(self, item: Item[Content, Lane], size_bytes: int) -> None:
+        """Say what the payload of a message takes in memory now."""
+        if item.step in OUT:
+            self.fetched_bytes += size_bytes - item.size_bytes
+        else:
+            self.read_bytes += size_bytes - item.size_bytes
+        item.size_bytes = size_bytes
 
     def take(self, work: Work, rows_max: int) -> list[Item[Content, Lane]]:
         """Take up to `rows_max` messages for work that is neither PRODUCE nor COMMIT, each until it is answered."""
@@ -270,13 +296,16 @@ class Passage(Generic[Content, Lane]):
                 taken.append(item)
         return taken
 
-    def take_to_produce(self, rows_max: int, allowed: Callable[[str, int], int]) -> list[Item[Content, Lane]]:
-        """Take up to `rows_max` messages to publish.
+    def take_to_produce(
+        self, rows_max: int, allowed: Callable[[str, int], int], bytes_max: int = 2**63
+    ) -> list[Item[Content, Lane]]:
+        """Take up to `rows_max` messages to publish, which take about `bytes_max` in memory.
 
         `allowed` is asked for each target that has messages and does not rest how many of so many may go to it now. The
         target that was served first is asked last the next time.
         """
         taken: list[Item[Content, Lane]] = []
+        bytes_left = bytes_max
         for target in list(self._to_produce):
             waiting = self._to_produce[target]
             while waiting and waiting[0].is_forgotten:
@@ -284,15 +313,19 @@ class Passage(Generic[Content, Lane]):
             if not waiting:
                 del self._to_produce[target]
                 self._unpark(target, rows_max)
-            elif (rows := allowed(target, min(len(waiting), rows_max - len(taken)))) > 0:
+            elif (rows := allowed(target, _fitting(waiting, rows_max - len(taken), bytes_left))) > 0:
                 del self._to_produce[target]
-                taken += [item for item in (waiting.popleft() for _ in range(rows)) if not item.is_forgotten]
+                for _ in range(rows):
+                    item = waiting.popleft()
+                    if not item.is_forgotten:
+                        taken.append(item)
+                        bytes_left -= item.size_bytes
                 if waiting:
                     self._to_produce[target] = waiting
                 if len(waiting) < rows_max:
                     # Twice as many: one message tries whether the target is there, and then it is soon at full speed.
                     self._unpark(target, min(2 * rows, rows_max))
-            if len(taken) >= rows_max:
+            if len(taken) >= rows_max or bytes_left <= 0:
                 break
         return taken
 
@@ -396,9 +429,12 @@ class Passage(Generic[Content, Lane]):
             if not item.is_forgotten:
                 self._wait(item)
 
-    def park(self, rows: int, takes_nothing: Callable[[str], bool]) -> list[Item[Content, Lane]]:
-        """Park at most so many of what was handed out and waits for a target that takes nothing now; return them.
+    def park(
+        self, rows: int, takes_nothing: Callable[[str], bool], bytes_over: int = 0, rows_max: int = 2**31
+    ) -> list[Item[Content, Lane]]:
+        """Park what was handed out and waits for a target that takes nothing now; return it.
 
+        Park so many, and more until `bytes_over` less are taken in memory, but at most `rows_max`.
         Those go first that came last for the target with the most. A target that does not rest keeps one, which finds
         out when it takes messages again; one that rests needs none.
         """
@@ -406,13 +442,22 @@ class Passage(Generic[Content, Lane]):
         queues += [(name, each, 1) for name, each in self._to_produce.items() if len(each) > 1 and takes_nothing(name)]
         parked: list[Item[Content, Lane]] = []
         for target, waiting, left in sorted(queues, key=lambda each: -len(each[1])):
-            if len(parked) >= rows:
+            if len(parked) >= rows_max or (len(parked) >= rows and bytes_over <= 0):
                 break
-            some = _last_fetched(waiting, rows - len(parked), left)
+            some: deque[Item[Content, Lane]] = deque()
+            others: deque[Item[Content, Lane]] = deque()
+            while len(waiting) > left and len(parked) + len(some) < rows_max:
+                if len(parked) + len(some) >= rows and bytes_over <= 0:
+                    break
+                item = waiting.pop()
+                (some if item.step is Step.FETCHED else others).appendleft(item)
+                bytes_over -= item.size_bytes if item.step is Step.FETCHED else 0
+            waiting.extend(others)
             for item in some:
                 self._set_step(item, Step.PARKED)
-            self._parked.setdefault(target, deque()).extend(some)
-            parked += some
+            if some:
+                self._parked.setdefault(target, deque()).extend(some)
+                parked += some
         return parked
 
     def take_overdue(self, before_s: float) -> int:
@@ -473,12 +518,19 @@ class Passage(Generic[Content, Lane]):
         self._wait(item)
 
     def _set_step(self, item: Item[Content, Lane], step: Step) -> None:
+        size_bytes = item.size_bytes
+        self.resize(item, 0)
         self._counts[item.step] -= 1
         self._counts[step] += 1
         item.step = step
+        if step in _DROPPED:
+            self._drop(item.content)
+        else:
+            self.resize(item, size_bytes)
 
     def _forget(self, item: Item[Content, Lane]) -> None:
         self._counts[item.step] -= 1
+        self.resize(item, 0)
         item.is_forgotten = True
         if item.lane is not None and item.position is not None:
             key = item.lane, item.position
@@ -497,12 +549,12 @@ class Passage(Generic[Content, Lane]):
             self._done.setdefault(item.lane, deque()).append(item)
 
 
-def _last_fetched(waiting: deque[Item[Content, Lane]], rows: int, left: int) -> list[Item[Content, Lane]]:
-    """Take at most so many that were fetched out of a queue, from its end; leave at least `left` in it."""
-    fetched: deque[Item[Content, Lane]] = deque()
-    others: deque[Item[Content, Lane]] = deque()
-    while len(waiting) > left and len(fetched) < rows:
-        item = waiting.pop()
-        (fetched if item.step is Step.FETCHED else others).appendleft(item)
-    waiting.extend(others)
-    return list(fetched)
+def _fitting(waiting: Iterable[Item[Content, Lane]], rows_max: int, bytes_left: int) -> int:
+    """Return how many of the first messages fit; the one that fills the bytes is the last."""
+    rows = 0
+    for item in itertools.islice(waiting, rows_max):
+        if bytes_left <= 0:
+            break
+        rows += 1
+        bytes_left -= item.size_bytes
+    return rows

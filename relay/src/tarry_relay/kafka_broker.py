@@ -31,6 +31,7 @@ from tarry_relay.kafka_client import (
     Untold,
     ended_within,
 )
+from tarry_relay.memory_shares import portion_bytes
 from tarry_relay.pacing import Search
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,10 @@ _AT_ONCE_FOR_NOTHING = 20
 
 Pair = tuple[int, int]
 """Partition and offset."""
+
+
+_QUEUE_BYTES_MAX = 16 * 2**20
+"""What each of the consumers reads ahead at most; a relay has three."""
 
 
 class Kept(Generic[Content]):
@@ -215,16 +220,21 @@ class KafkaLog:
         properties: ClientProperties,
         kept: Kept[Found],
         timeout_s: float,
+        bytes_max: int,
     ) -> None:
+        """`kept` is what was read lately, `bytes_max` how much a fetch should bring."""
         self._topic = topic
         self._topics = topics
         self._consumer = kafka.Consumer(properties.fetcher(topic))
         self._kept = kept
         self._timeout_s = timeout_s
+        self._bytes_max = bytes_max
         self._at_once = _AT_ONCE if kept.keeps else _AT_ONCE_FOR_NOTHING
         self._thread = Thread("fetch", properties.errors)
         self._partitions = 0
         """A lower bound on its number."""
+        self._found_bytes = 0
+        """What the present call has found."""
         self._fetched = 0
         self._kept_ones = 0
         self._read_for_it = 0
@@ -251,7 +261,8 @@ class KafkaLog:
         return kafka_judgement.kept_ms(settings)
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
-        """Return the messages at these positions, which ascend; None for one that is gone or never was.
+        """Return the messages at these positions, which ascend; None for one that is gone or never was, NOT_YET when a
+        portion is full.
 
         What is not kept is found by reading its partition on, all partitions at once. The cluster is asked for the
         generation, unless it was since then. Raises NotThere, Unreachable, SessionOver.
@@ -266,16 +277,22 @@ class KafkaLog:
                 wanted.setdefault(pair[0], []).append(pair[1])
         self._fetched += len(pairs)
         self._kept_ones += len(found)
+        left: Mapping[int, Search] = {}
         try:
             if wanted:
-                await self._look_for(wanted, found)
+                try:
+                    left = await self._look_for(wanted, found)
+                except port.Unreachable:
+                    if not found:
+                        raise
+                    left = {partition: Search(offsets) for partition, offsets in wanted.items()}
             kept_until_s = max((each.read_until_s for each in found.values()), default=0.0)
             await self._topics.confirm(self._topic, generation, time.monotonic() if wanted else kept_until_s)
         except (port.Unreachable, port.SessionOver):
             for pair, kept in found.items():
                 self._kept.keep(pair, kept, kept.record.memory_bytes)
             raise
-        return [found[pair].record.message() if pair in found else None for pair in pairs]
+        return [_fetched(pair, found.get(pair), left.get(pair[0])) for pair in pairs]
 
     async def close(self) -> None:
         """End, or leave the client behind."""
@@ -291,23 +308,28 @@ class KafkaLog:
             told = {"of_these_kept": self._kept_ones, "read_for_the_rest": self._read_for_it}
             log.info("has fetched", extra={"messages": self._fetched, **told})
 
-    async def _look_for(self, wanted: Mapping[int, Sequence[int]], found: dict[Pair, Found]) -> None:
-        """Add what is found at these offsets of each partition."""
+    async def _look_for(self, wanted: Mapping[int, Sequence[int]], found: dict[Pair, Found]) -> Mapping[int, Search]:
+        """Add what is found at these offsets of each partition; return the searches that are not over."""
         if max(wanted) >= self._partitions:
             self._partitions = await self._topics.partitions(self._topic)
         # A partition that the topic does not have never had what is looked for.
         searches = {each: Search(of) for each, of in wanted.items() if each < self._partitions}
         if searches:
             await self._thread.call(self._read_on, searches, found)
+        return searches
 
     # In the thread.
 
     def _read_on(self, searches: dict[int, Search], found: dict[Pair, Found]) -> None:
-        """Read all partitions on until each search is over. Raises KafkaException, NotThere, Unreachable."""
+        """Read all partitions on until each search is over, or a portion is full.
+
+        Raises KafkaException, NotThere, Unreachable.
+        """
         self._begin(searches)
+        self._found_bytes = sum(each.record.memory_bytes for each in found.values())
         try:
             comes_by_s = time.monotonic() + self._timeout_s
-            while searches:
+            while searches and self._found_bytes < self._bytes_max:
                 first: Event | None = self._consumer.poll(0.1)
                 if first is not None:
                     events = [first, *self._consumer.consume(self._at_once, 0)]
@@ -329,6 +351,7 @@ class KafkaLog:
         read = Found(Record.of(event), time.monotonic())
         if search is not None and search.meets(pair[1]):
             found[pair] = read
+            self._found_bytes += read.record.memory_bytes
         else:
             self._kept.keep(pair, read, read.record.memory_bytes)
         return pair[1]
@@ -386,10 +409,13 @@ class KafkaReader:
         topics: ClusterTopics,
         properties: ClientProperties,
         timeout_s: float,
+        bytes_max: int,
         kept: Kept[Found] | None = None,
         failures_of: str = "",
     ) -> None:
-        """`kept` gets what is read. `failures_of`: of a retry log, the topic of the relay."""
+        """`bytes_max` is how much a call should bring. `kept` gets what is read. `failures_of`: of a retry log, the
+        topic of the relay.
+        """
         self._topic = topic
         self._group = properties.reader_group(topic, generation)
         self._failures_of = failures_of
@@ -397,6 +423,7 @@ class KafkaReader:
         self._generation = generation
         self._topics = topics
         self._timeout_s = timeout_s
+        self._bytes_max = bytes_max
         self._kept = kept
         self._errors = properties.errors
         self._consumer = kafka.Consumer({**properties.reader(topic, generation), "error_cb": self._failed})
@@ -432,8 +459,9 @@ class KafkaReader:
         portion, self._held = self._held, None
         if self._kept is not None:
             for each in portion.read:
-                read = Found(each.receipt, self._asked_at_s)
-                self._kept.keep((each.ledger_id, each.entry_id), read, each.receipt.memory_bytes)
+                if each.message is not None:
+                    record = Record(each.message.body, each.message.sent_at_ms, each.receipt)
+                    self._kept.keep(each.position, Found(record, self._asked_at_s), record.memory_bytes)
         return portion
 
     async def commit(self, read: Sequence[port.Read]) -> None:
@@ -444,7 +472,7 @@ class KafkaReader:
             last.ledger_id,
             last.entry_id + 1,
             metadata=self._metadata,
-            leader_epoch=last.receipt.leader_epoch,
+            leader_epoch=last.receipt,
         )
         await self._committing.call(self._commit, last.lane, behind)
 
@@ -537,6 +565,7 @@ class KafkaReader:
     def _take(self, read: list[port.Read], rows_max: int, wait_s: float) -> None:
         """Add what comes. Raises NotThere, Unreachable, SessionOver for an error that comes first."""
         event = self._early.popleft() if self._early else self._wait_for_one(wait_s)
+        size_bytes = 0
         while event is not None:
             if event.error() is not None and read:
                 self._early.append(event)
@@ -544,8 +573,10 @@ class KafkaReader:
             if event.error() is not None:
                 self._look(event)
             elif (lane := self._lanes.get(event.partition())) is not None:
-                read.append(_read(event, lane))
-            if len(read) >= rows_max:
+                message, receipt = _message(event)
+                size_bytes += message.size_bytes
+                read.append(port.Read(event.partition(), event.offset(), message, lane, receipt))
+            if len(read) >= rows_max or size_bytes >= self._bytes_max:
                 return
             event = self._early.popleft() if self._early else self._consumer.poll(0)
 
@@ -695,8 +726,10 @@ def _ends(consumer: kafka.Consumer, partition: TopicPartition, timeout_s: float)
 async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka) -> AsyncIterator[KafkaBroker]:
     """Open a session; a topic that does not exist is no reason not to. Raises SettingsError, Unreachable."""
     relay, source = settings.relay, settings.source.name
-    properties = ClientProperties(broker, relay.subscription, relay.id)
-    kept: Kept[Found] = Kept(broker.kept_bytes)
+    bytes_max = portion_bytes(relay.memory_bytes)
+    queue_bytes = min(_QUEUE_BYTES_MAX, bytes_max)
+    properties = ClientProperties(broker, relay.subscription, relay.id, queue_bytes)
+    kept: Kept[Found] = Kept(min(broker.kept_bytes, relay.memory_bytes // 8))
     closing: dict[str, Callable[[], object]] = {}
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(ended_within, closing)
@@ -706,7 +739,7 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
         topics = ClusterTopics(client, broker.timeout_s)
         generations = [await _generation_now(topics, name) for name in settings.read_names]
         with _refused_settings():
-            fetched_from = KafkaLog(source, topics, properties, kept, broker.timeout_s)
+            fetched_from = KafkaLog(source, topics, properties, kept, broker.timeout_s, bytes_max)
         closing["fetch"] = fetched_from.end
         output = KafkaOutput(source, properties, broker)
         closing["publish"] = output.end
@@ -714,7 +747,7 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
         for name, generation in zip(settings.read_names, generations, strict=True):
             with _refused_settings():
                 own: dict[str, Any] = {"kept": kept} if name == source else {"failures_of": relay.topic}
-                reader = KafkaReader(name, generation, topics, properties, broker.timeout_s, **own)
+                reader = KafkaReader(name, generation, topics, properties, broker.timeout_s, bytes_max, **own)
             closing[f"read {name}"] = reader.end
             readers.append(reader)
             keeping = asyncio.create_task(reader.keep_place())
@@ -763,6 +796,15 @@ async def _generation_now(topics: ClusterTopics, topic: str) -> str:
         return ""
 
 
-def _read(event: Event, lane: tuple[int, int]) -> port.Read:
+def _message(event: Event) -> tuple[port.Message, int | None]:
+    """Return a message that was read, and what its commit needs."""
     record = Record.of(event)
-    return port.Read(event.partition(), event.offset(), record.message(), lane, receipt=record)
+    return record.message(), record.leader_epoch
+
+
+def _fetched(pair: Pair, found: Found | None, left: Search | None) -> port.Message | None:
+    """Return what came of a position. `left` is the search of its partition if it is not over."""
+    if found is not None:
+        return found.record.message()
+    is_left = left is not None and left.next is not None and left.next <= pair[1]
+    return port.NOT_YET if is_left and not kafka_judgement.position_fault(*pair) else None

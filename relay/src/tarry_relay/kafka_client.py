@@ -57,12 +57,10 @@ _CONSUMER: Properties = {
     # A partition without a position is reported, and begun by the relay.
     "auto.offset.reset": "error",
     "fetch.queue.backoff.ms": 10,
-    # A relay has three consumers, and each reads ahead.
-    "queued.max.messages.kbytes": 16_384,
-    "fetch.max.bytes": 16_777_216,
     # A message that is larger than all this comes alone, and must not close the connection.
     "receive.message.max.bytes": 2_147_483_647,
 }
+_QUEUE_BYTES_MIN = 2 * 2**20
 _READER: Properties = {
     **_CONSUMER,
     "group.protocol": "classic",
@@ -129,8 +127,23 @@ class ClientErrors:
 class ClientProperties:
     """The properties of the clients of one session."""
 
-    def __init__(self, broker: relay_settings.Kafka, subscription: str, identity: str) -> None:
-        """Read the password. `identity` is that of the relay. Raises SettingsError."""
+    def __init__(
+        self,
+        broker: relay_settings.Kafka,
+        subscription: str,
+        identity: str,
+        queue_bytes: int = 16 * 2**20,
+    ) -> None:
+        """Read the password. `identity` is that of the relay, `queue_bytes` what a consumer reads ahead.
+
+        Raises SettingsError.
+        """
+        # A fetch asks for no less than the client's limit of a message.
+        queue_bytes = max(_QUEUE_BYTES_MIN, queue_bytes)
+        self._queues: Properties = {
+            "queued.max.messages.kbytes": queue_bytes // 1_024,
+            "fetch.max.bytes": queue_bytes,
+        }
         self.errors = ClientErrors()
         self.identity = identity
         self._broker = broker
@@ -158,11 +171,11 @@ class ClientProperties:
             "heartbeat.interval.ms": max(1, session_ms // 4),
             "max.poll.interval.ms": max(300_000, session_ms),
         }
-        return {**_READER, **own, **self.shared()}
+        return {**_READER, **self._queues, **own, **self.shared()}
 
     def fetcher(self, topic: str) -> Properties:
         """Return the properties of a consumer that is assigned its partitions and joins no group."""
-        return {**_FETCHER, "group.id": self.group_of(topic), **self.shared()}
+        return {**_FETCHER, **self._queues, "group.id": self.group_of(topic), **self.shared()}
 
     def producer(self, topic: str) -> Properties:
         """Return the properties of the producer of a relay that reads a topic."""
@@ -354,19 +367,23 @@ class Record:
             seen.add(key)
             if value is not None:
                 told[key] = value.decode(errors="replace")
-        return port.Message(told, self.body, tuple(dict.fromkeys(repeated)), self.sent_at_ms)
+        return port.Message(told, self.body, tuple(dict.fromkeys(repeated)), self.sent_at_ms, self.memory_bytes)
 
 
 def _headers(event: Event) -> Sequence[tuple[str, bytes | None]] | None:
     """Return the headers; None if the name of one is no UTF-8.
 
     The client then returns a list with an empty place and raises as well. Called through `partial`, Python notices the
-    exception; called directly, it may not, and whoever touches the list crashes.
+    exception; called directly, it may not, and whoever touches the list crashes. A second such name is decoded while
+    the first one's exception is set, which raises more SystemErrors, each by the one before.
     """
     try:
         return tuple(functools.partial(event.headers)() or ())
     except SystemError as error:
-        if isinstance(error.__cause__, UnicodeDecodeError):
+        cause: BaseException | None = error
+        while isinstance(cause, SystemError):
+            cause = cause.__cause__
+        if isinstance(cause, UnicodeDecodeError):
             return None
         raise
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from tarry.positions import NatsStream1
 from tarry_relay import nats_answers, nats_client, nats_judgement, port, relay_settings
+from tarry_relay.memory_shares import ROWS_FIRST, portion_bytes
 from tarry_relay.nats_answers import ApiError, Failed
 from tarry_relay.nats_client import NatsClient
 from tarry_relay.port import Finding, Grade
@@ -54,13 +55,14 @@ class NatsBroker:
         self._settings = settings
         self._own_subjects: dict[str, Sequence[str]] = {}
         """Stream that the relay reads -> its subjects, as they were last seen"""
-        self._source = NatsLog(client, settings.source.name, broker, self._own_subjects)
+        bytes_max = portion_bytes(settings.relay.memory_bytes)
+        self._source = NatsLog(client, settings.source.name, broker, self._own_subjects, bytes_max)
         self.log = self._source
         self.source = NatsReader(client, self._source, settings.relay, broker)
         self._retry_log: NatsLog | None = None
         self.retries: NatsReader | None = None
         if settings.retry is not None:
-            self._retry_log = NatsLog(client, settings.retry.name, broker, self._own_subjects)
+            self._retry_log = NatsLog(client, settings.retry.name, broker, self._own_subjects, bytes_max)
             description = f"{_RETRY_READER}{settings.relay.topic}"
             self.retries = NatsReader(client, self._retry_log, settings.relay, broker, description)
         self.output = NatsOutput(client, broker)
@@ -195,11 +197,18 @@ class NatsLog(port.FirstGeneration):
     tells_limits = True
 
     def __init__(
-        self, client: NatsClient, stream: str, broker: relay_settings.Nats, own_subjects: dict[str, Sequence[str]]
+        self,
+        client: NatsClient,
+        stream: str,
+        broker: relay_settings.Nats,
+        own_subjects: dict[str, Sequence[str]],
+        bytes_max: int,
     ) -> None:
+        """`bytes_max`: how much a fetch should bring."""
         self._client = client
         self.stream = stream
-        self._flight = _Flight(broker.in_flight)
+        self._bytes_max = bytes_max
+        self._flight = _Flight(broker.in_flight, min(_FLIGHT_BYTES, bytes_max))
         self._expected = client.max_payload
         """How large the next message may be (bytes), by those that came."""
         self._own_subjects = own_subjects
@@ -227,27 +236,46 @@ class NatsLog(port.FirstGeneration):
         return f"{made:%Y%m%dT%H%M%S.%f}Z"
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
-        """Return the messages at these positions by direct gets, many in flight; None for one that is gone for good."""
+        """Return the messages at these positions by direct gets, many in flight.
+
+        None for one that is gone for good, NOT_YET when a portion is full.
+        """
         ledgers, entries = zip(*positions, strict=True)
         sequences = NatsStream1.from_positions(list(ledgers), list(entries)).tolist()
         failures: list[Exception] = []
+        came = came_bytes = 0
 
         async def fetch_one(sequence: int) -> port.Message | None:
+            nonlocal came, came_bytes
             if failures:
                 raise failures[0]
+            if came_bytes >= self._bytes_max:
+                return port.NOT_YET
             try:
-                return await self._fetch_one(sequence)
+                message = await self._fetch_one(sequence)
             except port.Unreachable as error:
                 failures.append(error)
                 raise
+            came += 1
+            came_bytes += 0 if message is None else message.size_bytes
+            return message
 
-        found = []
-        for each in await _gathered(fetch_one, sequences, self._flight, lambda _: self._expected):
-            if isinstance(each, Exception):
+        def expected(_: int) -> int:
+            # Those of another call may have been smaller: the first of each call show how large they are now.
+            return self._expected if came else max(self._expected, self._bytes_max // ROWS_FIRST)
+
+        found: list[port.Message | None] = []
+        for each in await _gathered(fetch_one, sequences, self._flight, expected):
+            if isinstance(each, port.Unreachable):
                 # The messages may have been too large for the connection all together.
                 self._expected = self._client.max_payload
+                found.append(port.NOT_YET)
+            elif isinstance(each, Exception):
                 raise each
-            found.append(each)
+            else:
+                found.append(each)
+        if failures and all(each is port.NOT_YET for each in found):
+            raise failures[0]
         port.must_be_same(f"stream {self.stream}", generation, await self.generation())
         return found
 
@@ -268,7 +296,7 @@ class NatsLog(port.FirstGeneration):
         return self._fetched(nats_client.stored(told["message"]))
 
     def _fetched(self, message: port.Message) -> port.Message:
-        self._expected = max(message.body.headers_size + len(message.body.data), self._expected * 7 // 8)
+        self._expected = max(message.size_bytes, self._expected * 7 // 8)
         return message
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
@@ -304,6 +332,7 @@ class NatsReader:
         self._subscription = relay.subscription
         # Of all relays together, and each holds as much as it reads ahead.
         self._max_ack_pending = 16 * relay.read_ahead
+        self._pull_bytes = min(_PULL_BYTES, portion_bytes(relay.memory_bytes))
         self._ack_wait_s = broker.ack_wait_s
         self._description = description
         self.hold_every_s: float | None = broker.ack_wait_s / 3
@@ -388,7 +417,7 @@ class NatsReader:
             return
         asked: dict[str, Any] = {"batch": rows_max, "expires": max(1_000_000, int(wait_s * 1e9))}
         if no_wait:
-            asked |= {"no_wait": True, "max_bytes": max(_PULL_BYTES, 2 * self._client.max_payload)}
+            asked |= {"no_wait": True, "max_bytes": max(self._pull_bytes, 2 * self._client.max_payload)}
         reply = f"{inbox.subject}.{next(self._pulls)}"
         self._pull = _Pull(reply, rows_max, now_s, now_s + wait_s + self._client.timeout_s)
         await self._client.send(inbox.answers.subject, json.dumps(asked).encode(), reply=reply)
@@ -608,8 +637,7 @@ def _produced(
 def _size_of(outgoing: port.Outgoing) -> int:
     if outgoing.message is None:
         return 0
-    original: nats_client.Original = outgoing.message.body
-    return original.headers_size + len(original.data)
+    return outgoing.message.size_bytes
 
 
 def _missing(name: str, stream: str) -> Finding:
@@ -627,14 +655,15 @@ def _finding_of_clock(told: str, asked_at_ms: int) -> Finding:
 class _Flight:
     """Bounds what is in flight, by number and by bytes; what is larger than the bound goes alone."""
 
-    def __init__(self, number_max: int) -> None:
+    def __init__(self, number_max: int, bytes_max: int = _FLIGHT_BYTES) -> None:
         self._number_max = number_max
+        self._bytes_max = bytes_max
         self._number = self._bytes = 0
         self._has_left = asyncio.Event()
 
     async def enter(self, size: int) -> None:
         """Wait until there is room for so many bytes."""
-        while self._number >= self._number_max or (self._number and self._bytes + size > _FLIGHT_BYTES):
+        while self._number >= self._number_max or (self._number and self._bytes + size > self._bytes_max):
             self._has_left.clear()
             await self._has_left.wait()
         self._number += 1

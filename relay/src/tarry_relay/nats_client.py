@@ -39,6 +39,8 @@ _STATUS = re.compile(rb"NATS/1\.0[ \t]+(\d{3})(?!\d)[ \t]*([^\r\n]*)")
 _NATS_OWN = "nats-"
 """Headers of NATS itself, which say how a message was published, and not what it is."""
 _RELAY_OWN = "tarry-"
+_MESSAGE_BYTES = 500
+"""What a message costs in memory beside its headers and payload."""
 _SEQUENCE = re.compile(rb"^Nats-Sequence:[ \t]*(\d+)[ \t]*\r?$", re.MULTILINE)
 _TIME = re.compile(rb"^Nats-Time-Stamp: *([^\r\n]+)", re.IGNORECASE | re.MULTILINE)
 _LINE_ENDS = str.maketrans({"\r": " ", "\n": " "})
@@ -94,7 +96,9 @@ def message_of(block: bytes, data: bytes, sent_at_ms: int = 0) -> port.Message:
             repeated.add(key)
         elif key:
             headers[key] = line.partition(b":")[2].decode(errors="replace").strip()
-    return port.Message(headers, Original(first_line, tuple(fields), data), frozenset(repeated), sent_at_ms)
+    original = Original(first_line, tuple(fields), data)
+    size_bytes = _MESSAGE_BYTES + original.headers_size + len(data)
+    return port.Message(headers, original, frozenset(repeated), sent_at_ms, size_bytes)
 
 
 def block_of(outgoing: port.Outgoing) -> bytes:

@@ -91,6 +91,12 @@ class Message:
     sent_at_ms: int = 0
     """When the broker took it, Unix time in ms: the same whenever it is read. Negative or in seconds if its producer
     said so."""
+    size_bytes: int = 0
+    """About what its headers and payload take in memory."""
+
+
+NOT_YET = Message({}, None)
+"""Stands for a message that could not be fetched now. Compare it by identity."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -284,8 +290,8 @@ class Log(Protocol):
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[Message | None]:
         """Return the messages at these (ledger, entry), which ascend; None for one that is gone for good.
 
-        Raises NotThere, by a look at the generation after they were read: another log has other messages at these
-        positions.
+        Return NOT_YET for those that could not be fetched now; raise Unreachable if that is all of them. Raises
+        NotThere, by a look at the generation after they were read: another log has other messages at these positions.
         """
         ...
 

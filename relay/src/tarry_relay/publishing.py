@@ -167,15 +167,18 @@ class Publishing:
         return [self._publish(subscription, failing=False), self._publish(subscription, failing=True), self._watch()]
 
     def park(self, subscription: Subscription) -> None:
-        """Keep half of the permits free of what waits for targets that take nothing now."""
+        """Keep half of the permits, and of the memory for what is fetched, free of what no target takes now."""
         relay, now_s = self._settings.relay, time.monotonic()
         waiting, parked = self._passage.count(Step.FETCHED), self._passage.count(Step.PARKED)
-        rows = min(waiting - relay.permits // 2, relay.parked_max - parked)
-        if rows <= 0:
+        rows, bytes_over = waiting - relay.permits // 2, self._passage.fetched_bytes - relay.memory_bytes // 4
+        if (rows <= 0 and bytes_over <= 0) or parked >= relay.parked_max:
             return
+
+        def takes_nothing(target: str) -> bool:
+            return target in self._tried or self._pacing.takes_nothing(target, now_s)
+
         self._let_go(
-            subscription,
-            self._passage.park(rows, lambda target: target in self._tried or self._pacing.takes_nothing(target, now_s)),
+            subscription, self._passage.park(rows, takes_nothing, bytes_over, rows_max=relay.parked_max - parked)
         )
 
     def refuse(self, item: MessageItem, reason: str) -> None:
@@ -263,7 +266,8 @@ class Publishing:
         def allowed(target: str, wanted: int) -> int:
             return self._pacing.take(target, wanted, now_s) if self._pacing.is_failing(target) is failing else 0
 
-        return self._passage.take_to_produce(self._settings.relay.rows, allowed)
+        relay = self._settings.relay
+        return self._passage.take_to_produce(relay.rows, allowed, relay.memory_bytes // 16)
 
     def _again(self, items: Sequence[MessageItem]) -> None:
         for item in items:

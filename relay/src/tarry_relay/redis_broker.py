@@ -25,6 +25,7 @@ from redis.backoff import NoBackoff
 
 from tarry.positions import RedisSequences1
 from tarry_relay import port, redis_answers, redis_judgement, relay_settings
+from tarry_relay.memory_shares import Filling, portion_bytes
 from tarry_relay.redis_answers import failures
 
 Fields: TypeAlias = Sequence[tuple[bytes, bytes]]
@@ -47,6 +48,10 @@ _AFTER_LARGE = """
 if tonumber(redis.call('GET', KEYS[2])) == redis.call('XLEN', KEYS[1]) then redis.call('DEL', KEYS[2]) end
 return 1
 """
+_MESSAGE_BYTES = 500
+"""What a message costs in memory beside its fields."""
+_FIELD_BYTES = 150
+"""What a field costs in memory beside its name and value."""
 _UNPACKED_FIELDS_MAX = 3_000
 _LARGE_TRIES = 5
 _PIPELINE_BYTES = 4 * 2**20
@@ -124,7 +129,7 @@ class RedisBroker:
         self._samples: list[str] = []
         """Entries that were not committed when the source was last judged."""
         relay = settings.relay
-        self.log = RedisLog(server, settings.source.name)
+        self.log = RedisLog(server, settings.source.name, portion_bytes(relay.memory_bytes))
         self.source = RedisReader(server, settings.source.name, relay, broker, self.log)
         self.retries: RedisReader | None = None
         if settings.retry is not None:
@@ -236,9 +241,11 @@ class RedisLog(port.FirstGeneration):
 
     tells_limits = False
 
-    def __init__(self, server: Any, stream: str) -> None:
+    def __init__(self, server: Any, stream: str, bytes_max: int) -> None:
+        """`bytes_max`: how much a fetch should bring."""
         self._server = server
         self._stream = stream
+        self._bytes_max = bytes_max
         self._generation = server.register_script(_GENERATION)
 
     async def _generation_now(self) -> str:
@@ -251,13 +258,24 @@ class RedisLog(port.FirstGeneration):
         return _text(generation[0])
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
-        """Return the entries at these positions by one pipeline, which ends with the look at the generation; None for
-        one that is gone for good.
+        """Return the entries at these positions; None for one that is gone for good, NOT_YET when a portion is full.
+
+        Each pipeline ends with the look at the generation.
         """
         ledgers, entries = zip(*positions, strict=True)
+        ids = RedisSequences1.from_positions(list(ledgers), list(entries))
+        found: list[port.Message | None] = []
+        portion = Filling(self._bytes_max, len(ids))
+        while rows := portion.rows():
+            some = await self._fetch(ids[len(found) : len(found) + rows], generation)
+            portion.came(len(some), _size(some))
+            found += some
+        return [*found, *[port.NOT_YET] * (len(ids) - len(found))]
+
+    async def _fetch(self, ids: Sequence[str], generation: str) -> list[port.Message | None]:
         with failures(f"key {self._stream}"):
             async with self._server.pipeline(transaction=False) as calls:
-                for entry_id in RedisSequences1.from_positions(list(ledgers), list(entries)):
+                for entry_id in ids:
                     calls.xrange(self._stream, entry_id, entry_id)
                 calls.xinfo_groups(self._stream)
                 *found, groups = await _executed(calls)
@@ -311,6 +329,7 @@ class RedisReader:
         # A read that blocks as long as an answer may take would count as none.
         self._block_s_max = broker.timeout_s / 2
         self._claim_s = broker.claim_s
+        self._bytes_max = portion_bytes(relay.memory_bytes)
         self.hold_every_s: float | None = broker.claim_s / 3
         self._has_group = False
         self._own_after: str | None = "0"
@@ -331,20 +350,53 @@ class RedisReader:
         with failures(f"key {self._stream}"):
             await self._make_group()
             if self._own_after is not None:
-                entries = await self._group_read(self._own_after, rows_max, None)
-                self._own_after = entries[-1][0] if entries else None
-                if entries:
-                    return self._portion(entries)
+                if (portion := await self._portion(self._own, rows_max)).read:
+                    return portion
+                self._own_after = None
             block_ms: int | None = max(1, int(min(wait_s, self._block_s_max) * 1_000))
             if self._claims_at_s <= time.monotonic():
-                entries = await self._claim(rows_max)
-                if entries:
-                    return self._portion(entries)
+                if (portion := await self._portion(self._claim, rows_max)).read:
+                    return portion
                 if _text(self._claim_after) != "0-0":
                     # The look goes on with the next call.
                     block_ms = None
-            alone_until_s = time.monotonic() + self._claim_s
-            return self._portion(await self._group_read(">", rows_max, block_ms), alone_until_s)
+
+            async def new(rows: int) -> Entries:
+                nonlocal block_ms
+                block_ms, waits_ms = None, block_ms
+                return await self._group_read(">", rows, waits_ms)
+
+            return await self._portion(new, rows_max, time.monotonic() + self._claim_s)
+
+    async def _portion(
+        self, call: Callable[[int], Awaitable[Entries]], rows_max: int, alone_until_s: float = 0.0
+    ) -> port.Portion:
+        """Read until a portion is full, or a call brings less than it was asked for.
+
+        What came before a call that fails is handed on.
+        """
+        portion = Filling(self._bytes_max, rows_max)
+        read: list[port.Read] = []
+        while rows := portion.rows():
+            try:
+                entries = await call(rows)
+            except (redis.RedisError, OSError):
+                if not read:
+                    raise
+                break
+            some = [self._read(entry_id, fields, alone_until_s) for entry_id, fields in entries]
+            portion.came(len(some), _size([each.message for each in some]))
+            read += some
+            if len(some) < rows:
+                break
+        return port.Portion(read)
+
+    async def _own(self, rows: int) -> Entries:
+        """Read on what this relay had read before it was started, and not committed."""
+        entries = await self._group_read(self._own_after or "0", rows, None)
+        if entries:
+            self._own_after = entries[-1][0]
+        return entries
 
     async def commit(self, read: Sequence[port.Read]) -> None:
         """Acknowledge entries in the group of the stream."""
@@ -419,7 +471,7 @@ class RedisReader:
         )
         return found
 
-    async def _claim(self, rows_max: int) -> Entries:
+    async def _claim(self, rows: int) -> Entries:
         """Take over entries that a relay has read, and neither committed nor held for `claim_s`.
 
         A step looks at ten pending entries for each one that is wanted. The next step starts behind them, also across
@@ -429,7 +481,7 @@ class RedisReader:
             claimed = await self._server.execute_command(
                 "XAUTOCLAIM",
                 *(self._stream, self._group, self._consumer, int(self._claim_s * 1_000), self._claim_after),
-                *("COUNT", rows_max, "JUSTID"),
+                *("COUNT", rows, "JUSTID"),
             )
             # Redis 7 and later names apart what the stream has dropped, and forgets it.
             self._claim_after, *ids = claimed
@@ -450,9 +502,6 @@ class RedisReader:
         return [
             entries[0] if entries else (_text(entry_id), None) for entry_id, entries in zip(ids, found, strict=True)
         ]
-
-    def _portion(self, entries: Entries, alone_until_s: float = 0.0) -> port.Portion:
-        return port.Portion([self._read(entry_id, fields, alone_until_s) for entry_id, fields in entries])
 
     def _read(self, entry_id: str, fields: Fields | None, alone_until_s: float) -> port.Read:
         at_ms, sequence = redis_judgement.numbers(entry_id)
@@ -710,7 +759,13 @@ def _message(entry_id: str, fields: Fields | None) -> port.Message | None:
     if len(headers) < len(fields):
         counts = Counter(_text(name) for name, _ in fields)
         repeated = [name for name, count in counts.items() if count > 1]
-    return port.Message(headers, fields, repeated, redis_judgement.numbers(entry_id)[0])
+    size_bytes = _MESSAGE_BYTES + sum(_FIELD_BYTES + len(name) + len(value) for name, value in fields)
+    return port.Message(headers, fields, repeated, redis_judgement.numbers(entry_id)[0], size_bytes)
+
+
+def _size(messages: Sequence[port.Message | None]) -> int:
+    """Return what messages take in memory (bytes)."""
+    return sum(each.size_bytes for each in messages if each is not None)
 
 
 def _text(value: bytes | str) -> str:

@@ -83,6 +83,9 @@ class Relay(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Of how much that is due for targets which take nothing now only the names are kept, so that others go on."""
     missing_target_s: Seconds = 3_600.0
     """How long messages wait for a target of a pattern that the broker does not have; then each is a dead letter."""
+    memory_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
+    """About how much memory messages may take: what is read and waits for Tarry or its target has half at most, what
+    is due and fetched the other half. One that is larger comes alone."""
     read_ahead: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
     """How much may be read and not committed."""
     rows: Annotated[int, Meta(ge=1, le=10_000)] = 500

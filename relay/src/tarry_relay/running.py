@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tarry
@@ -22,6 +22,7 @@ from tarry_relay import daemon_answers, port
 from tarry_relay.delivery_steps import ENDING, TABLE, Answer, Item, Passage, Step, Work
 from tarry_relay.former_generations import FormerGenerations
 from tarry_relay.health import SILENT_S
+from tarry_relay.memory_shares import Portions
 from tarry_relay.port import Finding, Meaning
 from tarry_relay.publishing import (
     DELIVER_AT_HEADER,
@@ -91,7 +92,9 @@ class Relay:
         self._log = tarry.DeliveryId.log_of(topic, settings.relay.subscription)
         self._metrics = metrics
         self._health = metrics.health
-        self._passage: Passage[Content, RelayLane] = Passage(settings.source.dead_letters, settings.source.results)
+        self._passage: Passage[Content, RelayLane] = Passage(
+            settings.source.dead_letters, settings.source.results, drop=_drop
+        )
         self._queue = WorkQueue(self._passage)
         self._publishing = Publishing(
             settings, self._sorting, self._queue, output=broker.output, topic=topic, metrics=metrics
@@ -102,6 +105,7 @@ class Relay:
         self._logs = [ReadLog(settings.source.name, broker.source, is_source=True)]
         if settings.retry is not None and broker.retries is not None:
             self._logs.append(ReadLog(settings.retry.name, broker.retries, is_source=False))
+        self._portions = Portions(settings.relay.memory_bytes // 2, settings.relay.rows)
         self._unacknowledged: set[tarry.DeliveryId | None] = set()
         """What was handed out here and is not acknowledged; a consumer may have failed with it already."""
         self._again: set[tarry.DeliveryId | None] = set()
@@ -157,17 +161,18 @@ class Relay:
 
     async def _read(self, of: ReadLog) -> None:
         relay = self._settings.relay
+        portions = Portions(relay.memory_bytes // 2, relay.rows)
         failures = 0
         while not self._ending.is_set():
             if of.is_source and not self._guard.may_read.is_set():
                 await self._queue.news()
                 continue
-            room = relay.read_ahead - self._passage.read
-            if room <= 0:
+            rows = min(relay.read_ahead - self._passage.read, portions.rows(self._passage.read_bytes))
+            if rows <= 0:
                 await self._queue.news()
                 continue
             try:
-                portion = await of.reader.read(min(relay.rows, room), _WAIT_S)
+                portion = await of.reader.read(rows, _WAIT_S)
             except port.Unreachable as error:
                 failures = await self._rest("broker", error, failures)
                 continue
@@ -176,7 +181,9 @@ class Relay:
                 self._passage.lose(RelayLane(of, lane))
             if portion.read or portion.lost_lanes:
                 self._health.answered("broker")
-                await self._queue.enter(self._new(of, portion.read))
+                items = self._new(of, portion.read)
+                portions.came(len(portion.read), sum(item.size_bytes for item in items))
+                await self._queue.enter(items)
 
     def _new(self, of: ReadLog, reads: Sequence[port.Read]) -> list[MessageItem]:
         """Return what is not under way here yet. What is has a newer receipt from now on."""
@@ -185,10 +192,12 @@ class Relay:
         for read in reads:
             lane = RelayLane(of, read.lane)
             if (known := self._passage.find(lane, read.position) or new.get((lane, read.position))) is not None:
-                known.content.read = read
+                former = known.content.read
+                known.content.read = dataclasses.replace(read, message=None if former is None else former.message)
                 continue
             try:
                 item = self._item_of_source(read, lane) if of.is_source else self._item_of_retries(read, lane)
+                item.size_bytes = _size(read.message)
             except BadMessage:
                 raise
             except Exception as error:
@@ -280,7 +289,7 @@ class Relay:
         yield self._work(Work.BURY, "daemon", lambda items: self._bury(subscription, items))
         yield self._await()
         yield self._withdraw()
-        yield self._work(Work.FETCH, "broker", lambda items: self._fetch(subscription, items))
+        yield self._work(Work.FETCH, "broker", lambda items: self._fetch_due(subscription, items), self._fetch_rows)
         yield from self._publishing.loops(subscription)
         yield self._guard.run()
         yield self._former.run()
@@ -296,11 +305,19 @@ class Relay:
             if each.reader.hold_every_s is not None:
                 yield self._hold(each, each.reader.hold_every_s)
 
-    async def _work(self, work: Work, end: str, do: Callable[[Sequence[MessageItem]], Awaitable[None]]) -> None:
-        """Do one kind of work. `do` answers each item, or raises."""
+    async def _work(
+        self,
+        work: Work,
+        end: str,
+        do: Callable[[Sequence[MessageItem]], Awaitable[None]],
+        rows: Callable[[], int] | None = None,
+    ) -> None:
+        """Do one kind of work. `do` answers each item, or raises. `rows` says how many items may be taken at once."""
         failures = 0
         while True:
-            items = await self._queue.next(lambda: self._passage.take(work, self._settings.relay.rows))
+            items = await self._queue.next(
+                lambda: self._passage.take(work, self._settings.relay.rows if rows is None else rows())
+            )
             failures = await self._attempt(work, end, do, items, failures)
             await self._queue.tell()
 
@@ -399,9 +416,7 @@ class Relay:
 
         An id of a source that was made anew, of another source or of a message that was rescheduled has another time.
         """
-        ordered = sorted(items, key=_position)
-        found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
-        for item, message in zip(ordered, found, strict=True):
+        for item, message in await self._fetch(items):
             fault = self._time_fault(item, message)
             if fault and item.content.read is not None:
                 fault = f"delivery id '{item.content.delivery_id}': {fault}"
@@ -416,8 +431,11 @@ class Relay:
         except Bad:
             # With on_bad = "now" it was delivered all the same.
             due_ms = None
-        time_ms = sent_ms(message) if due_ms is None else due_ms
-        return "" if time_ms == _due_ms(item) else f"the time of the message at its position is another, {time_ms}"
+        # What is due at once has the time 1 in Tarry.
+        time_ms = max(1, sent_ms(message) if due_ms is None else due_ms)
+        return (
+            "" if time_ms == max(1, _due_ms(item)) else f"the time of the message at its position is another, {time_ms}"
+        )
 
     async def _nack(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
         """Hand messages back. What the daemon ignores needs nothing: it comes by itself, or has come again already.
@@ -454,12 +472,32 @@ class Relay:
                 )
             self._passage.answer(item, Answer.DONE)
 
-    async def _fetch(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
-        ordered = sorted(items, key=_position)
-        found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
-        for item, message in zip(ordered, found, strict=True):
+    async def _fetch_due(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
+        for item, message in await self._fetch(items):
             self._fetched(item, message)
         self._publishing.park(subscription)
+
+    async def _fetch(self, items: Sequence[MessageItem]) -> list[tuple[MessageItem, port.Message | None]]:
+        """Fetch the messages at the positions of items. What did not come is fetched again: at once, if those that came
+        fill a portion.
+        """
+        ordered = sorted(items, key=_position)
+        found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
+        came: list[tuple[MessageItem, port.Message | None]] = []
+        for item, message in zip(ordered, found, strict=True):
+            if message is port.NOT_YET:
+                self._passage.answer(item, Answer.AGAIN)
+            else:
+                came.append((item, message))
+        size_bytes = sum(map(_size, found))
+        self._portions.came(len(came), size_bytes)
+        if len(came) < len(items) and size_bytes < self._portions.portion_bytes:
+            await self._rest("broker", port.Unreachable("a fetch was cut short"), 0)
+        return came
+
+    def _fetch_rows(self) -> int:
+        """Return how many messages may be fetched now."""
+        return self._portions.rows(self._passage.fetched_bytes)
 
     def _fetched(self, item: MessageItem, message: port.Message | None) -> None:
         if message is None:
@@ -472,6 +510,7 @@ class Relay:
             self._refuse(item, str(error))
             return
         item.content.message = message
+        self._passage.resize(item, message.size_bytes)
         self._passage.answer(item, Answer.DONE)
 
     async def _acknowledge(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
@@ -752,7 +791,7 @@ class Result(enum.Enum):
     """No relay has committed it in time, so it may still come."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
     """What Tarry has answered about one withdrawal."""
 
@@ -825,6 +864,17 @@ async def outcomes(
         landed = hides_a_landing and (until_s < now_s or answer.may_have_landed)
         found.append(Outcome(result, stored_ms.get(row) if result is Result.RESCHEDULED else None, landed))
     return found
+
+
+def _drop(content: Content) -> None:
+    """Drop a payload that is no longer needed."""
+    content.message = None
+    if content.read is not None:
+        content.read = dataclasses.replace(content.read, message=None)
+
+
+def _size(message: port.Message | None) -> int:
+    return 0 if message is None else message.size_bytes
 
 
 def _position(item: MessageItem) -> tuple[int, int]:

@@ -23,6 +23,8 @@ class Raw:
     """All of the headers of a message of NATS, if `fields` cannot say them."""
     timestamp_ms: int | None = None
     """The time that its producer gives to a record of Kafka; None for now."""
+    key: bytes | None = None
+    """The key of a record of Kafka."""
 
     @property
     def size(self) -> int:
@@ -39,6 +41,10 @@ class Arrived:
     at_ms: int
     fields: Fields
     body: bytes | None
+    block: bytes = b""
+    """All of the headers of a message of NATS, as they stand there."""
+    key: bytes | None = None
+    """The key of a record of Kafka."""
 
 
 def fields_of(raw: Raw) -> Fields:

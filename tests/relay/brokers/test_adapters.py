@@ -46,7 +46,7 @@ async def read_all(reader: port.Reader, rows: int) -> list[port.Read]:
 
 
 def bodies(messages: Sequence[port.Message | None]) -> list[str | None]:
-    return [None if each is None else each.headers["n"] for each in messages]
+    return [None if not isinstance(each, port.Message) else each.headers["n"] for each in messages]
 
 
 async def publish(broker: AnyBroker, numbers: range) -> None:

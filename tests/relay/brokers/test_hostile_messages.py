@@ -49,7 +49,7 @@ def read_back(broker: str, raw: Raw) -> Fields:
     """Return the headers that a client finds."""
     fields = fields_of(raw)
     if broker == "kafka":
-        if b"\xff\xfetag" in dict(fields):
+        if any(name.startswith(b"\xff\xfe") for name, _ in fields):
             return ((raw_brokers.UNREADABLE, None),)
         fields = tuple((name.partition(b"\0")[0], value) for name, value in fields)
     return tuple(each for each in fields if each[0] != _CHANGED_BY_NATS)

@@ -50,7 +50,7 @@ async def test_messages_are_found_by_partition_and_offset_and_what_is_passed_is_
     broker = relay_settings.Kafka(url=url, timeout_s=LIMIT_S, kept_bytes=10_000_000, confirm_s=LIMIT_S)
     properties = ClientProperties(broker, "relay", "one")
     topics: Any = Topics()
-    log = KafkaLog(TOPIC, topics, properties, Kept(broker.kept_bytes), LIMIT_S)
+    log = KafkaLog(TOPIC, topics, properties, Kept(broker.kept_bytes), LIMIT_S, 2**24)
     wanted = [(0, 3), (0, 40), (0, 999), (0, 1_000), (1, 0), (1, 41), (2, 0)]
     assert bodies(await log.fetch(wanted, "one")) == [b"6", b"80", b"1998", None, b"1", b"83", None]
     assert bodies(await log.fetch([(0, 3), (0, 39), (1, 1)], "one")) == [b"6", b"78", b"3"]
@@ -80,9 +80,10 @@ async def test_a_header_whose_name_is_no_text_is_a_fault_of_its_message_alone(ur
     broker = relay_settings.Kafka(url=url, timeout_s=LIMIT_S, confirm_s=LIMIT_S)
     properties = ClientProperties(broker, "relay", "one")
     topics: Any = Topics()
-    produce_raw(url, "odd", [[(b"delay", b"1s"), (b"a\xff", b"1"), (b"b", b"2")], [(b"a", b"1")]] * 100)
+    one = [(b"delay", b"1s"), (b"a\xff", b"1"), (b"b", b"2")]
+    produce_raw(url, "odd", [message for odd in (one, [*one, *one, *one]) for message in [odd, [(b"a", b"1")]] * 50])
     # In its first run Python notices the error of the client, and later it does not.
-    log = KafkaLog("odd", topics, properties, Kept(0), LIMIT_S)
+    log = KafkaLog("odd", topics, properties, Kept(0), LIMIT_S, 2**24)
     found = await log.fetch([(0, offset) for offset in range(200)], "one")
     await log.close()
     sizes = [each is not None and each.body.size for each in found]

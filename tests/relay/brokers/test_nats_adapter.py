@@ -103,12 +103,18 @@ async def broker(tmp_path: Path) -> AsyncIterator[Nats]:
 
 @contextlib.asynccontextmanager
 async def opened(
-    broker: Nats, *, topic: str = "orders", subscription: str = "relay", source: str = SOURCE, **more: Any
+    broker: Nats,
+    *,
+    topic: str = "orders",
+    subscription: str = "relay",
+    source: str = SOURCE,
+    memory_bytes: int = 256 * 2**20,
+    **more: Any,
 ) -> AsyncIterator[Any]:
     """The adapter, which waits long for a busy machine."""
     of = relay_settings.Nats(**{"url": broker.server.url, "timeout_s": 60.0, "ack_wait_s": 300.0, **more})
     settings = relay_settings.Settings(
-        relay=relay_settings.Relay(topic=topic, subscription=subscription),
+        relay=relay_settings.Relay(topic=topic, subscription=subscription, memory_bytes=memory_bytes),
         source=relay_settings.Source(name=source, target=DUE),
         retry=relay_settings.Retry(name=RETRIES),
         targets=(relay_settings.Target(name=DUE),),
@@ -369,7 +375,7 @@ async def test_large_messages_come_and_go_in_time(broker: Nats) -> None:
     await broker.publish(150, size=900_000)
     async with opened(broker, timeout_s=5.0) as adapter:
         read = await read_all(adapter.source, 150)
-        found = await adapter.log.fetch([each.position for each in read], await adapter.log.generation())
+        found = [each for some in await fetch_all(adapter, [each.position for each in read]) for each in some]
         assert found == [each.message for each in read]
         outgoing = [port.Outgoing(DUE, each, {}, f"id {n}") for n, each in enumerate(found)]
         assert set(await adapter.output.produce(outgoing)) == {port.Produced()}
@@ -380,10 +386,38 @@ async def test_large_messages_behind_small_ones_come_when_they_are_asked_for_aga
     await broker.publish(300, size=10)
     await broker.publish(150, size=900_000)
     async with opened(broker) as adapter:
-        generation = await adapter.log.generation()
-        small = await adapter.log.fetch([(1, each) for each in range(1, 301)], generation)
-        large = await until_done(lambda: adapter.log.fetch([(1, each) for each in range(301, 451)], generation))
-        assert [len(each.body.data) for each in (*small, *large)] == [10] * 300 + [900_000] * 150
+        small = await fetch_all(adapter, [(1, each) for each in range(1, 301)])
+        large = await fetch_all(adapter, [(1, each) for each in range(301, 451)])
+        assert [len(each.body.data) for some in (*small, *large) for each in some] == [10] * 300 + [900_000] * 150
+        assert adapter._client._connection.stats["reconnects"] == 0
+
+
+async def fetch_all(adapter: Any, positions: list[tuple[int, int]]) -> list[list[Any]]:
+    """Fetch what a call did not bring by further ones; return what each has brought."""
+    generation, calls = await adapter.log.generation(), list[list[Any]]()
+    while positions:
+        found = await adapter.log.fetch(positions, generation)
+        calls.append([each for each in found if each is not port.NOT_YET])
+        positions = [position for position, each in zip(positions, found, strict=True) if each is port.NOT_YET]
+    return calls
+
+
+async def test_a_call_brings_no_more_than_a_portion_however_many_messages_it_asks_for(broker: Nats) -> None:
+    await broker.publish(300, size=10)
+    await broker.publish(100, size=100_000)
+    async with opened(broker, memory_bytes=32 * 2**20) as adapter:
+        # A portion of two MiB; a pull may bring two messages of the largest size that the server takes.
+        read, portions = list[port.Read](), list[int]()
+        while len(read) < 400:
+            portion = (await adapter.source.read(500, 1)).read
+            portions.append(sum(each.message.size_bytes for each in portion if each.message is not None))
+            read += portion
+        assert max(portions) < 4 * 2**20
+        (small,) = await fetch_all(adapter, [each.position for each in read[:300]])
+        large = await fetch_all(adapter, [each.position for each in read[300:]])
+        assert small + [each for some in large for each in some] == [each.message for each in read]
+        # What is in flight when the portion is full comes, too.
+        assert max(sum(each.size_bytes for each in some) for some in large) < 5 * 2**20
 
 
 async def test_a_message_larger_than_a_pull_may_bring_comes_alone(
@@ -618,7 +652,7 @@ async def test_targets_are_judged(broker: Nats) -> None:
 
 
 @pytest.mark.parametrize("other", [{"topic": "payments"}, {"subscription": "second"}])
-async def test_two_relays_of_one_retry_log_are_found(broker: Nats, other: dict[str, str]) -> None:
+async def test_two_relays_of_one_retry_log_are_found(broker: Nats, other: dict[str, Any]) -> None:
     async with opened(broker) as one, opened(broker, **other) as two:
         await one.retries.read(1, 0.01)
         assert [each async for each in one.findings() if each.grade is not Grade.OK] == []

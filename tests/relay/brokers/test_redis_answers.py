@@ -284,7 +284,7 @@ async def test_credentials_that_are_refused_end_the_session(redis: RedisOfTest, 
     redis.client.acl_setuser("relay", enabled=True, passwords=["+old"], keys=["*"], commands=["+@all"])
     password = tmp_path / "password"
     password.write_text("old")
-    shown = {"user": "relay", "password_file": str(password)}
+    shown: dict[str, Any] = {"user": "relay", "password_file": str(password)}
     redis.client.xadd(SOURCE, {"n": 1})
     async with redis.opened(**shown) as session:
         await session.source.read(1, 1)

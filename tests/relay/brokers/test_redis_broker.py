@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -347,6 +348,65 @@ async def test_many_that_are_held_hide_none_that_was_left(redis: RedisOfTest) ->
         assert all(each.message is not None and each.alone_until_s == 0 for each in found)
 
 
+# Bytes.
+
+
+def add_all(redis: RedisOfTest, sizes: list[int]) -> None:
+    with redis.client.pipeline(transaction=False) as calls:
+        for size in sizes:
+            calls.xadd(SOURCE, {"body": b"x" * size})
+        calls.execute()
+
+
+async def test_a_call_brings_no_more_than_a_portion_however_many_messages_it_asks_for(redis: RedisOfTest) -> None:
+    add_all(redis, [100] * 600 + [100_000] * 100)
+    async with redis.opened("one", memory_bytes=16 * 2**20, claim_s=3_600) as one:
+        generation = await one.log.generation()
+        # A portion of one MiB, and all that is small is one.
+        read = list((await one.source.read(500, 1)).read)
+        assert len(read) == 500
+        fetched = await one.log.fetch([each.position for each in read], generation)
+        assert fetched == [each.message for each in read]
+        while more := (await one.source.read(500, 0.001)).read:
+            sizes = [0 if each.message is None else each.message.size_bytes for each in more]
+            assert sum(sizes) < 3 * 2**20
+            read += more
+        assert len(read) == 700
+        large = read[600:]
+        fetched = await one.log.fetch([each.position for each in large], generation)
+        came = 100 - fetched.count(port.NOT_YET)
+        assert 1 <= came < 30
+        assert fetched == [each.message for each in large[:came]] + [port.NOT_YET] * (100 - came)
+    # One that is started again, and one that takes over what it has left.
+    for identity in ("one", "two"):
+        age(redis, "one", [each.receipt for each in read])
+        async with redis.opened(identity, memory_bytes=16 * 2**20, claim_s=3_000) as again:
+            found: list[port.Read] = []
+            while len(found) < 700:
+                portion = (await again.source.read(500, 0.001)).read
+                assert sum(each.message.size_bytes for each in portion if each.message is not None) < 3 * 2**20
+                found += portion
+            assert [each.receipt for each in found] == [each.receipt for each in read]
+
+
+async def test_what_came_before_a_call_failed_is_handed_on(redis: RedisOfTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_all(redis, [100] * 100)
+    async with redis.opened() as session:
+        await session.source.read(1, 1)
+        read, calls = session.source._group_read, list[int]()
+
+        async def failing(after: str, rows_max: int, block_ms: int | None) -> redis_broker.Entries:
+            calls.append(rows_max)
+            if len(calls) == 3:
+                raise ConnectionError("lost")
+            return await read(after, rows_max, block_ms)
+
+        monkeypatch.setattr(session.source, "_group_read", failing)
+        portion = await session.source.read(99, 1)
+        assert (len(portion.read), calls) == (48, [16, 32, 51])
+        assert len((await session.source.read(99, 1)).read) == 51
+
+
 # Settings that cannot be used.
 
 
@@ -362,7 +422,7 @@ async def test_many_that_are_held_hide_none_that_was_left(redis: RedisOfTest) ->
     ],
 )
 async def test_settings_that_cannot_be_used_are_told_by_their_field(
-    redis: RedisOfTest, broker: dict[str, str], reason: str
+    redis: RedisOfTest, broker: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(relay_settings.SettingsError, match=reason):
         async with redis.opened(**broker):

@@ -35,6 +35,7 @@ UNREADABLE = b"unreadable"
 """Stands for all headers of a record of Kafka if the library cannot read the name of one."""
 _AT_ONCE = 200
 _BYTES_AT_ONCE = 400_000
+_ANSWERED_BYTES = 16 * 2**20
 Each = TypeVar("Each")
 
 
@@ -74,12 +75,12 @@ async def opened(broker: AnyBroker) -> AsyncIterator[RawBroker]:
         await raw.close()
 
 
-def _portions(of: Iterable[Each], size: Callable[[Each], int]) -> Iterator[list[Each]]:
+def _portions(of: Iterable[Each], size: Callable[[Each], int], at_once: int = _AT_ONCE) -> Iterator[list[Each]]:
     """Yield runs of at most so many and, unless one alone is larger, so many bytes."""
     portion: list[Each] = []
     total = 0
     for each in of:
-        if portion and (len(portion) == _AT_ONCE or total + size(each) > _BYTES_AT_ONCE):
+        if portion and (len(portion) == min(at_once, _AT_ONCE) or total + size(each) > _BYTES_AT_ONCE):
             yield portion
             portion, total = [], 0
         portion.append(each)
@@ -99,6 +100,7 @@ class RawNats(RawBroker):
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._next = 0
         self._read: dict[str, int] = {}
+        self._bytes: dict[str, int] = {}
 
     async def prepare(self) -> None:
         for name, limit in LIMITS.items():
@@ -125,13 +127,17 @@ class RawNats(RawBroker):
 
     async def read(self, stream: str) -> list[Arrived]:
         name = _stream_of(stream)
-        last = (await self._api(f"STREAM.INFO.{name}"))["state"]["last_seq"]
+        state = (await self._api(f"STREAM.INFO.{name}"))["state"]
+        last = state["last_seq"]
         first = self._read.get(stream, 0) + 1
         asked = [
             (f"$JS.API.STREAM.MSG.GET.{name}", None, json.dumps({"seq": seq}).encode())
             for seq in range(first, last + 1)
         ]
-        found = [_from_nats(stream, json.loads(each)["message"]) for each in await self._ask(asked)]
+        # What the server has not sent yet must not be so much that it closes the connection.
+        new_bytes, self._bytes[stream] = state["bytes"] - self._bytes.get(stream, 0), state["bytes"]
+        answered = max(1, _ANSWERED_BYTES * len(asked) // max(1, new_bytes))
+        found = [_from_nats(stream, json.loads(each)["message"]) for each in await self._ask(asked, answered)]
         self._read[stream] = last
         return found
 
@@ -150,12 +156,12 @@ class RawNats(RawBroker):
             raise AssertionError(f"NATS refuses {what}: {answer['error']}")
         return answer
 
-    async def _ask(self, requests: Sequence[tuple[str, bytes | None, bytes]]) -> list[bytes]:
+    async def _ask(self, requests: Sequence[tuple[str, bytes | None, bytes]], at_once: int = _AT_ONCE) -> list[bytes]:
         """Return the payloads of the answers. Raises ConnectionError, TimeoutError."""
         answers: list[bytes] = []
         try:
             async with asyncio.timeout(PATIENCE_S):
-                for portion in _portions(requests, lambda each: len(each[1] or b"") + len(each[2])):
+                for portion in _portions(requests, lambda each: len(each[1] or b"") + len(each[2]), at_once):
                     answers += await self._ask_portion(portion)
         except (OSError, EOFError, TimeoutError) as error:
             await self.close()
@@ -205,9 +211,9 @@ def block_of(message: Raw) -> bytes | None:
 
 def _from_nats(stream: str, message: Any) -> Arrived:
     at = datetime.datetime.fromisoformat(message["time"])
-    fields = tuple(fields_of_block(base64.b64decode(message.get("hdrs", ""))))
+    block = base64.b64decode(message.get("hdrs", ""))
     body = base64.b64decode(message.get("data", ""))
-    return Arrived(stream, int(at.timestamp() * 1_000), fields, body)
+    return Arrived(stream, int(at.timestamp() * 1_000), tuple(fields_of_block(block)), body, block)
 
 
 # Redis.
@@ -217,7 +223,7 @@ class RawRedis(RawBroker):
     """Entries with their fields as pairs."""
 
     def __init__(self, server: Any) -> None:
-        self._client: Any = redis.asyncio.Redis.from_url(server.url)
+        self._client: Any = redis.asyncio.Redis.from_url(server.url, socket_timeout=PATIENCE_S)
         # The library makes a dictionary of the fields.
         as_it_is: Any = lambda found, **_: found  # noqa: E731
         self._client.set_response_callback("XRANGE", as_it_is)
@@ -352,10 +358,11 @@ def _partitions_of(stream: str) -> int:
 
 def _from_kafka(message: Any) -> Arrived:
     try:
-        fields = tuple((name.encode(), value) for name, value in message.headers() or ())
+        # Called like this, Python notices the library's exception, and nobody touches what it returns beside.
+        fields = tuple((name.encode(), value) for name, value in functools.partial(message.headers)() or ())
     except (SystemError, UnicodeDecodeError):
         fields = ((UNREADABLE, None),)
-    return Arrived(message.topic(), message.timestamp()[1], fields, message.value())
+    return Arrived(message.topic(), message.timestamp()[1], fields, message.value(), key=message.key())
 
 
 def _produce(connection: socket.socket, topic: str, partition: int, batch: bytes) -> int:
@@ -396,8 +403,9 @@ def record_batch(messages: Sequence[Raw]) -> bytes:
 
 
 def _record(message: Raw, row: int, later_ms: int) -> bytes:
-    parts = [b"\0", _varint(later_ms), _varint(row), _varint(-1)]
-    parts += [_varint(-1)] if message.body is None else [_varint(len(message.body)), message.body]
+    parts = [b"\0", _varint(later_ms), _varint(row)]
+    for each in (message.key, message.body):
+        parts += [_varint(-1)] if each is None else [_varint(len(each)), each]
     parts.append(_varint(len(message.fields)))
     for name, value in message.fields:
         parts += [_varint(len(name)), name]

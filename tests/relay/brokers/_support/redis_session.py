@@ -27,13 +27,16 @@ class RedisOfTest:
     def client(self) -> Any:
         return self.server.client
 
-    def settings(self, identity: str = "one", topic: str = "orders", **broker: Any) -> relay_settings.Settings:
+    def settings(
+        self, identity: str = "one", topic: str = "orders", memory_bytes: int = 256 * 2**20, **broker: Any
+    ) -> relay_settings.Settings:
         """Return the settings of a relay. `broker`: more of its table, numbers and text."""
         shown: Mapping[str, object] = {"kind": "redis", "url": self.server.url, "timeout_s": 60, **broker}
         table = ", ".join(f"{name} = {value!r}" for name, value in shown.items())
         file = self._directory / f"{identity}-{topic}.toml"
         file.write_text(
-            f'relay = {{ topic = "{topic}", id = "{identity}" }}\nbroker = {{ {table} }}\n'
+            f'relay = {{ topic = "{topic}", id = "{identity}", memory_bytes = {memory_bytes} }}\n'
+            f"broker = {{ {table} }}\n"
             f'source = {{ name = "{SOURCE}", target = "{DUE}", dead_letters = "dead" }}\n'
             f'retry = {{ name = "{FAILED}" }}\ntargets = [{{ name = "{DUE}" }}, {{ pattern = "out.*" }}]\n'
         )
@@ -41,10 +44,10 @@ class RedisOfTest:
 
     @contextlib.asynccontextmanager
     async def opened(
-        self, identity: str = "one", topic: str = "orders", **broker: Any
+        self, identity: str = "one", topic: str = "orders", memory_bytes: int = 256 * 2**20, **broker: Any
     ) -> AsyncIterator[redis_broker.RedisBroker]:
         """Open a session of a relay of its own."""
-        settings = self.settings(identity, topic, **broker)
+        settings = self.settings(identity, topic, memory_bytes, **broker)
         assert isinstance(settings.broker, relay_settings.Redis)
         async with redis_broker.opened(settings, settings.broker) as session:
             yield session
