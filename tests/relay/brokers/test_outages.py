@@ -249,9 +249,9 @@ async def spoiled(broker: AnyBroker) -> AsyncIterator[None]:
         yield
         await limit(broker, -1)
     elif isinstance(broker, KafkaTopics):
-        await keep_bytes(broker, 100_000_000)
+        await configure(broker, "retention.bytes", 100_000_000)
         yield
-        await keep_bytes(broker, -1)
+        await configure(broker, "retention.bytes", -1)
 
 
 async def trim(broker: RedisStreams) -> None:
@@ -270,10 +270,9 @@ async def limit(broker: NatsStreams, max_msgs: int) -> None:
     await js.update_stream(config)
 
 
-async def keep_bytes(broker: KafkaTopics, retention: int) -> None:
-    entry = _kafka_admin.ConfigEntry(
-        "retention.bytes", str(retention), incremental_operation=_kafka_admin.AlterConfigOpType.SET
-    )
+async def configure(broker: KafkaTopics, name: str, value: int) -> None:
+    """Set a setting of the source."""
+    entry = _kafka_admin.ConfigEntry(name, str(value), incremental_operation=_kafka_admin.AlterConfigOpType.SET)
     topic = _kafka_admin.ConfigResource("TOPIC", SOURCE, incremental_configs=[entry])
     for each in broker.server.admin.incremental_alter_configs([topic]).values():
         await asyncio.wrap_future(each)
