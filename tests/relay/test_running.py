@@ -849,6 +849,8 @@ FORMER = tarry.DeliveryId(1, 9, None, 0, 3)
         (str(FORMER), ""),
         # What is due at once, or before 1970, has the time 1 in Tarry.
         ("1-9-1-3", ""),
+        # Where the time is a delay, the version before rounded the broker's time up or down.
+        ("1-9-2-3", ""),
         (f"{FORMER}-00000000", "it is of another source or relay, or of a former source: its log is 00000000, not"),
         (
             str(dataclasses.replace(FORMER, log=tarry.DeliveryId.log_of("orders@1", "second"))),

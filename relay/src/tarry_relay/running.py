@@ -55,6 +55,8 @@ _LAST_S = 2.0
 """How long a session that ends still commits, acknowledges and rejects what is done."""
 _CLOCK_BEHIND_MS = 60_000
 """How far the daemon's clock may be behind. What is not due for longer has got another time since, and another name."""
+_ROUNDED_MS = 1
+"""How far apart two versions may round the time of a message: NATS tells it in ns."""
 _NOT_DUE_S = 0.2
 _LOOK_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 """How long to wait before the next look at what is committed, the longer the more looks found nothing new."""
@@ -433,9 +435,8 @@ class Relay:
             due_ms = None
         # What is due at once has the time 1 in Tarry.
         time_ms = max(1, sent_ms(message) if due_ms is None else due_ms)
-        return (
-            "" if time_ms == max(1, _due_ms(item)) else f"the time of the message at its position is another, {time_ms}"
-        )
+        is_same = abs(time_ms - _due_ms(item)) <= _ROUNDED_MS
+        return "" if is_same else f"the time of the message at its position is another, {time_ms}"
 
     async def _nack(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
         """Hand messages back. What the daemon ignores needs nothing: it comes by itself, or has come again already.
