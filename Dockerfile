@@ -44,16 +44,11 @@ COPY client/pyproject.toml client/README.md client/LICENSE client/
 COPY relay/pyproject.toml relay/README.md relay/LICENSE relay/
 COPY storage_backends/pyproject.toml storage_backends/README.md storage_backends/LICENSE storage_backends/
 RUN uv sync --locked --no-dev --no-install-workspace ${EXTRAS}
-COPY audit audit
+COPY batch batch
 COPY client client
-COPY compaction compaction
 COPY daemon daemon
 COPY deploy deploy
-COPY forecast forecast
-COPY job_commands job_commands
-COPY jobs jobs
 COPY relay relay
-COPY spark_tables spark_tables
 COPY storage_backends storage_backends
 RUN uv sync --locked --no-dev --no-editable ${EXTRAS}
 

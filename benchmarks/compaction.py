@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 import tarry
+from batch.engine import topic_reading, topic_state
+from batch.engine.root import Root
 from benchmarks import job_process, load, report, small_buckets, steady_load, tarry_load, workbench
 from benchmarks.job_process import DRIVER, JVM, WORKER
-from jobs import topic_reading, topic_state
-from jobs.root import Root
 from storage_backends.formats.row_columns import Rows
 from storage_backends.local_directory import LocalDirectory
 

@@ -48,7 +48,7 @@ def run(
     job_command = (
         sys.executable,
         "-m",
-        "job_commands.entry",
+        "batch.cli.entry",
         command,
         "--store",
         str(root),

@@ -8,8 +8,8 @@ import time
 import uuid
 from collections.abc import Iterable
 
-from jobs import log_tails
-from jobs.root import Root
+from batch.engine import log_tails
+from batch.engine.root import Root
 from storage_backends import log_fence, shard_manifests
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.log_reading import ShardSections, extents_once

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tarry
+from batch.engine.root import Root
 from benchmarks import load, workbench
-from jobs.root import Root
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import bucket_format, manifest, names
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, ObjectReference, Progress, TopicManifest

@@ -2,7 +2,7 @@
 
 uv run scripts/build_spark_env.py [--output dist] [--python 3.11] [--platform x86_64-unknown-linux-gnu]
 
-`tarry-spark.zip` is for `--py-files`: the packages of the jobs and `storage_backends`, nothing else.
+`tarry-spark.zip` is for `--py-files`: `batch` and `storage_backends`, nothing else.
 `tarry-spark-env-<python>-<platform>.tar.gz` is for `--archives ...#environment`: the distributions of the group
 `executors`, and `bin/python`, which runs the machine's own Python with them. It may lie anywhere. Spark is not in it.
 The same lock gives the same bytes.
@@ -27,7 +27,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 GROUP = "executors"
-PACKAGES = ("audit", "compaction", "forecast", "job_commands", "jobs", "spark_tables", "storage_backends")
+PACKAGES = ("batch", "storage_backends")
 # Sources and tests of libraries, which no import reaches; a third of the archive.
 LEFT_OUT = ("lib/bin", "lib/pandas/tests", "lib/pyarrow/include", "lib/pyarrow/src", "lib/pyarrow/tests")
 # Archives hold no time of their making. (A zip cannot say one before 1980.)

@@ -58,7 +58,7 @@ YOUNG_OBJECTS_MAX = 10_000
 # Where tests begin processes of their own and wait for them: for two of the workers.
 LONG = (
     ("benchmarks/", "client/cli/test_real", "client/conformance/test_real", "peers/test_many"),
-    ("compaction/test_", "relay/brokers/"),
+    ("batch/compaction/test_", "relay/brokers/"),
 )
 
 

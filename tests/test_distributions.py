@@ -176,14 +176,14 @@ def test_a_file_of_the_daemon_of_storage_or_of_a_job_has_a_name_of_its_own() -> 
     paths = [path for package in packages for path in package.rglob("*.py")]
     assert standing_twice(paths) == {}
     added = [
-        REPOSITORY / "jobs" / "process.py",
-        REPOSITORY / "audit" / "chain.py",
+        REPOSITORY / "batch" / "engine" / "process.py",
+        REPOSITORY / "batch" / "audit" / "chain.py",
         REPOSITORY / "daemon/shard/index.py",
     ]
     assert standing_twice([*paths, *added]) == {
-        "chain.py": ["audit/chain.py", "audit/chain.py"],
+        "chain.py": ["batch/audit/chain.py", "batch/audit/chain.py"],
         "index.py": ["daemon/core/index/index.py", "daemon/shard/index.py"],
-        "process.py": ["daemon/process.py", "jobs/process.py"],
+        "process.py": ["batch/engine/process.py", "daemon/process.py"],
     }
 
 

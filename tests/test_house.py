@@ -16,12 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGES = {
     "daemon": "daemon",
     "storage_backends": "storage_backends",
-    "jobs": "jobs",
-    "job_commands": "job_commands",
-    "compaction": "compaction",
-    "forecast": "forecast",
-    "audit": "audit",
-    "spark_tables": "spark_tables",
+    "batch": "batch",
     "client/src/tarry": "tarry",
     "relay/src/tarry_relay": "tarry_relay",
 }
@@ -125,7 +120,7 @@ def test_a_docstring_stands_by_itself() -> None:
 
 
 # Programs and models of their own, which a suite runs, and servers.
-PROGRAMS = ("brokers", "simulation", "planted", "models", "peers", "golden_root", "compaction/observer")
+PROGRAMS = ("brokers", "simulation", "planted", "models", "peers", "golden_root", "batch/compaction/observer")
 
 
 def test_what_is_no_test_stands_in_a_folder_of_support() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from examples.processes import REPOSITORY, ChildProcess, guard
 from tests._support import spark
 
-OBSERVER = REPOSITORY / "tests" / "compaction" / "observer"
+OBSERVER = REPOSITORY / "tests" / "batch" / "compaction" / "observer"
 SPARK_SUBMIT_ENTRY = REPOSITORY / "deploy" / "spark" / "tarry_spark.py"
 PATIENCE_S = 600.0
 _LOG_TAIL_CHARACTERS = 8_000
@@ -222,7 +222,7 @@ class Jobs:
     ) -> Job:
         """`tarry-spark compact` with two tasks at once; started."""
         where = ("--master", master) if engine == "spark" else ("--parallelism", "2")
-        command = (sys.executable, "-m", "job_commands.entry", *self.arguments(*options, "--engine", engine, *where))
+        command = (sys.executable, "-m", "batch.cli.entry", *self.arguments(*options, "--engine", engine, *where))
         return self.start(engine, command, action=action, environment=environment)
 
     def submit(

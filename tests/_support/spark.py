@@ -15,7 +15,7 @@ import pyspark
 import pytest
 from pyspark.sql import SparkSession
 
-from jobs import java, spark_session
+from batch.engine import java, spark_session
 
 #: Where this environment's Spark is installed.
 INSTALLED = Path(pyspark.__file__).resolve().parent

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from batch.engine import java
 from examples import processes
-from jobs import java
 
 JARS = processes.REPOSITORY / ".tools" / "kafka"
 MISSING = (

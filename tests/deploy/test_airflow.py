@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from compaction import tally
-from job_commands import entry
+from batch.cli import entry
+from batch.compaction import tally
 
 FILE = Path(__file__).resolve().parents[2] / "deploy" / "airflow" / "tarry_compaction_dag.py"
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from prometheus_client import parser
 
-from compaction import job_metrics, tally
-from compaction.summary import RunCounts, Seconds, Status, Summary
+from batch.compaction import job_metrics, tally
+from batch.compaction.summary import RunCounts, Seconds, Status, Summary
 
 FILE = Path(__file__).resolve().parents[2] / "deploy" / "alerts.yml"
 GROUPS: dict[str, list[dict[str, Any]]] = {

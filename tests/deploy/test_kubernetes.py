@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from compaction import tally
-from job_commands import entry
-from jobs import job_settings
+from batch.cli import entry
+from batch.compaction import tally
+from batch.engine import job_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = REPOSITORY / "deploy" / "kubernetes" / "compaction-cronjob.yaml"

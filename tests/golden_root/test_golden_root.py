@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tarry
-from audit.findings import Kind
+from batch.audit.findings import Kind
 from examples.processes import DaemonProcess, local_store
 from storage_backends import log_fence, log_opening, object_store
 from storage_backends.formats import (
@@ -28,7 +28,7 @@ from storage_backends.formats import (
 from storage_backends.formats.generated import deletion_pb2, journal_pb2
 from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.local_directory import LocalDirectory
-from tests.audit._support import audits
+from tests.batch.audit._support import audits
 from tests.golden_root import account, make
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "STORAGE_FORMAT.md"

@@ -33,7 +33,7 @@ from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
 from tests._support.merging_process import MergingProcess
 from tests._support.virtual_loop import InlineExecutor
-from tests.compaction import test_job, test_job_sigkill
+from tests.batch.compaction import test_job, test_job_sigkill
 from tests.daemon._support.calling import cancel, reschedule
 from tests.daemon.owner.test_collection import collect, pass_hours
 from tests.daemon.topic.test_merging import merge

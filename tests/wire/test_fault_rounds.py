@@ -28,7 +28,7 @@ from tests._support.delivery_history import DeliveryHistory
 from tests._support.lost_answer_proxy import Loss, LostAnswerProxy, lost_answer_proxy
 from tests._support.moto_server import MotoServer, moto_server
 from tests._support.processes import Daemons
-from tests.audit._support import audits
+from tests.batch.audit._support import audits
 from tests.wire._support import traffic
 
 ROUNDS = 5

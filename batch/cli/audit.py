@@ -1,0 +1,136 @@
+"""`tarry-spark audit`.
+
+Owns: its options, progress, and where its report goes. Does not own: the audit (`audit`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+from rich import filesize
+from rich.table import Table
+from rich.text import Text
+
+from batch.audit import driver
+from batch.audit.findings import MEANING, Kind, Report, Severity
+from batch.cli import options, terminal
+from batch.cli.options import Shared
+from batch.engine.store_of import store_of
+
+_log = logging.getLogger(__name__)
+
+SHOWN_MAX: Final = 50
+"""So many findings are shown to people; JSON has more."""
+
+_STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "dim"}
+
+
+@click.command()
+@options.shared
+@click.option(
+    "--sample",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    show_default=True,
+    help="Part of the live buckets that is read in full. Of the other live buckets only table and entry 0 are read. "
+    "Everything else is read in full.",
+)
+@click.option(
+    "--output",
+    "output_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The report as JSON into this file, too.",
+)
+@click.pass_context
+def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Path | None) -> None:
+    """Check everything that is stored, while daemons serve from it; change nothing.
+
+    Every object is read and decoded. The audit checks hashes and checksums, each object against the manifest that names
+    it, each manifest and log slot against the one before it, and what is missing. It lists objects that no manifest
+    names, and looks for their rows elsewhere. With --topic only the manifests and objects of these topics are read.
+
+    \b
+    Exit status:
+      0    no errors; there may be warnings
+      1    errors were found, or the audit could not run: then a message says why, and there is no report
+      2    a wrong option or setting
+
+    \b
+    Examples:
+      tarry-spark audit --config /etc/tarry/tarryd.toml --engine local
+      tarry-spark audit --store s3://delays/root --json --sample 0.05
+    """
+    store = store_of(shared.settings)
+    request = driver.Request(
+        store=_name_of(shared),
+        limits=driver.Limits.of(shared.settings),
+        topics=shared.topics,
+        sample=sample,
+        seed=random.SystemRandom().getrandbits(32),
+    )
+    try:
+        with (
+            shared.open_engine("audit", preload=[driver.__name__]) as engine,
+            terminal.progress("audit", shown=not shared.quiet) as show,
+        ):
+            report = driver.audit(
+                store,
+                engine,
+                request,
+                open_store=functools.partial(store_of, shared.settings),
+                progress=lambda what, done, total: show(done, total),
+            )
+    except driver.UnknownTopic as error:
+        raise click.ClickException(str(error)) from error
+    if output_file is not None:
+        output_file.write_bytes(msgspec.json.format(msgspec.json.encode(report.as_json()), indent=2) + b"\n")
+    if shared.as_json:
+        terminal.print_json(report.as_json())
+    else:
+        _show(report)
+    ctx.exit(1 if report.errors else 0)
+
+
+def _name_of(shared: Shared) -> str:
+    place = shared.settings.store
+    return place.path if place.kind == "local" else f"s3://{place.s3.bucket}/{place.s3.prefix}".rstrip("/")
+
+
+def _show(report: Report) -> None:
+    """The report for people."""
+    to = terminal.results()
+    tally = report.tally
+    read = Table("object", "read", "bytes", title=f"{report.store}: {report.shards} shards, {report.topics} topics")
+    for column in read.columns[1:]:
+        column.justify = "right"
+    for what, count in sorted(tally.objects.items()):
+        read.add_row(what, f"{count:,}", filesize.decimal(tally.size_bytes[what]))
+    to.print(read)
+    if tally.kinds:
+        counts = Table("severity", "kind", "count", "meaning")
+        ranks = list(Severity), list(Kind)
+        for kind, severity in sorted(tally.kinds, key=lambda each: (ranks[0].index(each[1]), ranks[1].index(each[0]))):
+            style = _STYLES[severity]
+            times = f"{tally.kinds[kind, severity]:,}"
+            counts.add_row(Text(severity.value, style), kind.value, times, MEANING[kind])
+        to.print(counts)
+    found = report.in_order()
+    for each in found[:SHOWN_MAX]:
+        topic = f" topic {each.topic!r}" if each.topic else ""
+        to.print(
+            Text.assemble(
+                (each.severity.value, _STYLES[each.severity]), f" {each.kind.value} {each.object}{topic}: {each.detail}"
+            ),
+            soft_wrap=True,
+        )
+    if len(found) > SHOWN_MAX:
+        to.print(f"... and {len(found) - SHOWN_MAX:,} more: --json or --output has them")
+    totals = f"{tally.objects.total():,} objects, {filesize.decimal(tally.size_bytes.total())}, {tally.rows:,} rows"
+    outcome = f"{report.errors:,} errors, {report.count(Severity.WARNING):,} warnings"
+    to.print(f"{outcome}; read {totals} in {report.seconds:.1f} s ({report.engine})", soft_wrap=True)

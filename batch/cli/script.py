@@ -1,0 +1,21 @@
+"""`tarry-spark`, as it is installed.
+
+Owns: being there without the extra `spark`, to say what to install.
+Does not own: the commands (`batch.cli.entry`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+
+def main() -> None:
+    """Runs the command line and exits with its status."""
+    missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing)
+        sys.exit(f"tarry-spark: {names} missing: install tarryd with its extra, tarryd[spark]: docs/INSTALL.md")
+    from batch.cli import entry
+
+    entry.main()

@@ -1,0 +1,135 @@
+"""Which runs of a job are done when: a state machine without clock, store and processes.
+
+Owns: the order of runs, their cut into waves, the limit on what is read, and how often a topic is planned again.
+Does not own: planning (`plan`), doing and committing a run, and what ends the job (`job`).
+
+    waiting --next_wave--> under way --settled--> done
+       ^                      |
+       |                      +--refused--> its topic is planned again when nothing of it is under way,
+       +-----offer------------------------  what waits of it is withdrawn; the last attempt is refused for good
+
+A topic is planned again as a whole, since a run was refused because the topic is not what it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Final
+
+from batch.compaction.plan import Run
+from batch.engine.root import TopicPlace
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Work:
+    """A run of a topic. `attempt`: how often the topic was planned, from 1 on."""
+
+    topic: TopicPlace
+    run: Run
+    attempt: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Amount:
+    """How many runs, and what they read: sources and their bytes."""
+
+    runs: int = 0
+    sources: int = 0
+    size_bytes: int = 0
+
+    @staticmethod
+    def of(runs: Collection[Run]) -> Amount:
+        return Amount(len(runs), sum(len(run.sources) for run in runs), sum(run.size_bytes for run in runs))
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.runs + other.runs, self.sources + other.sources, self.size_bytes + other.size_bytes)
+
+
+NOTHING: Final = Amount()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Topic:
+    attempt: int = 0
+    under_way: int = 0
+    again: bool = False
+
+
+class Waves:
+    """The runs of all topics. `attempts_max`: how often a topic is planned. `bytes_max`: of sources that are read, None
+    = no limit; what does not fit any more is passed over for what does.
+    """
+
+    def __init__(self, *, attempts_max: int, bytes_max: int | None = None) -> None:
+        self._attempts_max = attempts_max
+        self._bytes_left = bytes_max
+        self._topics: dict[TopicPlace, _Topic] = {}
+        # The most useful last, once they are sorted.
+        self._waiting: list[Work] = []
+        self._sorted = True
+        self._over_limit: list[Work] = []
+        self.waiting = NOTHING
+        """What a wave may still have."""
+
+    def offer(self, topic: TopicPlace, runs: Collection[Run]) -> None:
+        """The topic was planned, for the first time or again."""
+        state = self._topics.setdefault(topic, _Topic())
+        state.attempt += 1
+        state.again = False
+        self._wait([Work(topic, run, state.attempt) for run in runs])
+        self.waiting += Amount.of(runs)
+
+    def _wait(self, works: Collection[Work]) -> None:
+        self._waiting += works
+        self._sorted = False
+
+    def next_wave(self, size: int) -> list[Work]:
+        """The next runs to be done, at most `size`, the most useful first; they are under way."""
+        if not self._sorted:
+            self._waiting.sort(
+                key=lambda work: (-work.run.benefit, work.topic, work.run.sources[0].object.name), reverse=True
+            )
+            self._sorted = True
+        wave: list[Work] = []
+        while self._waiting and len(wave) < size:
+            work = self._waiting.pop()
+            if self._bytes_left is not None and work.run.size_bytes > self._bytes_left:
+                self._over_limit.append(work)
+                continue
+            if self._bytes_left is not None:
+                self._bytes_left -= work.run.size_bytes
+            self._topics[work.topic].under_way += 1
+            wave.append(work)
+        self.waiting = Amount.of([work.run for work in self._waiting])
+        return wave
+
+    def settled(self, work: Work) -> None:
+        """What became of it is known, and nothing follows."""
+        self._topics[work.topic].under_way -= 1
+
+    def refused(self, work: Work, *, read: bool = True) -> bool:
+        """A run cannot be done as it was planned; whether its topic is planned again. `read`: whether its sources were
+        read, or may have been; if not, others may read as much.
+        """
+        if not read and self._bytes_left is not None:
+            self._bytes_left += work.run.size_bytes
+            self._wait(self._over_limit)
+            self._over_limit = []
+        state = self._topics[work.topic]
+        state.under_way -= 1
+        again = state.attempt < self._attempts_max
+        if again:
+            state.again = True
+            self._waiting = [other for other in self._waiting if other.topic != work.topic]
+            self._over_limit = [other for other in self._over_limit if other.topic != work.topic]
+        self.waiting = Amount.of([work.run for work in self._waiting])
+        return again
+
+    def to_plan_again(self) -> list[TopicPlace]:
+        """Topics of which a run was refused and none is under way; each is to be offered next."""
+        return [topic for topic, state in self._topics.items() if state.again and not state.under_way]
+
+    def rest(self) -> tuple[list[Work], list[Work]]:
+        """What was not begun: because the limit on bytes was reached, and for other reasons."""
+        return self._over_limit, self._waiting

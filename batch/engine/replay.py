@@ -1,0 +1,271 @@
+"""What is left of one index when everything that happened to it is applied: by columns, all events at once.
+
+Owns: which rows are left in no sealed bucket, what is gone and acknowledged of each sealed one, and which negative
+acknowledgements still count.
+Does not own: which events there are (`decisions`), and what is stored before them (`topic_reading`).
+
+At most one row of a position is in an index. So a row of a sealed bucket is gone as soon as any event removes its
+position, and of a row in no bucket the last event counts that added or removed it. What a subscription did counts for
+the row that was there at that moment. A sealed row was there before all events, so all of them count for it. For
+another row only what came after its add counts. A row leaves when an acknowledgement finds that every subscription
+which was created before it has acknowledged the row, or never was owed it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from batch.engine.decisions import IndexEvents, Settled
+from batch.engine.topic_state import BucketState, NackedRows, UnsealedRows
+from storage_backends.formats import index_ids
+from storage_backends.formats.manifest import Subscription
+from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps
+from storage_backends.formats.row_columns import U64, Rows
+
+I64 = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+
+_NEVER: Final = np.int64(np.iinfo(np.int64).max)
+_BEFORE_ALL: Final = np.int64(-1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class IndexState:
+    """What is left of one index. `nacked`: by subscription, what its negative acknowledgements still name."""
+
+    buckets: tuple[BucketState, ...]
+    unsealed: UnsealedRows
+    nacked: Mapping[int, NackedRows]
+
+
+def replayed(
+    events: IndexEvents,
+    buckets: Sequence[BucketState],
+    subscriptions: Sequence[Subscription],
+    positions: Callable[[BucketState], PositionSet],
+) -> IndexState:
+    """The index when all events are applied. `buckets`: its live ones as of the first; `subscriptions`: in the order of
+    their creation; `positions`: of a bucket, asked for only where an event may name some of them.
+    """
+    return _Replay(events, buckets, subscriptions, positions).state()
+
+
+class _Positions:
+    """Every position that an event names, each once, by (ledger, entry); its place there is its id."""
+
+    def __init__(self, ledger_id: Sequence[U64], entry_id: Sequence[U64]) -> None:
+        every_ledger = np.concatenate([np.empty(0, np.uint64), *ledger_id])
+        every_entry = np.concatenate([np.empty(0, np.uint64), *entry_id])
+        order = np.lexsort((every_entry, every_ledger))
+        ledgers, entries = every_ledger[order], every_entry[order]
+        first = np.ones(len(order), np.bool_)
+        first[1:] = (ledgers[1:] != ledgers[:-1]) | (entries[1:] != entries[:-1])
+        self._ids = np.empty(len(order), np.intp)
+        self._ids[order] = np.cumsum(first) - 1
+        self._ends = np.cumsum([0, *map(len, ledger_id)])
+        self.ledger_id, self.entry_id = ledgers[first], entries[first]
+
+    def __len__(self) -> int:
+        return len(self.ledger_id)
+
+    def ids(self, column: int) -> Ids:
+        """The ids of the positions of one of the columns that it was made of."""
+        return self._ids[self._ends[column] : self._ends[column + 1]]
+
+    def between(self, first_ledger_id: int, last_ledger_id: int) -> slice:
+        """The ids of the positions of a range of ledgers."""
+        first = np.searchsorted(self.ledger_id, np.uint64(first_ledger_id))
+        end = np.searchsorted(self.ledger_id, np.uint64(last_ledger_id), side="right")
+        return slice(int(first), int(end))
+
+    def as_set(self, chosen: Mask) -> PositionSet:
+        if not chosen.any():
+            return NO_POSITIONS
+        return PositionSet.of(position_bitmaps(self.ledger_id[chosen], self.entry_id[chosen]))
+
+
+class _Replay:
+    def __init__(
+        self,
+        events: IndexEvents,
+        buckets: Sequence[BucketState],
+        subscriptions: Sequence[Subscription],
+        positions: Callable[[BucketState], PositionSet],
+    ) -> None:
+        self._events = events
+        self._buckets = buckets
+        # What is acknowledged in a subscription's own index is gone.
+        self._subscriptions = subscriptions if events.index_id == index_ids.SHARED else ()
+        self._positions_of = positions
+        self._known = _Positions(*zip(*self._columns(), strict=True)) if any(self._columns()) else _Positions((), ())
+        self._ids = map(self._known.ids, range(sum(1 for _ in self._columns())))
+        self._added = [(each, next(self._ids)) for each in events.added]
+        self._removed = [(each, next(self._ids)) for each in events.removed]
+        self._settled = [(each, next(self._ids)) for each in events.settled]
+        self._nacked = [(each, next(self._ids)) for each in events.nacked]
+
+    def _columns(self) -> Iterator[tuple[U64, U64]]:
+        events = self._events
+        yield from ((each.rows.ledger_id, each.rows.entry_id) for each in events.added)
+        yield from ((each.ledger_id, each.entry_id) for each in events.removed)
+        yield from ((each.ledger_id, each.entry_id) for each in events.settled)
+        yield from ((each.rows.ledger_id, each.rows.entry_id) for each in events.nacked)
+
+    def state(self) -> IndexState:
+        count = len(self._known)
+        removed_at = np.full(count, _BEFORE_ALL)
+        for removed, ids in self._removed:
+            removed_at[ids] = removed.at
+        added_at, row = np.full(count, _BEFORE_ALL), np.zeros(count, np.intp)
+        rows_before = 0
+        for added, ids in self._added:
+            added_at[ids] = added.at
+            row[ids] = np.arange(rows_before, rows_before + len(ids))
+            rows_before += len(ids)
+
+        holder = self._holders()
+        sealed = np.where(holder >= 0, _BEFORE_ALL, _NEVER)
+        acknowledged_sealed = self._stored_acknowledgements(holder)
+        gone = self._everybody_done(sealed, acknowledged_sealed) | (removed_at >= 0)
+        sealed_born = np.where(gone, _NEVER, sealed)
+
+        loose_born = np.where(added_at > removed_at, added_at, _NEVER)
+        acknowledged_loose = {number: np.zeros(count, np.bool_) for number in acknowledged_sealed}
+        loose_born[self._everybody_done(loose_born, acknowledged_loose)] = _NEVER
+        loose = loose_born < _NEVER
+
+        acknowledged = {
+            number: np.where(loose, acknowledged_loose[number], acknowledged_sealed[number])
+            for number in acknowledged_sealed
+        }
+        all_rows = Rows.concat([added.rows for added, _ in self._added])
+        unsealed = UnsealedRows(
+            self._events.index_id,
+            all_rows.take(row[loose]).sorted_by_due(),
+            _sets({number: self._known.as_set(loose & mask) for number, mask in acknowledged_loose.items()}),
+        )
+        born = np.where(loose, loose_born, sealed_born)
+        return IndexState(
+            tuple(self._bucket(number, holder, gone, acknowledged_sealed) for number in range(len(self._buckets))),
+            unsealed,
+            self._still_nacked(born, acknowledged),
+        )
+
+    # ---- sealed buckets
+
+    def _holders(self) -> npt.NDArray[np.intp]:
+        """Which sealed bucket has the row of each position that an event may have taken out of one; -1: none."""
+        holder = np.full(len(self._known), -1, np.intp)
+        named = np.zeros(len(self._known), np.bool_)
+        for _, ids in (*self._removed, *self._settled, *self._nacked):
+            named[ids] = True
+        for number, bucket in enumerate(self._buckets):
+            live = bucket.live
+            here = self._known.between(live.first_ledger_id, live.last_ledger_id)
+            if live.quarantined or not bucket.present_rows or not named[here].any():
+                continue
+            ledger_id, entry_id = self._known.ledger_id[here], self._known.entry_id[here]
+            held = named[here] & self._positions_of(bucket).mask_of(ledger_id, entry_id)
+            held &= ~bucket.gone.mask_of(ledger_id, entry_id)
+            holder[here][held] = number
+        return holder
+
+    def _stored_acknowledgements(self, holder: npt.NDArray[np.intp]) -> dict[int, Mask]:
+        """By subscription which of the positions it had acknowledged in their sealed bucket before the first event."""
+        acknowledged = {each.subscription_id: np.zeros(len(self._known), np.bool_) for each in self._subscriptions}
+        for number, bucket in enumerate(self._buckets):
+            live = bucket.live
+            here = self._known.between(live.first_ledger_id, live.last_ledger_id)
+            held = holder[here] == number
+            if not held.any():
+                continue
+            for subscription_id, positions in bucket.acknowledged.items():
+                if subscription_id in acknowledged:
+                    mask = positions.mask_of(self._known.ledger_id[here], self._known.entry_id[here])
+                    acknowledged[subscription_id][here] |= mask & held
+        return acknowledged
+
+    def _bucket(
+        self, number: int, holder: npt.NDArray[np.intp], gone: Mask, acknowledged: Mapping[int, Mask]
+    ) -> BucketState:
+        bucket = self._buckets[number]
+        held = holder == number
+        if not held.any():
+            return bucket
+        left = bucket.gone | self._known.as_set(held & gone)
+        done = {
+            subscription_id: bucket.acknowledged.get(subscription_id, NO_POSITIONS) | self._known.as_set(held & mask)
+            for subscription_id, mask in acknowledged.items()
+        }
+        return BucketState(bucket.live, left, _sets({each: done[each] - left for each in done}))
+
+    # ---- what subscriptions did
+
+    def _everybody_done(self, born: I64, acknowledged: Mapping[int, Mask]) -> Mask:
+        """Which rows leave since nobody is owed them any longer. `born`: when each was added, _NEVER: there is none.
+        `acknowledged` grows by what the subscriptions did.
+        """
+        gone = np.zeros(len(born), np.bool_)
+        asked = np.zeros(len(born), np.bool_)
+        entitled = 0
+
+        def leave() -> None:
+            everyone = asked.copy()
+            for each in self._subscriptions[:entitled]:
+                everyone &= acknowledged[each.subscription_id]
+            np.logical_or(gone, everyone, out=gone)
+
+        for settled, ids in self._settled:
+            if settled.entitled != entitled:
+                # What was asked before did not wait for subscriptions that were created then.
+                leave()
+                asked[:] = False
+                entitled = settled.entitled
+            meant = born[ids] < settled.at
+            if settled.deliver_at_ms is not None:
+                asked[ids[meant]] = True
+            for each in self._subscriptions if settled.deliver_at_ms is None else self._subscriptions[:entitled]:
+                done = ids[meant & _no_longer_owed(settled, each)]
+                acknowledged[each.subscription_id][done] = True
+        leave()
+        return gone
+
+    def _still_nacked(self, born: I64, acknowledged: Mapping[int, Mask]) -> dict[int, NackedRows]:
+        """By subscription those of its negative acknowledgements whose row it is owed still, the last of each."""
+        found = {}
+        for by in sorted({nacked.by for nacked, _ in self._nacked}):
+            own = [(nacked, ids) for nacked, ids in self._nacked if nacked.by == by]
+            at, place = np.full(len(born), _BEFORE_ALL), np.zeros(len(born), np.intp)
+            rows_before = 0
+            for nacked, ids in own:
+                at[ids] = nacked.at
+                place[ids] = np.arange(rows_before, rows_before + len(ids))
+                rows_before += len(ids)
+            counts = at > born
+            if by in acknowledged:
+                counts &= ~acknowledged[by]
+            chosen = place[counts]
+            if len(chosen):
+                rows = Rows.concat([nacked.rows for nacked, _ in own]).take(chosen)
+                times = np.concatenate([nacked.redeliver_at_ms for nacked, _ in own])[chosen]
+                found[by] = NackedRows(self._events.index_id, rows, times)
+        return found
+
+
+def _no_longer_owed(settled: Settled, subscription: Subscription) -> Mask:
+    """Which of the positions the subscription is owed no longer by that."""
+    if subscription.subscription_id == settled.by:
+        return np.ones(len(settled.ledger_id), np.bool_)
+    if settled.deliver_at_ms is None:
+        return np.zeros(len(settled.ledger_id), np.bool_)
+    return settled.deliver_at_ms <= np.uint64(subscription.since_ms)
+
+
+def _sets(sets: Mapping[int, PositionSet]) -> dict[int, PositionSet]:
+    return {number: positions for number, positions in sets.items() if positions}
