@@ -12,6 +12,7 @@ from typing import Any
 
 import confluent_kafka as kafka
 
+import tarry
 from benchmarks import load
 from benchmarks.carrying import Delivery, Message, Take
 from tests.brokers.kafka_server import KafkaServer
@@ -79,4 +80,4 @@ def _relayed(message: Any) -> Delivery:
     name = headers["tarry-delivery-id"]
     number = int(message.value().partition(b":")[0])
     place = f"{message.partition()}-{message.offset()}"
-    return Delivery(number, int(name.rpartition("-")[2]), place, load.now_ms(), name)
+    return Delivery(number, tarry.DeliveryId.parse(name).redelivery_count, place, load.now_ms(), name)

@@ -15,6 +15,7 @@ from typing import Any
 import nats
 from nats.js import api
 
+import tarry
 from benchmarks import load
 from benchmarks.carrying import RETRY_MS, Delivery, Message, Take
 from benchmarks.handing_back import HandingBack
@@ -119,7 +120,7 @@ async def _pushed(stream: Any, subject: str) -> AsyncIterator[Any]:
 
 def _relayed(message: Any) -> Delivery:
     name = message.headers["tarry-delivery-id"]
-    return _delivery(message, attempt=int(name.rpartition("-")[2]), handle=name)
+    return _delivery(message, attempt=tarry.DeliveryId.parse(name).redelivery_count, handle=name)
 
 
 def _scheduled(message: Any) -> Delivery:

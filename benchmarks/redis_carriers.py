@@ -13,6 +13,7 @@ from typing import Any
 
 import redis.asyncio
 
+import tarry
 from benchmarks import load, sorted_set_worker
 from benchmarks.carrying import RETRY_MS, Delivery, Message, Take
 from benchmarks.handing_back import HandingBack
@@ -105,7 +106,7 @@ async def _portions(broker: Any, stream: str) -> AsyncIterator[list[tuple[bytes,
 
 def _relayed(place: bytes, fields: dict[bytes, bytes]) -> Delivery:
     name = fields[b"tarry-delivery-id"].decode()
-    return _delivery(place, fields, attempt=int(name.rpartition("-")[2]), handle=name)
+    return _delivery(place, fields, attempt=tarry.DeliveryId.parse(name).redelivery_count, handle=name)
 
 
 def _moved(place: bytes, fields: dict[bytes, bytes]) -> Delivery:

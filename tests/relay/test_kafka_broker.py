@@ -363,6 +363,8 @@ class Producer:
                 error = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
             elif topic == "away":
                 error = KafkaError(KafkaError._MSG_TIMED_OUT)
+            elif topic.startswith("missing"):
+                error = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
             elif topic == "denied":
                 error = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
             elif name == "breaks":
@@ -489,6 +491,19 @@ async def test_a_producer_that_has_failed_for_good_is_replaced(output: KafkaOutp
     assert await told_of(output, ("due", "breaks"), ("due", "b")) == [denied, denied]
     assert await told_of(output, ("due", "c")) == [TAKEN]
     assert (Producer.published, Producer.made) == (["c"], 2)
+
+
+async def test_a_producer_that_was_given_many_topics_that_do_not_exist_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kafka_client, "_MISSING_MAX", 3)
+    output = output_of(monkeypatch, transactional=False)
+    for made in (1, 1, 2):
+        bodies = [("missing-1", "a"), ("due", "b"), ("missing-2", "c")]
+        missing = ("NOT_NOW", "UNKNOWN_TOPIC_OR_PART")
+        assert await told_of(output, *bodies) == [missing, TAKEN, missing]
+        assert Producer.made == made
+    assert Producer.published == ["b", "b", "b"]
 
 
 async def test_a_bare_message_has_neither_key_nor_value(output: KafkaOutput) -> None:

@@ -58,6 +58,7 @@ def test_a_subject_that_can_be_a_target(target: str) -> None:
         ("out.>", "a wildcard"),
         (">", "a wildcard"),
         ("out.\ud800", "UTF-8 cannot encode"),
+        ("out.\ufffd", "no UTF-8"),
         ("a" * 6_000, "6000 bytes"),
         ("ü" * 2_000, "4000 bytes"),
         ("$JS.API.STREAM.PURGE.OTHER", "NATS itself"),
@@ -91,7 +92,7 @@ def test_a_subject_stands_for_what_its_wildcards_say(subject: str, targets: list
     ]
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "a*", ">", "a b", "a/b", "a\\b", "a\0"])
+@pytest.mark.parametrize("name", ["", "a.b", "a*", ">", "a b", "a/b", "a\\b", "a\0", "x" * 256])
 def test_a_name_that_no_stream_or_consumer_can_have(name: str) -> None:
     assert nats_judgement.name_fault(name) != ""
     assert nats_judgement.name_fault("orders-1_ü") == ""

@@ -762,7 +762,7 @@ async def test_a_message_without_a_time_waits_in_tarry_when_its_target_takes_not
 
 async def test_what_is_read_is_held_only_while_the_daemon_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_WATCH_S", 0.02)
-    monkeypatch.setattr(running, "_SILENT_S", 0.1)
+    monkeypatch.setattr(running, "SILENT_S", 0.1)
     daemon = Daemon(holds_adds=asyncio.Event())
     portions = [port.Portion([read(1, delay="5s"), read(2, delay="5s")])]
     broker = Listed(portions, in_order=False, hold_every_s=0.01)

@@ -153,4 +153,5 @@ async def test_an_unhealthy_session_says_why(world: Callable[..., World]) -> Non
 
     found.metrics.health.explain = explained  # type: ignore[method-assign]
     await run(found)
-    assert "ValueError: odd" in seen[0]
+    assert "is being opened" in seen[0]
+    assert "ValueError: odd" in seen[1]

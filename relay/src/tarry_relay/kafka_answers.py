@@ -81,7 +81,7 @@ MEANT: Mapping[int, Meant] = {
     KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER: _UNKNOWN,
     KafkaError.UNKNOWN_PRODUCER_ID: _UNKNOWN,
 }
-"""What is not here is unknown."""
+"""Code -> meaning. A code that is not here is unknown."""
 
 OF_A_BATCH = frozenset(
     (
@@ -93,7 +93,7 @@ OF_A_BATCH = frozenset(
 )
 """Answers that all messages of a batch get, whichever of them is to blame. Nothing of the batch is there."""
 OF_A_TRANSACTION = frozenset((KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT, KafkaError._STATE))
-"""What messages get when their transaction fails, whichever of them is to blame."""
+"""Answers that messages get when their transaction fails, whichever of them is to blame."""
 FENCED = frozenset((KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH))
 """Another producer has the transactional id by now."""
 NO_RIGHT = frozenset((KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED))

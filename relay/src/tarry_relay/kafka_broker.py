@@ -1,7 +1,7 @@
 """Reads and fetches from Kafka: a topic is the source, another one the retry log, and targets are topics.
 
 The session: `KafkaBroker`, `opened`. Fetching by position: `KafkaLog`, with what was `Kept`. Reading on: `KafkaReader`.
-Clients and publishing: `kafka_client`. What answers mean: `kafka_answers`. What can be a name: `kafka_judgement`.
+Clients and publishing: `kafka_client`. Meanings of answers: `kafka_answers`. Names and settings: `kafka_judgement`.
 Searches: `pacing`.
 """
 
@@ -38,16 +38,16 @@ log = logging.getLogger(__name__)
 Content = TypeVar("Content")
 _NO_OFFSET = KafkaError._AUTO_OFFSET_RESET
 _COMMIT_WAIT_S = 1.0
-"""How long a partition that is given up waits for its commit (seconds)."""
+"""The wait of a partition that is given up for its commit (seconds)."""
 _LOOK_AGAIN_S = 0.1
-"""How often to check whether the topic that messages are read from is still the same (seconds)."""
+"""The pause between checks that the topic is still the same (seconds)."""
 _REST_S = 1.0
 """A reader that was not asked for so long rests (seconds)."""
 _POLL_S = 0.25
 """The longest poll, so that a reader can end (seconds)."""
 _AT_ONCE = 1_000
 _AT_ONCE_FOR_NOTHING = 20
-"""How many messages to take together if those that are passed are not kept: they are read for nothing."""
+"""Messages to take together: few if passed ones are not kept, since these are read for nothing."""
 
 Pair = tuple[int, int]
 """Partition and offset."""
@@ -224,7 +224,7 @@ class KafkaLog:
         self._at_once = _AT_ONCE if kept.keeps else _AT_ONCE_FOR_NOTHING
         self._thread = Thread("fetch", properties.errors)
         self._partitions = 0
-        """How many it has at least."""
+        """A lower bound on its number."""
         self._fetched = 0
         self._kept_ones = 0
         self._read_for_it = 0
@@ -362,7 +362,7 @@ class KafkaLog:
             reached = event.offset()
             search.begins_at(reached)
         if search is not None and search.next is not None:
-            # Asked, a new leader refuses to name its end before it knows it. What is read from it may be short of that.
+            # A new leader refuses to name its end before it knows it, but what it gives to read may be short of that.
             first, end = _ends(self._consumer, TopicPartition(self._topic, event.partition()), self._timeout_s)
             search.begins_at(first)
             search.ends_at(end)
@@ -410,7 +410,7 @@ class KafkaReader:
         self._giving_up = threading.Lock()
         self._lost: list[tuple[int, int]] = []
         self._early: deque[Event] = deque()
-        """What came while nothing more could be taken."""
+        """Events that came while no more could be taken."""
         self._held: port.Portion | None = None
         """Read, and not handed on: it may not be known yet to be of the right topic."""
         self._has_joined = False
@@ -517,7 +517,7 @@ class KafkaReader:
     def _poll(self, rows_max: int, wait_s: float) -> None:
         """Take message by message: each is of the lane that its partition has after the call that gave it."""
         if self._held is not None:
-            # Of a call that was cancelled. Dropped, it would be passed by the next commit.
+            # A cancelled call has read it. If it were dropped, the next commit would pass it.
             return
         self._take_part()
         read: list[port.Read] = []
@@ -672,7 +672,7 @@ class KafkaReader:
                 _ends(self._consumer, TopicPartition(self._topic, one), until_s - time.monotonic())
                 return
         except KafkaException as failed:
-            # Of a topic that was deleted.
+            # The topic was deleted, or is about to be.
             if failed.args[0].code() != KafkaError._UNKNOWN_PARTITION:
                 raise
         metadata = self._consumer.list_topics(self._topic, timeout=max(0.0, until_s - time.monotonic()))
@@ -735,7 +735,7 @@ async def _connect(client: admin.AdminClient, properties: ClientProperties, brok
     try:
         await thread.call(lambda: client.list_topics(timeout=broker.timeout_s))
     except (port.Unreachable, port.SessionOver) as error:
-        # What a connection has failed with is said outside the call.
+        # The client reports the failure of a connection outside the call.
         client.poll(0)
         why = properties.errors.refusal or str(error)
         url = relay_settings.without_credentials(broker.url)

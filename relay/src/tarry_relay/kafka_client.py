@@ -1,7 +1,7 @@
 """Uses Kafka's client for the adapter: its properties, its blocking calls, its admin calls, and publishing.
 
 Clients: `ClientProperties`, `ClientErrors`, `Thread`, `ended_within`. Reading messages: `Record`. The cluster:
-`ClusterTopics`. Publishing: `KafkaOutput`. What the answers mean: `kafka_answers`.
+`ClusterTopics`. Publishing: `KafkaOutput`. Meanings of answers: `kafka_answers`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Event: TypeAlias = Any
 """A message of Kafka's client, or an error of a partition; by its types everything of it may be None."""
 
 CLOSE_S = 3.0
-"""How long the end of a session may take (seconds). The process has five after `drain_s`."""
+"""The time for the end of a session (seconds). The process has five after `drain_s`."""
 _admin: Any = admin
 """By its types it does not export all that it has."""
 _raised_bare: Any = KafkaError
@@ -40,9 +40,11 @@ _raised_bare: Any = KafkaError
 _ID_LETTERS = str.maketrans("/+", "_-")
 """From those of the client to those of Kafka's own tools."""
 _OWN = "tarry-"
-"""What the names of Tarry's own headers begin with."""
+"""The prefix of the names of Tarry's own headers."""
+_MISSING_MAX = 10_000
+"""A producer keeps 3 KB for each topic that it was given, also for one that does not exist: then it is replaced."""
 _MESSAGE_BYTES = 500
-"""What a message costs in memory beside its key, value and headers."""
+"""The memory of a message besides its key, value and headers (bytes)."""
 _SHARED: Properties = {
     "client.id": "tarry-relay",
     "log_level": 2,  # Each call reports what it has failed with.
@@ -103,7 +105,7 @@ _CHANGEABLE = {
 
 
 class ClientErrors:
-    """What Kafka says to the clients of a session outside any call."""
+    """The errors that Kafka reports to the clients of a session outside any call."""
 
     def __init__(self) -> None:
         self._refusal = ""
@@ -167,7 +169,7 @@ class ClientProperties:
         confirm_ms = int(self._broker.confirm_s * 1_000)
         own: Properties = {
             "message.timeout.ms": confirm_ms,
-            # How long a topic may be unknown: one that was made a moment ago, or does not exist.
+            # A topic may be unknown for so long: one that was made a moment ago, or does not exist.
             "topic.metadata.propagation.max.ms": int(self._broker.timeout_s * 1_000),
         }
         if self._broker.transactional:
@@ -306,7 +308,7 @@ def _end(blocking: Callable[[], object], ended: Future[None]) -> None:
 
 
 class Body(NamedTuple):
-    """What it takes to publish a message again."""
+    """The parts of a message that are published again."""
 
     key: bytes | None
     value: bytes | None
@@ -341,7 +343,7 @@ class Record:
         return _MESSAGE_BYTES + self.body.size
 
     def message(self) -> port.Message:
-        """Return it as the port has it. Of headers with one name the last one is read, and all are published again."""
+        """Return it as the port has it: the last of headers with one name is read, and all are published again."""
         told: dict[str, str] = {}
         seen: set[str] = set()
         repeated: list[str] = []
@@ -374,7 +376,7 @@ class Untold(port.Unreachable):
 
 
 class ClusterTopics:
-    """What the cluster says of its topics."""
+    """The topics of a cluster, as it describes them."""
 
     def __init__(self, client: admin.AdminClient, timeout_s: float) -> None:
         self._client = client
@@ -471,6 +473,8 @@ class KafkaOutput:
         # A message fails by itself before that.
         self._timeout_s = broker.confirm_s + broker.timeout_s
         self._producer: kafka.Producer | None = None
+        self._missing = 0
+        """The number of messages that this producer had for topics that do not exist."""
         self._thread = Thread("publish", properties.errors)
 
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
@@ -511,6 +515,9 @@ class KafkaOutput:
                 # Nobody publishes again what was taken in this call.
                 came = _Round([error] * len(rows))
             rounds += _settle(messages, rows, came, answers)
+        self._missing += sum(each.meant.cause is port.Cause.MISSING for each in answers.values())
+        if self._missing > _MISSING_MAX:
+            self._missing, self._producer = 0, None
         return [answers[row] for row in range(len(messages))]
 
     def _round(self, messages: Sequence[port.Outgoing]) -> _Round:
@@ -635,16 +642,16 @@ class KafkaOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Round:
-    """What came of publishing some messages once."""
+    """The result of publishing some messages once."""
 
     errors: Sequence[KafkaError | Exception | None]
-    """What each has failed with."""
+    """Message -> its failure, or None."""
     whole: KafkaError | None = None
-    """What the transaction has failed with, if no single message is known to be at fault."""
+    """The failure of the transaction, if no single message is known to be at fault."""
     broken: KafkaError | None = None
-    """What the producer has failed with; it cannot be used again."""
+    """The failure of the producer, which cannot be used again."""
     is_aborted: bool = False
-    """Whether nothing of it is there."""
+    """True if nothing of it is there."""
 
 
 def _settle(

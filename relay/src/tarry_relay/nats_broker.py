@@ -89,7 +89,7 @@ class NatsBroker:
         return nats_judgement.target_fault(target)
 
     def message_fault(self, message: port.Message) -> str:
-        """Say why a message's headers do not fit beside those of the relay; return an empty text if they do."""
+        """Say why a message's headers do not fit next to those of the relay; return an empty text if they do."""
         return nats_judgement.headers_fault(message.body.headers_size)
 
     def comes_back(self, target: str) -> bool:
@@ -137,12 +137,11 @@ class NatsBroker:
         return [there, *nats_judgement.judge_source(stream, config)]
 
     def _name_fault(self) -> Finding | None:
-        for field, name in (
-            ("source.name", self._source.stream),
-            ("relay.subscription", self._settings.relay.subscription),
-        ):
-            if fault := nats_judgement.name_fault(name):
-                return Finding("source", Grade.WRONG, f"{field}: {fault}; take another name")
+        if fault := nats_judgement.name_fault(self._source.stream):
+            return Finding("source", Grade.WRONG, f"source.name: {fault}; take another name")
+        # The consumer's name has the generation, too.
+        if fault := nats_judgement.name_fault(self._settings.relay.subscription, nats_judgement.NAME_BYTES_MAX - 32):
+            return Finding("source", Grade.WRONG, f"relay.subscription: {fault}; take another name")
         return None
 
     async def _findings_of_retries(self, log: NatsLog) -> Sequence[Finding]:
@@ -206,7 +205,7 @@ class NatsLog(port.FirstGeneration):
         self._own_subjects = own_subjects
         self._allow_direct = True
         self.told_at = ""
-        """The server's clock at the last look, RFC 3339; empty if it did not say."""
+        """The server's clock in the last answer, RFC 3339; empty if it did not say."""
 
     async def info(self) -> Mapping[str, Any]:
         """Return what NATS says of the stream, with every field. Raises NotThere, Unreachable, SessionOver."""
@@ -335,6 +334,8 @@ class NatsReader:
 
     async def commit(self, read: Sequence[port.Read]) -> None:
         """Acknowledge messages, each alone: what lies between may be another relay's. Wait until NATS has the last."""
+        if not read:
+            return
         *others, last = (each.receipt for each in read)
         for receipt in others:
             await self._client.send(receipt, b"")
@@ -356,7 +357,7 @@ class NatsReader:
         return [entry <= floor for _, entry in positions]
 
     async def _join(self) -> nats_client.Inbox:
-        """Make the consumer, or take the one that is there. It is gone with its stream if that was made anew."""
+        """Create the consumer, or take the existing one. It is gone if its stream was deleted."""
         stream, generation = self._log.stream, await self._log.first_generation()
         durable = durable_of(self._subscription, generation)
         allowed = nats_judgement.max_ack_pending((await self._log.info())["config"], self._max_ack_pending)
@@ -370,7 +371,7 @@ class NatsReader:
         call = f"CONSUMER.DURABLE.CREATE.{stream}.{durable}"
         await self._client.api(call, stream_name=stream, config=asks_for)
         if (now := await self._log.generation()) != generation:
-            # It stands beside another stream, which no relay of this generation may read.
+            # It belongs to another stream, which no relay of this generation may read.
             await self._client.api(f"CONSUMER.DELETE.{stream}.{durable}")
             port.must_be_same(f"stream {stream}", generation, now)
         return await self._client.listen(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}")
@@ -597,7 +598,7 @@ def _produced(
     if isinstance(outcome, _OfAnotherStream) and outcome.stream in streams.get(target, ()):
         return port.Produced()
     if isinstance(outcome, Failed) and outcome.code == nats_answers.NO_RESPONDERS:
-        # That nobody answers does not say that there is no stream: it may have no leader now.
+        # A stream without a leader does not answer either.
         missing = gone.get(target)
         if isinstance(missing, Failed) and missing.code == nats_answers.NO_STREAM:
             return nats_answers.produced(target, missing)

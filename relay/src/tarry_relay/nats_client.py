@@ -52,7 +52,7 @@ _PASSES = frozenset({408, 429, 500, 503})
 _LIMITS = frozenset({10_002, 10_026})
 """Codes of JetStream: the account's resources, the stream's number of consumers."""
 _PING_S = 10
-"""After three of these without an answer a connection is made anew (seconds)."""
+"""How often the server is pinged (seconds). After three pings without an answer nats-py reconnects."""
 _RECONNECT_S = 0.2
 
 
@@ -131,7 +131,7 @@ def _key_of(line: bytes) -> str:
 
 
 class Block(dict[str, str]):
-    """The headers of a message that has arrived, as nats-py asks for them: the status and no more.
+    """The headers of a message that has arrived, as nats-py asks for them: the status alone.
 
     Only the first line of a block is the server's word: a header named `Status` is a producer's.
     """
@@ -150,7 +150,7 @@ def raw_block(message: Msg) -> bytes:
 
 
 def status_of(message: Msg) -> int:
-    """Return the status of an answer; 0 if it has none. A message of a stream must be told apart before."""
+    """Return the status of an answer; 0 if it has none. A stream's message may have one, too: check that first."""
     return int((message.headers or {}).get("Status", "0"))
 
 
@@ -432,7 +432,7 @@ class NatsClient:
         if (denied := _DENIED.search(text)) is None:
             return
         if denied[1].lower() == "subscription":
-            # Nothing is answered then; the server says so again when the connection is made anew.
+            # No answer can arrive then. The server repeats it after each reconnect.
             self._deaf = text
             self._fail_all(self._denied)
             return
@@ -536,11 +536,11 @@ class NatsClient:
                 del self._asked[number]
 
     async def ask(self, subject: str, data: bytes = b"") -> Msg:
-        """Send a request and return the first answer. Raises Failed, also if nobody is there to answer; SessionOver."""
+        """Send a request and return the first answer. Raises Failed, also for no responders; SessionOver."""
         async with self.asking(subject, data) as answer:
             message = await answer()
         if status_of(message) == NO_RESPONDERS:
-            raise Failed(nats_answers.NO_RESPONDERS, f"NATS has nobody who answers on {subject}")
+            raise Failed(nats_answers.NO_RESPONDERS, f"NATS has no responder on {subject}")
         return message
 
     async def api(self, call: str, **request: Any) -> dict[str, Any]:

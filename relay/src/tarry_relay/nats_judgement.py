@@ -21,6 +21,8 @@ CONTROL_LINE_REST_MAX: Final = 128
 SUBJECT_BYTES_MAX: Final = CONTROL_LINE_MAX - CONTROL_LINE_REST_MAX
 HEADERS_BYTES_MAX: Final = 65_535
 """JetStream stores no larger block of headers (bytes)."""
+NAME_BYTES_MAX: Final = 255
+"""The longest name of a stream or a consumer (bytes)."""
 ONCE_HEADER: Final = "Nats-Msg-Id"
 _ONCE_HEADER_BYTES_MAX = 512
 _LEDGER = 1
@@ -43,10 +45,11 @@ def target_fault(target: str) -> str:
         return f"{_shown(target)} has a character that UTF-8 cannot encode"
     if size > SUBJECT_BYTES_MAX:
         return f"{_shown(target)} has {size} bytes; a subject has at most {SUBJECT_BYTES_MAX}"
-    if "\ufffd" in target:
-        return f"{_shown(target)} has U+FFFD, which stands for bytes that are no UTF-8"
     if _UNUSABLE_IN_SUBJECTS.search(target):
         return f"{_shown(target)} has a blank or a control character"
+    if "\ufffd" in target:
+        # It stands for what could not be read, so the name is not the one that was written.
+        return f"{_shown(target)} has bytes that are no UTF-8"
     words = target.split(".")
     if "" in words:
         return f"{_shown(target)} has an empty word: a subject has no full stop at its ends, nor two together"
@@ -57,10 +60,12 @@ def target_fault(target: str) -> str:
     return ""
 
 
-def name_fault(name: str) -> str:
+def name_fault(name: str, bytes_max: int = NAME_BYTES_MAX) -> str:
     """Say why a text can be no name of a stream or a consumer; return an empty text if it can."""
     if not name or _UNUSABLE_IN_NAMES.search(name):
         return f"{_shown(name)} is empty, or has a blank, a full stop, a wildcard or a slash"
+    if len(name.encode()) > bytes_max:
+        return f"{_shown(name)} has more than {bytes_max} bytes"
     return ""
 
 
@@ -106,9 +111,9 @@ def position_fault(ledger_id: int, entry_id: int) -> str:
 
 
 def headers_fault(size: int) -> str:
-    """Say why a block of headers of so many bytes does not fit beside the relay's own; empty if it does."""
+    """Say why a block of headers of so many bytes does not fit next to the relay's own; empty if it does."""
     most = HEADERS_BYTES_MAX - port.OWN_HEADERS_BYTES_MAX - _ONCE_HEADER_BYTES_MAX
-    return f"its headers have {size} bytes; beside those of the relay at most {most} fit" if size > most else ""
+    return f"its headers have {size} bytes; next to those of the relay at most {most} fit" if size > most else ""
 
 
 # Settings.

@@ -419,8 +419,8 @@ class Publishing:
         if item.step in (Step.FETCHED, Step.DIRECT):
             delivery = content.delivery_id or _first_delivery(content)
             # Its log stands behind it, which outputs do not compare.
-            own[tarry.DELIVERY_ID_HEADER] = str(dataclasses.replace(delivery, log=self._log))
-            name = str(dataclasses.replace(delivery, log=""))
+            name = str(delivery)
+            own[tarry.DELIVERY_ID_HEADER] = f"{name}-{self._log}"
             own[tarry.REDELIVERY_COUNT_HEADER] = str(delivery.redelivery_count)
             kind = self._settings.relay.subscription
         elif content.read is not None and item.lane is not None:

@@ -21,6 +21,7 @@ import tarry.aio
 from tarry_relay import daemon_answers, port
 from tarry_relay.delivery_steps import ENDING, TABLE, Answer, Item, Passage, Step, Work
 from tarry_relay.former_generations import FormerGenerations
+from tarry_relay.health import SILENT_S
 from tarry_relay.port import Finding, Meaning
 from tarry_relay.publishing import (
     DELIVER_AT_HEADER,
@@ -51,7 +52,6 @@ _WATCH_S = 3.0
 """How often each end is asked something that it must answer."""
 _LAST_S = 2.0
 """How long a session that ends still commits, acknowledges and rejects what is done."""
-_SILENT_S = 10.0
 _CLOCK_BEHIND_MS = 60_000
 """How far the daemon's clock may be behind. What is not due for longer has got another time since, and another name."""
 _NOT_DUE_S = 0.2
@@ -525,7 +525,7 @@ class Relay:
         """Hold what is read and not committed, while the daemon answers: else another relay gets it."""
         while True:
             await asyncio.sleep(every_s)
-            if self._health.silent_s("daemon") >= min(_SILENT_S, max(every_s, 2 * _WATCH_S)):
+            if self._health.silent_s("daemon") >= min(SILENT_S, max(every_s, 2 * _WATCH_S)):
                 continue
             items = self._passage.held(lambda lane: lane.of is of)
             rows = self._settings.relay.rows

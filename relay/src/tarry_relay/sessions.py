@@ -36,6 +36,8 @@ _ADAPTERS = {
 """Kind and library of each broker."""
 _BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 
+_ASK_S = 5.0
+"""How long the daemon may take to answer the first question of a session (seconds)."""
 _LONG_S = 60.0
 """A session that lasted so long begins the back-off anew."""
 
@@ -92,7 +94,7 @@ async def judged(settings: Settings, ends: Ends) -> AsyncIterator[Finding]:
         for finding in accepted(settings, [each]):
             yield finding
     asked_at_ms = port.now_ms()
-    page = await ends.client.topics_page(page_size=1)
+    page = await ends.client.topics_page(page_size=1, timeout_s=min(_ASK_S, settings.daemon.timeout_s))
     yield port.finding_of_clock("Tarry", page.as_of_ms, asked_at_ms)
     yield Finding("daemon", Grade.OK, f"{settings.daemon.address} answers")
     if not has_source:
@@ -124,6 +126,7 @@ class Sessions:
         Raises SettingsError and WrongEnds before the first session, BadMessage at any time.
         """
         failures = 0
+        self._health.explain("session", "is being opened")
         while not ending.is_set():
             began_s = time.monotonic()
             try:
@@ -142,7 +145,7 @@ class Sessions:
                 self._metrics.failed(end, str(error))
                 self._health.explain("session", f"{end}: {error}")
                 failures = min(failures, 1)
-            except (port.SessionOver, port.NotThere) as error:
+            except (port.SessionOver, port.NotThere, tarry.TarryError) as error:
                 self._fail("the session has ended", error)
             except Exception as error:  # noqa: BLE001 - whatever it is ends the session alone
                 self._metrics.surprises.labels("session").inc()
@@ -159,12 +162,13 @@ class Sessions:
         """Open both ends, judge them, and relay. Raises what ends the session."""
         settings = self._settings
         async with opened(settings) as ends:
-            found = [each async for each in judged(settings, ends)]
             self._health.answered("broker")
+            found = []
+            async for each in judged(settings, ends):
+                if each.grade is Grade.MISSING and each.name in ("source", "retry"):
+                    raise NotYet(each.text)
+                found.append(each)
             self._health.answered("daemon")
-            missing = [each for each in found if each.grade is Grade.MISSING and each.name in ("source", "retry")]
-            if missing:
-                raise NotYet("; ".join(each.text for each in missing))
             wrong = [each for each in found if each.grade is Grade.WRONG]
             if wrong and not self._has_begun:
                 raise WrongEnds(wrong)

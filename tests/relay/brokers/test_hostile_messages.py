@@ -202,7 +202,7 @@ async def test_no_message_stops_a_relay_through_kills(
 ) -> None:
     """Every kind there is, once."""
     async with suite(broker, tmp_path) as running:
-        await running.round(0, 400, share=0.8, span_ms=3_000, limit_s=60)
+        await running.round(0, 400, share=0.8, span_ms=3_000, limit_s=600)
         record_property("bytes of memory at most", running.memory_bytes_max)
         assert running.relay.terminate() == 0
 

@@ -59,7 +59,7 @@ async def test_two_relays_share_partitions_and_commit_none_of_the_others(topics:
             for partition in range(3):
                 of_it = [each for each in first if each.ledger_id == partition]
                 await one.source.commit(of_it)
-        # What one had read and committed after it was two's was not committed.
+        # A commit of a partition that was two's by then did nothing.
         again, _ = await read_all(one.source, 10 * len(theirs))
         assert {(each.ledger_id, each.entry_id) for each in again} == {
             (partition, offset) for partition in theirs for offset in range(10)
@@ -208,7 +208,7 @@ async def test_a_silent_broker_is_told_in_time_and_holds_up_no_end(topics: Topic
         topics.server.stop()
         try:
             await must_not_answer(opened)
-            # What a silent broker does not answer, nothing else waits for.
+            # Nothing else waits for a commit that a silent broker does not answer.
             commit = asyncio.create_task(opened.source.commit([first]))
             produce = asyncio.create_task(opened.output.produce([outgoing(topics.due, b"1")]))
             await must_not_answer(opened)

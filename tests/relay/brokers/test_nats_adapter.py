@@ -17,6 +17,7 @@ from typing import Any
 
 import nats
 import nats.errors
+import nats.js.errors
 import pytest
 
 from tarry_relay import nats_answers, nats_broker, nats_client, nats_judgement, port, relay_settings
@@ -514,6 +515,30 @@ async def test_a_user_who_may_not_get_answers_is_named(tmp_path: Path) -> None:
             async with opened(broker, url=url):
                 pass
         assert time.monotonic() - began_s < 30
+
+
+async def test_nats_py_works_on_the_connection_that_hands_on_raw_blocks(broker: Nats) -> None:
+    """Its own requests, answers of JetStream and no responders."""
+    connection = nats_client._Connection(lambda _: None)
+    await connection.connect(broker.server.url)
+    try:
+        js = connection.jetstream(timeout=60)
+        assert (await js.publish(DUE, b"body", headers={"a": "b", "Status": "404"})).seq == 1
+        assert (await js.stream_info(DUE)).state.messages == 1
+        pulled = await js.pull_subscribe(DUE, "durable")
+        (message,) = await pulled.fetch(1, timeout=60)
+        assert (message.data, nats_client.raw_block(message)) == (b"body", b"NATS/1.0\r\na: b\r\nStatus: 404\r\n\r\n")
+        await message.ack_sync(timeout=60)
+        with pytest.raises(nats.errors.TimeoutError):
+            await pulled.fetch(1, timeout=0.1)
+        with pytest.raises(nats.errors.NoRespondersError):
+            await connection.request("nowhere", timeout=60)
+        with pytest.raises(nats.js.errors.NoStreamResponseError):
+            await js.publish("nowhere", b"")
+        with pytest.raises(nats.js.errors.NotFoundError):
+            await js.stream_info("nowhere")
+    finally:
+        await connection.close()
 
 
 # Findings.

@@ -133,7 +133,7 @@ broker = {{ kind = "kafka", url = "{url}", kept_bytes = 0 {usual} {broker} }}
         where = _admin.ResourceType[kind], name, _admin.ResourcePatternType.LITERAL, USER, "*"
         rules = [
             (*where, _admin.AclOperation[right], _admin.AclPermissionType.DENY),
-            # Who finds rules about a name needs one for each right.
+            # Once there is a rule about a name, each right needs one.
             (*where, _admin.AclOperation.ALL, _admin.AclPermissionType.ALLOW),
         ]
         for made in self.server.admin.create_acls([_admin.AclBinding(*each) for each in rules]).values():

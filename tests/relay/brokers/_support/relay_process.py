@@ -6,6 +6,7 @@ Owns: its file, start and kill, its metrics and commands. Does not own: what it 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from prometheus_client import parser
 
-from examples.processes import ChildProcess, free_port
+from examples.processes import ChildProcess
 from tests._support.processes import run_program
 
 PROGRAM = (sys.executable, "-m", "tarry_relay.relay_command")
@@ -29,14 +30,19 @@ class RelayProcess(ChildProcess):
         """`settings`: the file, but for the table `[relay]`. `more`: lines of that."""
         super().__init__(name, directory, {})
         self._program = program
-        self.listen = f"127.0.0.1:{free_port()}"
         self.file = directory / f"{name}.toml"
-        own = f'[relay]\ntopic = "orders"\nid = "{name}"\nlisten = "{self.listen}"\n'
+        own = f'[relay]\ntopic = "orders"\nid = "{name}"\nlisten = "127.0.0.1:0"\n'
         self.file.write_text(f"{settings}\n{own}{more}")
 
     def start(self) -> None:
         """Returns when the process runs."""
         self._spawn(*self._program, "run", str(self.file))
+
+    @property
+    def listen(self) -> str:
+        """Where it serves metrics and health since its last start. Another process may take a port in between."""
+        found = re.findall(r'"message":"serves metrics and health","address":"([^"]+)"', self.log_text())
+        return found[-1] if found else "127.0.0.1:1"
 
     def metric(self, name: str) -> float:
         """The sum of a series; 0.0 while it does not answer."""
