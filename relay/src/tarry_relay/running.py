@@ -174,8 +174,9 @@ class Relay:
             failures = 0
             for lane in portion.lost_lanes:
                 self._passage.lose(RelayLane(of, lane))
-            if portion.read or portion.lost_lanes:
+            if portion.read:
                 self._health.answered("broker")
+            if portion.read or portion.lost_lanes:
                 await self._queue.enter(self._new(of, portion.read))
 
     def _new(self, of: ReadLog, reads: Sequence[port.Read]) -> list[MessageItem]:
