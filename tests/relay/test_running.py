@@ -829,6 +829,19 @@ async def test_credentials_that_were_refused_make_no_relay_unhealthy_that_has_no
     assert seen == ["daemon: add"]
 
 
+async def test_lanes_that_are_lost_are_no_answer_of_the_broker() -> None:
+    """Kafka's client gives them up by itself when the broker is silent."""
+
+    class Silent(Listed):
+        async def must_answer(self) -> None:
+            raise port.Unreachable("away")
+
+    broker, metrics, answered = Silent([port.Portion(lost_lanes=["lane"])]), RelayMetrics(Health()), list[str]()
+    metrics.health.answered = lambda end, which="": answered.append(end)  # type: ignore[method-assign]
+    await relayed(broker, Daemon(), lambda: not broker.portions and answered.count("daemon") > 1, metrics=metrics)
+    assert "broker" not in answered
+
+
 async def test_a_finding_that_is_accepted_stops_nothing() -> None:
     broker = Listed(
         [port.Portion([read(5, delay="5s")])], wrong=[Finding("size", Grade.WRONG, "stream orders drops its oldest")]

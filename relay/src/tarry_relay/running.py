@@ -181,8 +181,9 @@ class Relay:
             failures = 0
             for lane in portion.lost_lanes:
                 self._passage.lose(RelayLane(of, lane))
-            if portion.read or portion.lost_lanes:
+            if portion.read:
                 self._health.answered("broker")
+            if portion.read or portion.lost_lanes:
                 items = self._new(of, portion.read)
                 portions.came(len(portion.read), sum(item.size_bytes for item in items))
                 await self._queue.enter(items)
