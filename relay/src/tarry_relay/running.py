@@ -169,6 +169,11 @@ class Relay:
             if of.is_source and not self._guard.may_read.is_set():
                 await self._queue.news()
                 continue
+            every_s = of.reader.hold_every_s
+            if every_s is not None and self._passage.read and not self._may_hold(every_s):
+                # The broker would give it to this relay again, and not to another one.
+                await self._queue.news()
+                continue
             rows = min(relay.read_ahead - self._passage.read, portions.rows(self._passage.read_bytes))
             if rows <= 0:
                 await self._queue.news()
@@ -566,7 +571,7 @@ class Relay:
         """Hold what is read and not committed, while the daemon answers: else another relay gets it."""
         while True:
             await asyncio.sleep(every_s)
-            if self._health.silent_s("daemon") >= min(SILENT_S, max(every_s, 2 * _WATCH_S)):
+            if not self._may_hold(every_s):
                 continue
             items = self._passage.held(lambda lane: lane.of is of)
             rows = self._settings.relay.rows
@@ -577,6 +582,10 @@ class Relay:
                 except port.Unreachable as error:
                     self._metrics.failed("broker", str(error))
                     break
+
+    def _may_hold(self, every_s: float) -> bool:
+        """Say whether the daemon has answered lately: else what is read is for another relay."""
+        return self._health.silent_s("daemon") < min(SILENT_S, max(every_s, 2 * _WATCH_S))
 
     async def _watch(self, end: str, ask: Callable[[], Awaitable[None]]) -> None:
         """Ask an end again and again what it must answer: a poll that times out proves nothing."""
