@@ -43,6 +43,8 @@ def write(folder: Path, content: str) -> None:
     (folder / "cases").mkdir(parents=True, exist_ok=True)
     (folder / "cases" / "test_small.py").write_text(content)
     (folder / "pyproject.toml").write_text(SETTINGS)
+    # A run leaves compiled modules behind.
+    (folder / ".gitignore").write_text("__pycache__/\n.pytest_cache/\n")
 
 
 @pytest.fixture
