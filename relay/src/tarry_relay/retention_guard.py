@@ -76,7 +76,11 @@ async def _cut(source: port.Log, client: tarry.aio.Client, topic: str) -> dict[i
         lowest = dict(await client.retention(topic))
     except tarry.NotFound:
         return {}
-    first = await source.first_entries(list(lowest))
+    return _gone(lowest, await source.first_entries(list(lowest)))
+
+
+def _gone(lowest: Mapping[int, int], first: Mapping[int, int]) -> dict[int, int]:
+    """Return the first entry of each ledger whose lowest entry that waits lies below it."""
     return {ledger: first[ledger] for ledger, entry in lowest.items() if entry < first.get(ledger, 0)}
 
 
@@ -138,7 +142,7 @@ class RetentionGuard:
         port.must_be_same(f"source {source.name}", self._generation, now)
         lowest = dict(await self._client.retention(self._topic))
         first = await self._broker.log.first_entries(list(lowest))
-        cut = {ledger: first[ledger] for ledger, entry in lowest.items() if entry < first.get(ledger, 0)}
+        cut = _gone(lowest, first)
         found = [
             *await self._broker.source_findings(),
             await _finding_of_age(self._settings, self._broker.log, self._client, self._topic),

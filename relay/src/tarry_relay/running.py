@@ -350,7 +350,8 @@ class Relay:
                 for item in left:
                     item.may_be_done = True
             if daemon_answers.passes(error):
-                self._answer_all(left, Answer.AGAIN)
+                for item in left:
+                    self._passage.answer(item, Answer.AGAIN)
                 return await self._rest(end, error, failures, work)
             if work in (Work.ACKNOWLEDGE, Work.REJECT) or (found is None and isinstance(error, tarry.TarryError)):
                 raise
@@ -730,10 +731,6 @@ class Relay:
             async with asyncio.timeout(_LAST_S):
                 while self._passage.count(*ENDING):
                     await self._queue.news()
-
-    def _answer_all(self, items: Iterable[MessageItem], answer: Answer) -> None:
-        for item in items:
-            self._passage.answer(item, answer)
 
 
 class _Tasks:
