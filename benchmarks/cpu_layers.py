@@ -21,8 +21,7 @@ LAYERS = (WIRE, ENGINE, JOURNAL, METRICS, LOOP, EXECUTORS, GRPC_THREADS)
 # By the beginning of a module's name; the first that fits counts.
 _MODULES: Mapping[str, str] = {
     "daemon.metrics": METRICS,
-    "daemon.topic_gauges": METRICS,
-    "daemon.array_histogram": METRICS,
+    "daemon.column_histogram": METRICS,
     "prometheus_client": METRICS,
     "daemon.group_commit": JOURNAL,
     "daemon.owner.living_log": JOURNAL,

@@ -26,8 +26,8 @@ from benchmarks import load, redis_load, report, side_process, workbench
 from benchmarks.load import U64
 from daemon import process_memory
 from daemon.core.backlog.nack_tracker import NackTracker, rounded_up
-from daemon.core.decisions.redelivery_counts import RedeliveryCounts
-from daemon.core.index.positions import KeyedRows, PageTable
+from daemon.core.decisions.subscription_state import RedeliveryCounts
+from daemon.core.index.position_keys import KeyedRows, PageTable
 from storage_backends.formats.row_columns import U32, Rows
 
 NAME = "nack-memory"

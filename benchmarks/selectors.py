@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 import tarry
 from benchmarks import report, workbench
-from daemon.core.key_shared import hash_slots, selectors
+from daemon.core.key_shared import hash_selectors, hash_slots
+from daemon.core.key_shared.hash_selectors import HashSelector, Joiner
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, HashRange
-from daemon.core.key_shared.selectors import HashSelector, Joiner
 from storage_backends.formats.manifest import HashSelector as Kind
 
 NAME = "selectors"
@@ -109,7 +109,7 @@ def _names(draw: np.random.Generator, count: int) -> list[str]:
 
 def _joined(kind: Kind, batches: Sequence[Sequence[Joiner]]) -> tuple[HashSelector, float]:
     """(a selector of these consumers, the seconds that their joining took)."""
-    selector = selectors.selector_of(kind, POINTS)
+    selector = hash_selectors.selector_of(kind, POINTS)
     began_s = time.perf_counter()
     for joiners in batches:
         selector.join(joiners)

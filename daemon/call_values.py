@@ -13,19 +13,17 @@ import numpy.typing as npt
 
 from daemon.core import garbage_rules
 from daemon.core.backlog.dead_letter_rows import DeadLetterFilter, DeadLetterRows
-from daemon.core.decisions.adding import AddBatch, AddOutcome, AddRow
-from daemon.core.decisions.claims import HeldPositions
-from daemon.core.decisions.ignored import Ignored, IgnoredReason
-from daemon.core.decisions.refusals import Refused, RefusedReason
-from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome, AddRow, Refused, RefusedReason
+from daemon.core.decisions.claims import HeldPositions, Ignored, IgnoredReason
+from daemon.core.decisions.departures import LedgerRanges
 from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.core.index.bucket import RebuildNeeded
 from daemon.core.index.containment import Contained, EntryRanges
 from daemon.core.index.delay_levels import DelayLevels
-from daemon.core.index.quarantine import RebuildNeeded
 from daemon.core.index.retention import Survey
 from daemon.core.index.scan import Place
 from daemon.core.key_shared.hash_slots import HashRange
-from daemon.core.key_shared.stats import ConsumerStats, KeySharedStats
+from daemon.core.key_shared.key_shared_stats import ConsumerStats, KeySharedStats
 from daemon.core.quotas import Caller
 from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U32, U64, Rows

@@ -7,6 +7,8 @@ Does not own: a signal that comes before anything is served (`daemon.main`), wha
 (`daemon.process`).
 
 A daemon that starts is waited for: what it is made of is imported while the store is being probed.
+
+The question whether a daemon serves, as `tarryd health` asks it.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ import threading
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
-from daemon import config, errors, logs, process_memory
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from daemon import auth, config, errors, logs, process_memory
 from daemon.audit_log import AuditLog
-from daemon.auth import identities, tokens
-from daemon.auth.door import Door
+from daemon.auth import Door
 from storage_backends import object_store, probe, store_opening
 
 # So long may a thread that seals, or reads segments, keep the interpreter from the event loop; Python's own is 5 ms.
@@ -76,16 +81,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _make_token(file: Path | None) -> int:
     """Makes a token, and shows it once, or writes it to a file that is not there yet."""
-    token = tokens.make()
+    token = auth.make_token()
     if file is None:
         sys.stdout.write(f"{token}\n")
     else:
         try:
-            tokens.write(file, token)
+            auth.write_token(file, token)
         except OSError as error:
             log.error("%s cannot be made: %s", file, error.strerror)
             return EXIT_CANNOT_SERVE
-    sys.stdout.write(f'tokens = ["{identities.hash_of(token)}"]\n')
+    sys.stdout.write(f'tokens = ["{auth.hash_of(token)}"]\n')
     return 0
 
 
@@ -99,9 +104,8 @@ def _ask_health(settings: config.Config) -> int:
         raise errors.InvalidArgument(
             "configuration: grpc.unix_socket is not set, and grpc.listen has TLS: health is asked over a socket then"
         )
-    from daemon import health_question
 
-    serves = health_question.serves(address, timeout_s=HEALTH_TIMEOUT_S)
+    serves = is_serving(address, timeout_s=HEALTH_TIMEOUT_S)
     sys.stdout.write("serving\n" if serves else "not serving\n")
     return 0 if serves else EXIT_CANNOT_SERVE
 
@@ -110,13 +114,12 @@ def _give_up(settings: config.Config, log_id: str, *, accepted: bool) -> int:
     """Tells what of a dead daemon's log is damaged or lost, and gives it up if that is accepted; 0 when a standby can
     take over, else 1.
     """
-    from daemon.owner import log_loss
-    from daemon.owner.log_mending import StillWritten
+    from daemon.owner.give_up import StillWritten, resolve_loss
 
     logs.configure(level=settings.log.level, form=settings.log.format)
     try:
         with contextlib.closing(store_opening.open_store(settings.store)) as store:
-            can_be_fenced = log_loss.give_up(
+            can_be_fenced = resolve_loss(
                 store, log_id, accepted=accepted, say=lambda text: sys.stdout.write(f"{text}\n")
             )
     except (errors.TarryError, object_store.StoreError, StillWritten) as error:
@@ -220,3 +223,14 @@ def _serve(
         logging.shutdown()
         # A thread may wait for a store that never answers; nothing is lost that was answered.
         os._exit(EXIT_NOT_DRAINED)
+
+
+def is_serving(address: str, *, timeout_s: float) -> bool:
+    """Asks the daemon at an address without TLS: whether it answers that it serves."""
+    with grpc.insecure_channel(address) as channel:
+        stub = cast(Any, health_pb2_grpc.HealthStub(channel))
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -4,26 +4,295 @@ Owns: names, labels, buckets and meaning of the series but for the gauges of top
 deletions (`deletion_metrics`).
 Does not own: the numbers. Layers above report events (`added`, `slot_written`, ...). docs/METRICS.md describes the
 series, `metrics_endpoint` serves them.
+
+The series of deletions of ledgers (PIP-186), which the daemon exports beside its others.
+
+Owns: their names, labels and meaning.
+Does not own: the numbers, which layers above report; docs/METRICS.md describes them.
+
+Every label has its series from the start, so that the first of a kind is an increase.
+
+The gauges of topics, read from the engine when Prometheus asks.
+
+Owns: their names and meaning, the numbers of one topic that they are made of, and the bound on the number of topics
+among the series.
+Does not own: the numbers (`daemon.owner.topic_inspection`), and what is reported as it happens (`metrics`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import prometheus_client
-from prometheus_client.registry import CollectorRegistry
+from prometheus_client import metrics_core
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from daemon import errors
-from daemon.array_histogram import ArrayHistogram
-from daemon.core.object_count import ObjectCount
-from daemon.deletion_metrics import DeletionMetrics
-from daemon.hand_out_counts import HandOutCounts
-from daemon.topic_gauges import TopicGauges, TopicLabels, TopicNumbers
+from daemon.column_histogram import ArrayHistogram, HandOutCounts
+from daemon.core.garbage_rules import ObjectCount
+from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType
 from storage_backends.formats.row_columns import U32, U64
 from storage_backends.formats.slot_format import DeadLetterReason
+
+_ENDED = (
+    DeletionOutcome.DELETED,
+    DeletionOutcome.ALREADY_GONE,
+    DeletionOutcome.IN_USE,
+    DeletionOutcome.METADATA_MISMATCH,
+    DeletionOutcome.MALFORMED,
+)
+
+
+class DeletionMetrics:
+    """What happened to deletions. Methods are cheap and may be called on the event loop or in any thread."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, meaning: str, *labels: str) -> prometheus_client.Counter:
+            return prometheus_client.Counter(name, meaning, labels, registry=registry)
+
+        def gauge(name: str, meaning: str, *labels: str) -> prometheus_client.Gauge:
+            return prometheus_client.Gauge(name, meaning, labels, registry=registry)
+
+        self._recorded = counter("tarry_deletions_recorded", "Deletions of ledgers that were recorded.", "ledger_type")
+        self._attempted = counter("tarry_deletions_attempted", "Attempts to delete a ledger.")
+        self._deleted = counter("tarry_deletions_deleted", "Attempts that deleted a ledger.", "ledger_type")
+        self._failed = counter("tarry_deletions_failed", "Attempts to delete a ledger that failed.", "ledger_type")
+        self._ended = counter("tarry_deletions_ended", "Deletions of ledgers that are over, by outcome.", "outcome")
+        self._given_up = counter(
+            "tarry_deletions_given_up", "Deletions of ledgers that failed too often: dead letters."
+        )
+        in_flight = gauge("tarry_deletions_in_flight", "Deletions of ledgers that are not over.", "component")
+        # Looked up once: they are set every second.
+        self._in_flight = {component: in_flight.labels(_label(component)) for component in LedgerComponent}
+        self._dead = gauge("tarry_deletions_dead", "Deletions of ledgers that are dead letters now.")
+        self._held = gauge(
+            "tarry_deletions_held", "Deletions that ended because their ledger is in use, and come back when it is not."
+        )
+        self._oldest = gauge(
+            "tarry_deletions_oldest_seconds",
+            "Age of the oldest deletion of a ledger that is not over; 0 when there is none.",
+        )
+        self._in_use = gauge("tarry_deletion_ledgers_in_use", "Ledgers that their owners state to be in use.")
+        self._orphans = gauge(
+            "tarry_sweep_orphans", "Ledgers in an object store that nobody knows, as its last sweep found.", "store"
+        )
+        for series in (self._recorded, self._deleted, self._failed):
+            for ledger_type in LedgerType:
+                series.labels(_label(ledger_type))
+        for outcome in _ENDED:
+            self._ended.labels(_label(outcome))
+
+    def recorded(self, ledger_type: LedgerType, deletions: int = 1) -> None:
+        """Counts deletions that are durable and were not recorded before."""
+        self._recorded.labels(_label(ledger_type)).inc(deletions)
+
+    def attempted(self) -> None:
+        """An attempt begins: its store is asked."""
+        self._attempted.inc()
+
+    def deleted(self, ledger_type: LedgerType) -> None:
+        """An attempt has deleted what there was."""
+        self._deleted.labels(_label(ledger_type)).inc()
+
+    def failed(self, ledger_type: LedgerType) -> None:
+        """An attempt has failed."""
+        self._failed.labels(_label(ledger_type)).inc()
+
+    def ended(self, outcome: DeletionOutcome) -> None:
+        """One is over, durably; nothing was given up."""
+        self._ended.labels(_label(outcome)).inc()
+
+    def given_up(self) -> None:
+        """One has become a dead letter, durably."""
+        self._given_up.inc()
+
+    def set_state(
+        self,
+        *,
+        in_flight: Mapping[LedgerComponent, int],
+        dead: int,
+        held: int,
+        oldest_seconds: float,
+        ledgers_in_use: int,
+    ) -> None:
+        """What there is now."""
+        for component, series in self._in_flight.items():
+            series.set(in_flight.get(component, 0))
+        self._dead.set(dead)
+        self._held.set(held)
+        self._oldest.set(oldest_seconds)
+        self._in_use.set(ledgers_in_use)
+
+    def set_orphans(self, store: str, ledgers: int) -> None:
+        """A sweep of the whole store, or of a part of it, has found so many."""
+        self._orphans.labels(store).set(ledgers)
+
+
+def _label(value: Enum) -> str:
+    return value.name.lower()
+
+
+ALL_TOPICS = "_all"
+OTHER_TOPICS = "_other"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TopicNumbers:
+    """One topic at the moment of a scrape."""
+
+    topic: str
+    pending: int
+    mutable_rows: int
+    loaded_rows: int
+    # Sealed buckets and the mutable one, as PIP-195 counts them.
+    buckets: int
+    bucket_bytes: int
+    backlog: int
+    in_flight: int
+    leased: int
+    # Of the backlog, rows that wait for their redelivery.
+    nacked: int
+    dead_letters: int
+    # Lost with damaged buckets and not added again.
+    rebuild_needed: int
+    # Consumers of KEY_SHARED streams, rows that wait for their key, and hashes that wait: for what another consumer
+    # holds, and for what was negatively acknowledged.
+    key_shared_consumers: int
+    key_shared_waiting: int
+    draining_hashes: int
+    nack_blocked_hashes: int
+    # 0.0 when nothing is due that was not handed out.
+    oldest_due_age_s: float
+    # Pending rows by delay level, of levels that have any.
+    pending_by_level: Mapping[int, int]
+    # Ledgers that have rows, and the lowest position that the log is needed from, None: it is not.
+    ledgers: int
+    lowest: tuple[int, int] | None
+
+
+class TopicLabels:
+    """Bounds the label `topic`: the first `per_topic_max` topics have their own, the others share one."""
+
+    def __init__(self, per_topic: bool, per_topic_max: int) -> None:
+        self._per_topic = per_topic
+        self._per_topic_max = per_topic_max
+        self._own: set[str] = set()
+        self._lock = threading.Lock()
+
+    def label(self, topic: str) -> str:
+        if topic in self._own:
+            return topic
+        if not self._per_topic:
+            return ALL_TOPICS
+        with self._lock:
+            if len(self._own) < self._per_topic_max:
+                self._own.add(topic)
+        return topic if topic in self._own else OTHER_TOPICS
+
+
+class TopicGauges(Collector):
+    """The gauges of topics; topics that share a label are summed, ages are the largest of them, and positions, which
+    are of different logs, are left out.
+    """
+
+    def __init__(self, snapshot: Callable[[], Sequence[TopicNumbers]], labels: TopicLabels) -> None:
+        self._snapshot = snapshot
+        self._labels = labels
+
+    def describe(self) -> Iterable[metrics_core.Metric]:
+        """The families without numbers, so that registering does not ask the engine."""
+        return _topic_families().values()
+
+    def collect(self) -> Iterable[metrics_core.Metric]:
+        sums: dict[str, dict[str, float]] = {}
+        levels: dict[tuple[str, str], int] = {}
+        lowest: dict[str, tuple[int, int]] = {}
+        for numbers in self._snapshot():
+            if numbers.lowest is not None and self._labels.label(numbers.topic) == numbers.topic:
+                lowest[numbers.topic] = numbers.lowest
+            for level, rows in numbers.pending_by_level.items():
+                key = (self._labels.label(numbers.topic), str(level))
+                levels[key] = levels.get(key, 0) + rows
+            mine = sums.setdefault(self._labels.label(numbers.topic), dict.fromkeys(_TOPIC_GAUGES, 0.0))
+            for field in _TOPIC_GAUGES:
+                value = getattr(numbers, field)
+                mine[field] = max(mine[field], value) if field == "oldest_due_age_s" else mine[field] + value
+        families = _topic_families()
+        for label, values in sums.items():
+            for field, value in values.items():
+                families[field].add_metric([label], value)
+        for key, rows in levels.items():
+            families[_LEVELS].add_metric(key, rows)
+        for topic, position in lowest.items():
+            for field, value in zip(_LOWEST, position, strict=True):
+                families[field].add_metric([topic], value)
+        return families.values()
+
+
+_TOPIC_GAUGES = {
+    "buckets": ("tarry_delayed_message_index_bucket_total", "Buckets: the sealed ones and the mutable one."),
+    "loaded_rows": ("tarry_delayed_message_index_loaded", "Rows of the index that are in memory."),
+    "bucket_bytes": (
+        "tarry_delayed_message_index_bucket_snapshot_size_bytes",
+        "Bytes of the objects of sealed buckets.",
+    ),
+    "pending": ("tarry_pending_rows", "Rows that are not due yet."),
+    "mutable_rows": ("tarry_mutable_rows", "Rows that are not due yet and in no sealed bucket yet."),
+    "backlog": ("tarry_backlog_rows", "Rows that are due and not acknowledged, summed over subscriptions."),
+    "in_flight": ("tarry_in_flight_rows", "Rows at a dispatcher: handed out and not acknowledged."),
+    "leased": ("tarry_leased_rows", "Rows that are leased: handed out without a stream."),
+    "nacked": ("tarry_nacked_rows", "Rows that were negatively acknowledged and wait for redelivery."),
+    "dead_letters": ("tarry_dead_letter_rows", "Dead letters, summed over subscriptions."),
+    "rebuild_needed": ("tarry_rebuild_needed_rows", "Rows that were lost with damaged buckets and not added again."),
+    "key_shared_consumers": (
+        "tarry_key_shared_consumers",
+        "Consumers of KEY_SHARED streams, summed over subscriptions.",
+    ),
+    "key_shared_waiting": (
+        "tarry_key_shared_waiting_rows",
+        "Rows, due or planned, that wait in memory for their hash or for permits of their consumer.",
+    ),
+    "draining_hashes": (
+        "tarry_key_shared_draining_hashes",
+        "Hashes whose slot has moved while their former consumer still holds rows.",
+    ),
+    "nack_blocked_hashes": (
+        "tarry_key_shared_nack_blocked_hashes",
+        "Hashes that wait for a row that was negatively acknowledged.",
+    ),
+    "ledgers": ("tarry_retained_ledgers", "Ledgers of which there are rows, as of a minute ago at most."),
+    "oldest_due_age_s": (
+        "tarry_oldest_due_seconds",
+        "Age of the oldest row that is due, not handed out, and not waiting for redelivery; 0 when there is none.",
+    ),
+}
+
+
+_LEVELS = "pending_by_level"
+_LOWEST = {
+    "lowest_ledger": (
+        "tarry_retained_lowest_ledger",
+        "The lowest ledger of which the log is needed, as of a minute ago at most; topics with a label of their own.",
+    ),
+    "lowest_entry": ("tarry_retained_lowest_entry", "The lowest entry of that ledger of which the log is needed."),
+}
+
+
+def _topic_families() -> dict[str, metrics_core.GaugeMetricFamily]:
+    families = {
+        field: metrics_core.GaugeMetricFamily(name, meaning, labels=["topic"])
+        for field, (name, meaning) in {**_TOPIC_GAUGES, **_LOWEST}.items()
+    }
+    meaning = "Rows that are not due yet and were added by a delay level."
+    families[_LEVELS] = metrics_core.GaugeMetricFamily("tarry_level_pending_rows", meaning, labels=["topic", "level"])
+    return families
+
 
 # PIP-195, in seconds.
 BUCKET_OPERATION_BOUNDS_S = (0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)

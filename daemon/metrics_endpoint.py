@@ -17,8 +17,7 @@ import prometheus_client
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import CollectorRegistry
 
-from daemon.auth.certificates import Certificates
-from daemon.auth.identities import EVERY_TOPIC, Identities, Scope, bearer_of
+from daemon.auth import EVERY_TOPIC, Certificates, Identities, Scope, bearer_of
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

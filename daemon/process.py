@@ -30,14 +30,14 @@ import ulid
 
 from daemon import config, errors, metrics, metrics_endpoint, process_memory
 from daemon.audit_log import AuditLog
-from daemon.auth.door import Door
+from daemon.auth import Door
 from daemon.grpc_services.admission import Admission
 from daemon.grpc_services.server import Server
 from daemon.ledger_stores import ledger_stores
 from daemon.owner.engine import Engine
-from daemon.runtime import counted_store, loop_pause, pools
+from daemon.runtime import clocks, pools
+from daemon.runtime.clocks import SystemClock
 from daemon.runtime.environment import TAIL_REQUESTS_MAX, TAIL_WORK_MAX, Environment
-from daemon.runtime.system_clock import SystemClock
 from storage_backends import local_directory, log_opening, object_store
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ async def serve(
         process_memory.keep_for_good()
         _announce(settings, metrics_address, ready_file)
         watching = (
-            asyncio.create_task(loop_pause.watch(daemon_metrics.event_loop_paused)),
+            asyncio.create_task(clocks.watch_pauses(daemon_metrics.event_loop_paused)),
             asyncio.create_task(
                 door.watch(changed=admission.identities_changed, refused=daemon_metrics.set_files_refused)
             ),
@@ -204,7 +204,7 @@ def _environment(
     threads: pools.Pools,
 ) -> Environment:
     local = settings.store.kind == "local"
-    store = counted_store.CountedStore(store, daemon_metrics.store_error)
+    store = pools.CountedStore(store, daemon_metrics.store_error)
     return Environment(
         config=settings,
         store=store,

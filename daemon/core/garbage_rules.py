@@ -8,6 +8,10 @@ when that is done (`daemon.owner.collection_pass`).
 R4: an object may go only if its base is below the orphan floor of a manifest that does not name it: who brings in an
 object from then on is refused, since its base is below the floor. R9: time decides only how far the floor moves, and a
 listing only shows what there is to decide on.
+
+How many objects, and how large they are together.
+
+Owns: the value and its arithmetic. Does not own: what is counted.
 """
 
 from __future__ import annotations
@@ -17,9 +21,26 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Final
 
-from daemon.core.object_count import NOTHING, ObjectCount
 from storage_backends.formats.manifest import Tombstone
 from storage_backends.shard_listing import Listed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ObjectCount:
+    """Objects and their bytes."""
+
+    objects: int = 0
+    size_bytes: int = 0
+
+    def __add__(self, other: ObjectCount) -> ObjectCount:
+        return ObjectCount(self.objects + other.objects, self.size_bytes + other.size_bytes)
+
+    def __sub__(self, other: ObjectCount) -> ObjectCount:
+        return ObjectCount(self.objects - other.objects, self.size_bytes - other.size_bytes)
+
+
+NOTHING: Final = ObjectCount()
+
 
 FIRST_RETRY_MS: Final = 600_000
 LAST_RETRY_MS: Final = 6 * 3_600_000

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from daemon import call_values, config
 from daemon.core.index import delay_levels
-from daemon.grpc_services import dead_letter_messages, policy_messages, records, unary
+from daemon.grpc_services import row_answers, unary, value_messages
 from tarry.v1 import admin_pb2 as pb
 
 if TYPE_CHECKING:
@@ -46,15 +46,15 @@ class Admin:
         }
 
     async def _set_topic_policy(self, request: pb.SetTopicPolicyRequest) -> pb.SetTopicPolicyResponse:
-        policy_messages.require_given(request)
-        effective = await self._requests.set_topic_policy(request.topic, policy_messages.topic_policy(request.policy))
-        return pb.SetTopicPolicyResponse(effective=policy_messages.topic_policy_message(effective))
+        value_messages.require_given(request)
+        effective = await self._requests.set_topic_policy(request.topic, value_messages.topic_policy(request.policy))
+        return pb.SetTopicPolicyResponse(effective=value_messages.topic_policy_message(effective))
 
     async def _get_topic_policy(self, request: pb.GetTopicPolicyRequest) -> pb.GetTopicPolicyResponse:
         found = await self._requests.topic_policy(request.topic)
         return pb.GetTopicPolicyResponse(
-            policy=policy_messages.topic_policy_message(found.stored),
-            effective=policy_messages.topic_policy_message(found.effective),
+            policy=value_messages.topic_policy_message(found.stored),
+            effective=value_messages.topic_policy_message(found.effective),
         )
 
     async def _set_delay_levels(self, request: pb.SetDelayLevelsRequest) -> pb.SetDelayLevelsResponse:
@@ -77,25 +77,25 @@ class Admin:
 
     async def _replay_dead_letters(self, request: pb.ReplayDeadLettersRequest) -> pb.ReplayDeadLettersResponse:
         replayed = await self._requests.replay_dead_letters(
-            request.topic, request.subscription, dead_letter_messages.filter_of(request.filter), request.delay_ms
+            request.topic, request.subscription, row_answers.dead_letter_filter(request.filter), request.delay_ms
         )
-        return records.as_message(pb.ReplayDeadLettersResponse, replayed)
+        return value_messages.as_message(pb.ReplayDeadLettersResponse, replayed)
 
     async def _purge_dead_letters(self, request: pb.PurgeDeadLettersRequest) -> pb.PurgeDeadLettersResponse:
         purged = await self._requests.purge_dead_letters(
-            request.topic, request.subscription, dead_letter_messages.filter_of(request.filter)
+            request.topic, request.subscription, row_answers.dead_letter_filter(request.filter)
         )
         return pb.PurgeDeadLettersResponse(purged=purged)
 
     async def _seal_bucket(self, request: pb.SealBucketRequest) -> pb.SealBucketResponse:
-        return records.as_message(pb.SealBucketResponse, await self._requests.seal(request.topic))
+        return value_messages.as_message(pb.SealBucketResponse, await self._requests.seal(request.topic))
 
     async def _merge_buckets(self, request: pb.MergeBucketsRequest) -> pb.MergeBucketsResponse:
         merged = await self._requests.merge(request.topic, request.buckets_max)
-        return records.as_message(pb.MergeBucketsResponse, merged)
+        return value_messages.as_message(pb.MergeBucketsResponse, merged)
 
     async def _delete_topic(self, request: pb.DeleteTopicRequest) -> pb.DeleteTopicResponse:
-        return records.as_message(pb.DeleteTopicResponse, await self._requests.delete_topic(request.topic))
+        return value_messages.as_message(pb.DeleteTopicResponse, await self._requests.delete_topic(request.topic))
 
     async def _collect_garbage(self, request: pb.CollectGarbageRequest) -> AsyncGenerator[pb.CollectGarbageResponse]:
         passes = self._requests.collect(
@@ -112,7 +112,7 @@ def _levels(levels: call_values.DelayLevels) -> pb.DelayLevels:
 
 def _progress(progress: call_values.GarbageProgress) -> pb.CollectGarbageResponse:
     counts = {
-        field.name: records.as_message(pb.GarbageCount, getattr(progress.summary, field.name))
+        field.name: value_messages.as_message(pb.GarbageCount, getattr(progress.summary, field.name))
         for field in pb.GarbageSummary.DESCRIPTOR.fields
     }
-    return records.as_message(pb.CollectGarbageResponse, progress, summary=pb.GarbageSummary(**counts))
+    return value_messages.as_message(pb.CollectGarbageResponse, progress, summary=pb.GarbageSummary(**counts))

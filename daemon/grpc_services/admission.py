@@ -7,12 +7,20 @@ Does not own: the identities and their file (`daemon.auth`), and what a call doe
 A call is refused for its caller or its scope before its message is parsed, and a stream before one is read: one that
 stays silent is ended at once. Its topic is checked as soon as the request that names it is parsed: in the frame of
 calls with one request (`unary`), and where a stream reads the name. A refusal never depends on what there is.
+
+Who calls, for quotas: an identity, or else a client's own name for itself, or the host that it calls from.
+
+Owns: the metadata key and what it may hold, and reading gRPC's form of a peer.
+Does not own: what a client may do (`daemon.core.quotas`, `admission`). The name that a client gives itself is taken as
+it is: nothing proves it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import urllib.parse
 from collections.abc import Awaitable, Callable, Set
 from typing import Any, Final, NoReturn, TypeAlias, cast
 
@@ -21,10 +29,9 @@ import grpc.aio
 from google.protobuf import message
 from google.protobuf.descriptor import MethodDescriptor
 
-from daemon import errors
+from daemon import call_values, errors
 from daemon.audit_log import AuditLog
-from daemon.auth.door import Door
-from daemon.auth.identities import EVERY_TOPIC, Identities, Identity, Scope, bearer_of
+from daemon.auth import EVERY_TOPIC, Door, Identities, Identity, Scope, bearer_of
 from daemon.grpc_services import status
 from tarry.v1 import access_pb2
 
@@ -306,3 +313,55 @@ class Admission:
 def _scope(scope: access_pb2.Scope.ValueType) -> Scope | None:
     """None for SCOPE_UNSPECIFIED."""
     return Scope(access_pb2.Scope.Name(scope).removeprefix("SCOPE_").lower()) if scope else None
+
+
+CLIENT_ID_KEY = "tarry-client-id"
+CLIENT_ID_MAX_BYTES = 128
+# So many connections call often.
+PEERS_REMEMBERED = 1_024
+# Whoever sends it waits for a former owner by itself, and can say what it waits for.
+TOLD_KEY = "tarry-told-of-former-owner"
+
+
+def client_of(context: Context) -> str:
+    """The id by which the client is told apart: its identity, or else what its metadata says, or else its host.
+
+    Raises `InvalidArgument`.
+    """
+    if context.identity is not None:
+        return context.identity.name
+    for key, value in context.invocation_metadata() or ():
+        if key == CLIENT_ID_KEY:
+            client = value if isinstance(value, str) else value.decode("utf-8", errors="replace")
+            if not 1 <= len(client) <= CLIENT_ID_MAX_BYTES:
+                raise errors.InvalidArgument(
+                    f"{CLIENT_ID_KEY}, in the metadata, has {len(client)} characters; it must have 1 to "
+                    f"{CLIENT_ID_MAX_BYTES}"
+                )
+            return client
+    return host_of(context.peer())
+
+
+def waits_by_itself(context: Context, wait_s: float) -> bool:
+    """Whether a caller is told that its answer takes so long: it asks for that, or its deadline is over before."""
+    left_s = context.time_remaining()
+    if left_s is not None and left_s < wait_s:
+        return True
+    return any(key == TOLD_KEY for key, _ in context.invocation_metadata() or ())
+
+
+@functools.lru_cache(PEERS_REMEMBERED)
+def host_of(peer: str) -> str:
+    """`ipv4:127.0.0.1:1234` and `ipv6:%5B::1%5D:1234` without their ports; 127.0.0.1 behind a Unix socket."""
+    kind, _, address = peer.partition(":")
+    if kind == "unix":
+        return "127.0.0.1"
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    host = urllib.parse.unquote(address).rpartition(":")[0]
+    return host.removeprefix("[").removesuffix("]")
+
+
+def caller_of(context: Context, size_bytes: int) -> call_values.Caller:
+    """The caller of one request of that size. Raises `InvalidArgument`."""
+    return call_values.Caller(client_of(context), size_bytes)

@@ -10,7 +10,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 from daemon import config
-from daemon.grpc_services import records, unary
+from daemon.grpc_services import unary, value_messages
 from tarry.v1 import cluster_pb2 as pb
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Cluster:
         }
 
     async def _lookup_topic(self, request: pb.LookupTopicRequest) -> pb.LookupTopicResponse:
-        return records.as_message(pb.LookupTopicResponse, await self._requests.lookup(request.topic))
+        return value_messages.as_message(pb.LookupTopicResponse, await self._requests.lookup(request.topic))
 
     async def _get_version(self, _: pb.GetVersionRequest) -> pb.GetVersionResponse:
         return pb.GetVersionResponse(version=self._version, api=API, feature=FEATURES)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from daemon import call_values, config, errors
-from daemon.grpc_services import callers, parsing, pipeline, row_requests, status, unary, wire_columns
+from daemon.grpc_services import admission, parsing, pipeline, row_answers, row_requests, status, unary
 from daemon.grpc_services.admission import Context
 from tarry.v1 import delayed_delivery_pb2 as pb
 
@@ -54,11 +54,11 @@ class DelayedDelivery:
             return await self._add_unusual(data, context)
         topic, subscription, rows = plain
         context.check_named(topic, subscription or "")
-        caller = callers.caller_of(context, len(data))
+        caller = admission.caller_of(context, len(data))
         if isinstance(rows, call_values.AddRow):
             answer = self._engine.requests.add_row(topic, rows, caller)
             if answer is not None:
-                return wire_columns.add_response(await answer)
+                return row_answers.add_response(await answer)
             rows = rows.batch()
         return await self._add_batch(topic, rows, subscription, caller)
 
@@ -66,8 +66,8 @@ class DelayedDelivery:
         """A request that the runtime has to read, or that is refused."""
         request = parsing.parse(pb.AddMessagesRequest, data, size_bytes_max=self._size_bytes_max)
         context.check(request)
-        caller = callers.caller_of(context, len(data))
-        batch = wire_columns.add_batch(request)
+        caller = admission.caller_of(context, len(data))
+        batch = row_answers.add_batch(request)
         return await self._add_batch(request.topic, batch, request.subscription or None, caller)
 
     async def _add_batch(
@@ -78,27 +78,27 @@ class DelayedDelivery:
         answer = requests.add_at_once(topic, batch, caller) if subscription is None else None
         if answer is None:
             answer = unary.unbroken(requests.add(topic, batch, subscription, caller))
-        return wire_columns.add_response(await answer)
+        return row_answers.add_response(await answer)
 
     async def _cancel(self, request: pb.CancelMessagesRequest) -> pb.CancelMessagesResponse:
-        ledger_id, entry_id = wire_columns.positions(request)
-        return wire_columns.cancel_response(
+        ledger_id, entry_id = row_answers.positions(request)
+        return row_answers.cancel_response(
             await self._engine.requests.cancel(request.topic, request.subscription or None, ledger_id, entry_id)
         )
 
     async def _reschedule(self, request: pb.RescheduleMessagesRequest) -> pb.RescheduleMessagesResponse:
-        batch = wire_columns.reschedule_batch(request)
-        return wire_columns.reschedule_response(
+        batch = row_answers.reschedule_batch(request)
+        return row_answers.reschedule_response(
             await self._engine.requests.reschedule(request.topic, request.subscription or None, batch)
         )
 
     async def _contains(self, request: pb.ContainsMessagesRequest) -> bytes:
-        ranges = wire_columns.entry_ranges(request)
+        ranges = row_answers.entry_ranges(request)
         contained = await self._engine.requests.contains(request.topic, ranges, request.subscription or None)
-        return wire_columns.contains_response(contained)
+        return row_answers.contains_response(contained)
 
     async def _trim(self, request: pb.TrimMessagesRequest) -> pb.TrimMessagesResponse:
-        ranges = wire_columns.ledger_ranges(request)
+        ranges = row_answers.ledger_ranges(request)
         trimmed = await self._engine.requests.trim(
             request.topic, request.subscription or None, ranges, dead_letter=request.dead_letter
         )
@@ -126,7 +126,7 @@ class _AddStream:
         self._engine = engine
         self._size_bytes_max = settings.limits.message_bytes_max
         self._context = context
-        self._client = callers.client_of(context)
+        self._client = admission.client_of(context)
         self._pipeline = pipeline.Pipeline(context, settings.grpc)
         self._draining = draining
 
@@ -177,7 +177,7 @@ class _AddStream:
         return request.request_id, functools.partial(
             self._add,
             request.add.topic,
-            functools.partial(wire_columns.add_batch, request.add),
+            functools.partial(row_answers.add_batch, request.add),
             request.add.subscription or None,
             caller,
         )
@@ -202,4 +202,4 @@ def _refuse(error: errors.InvalidArgument) -> Awaitable[call_values.AddOutcome]:
 def _answer(request_id: int, outcome: call_values.AddOutcome | Exception) -> bytes:
     if isinstance(outcome, Exception):
         return pb.StreamAddMessagesResponse(request_id=request_id, error=status.refusal(outcome)).SerializeToString()
-    return wire_columns.stream_add_response(request_id, outcome)
+    return row_answers.stream_add_response(request_id, outcome)

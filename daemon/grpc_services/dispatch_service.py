@@ -3,32 +3,103 @@
 Owns: the requests and answers of the calls without a stream, and the status with which a stream ends.
 Does not own: streams (`subscribe`, `subscribe_many`), what the calls do (engine), the form of columns and errors
 (`wire_columns`, `status`), and callers that wait for a lease (`leasing`).
+
+`GetScheduledMessages`: leases due rows for a caller that is still there to receive them.
+
+Owns: what a deadline and a caller that goes away mean for a lease.
+Does not own: which rows are leased, for how long, and waiting for them (engine).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from typing import TYPE_CHECKING
 
 import grpc
 
-from daemon import config
-from daemon.grpc_services import (
-    leasing,
-    policy_messages,
-    records,
-    status,
-    subscribe,
-    subscribe_many,
-    unary,
-    wire_columns,
-)
+from daemon import call_values, config, errors
+from daemon.grpc_services import row_answers, status, subscribe, subscribe_many, unary, value_messages
 from daemon.grpc_services.admission import Context
+from daemon.topic import leases
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
     from daemon.owner.engine import Engine
+    from daemon.owner.requests import Requests
+
+# Of the time to the deadline, this much is kept for the answer's way, or half of it when it is short.
+ANSWER_MS = 200.0
+# With less than this no row is leased.
+DEADLINE_LEAST_MS = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class Leasing:
+    """The call, for all its callers."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._returning: set[asyncio.Task[None]] = set()
+
+    async def get_scheduled(self, request: pb.GetScheduledMessagesRequest, context: Context) -> bytes:
+        """The encoded answer. Cancel it when the caller has gone: what it leased is READY again at once."""
+        leases.check_get(max_rows=request.max_rows, lease_ms=request.lease_ms, wait_ms=request.wait_ms)
+        waiting = asyncio.ensure_future(
+            self._requests.get_scheduled(
+                request.topic,
+                request.subscription,
+                max_rows=request.max_rows,
+                lease_ms=request.lease_ms,
+                wait_ms=_within_deadline(request.wait_ms, context),
+            )
+        )
+        try:
+            leased = await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            waiting.add_done_callback(functools.partial(self._nobody_receives, request))
+            waiting.cancel()
+            raise
+        if context.time_remaining() == 0:
+            self._give_back(request, leased)
+            raise errors.Unavailable("the deadline was over when rows were leased; they are due again")
+        rest = pb.GetScheduledMessagesResponse(
+            lease_ms=leased.lease_ms, rebuild_needed=value_messages.rebuild_needed(leased.rebuild_needed)
+        )
+        return row_answers.leased_response(leased, rest)
+
+    def _nobody_receives(
+        self, request: pb.GetScheduledMessagesRequest, waiting: asyncio.Future[call_values.Leased]
+    ) -> None:
+        if not waiting.cancelled() and waiting.exception() is None:
+            self._give_back(request, waiting.result())
+
+    def _give_back(self, request: pb.GetScheduledMessagesRequest, leased: call_values.Leased) -> None:
+        if len(leased.handed_out.rows):
+            held = leased.handed_out.held()
+            task = asyncio.create_task(self._end_lease(request.topic, request.subscription, held))
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+
+    async def _end_lease(self, topic: str, subscription: str, held: call_values.HeldPositions) -> None:
+        try:
+            await self._requests.extend_lease(topic, subscription, held, 0)
+        except errors.TarryError as error:
+            log.info("%d leased rows of topic %s are due again when their lease ends: %s", len(held), topic, error)
+
+
+def _within_deadline(wait_ms: int, context: Context) -> int:
+    """How long to wait so that the answer is there in time. Raises `Unavailable` when it cannot be."""
+    remaining_s = context.time_remaining()
+    if remaining_s is None:
+        return wait_ms
+    remaining_ms = remaining_s * 1000
+    if remaining_ms < DEADLINE_LEAST_MS:
+        raise errors.Unavailable(f"deadline: {remaining_ms:.0f} ms are left, too few to lease rows; nothing was leased")
+    return min(wait_ms, int(remaining_ms - min(ANSWER_MS, remaining_ms / 2)))
+
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Dispatch"]
 
@@ -40,7 +111,7 @@ class Dispatch:
         self._engine = engine
         self._settings = settings
         self._frame = unary.Frame(settings)
-        self._leasing = leasing.Leasing(engine.requests)
+        self._leasing = Leasing(engine.requests)
         self._draining = asyncio.Event()
 
     def handlers(self) -> dict[str, unary.Handler]:
@@ -76,41 +147,41 @@ class Dispatch:
             await status.abort(context, error)
 
     async def _create_subscription(self, request: pb.CreateSubscriptionRequest) -> pb.CreateSubscriptionResponse:
-        policy, properties = policy_messages.subscription_policy(request.policy)
+        policy, properties = value_messages.subscription_policy(request.policy)
         created = await self._engine.requests.create_subscription(
             request.topic, request.subscription, policy, properties
         )
-        return records.as_message(pb.CreateSubscriptionResponse, created)
+        return value_messages.as_message(pb.CreateSubscriptionResponse, created)
 
     async def _update_subscription(self, request: pb.UpdateSubscriptionRequest) -> pb.UpdateSubscriptionResponse:
-        policy_messages.require_given(request)
-        policy, properties = policy_messages.subscription_policy(request.policy)
+        value_messages.require_given(request)
+        policy, properties = value_messages.subscription_policy(request.policy)
         await self._engine.requests.update_subscription(request.topic, request.subscription, policy, properties)
-        return pb.UpdateSubscriptionResponse(policy=policy_messages.subscription_policy_message(policy, properties))
+        return pb.UpdateSubscriptionResponse(policy=value_messages.subscription_policy_message(policy, properties))
 
     async def _delete_subscription(self, request: pb.DeleteSubscriptionRequest) -> pb.DeleteSubscriptionResponse:
         dead_letters = await self._engine.requests.delete_subscription(request.topic, request.subscription)
         return pb.DeleteSubscriptionResponse(dead_letters=dead_letters)
 
     async def _acknowledge(self, request: pb.AcknowledgeRequest) -> pb.AcknowledgeResponse:
-        positions = wire_columns.acknowledged(request)
+        positions = row_answers.acknowledged(request)
         ignored = await self._engine.requests.acknowledge(request.topic, request.subscription, positions)
         response = pb.AcknowledgeResponse()
-        wire_columns.fill_ignored(response, ignored)
+        row_answers.fill_ignored(response, ignored)
         return response
 
     async def _negative_acknowledge(self, request: pb.NegativeAcknowledgeRequest) -> pb.NegativeAcknowledgeResponse:
-        nack = wire_columns.nack(request)
+        nack = row_answers.nack(request)
         outcome = await self._engine.requests.negative_acknowledge(request.topic, request.subscription, nack)
         response = pb.NegativeAcknowledgeResponse(dead_lettered=outcome.dead_lettered)
-        wire_columns.fill_ignored(response, outcome.ignored)
+        row_answers.fill_ignored(response, outcome.ignored)
         return response
 
     async def _extend_lease(self, request: pb.ExtendLeaseRequest) -> pb.ExtendLeaseResponse:
-        positions = wire_columns.handed_out(request)
+        positions = row_answers.handed_out(request)
         ignored = await self._engine.requests.extend_lease(
             request.topic, request.subscription, positions, request.lease_ms
         )
         response = pb.ExtendLeaseResponse()
-        wire_columns.fill_ignored(response, ignored)
+        row_answers.fill_ignored(response, ignored)
         return response

@@ -2,6 +2,11 @@
 
 Owns: the calls' requests and answers.
 Does not own: the counts and rows, and what follows what in a list (engine), and page tokens (`page_tokens`).
+
+What is shown of the consumers of a KEY_SHARED subscription, as messages.
+
+Owns: the correspondence between the engine's records and `tarry.v1.ListConsumersResponse`.
+Does not own: the numbers (engine), page tokens (`inspect_service`), and requests of consumers (`key_shared_messages`).
 """
 
 from __future__ import annotations
@@ -12,12 +17,64 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from daemon import call_values, config
-from daemon.grpc_services import consumer_messages, dead_letter_messages, page_tokens, records, unary, wire_columns
+from daemon.core.key_shared.key_shared_stats import ConsumerAfterMarkDelete
+from daemon.grpc_services import page_tokens, row_answers, unary, value_messages
 from daemon.grpc_services.admission import Context
 from tarry.v1 import inspect_pb2 as pb
+from tarry.v1 import policy_pb2
 
 if TYPE_CHECKING:
     from daemon.owner.engine import Engine
+
+
+def consumer_response(page: call_values.ConsumerPage, next_page_token: str) -> pb.ListConsumersResponse:
+    return pb.ListConsumersResponse(
+        consumers=[_consumer(each) for each in page.consumers],
+        next_page_token=next_page_token,
+        as_of_ms=page.as_of_ms,
+        key_shared=None if page.key_shared is None else _key_shared(page.key_shared),
+    )
+
+
+def _consumer(summary: call_values.ConsumerSummary) -> pb.ConsumerStats:
+    stats = summary.stats
+    return value_messages.as_message(
+        pb.ConsumerStats,
+        stats,
+        instance_id=stats.number,
+        consumer_id=summary.consumer_id,
+        hash_ranges=[policy_pb2.HashRange(first=each.first, last=each.last) for each in stats.hash_ranges],
+        last_sent_position_when_joining=_position(stats.last_sent_position_when_joining),
+        draining_hashes=[value_messages.as_message(pb.DrainingHash, each) for each in stats.draining_hashes],
+    )
+
+
+def _key_shared(stats: call_values.KeySharedStats) -> pb.KeySharedStats:
+    return value_messages.as_message(
+        pb.KeySharedStats,
+        stats,
+        policy=value_messages.key_shared_message(stats.policy),
+        last_sent_position=_position(stats.last_sent_position),
+        individually_sent_positions=[
+            pb.PositionRange(after=_position(after), up_to=_position(up_to))
+            for after, up_to in stats.individually_sent_positions
+        ],
+        consumers_after_mark_delete_position=[_after(each) for each in stats.consumers_after_mark_delete_position],
+    )
+
+
+def _after(consumer: ConsumerAfterMarkDelete) -> pb.ConsumerAfterMarkDelete:
+    return value_messages.as_message(
+        pb.ConsumerAfterMarkDelete,
+        consumer,
+        instance_id=consumer.number,
+        last_sent_position_when_joining=_position(consumer.last_sent_position_when_joining),
+    )
+
+
+def _position(position: tuple[int, int] | None) -> pb.Position | None:
+    return None if position is None else pb.Position(ledger_id=position[0], entry_id=position[1])
+
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Inspect"]
 
@@ -63,39 +120,39 @@ class Inspect:
     async def _list_topics(self, request: pb.ListTopicsRequest, context: Context) -> pb.ListTopicsResponse:
         place = _place(request, page_tokens.List.TOPICS)
         page = await self._requests.list_topics(*place, context.topic_prefixes)
-        return records.as_message(
+        return value_messages.as_message(
             pb.ListTopicsResponse,
             page,
-            topics=[records.as_message(pb.TopicSummary, topic) for topic in page.topics],
+            topics=[value_messages.as_message(pb.TopicSummary, topic) for topic in page.topics],
             next_page_token=page_tokens.of_name(page.next_after, page_tokens.List.TOPICS),
         )
 
     async def _topic_stats(self, request: pb.GetTopicStatsRequest) -> pb.GetTopicStatsResponse:
         stats = await self._requests.topic_stats(request.topic)
-        return records.as_message(
+        return value_messages.as_message(
             pb.GetTopicStatsResponse,
             stats,
-            subscriptions=records.subscription_stats(stats.subscriptions),
-            rebuild_needed=records.rebuild_needed(stats.rebuild_needed),
+            subscriptions=value_messages.subscription_stats(stats.subscriptions),
+            rebuild_needed=value_messages.rebuild_needed(stats.rebuild_needed),
             lowest_position=_position(stats.survey.lowest),
             ledgers=stats.survey.ledgers,
         )
 
     async def _list_buckets(self, request: pb.ListBucketsRequest) -> pb.ListBucketsResponse:
         page = await self._requests.list_buckets(request.topic, *_place(request, page_tokens.List.BUCKETS))
-        return records.as_message(
+        return value_messages.as_message(
             pb.ListBucketsResponse,
             page,
-            buckets=[records.as_message(pb.BucketSummary, bucket) for bucket in page.buckets],
+            buckets=[value_messages.as_message(pb.BucketSummary, bucket) for bucket in page.buckets],
             next_page_token=page_tokens.of_name(page.next_after, page_tokens.List.BUCKETS),
         )
 
     async def _list_subscriptions(self, request: pb.ListSubscriptionsRequest) -> pb.ListSubscriptionsResponse:
         page = await self._requests.list_subscriptions(request.topic, *_place(request, page_tokens.List.SUBSCRIPTIONS))
-        return records.as_message(
+        return value_messages.as_message(
             pb.ListSubscriptionsResponse,
             page,
-            subscriptions=records.subscription_stats(page.subscriptions),
+            subscriptions=value_messages.subscription_stats(page.subscriptions),
             next_page_token=page_tokens.of_name(page.next_after, page_tokens.List.SUBSCRIPTIONS),
         )
 
@@ -103,13 +160,13 @@ class Inspect:
         after = _row_after(request, page_tokens.List.SCHEDULED)
         page = await self._requests.list_scheduled(request.topic, _view(request), request.page_size, after)
         token = _row_token(page.next_after, request, page_tokens.List.SCHEDULED)
-        return wire_columns.scheduled_response(
+        return row_answers.scheduled_response(
             page, pb.ListScheduledResponse(next_page_token=token, as_of_ms=page.as_of_ms)
         )
 
     async def _histogram(self, request: pb.GetHistogramRequest, _: Context) -> pb.GetHistogramResponse:
         found = await self._requests.histogram(request.topic, _view(request), request.width_ms)
-        return records.as_message(pb.GetHistogramResponse, found, rows=found.rows.tolist())
+        return value_messages.as_message(pb.GetHistogramResponse, found, rows=found.rows.tolist())
 
     async def _list_backlog(self, request: pb.ListBacklogRequest, _: Context) -> bytes:
         after = _row_after(request, page_tokens.List.BACKLOG)
@@ -117,9 +174,7 @@ class Inspect:
             request.topic, request.subscription, _ledgers(request), request.page_size, after
         )
         token = _row_token(page.next_after, request, page_tokens.List.BACKLOG)
-        return wire_columns.backlog_response(
-            page, pb.ListBacklogResponse(next_page_token=token, as_of_ms=page.as_of_ms)
-        )
+        return row_answers.backlog_response(page, pb.ListBacklogResponse(next_page_token=token, as_of_ms=page.as_of_ms))
 
     async def _list_consumers(self, request: pb.ListConsumersRequest, _: Context) -> pb.ListConsumersResponse:
         place = page_tokens.place_in(request, request.page_token, page_tokens.List.CONSUMERS, _CONSUMER)
@@ -127,23 +182,21 @@ class Inspect:
             request.topic, request.subscription, _page_size(request), place[0] if place else 0
         )
         after = None if page.next_after is None else (page.next_after,)
-        return consumer_messages.response(
-            page, page_tokens.of_place(after, request, page_tokens.List.CONSUMERS, _CONSUMER)
-        )
+        return consumer_response(page, page_tokens.of_place(after, request, page_tokens.List.CONSUMERS, _CONSUMER))
 
     async def _list_dead_letters(self, request: pb.ListDeadLettersRequest, _: Context) -> bytes:
         place = page_tokens.place_in(request, request.page_token, page_tokens.List.DEAD_LETTERS, _DEAD_LETTER_ID)
         page = await self._requests.list_dead_letters(
             request.topic,
             request.subscription,
-            dead_letter_messages.filter_of(request.filter),
+            row_answers.dead_letter_filter(request.filter),
             request.page_size,
             place[0] if place else 0,
         )
         after = None if page.next_after is None else (page.next_after,)
         token = page_tokens.of_place(after, request, page_tokens.List.DEAD_LETTERS, _DEAD_LETTER_ID)
         rest = pb.ListDeadLettersResponse(next_page_token=token, as_of_ms=page.as_of_ms)
-        return dead_letter_messages.page_response(page, rest)
+        return row_answers.dead_letter_page_response(page, rest)
 
     async def _retention(self, request: pb.GetRetentionRequest, _: Context) -> pb.GetRetentionResponse:
         after = page_tokens.place_in(request, request.page_token, page_tokens.List.RETENTION, _LEDGER)
@@ -157,10 +210,6 @@ class Inspect:
             next_page_token=page_tokens.of_place(next_after, request, page_tokens.List.RETENTION, _LEDGER),
             as_of_ms=page.as_of_ms,
         )
-
-
-def _position(position: tuple[int, int] | None) -> pb.Position | None:
-    return None if position is None else pb.Position(ledger_id=position[0], entry_id=position[1])
 
 
 def _view(request: pb.ListScheduledRequest | pb.GetHistogramRequest) -> call_values.View:

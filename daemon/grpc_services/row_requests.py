@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon import call_values
-from daemon.grpc_services import wire_columns
+from daemon.grpc_services import row_answers
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 U64 = npt.NDArray[np.uint64]
@@ -299,14 +299,14 @@ def _counts(data: bytes, field: tuple[int, int] | None, rows: int) -> U32 | None
     start, size = field
     if size == 4:
         count = int.from_bytes(data[start : start + 4], "little")
-        if count == wire_columns.COUNT_NONE:
+        if count == row_answers.COUNT_NONE:
             raise NotPlainError
         counts = np.zeros(rows, np.uint32)
         if count:
             counts.fill(count)
         return counts
     counts = _u32(data, field, rows)
-    if (counts == wire_columns.COUNT_NONE).any():
+    if (counts == row_answers.COUNT_NONE).any():
         raise NotPlainError
     return counts
 

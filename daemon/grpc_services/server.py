@@ -2,26 +2,30 @@
 
 Owns: the list of services, reflection, the channel's options, start and drain.
 Does not own: the services, and the engine, which is started and stopped by `daemon.process`.
+
+`grpc.health.v1`: the engine's health, for the daemon ("") and for each service.
+
+Owns: telling it to those who ask and watch. Does not own: what healthy means, its log and its metric (engine).
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from daemon import config
-from daemon.auth.certificates import Certificates
-from daemon.auth.door import Door
+from daemon import call_values, config
+from daemon.auth import Certificates, Door
 from daemon.grpc_services import (
     admin_service,
     cluster_service,
     delayed_delivery_service,
     dispatch_service,
-    health_service,
     inspect_service,
     ledger_deletion_service,
 )
@@ -29,6 +33,46 @@ from daemon.grpc_services.admission import Admission
 
 if TYPE_CHECKING:
     from daemon.owner.engine import Engine
+
+
+class HealthReport:
+    """Follows the engine's health until it is closed."""
+
+    def __init__(self, engine: Engine, service_names: Sequence[str]) -> None:
+        self.servicer = health.aio.HealthServicer()
+        self._engine = engine
+        self._service_names = ("", *service_names)
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Tells the health as it is now, then its changes."""
+        self._engine.on_health_change(self._note_change)
+        await self._tell()
+        self._task = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        """Tells NOT_SERVING, for good."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.servicer.enter_graceful_shutdown()
+
+    def _note_change(self, _: call_values.Health) -> None:
+        self._changed.set()
+
+    async def _follow(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._tell()
+
+    async def _tell(self) -> None:
+        states = health_pb2.HealthCheckResponse
+        status = states.SERVING if self._engine.health.serving else states.NOT_SERVING
+        for name in self._service_names:
+            await self.servicer.set(name, status)
+
 
 # A message that is a little too large is still read, so that it can be refused by name; beyond that gRPC itself ends
 # the call with RESOURCE_EXHAUSTED.
@@ -42,7 +86,7 @@ class Server:
         self._settings = settings
         self._admission = admission
         self._server = grpc.aio.server(options=_options(settings))
-        self._health: health_service.HealthReport | None = None
+        self._health: HealthReport | None = None
         self._delayed_delivery: delayed_delivery_service.DelayedDelivery | None = None
         self._dispatch: dispatch_service.Dispatch | None = None
 
@@ -98,7 +142,7 @@ class Server:
             )
         )
         names = tuple(service.full_name for service in services)
-        self._health = health_service.HealthReport(engine, names)
+        self._health = HealthReport(engine, names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         if self._reflects:
             health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

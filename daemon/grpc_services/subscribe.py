@@ -8,24 +8,90 @@ stream: a call of its own (`dispatch_service`) or a lane (`subscribe_many`).
 
 A stream is one reader (Open, then Flow, Acknowledge and the like) and two writers, of what is done and of what is due,
 which take turns: a `Done` waits for at most one `Messages`.
+
+Requests and answers that only KEY_SHARED streams have.
+
+Owns: consumers as the contract writes them, and which call of the engine each of these requests is.
+Does not own: streams (`subscribe`), the form of columns (`wire_columns`), and what the requests do (engine).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from daemon import call_values, config, errors
-from daemon.grpc_services import key_shared_messages, parsing, pipeline, records, row_requests, status, wire_columns
-from daemon.topic.key_shared_stream import KeySharedStream
-from daemon.topic.open_stream import UNBOUNDED, Outlet
+from daemon.grpc_services import parsing, pipeline, row_answers, row_requests, status, value_messages
+from daemon.topic.key_shared_streams import KeySharedStream
+from daemon.topic.open_streams import UNBOUNDED, Outlet
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
     from daemon.owner.engine import Engine
-    from daemon.topic.open_stream import DispatchStream
+    from daemon.topic.key_shared_streams import KeySharedStream, Outgoing
+    from daemon.topic.open_streams import DispatchStream
+
+
+def require_none(request: pb.Open) -> None:
+    """A SHARED stream has no consumers. Raises `InvalidArgument`."""
+    for name in ("consumers", "held_consumer_id", "held_key_hash"):
+        if given := len(getattr(request, name)):
+            raise errors.InvalidArgument(f"{name}: {given} values; a SHARED stream has none")
+
+
+def consumer(given: pb.Consumer) -> call_values.Consumer:
+    return call_values.Consumer(
+        consumer_id=given.consumer_id,
+        name=given.name,
+        address=given.address,
+        permits=given.permits,
+        hash_ranges=tuple(call_values.HashRange(each.first, each.last) for each in given.hash_ranges),
+    )
+
+
+def plan_request(stream: KeySharedStream, request: pb.PlanDispatch) -> Awaitable[None]:
+    """Answered by `Planned`, in order with what else goes out. Raises `InvalidArgument`."""
+    if not request.request_id:
+        raise errors.InvalidArgument("request_id: 0; it must be at least 1, since Planned answers by it")
+    return stream.plan(request.request_id, *row_answers.planned(request))
+
+
+def consumer_change(stream: KeySharedStream, request: pb.SubscribeRequest) -> Awaitable[call_values.Ignored]:
+    """The others, answered by `Done`. Raises `InvalidArgument`.
+
+    A consumer has joined, or left, when this returns: what the caller sent next finds it so.
+    """
+    match request.WhichOneof("request"):
+        case "add_consumer":
+            if not request.add_consumer.HasField("consumer"):
+                raise errors.InvalidArgument("consumer: it is missing; say who joins")
+            stream.add_consumer(consumer(request.add_consumer.consumer))
+        case "remove_consumer":
+            return _none_ignored(stream.remove_consumer(request.remove_consumer.consumer_id))
+        case "mark_delete":
+            mark = request.mark_delete
+            return _none_ignored(stream.mark_delete(mark.ledger_id, mark.entry_id))
+    return _none_ignored()
+
+
+async def _none_ignored(done: Awaitable[None] | None = None) -> call_values.Ignored:
+    if done is not None:
+        await done
+    return call_values.Ignored.nothing()
+
+
+def key_shared_responses(outgoing: Outgoing) -> Iterator[bytes]:
+    """What goes out next, encoded."""
+    match outgoing:
+        case call_values.HandedOut():
+            yield from row_answers.subscribe_responses(outgoing)
+        case call_values.Planned():
+            yield row_answers.planned_response(outgoing)
+        case call_values.TakenBack():
+            yield from row_answers.taken_back_responses(outgoing)
+
 
 # Of a request: which positions were ignored, and of a negative acknowledgement more.
 _Outcome: TypeAlias = call_values.Ignored | call_values.NackOutcome
@@ -92,7 +158,7 @@ class SubscribeStream:
             opened = pb.Opened(
                 epoch=stream.epoch,
                 held=stream.held,
-                rebuild_needed=records.rebuild_needed(stream.rebuild_needed),
+                rebuild_needed=value_messages.rebuild_needed(stream.rebuild_needed),
                 not_held=stream.not_held.tolist(),
             )
             await self._dispatcher.write(pb.SubscribeResponse(opened=opened).SerializeToString())
@@ -128,11 +194,11 @@ class SubscribeStream:
         requests, names = self._engine.requests, (request.topic, request.subscription)
         match request.type:
             case pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED:
-                key_shared_messages.require_none(request)
-                return await requests.open_dispatch(*names, wire_columns.held(request))
+                require_none(request)
+                return await requests.open_dispatch(*names, row_answers.held(request))
             case pb.SubscriptionType.SUBSCRIPTION_TYPE_KEY_SHARED:
-                consumers = [key_shared_messages.consumer(each) for each in request.consumers]
-                return await requests.open_key_shared(*names, consumers, wire_columns.held_by_consumers(request))
+                consumers = [consumer(each) for each in request.consumers]
+                return await requests.open_key_shared(*names, consumers, row_answers.held_by_consumers(request))
         name = pb.SubscriptionType.Name(request.type)
         raise errors.InvalidArgument(
             f"type: {name}; it must be SUBSCRIPTION_TYPE_SHARED or SUBSCRIPTION_TYPE_KEY_SHARED"
@@ -165,7 +231,7 @@ class SubscribeStream:
             outgoing = await (stream.next() if isinstance(stream, KeySharedStream) else stream.next_messages())
             # That a plan was made is to be answered.
             is_owed = isinstance(outgoing, call_values.Planned)
-            for response in key_shared_messages.responses(outgoing):
+            for response in key_shared_responses(outgoing):
                 async with self._writing:
                     if reader.done() and not is_owed:
                         return
@@ -202,17 +268,17 @@ class SubscribeStream:
             case "acknowledge":
                 request_id = request.acknowledge.request_id
                 work: _Work = _acknowledge(
-                    stream, request_id, functools.partial(wire_columns.acknowledged, request.acknowledge)
+                    stream, request_id, functools.partial(row_answers.acknowledged, request.acknowledge)
                 )
                 self._answer(stream, size_bytes, request_id, work)
             case "negative_acknowledge":
                 request_id = request.negative_acknowledge.request_id
-                work = _nack(stream, request_id, functools.partial(wire_columns.nack, request.negative_acknowledge))
+                work = _nack(stream, request_id, functools.partial(row_answers.nack, request.negative_acknowledge))
                 self._answer(stream, size_bytes, request_id, work)
             case "extend":
                 extend = request.extend
                 self._answer(
-                    stream, size_bytes, extend.request_id, lambda: stream.extend(wire_columns.handed_out(extend))
+                    stream, size_bytes, extend.request_id, lambda: stream.extend(row_answers.handed_out(extend))
                 )
             case "open":
                 raise errors.InvalidArgument(
@@ -233,9 +299,9 @@ class SubscribeStream:
             self._refuse(stream, size_bytes, f"{kind}: the stream is SHARED, and has no consumers", request_id)
         elif kind == "plan_dispatch":
             answer = functools.partial(_not_planned, stream.epoch, request_id)
-            self._pipeline.submit(size_bytes, lambda: key_shared_messages.plan(stream, request.plan_dispatch), answer)
+            self._pipeline.submit(size_bytes, lambda: plan_request(stream, request.plan_dispatch), answer)
         else:
-            self._answer(stream, size_bytes, request_id, lambda: key_shared_messages.change(stream, request))
+            self._answer(stream, size_bytes, request_id, lambda: consumer_change(stream, request))
 
     def _flow(self, stream: _Opened, size_bytes: int, flow: pb.Flow) -> None:
         if not flow.permits:
@@ -262,7 +328,7 @@ class SubscribeStream:
 
 
 def _put_all(put: Callable[[bytes], None], handed_out: call_values.HandedOut) -> None:
-    for response in key_shared_messages.responses(handed_out):
+    for response in key_shared_responses(handed_out):
         put(response)
 
 
@@ -296,7 +362,7 @@ def _done(epoch: int, request_id: int, outcome: _Outcome | Exception, *, answere
         done.error.CopyFrom(status.refusal(outcome))
     elif isinstance(outcome, call_values.NackOutcome):
         done.dead_lettered = outcome.dead_lettered
-        wire_columns.fill_ignored(done, outcome.ignored)
+        row_answers.fill_ignored(done, outcome.ignored)
     else:
-        wire_columns.fill_ignored(done, outcome)
+        row_answers.fill_ignored(done, outcome)
     return pb.SubscribeResponse(done=done).SerializeToString()

@@ -7,25 +7,186 @@ Does not own: what a lane is and does (`subscribe`), the bytes (`lane_messages`)
 
 One reader gives each lane what is for it, one writer sends what lanes have put out when it gets its turn. What a lane
 does not read in time waits, up to a bound; then the stream is not read any more: back-pressure.
+
+Messages of `SubscribeMany`: requests and answers of subscriptions, each with the number of its lane.
+
+Owns: their bytes. What a lane carries is passed on as bytes: who serves the lane reads it.
+Does not own: lanes (`subscribe_many`), and what they carry (`subscribe`).
+
+What is on its way out on a stream of many lanes.
+
+Owns: that lanes take turns, what goes into one message, and the bound on what is not sent.
+Does not own: lanes and writing (`subscribe_many`), and the bytes (`lane_messages`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
 
 import pyroaring
+from google.rpc import status_pb2
 
 from daemon import config, errors
-from daemon.grpc_services import lane_messages, pipeline, status, subscribe
+from daemon.grpc_services import parsing, pipeline, row_requests, status, subscribe
 from daemon.grpc_services.admission import Context
-from daemon.grpc_services.lane_outbox import Outbox
-from daemon.topic.waiting_line import Waiter
+from daemon.grpc_services.row_answers import nested, varint
+from daemon.topic.open_streams import Waiter
+from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
     from daemon.owner.engine import Engine
+
+_VARINT: Final = 0
+_LENGTH_DELIMITED: Final = 2
+
+_REQUESTS = pb.SubscribeManyRequest.REQUESTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_LANE = pb.LaneRequest.LANE_FIELD_NUMBER << 3 | _VARINT
+_REQUEST = pb.LaneRequest.REQUEST_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_CLOSE = pb.LaneRequest.CLOSE_FIELD_NUMBER << 3 | _VARINT
+_FIELDS = frozenset((_LANE, _REQUEST, _CLOSE))
+_LANE_MAX = (1 << 32) - 1
+
+_RESPONSES = bytes([pb.SubscribeManyResponse.RESPONSES_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_RESPONSE_LANE = bytes([pb.LaneResponse.LANE_FIELD_NUMBER << 3 | _VARINT])
+_RESPONSE = bytes([pb.LaneResponse.RESPONSE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_ENDED = bytes([pb.LaneResponse.ENDED_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaneRequest:
+    """`request`: a `SubscribeRequest`, encoded; None: there is none."""
+
+    lane: int
+    request: bytes | None
+    close: bool
+
+
+def lane_requests(data: bytes, *, size_bytes_max: int) -> list[LaneRequest]:
+    """What a `SubscribeManyRequest` holds. Raises `InvalidArgument`."""
+    try:
+        return list(_plain(data))
+    except (row_requests.NotPlainError, IndexError):
+        message = parsing.parse(pb.SubscribeManyRequest, data, size_bytes_max=size_bytes_max)
+        return [
+            LaneRequest(each.lane, each.request.SerializeToString() if each.HasField("request") else None, each.close)
+            for each in message.requests
+        ]
+
+
+def lane_response(lane: int, encoded: bytes) -> bytes:
+    """An encoded `SubscribeManyResponse` with one `SubscribeResponse`. Several in a row are one message."""
+    return nested(_RESPONSES, b"".join((_RESPONSE_LANE, varint(lane), nested(_RESPONSE, encoded))))
+
+
+def lane_ended(lane: int, status: status_pb2.Status) -> bytes:
+    """An encoded `SubscribeManyResponse` that tells the end of a lane."""
+    return nested(_RESPONSES, b"".join((_RESPONSE_LANE, varint(lane), nested(_ENDED, status.SerializeToString()))))
+
+
+def _plain(data: bytes) -> Iterator[LaneRequest]:
+    """Each field known and at most once. Raises NotPlainError, IndexError: it is for the runtime to read."""
+    place = 0
+    while place < len(data):
+        if data[place] != _REQUESTS:
+            raise row_requests.NotPlainError
+        size, place = row_requests.varint_at(data, place + 1)
+        fields = row_requests.scan(data, place, place + size, _FIELDS)
+        place += size
+        lane = fields.get(_LANE, (0, 0))[1]
+        if lane > _LANE_MAX:
+            raise row_requests.NotPlainError
+        start, length = fields.get(_REQUEST, (0, 0))
+        request = data[start : start + length] if _REQUEST in fields else None
+        yield LaneRequest(lane, request, bool(fields.get(_CLOSE, (0, 0))[1]))
+    if place != len(data):
+        raise row_requests.NotPlainError
+
+
+# A message is full with so many bytes, but for one answer that is larger by itself.
+MESSAGE_BYTES = 256 << 10
+# What one lane may put into a message while others wait.
+TURN_BYTES = 64 << 10
+# With so many bytes not sent, of all lanes or of one, nothing more is handed out.
+UNSENT_BYTES_MAX = 1 << 20
+LANE_UNSENT_BYTES_MAX = 256 << 10
+# Of those who wait for room so many are woken by a message that leaves: each may fill what has become free.
+_WOKEN_BY_A_MESSAGE = 8
+
+
+class Outbox:
+    """Encoded answers by lane, those of one in their order. Used by all lanes of a stream, and by its one writer."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, collections.deque[bytes]] = {}
+        """Of the lanes that have any, in the order of their turns."""
+        self._lane_bytes: collections.Counter[int] = collections.Counter()
+        self._unsent_bytes = 0
+        self._filled = asyncio.Event()
+        self._waiting: dict[Waiter, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._answers)
+
+    def put(self, lane: int, answer: bytes) -> None:
+        """Sends what must be sent, whether there is room or not."""
+        self._answers.setdefault(lane, collections.deque()).append(answer)
+        self._lane_bytes[lane] += len(answer)
+        self._unsent_bytes += len(answer)
+        self._filled.set()
+
+    def takes(self, lane: int, waiter: Waiter) -> bool:
+        """Whether the lane may send more now; else the waiter is notified when that may have become so."""
+        if self._unsent_bytes < UNSENT_BYTES_MAX and self._lane_bytes[lane] < LANE_UNSENT_BYTES_MAX:
+            return True
+        self._waiting.setdefault(waiter)
+        return False
+
+    async def filled(self) -> None:
+        """Returns when there is something to send."""
+        while not self._answers:
+            self._filled.clear()
+            await self._filled.wait()
+
+    def take(self) -> bytes:
+        """The next message: of each lane in turn, until it is full or nothing is left."""
+        taken: list[bytes] = []
+        size_bytes = 0
+        while self._answers and size_bytes < MESSAGE_BYTES:
+            lane = next(iter(self._answers))
+            room_bytes = MESSAGE_BYTES - size_bytes
+            if taken and len(self._answers[lane][0]) > room_bytes:
+                break
+            size_bytes += self._take_turn(lane, taken, min(room_bytes, TURN_BYTES))
+        self._unsent_bytes -= size_bytes
+        self._wake()
+        return b"".join(taken)
+
+    def _take_turn(self, lane: int, taken: list[bytes], most_bytes: int) -> int:
+        """Takes what the lane has, at least one answer, then as much as fits; its bytes. The next turn is another's."""
+        answers = self._answers.pop(lane)
+        size_bytes = 0
+        while answers and (not size_bytes or size_bytes + len(answers[0]) <= most_bytes):
+            taken.append(answers.popleft())
+            size_bytes += len(taken[-1])
+        if answers:
+            self._answers[lane] = answers
+            self._lane_bytes[lane] -= size_bytes
+        else:
+            del self._lane_bytes[lane]
+        return size_bytes
+
+    def _wake(self) -> None:
+        """There is room again. When nothing is left to leave, nobody else would wake those who wait."""
+        woken = list(itertools.islice(self._waiting, _WOKEN_BY_A_MESSAGE) if self._answers else self._waiting)
+        for waiter in woken:
+            del self._waiting[waiter]
+            waiter.notify()
+
 
 LANES_MAX = 4_096
 LANES_RETRY_MS = 5_000
@@ -81,7 +242,7 @@ class Lane:
 
     def put(self, answer: bytes) -> None:
         """Has an answer on its way out, whether there is room or not."""
-        self._outbox.put(self.number, lane_messages.response(self.number, answer))
+        self._outbox.put(self.number, lane_response(self.number, answer))
 
     def notify(self) -> None:
         """There may be room."""
@@ -146,7 +307,7 @@ class SubscribeManyStream:
     async def _read(self) -> None:
         size_bytes_max = self._settings.limits.message_bytes_max
         while isinstance(data := await self._context.read(), bytes):
-            requests = lane_messages.requests(data, size_bytes_max=size_bytes_max)
+            requests = lane_requests(data, size_bytes_max=size_bytes_max)
             for first in range(0, len(requests), LANES_A_TURN):
                 if first:
                     await asyncio.sleep(0)
@@ -164,7 +325,7 @@ class SubscribeManyStream:
             if not self._outbox:
                 self._changed.set()
 
-    def _take(self, given: lane_messages.LaneRequest) -> None:
+    def _take(self, given: LaneRequest) -> None:
         if not given.lane:
             raise errors.InvalidArgument("lane: 0; it must be at least 1")
         lane = self._lanes.get(given.lane)
@@ -205,4 +366,4 @@ class SubscribeManyStream:
 
 
 def _ended(lane: int, error: Exception | None) -> bytes:
-    return lane_messages.ended(lane, status.OK if error is None else status.refusal(error))
+    return lane_ended(lane, status.OK if error is None else status.refusal(error))

@@ -21,7 +21,7 @@ import grpc
 from google.protobuf import message
 
 from daemon import config, errors
-from daemon.grpc_services import callers, parsing, status
+from daemon.grpc_services import admission, parsing, status
 from daemon.grpc_services.admission import Context
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Frame:
         async def told(request: M, context: Context) -> Answer:
             topic: str = getattr(request, "topic")  # noqa: B009 - each such request has one
             wait_s = alone_in_s(topic)
-            if wait_s and callers.waits_by_itself(context, wait_s):
+            if wait_s and admission.waits_by_itself(context, wait_s):
                 wait_ms = math.ceil(wait_s * 1000)
                 raise errors.Unavailable(
                     f"topic {topic} was taken over from a daemon that may still hand out rows, for {wait_s:.0f} s at "

@@ -17,11 +17,9 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from daemon.core import limits
-from daemon.core.deletions import checking
-from daemon.core.deletions.counting import DeletionCounts, KindCount
-from daemon.core.deletions.ledger_deletions import Recorded
-from daemon.core.deletions.listing import DeletionFilter as ShardFilter
-from daemon.core.deletions.listing import ListedState
+from daemon.core.deletions import deletion_checks
+from daemon.core.deletions.ledger_deletions import DeletionCounts, KindCount, ListedState, Recorded
+from daemon.core.deletions.ledger_deletions import DeletionFilter as ShardFilter
 from daemon.errors import InvalidArgument, QuotaExceeded
 from daemon.ledger_deletion.deletion_values import (
     DeletionCount,
@@ -288,7 +286,7 @@ class DeletionRequests:
 
     def _check_topic(self, topic: str) -> None:
         limits.check_name("topic", topic, self._environment.request_limits.topic_max_bytes)
-        checking.check_topic(topic)
+        deletion_checks.check_topic(topic)
 
 
 async def _checked(
@@ -296,8 +294,8 @@ async def _checked(
 ) -> tuple[dict[int, PendingDelete], dict[int, RefusedDelete]]:
     """What may be recorded and what not, by places in the request. Raises InvalidArgument when they are too many."""
     count = len(deletes) + len(problems)
-    if not 1 <= count <= checking.DELETES_MAX:
-        raise InvalidArgument(f"deletes has {count} records; a request must have 1 to {checking.DELETES_MAX}")
+    if not 1 <= count <= deletion_checks.DELETES_MAX:
+        raise InvalidArgument(f"deletes has {count} records; a request must have 1 to {deletion_checks.DELETES_MAX}")
     good: dict[int, PendingDelete] = {}
     refused = {place: RefusedDelete(place, Refusal.MALFORMED, text) for place, text in problems.items()}
     places = (place for place in range(count) if place not in problems)
@@ -305,7 +303,7 @@ async def _checked(
         if place % CHECKED_A_TURN == CHECKED_A_TURN - 1:
             await asyncio.sleep(0)
         try:
-            checking.check_pending_delete(delete)
+            deletion_checks.check_pending_delete(delete)
         except InvalidArgument as error:
             refused[place] = RefusedDelete(place, Refusal.MALFORMED, str(error))
         else:

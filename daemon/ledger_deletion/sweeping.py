@@ -35,9 +35,9 @@ from collections.abc import (
 )
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from daemon.core import object_count
-from daemon.core.deletions import checking, orphans
-from daemon.core.deletions.object_names import OffloadedName
+from daemon.core import garbage_rules
+from daemon.core.deletions import deletion_checks, orphans
+from daemon.core.deletions.ledger_metadata import OffloadedName
 from daemon.core.deletions.orphans import Finding, ListedLedger, ListedPage, OrphanedLedger
 from daemon.errors import Conflict, Corruption, InvalidArgument, InvariantViolated, NotOwner, Unavailable
 from daemon.ledger_deletion import shard_deletions
@@ -332,14 +332,14 @@ class _Sweep:
         if self._wish.force:
             return ""
         counts = self._tally.counts()
-        found = counts.orphaned + (counts.of_unknown_topics if self._wish.unknown_topics else object_count.NOTHING)
+        found = counts.orphaned + (counts.of_unknown_topics if self._wish.unknown_topics else garbage_rules.NOTHING)
         return self._guard.refusal(found, counts.listed)
 
     async def _record_all(self) -> AsyncIterator[None]:
         batches = (
-            (topic, found[start : start + checking.DELETES_MAX])
+            (topic, found[start : start + deletion_checks.DELETES_MAX])
             for topic, found in self._wanted.items()
-            for start in range(0, len(found), checking.DELETES_MAX)
+            for start in range(0, len(found), deletion_checks.DELETES_MAX)
         )
         while some := list(itertools.islice(batches, BATCHES_AT_ONCE)):
             await _in_parallel((self._record_batch(topic, found) for topic, found in some), BATCHES_AT_ONCE)

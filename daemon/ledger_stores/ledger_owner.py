@@ -22,7 +22,7 @@ import urllib3
 from urllib3 import exceptions
 
 from daemon import settings
-from daemon.core.deletions import metadata, object_names
+from daemon.core.deletions import ledger_metadata
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, InUseAnswer, LedgerStore, Step
 from storage_backends.formats.deletion_format import DeletionOutcome, PendingDelete
 
@@ -200,9 +200,9 @@ def body_of(topic: str, delete: PendingDelete) -> dict[str, object]:
         "offload_context": None
         if context is None
         else {
-            "uuid": object_names.uuid_text(context.uuid_msb, context.uuid_lsb),
+            "uuid": ledger_metadata.uuid_text(context.uuid_msb, context.uuid_lsb),
             "driver_name": context.driver_name,
             "driver_metadata": dict(context.driver_metadata),
         },
-        "metadata": metadata.table(topic, delete),
+        "metadata": ledger_metadata.table(topic, delete),
     }

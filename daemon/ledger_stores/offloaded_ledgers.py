@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from daemon import settings
-from daemon.core.deletions import metadata, object_names
+from daemon.core.deletions import ledger_metadata
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, LedgerStore, Step
 from storage_backends import store_opening
 from storage_backends.formats.deletion_format import DeletionOutcome, OffloadContext, PendingDelete
@@ -71,7 +71,7 @@ class OffloadedLedgers(LedgerStore):
         if not found:
             return Answer(DeletionOutcome.ALREADY_GONE)
         for each in found:
-            difference = metadata.mismatch(topic, delete, each.metadata)
+            difference = ledger_metadata.mismatch(topic, delete, each.metadata)
             if difference is not None:
                 return Answer(DeletionOutcome.METADATA_MISMATCH, f"{self._place}: {each.key}: {difference}")
         step("deletion.after_verify")
@@ -88,7 +88,7 @@ class OffloadedLedgers(LedgerStore):
     def _place(self) -> str:
         return f"object store {self.entry.name}"
 
-    def _delete(self, store: ObjectStore, name: object_names.OffloadedName, step: Step) -> None:
+    def _delete(self, store: ObjectStore, name: ledger_metadata.OffloadedName, step: Step) -> None:
         try:
             store.delete(name.index)
             step("deletion.after_index_delete")
@@ -109,17 +109,17 @@ def open_existing(entry: settings.DeletionObjectStore) -> ObjectStore:
     return store_opening.open_store(entry, deletions_survive=True)
 
 
-def _name_of(delete: PendingDelete) -> object_names.OffloadedName | Answer:
+def _name_of(delete: PendingDelete) -> ledger_metadata.OffloadedName | Answer:
     context = delete.offload_context
     if context is None:
         return Answer(DeletionOutcome.MALFORMED, "offload_context is absent")
     try:
-        return object_names.offloaded_name(context.uuid_msb, context.uuid_lsb, delete.ledger_id)
+        return ledger_metadata.offloaded_name(context.uuid_msb, context.uuid_lsb, delete.ledger_id)
     except ValueError as error:
         return Answer(DeletionOutcome.MALFORMED, str(error))
 
 
-def _found(store: ObjectStore, name: object_names.OffloadedName) -> Sequence[ObjectInfo]:
+def _found(store: ObjectStore, name: ledger_metadata.OffloadedName) -> Sequence[ObjectInfo]:
     """What there is of the two objects. Raises `StoreError`."""
     found = [info for info in (_head(store, key) for key in (name.index, name.data)) if info is not None]
     if not found:

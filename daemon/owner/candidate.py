@@ -25,12 +25,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.owner import heartbeat, standby
-from daemon.owner.candidacy import Wait
-from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
-from daemon.owner.takeover import KeptByLog, Takeover, Won, check_readable
+from daemon.owner.standby import Wait
+from daemon.owner.takeover import Fences, KeptByLog, Takeover, Won, check_readable
 from daemon.runtime.environment import Environment
-from daemon.shard.shard_claim import ShardClaim
+from daemon.shard.recovery import ShardClaim
 from daemon.topic import topic_manifests
 from storage_backends import commit, log_fence, object_store
 from storage_backends.formats.manifest import ShardManifest

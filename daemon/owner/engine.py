@@ -28,22 +28,21 @@ from daemon.errors import (
 )
 from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_workers import DeletionWorkers
-from daemon.owner.candidacy import Wait
 from daemon.owner.candidate import Candidate, Claimed
 from daemon.owner.garbage_collection import Collection
 from daemon.owner.heartbeat import Heart, Heartbeat, read_heartbeat
 from daemon.owner.living_log import LivingLog
 from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
-from daemon.owner.standby import Claimable
+from daemon.owner.standby import Claimable, Wait
 from daemon.owner.takeover import KeptByLog, Takeover
 from daemon.runtime import backoff
-from daemon.runtime.clock_watch import ClockWatch
+from daemon.runtime.clocks import ClockWatch
 from daemon.runtime.due_loop import DueLoop
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import Failures, ProcessFailed, ShardLost, TopicFailed
+from daemon.shard.recovery import ShardClaim
 from daemon.shard.shard import ServedShard
-from daemon.shard.shard_claim import ShardClaim
 from storage_backends import commit, log_opening, root_format
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RootFormat, ShardManifest

@@ -16,7 +16,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from daemon.core.object_count import NOTHING, ObjectCount
+from daemon.core.garbage_rules import NOTHING, ObjectCount
 from daemon.errors import InvariantViolated, Unavailable
 from daemon.group_commit.confirmation import Probe, ProbedConfirmation
 from daemon.group_commit.log_truncation import LogTruncation

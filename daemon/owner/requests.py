@@ -18,17 +18,17 @@ import numpy as np
 
 from daemon import call_values
 from daemon.core import limits
-from daemon.core.decisions import adding
+from daemon.core.decisions import add_decisions
 from daemon.errors import AlreadyExists, InvalidArgument, InvariantViolated, NotFound, TarryError
+from daemon.metrics import TopicNumbers
 from daemon.owner import topic_inspection
 from daemon.owner.garbage_collection import Collection
 from daemon.runtime.environment import Environment
 from daemon.topic import leases, topic_dead_letters, topic_settings
-from daemon.topic.key_shared_stream import KeySharedStream
-from daemon.topic.open_stream import DispatchStream
+from daemon.topic.key_shared_streams import KeySharedStream
+from daemon.topic.open_streams import DispatchStream
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.viewing import Viewing
-from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats.row_columns import U64
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Requests:
         caller: call_values.Caller | None = None,
     ) -> call_values.AddOutcome:
         """Adds positions to a topic, or to the own index of one subscription; returns when they are durable. See
-        `daemon.core.decisions.topic`. Raises NotFound when there is no such subscription, QuotaExceeded.
+        `daemon.core.decisions.topic_state`. Raises NotFound when there is no such subscription, QuotaExceeded.
         """
         self._check_names(topic, subscription)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
@@ -547,9 +547,9 @@ class Requests:
         """The rows that a topic would return which has the daemon's own settings. Raises as an add to it would."""
         environment = self._environment
         now_ms, levels = environment.clock.now_ms(), environment.delay_levels
-        refused = adding.refused_of(batch, now_ms=now_ms, request_limits=self._limits, levels=levels)
+        refused = add_decisions.refused_of(batch, now_ms=now_ms, request_limits=self._limits, levels=levels)
         if not batch.return_invalid:
-            adding.times_of(batch, now_ms=now_ms, request_limits=self._limits, levels=levels)
+            add_decisions.times_of(batch, now_ms=now_ms, request_limits=self._limits, levels=levels)
         return refused
 
     def _check_policy(

@@ -6,39 +6,100 @@
 
 Owns: that order, which fence a claim stands on, claims whose outcome is not known yet, and what a shard begins with.
 Does not own: whether to claim (`candidacy`), which shards (`candidate`), the operations (`range_operations`), replay.
+
+The fences of one attempt to take shards over: each log is fenced once, for all shards that it has.
+
+Owns: that, and how long it is tried. Does not own: the steps of fencing (`storage_backends.log_fence`), and which logs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from daemon.errors import Corruption, NotOwner, Unavailable
-from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
+from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
-from daemon.shard import checkpoint_store, recovery, shard_tip
+from daemon.shard import checkpointing, range_operations, recovery
 from daemon.shard.range_operations import Claim, GiveBack, OwnLogEnd, has_earlier_sections_in
-from daemon.shard.shard_claim import ShardClaim
+from daemon.shard.recovery import ShardClaim
 from daemon.topic import topic_manifests
-from storage_backends import commit, object_store, sections
+from storage_backends import commit, log_fence, object_store, sections
 from storage_backends.checkpoints import LoadedCheckpoint
 from storage_backends.crash_points import crash_point
-from storage_backends.formats.log_slot_format import Head
+from storage_backends.formats.log_slot_format import Head, Writer
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.log_fence import Fence
 from storage_backends.log_reading import LogEnd, ShardSections, read_logs
 from storage_backends.slot_log import SlotLogs
 
+# So long is a fence tried before the store counts as unreachable.
+DEADLINE_S = 30.0
+
+
+class Fences:
+    """Used on one event loop, for one attempt: a fence that stops nobody is not kept for the next.
+
+    `told`: which slot of a log was certain to its daemon, by the heartbeats that were read; 0: none told.
+    """
+
+    def __init__(
+        self, logs: SlotLogs, environment: Environment, *, told: Callable[[str], int] = lambda log_id: 0
+    ) -> None:
+        self._logs = logs
+        self._environment = environment
+        self._told = told
+        self._fences: dict[str, asyncio.Task[Fence]] = {}
+
+    async def of(self, log_id: str) -> Fence:
+        """Where the log ends; whoever asks first fences it. One that failed is tried again by whoever asks next.
+
+        Raises LogHeld while a process lives that may write to it, Damaged when nobody can know where it ends, or when
+        it is shorter than its daemon has told, and the store's errors.
+        """
+        fencing = self._fences.get(log_id)
+        if fencing is None or (fencing.done() and (fencing.cancelled() or fencing.exception() is not None)):
+            fencing = self._fences[log_id] = asyncio.ensure_future(self._fence(log_id))
+            # Nobody may be waiting when it fails.
+            fencing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(fencing)
+
+    async def _fence(self, log_id: str) -> Fence:
+        environment, config = self._environment, self._environment.config
+        writer = Writer(config.daemon_id, config.daemon.address or "", environment.version)
+        told = self._told(log_id)
+
+        def fence() -> Fence:
+            slots = self._logs.log(log_id)
+            deadline_s = environment.clock.elapsed_s() + DEADLINE_S
+            delays_s = itertools.takewhile(
+                lambda delay_s: environment.clock.elapsed_s() + delay_s < deadline_s,
+                backoff.delays_s(environment.jitter),
+            )
+            try:
+                fenced = log_fence.fence_log(
+                    slots, writer, told=told, delays_s=delays_s, sleep=environment.blocking_sleep
+                )
+            finally:
+                slots.close()
+            crash_point("takeover.after_fence")
+            return fenced
+
+        fenced = await environment.run(fence)
+        environment.metrics.log_fenced()
+        return fenced
+
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long a claim may be tried before the store counts as unreachable.
-DEADLINE_S = 30.0
 # The store may take so long to note that a shard is given back; nobody's data depends on it.
 GIVE_BACK_S = 10.0
 
@@ -105,7 +166,7 @@ class Takeover:
         and looks again.
         """
         if tip is not None and _open_log(tip) not in (None, self.living.log_id, _open_log(looked_at)):
-            raise shard_tip.superseded_by(tip, epoch=_epoch(looked_at) + 1)
+            raise range_operations.superseded_by(tip, epoch=_epoch(looked_at) + 1)
 
     async def _begun(self, shard: int, tip: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> Claim:
         """The claim as it is sent, the same at each try."""
@@ -154,11 +215,11 @@ class Takeover:
             if refused.tip is None or refused.tip.manifest.epoch < claim.epoch:
                 # The fence may stop nobody, or another log has come: the next attempt looks again.
                 raise Unavailable(f"shard {shard} cannot be claimed: {refused.reason}") from refused
-            raise shard_tip.superseded_by(refused.tip, epoch=claim.epoch) from refused
+            raise range_operations.superseded_by(refused.tip, epoch=claim.epoch) from refused
         if landed.manifest.epoch != claim.epoch:
             # It has landed, and has another claim behind it: that one's claimant has fenced this daemon's log.
             self._settled(shard)
-            raise shard_tip.superseded_by(landed, epoch=claim.epoch)
+            raise range_operations.superseded_by(landed, epoch=claim.epoch)
         del self._under_way[shard]
         self.living.truncation.claimed(landed.manifest)
         self.living.begin(shard, Head(claim.epoch, _last_slot(landed.manifest)))
@@ -222,7 +283,7 @@ class Takeover:
 
     def _newest_checkpoint(self, won: Won) -> LoadedCheckpoint | Exception:
         try:
-            return checkpoint_store.newest_of(self._environment, won.tip.manifest)
+            return checkpointing.newest_of(self._environment, won.tip.manifest)
         except (Corruption, object_store.StoreError) as error:
             return error
 
@@ -243,8 +304,8 @@ class Takeover:
     def _superseded(self, won: Won) -> Exception | None:
         """A later owner deletes what it has covered, also under the eyes of this claimant: then nothing is damaged."""
         try:
-            tip = shard_tip.existing_tip(self._manifests[won.shard], won.shard, won.tip)
-            shard_tip.check_owner(tip, epoch=won.tip.manifest.epoch)
+            tip = range_operations.existing_tip(self._manifests[won.shard], won.shard, won.tip)
+            range_operations.check_owner(tip, epoch=won.tip.manifest.epoch)
         except (NotOwner, object_store.StoreError) as error:
             return error
         return None
@@ -265,7 +326,7 @@ async def check_readable(
             tip = manifests.read_tip()
             if tip is None or tip.manifest.open_range is not None:
                 return
-            sections.of_shard(logs, tip.manifest, checkpoint_store.newest_of(environment, tip.manifest).slot, {})
+            sections.of_shard(logs, tip.manifest, checkpointing.newest_of(environment, tip.manifest).slot, {})
         except object_store.Damaged as error:
             raise Corruption(f"{error}") from error
 

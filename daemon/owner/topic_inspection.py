@@ -26,16 +26,15 @@ from daemon.call_values import (
     TopicSummary,
 )
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic import Topic
-from daemon.core.index import level_rows
-from daemon.core.index.quarantine import QuarantinedBucket
+from daemon.core.decisions.topic_state import Topic
+from daemon.core.index import delay_levels
+from daemon.core.index.bucket import QuarantinedBucket, SealedBucket
 from daemon.core.index.runs import earliest
-from daemon.core.index.sealed_bucket import SealedBucket
-from daemon.core.key_shared import stats as key_shared_stats
+from daemon.core.key_shared import key_shared_stats as key_shared_stats
 from daemon.errors import InvalidArgument
-from daemon.topic.open_stream import DispatchStream
+from daemon.metrics import TopicNumbers
+from daemon.topic.open_streams import DispatchStream
 from daemon.topic.served_topic import ServedTopic
-from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats import index_ids
 
 PAGE_MAX = 1000
@@ -88,7 +87,7 @@ def levels(topic: ServedTopic) -> TopicLevels:
 
 def pending_by_level(topic: Topic) -> dict[int, int]:
     """Rows of each delay level that are not due yet, of levels that have any."""
-    return level_rows.pending_rows(index.levels for index in topic.indexes.values())
+    return delay_levels.pending_rows(index.levels for index in topic.indexes.values())
 
 
 def stats(topic: ServedTopic, survey: Survey, *, applied_slot: int, merges: int, now_ms: int) -> TopicStats:

@@ -2,6 +2,11 @@
 
 Owns: the shape of that environment.
 Does not own: how any of it is made (`daemon.process`, tests).
+
+What the log says while the store does not take what is tried again and again.
+
+Owns: that many who wait for one store say it together, at a bearable rate.
+Does not own: trying again (`daemon.runtime.backoff`), health (`engine`), and metrics, which count each attempt.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
@@ -20,13 +26,42 @@ from daemon.core.limits import RequestLimits
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.metrics import Metrics
 from daemon.runtime import backoff
-from daemon.runtime.outages import Outages
 from daemon.runtime.pools import Pools
 from daemon.runtime.tail_bound import TailBound
 from storage_backends.formats.manifest import LogForm
 from storage_backends.local_directory import LocalLocks
 from storage_backends.object_store import ObjectStore
 from storage_backends.slot_log import SlotLogs
+
+log = logging.getLogger(__name__)
+
+# One line about one kind of work in so long.
+SAY_AGAIN_S = 30.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Said:
+    at_s: float
+    unsaid: int = 0
+
+
+class Outages:
+    """Says in the log what fails in one daemon and is tried again, at a bearable rate."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, _Said] = {}
+
+    def tell(self, what: str, whose: str, error: Exception, *, now_s: float) -> None:
+        """`what`: the kind of work that failed and is tried again; `now_s`: by a clock that never steps."""
+        said = self._said.get(what)
+        if said is not None and now_s - said.at_s < SAY_AGAIN_S:
+            said.unsaid += 1
+            return
+        unsaid = 0 if said is None else said.unsaid
+        self._said[what] = _Said(now_s)
+        more = f"; {unsaid} failures since this was said last" if unsaid else ""
+        log.warning("%s, trying again: %s: %s%s", what, whose, error, more)
+
 
 T = TypeVar("T")
 

@@ -1,12 +1,19 @@
 """The checkpoints of one shard, and what they let go of the log.
 
 Owns: when a checkpoint is written, that one is written at a time, and that an idle shard holds up no slot of the log.
-Does not own: what a checkpoint holds (`daemon.topic.checkpoint_parts`), its object (`checkpoint_store`), deleting slots
+Does not own: what a checkpoint holds (`daemon.topic.bucket_lifecycle`), its object (`checkpoint_store`), deleting slots
 (the log, which hears of each manifest).
 
 A shard that writes is checkpointed after so many sections or bytes, and when its turn comes because a successor would
 have to read much of the log (`tail_bound`). One that has fallen silent is checkpointed twice, when garbage is
 collected: then two checkpoints cover all of its sections. While the log grows it says now and then that it needs less.
+
+Checkpoint objects of a shard: written once under a unique name, read at recovery.
+
+Owns: writing the object, and that damage is Corruption.
+Does not own: reading it (`storage_backends.checkpoints`), what is in a checkpoint and when one is taken
+(`checkpoint_parts`, the engine), the commit that makes it count (`range_operations`), the sections kept for the one
+before.
 """
 
 from __future__ import annotations
@@ -14,26 +21,70 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import logging
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol
 
 from daemon.core.deletions.ledger_deletions import DeletionCut
 from daemon.errors import Corruption
 from daemon.group_commit.log_of_shards import LogOfShards
-from daemon.group_commit.topic_staging import Commits
+from daemon.group_commit.shard_slots import Commits
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
-from daemon.shard import checkpoint_store, recovery, shard_tip
-from daemon.shard.range_operations import NeedLess, WriteCheckpoint
-from daemon.shard.shard_claim import ShardClaim
-from daemon.shard.shard_tip import KnownTip
-from daemon.topic import checkpoint_parts, topic_manifests
-from storage_backends import commit, object_store, sections
-from storage_backends.formats import checkpoint_format, manifest
+from daemon.shard import range_operations, recovery
+from daemon.shard.range_operations import KnownTip, NeedLess, WriteCheckpoint
+from daemon.shard.recovery import ShardClaim
+from daemon.topic import bucket_lifecycle, topic_manifests
+from storage_backends import checkpoints, commit, object_store, sections
+from storage_backends.checkpoints import LoadedCheckpoint as LoadedCheckpoint
+from storage_backends.crash_points import crash_point
+from storage_backends.formats import checkpoint_format, manifest, names
 from storage_backends.formats.log_slot_format import Head
 from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.log_reading import LogEnd
+
+
+class CheckpointDamaged(Corruption):
+    """A checkpoint object cannot be read. `key`: its name."""
+
+    def __init__(self, key: str, detail: str) -> None:
+        super().__init__(f"checkpoint {key} is damaged: {detail}")
+        self.key = key
+
+
+def write_checkpoint(
+    store: object_store.ObjectStore, checkpoint: checkpoint_format.Checkpoint, *, base: int, unique: str
+) -> manifest.ObjectReference:
+    """Puts the object; it counts once a shard manifest names it. `base`: the number of the shard manifest that it was
+    started from. `unique`: makes its name its own. May be repeated after an error with another `unique`.
+    """
+    body = checkpoint_format.encode_checkpoint(checkpoint)
+    key = names.checkpoint_key(checkpoint.shard, base, unique)
+    crash_point("checkpoint.before_put")
+    store.put(key, body)
+    crash_point("checkpoint.after_put")
+    return manifest.ObjectReference(name=key, base=base, size_bytes=len(body), sha256=hashlib.sha256(body).digest())
+
+
+def read_newest(
+    store: object_store.ObjectStore, tip: manifest.ShardManifest, *, damaged: Callable[[str], None]
+) -> LoadedCheckpoint:
+    """Reads the checkpoint that `tip` names, or the one before when it is damaged or missing: then `damaged` hears of
+    its key. Raises CheckpointDamaged when the one before is damaged too, and the store's errors.
+    """
+    try:
+        return checkpoints.read_newest(store, tip, damaged=damaged)
+    except object_store.NotFound as error:
+        raise CheckpointDamaged(error.key, "the object is missing") from error
+    except object_store.Damaged as error:
+        raise CheckpointDamaged(error.key, error.reason) from error
+
+
+def newest_of(environment: Environment, tip: manifest.ShardManifest) -> LoadedCheckpoint:
+    """Reads the newest checkpoint that can be read, by `read_newest`; metrics of this daemon tell of damage."""
+    return read_newest(environment.store, tip, damaged=lambda key: environment.metrics.damage_found("checkpoint"))
+
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +136,7 @@ class ShardState:
     not loaded; `deletions`: None when there is nothing to say.
     """
 
-    cuts: Sequence[checkpoint_parts.TopicCut]
+    cuts: Sequence[bucket_lifecycle.TopicCut]
     carried: Sequence[checkpoint_format.TopicPart]
     deletions: DeletionCut | None
 
@@ -183,7 +234,7 @@ class Checkpointing:
             newest, until, end = self._tip.newest.manifest, shard.applied_slot, self._log.sender.applied
 
             def read() -> recovery.TopicTail:
-                loaded = checkpoint_store.newest_of(environment, newest)
+                loaded = newest_of(environment, newest)
                 ends = {self._log.log_id: LogEnd(end, {shard.number: Head(shard.epoch, until)})}
                 try:
                     found = sections.of_shard(self._log.logs, newest, loaded.slot, ends)
@@ -303,9 +354,7 @@ class Checkpointing:
                 topics=(*map(_part_of, state.cuts), *state.carried),
                 deletions=None if state.deletions is None else state.deletions.state(),
             )
-            return checkpoint_store.write_checkpoint(
-                environment.store, body, base=tip.number, unique=environment.new_id()
-            )
+            return write_checkpoint(environment.store, body, base=tip.number, unique=environment.new_id())
 
         try:
             stored = await environment.run(write)
@@ -331,14 +380,14 @@ class Checkpointing:
             )
         )
         # It may be committed, and have a successor's claim behind it.
-        shard_tip.check_owner(committed, epoch=self._shard.epoch)
+        range_operations.check_owner(committed, epoch=self._shard.epoch)
         self._tip.saw(committed)
         self._log.learned(committed.manifest)
 
 
-def _part_of(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
+def _part_of(cut: bucket_lifecycle.TopicCut) -> checkpoint_format.TopicPart:
     try:
-        return checkpoint_parts.part_of(cut)
+        return bucket_lifecycle.checkpoint_part(cut)
     except MemoryError:
         raise
     except Exception as error:

@@ -9,29 +9,43 @@ A bucket whose seal was cut before the part's slot and is not in the manifest by
 mutable bucket. What is stored of a bucket that was merged since counts for the merged one. What progress says of
 redeliveries is of positions, whatever bucket their rows are in. Rows of the indexes of a subscription that is no more
 are owed to nobody: they are left out.
+
+Merges the decisions of many slots, so that replay applies few large ones: an ordinary service has a slot a row.
+
+Owns: which decisions of neighbouring slots may be applied as one, and in which order then.
+Does not own: what a decision does when it is applied (`daemon.core.decisions.topic_state`), and merging within a slot
+(`SlotBuilder` of `storage_backends.formats.slot_format`).
+
+Only adds and acknowledgements are merged, in runs that nothing else interrupts. Within a run the adds come first: those
+of different positions commute, and an acknowledgement of a position never overtakes its add. A position that is added
+again after its acknowledgement ends the run before that add.
+
+What the taking over of a shard comes to: the state that its owner begins with.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from pyroaring import BitMap, BitMap64
 
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.core.deletions.ledger_deletions import LedgerDeletions
 from daemon.core.index import entitlement
-from daemon.core.index.bucket import GoneSet
+from daemon.core.index.bucket import GoneSet, QuarantinedBucket, SealedBucket
 from daemon.core.index.index import Index
-from daemon.core.index.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
-from daemon.core.index.quarantine import QuarantinedBucket
-from daemon.core.index.sealed_bucket import SealedBucket
+from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of, contained, pages_of
 from daemon.errors import Corruption, InvariantViolated
-from daemon.shard import replay_runs
-from daemon.topic import bucket_reads, stored_progress, stored_properties, stored_redeliveries
-from daemon.topic.stored_properties import PropertiesById
-from storage_backends import object_store, topic_tails
+from daemon.topic import bucket_reads, stored_topic
+from daemon.topic.stored_topic import PropertiesById
+from storage_backends import commit, object_store, topic_tails
 from storage_backends.formats import (
     bucket_format,
     checkpoint_format,
@@ -42,12 +56,79 @@ from storage_backends.formats import (
     slot_format,
 )
 from storage_backends.formats.checkpoint_format import CarriedSlot
-from storage_backends.formats.manifest import BucketProgress
+from storage_backends.formats.manifest import BucketProgress, ShardManifest
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.shard_slot import ShardSlot
+from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, Record
+from storage_backends.sections import DecodedSection
 from storage_backends.topic_tails import NOTHING as NOTHING
 from storage_backends.topic_tails import TopicTail as TopicTail
 from storage_backends.topic_tails import counting_part as counting_part
 from storage_backends.topic_tails import tails_of as tails_of
+
+# Records that are looked at together. More would hardly be faster, and are in memory twice.
+RUN_RECORDS_MAX = 5_000
+
+Decided: TypeAlias = tuple[int, Record]
+
+
+def merged_runs(decided: Iterable[Decided], *, created_slots: Iterable[int]) -> Iterator[Decided]:
+    """The decisions of one topic, slot by slot, as fewer ones that lead to the same state; each with its last slot.
+
+    `created_slots`: of its subscriptions; a decision is about those alone that were created in a slot below its own.
+    """
+    borders = sorted(created_slots)
+
+    def run_of(one: Decided) -> tuple[bool, int]:
+        slot, record = one
+        return isinstance(record, AddRecord | AcknowledgeRecord), bisect_left(borders, slot)
+
+    for (may_merge, _), run in itertools.groupby(decided, run_of):
+        if not may_merge:
+            yield from run
+            continue
+        while part := list(itertools.islice(run, RUN_RECORDS_MAX)):
+            while part:
+                end = _first_added_again(part)
+                yield from _as_few(part[:end])
+                part = part[end:]
+
+
+def _as_few(run: Sequence[Decided]) -> Iterator[Decided]:
+    slot = run[-1][0]
+    for kind in (AddRecord, AcknowledgeRecord):
+        groups: dict[tuple[object, ...], list[Record]] = {}
+        for _, record in run:
+            if isinstance(record, kind):
+                groups.setdefault(slot_format.merge_key(record), []).append(record)
+        for records in groups.values():
+            yield slot, slot_format.merged(records)
+
+
+def _first_added_again(run: Sequence[Decided]) -> int:
+    """The place of the first add of a position that an earlier record of the run acknowledges; else their number."""
+    records = [record for _, record in run]
+    rows = [record.rows for record in records if isinstance(record, AddRecord | AcknowledgeRecord)]
+    place = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+    is_add = np.repeat([isinstance(record, AddRecord) for record in records], [len(each) for each in rows])
+    if is_add.all() or not is_add.any():
+        return len(run)
+    order, begins = _by_position(rows)
+    place, is_add = place[order], is_add[order]
+    first_left = np.minimum.reduceat(np.where(is_add, len(run), place), begins)
+    again = is_add & (place > np.repeat(first_left, np.diff(begins, append=len(place))))
+    return int(place[again].min()) if again.any() else len(run)
+
+
+def _by_position(rows: Sequence[Rows]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The order by position of all rows, and where each position begins in it."""
+    ledger_id = np.concatenate([each.ledger_id for each in rows])
+    entry_id = np.concatenate([each.entry_id for each in rows])
+    order = np.lexsort((entry_id, ledger_id))
+    ledger_id, entry_id = ledger_id[order], entry_id[order]
+    other = np.ones(len(order), dtype=np.bool_)
+    other[1:] = (ledger_id[1:] != ledger_id[:-1]) | (entry_id[1:] != entry_id[:-1])
+    return order, np.flatnonzero(other)
 
 
 def deletion_records(
@@ -118,10 +199,10 @@ class TopicReads:
             if live.object.name not in self._buckets:
                 self._buckets[live.object.name] = self._executor.submit(_opened, self._store, live)
         if part is None and tip.progress_object is not None and tip.progress_object.name not in self._progress:
-            read = self._executor.submit(stored_progress.of_manifest, self._store, tip)
+            read = self._executor.submit(stored_topic.progress_of_manifest, self._store, tip)
             self._progress[tip.progress_object.name] = read
         if (named := tip.properties_object) is not None and named.name not in self._properties:
-            self._properties[named.name] = self._executor.submit(stored_properties.read, self._store, named)
+            self._properties[named.name] = self._executor.submit(stored_topic.read_properties, self._store, named)
 
     def objects(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> TopicObjects:
         """What the manifest names. Raises Corruption when progress or properties are damaged; the store's errors."""
@@ -163,7 +244,7 @@ def restore(
         if index is None:
             continue
         head = objects.buckets[live.object.name].head
-        bits = stored_progress.of_bucket(live.object.name, () if head is None else head[1].kept, by_bucket)
+        bits = stored_topic.progress_of_bucket(live.object.name, () if head is None else head[1].kept, by_bucket)
         if live.quarantined:
             index.add_quarantined(_quarantined_bucket(index.pages, live, None if head is None else head[1], bits))
         elif head is None:
@@ -178,7 +259,7 @@ def restore(
             bits = by_bucket.get(sealing.bucket)
             _restore_rows(topic, sealing.subscription_id, sealing.rows, bits, elapsed_ms)
     entitlement.dismiss_all_but(topic.index, topic.subscriptions)
-    stored_redeliveries.restore(topic, objects.progress)
+    stored_topic.restore_redeliveries(topic, objects.progress)
     for subscription_id, state in topic.subscriptions.items():
         state.properties = objects.properties.get(subscription_id, ())
 
@@ -202,7 +283,7 @@ def _sealed_bucket(
     named = pages_of(rows)
     restored = SealedBucket(live, table.segments, present=rows - gone, gone=GoneSet(gone), pages=pages)
     if bits is not None:
-        restored.acknowledged = stored_progress.acknowledged_from_stored(pages, bits.acknowledged)
+        restored.acknowledged = stored_topic.acknowledged_from_stored(pages, bits.acknowledged)
     # Of some pages everything may be gone.
     pages.forget_unheld(named)
     return restored
@@ -216,7 +297,7 @@ def _quarantined_bucket(
 ) -> QuarantinedBucket:
     rows = None if metadata is None else pages.from_stored(metadata.positions)
     gone = pages.from_stored(bits.gone) if bits is not None else BitMap64()
-    acknowledged = stored_progress.acknowledged_from_stored(pages, bits.acknowledged) if bits is not None else {}
+    acknowledged = stored_topic.acknowledged_from_stored(pages, bits.acknowledged) if bits is not None else {}
     named = BitMap.union(*map(pages_of, (gone, *acknowledged.values(), *(() if rows is None else (rows,)))))
     restored = QuarantinedBucket(
         live,
@@ -242,7 +323,7 @@ def _restore_rows(topic: Topic, index_id: int, rows: Rows, bits: BucketProgress 
     if len(keyed):
         mutable.add(keyed, bitmap_of(keyed.keys), elapsed_ms=elapsed_ms)
     if bits is not None:
-        for number, keys in stored_progress.acknowledged_from_stored(pages, bits.acknowledged).items():
+        for number, keys in stored_topic.acknowledged_from_stored(pages, bits.acknowledged).items():
             mutable.acknowledged_by(number).update(keys)
     pages.forget_unheld(named)
 
@@ -276,13 +357,11 @@ def replay(topic: Topic, tip: manifest.TopicManifest, tail: TopicTail, *, elapse
     return rows
 
 
-def _few(topic: Topic, decided: Iterable[replay_runs.Decided]) -> Iterable[replay_runs.Decided]:
+def _few(topic: Topic, decided: Iterable[Decided]) -> Iterable[Decided]:
     if any(index.quarantined for index in topic.indexes.values()):
         # What a damaged bucket has is told by the slot of each add.
         return decided
-    return replay_runs.merged(
-        decided, created_slots=(each.stored.created_slot for each in topic.subscriptions.values())
-    )
+    return merged_runs(decided, created_slots=(each.stored.created_slot for each in topic.subscriptions.values()))
 
 
 def _decoded(slot: CarriedSlot) -> list[slot_format.Record]:
@@ -290,3 +369,26 @@ def _decoded(slot: CarriedSlot) -> list[slot_format.Record]:
         return [each.decoded() if isinstance(each, slot_format.StoredRecord) else each for each in slot.records]
     except format_errors.FormatError as error:
         raise Corruption(f"slot {slot.slot}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardClaim:
+    """A shard that was taken over.
+
+    `tip`: the shard manifest that the claim has committed. `last_slot`: the last number that was given before; the
+    first section of this owner is the one behind it. `checkpoint`: the state to begin with; `sections` continue it.
+    `deletions`: what both say of deletions of ledgers.
+    """
+
+    shard: int
+    epoch: int
+    tip: commit.Tip[ShardManifest]
+    last_slot: ShardSlot
+    checkpoint: checkpoint_format.Checkpoint | None
+    sections: tuple[DecodedSection, ...]
+    deletions: LedgerDeletions
+
+    @property
+    def settled(self) -> bool:
+        """Whether no former owner hands out anything any more."""
+        return self.tip.manifest.settled_epoch == self.epoch

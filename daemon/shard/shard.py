@@ -14,32 +14,29 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.core.index.segments import SegmentCache
 from daemon.core.quotas import PendingRows
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from daemon.group_commit.confirmation import Confirmation
 from daemon.group_commit.log_of_shards import LogOfShards
-from daemon.group_commit.shard_staging import ShardStaging
+from daemon.group_commit.shard_slots import STALL_ANSWER_S, ShardStaging, TopicStaging
 from daemon.group_commit.slot_sender import LandedSection
-from daemon.group_commit.topic_staging import STALL_ANSWER_S, TopicStaging
 from daemon.ledger_deletion.shard_deletions import ShardDeletions
 from daemon.runtime import backoff
 from daemon.runtime.due_loop import DueLoop
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
-from daemon.shard import recovery, shard_tip
+from daemon.shard import range_operations, recovery
 from daemon.shard.checkpointing import Checkpointing, ShardState
-from daemon.shard.range_operations import Settle
-from daemon.shard.shard_claim import ShardClaim
-from daemon.shard.shard_tip import KnownTip
+from daemon.shard.range_operations import KnownTip, Settle
+from daemon.shard.recovery import ShardClaim
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
-from daemon.topic import checkpoint_parts, topic_manifests
-from daemon.topic.adoption import Adoption
-from daemon.topic.bucket_life import BucketLife
-from daemon.topic.owned_topic import OwnedTopic
-from daemon.topic.served_topic import ServedTopic
+from daemon.topic import bucket_lifecycle, topic_manifests
+from daemon.topic.bucket_lifecycle import BucketLife
+from daemon.topic.merged_buckets import Adoption
+from daemon.topic.served_topic import OwnedTopic, ServedTopic
 from daemon.topic.topic_manifests import TopicCommits, commit_until_certain
 from daemon.topic.topic_settings import TopicSettings
 from storage_backends import commit, topic_manifest
@@ -177,14 +174,14 @@ class ServedShard:
     async def _successor(self) -> NotOwner | None:
         """Whose the shard is now, as far as the store tells at once."""
         look = self._environment.pools.journal.run(
-            lambda: shard_tip.existing_tip(self._shard_log, self.number, self.tip.newest)
+            lambda: range_operations.existing_tip(self._shard_log, self.number, self.tip.newest)
         )
         try:
             tip = await asyncio.wait_for(look, SUCCESSOR_LOOK_S)
         except (StoreError, Corruption, TimeoutError) as error:
             log.warning("shard %d: who owns it now cannot be told: %s", self.number, error)
             return None
-        return None if tip.manifest.epoch == self.epoch else shard_tip.superseded_by(tip, epoch=self.epoch)
+        return None if tip.manifest.epoch == self.epoch else range_operations.superseded_by(tip, epoch=self.epoch)
 
     def begin_drain(self) -> None:
         """Nothing is handed out or loaded any more."""
@@ -378,7 +375,7 @@ class ServedShard:
         """What a checkpoint of now holds. Raises TopicFailed when a topic cannot be told: it is let go."""
         return ShardState(self._cuts(), self.loading.carried(), self.deletions.cut())
 
-    def _cuts(self) -> list[checkpoint_parts.TopicCut]:
+    def _cuts(self) -> list[bucket_lifecycle.TopicCut]:
         cuts = []
         for name, topic in list(self.topics.items()):
             if not topic.is_in_manifest:

@@ -2,7 +2,7 @@
 its subscriptions, which come, change and go.
 
 Owns: the order of such a change against the topic's requests, hand-outs, seals and leases.
-Does not own: what leaves and who is owed what (`daemon.core.decisions.topic`), the manifest's operations
+Does not own: what leaves and who is owed what (`daemon.core.decisions.topic_state`), the manifest's operations
 (`storage_backends.topic_manifest`) and the limits of a policy (`topic_settings`).
 
 A change closes the topic's gate, so that every slot is either before it or after it; the manifest says at which slot. A
@@ -19,19 +19,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from daemon.call_values import Merged, Sealed, SubscriptionCreated, TopicDeleted, Trimmed
-from daemon.core.decisions import trimming
-from daemon.core.decisions.departures import Departure
+from daemon.core.decisions import departures
+from daemon.core.decisions.departures import Departure, LedgerRanges
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.trimming import LedgerRanges
 from daemon.core.index.delay_levels import DelayLevels
 from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
-from daemon.group_commit.topic_staging import Commits
+from daemon.group_commit.shard_slots import Commits
 from daemon.runtime import backoff
+from daemon.runtime.due_loop import TakingTurns
 from daemon.runtime.environment import Environment
-from daemon.runtime.taking_turns import TakingTurns
-from daemon.topic import stored_properties, topic_settings
-from daemon.topic.owned_topic import OwnedTopic
-from daemon.topic.served_topic import ServedTopic
+from daemon.topic import stored_topic, topic_settings
+from daemon.topic.served_topic import OwnedTopic, ServedTopic
 from daemon.topic.topic_manifests import Operation
 from storage_backends import commit
 from storage_backends.formats import names
@@ -54,7 +52,7 @@ log = logging.getLogger(__name__)
 SEAL_ANSWER_S = 60.0
 SUBSCRIPTIONS_RETRY_MS = 60_000
 # A request makes at most 100,000 rows dead letters: none is begun that could be more.
-_ENOUGH_DEAD_LETTERS = 100_000 - trimming.DEAD_LETTER_PORTION_ROWS
+_ENOUGH_DEAD_LETTERS = 100_000 - departures.DEAD_LETTER_PORTION_ROWS
 
 
 class ShardOfChanges(Protocol):
@@ -361,7 +359,9 @@ class TopicChanges:
         base = commits.number
         key = names.properties_key(commits.shard, topic.core.topic_id, base, environment.new_id())
         return await backoff.until_answered(
-            lambda: environment.run(lambda: stored_properties.write(environment.store, after, key=key, base=base)),
+            lambda: environment.run(
+                lambda: stored_topic.write_properties(environment.store, after, key=key, base=base)
+            ),
             failed=lambda error: environment.waits_for_store("properties cannot be written", key, error),
             waiting=environment,
         )

@@ -23,14 +23,14 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import Failures, TopicFailed
 from daemon.shard import recovery
 from daemon.topic import topic_manifests, topic_settings
-from daemon.topic.bucket_life import AGE_SPREAD
+from daemon.topic.bucket_lifecycle import AGE_SPREAD
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.checkpoint_format import TopicPart

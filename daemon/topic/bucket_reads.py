@@ -4,18 +4,34 @@ Owns: what damage of a bucket is to the daemon.
 Does not own: which ranges are read, and that what is read is whole (`storage_backends.bucket_reading`).
 
 Everything here is synchronous and runs in an executor. Damage raises Corruption with the object's key and the offset.
+
+Loading segments: which reads are under way, and putting what was read where it is wanted.
+
+Owns: reads of one topic's segments, each at most once at a time, trying again when the store fails, and telling a
+bucket that was merged away from one that is damaged.
+Does not own: which segments are wanted (`daemon.core.index.index`, `daemon.core.backlog.backlog_reader`) and the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
+from daemon.core.decisions.topic_state import Topic
+from daemon.core.index.position_keys import KeyedRows, PageTable
+from daemon.core.index.segments import SegmentRange
 from daemon.errors import Corruption
+from daemon.runtime import backoff
+from daemon.runtime.environment import Environment
 from storage_backends import bucket_merging, bucket_reading, object_store
 from storage_backends.formats import bucket_format, merge
+from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.row_columns import Rows
+from storage_backends.object_store import StoreError
 
 
 class BucketMissing(Corruption):
@@ -58,3 +74,126 @@ def _as_corruption() -> Iterator[None]:
         raise Corruption(f"bucket {error}") from error
     except object_store.NotFound as error:
         raise BucketMissing(f"bucket {error.key}: the object is missing") from error
+
+
+log = logging.getLogger(__name__)
+
+# Reads of one topic at a time.
+READS_MAX = 8
+
+
+class SegmentLoader:
+    """`loaded` is called on the loop each time segments have come into memory, `damaged` with a bucket and what was
+    found when its object is damaged or missing. `is_live`: whether the newest manifest names a bucket that is missing;
+    when it does not, what took its place is served as soon as the answer is there. It tries until the store tells.
+    `failed` hears of what was not foreseen.
+    """
+
+    def __init__(
+        self,
+        topic: Topic,
+        environment: Environment,
+        loaded: Callable[[], None],
+        damaged: Callable[[str, str], None],
+        is_live: Callable[[str], Awaitable[bool]],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._topic = topic
+        self._environment = environment
+        self._loaded = loaded
+        self._damaged = damaged
+        self._is_live = is_live
+        self._failed = failed
+        self._reads: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(READS_MAX)
+        self._closed = False
+
+    def start(self, wanted: Iterable[SegmentRange]) -> list[asyncio.Task[None]]:
+        """Reads segments that are not being read; the tasks to wait for until all of them are in memory."""
+        if self._closed:
+            return []
+        tasks = []
+        for segments in wanted:
+            numbers = range(segments.first, segments.last + 1)
+            under_way = {self._reads.get((segments.bucket, number)) for number in numbers}
+            tasks += [task for task in under_way if task is not None]
+            missing = [number for number in numbers if (segments.bucket, number) not in self._reads]
+            if missing:
+                # What lies between is read again rather than with a request of its own.
+                task = asyncio.ensure_future(self._read(SegmentRange(segments.bucket, missing[0], missing[-1])))
+                for number in missing:
+                    self._reads[segments.bucket, number] = task
+                task.add_done_callback(self._ended)
+                tasks.append(task)
+        return tasks
+
+    def reads(self, bucket: str, number: int) -> bool:
+        """Whether the segment is being read."""
+        return (bucket, number) in self._reads
+
+    def close(self) -> None:
+        self._closed = True
+        for task in set(self._reads.values()):
+            task.cancel()
+
+    def _ended(self, read: asyncio.Task[None]) -> None:
+        if not read.cancelled() and (error := read.exception()) is not None:
+            self._failed(error)
+
+    async def _read(self, segments: SegmentRange) -> None:
+        try:
+            rows = await self._read_until_there(segments)
+        except Corruption as error:
+            self._damaged(segments.bucket, str(error))
+        else:
+            for offset, each in enumerate(rows):
+                self._topic.indexes.load(segments.bucket, segments.first + offset, each)
+        finally:
+            for number in range(segments.first, segments.last + 1):
+                self._reads.pop((segments.bucket, number), None)
+        self._loaded()
+
+    async def _read_until_there(self, segments: SegmentRange) -> list[KeyedRows]:
+        """The rows of each segment; none when the bucket is served no longer."""
+        environment = self._environment
+        try:
+            return await backoff.until_answered(
+                lambda: self._read_once(segments),
+                failed=lambda error: environment.waits_for_store(
+                    "segments cannot be read", f"bucket {segments.bucket}", error
+                ),
+                waiting=environment,
+            )
+        except BucketMissing as error:
+            if await self._is_live(segments.bucket):
+                raise
+            environment.metrics.read_merged_away()
+            log.info("what took the place of a bucket that was merged away is read: %s", error)
+            return []
+
+    async def _read_once(self, segments: SegmentRange) -> list[KeyedRows]:
+        index = self._topic.indexes.holding(segments.bucket)
+        if index is None:
+            return []
+        infos = index.sealed[segments.bucket].table.infos[segments.first : segments.last + 1]
+        return await self._rows(segments.bucket, infos, index.pages)
+
+    async def _rows(self, bucket: str, infos: Sequence[SegmentInfo], pages: PageTable) -> list[KeyedRows]:
+        environment = self._environment
+
+        def read() -> list[KeyedRows]:
+            return [pages.keyed(each) for each in read_segments(environment.store, bucket, infos)]
+
+        async with self._slots:
+            started_s = environment.clock.elapsed_s()
+            try:
+                rows = await environment.run(read)
+            except StoreError:
+                self._count("failed", started_s)
+                raise
+            self._count("succeed", started_s)
+        return rows
+
+    def _count(self, state: Literal["succeed", "failed"], started_s: float) -> None:
+        seconds = self._environment.clock.elapsed_s() - started_s
+        self._environment.metrics.bucket_operation("load", state, seconds=seconds)

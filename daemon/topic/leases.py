@@ -15,16 +15,15 @@ import heapq
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from daemon.core.decisions.claims import HeldPositions
-from daemon.core.decisions.ignored import Ignored, IgnoredReason
+from daemon.core.decisions.claims import HeldPositions, Ignored, IgnoredReason
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from daemon.errors import InvalidArgument, QuotaExceeded
 from daemon.runtime.environment import Environment
-from daemon.topic.acknowledging import Acknowledging
+from daemon.topic.open_streams import WaitingLine
+from daemon.topic.topic_acks import Acknowledging
 from daemon.topic.topic_port import TopicPort
 from daemon.topic.topic_settings import LEASE_MAX_MS
-from daemon.topic.waiting_line import WaitingLine
 
 GET_ROWS_MAX = 10_000
 WAIT_MAX_MS = 60_000

@@ -1,52 +1,130 @@
 """A topic that this daemon serves: requests, due rows and streams meet here.
 
 Owns: asking for rows, its wake-ups, and loading its segments.
-Does not own: decisions (`daemon.core.decisions.topic`), adds (`topic_adds`), who listens to a subscription and what is
-handed out (`served_subscription`), how streams open (`stream_opening`), requests on what was handed out
+Does not own: decisions (`daemon.core.decisions.topic_state`), adds (`topic_adds`), who listens to a subscription and
+what is handed out (`served_subscription`), how streams open (`stream_opening`), requests on what was handed out
 (`acknowledging`, `negative_acknowledging`), the moment of a cancellation (`topic_withdrawals`), slots
 (`shard_staging`), seals and drops (`bucket_life`), changes of the topic as a whole (`topic_changes`), and what is shown
 of it (`topic_inspection`, `topic_retention`).
+
+What one topic needs of its log, for who cuts the log and for who watches the topic.
+
+Owns: turns of the event loop between the steps of a look, pages of ledgers, and the last look at the topic as a whole.
+Does not own: what is looked at (`daemon.core.index.retention`).
+
+A topic of a shard that is owned: all that the shard has of it.
+
+Owns: that its parts belong together, and end together. Does not own: any of them, and which topics there are (`shard`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Generator, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from daemon.call_values import RetentionPage
+from daemon.call_values import RetentionPage, Survey
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
+from daemon.core.index import retention
 from daemon.core.index.containment import Contained, EntryRanges
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.runs import earliest
 from daemon.core.index.segments import SegmentRange
 from daemon.core.quotas import PendingRows
 from daemon.errors import NotFound, QuotaExceeded
-from daemon.group_commit.topic_staging import TopicStaging
-from daemon.runtime.due_loop import DueLoop
+from daemon.group_commit.shard_slots import TopicStaging
+from daemon.runtime.due_loop import DueLoop, Pace, TakingTurns
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
-from daemon.runtime.pace import Pace
-from daemon.topic import topic_settings
-from daemon.topic.acknowledging import Acknowledging
-from daemon.topic.negative_acknowledging import TopicRedelivery
-from daemon.topic.open_stream import OpenStream
-from daemon.topic.segment_loading import SegmentLoader
-from daemon.topic.served_subscription import ServedSubscription
-from daemon.topic.stream_opening import Opening
+from daemon.topic import bucket_lifecycle, topic_settings
+from daemon.topic.bucket_lifecycle import BucketLife
+from daemon.topic.bucket_reads import SegmentLoader
+from daemon.topic.open_streams import OpenStream
+from daemon.topic.served_subscription import Opening, ServedSubscription
+from daemon.topic.topic_acks import Acknowledging, TopicRedelivery
 from daemon.topic.topic_adds import TopicAdding
 from daemon.topic.topic_dead_letters import TopicDeadLetters
 from daemon.topic.topic_gate import TopicGate
+from daemon.topic.topic_manifests import TopicCommits
 from daemon.topic.topic_quotas import TopicQuotas
-from daemon.topic.topic_retention import TopicRetention
 from daemon.topic.topic_withdrawals import Withdrawing
 from storage_backends.formats.manifest import TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U64
+
+T = TypeVar("T")
+
+# A look at the topic as a whole is shown so long, and longer while nothing changes.
+SURVEY_MS = 60_000
+# A look takes some microseconds a ledger: of more it is not made for who cannot wait.
+GLANCE_PAGES_MAX = 20_000
+_NOTHING = Survey(None, 0)
+
+
+class TopicRetention:
+    """What one topic needs of its log."""
+
+    def __init__(self, core: Topic, environment: Environment) -> None:
+        self._core = core
+        self._environment = environment
+        self._turn = asyncio.Lock()
+        self._survey: Survey | None = None
+        self._surveyed_ms = 0
+        self._surveyed_state: tuple[int, int] | None = None
+
+    async def page(self, ledger_ids: U64 | None, page_size: int, after: int | None) -> RetentionPage:
+        """The ledgers that have rows, of the given ones or, None, of all, behind the ledger `after`."""
+        indexes = self._core.indexes
+        as_of_ms = self._environment.clock.now_ms()
+        if ledger_ids is None:
+            places, pages = indexes.places, len(indexes.places)
+            ordered = (await self._environment.run(lambda: places.in_order(pages, after))).tolist()
+        else:
+            ordered = retention.pages_of_ledgers(
+                indexes, (each for each in ledger_ids.tolist() if after is None or each > after)
+            )
+        found = await self._in_turns(retention.retained(indexes, ordered, page_size))
+        return RetentionPage(
+            ledger_id=found.ledger_id,
+            lowest_entry_id=found.lowest_entry_id,
+            uncertain=tuple(retention.uncertain(indexes)),
+            next_after=None if found.is_complete else int(found.ledger_id[-1]),
+            as_of_ms=as_of_ms,
+        )
+
+    async def glance(self, changed_slot: int) -> Survey:
+        """Returns what `survey` does, without waiting long: of a topic of very many ledgers what was shown last."""
+        if len(self._core.indexes.places) > GLANCE_PAGES_MAX:
+            return self._survey or _NOTHING
+        return await self.survey(changed_slot)
+
+    async def survey(self, changed_slot: int) -> Survey:
+        """The topic as a whole, as it was at most a minute ago. `changed_slot`: the last slot that changed it."""
+        async with self._turn:
+            now_ms = self._environment.elapsed_ms()
+            state = (changed_slot, len(self._core.indexes.quarantined))
+            is_fresh = now_ms - self._surveyed_ms < SURVEY_MS or state == self._surveyed_state
+            if self._survey is None or not is_fresh:
+                self._survey = await self._in_turns(retention.surveyed(self._core.indexes))
+                self._surveyed_ms, self._surveyed_state = now_ms, state
+            return self._survey
+
+    async def _in_turns(self, look: Generator[None, None, T]) -> T:
+        """What the look returns; others have their turn at each of its steps."""
+        taking_turns = TakingTurns(self._environment.clock)
+        while True:
+            try:
+                next(look)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            await taking_turns.give_way()
+
 
 log = logging.getLogger(__name__)
 
@@ -418,3 +496,35 @@ class ServedTopic:
         self._loader.close()
         # Keys of its segments mean nothing to who serves the topic next, here as well.
         self.core.indexes.release_segments()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class OwnedTopic:
+    """`served`: its rows and subscriptions, as requests see it. `life`: its buckets. `commits`: its manifests."""
+
+    served: ServedTopic
+    life: BucketLife
+    commits: TopicCommits
+
+    @property
+    def name(self) -> str:
+        return self.served.core.name
+
+    @property
+    def topic_id(self) -> str:
+        return self.served.core.topic_id
+
+    @property
+    def is_in_manifest(self) -> bool:
+        """Whether its newest manifest says all of it."""
+        return self.served.last_changed_slot <= self.commits.manifest.applied
+
+    def cut(self) -> bucket_lifecycle.TopicCut:
+        """The topic as it is now, for a checkpoint."""
+        return self.life.cut()
+
+    def close(self, error: Exception) -> None:
+        """The topic is served here no longer."""
+        self.life.close()
+        self.served.close(error)
+        self.commits.close()

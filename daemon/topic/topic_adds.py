@@ -1,7 +1,7 @@
 """Adds to one topic: when they are decided, and when their callers hear that they are durable.
 
 Owns: the rows that wait for their decision, and the answers of each slot.
-Does not own: the decision (`daemon.core.decisions.adding`), quotas (`topic_quotas`), slots (`shard_staging`).
+Does not own: the decision (`daemon.core.decisions.add_decisions`), quotas (`topic_quotas`), slots (`shard_staging`).
 
 One callback of a slot answers all adds in it: an add costs neither a task nor a wait of its own. Rows that are requests
 by themselves are decided together: what numpy costs a call, it costs for all of them.
@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from daemon.core.decisions.adding import ACCEPTED, DUPLICATE, AddBatch, AddOutcome, AddRow
+from daemon.core.decisions.add_decisions import ACCEPTED, DUPLICATE, AddBatch, AddOutcome, AddRow
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.quotas import Caller
 from daemon.errors import InvariantViolated, TarryError

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from daemon.errors import OutcomeUnknown, TarryError, Unavailable
-from daemon.group_commit.topic_staging import STALL_ANSWER_S, TopicStaging
+from daemon.group_commit.shard_slots import STALL_ANSWER_S, TopicStaging
 
 log = logging.getLogger(__name__)
 

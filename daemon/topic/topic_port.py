@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.core.index.segments import SegmentRange
-from daemon.group_commit.topic_staging import Commits
-from daemon.runtime.pace import Pace
+from daemon.group_commit.shard_slots import Commits
+from daemon.runtime.due_loop import Pace
 from daemon.topic.topic_settings import TopicSettings
 
 

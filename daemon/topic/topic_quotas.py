@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import numpy as np
 
 from daemon.core import quotas
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.core.quotas import Caller, ClientRates, DueSeconds, PendingRows, QuotaLimits, RowsOfSeconds
 from daemon.errors import QuotaExceeded
 from daemon.runtime.environment import Environment

@@ -18,7 +18,7 @@ from daemon.core.index.mutable_bucket import SealLimits
 from daemon.core.limits import RequestLimits
 from daemon.core.quotas import QuotaLimits
 from daemon.errors import InvalidArgument
-from daemon.runtime import tick
+from daemon.runtime import due_loop
 from daemon.runtime.environment import Environment
 from storage_backends import storage_settings
 from storage_backends.formats.manifest import (
@@ -77,7 +77,7 @@ _NOT_ZERO = {
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicSettings:
     """In force for one topic. `policy`: as it was set; `effective`: every field filled. `max_num_buckets` is -1 where
-    nothing is merged. `tick_ms`: as it was set; None: the daemon's own (`daemon.runtime.tick`). `delay_levels`: as
+    nothing is merged. `tick_ms`: as it was set; None: the daemon's own (`daemon.runtime.due_loop`). `delay_levels`: as
     they were set, None: not at all; `levels`: those that count.
     """
 
@@ -154,7 +154,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "max_num_buckets": bucket.max_num_buckets,
         "merge_buckets_max": bucket.merge_buckets_max,
         "merge_rows_max": bucket.merge_rows_max,
-        "tick_ms": tick.STEPS_MS[0] if config.delivery.tick_ms is None else config.delivery.tick_ms,
+        "tick_ms": due_loop.STEPS_MS[0] if config.delivery.tick_ms is None else config.delivery.tick_ms,
         "pending_rows_max": limits.pending_rows_per_topic_max,
         "due_rows_per_second_max": limits.due_rows_per_second_max,
         "client_rows_per_second_max": limits.client_rows_per_second_max,

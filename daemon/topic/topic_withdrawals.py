@@ -21,7 +21,7 @@ from daemon.core import limits
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.withdrawal_decisions import Asked, CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.errors import Unavailable
-from daemon.group_commit.topic_staging import STALL_ANSWER_S
+from daemon.group_commit.shard_slots import STALL_ANSWER_S
 from daemon.runtime.environment import Environment
 from daemon.topic.topic_port import TopicPort
 from daemon.topic.topic_quotas import TopicQuotas

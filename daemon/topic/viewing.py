@@ -1,7 +1,7 @@
 """Looking at what is pending and what is due: pages of rows, and how many come due when.
 
 Owns: reading the segments that a page or a count needs, with bounded memory and time, beside everything else.
-Does not own: which these are (`daemon.core.index.scan`, `daemon.core.index.histogram`), and segments that are kept in
+Does not own: which these are (`daemon.core.index.scan`, `daemon.core.index.scan`), and segments that are kept in
 memory: those are for handing out, and looking neither loads nor drops any (`segment_loading`).
 
 Whoever looks may look at a large part of the index, and dispatching must not feel it: everything that takes as long as
@@ -22,13 +22,27 @@ from daemon.call_values import BacklogPage, Histogram, ScheduledPage, View
 from daemon.core import limits
 from daemon.core.backlog.nack_tracker import FrozenNacks
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.index.bucket import Bucket
-from daemon.core.index.histogram import BARS_MAX, Bars, Counts, PartCount, round_width_ms
+from daemon.core.index.bucket import Bucket, SealedBucket
 from daemon.core.index.index import Index
-from daemon.core.index.positions import KeyedRows, PageTable, bitmap_of, contained
+from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of, contained
 from daemon.core.index.runs import earliest, first_time_ms
-from daemon.core.index.scan import LAST_MS, Asked, Found, Page, PageScan, Part, Place, Read, SealedPart, part_of
-from daemon.core.index.sealed_bucket import SealedBucket
+from daemon.core.index.scan import (
+    BARS_MAX,
+    LAST_MS,
+    Asked,
+    Bars,
+    Counts,
+    Found,
+    Page,
+    PageScan,
+    Part,
+    PartCount,
+    Place,
+    Read,
+    SealedPart,
+    part_of,
+    round_width_ms,
+)
 from daemon.errors import Corruption, InvalidArgument, QuotaExceeded, Unavailable
 from daemon.runtime.environment import Environment
 from daemon.topic import bucket_reads

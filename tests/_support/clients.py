@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import TypeVar
 
-from daemon.core.decisions.adding import AddOutcome
+from daemon.core.decisions.add_decisions import AddOutcome
 from daemon.errors import TarryError
-from daemon.topic.open_stream import StreamClosed
+from daemon.topic.open_streams import StreamClosed
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trustme
 
-from daemon.auth.identities import hash_of
+from daemon.auth import hash_of
 
 
 def identity(name: str, scopes: Iterable[str], prefixes: Iterable[str], **named: Iterable[str]) -> str:

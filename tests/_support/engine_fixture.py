@@ -28,7 +28,7 @@ from daemon.owner.engine import Engine
 from daemon.runtime.environment import TAIL_WORK_MAX, Environment
 from daemon.runtime.pools import Pool, Pools
 from daemon.shard.shard import ServedShard
-from daemon.topic.open_stream import DispatchStream
+from daemon.topic.open_streams import DispatchStream
 from daemon.topic.served_topic import ServedTopic
 from storage_backends import log_opening
 from storage_backends.formats import log_slot_format, names

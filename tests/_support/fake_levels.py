@@ -6,7 +6,7 @@ import abc
 
 from daemon import call_values, config
 from daemon.core import limits
-from daemon.core.decisions import refusals
+from daemon.core.decisions import add_decisions
 from daemon.core.index import delay_levels
 from storage_backends.formats.row_columns import U64
 from tests._support.fake_topic import Topic
@@ -51,7 +51,7 @@ class FakeLevels(abc.ABC):
         """The rows of a request to add that it has returned since they are invalid."""
         if not batch.return_invalid:
             return call_values.Refused.nothing()
-        return refusals.refused_rows(
+        return add_decisions.refused_rows(
             batch.deliver_at_ms,
             batch.delay_ms,
             batch.delay_level,

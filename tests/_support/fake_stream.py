@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon import call_values
-from daemon.topic.open_stream import UNBOUNDED, Outlet
+from daemon.topic.open_streams import UNBOUNDED, Outlet
 from tests._support.fake_topic import EPOCH, Subscription
 
 if TYPE_CHECKING:

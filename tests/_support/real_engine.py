@@ -15,8 +15,8 @@ from daemon import config, metrics
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.owner.engine import Engine
 from daemon.runtime import pools
+from daemon.runtime.clocks import SystemClock
 from daemon.runtime.environment import Environment
-from daemon.runtime.system_clock import SystemClock
 from storage_backends import log_opening
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore

@@ -26,17 +26,21 @@ STEP = (*STARTED, "asyncio.base_events:BaseEventLoop._run_once", "asyncio.events
             ENGINE,
             (
                 "daemon.grpc_services.subscribe:SubscribeStream._send",
-                "daemon.core.decisions.topic:Topic.take",
+                "daemon.core.decisions.topic_state:Topic.take",
                 "numpy:all",
             ),
         ),
         (
             JOURNAL,
-            ("daemon.topic.served_topic:ServedTopic.add", "daemon.group_commit.shard_staging:ShardStaging.stage"),
+            ("daemon.topic.served_topic:ServedTopic.add", "daemon.group_commit.shard_slots:ShardStaging.stage"),
         ),
         (
             METRICS,
-            ("daemon.core.decisions.topic:Topic.take", "daemon.metrics:Metrics.handed_out", "asyncio.locks:Event.set"),
+            (
+                "daemon.core.decisions.topic_state:Topic.take",
+                "daemon.metrics:Metrics.handed_out",
+                "asyncio.locks:Event.set",
+            ),
         ),
     ],
 )
@@ -45,7 +49,7 @@ def test_a_stack_is_of_the_layer_of_its_innermost_function_that_has_one(layer: s
 
 
 def test_what_the_loop_used_is_divided_by_samples_and_other_threads_have_what_they_used() -> None:
-    engine = (*STEP, "daemon.core.decisions.topic:Topic.take")
+    engine = (*STEP, "daemon.core.decisions.topic_state:Topic.take")
     used = Threads(main_s=4.0, executors_s=2.0, grpc_s=0.0)
     cpu_s = cpu_layers.by_layer([STEP, engine, engine, engine], used)
     assert (cpu_s[ENGINE], cpu_s[LOOP], cpu_s[EXECUTORS], sum(cpu_s.values())) == (3.0, 1.0, 2.0, 6.0)
@@ -53,7 +57,7 @@ def test_what_the_loop_used_is_divided_by_samples_and_other_threads_have_what_th
         f"{LOOP};asyncio.base_events:BaseEventLoop._run_once;asyncio.events:Handle._run 1",
         (
             f"{LOOP};asyncio.base_events:BaseEventLoop._run_once;asyncio.events:Handle._run;"
-            "daemon.core.decisions.topic:Topic.take 3"
+            "daemon.core.decisions.topic_state:Topic.take 3"
         ),
         f"{EXECUTORS} 2",
     ]

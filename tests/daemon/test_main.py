@@ -19,7 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from daemon import config
-from daemon.auth.identities import hash_of
+from daemon.auth import hash_of
 from tests._support.processes import child, run_program
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from daemon import errors, metrics, metrics_endpoint, topic_gauges
+from daemon import errors, metrics, metrics_endpoint
 from storage_backends.formats.slot_format import DeadLetterReason
 
 REPOSITORY = Path(metrics.__file__).resolve().parent.parent
 
 
-def numbers(topic: str, *, pending: int = 1, oldest_due_age_s: float = 0.0) -> topic_gauges.TopicNumbers:
-    return topic_gauges.TopicNumbers(
+def numbers(topic: str, *, pending: int = 1, oldest_due_age_s: float = 0.0) -> metrics.TopicNumbers:
+    return metrics.TopicNumbers(
         topic=topic,
         pending=pending,
         mutable_rows=2,
@@ -168,7 +168,7 @@ def test_gauges_of_topics_are_read_when_prometheus_asks() -> None:
 
 
 def test_the_engine_is_not_asked_when_its_gauges_are_registered() -> None:
-    def refuse() -> list[topic_gauges.TopicNumbers]:
+    def refuse() -> list[metrics.TopicNumbers]:
         raise AssertionError("asked")
 
     metrics.Metrics().collect_topics_from(refuse)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from daemon import config, metrics, metrics_endpoint
-from daemon.auth.door import Door
+from daemon.auth import Door
 from tests._support.door_files import DoorFiles, door_files, identity, token_of
 
 TIMEOUT_S = 300

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from daemon import config
-from daemon.core.decisions.adding import AddBatch
+from daemon.core.decisions.add_decisions import AddBatch
 from daemon.errors import Unavailable
 from daemon.owner.engine import Engine
 from daemon.runtime import pools

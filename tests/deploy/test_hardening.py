@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from daemon import config, errors
-from daemon.auth import identities
+from daemon import auth, config, errors
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNIT, NETWORK = REPOSITORY / "deploy" / "tarryd.service", REPOSITORY / "deploy" / "tarryd-network.conf"
@@ -116,5 +115,5 @@ def test_the_daemon_of_kubernetes_is_told_what_there_is() -> None:
 
 
 def test_the_example_of_identities_is_one() -> None:
-    known = identities.read(str(REPOSITORY / "deploy" / "identities.toml"))
+    known = auth.read_identities(str(REPOSITORY / "deploy" / "identities.toml"))
     assert known.of_certificate(["workers.orders.example"]) is not None

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from daemon import main, process
-from daemon.ledger_deletion import in_use_changing
-from daemon.runtime.system_clock import SystemClock
-from daemon.topic import bucket_life
+from daemon.ledger_deletion import shard_deletions
+from daemon.runtime.clocks import SystemClock
+from daemon.topic import bucket_lifecycle
 from storage_backends import object_store, store_opening
 from tests._support.fault_store import Call, Fault, FaultStore
 
@@ -57,6 +57,6 @@ _open_store = store_opening.open_store
 if __name__ == "__main__":
     store_opening.open_store = _misled_store
     process.SystemClock = _SteppingClock  # type: ignore[attr-defined]
-    bucket_life.INLINE_PROGRESS_BYTES = INLINE_PROGRESS_BYTES
-    in_use_changing.LEDGERS_A_DECISION = LEDGERS_A_DECISION
+    bucket_lifecycle.INLINE_PROGRESS_BYTES = INLINE_PROGRESS_BYTES
+    shard_deletions.LEDGERS_A_DECISION = LEDGERS_A_DECISION
     sys.exit(main.main())

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from daemon.core.decisions.trimming import LedgerRanges
-from daemon.core.index.positions import KeyedRows
+from daemon.core.decisions.departures import LedgerRanges
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.runs import SortedRun, take_due
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits

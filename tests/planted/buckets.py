@@ -12,11 +12,11 @@ import pytest
 from daemon.core.decisions.withdrawal_decisions import Withdrawals
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes
-from daemon.core.index.positions import KeyedRows
-from daemon.owner import garbage
-from daemon.topic import stored_progress
-from daemon.topic.bucket_life import BucketLife
-from daemon.topic.topic_merging import BucketMerging
+from daemon.core.index.position_keys import KeyedRows
+from daemon.owner import collection_pass
+from daemon.topic import stored_topic
+from daemon.topic.bucket_lifecycle import BucketLife
+from daemon.topic.merged_buckets import BucketMerging
 from daemon.topic.topic_withdrawals import Withdrawing
 from storage_backends import shard_listing, topic_manifest, topic_merge
 from storage_backends.formats import manifest, merge
@@ -43,10 +43,10 @@ def an_orphan_is_deleted_without_a_floor(patch: pytest.MonkeyPatch) -> None:
 
 def a_tombstone_is_dropped_before_its_object_is_deleted(patch: pytest.MonkeyPatch) -> None:
     """What a crash leaves then nobody ever deletes."""
-    collect = garbage.Collector.collect_tombstones
-    delete = garbage.Collector._delete
+    collect = collection_pass.Collector.collect_tombstones
+    delete = collection_pass.Collector._delete
 
-    def later(self: garbage.Collector[Any], warm: Any, *, dry_run: bool = False) -> Any:
+    def later(self: collection_pass.Collector[Any], warm: Any, *, dry_run: bool = False) -> Any:
         late: list[str] = []
         self._delete = lambda keys: late.extend(keys) or {}  # type: ignore[method-assign,func-returns-value]
         try:
@@ -55,7 +55,7 @@ def a_tombstone_is_dropped_before_its_object_is_deleted(patch: pytest.MonkeyPatc
             del self._delete
             delete(self, late)
 
-    patch.setattr(garbage.Collector, "collect_tombstones", later)
+    patch.setattr(collection_pass.Collector, "collect_tombstones", later)
 
 
 # ---- merges
@@ -67,7 +67,9 @@ def a_merge_drops_what_is_gone_in_memory_alone(patch: pytest.MonkeyPatch) -> Non
     def plan(self: BucketMerging, run: Sequence[str]) -> Any:
         planned = plan_of(self, run)
         index = self._topic.indexes.holding(run[0])
-        stored = stored_progress.to_stored(index.pages, index.cut().bits) if index is not None else manifest.Progress()
+        stored = (
+            stored_topic.progress_to_stored(index.pages, index.cut().bits) if index is not None else manifest.Progress()
+        )
         return dataclasses.replace(planned, tip=dataclasses.replace(planned.tip, progress=stored, progress_object=None))
 
     patch.setattr(BucketMerging, "_plan", plan)
@@ -80,7 +82,7 @@ def bits_under_the_names_of_sources_are_overlooked_at_recovery(patch: pytest.Mon
     ) -> BucketProgress | None:
         return by_bucket.get(name)
 
-    patch.setattr(stored_progress, "of_bucket", of_bucket)
+    patch.setattr(stored_topic, "progress_of_bucket", of_bucket)
 
 
 def the_sources_of_sources_are_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daemon.core.deletions import ledger_deletions, life, metadata, retrying
-from daemon.core.deletions.by_ledger import DeletionsByLedger
-from daemon.core.deletions.in_use import InUse
-from daemon.core.deletions.ledger_deletions import DeletionCut, LedgerDeletions, Recorded
-from daemon.core.deletions.waiting import Waiting
-from daemon.ledger_deletion.in_use_changing import InUseChanging
-from daemon.ledger_deletion.shard_deletions import Attempt, ShardDeletions
+from daemon.core.deletions import ledger_deletions, ledger_metadata
+from daemon.core.deletions.kept_deletions import DeletionsByLedger
+from daemon.core.deletions.ledger_deletions import DeletionCut, LedgerDeletions, Recorded, Waiting
+from daemon.core.deletions.ledgers_in_use import InUse
+from daemon.ledger_deletion.shard_deletions import Attempt, InUseChanging, ShardDeletions
 from daemon.ledger_stores import offloaded_ledgers
 from storage_backends.formats import slot_format
 from storage_backends.formats.deletion_format import (
@@ -138,41 +136,41 @@ def an_attempt_that_failed_half_way_has_deleted_nothing(patch: pytest.MonkeyPatc
     def answer(deletion: Deletion, **how: Any) -> DeletionAnswer:
         return answer_of_failure(deletion, **{**how, "maybe_deleted": False})
 
-    answer_of_failure: Callable[..., DeletionAnswer] = retrying.answer_of_failure
-    patch.setattr(retrying, "answer_of_failure", answer)
+    answer_of_failure: Callable[..., DeletionAnswer] = ledger_deletions.answer_of_failure
+    patch.setattr(ledger_deletions, "answer_of_failure", answer)
 
 
 def a_second_begin_knows_what_became_of_the_first(patch: pytest.MonkeyPatch) -> None:
     """A former owner's request may be on its way still."""
-    begun = life.begun
+    begun = ledger_deletions.after_begin
 
     def known(deletion: Deletion) -> Deletion:
         return dataclasses.replace(begun(deletion), maybe_deleted=deletion.maybe_deleted)
 
-    patch.setattr(life, "begun", known)
+    patch.setattr(ledger_deletions, "after_begin", known)
 
 
 # ---- what is verified
 
 
 def a_ledger_s_metadata_is_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(metadata, "mismatch", lambda topic, delete, found: None)
+    patch.setattr(ledger_metadata, "mismatch", lambda topic, delete, found: None)
 
 
 def a_cursor_s_key_is_not_compared(patch: pytest.MonkeyPatch) -> None:
-    _not_compared(patch, metadata.CURSOR_KEY)
+    _not_compared(patch, ledger_metadata.CURSOR_KEY)
 
 
 def a_topic_s_name_is_not_compared(patch: pytest.MonkeyPatch) -> None:
-    _not_compared(patch, metadata.MANAGED_LEDGER_KEY)
+    _not_compared(patch, ledger_metadata.MANAGED_LEDGER_KEY)
 
 
 def _not_compared(patch: pytest.MonkeyPatch, key: str) -> None:
     def without(topic: str, delete: PendingDelete) -> dict[str, str | None]:
         return {each: value for each, value in table(topic, delete).items() if each != key}
 
-    table = metadata.table
-    patch.setattr(metadata, "table", without)
+    table = ledger_metadata.table
+    patch.setattr(ledger_metadata, "table", without)
 
 
 def the_index_of_a_ledger_stays(patch: pytest.MonkeyPatch) -> None:
@@ -191,8 +189,8 @@ def a_deletion_is_given_up_one_retry_early(patch: pytest.MonkeyPatch) -> None:
         early = dataclasses.replace(policy, max_retry_delete_count=policy.max_retry_delete_count - 1)
         return answer_of_failure(deletion, **{**how, "policy": early})
 
-    answer_of_failure: Callable[..., DeletionAnswer] = retrying.answer_of_failure
-    patch.setattr(retrying, "answer_of_failure", answer)
+    answer_of_failure: Callable[..., DeletionAnswer] = ledger_deletions.answer_of_failure
+    patch.setattr(ledger_deletions, "answer_of_failure", answer)
 
 
 def nobody_waits_for_the_time_of_a_retry(patch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from daemon.owner import garbage
+from daemon.owner import collection_pass
 from daemon.shard.topic_changes import TopicChanges
-from daemon.topic import stored_properties
+from daemon.topic import stored_topic
 from storage_backends import topic_manifest
 from tests.planted.bug import Bug
 from tests.simulation.faults import Trouble
@@ -19,7 +19,7 @@ from tests.simulation.run import Directed
 
 def properties_are_written_after_the_manifest_that_names_them(patch: pytest.MonkeyPatch) -> None:
     """I2: a manifest names an object that is not there."""
-    write, set_subscriptions = stored_properties.write, TopicChanges._set_subscriptions
+    write, set_subscriptions = stored_topic.write_properties, TopicChanges._set_subscriptions
     late: list[Any] = []
 
     class Later:
@@ -34,7 +34,7 @@ def properties_are_written_after_the_manifest_that_names_them(patch: pytest.Monk
         while late:
             await self._environment.run(functools.partial(self._environment.store.put, *late.pop()))
 
-    patch.setattr(stored_properties, "write", unwritten)
+    patch.setattr(stored_topic, "write_properties", unwritten)
     patch.setattr(TopicChanges, "_set_subscriptions", then_written)
 
 
@@ -45,7 +45,7 @@ def properties_that_are_named_are_collected(patch: pytest.MonkeyPatch) -> None:
     def forgetting(tip: Any) -> Any:
         return names_in(dataclasses.replace(tip, properties_object=None))
 
-    patch.setattr(garbage, "TOPIC", dataclasses.replace(garbage.TOPIC, named=forgetting))
+    patch.setattr(collection_pass, "TOPIC", dataclasses.replace(collection_pass.TOPIC, named=forgetting))
 
 
 def a_change_of_properties_leaves_no_tombstone(patch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def properties_of_before_stay_named(patch: pytest.MonkeyPatch) -> None:
 
 
 def properties_are_not_read_when_a_topic_is_loaded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stored_properties, "read", lambda store, reference: {})
+    patch.setattr(stored_topic, "read_properties", lambda store, reference: {})
 
 
 GIVEN = Directed(nacks=0.5, properties=True)

@@ -14,14 +14,13 @@ from daemon.core.backlog.in_flight import InFlight
 from daemon.core.backlog.nack_tracker import NackTracker
 from daemon.core.decisions import ack_decisions, nack_decisions
 from daemon.core.decisions.ack_decisions import Acknowledging
+from daemon.core.decisions.claims import Ignored
 from daemon.core.decisions.dead_letter_decisions import DeadLettering
-from daemon.core.decisions.ignored import Ignored
-from daemon.core.decisions.redelivery_counts import RedeliveryCounts
-from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.index.positions import KeyedRows
-from daemon.topic import acknowledging as engine_acknowledging
-from daemon.topic import checkpoint_parts, sealing, stored_redeliveries
-from daemon.topic.negative_acknowledging import TopicRedelivery
+from daemon.core.decisions.subscription_state import RedeliveryCounts, SubscriptionState
+from daemon.core.index.position_keys import KeyedRows
+from daemon.topic import bucket_lifecycle, stored_topic
+from daemon.topic import topic_acks as engine_acknowledging
+from daemon.topic.topic_acks import TopicRedelivery
 from storage_backends.formats import manifest
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import NackRecord, PurgeRecord, ReplayRecord
@@ -44,13 +43,13 @@ def purges_are_not_journaled(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_checkpoint_forgets_what_waits_for_its_redelivery(patch: pytest.MonkeyPatch) -> None:
-    part_of = checkpoint_parts.part_of
+    part_of = bucket_lifecycle.checkpoint_part
 
-    def forgetting(cut: checkpoint_parts.TopicCut) -> Any:
+    def forgetting(cut: bucket_lifecycle.TopicCut) -> Any:
         part = part_of(cut)
         return dataclasses.replace(part, progress=_forgetting(part.progress, nacked=()))
 
-    patch.setattr(checkpoint_parts, "part_of", forgetting)
+    patch.setattr(bucket_lifecycle, "checkpoint_part", forgetting)
 
 
 def a_seal_forgets_what_waits_for_its_redelivery(patch: pytest.MonkeyPatch) -> None:
@@ -62,18 +61,18 @@ def a_seal_forgets_dead_letters(patch: pytest.MonkeyPatch) -> None:
 
 
 def ids_of_dead_letters_are_given_again(patch: pytest.MonkeyPatch) -> None:
-    to_stored = stored_redeliveries._redeliveries
+    to_stored = stored_topic._redeliveries
 
     def stored(*arguments: Any) -> manifest.Redeliveries | None:
         made = to_stored(*arguments)
         return None if made is None else dataclasses.replace(made, last_dead_letter_id=0)
 
-    patch.setattr(stored_redeliveries, "_redeliveries", stored)
+    patch.setattr(stored_topic, "_redeliveries", stored)
 
 
 def _sealed(patch: pytest.MonkeyPatch, **forgotten: Any) -> None:
-    progress_of = sealing.progress_of
-    patch.setattr(sealing, "progress_of", lambda *arguments: _forgetting(progress_of(*arguments), **forgotten))
+    progress_of = bucket_lifecycle.progress_of
+    patch.setattr(bucket_lifecycle, "progress_of", lambda *arguments: _forgetting(progress_of(*arguments), **forgotten))
 
 
 def _forgetting(stored: manifest.Progress, **forgotten: Any) -> manifest.Progress:
@@ -86,7 +85,7 @@ def counts_are_lost_at_a_takeover(patch: pytest.MonkeyPatch) -> None:
 
 
 def delay_levels_are_lost_with_a_seal_or_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stored_redeliveries, "_levels", lambda pages, levels: ())
+    patch.setattr(stored_topic, "_levels", lambda pages, levels: ())
 
 
 # ---- when positions come back

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from daemon.core.decisions.ignored import Ignored
+from daemon.core.decisions.claims import Ignored
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.group_commit import slot_sender
 from daemon.group_commit.confirmation import ProbedConfirmation
 from daemon.group_commit.log_truncation import LogTruncation
-from daemon.group_commit.shard_staging import ShardStaging
+from daemon.group_commit.shard_slots import ShardStaging
 from daemon.group_commit.slot_outcome import Certain, SlotOutcome
 from daemon.owner.log_writer import CertainSlot, LogWriter
 from daemon.owner.own_log import FrozenSlot
 from daemon.shard.shard import ServedShard
-from daemon.topic.acknowledging import Acknowledging
+from daemon.topic.topic_acks import Acknowledging
 from storage_backends import log_fence, object_store, topic_manifest
 from storage_backends.formats import log_slot_format, slot_format
 from storage_backends.formats.log_slot_format import LogSlotKind

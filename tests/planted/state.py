@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daemon.core.decisions.redelivery_cut import RedeliveryCut
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import RedeliveryCut, Topic
 from daemon.core.index.bucket import GoneSet
 from daemon.core.index.index import BucketBits
 from daemon.core.index.mutable_bucket import MutableBucket
 from daemon.owner import takeover
-from daemon.shard import checkpoint_store, recovery
+from daemon.shard import checkpointing, recovery
 from daemon.shard.range_operations import WriteCheckpoint
-from daemon.topic import checkpoint_parts, sealing
-from daemon.topic.bucket_life import BucketLife
+from daemon.topic import bucket_lifecycle
+from daemon.topic.bucket_lifecycle import BucketLife
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.row_columns import Rows
@@ -35,7 +34,7 @@ from tests.simulation.run import Directed
 
 def a_checkpoint_claims_a_slot_that_it_does_not_hold(patch: pytest.MonkeyPatch) -> None:
     """I1: an add that was answered OK is lost."""
-    apply, write_checkpoint = WriteCheckpoint.apply, checkpoint_store.write_checkpoint
+    apply, write_checkpoint = WriteCheckpoint.apply, checkpointing.write_checkpoint
 
     def further(self: WriteCheckpoint, tip: Any) -> Any:
         return apply(dataclasses.replace(self, cut=dataclasses.replace(self.cut, slot=self.cut.slot + 1)), tip)
@@ -44,12 +43,12 @@ def a_checkpoint_claims_a_slot_that_it_does_not_hold(patch: pytest.MonkeyPatch) 
         return write_checkpoint(store, dataclasses.replace(checkpoint, slot=ShardSlot(checkpoint.slot + 1)), **named)
 
     patch.setattr(WriteCheckpoint, "apply", further)
-    patch.setattr(checkpoint_store, "write_checkpoint", written)
+    patch.setattr(checkpointing, "write_checkpoint", written)
 
 
 def a_bucket_is_written_after_the_manifest_that_names_it(patch: pytest.MonkeyPatch) -> None:
     """I2: a manifest names an object that is not there."""
-    write_bucket = sealing.write_bucket
+    write_bucket = bucket_lifecycle.write_bucket
 
     class Later:
         def __init__(self, store: Any) -> None:
@@ -62,7 +61,7 @@ def a_bucket_is_written_after_the_manifest_that_names_it(patch: pytest.MonkeyPat
     pending: dict[str, Later] = {}
     late: list[asyncio.Future[None]] = []
 
-    def unwritten(store: Any, cut: sealing.SealCut, **settings: Any) -> Any:
+    def unwritten(store: Any, cut: bucket_lifecycle.SealCut, **settings: Any) -> Any:
         later = pending[cut.key] = Later(store)
         return write_bucket(later, cut, **settings)  # type: ignore[arg-type]
 
@@ -75,7 +74,7 @@ def a_bucket_is_written_after_the_manifest_that_names_it(patch: pytest.MonkeyPat
             if later.write is not None:
                 late.append(asyncio.ensure_future(self._environment.run(later.write)))
 
-    patch.setattr(sealing, "write_bucket", unwritten)
+    patch.setattr(bucket_lifecycle, "write_bucket", unwritten)
     patch.setattr(BucketLife, "_finish", finished)
 
 
@@ -129,16 +128,16 @@ def rows_of_a_committed_seal_are_taken_from_the_checkpoint_too(patch: pytest.Mon
 
 
 def a_bucket_object_lacks_a_row(patch: pytest.MonkeyPatch) -> None:
-    write_bucket = sealing.write_bucket
+    write_bucket = bucket_lifecycle.write_bucket
 
-    def written(store: Any, cut: sealing.SealCut, **settings: Any) -> Any:
+    def written(store: Any, cut: bucket_lifecycle.SealCut, **settings: Any) -> Any:
         kept = cut.rows.kept()
         if len(kept) > 1:
             lacking = kept.take(np.arange(len(kept) - 1))
             cut = dataclasses.replace(cut, rows=_Kept(lacking, cut.rows))  # type: ignore[arg-type]
         return write_bucket(store, cut, **settings)
 
-    patch.setattr(sealing, "write_bucket", written)
+    patch.setattr(bucket_lifecycle, "write_bucket", written)
 
 
 class _Kept:
@@ -157,20 +156,20 @@ class _Kept:
 
 
 def a_seal_forgets_what_is_gone_and_acknowledged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sealing, "progress_of", lambda cuts, bits, redelivery: manifest.Progress())
+    patch.setattr(bucket_lifecycle, "progress_of", lambda cuts, bits, redelivery: manifest.Progress())
 
 
 def a_seal_forgets_what_was_acknowledged_in_its_own_rows(patch: pytest.MonkeyPatch) -> None:
-    progress_of = sealing.progress_of
+    progress_of = bucket_lifecycle.progress_of
 
     def forgetting(
-        cuts: Sequence[sealing.SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut
+        cuts: Sequence[bucket_lifecycle.SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut
     ) -> manifest.Progress:
         rows = [dataclasses.replace(cut.rows, acknowledged={}) for cut in cuts]
         cuts = [dataclasses.replace(cut, rows=each) for cut, each in zip(cuts, rows, strict=True)]
         return progress_of(cuts, bits, redelivery)
 
-    patch.setattr(sealing, "progress_of", forgetting)
+    patch.setattr(bucket_lifecycle, "progress_of", forgetting)
 
 
 def what_goes_while_a_bucket_is_sealed_is_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -193,12 +192,12 @@ def a_checkpoint_forgets_the_rows_of_a_seal_under_way(patch: pytest.MonkeyPatch)
 
 
 def _patch_part(patch: pytest.MonkeyPatch, **forgotten: Any) -> None:
-    part_of = checkpoint_parts.part_of
+    part_of = bucket_lifecycle.checkpoint_part
 
-    def forgetting(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
+    def forgetting(cut: bucket_lifecycle.TopicCut) -> checkpoint_format.TopicPart:
         return dataclasses.replace(part_of(cut), **forgotten)
 
-    patch.setattr(checkpoint_parts, "part_of", forgetting)
+    patch.setattr(bucket_lifecycle, "checkpoint_part", forgetting)
 
 
 def a_checkpoint_counts_whatever_the_manifest_has_reached(patch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 
 from daemon.call_values import Consumer, HandedOut, HeldByConsumers, SubscriptionPolicy, TakenBack
 from daemon.errors import TarryError
-from daemon.topic.key_shared_stream import KeySharedStream
-from daemon.topic.open_stream import StreamClosed
+from daemon.topic.key_shared_streams import KeySharedStream
+from daemon.topic.open_streams import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
 from storage_backends.formats.row_columns import U32
 from tests._support.engine_fixture import Daemon

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from daemon.call_values import DeadLetterFilter, Nack, SubscriptionPolicy, TopicDelayLevels
-from daemon.topic.open_stream import DispatchStream
-from daemon.topic.open_stream import OpenStream as OpenDispatch
+from daemon.topic.open_streams import DispatchStream
+from daemon.topic.open_streams import OpenStream as OpenDispatch
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from tests._support.engine_fixture import Daemon

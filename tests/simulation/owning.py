@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from daemon.ledger_deletion import in_use_changing, shard_deletions
+from daemon.ledger_deletion import shard_deletions
 from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_values import DeletionFilter, InUseRecorded
 from storage_backends.formats import names
@@ -64,7 +64,7 @@ def small_decisions(seed: int) -> Iterator[None]:
     """In some runs a request is many decisions, as one with many more ledgers is."""
     rows = random.Random(f"decisions {seed}").choice((2, 5, 4_000))
     with (
-        mock.patch.object(in_use_changing, "LEDGERS_A_DECISION", rows),
+        mock.patch.object(shard_deletions, "LEDGERS_A_DECISION", rows),
         mock.patch.object(shard_deletions, "DELETES_A_DECISION", rows),
     ):
         yield

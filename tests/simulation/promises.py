@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from daemon.core.decisions.adding import AddOutcome
+from daemon.core.decisions.add_decisions import AddOutcome
 from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleOutcome
 from daemon.settings import Redelivery
 from tests._support.engine_fixture import Daemon

@@ -12,9 +12,9 @@ import functools
 from collections.abc import Mapping, Set
 
 from daemon.call_values import View
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.core.index.bucket import Bucket
-from daemon.core.index.positions import keys_of
+from daemon.core.index.position_keys import keys_of
 from daemon.errors import Corruption
 from daemon.topic.served_topic import ServedTopic
 from storage_backends.formats.index_ids import subscription_of

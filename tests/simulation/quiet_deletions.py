@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from daemon.core.deletions.listing import ALL, ListedState
+from daemon.core.deletions.ledger_deletions import ALL, ListedState
 from daemon.ledger_deletion.shard_deletions import ShardDeletions as Served
 from storage_backends.formats.deletion_format import Deletion, PendingDelete
 from tests._support.engine_fixture import Daemon

@@ -13,10 +13,10 @@ import numpy as np
 
 from daemon.call_values import BacklogPage, DeadLetterFilter
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic import Topic
-from daemon.core.index import level_rows
+from daemon.core.decisions.topic_state import Topic
+from daemon.core.index import delay_levels
 from daemon.core.index.bucket import Bucket
-from daemon.core.index.positions import keys_of
+from daemon.core.index.position_keys import keys_of
 from tests._support.engine_fixture import Daemon
 from tests.simulation.columns import positions_of, rows_of
 from tests.simulation.oracle import Oracle, Row, TopicTruth
@@ -49,7 +49,7 @@ def compare(truth: TopicTruth, core: Topic, oracle: Oracle, passed: Set[Position
             breach(f"subscription {number} has dead letters {shown}, they are {there}")
     levels = collections.Counter(row.level for position, row in truth.rows.items() if position not in passed)
     del levels[0]
-    pending = level_rows.pending_rows(index.levels for index in core.indexes.values())
+    pending = delay_levels.pending_rows(index.levels for index in core.indexes.values())
     if pending != dict(levels):
         breach(f"{pending} rows of levels are pending in memory, there are {dict(levels)}")
 

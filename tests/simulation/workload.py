@@ -21,7 +21,7 @@ import numpy as np
 from daemon.call_values import EntryRanges, LedgerRanges
 from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.errors import InvariantViolated, TarryError
-from daemon.topic.open_stream import DispatchStream, StreamClosed
+from daemon.topic.open_streams import DispatchStream, StreamClosed
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
 from tests._support.engine_fixture import Daemon

@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from daemon.core.index.bucket import Bucket
+from daemon.core.index.bucket import Bucket, SealedBucket
 from daemon.core.index.mutable_bucket import MutableBucket
-from daemon.core.index.positions import KeyedRows, firsts
+from daemon.core.index.position_keys import KeyedRows, firsts
 from daemon.core.index.runs import LAST_PLACE, Place, SortedRun, TieredRuns, take_before
-from daemon.core.index.sealed_bucket import SealedBucket
 from daemon.core.index.segments import SegmentCache, SegmentCursor, SegmentRange
 
 # Segments of a bucket that are read with one request.

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.backlog.packed_column import PackedColumn
-from daemon.core.index.positions import bitmap_of, contained
+from daemon.core.backlog.packed_rows import PackedColumn
+from daemon.core.index.position_keys import bitmap_of, contained
 from daemon.errors import InvariantViolated
 from storage_backends.formats.row_columns import U32, U64, Index
 

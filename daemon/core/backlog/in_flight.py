@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.index.positions import KeyedRows, bitmap_of, contained, firsts, keys_of
+from daemon.core.index.position_keys import KeyedRows, bitmap_of, contained, firsts, keys_of
 from daemon.core.index.runs import earliest, first_time_ms
 from storage_backends.formats.row_columns import U32, U64
 

@@ -17,7 +17,7 @@ from daemon.core.backlog.dead_letter_rows import DeadLetterRows
 from daemon.core.decisions.departures import Departure
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.indexes import Indexes
-from daemon.core.index.positions import bitmap_of, contained, keys_of, pages_of
+from daemon.core.index.position_keys import bitmap_of, contained, keys_of, pages_of
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, batch_parts_of, is_of_batch_parts, of_part, part_entry_id
 from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import DeadLetterReason, DeadLetterRecord, PurgeRecord, Record, ReplayRecord

@@ -13,12 +13,12 @@ from pyroaring import BitMap64
 
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.bucket import SealedBucket
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Passed
 from daemon.core.index.mutable_bucket import MutableBucket
-from daemon.core.index.positions import KeyedRows, bitmap_of, contained
+from daemon.core.index.position_keys import KeyedRows, bitmap_of, contained
 from daemon.core.index.runs import Place, in_due_order
-from daemon.core.index.sealed_bucket import SealedBucket
 from daemon.core.index.segments import SegmentCache, SegmentRange
 from storage_backends.formats.index_ids import subscription_of
 

@@ -42,14 +42,13 @@ from daemon.core.backlog.dead_letter_rows import DeadLetterRows
 from daemon.core.backlog.in_flight import Mask, Places
 from daemon.core.backlog.nack_tracker import rounded_up
 from daemon.core.decisions.ack_decisions import Acknowledging
-from daemon.core.decisions.claims import HeldPositions, are_owed, matched
+from daemon.core.decisions.claims import HeldPositions, Ignored, are_owed, matched, why_ignored
 from daemon.core.decisions.dead_letter_decisions import DeadLettering
-from daemon.core.decisions.ignored import Ignored, why_ignored
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.index import batch_parts, entitlement
+from daemon.core.index import entitlement
 from daemon.core.index.index import Index
-from daemon.core.index.indexes import Indexes
-from daemon.core.index.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained, keys_of
+from daemon.core.index.indexes import Indexes, keys_of_entries
+from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, bitmap_of, contained, keys_of
 from daemon.core.key_shared.key_share import KeyShared
 from storage_backends.formats.index_ids import batch_parts_of, of_part, part_entry_id
 from storage_backends.formats.row_columns import U32, U64, Rows
@@ -589,7 +588,7 @@ class Redelivering:
 def _parts_of(index: Index, entries: HeldPositions) -> BitMap64:
     """The keys that parts of those of the positions may have that are entries as a whole."""
     whole = entries if entries.batch_index is None else entries.take(~entries.are_parts())
-    return batch_parts.keys_of_entries(index, whole.ledger_id, whole.entry_id)
+    return keys_of_entries(index, whole.ledger_id, whole.entry_id)
 
 
 def _part_rows(parts: HeldPositions, deliver_at_ms: U64, key_hash: U32 | None) -> Rows:

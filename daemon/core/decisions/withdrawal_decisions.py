@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.decisions import adding
+from daemon.core.decisions import add_decisions
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index import entitlement
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes
-from daemon.core.index.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, keys_of
+from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, bitmap_of, keys_of
 from daemon.errors import InvalidArgument, InvariantViolated
 from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.row_columns import U32, U64, Rows
@@ -175,7 +175,7 @@ class Withdrawals:
         rows: Rows,
         *,
         floor_ms: int,
-        admit: adding.Admit = adding.admit_all,
+        admit: add_decisions.Admit = add_decisions.admit_all,
         rows_max: int | None = None,
     ) -> tuple[tuple[RescheduleRecord | WaiveRecord, ...], RescheduleOutcome]:
         """Stages what may leave, and new rows for it, as decisions for one slot. Everything due has been passed, and
@@ -188,7 +188,7 @@ class Withdrawals:
         decision = self._decide(asked, rows_max)
         records: list[RescheduleRecord] = []
         raised_index = np.empty(0, np.uint32)
-        raised_rows, raised = adding.raised(rows, floor_ms)
+        raised_rows, raised = add_decisions.raised(rows, floor_ms)
         for leave in decision.leaves:
             number = leave.index.index_id
             if number == SHARED and raised is not None:

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from daemon.core import limits
-from daemon.core.deletions import checking, metadata, object_names
-from daemon.core.deletions.object_names import OffloadedName
-from daemon.core.object_count import NOTHING, ObjectCount
+from daemon.core.deletions import deletion_checks, ledger_metadata
+from daemon.core.deletions.ledger_metadata import OffloadedName
+from daemon.core.garbage_rules import NOTHING, ObjectCount
 from daemon.errors import InvalidArgument, QuotaExceeded
 from storage_backends.formats.deletion_format import LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ListedObject
@@ -118,7 +118,7 @@ class ListedPage:
         for entry in entries:
             each = ObjectCount(1, entry.size_bytes)
             listed += each
-            name = object_names.parse(entry.key)
+            name = ledger_metadata.parse(entry.key)
             if name is None:
                 foreign += each
                 continue
@@ -192,7 +192,7 @@ def claim_of(
     """
     if (data is not None and not ledger.has_data) or (index is not None and not ledger.has_index):
         return Finding.YOUNG
-    identities = {metadata.identify(each) for each in (data, index) if each is not None}
+    identities = {ledger_metadata.identify(each) for each in (data, index) if each is not None}
     if not identities:
         return Finding.GONE
     identity = identities.pop()
@@ -214,8 +214,8 @@ def _may_be_recorded(claim: Claim, topic_bytes_max: int) -> bool:
     """Anybody may have written the metadata."""
     try:
         limits.check_name("topic", claim.topic, topic_bytes_max)
-        checking.check_topic(claim.topic)
-        checking.check_pending_delete(claim.pending_delete)
+        deletion_checks.check_topic(claim.topic)
+        deletion_checks.check_pending_delete(claim.pending_delete)
     except InvalidArgument:
         return False
     return True

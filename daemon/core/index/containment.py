@@ -19,7 +19,7 @@ from pyroaring import BitMap64
 
 from daemon.core.index.bucket import Bucket
 from daemon.core.index.index import Index
-from daemon.core.index.positions import PAGE_BITS, UNKNOWN_KEY, bitmap_of, keys_of
+from daemon.core.index.position_keys import PAGE_BITS, UNKNOWN_KEY, bitmap_of, keys_of
 from storage_backends.formats.row_columns import U64
 
 # What one call looks at: rows of the index in ranges of the request. A range counts for some rows in any case, one of

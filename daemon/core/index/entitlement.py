@@ -19,7 +19,7 @@ from pyroaring import BitMap64
 
 from daemon.core.index.bucket import Bucket
 from daemon.core.index.index import Index
-from daemon.core.index.positions import KeyedRows, bitmap_of
+from daemon.core.index.position_keys import KeyedRows, bitmap_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 Owns: the choice of a run; the sets, the head and the late rows of a merged bucket as they follow from its sources.
 Does not own: the merge itself (`storage_backends.formats.merge`), when it is made and when it is adopted
-(`daemon.topic.topic_merging`, `adoption`), and putting the bucket into the index (`index`).
+(`daemon.topic.merged_buckets`, `adoption`), and putting the bucket into the index (`index`).
 
 A merged bucket holds, of each of its sources, the rows that were not gone when the merge was planned. Everything that
 was decided since was decided on the sources, so that what is true of their rows when the bucket is adopted is true of
@@ -18,10 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core.index.bucket import GoneSet
-from daemon.core.index.positions import PAGE_BITS, KeyedRows, PageTable, contained, pages_of, within
+from daemon.core.index.bucket import GoneSet, SealedBucket
+from daemon.core.index.position_keys import PAGE_BITS, KeyedRows, PageTable, contained, pages_of, within
 from daemon.core.index.runs import SortedRun, earliest, in_due_order
-from daemon.core.index.sealed_bucket import SealedBucket
 from daemon.errors import InvariantViolated
 from storage_backends.formats.bucket_format import BucketMetadata, BucketTable, SegmentInfos
 from storage_backends.formats.manifest import LiveBucket

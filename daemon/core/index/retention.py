@@ -1,7 +1,7 @@
 """What a topic needs of its log: of each ledger the lowest entry that has a row.
 
 Owns: looking at the sets of what is present, page by page; what damaged buckets make uncertain.
-Does not own: who asks, and how fresh an answer must be (`daemon.topic.topic_retention`).
+Does not own: who asks, and how fresh an answer must be (`daemon.topic.served_topic`).
 
 All buckets of a page are looked at in one turn, so a row that moves from one to another while others have their turn,
 by a seal, a merge or a reschedule, is found in the one or in the other.
@@ -17,7 +17,7 @@ import numpy as np
 from daemon.core.index.bucket import Bucket
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes
-from daemon.core.index.positions import PAGE_BITS
+from daemon.core.index.position_keys import PAGE_BITS
 from storage_backends.formats.index_ids import BATCH_BITS
 from storage_backends.formats.row_columns import U64
 

@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.runs import Place, SortedRun, behind
 from storage_backends.formats.bucket_format import SegmentInfos
 

@@ -11,36 +11,147 @@ A row goes when its hash has a consumer with permits, no row of the hash waits b
 (`nack_order` BLOCK_KEY), and by the order that the policy names: nobody else holds rows of the hash (draining hashes),
 or its consumer did not join before the row could go (last sent position). All of that is columns and tables of 65,536
 hash slots.
+
+Positions that dispatchers planned: messages that are not delayed, of which no index has a row.
+
+Owns: their keys, so that they stand beside rows wherever rows stand by key, and which stream planned each.
+Does not own: where they are, in flight or waiting (`in_flight`, `waiting_rows`), and their order
+(`last_sent_position`).
+
+All of it is memory: what is in hand when the daemon ends is planned again.
+
+Where rows come from that are shared by key.
+
+Owns: what sharing asks of the rows of a subscription.
+Does not own: READY and IN_FLIGHT, which are the subscription's (`daemon.core.decisions.subscription_state`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import numpy as np
-from pyroaring import BitMap64
+from pyroaring import BitMap, BitMap64
 
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.backlog.in_flight import InFlight, Mask, Places
-from daemon.core.index.positions import KeyedRows, PagePlaces, bitmap_of, contained, keys_of
-from daemon.core.key_shared import selectors
-from daemon.core.key_shared.draining_hashes import DrainingHashes
-from daemon.core.key_shared.hash_holds import HashHolds
+from daemon.core.index.position_keys import KeyedRows, PagePlaces, PageTable, bitmap_of, contained, keys_of, pages_of
+from daemon.core.key_shared import hash_selectors
+from daemon.core.key_shared.draining_hashes import DrainingHashes, HashHolds
 from daemon.core.key_shared.hash_slots import ALL_SLOTS, HASH_SLOTS, U16, slots_of
 from daemon.core.key_shared.key_consumers import I64, Consumers, Joining
 from daemon.core.key_shared.key_planning import Planning
 from daemon.core.key_shared.last_sent_position import LastSentPosition
-from daemon.core.key_shared.let_go import LetGo
-from daemon.core.key_shared.nack_order import BlockingNacks
-from daemon.core.key_shared.planned_positions import PlannedPositions
+from daemon.core.key_shared.nack_blocks import BlockingNacks
 from daemon.core.key_shared.position_order import PositionOrder
-from daemon.core.key_shared.ready import Ready
-from daemon.core.key_shared.waiting_rows import WaitingRows
+from daemon.core.key_shared.waiting_rows import LetGo, WaitingRows
 from daemon.errors import QuotaExceeded
-from storage_backends.formats.index_ids import are_of_batch_parts
+from storage_backends.formats.index_ids import PLANNED_OWNER, are_of_batch_parts
 from storage_backends.formats.manifest import KeyOrder, KeySharedPolicy, NackOrder
 from storage_backends.formats.row_columns import U32, U64, Rows
+
+# Pages without positions are looked for when there are so many more than after the last look.
+_PAGES_SLACK = 64
+
+
+class PlannedPositions:
+    """The planned positions of one subscription. `keys`: of those that are in flight or wait. `were_any`: whether there
+    ever was one.
+    """
+
+    def __init__(self, places: PagePlaces) -> None:
+        self.keys = BitMap64()
+        self.were_any = False
+        self._pages = PageTable(places, owner=PLANNED_OWNER)
+        self._held_pages = BitMap()
+        self._pages_max = _PAGES_SLACK
+        self._by_stream: dict[int, BitMap64] = {}
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def find(self, ledger_id: U64, entry_id: U64) -> U64:
+        """The keys of positions; UNKNOWN_KEY where none of the neighbourhood is known."""
+        return self._pages.find(ledger_id, entry_id)
+
+    def intern(self, ledger_id: U64, entry_id: U64) -> U64:
+        """The keys of positions that are about to be planned."""
+        keys = self._pages.intern(ledger_id, entry_id)
+        new = pages_of(bitmap_of(keys)) - self._held_pages
+        self._pages.hold(new)
+        self._held_pages |= new
+        return keys
+
+    def are_planned(self, keys: U64) -> Mask:
+        """Which of the keys of any table are those of planned positions."""
+        if not self.keys:
+            return np.zeros(len(keys), np.bool_)
+        return contained(keys, self.keys)
+
+    def add(self, stream: int, keys: U64) -> None:
+        """A stream planned positions, or holds them; another one may have, too."""
+        added = bitmap_of(keys)
+        self.were_any = self.were_any or bool(added)
+        self.keys |= added
+        self._by_stream.setdefault(stream, BitMap64()).update(added)
+
+    def settle(self, keys: BitMap64) -> None:
+        """Positions are acknowledged, or got a row, or are planned no longer."""
+        self.keys -= keys
+        for planned in self._by_stream.values():
+            planned.difference_update(keys)
+        if len(self._held_pages) > self._pages_max:
+            self._forget_pages()
+
+    def _forget_pages(self) -> None:
+        unheld = self._held_pages - pages_of(self.keys)
+        self._pages.release(unheld)
+        self._held_pages -= unheld
+        self._pages_max = 2 * len(self._held_pages) + _PAGES_SLACK
+
+    def positions(self, keys: BitMap64) -> tuple[U64, U64]:
+        """(ledger_id, entry_id) of planned ones."""
+        return self._pages.positions(keys_of(keys))
+
+    def close(self, stream: int) -> BitMap64:
+        """The positions that a stream planned, which is no more, and no other one."""
+        planned = self._by_stream.pop(stream, BitMap64())
+        return BitMap64.difference(planned, *self._by_stream.values())
+
+
+class Ready(Protocol):
+    """The READY rows of a subscription, and where they go."""
+
+    in_flight: InFlight
+
+    @property
+    def ready_rows(self) -> int: ...
+
+    @property
+    def in_flight_room(self) -> int:
+        """How many more rows may be IN_FLIGHT by the subscription's policy."""
+        ...
+
+    def take_ready(self, limit: int) -> KeyedRows:
+        """At most so many, at least one, in order."""
+        ...
+
+    def take_redelivered(self) -> KeyedRows:
+        """Takes the READY rows that were delivered before."""
+        ...
+
+    def append_ready(self, rows: KeyedRows) -> None: ...
+
+    def put_first(self, rows: KeyedRows) -> None:
+        """What was taken last is READY still."""
+        ...
+
+    def withdraw(self, keys: BitMap64) -> None:
+        """Takes rows out of READY, of what waits, and of IN_FLIGHT."""
+        ...
+
 
 # Rows that one hand-out looks at, for each that it may hand out: most may have to wait.
 LOOKED_AT_A_ROW = 2
@@ -86,7 +197,7 @@ class KeyShared:
         self.policy = policy
         self.is_whole = True
         self.consumers = Consumers()
-        self.selector = selectors.selector_of(policy.selector, policy.points_per_consumer)
+        self.selector = hash_selectors.selector_of(policy.selector, policy.points_per_consumer)
         self.last_sent = LastSentPosition()
         self.planned = PlannedPositions(places)
         self._places = places
@@ -129,7 +240,7 @@ class KeyShared:
         ordinals = self.consumers.next_ordinals(len(joining))
         self.selector.join(
             [
-                selectors.Joiner(ordinal, consumer.name, consumer.hash_ranges)
+                hash_selectors.Joiner(ordinal, consumer.name, consumer.hash_ranges)
                 for ordinal, consumer in zip(ordinals, joining, strict=True)
             ]
         )

@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.core.backlog.in_flight import Mask, Places
-from daemon.core.index.ordered_keys import KeyOrder
-from daemon.core.index.positions import PageTable, firsts
+from daemon.core.index.position_keys import KeyOrder, PageTable, firsts
 from daemon.core.key_shared.hash_slots import U16
 from storage_backends.formats.row_columns import U64
 

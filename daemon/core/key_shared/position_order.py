@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from daemon.core.backlog.in_flight import Mask
-from daemon.core.index.positions import KeyedRows, PagePlaces
+from daemon.core.index.position_keys import KeyedRows, PagePlaces
 from storage_backends.formats.index_ids import are_of_batch_parts, of_part
 from storage_backends.formats.row_columns import U64
 

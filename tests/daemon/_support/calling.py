@@ -9,7 +9,7 @@ import numpy as np
 
 from daemon import call_values
 from daemon.core.decisions.claims import HeldPositions
-from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.decisions.departures import LedgerRanges
 from tests._support.engine_fixture import Daemon
 from tests._support.outcomes import ignored_by
 

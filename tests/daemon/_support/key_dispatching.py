@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from daemon import call_values
-from daemon.topic.key_shared_stream import KeySharedStream
+from daemon.topic.key_shared_streams import KeySharedStream
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy
 from tests._support.engine_fixture import TIMEOUT_S, Daemon
 from tests._support.outcomes import Counts, counts_of, ignored_by

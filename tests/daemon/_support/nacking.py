@@ -11,7 +11,7 @@ import numpy as np
 from daemon import call_values
 from daemon.call_values import Nack
 from daemon.core.decisions.claims import HeldPositions
-from daemon.topic.open_stream import DispatchStream
+from daemon.topic.open_streams import DispatchStream
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from tests._support.engine_fixture import TIMEOUT_S, Daemon, EngineFixture, no_positions

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from daemon import errors
-from daemon.auth import certificates
+from daemon import auth, errors
 from daemon.settings import Tls
 from tests._support.door_files import DoorFiles, door_files, identity
 
@@ -25,7 +24,7 @@ def tls(files: DoorFiles) -> Tls:
 
 
 def test_they_are_read_and_show_no_key(files: DoorFiles) -> None:
-    found = certificates.read(tls(files))
+    found = auth.read_certificates(tls(files))
     assert (found.chain, found.key) == (files.cert.read_bytes(), files.key.read_bytes())
     assert "PRIVATE KEY" not in repr(found)
 
@@ -33,7 +32,7 @@ def test_they_are_read_and_show_no_key(files: DoorFiles) -> None:
 def test_a_key_of_another_certificate_is_refused(files: DoorFiles) -> None:
     trustme.CA().issue_cert("localhost").private_key_pem.write_to_path(files.key)
     with pytest.raises(errors.InvalidArgument, match=r"tls.cert_file .*tls.key_file .*its own key"):
-        certificates.read(tls(files))
+        auth.read_certificates(tls(files))
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
@@ -44,7 +43,7 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(files: Door
     )
     encrypted.replace(files.key)
     with pytest.raises(errors.InvalidArgument, match="without a password"):
-        certificates.read(tls(files))
+        auth.read_certificates(tls(files))
 
 
 @pytest.mark.parametrize("name", ["cert", "key", "ca"])
@@ -53,7 +52,7 @@ def test_a_file_that_is_missing_or_no_pem_is_refused_by_its_setting(files: DoorF
     setting = {"cert": "cert_file", "key": "key_file", "ca": "client_ca_file"}[name]
     path.write_text("no PEM")
     with pytest.raises(errors.InvalidArgument, match=f"tls.{setting} {path}"):
-        certificates.read(tls(files))
+        auth.read_certificates(tls(files))
     path.unlink()
     with pytest.raises(errors.InvalidArgument, match=f"tls.{setting} {path} cannot be read"):
-        certificates.read(tls(files))
+        auth.read_certificates(tls(files))

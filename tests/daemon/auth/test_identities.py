@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from daemon import errors
-from daemon.auth import identities
-from daemon.auth.identities import Scope
+from daemon import auth, errors
+from daemon.auth import Scope
 from tests._support.door_files import identity, token_of
 
 OTHER = "1" * 64
 
 
-def read(tmp_path: Path, *tables: str) -> identities.Identities:
+def read(tmp_path: Path, *tables: str) -> auth.Identities:
     path = tmp_path / "identities.toml"
     path.write_text("\n".join(tables))
-    return identities.read(str(path))
+    return auth.read_identities(str(path))
 
 
 def test_a_token_and_a_name_of_a_certificate_show_an_identity(tmp_path: Path) -> None:
@@ -65,7 +64,7 @@ def test_what_is_wrong_is_told_with_the_file(tmp_path: Path, tables: list[str], 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidArgument, match="nowhere cannot be read: No such file"):
-        identities.read(str(tmp_path / "nowhere"))
+        auth.read_identities(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -73,4 +72,4 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     [("Bearer x", "x"), ("bearer  x ", "x"), ("Basic x", None), ("Bearer", None), ("Bearer ", None), ("", None)],
 )
 def test_a_bearer_token_is_read(authorization: str, token: str | None) -> None:
-    assert identities.bearer_of(authorization) == token
+    assert auth.bearer_of(authorization) == token

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.auth.watched_files import WatchedFiles
+from daemon.auth import WatchedFiles
 
 
 def watched(path: Path) -> WatchedFiles[int]:

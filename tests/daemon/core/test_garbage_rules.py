@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.core import garbage_rules
-from daemon.core.garbage_rules import Limits, Summary
-from daemon.core.object_count import ObjectCount
+from daemon.core.garbage_rules import Limits, ObjectCount, Summary
 from storage_backends import shard_listing
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ObjectReference, Tombstone

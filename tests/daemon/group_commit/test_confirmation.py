@@ -11,7 +11,7 @@ import pytest
 
 from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.group_commit.confirmation import Probe, ProbedConfirmation
-from daemon.shard.shard_tip import KnownTip
+from daemon.shard.range_operations import KnownTip
 from storage_backends import commit, object_store
 from storage_backends.formats.manifest import ManifestHead, ShardManifest
 from tests._support.virtual_clock import VirtualClock, settle

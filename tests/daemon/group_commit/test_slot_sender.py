@@ -11,7 +11,7 @@ import pytest
 
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
 from daemon.group_commit.confirmation import Confirmation
-from daemon.group_commit.shard_staging import ShardStaging
+from daemon.group_commit.shard_slots import STALL_ANSWER_S, ShardStaging
 from daemon.group_commit.slot_sender import (
     ANSWER_UNCONFIRMED_S,
     COMPANIONS_LEAST,
@@ -22,7 +22,6 @@ from daemon.group_commit.slot_sender import (
     SlotSender,
     SlotWriter,
 )
-from daemon.group_commit.topic_staging import STALL_ANSWER_S
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.shard_slot import ShardSlot, next_after
 from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record

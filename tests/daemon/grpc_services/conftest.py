@@ -14,7 +14,7 @@ from google.protobuf import message, message_factory
 
 from daemon import call_values, config
 from daemon.audit_log import AuditLog
-from daemon.auth.door import Door
+from daemon.auth import Door
 from daemon.grpc_services import admission, server
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, ledger_deletion_pb2
 from tests._support.fake_engine import FakeEngine

@@ -21,8 +21,7 @@ from grpc_health.v1 import health_pb2
 
 from daemon import config, errors
 from daemon.audit_log import AuditLog
-from daemon.auth.door import Door
-from daemon.auth.identities import Scope, hash_of
+from daemon.auth import Door, Scope, hash_of
 from daemon.grpc_services import admission, pipeline
 from tarry.v1 import (
     access_pb2,

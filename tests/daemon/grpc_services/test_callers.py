@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from daemon.grpc_services import callers
+from daemon.grpc_services import admission
 from tarry.v1 import delayed_delivery_pb2
 from tests.daemon.grpc_services.conftest import Edge
 
@@ -24,7 +24,7 @@ from tests.daemon.grpc_services.conftest import Edge
     ],
 )
 def test_a_host_is_a_peer_without_its_port(peer: str, host: str) -> None:
-    assert callers.host_of(peer) == host
+    assert admission.host_of(peer) == host
 
 
 REQUEST = delayed_delivery_pb2.AddMessagesRequest(topic="t", ledger_id=[1], entry_id=[1], delay_ms=[5])

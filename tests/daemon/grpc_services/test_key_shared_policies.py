@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from daemon import config
-from daemon.grpc_services import policy_messages
+from daemon.grpc_services import value_messages
 from daemon.owner.engine import Engine
 from storage_backends.formats import manifest
 from tarry.v1 import dispatch_pb2 as pb
@@ -117,9 +117,9 @@ def test_the_wire_and_the_manifest_mean_the_same_by_a_number(
     selector: manifest.HashSelector, order: manifest.KeyOrder, nack_order: manifest.NackOrder
 ) -> None:
     policy = manifest.KeySharedPolicy(selector=selector, order=order, nack_order=nack_order)
-    message = policy_messages.key_shared_message(policy)
+    message = value_messages.key_shared_message(policy)
     assert policy_pb2.HashSelector.Name(message.selector) == f"HASH_SELECTOR_{selector.name}"
     assert policy_pb2.KeyOrder.Name(message.order) == f"KEY_ORDER_{order.name}"
     assert policy_pb2.NackOrder.Name(message.nack_order) == f"NACK_ORDER_{nack_order.name}"
     given = policy_pb2.SubscriptionPolicy(key_shared=message)
-    assert policy_messages.subscription_policy(given)[0].key_shared == policy
+    assert value_messages.subscription_policy(given)[0].key_shared == policy

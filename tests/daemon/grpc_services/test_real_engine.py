@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from daemon import config
-from daemon.grpc_services import deletion_messages
+from daemon.grpc_services import ledger_deletion_service
 from daemon.owner.engine import Engine
 from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.memory_store import MemoryStore
@@ -319,7 +319,7 @@ async def of_deletions(calls: Calls, offloaded: MemoryStore) -> None:
 
 
 def deletion_of(ledger: OwnedLedger) -> ledger_deletion_pb2.PendingDelete:
-    return deletion_messages.pending_delete_message(ledger.pending_delete())
+    return ledger_deletion_service.pending_delete_message(ledger.pending_delete())
 
 
 async def call(calls: Calls, method: str, request: Any) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon import call_values, errors
-from daemon.grpc_services import row_requests, wire_columns
+from daemon.grpc_services import row_answers, row_requests
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -109,7 +109,7 @@ def listed(*columns_read: Any) -> list[list[int] | None]:
 def add_by_runtime(data: bytes) -> Read | None:
     try:
         request = delayed_delivery_pb2.StreamAddMessagesRequest.FromString(data)
-        batch = wire_columns.add_batch(request.add)
+        batch = row_answers.add_batch(request.add)
     except (message.DecodeError, errors.InvalidArgument):
         return None
     assert batch.return_already_due == (request.add.already_due == delayed_delivery_pb2.ALREADY_DUE_RETURN)
@@ -120,7 +120,7 @@ def add_by_runtime(data: bytes) -> Read | None:
 def unary_add_by_runtime(data: bytes, request_id: int) -> Read | None:
     try:
         request = delayed_delivery_pb2.AddMessagesRequest.FromString(data)
-        batch = wire_columns.add_batch(request)
+        batch = row_answers.add_batch(request)
     except (message.DecodeError, errors.InvalidArgument):
         return None
     return of_add(request_id, request.topic, request.subscription or None, batch)
@@ -152,7 +152,7 @@ def of_add(request_id: int, topic: str, subscription: str | None, batch: call_va
 def acknowledge_by_runtime(data: bytes) -> Read | None:
     try:
         request = dispatch_pb2.SubscribeRequest.FromString(data)
-        positions = wire_columns.handed_out(request.acknowledge)
+        positions = row_answers.handed_out(request.acknowledge)
     except (message.DecodeError, errors.InvalidArgument):
         return None
     return Read(request.acknowledge.request_id, "", None, of_positions(positions))
@@ -173,7 +173,7 @@ def of_positions(positions: call_values.HeldPositions) -> list[list[int] | None]
 def nack_by_runtime(data: bytes) -> Read | None:
     try:
         request = dispatch_pb2.SubscribeRequest.FromString(data)
-        nack = wire_columns.nack(request.negative_acknowledge)
+        nack = row_answers.nack(request.negative_acknowledge)
     except (message.DecodeError, errors.InvalidArgument):
         return None
     return read_nack(request.negative_acknowledge.request_id, nack)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from daemon import config, errors
-from daemon.grpc_services import lane_messages, lane_outbox, subscribe_many
+from daemon.grpc_services import subscribe_many
 from daemon.grpc_services.subscribe_many import SubscribeManyStream
 from tarry.v1 import delayed_delivery_pb2
 from tarry.v1 import dispatch_pb2 as pb
@@ -291,11 +291,11 @@ def answers(message: bytes) -> list[tuple[int, int]]:
 def answer(lane: int, size_bytes: int) -> bytes:
     done = pb.Done()
     done.error.message = "x" * size_bytes
-    return lane_messages.response(lane, pb.SubscribeResponse(done=done).SerializeToString())
+    return subscribe_many.lane_response(lane, pb.SubscribeResponse(done=done).SerializeToString())
 
 
 def test_what_is_ready_is_one_message_and_that_of_a_lane_in_its_order() -> None:
-    outbox = lane_outbox.Outbox()
+    outbox = subscribe_many.Outbox()
     for lane, size_bytes in ((1, 10), (2, 20), (1, 11)):
         outbox.put(lane, answer(lane, size_bytes))
     assert answers(outbox.take()) == [(1, 10), (1, 11), (2, 20)]
@@ -303,7 +303,7 @@ def test_what_is_ready_is_one_message_and_that_of_a_lane_in_its_order() -> None:
 
 
 def test_a_lane_with_much_to_send_takes_its_turn() -> None:
-    outbox = lane_outbox.Outbox()
+    outbox = subscribe_many.Outbox()
     for _ in range(3):
         outbox.put(1, answer(1, 200_000))
     for lane in (2, 3):
@@ -315,7 +315,7 @@ def test_a_lane_with_much_to_send_takes_its_turn() -> None:
 
 
 def test_a_message_has_a_quarter_of_a_mebibyte_but_for_one_answer_that_is_larger() -> None:
-    outbox = lane_outbox.Outbox()
+    outbox = subscribe_many.Outbox()
     outbox.put(1, answer(1, 300_000))
     for _ in range(40):
         outbox.put(2, answer(2, 10_000))
@@ -325,11 +325,11 @@ def test_a_message_has_a_quarter_of_a_mebibyte_but_for_one_answer_that_is_larger
         sizes.append(len(message))
     assert sizes[0] > 300_000
     assert len(sizes) == 3
-    assert max(sizes[1:]) <= lane_outbox.MESSAGE_BYTES
+    assert max(sizes[1:]) <= subscribe_many.MESSAGE_BYTES
 
 
 def test_nothing_more_is_taken_while_too_much_is_not_sent_and_who_waits_is_told() -> None:
-    outbox, waiters = lane_outbox.Outbox(), [_Waiter() for _ in range(20)]
+    outbox, waiters = subscribe_many.Outbox(), [_Waiter() for _ in range(20)]
     for lane in range(1, 6):
         assert outbox.takes(lane, waiters[0])
         outbox.put(lane, answer(lane, 250_000))
@@ -343,7 +343,7 @@ def test_nothing_more_is_taken_while_too_much_is_not_sent_and_who_waits_is_told(
 
 
 def test_one_lane_is_bounded_while_others_have_room() -> None:
-    outbox, waiter = lane_outbox.Outbox(), _Waiter()
+    outbox, waiter = subscribe_many.Outbox(), _Waiter()
     outbox.put(1, answer(1, 300_000))
     assert (outbox.takes(1, waiter), outbox.takes(2, waiter)) == (False, True)
     outbox.take()
@@ -383,7 +383,7 @@ async def test_who_does_not_read_is_handed_out_what_is_on_its_way_and_no_more(
     edge: Edge, settings: config.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty lanes with permits for everything that is due: the rows stay READY for others."""
-    monkeypatch.setattr(lane_outbox, "UNSENT_BYTES_MAX", 10_000)
+    monkeypatch.setattr(subscribe_many, "UNSENT_BYTES_MAX", 10_000)
     topics = {lane: f"t{lane}" for lane in range(1, 21)}
     await created(edge, *topics.values())
     for topic in topics.values():
@@ -425,14 +425,14 @@ async def test_who_does_not_read_is_handed_out_what_is_on_its_way_and_no_more(
     ids=["request", "last", "close", "empty"],
 )
 def test_requests_are_read_from_their_bytes_as_the_contract_writes_them(given: pb.LaneRequest) -> None:
-    expected = lane_messages.LaneRequest(
+    expected = subscribe_many.LaneRequest(
         given.lane, given.request.SerializeToString() if given.HasField("request") else None, given.close
     )
     message = pb.SubscribeManyRequest(requests=[given, given])
-    read = lane_messages.requests(message.SerializeToString(), size_bytes_max=1_000)
+    read = subscribe_many.lane_requests(message.SerializeToString(), size_bytes_max=1_000)
     assert read == [expected, expected]
     # A field that is there twice, which the runtime merges.
     twice = given.SerializeToString() * 2
     unusual = b"\x0a" + bytes([len(twice)]) + twice
-    (merged,) = lane_messages.requests(unusual, size_bytes_max=1_000)
+    (merged,) = subscribe_many.lane_requests(unusual, size_bytes_max=1_000)
     assert (merged.lane, merged.close) == (given.lane, given.close)

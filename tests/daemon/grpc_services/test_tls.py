@@ -15,9 +15,8 @@ import grpc.aio
 import pytest
 import trustme
 
-from daemon import config
-from daemon.auth import door
-from daemon.auth.identities import Scope, hash_of
+from daemon import auth, config
+from daemon.auth import Scope, hash_of
 from tarry.v1 import cluster_pb2, delayed_delivery_pb2
 from tests._support.door_files import DoorFiles, door_files, identity, token_of
 from tests._support.fake_engine import FakeEngine
@@ -95,7 +94,7 @@ class Adding:
 async def test_no_stream_is_dropped_when_certificate_and_tokens_change_under_load(
     engine: FakeEngine, files: DoorFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.01)
     credentials = grpc.ssl_channel_credentials(files.ca.read_bytes())
     async with contextlib.AsyncExitStack() as stack:
         edge = await stack.enter_async_context(watched(engine, settings_of(*files.settings())))
@@ -122,7 +121,7 @@ async def test_no_stream_is_dropped_when_certificate_and_tokens_change_under_loa
 async def test_a_certificate_that_is_wrong_changes_nothing(
     engine: FakeEngine, files: DoorFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(door, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.01)
     settings = settings_of(*files.settings())
     let_in = admission_of(settings)
     refused: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon import call_values
-from daemon.grpc_services import wire_columns
+from daemon.grpc_services import row_answers
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import Rows
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
@@ -55,9 +55,9 @@ def test_the_answer_to_an_add_is_what_protobuf_reads(
         refused_index=index,
         refused_reason=reason[:1] if len(set(reason)) == 1 else reason,
     )
-    answer = wire_columns.add_response(outcome)
+    answer = row_answers.add_response(outcome)
     assert delayed_delivery_pb2.AddMessagesResponse.FromString(answer) == expected
-    streamed = wire_columns.stream_add_response(request_id, outcome)
+    streamed = row_answers.stream_add_response(request_id, outcome)
     assert delayed_delivery_pb2.StreamAddMessagesResponse.FromString(
         streamed
     ) == delayed_delivery_pb2.StreamAddMessagesResponse(request_id=request_id, added=expected)
@@ -86,7 +86,7 @@ def test_messages_are_what_protobuf_reads(
         redelivery_count=np.array(counts, np.uint32) if redelivered else None,
         batch_index=np.array(indexes, np.uint32) if parts else None,
     )
-    (data,) = wire_columns.subscribe_responses(handed)
+    (data,) = row_answers.subscribe_responses(handed)
     expected = dispatch_pb2.SubscribeResponse(
         messages=dispatch_pb2.Messages(
             epoch=epoch,
@@ -110,7 +110,7 @@ def test_a_part_of_what_is_handed_out_has_no_column_that_none_of_its_rows_needs(
         batch_index=np.where(numbers < 10_000, 3, NO_BATCH_INDEX).astype(np.uint32),
     )
     first, second = (
-        dispatch_pb2.SubscribeResponse.FromString(data).messages for data in wire_columns.subscribe_responses(handed)
+        dispatch_pb2.SubscribeResponse.FromString(data).messages for data in row_answers.subscribe_responses(handed)
     )
     assert (len(first.redelivery_count), len(first.batch_index)) == (0, 10_000)
     assert (len(second.redelivery_count), len(second.batch_index)) == (10_000, 0)
@@ -122,7 +122,7 @@ def test_rows_are_cut_into_messages_in_order(rows: int, sizes: list[int]) -> Non
     column = np.arange(2 * rows, dtype=np.uint64)[::2]
     handed = call_values.HandedOut(epoch=1, rows=Rows(column, column, column))
     parts = [
-        dispatch_pb2.SubscribeResponse.FromString(data).messages for data in wire_columns.subscribe_responses(handed)
+        dispatch_pb2.SubscribeResponse.FromString(data).messages for data in row_answers.subscribe_responses(handed)
     ]
     assert [len(part.entry_id) for part in parts] == sizes
     assert [entry for part in parts for entry in part.entry_id] == column.tolist()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from daemon.core.deletions.listing import ListedState
+from daemon.core.deletions.ledger_deletions import ListedState
 from daemon.ledger_deletion.deletion_values import DeletionFilter
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from daemon import call_values
-from daemon.core.deletions import checking
+from daemon.core.deletions import deletion_checks
 from daemon.errors import InvalidArgument, OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.ledger_deletion.deletion_values import DeletionFilter, DeletionPlace, Refusal, RefusedDelete
 from daemon.ledger_stores.ledger_store import Answer
@@ -117,8 +117,8 @@ async def test_a_request_has_a_topic_and_a_bounded_number_of_records(machines: E
     one = await machines.served_by()
     with pytest.raises(InvalidArgument, match="deletes has 0 records"):
         await record(one)
-    with pytest.raises(InvalidArgument, match=f"1 to {checking.DELETES_MAX}"):
-        await record(one, *range(checking.DELETES_MAX + 1))
+    with pytest.raises(InvalidArgument, match=f"1 to {deletion_checks.DELETES_MAX}"):
+        await record(one, *range(deletion_checks.DELETES_MAX + 1))
     for topic in ("", "x" * 1025, "t/n/persistent/x"):
         with pytest.raises(InvalidArgument, match="topic"):
             await record(one, 1, topic=topic)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.ledger_deletion import in_use_changing
+from daemon.ledger_deletion import shard_deletions
 from storage_backends.formats.deletion_format import DeletionOutcome
 from tests._support.engine_fixture import EngineFixture
 from tests._support.fault_places import JOURNAL
@@ -94,7 +94,7 @@ async def test_replace_says_what_alone_is_in_use_but_for_what_is_being_deleted(m
 async def test_a_long_replace_is_written_in_portions_and_says_what_alone_is_in_use(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_use_changing, "LEDGERS_A_DECISION", 10)
+    monkeypatch.setattr(shard_deletions, "LEDGERS_A_DECISION", 10)
     stores = ScriptedLedgers(machines)
     one = await machines.served_by()
     held = stores.hold_after_guard(one, 65)
@@ -114,7 +114,7 @@ async def test_a_long_replace_is_written_in_portions_and_says_what_alone_is_in_u
 async def test_what_is_said_during_a_long_replace_counts_after_it(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_use_changing, "LEDGERS_A_DECISION", 10)
+    monkeypatch.setattr(shard_deletions, "LEDGERS_A_DECISION", 10)
     one = await machines.served_by()
     await use(one, ledgers(*range(50)))
     held = one.pause("put_if_absent", JOURNAL)
@@ -135,7 +135,7 @@ async def test_what_is_said_during_a_long_replace_counts_after_it(
 async def test_a_long_replace_that_a_daemon_could_not_finish_has_forgotten_nothing_that_it_named(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_use_changing, "LEDGERS_A_DECISION", 10)
+    monkeypatch.setattr(shard_deletions, "LEDGERS_A_DECISION", 10)
     stores = ScriptedLedgers(machines)
     one = await machines.served_by()
     await use(one, ledgers(*range(50)))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from daemon import settings
-from daemon.core.deletions.listing import ListedState
+from daemon.core.deletions.ledger_deletions import ListedState
 from daemon.errors import TarryError
 from daemon.ledger_stores.ledger_owner import Owner
 from daemon.ledger_stores.ledger_stores import LedgerStores

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from daemon.core.deletions import life, retrying
-from daemon.core.deletions.waiting import Waiting
+from daemon.core.deletions import ledger_deletions
+from daemon.core.deletions.ledger_deletions import Waiting
 from daemon.errors import TarryError
 from daemon.ledger_deletion.deletion_workers import DeletionWorkers
 from daemon.ledger_deletion.shard_deletions import Attempt, ShardDeletions
@@ -69,13 +69,13 @@ def there_is_no_jitter(patch: pytest.MonkeyPatch) -> None:
     _policy(patch, lambda policy: {"jitter": 0.0})
 
 
-def _policy(patch: pytest.MonkeyPatch, changes: Callable[[retrying.RetryPolicy], dict[str, Any]]) -> None:
+def _policy(patch: pytest.MonkeyPatch, changes: Callable[[ledger_deletions.RetryPolicy], dict[str, Any]]) -> None:
     def answer(deletion: Any, **how: Any) -> DeletionAnswer:
         policy = dataclasses.replace(how["policy"], **changes(how["policy"]))
         return answer_of_failure(deletion, **{**how, "policy": policy})
 
-    answer_of_failure: Callable[..., DeletionAnswer] = retrying.answer_of_failure
-    patch.setattr(retrying, "answer_of_failure", answer)
+    answer_of_failure: Callable[..., DeletionAnswer] = ledger_deletions.answer_of_failure
+    patch.setattr(ledger_deletions, "answer_of_failure", answer)
 
 
 def a_retry_is_made_a_second_early(patch: pytest.MonkeyPatch) -> None:
@@ -97,12 +97,12 @@ def nobody_wakes_the_workers_for_a_retry(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_crash_counts_as_a_failure(patch: pytest.MonkeyPatch) -> None:
-    begun = life.begun
+    begun = ledger_deletions.after_begin
 
     def counted(deletion: Any) -> Any:
         return dataclasses.replace(begun(deletion), failures=deletion.failures + deletion.begun)
 
-    patch.setattr(life, "begun", counted)
+    patch.setattr(ledger_deletions, "after_begin", counted)
 
 
 def dead_letters_do_not_say_why(patch: pytest.MonkeyPatch) -> None:

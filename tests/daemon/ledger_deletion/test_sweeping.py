@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from daemon.core.deletions.listing import ListedState
+from daemon.core.deletions.ledger_deletions import ListedState
 from daemon.errors import (
     Unavailable,
 )

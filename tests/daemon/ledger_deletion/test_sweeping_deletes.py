@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from daemon.core.deletions import orphans
-from daemon.core.deletions.listing import ListedState
+from daemon.core.deletions.ledger_deletions import ListedState
 from daemon.errors import (
     Corruption,
     QuotaExceeded,

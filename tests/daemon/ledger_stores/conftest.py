@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from daemon import settings
-from daemon.core.deletions.object_names import OffloadedName
+from daemon.core.deletions.ledger_metadata import OffloadedName
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.offloaded_ledgers import OffloadedLedgers, open_existing
 from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, OffloadContext, PendingDelete

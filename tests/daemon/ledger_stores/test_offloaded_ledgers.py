@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from daemon import settings
-from daemon.core.deletions.object_names import LEDGER_ID_MAX, OffloadedName
+from daemon.core.deletions.ledger_metadata import LEDGER_ID_MAX, OffloadedName
 from daemon.ledger_stores.ledger_store import DeletionFailed
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.offloaded_ledgers import OffloadedLedgers

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from daemon.owner import candidacy, heartbeat
-from daemon.owner.candidacy import ClaimNow, OwnerLock, RecordedOwner, Wait
+from daemon.owner import heartbeat, standby
+from daemon.owner.standby import ClaimNow, OwnerLock, RecordedOwner, Wait
 
 OTHER = RecordedOwner(owner="north", address="127.0.0.1:7461")
 
@@ -38,7 +38,7 @@ def decide(
     now_s: float = 4.0,
 ) -> ClaimNow | Wait:
     watch = silent_watch(until_s=0.0) if watch is None else watch
-    return candidacy.decide(
+    return standby.decide_candidacy(
         recorded, daemon_id="south", lock=lock, log_ended=log_ended, watch=watch, rank=rank, now_s=now_s
     )
 
@@ -114,12 +114,12 @@ def test_candidates_are_spaced_by_the_interval_that_is_set() -> None:
 
 def test_candidates_have_ranks_of_their_own_that_all_agree_on() -> None:
     candidates = {"a", "b", "c", "d"}
-    ranks = {candidacy.rendezvous_rank(one, others=candidates, former_owner="north") for one in candidates}
+    ranks = {standby.rendezvous_rank(one, others=candidates, former_owner="north") for one in candidates}
     assert ranks == {0, 1, 2, 3}
 
 
 def test_the_former_owner_and_the_candidate_itself_are_not_waited_for() -> None:
-    assert candidacy.rendezvous_rank("a", others={"a", "north"}, former_owner="north") == 0
+    assert standby.rendezvous_rank("a", others={"a", "north"}, former_owner="north") == 0
 
 
 def test_different_owners_are_inherited_by_different_candidates() -> None:
@@ -127,6 +127,6 @@ def test_different_owners_are_inherited_by_different_candidates() -> None:
     heirs = {
         one
         for one, owner in itertools.product(candidates, [f"owner-{number}" for number in range(40)])
-        if candidacy.rendezvous_rank(one, others=candidates, former_owner=owner) == 0
+        if standby.rendezvous_rank(one, others=candidates, former_owner=owner) == 0
     }
     assert heirs == set(candidates)

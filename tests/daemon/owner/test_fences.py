@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon.owner import fences
-from daemon.owner.fences import Fences
+from daemon.owner import takeover
+from daemon.owner.takeover import Fences
 from storage_backends import object_store
 from storage_backends.file_log import FileLogs
 from storage_backends.formats.log_slot_format import LogSlotKind
@@ -84,7 +84,7 @@ async def test_a_fence_that_fails_for_long_fails_all_who_wait_and_who_comes_next
     begin_s = machines.loop.time()
     found = await fenced(south, north.log_id, 2)
     assert [type(each) for each in found] == [object_store.StoreUnavailable] * 2
-    assert fences.DEADLINE_S / 2 < machines.loop.time() - begin_s <= fences.DEADLINE_S
+    assert takeover.DEADLINE_S / 2 < machines.loop.time() - begin_s <= takeover.DEADLINE_S
     south.daemon.store.come_back()
     (again,) = await fenced(south, north.log_id)
     assert isinstance(again, Fence)

@@ -9,10 +9,9 @@ import threading
 import pytest
 
 from daemon.core import garbage_rules
-from daemon.core.garbage_rules import Summary
-from daemon.core.object_count import ObjectCount
-from daemon.owner import garbage
-from daemon.owner.garbage import Collector
+from daemon.core.garbage_rules import ObjectCount, Summary
+from daemon.owner import collection_pass
+from daemon.owner.collection_pass import Collector
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import TopicPolicy
@@ -52,7 +51,7 @@ def test_an_object_that_left_its_manifest_stays_for_its_grace_and_then_goes_with
 
 
 def test_many_tombstones_go_in_steps(topic: TopicWithGarbage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "BATCH", 2)
+    monkeypatch.setattr(collection_pass, "BATCH", 2)
     dropped = topic.seal(*"ABCDE")
     topic.drop(*dropped)
     topic.pass_time(hours=2)
@@ -180,14 +179,14 @@ def test_what_was_given_up_is_deleted_on_request_and_then_its_record(topic: Topi
     name = given_up(topic, "A")
     script = Script()
     store = FaultStore(topic.store, script)
-    assert garbage.retry_given_up(store, name, lambda _: False, dry_run=True) == Summary(tombstones=ONE)
+    assert collection_pass.retry_given_up(store, name, lambda _: False, dry_run=True) == Summary(tombstones=ONE)
     for part in (names.dead_object_key(name), name):
         script.plan("delete", Fault.FAIL_BEFORE, key_part=part)
-        assert garbage.retry_given_up(store, name, lambda _: False) == Summary(failed=ONE)
+        assert collection_pass.retry_given_up(store, name, lambda _: False) == Summary(failed=ONE)
         assert topic.dead(), "it is known as long as it is there"
-    assert garbage.retry_given_up(store, name, lambda _: False) == Summary(tombstones=ONE)
+    assert collection_pass.retry_given_up(store, name, lambda _: False) == Summary(tombstones=ONE)
     assert (topic.dead(), topic.objects()) == ([], [])
-    assert garbage.retry_given_up(store, name, lambda _: False) == Summary(), "another collector was quicker"
+    assert collection_pass.retry_given_up(store, name, lambda _: False) == Summary(), "another collector was quicker"
 
 
 def test_a_record_that_is_damaged_or_names_something_else_deletes_nothing(topic: TopicWithGarbage) -> None:
@@ -196,15 +195,15 @@ def test_a_record_that_is_damaged_or_names_something_else_deletes_nothing(topic:
     key = names.dead_object_key(name)
     record = manifest.decode_dead_object(topic.store.get(key))
     topic.store.put(key, manifest.encode_dead_object(dataclasses.replace(record, object=live)))
-    assert garbage.retry_given_up(topic.store, name, lambda _: False).failed == ONE
+    assert collection_pass.retry_given_up(topic.store, name, lambda _: False).failed == ONE
     topic.store.put(key, b"nothing")
-    assert garbage.retry_given_up(topic.store, name, lambda _: False).failed == ObjectCount(1, 0)
+    assert collection_pass.retry_given_up(topic.store, name, lambda _: False).failed == ObjectCount(1, 0)
     assert topic.objects() == sorted([live, name])
 
 
 def test_what_a_manifest_names_is_not_deleted_though_there_is_a_record(topic: TopicWithGarbage) -> None:
     name = given_up(topic, "A")
-    assert garbage.retry_given_up(topic.store, name, lambda each: each == name).failed == ONE
+    assert collection_pass.retry_given_up(topic.store, name, lambda each: each == name).failed == ONE
     assert topic.objects() == [name]
 
 
@@ -305,14 +304,14 @@ def test_a_collector_may_die_at_any_call_and_the_next_one_finishes() -> None:
 def test_a_collector_that_drops_a_tombstone_before_it_deletes_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def drop_first(
         self: Collector[manifest.TopicManifest], warm: object, *, dry_run: bool = False
-    ) -> garbage.Step[manifest.TopicManifest]:
+    ) -> collection_pass.Step[manifest.TopicManifest]:
         tip = self._log.read_tip()
         assert tip is not None
         due = garbage_rules.due(tip.manifest.tombstones, self._tools.now_ms())
-        outcome = garbage.Outcome(deleted=frozenset(each.object.name for each in due))
+        outcome = collection_pass.Outcome(deleted=frozenset(each.object.name for each in due))
         tip = self._drop(outcome, tip)
         self._delete(outcome.deleted)
-        return garbage.Step(tip, deleted=outcome.deleted)
+        return collection_pass.Step(tip, deleted=outcome.deleted)
 
     monkeypatch.setattr(Collector, "collect_tombstones", drop_first)
     with pytest.raises(AssertionError, match="nobody knows of"):

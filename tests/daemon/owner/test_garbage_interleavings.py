@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from daemon.owner import garbage
-from daemon.owner.garbage import Collector
+from daemon.owner import collection_pass
+from daemon.owner.collection_pass import Collector
 from storage_backends import commit, shard_listing, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest, TopicPolicy
@@ -111,10 +111,10 @@ class Owner:
 def collect(run: Run) -> Callable[[], None]:
     def act() -> None:
         store = SteppedStore(run)
-        tools = garbage.Tools(
+        tools = collection_pass.Tools(
             store=store, executor=InlineExecutor(), now_ms=lambda: NOW_MS, writer="collector", limits=AT_ONCE
         )
-        collector = Collector(log_of(store, run, "collector"), garbage.TOPIC, tools)
+        collector = Collector(log_of(store, run, "collector"), collection_pass.TOPIC, tools)
         listing = ShardListing(SHARD)
         listing.add(store.list(names.shard_prefix(SHARD)))
         listed = listing.topics[TOPIC_ID]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
-from daemon.group_commit.shard_staging import ShardStaging
+from daemon.group_commit.shard_slots import ShardStaging
 from daemon.group_commit.slot_sender import LandedSection, Section
 from daemon.owner import living_log
 from daemon.owner.living_log import LivingLog

@@ -9,9 +9,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from daemon.owner import log_collection
+from daemon.owner import garbage_collection
+from daemon.owner.garbage_collection import LogCollection
 from daemon.owner.heartbeat import Heartbeat
-from daemon.owner.log_collection import LogCollection
 from storage_backends import object_store
 from storage_backends.file_log import FileLogs
 from storage_backends.formats import names
@@ -178,10 +178,10 @@ async def test_a_log_that_a_crash_left_gets_an_end_when_its_daemon_has_been_sile
     north.daemon.kill()
     collection = collection_of(south)
     await south.run(collection.dead())
-    await asyncio.sleep(log_collection.SILENT_S / 2)
+    await asyncio.sleep(garbage_collection.SILENT_S / 2)
     beat(machines, north, 2)
     await south.run(collection.dead())
-    await asyncio.sleep(log_collection.SILENT_S - 1)
+    await asyncio.sleep(garbage_collection.SILENT_S - 1)
     await south.run(collection.dead())
     assert kinds(machines, north.log_id) == [OPEN], "it was still heard of"
     await asyncio.sleep(1)
@@ -199,7 +199,7 @@ async def test_a_log_of_which_no_daemon_tells_gets_an_end(machines: EngineFixtur
         beat(machines, north, 1, log_ended=True)
     collection = collection_of(south)
     await south.run(collection.dead())
-    await asyncio.sleep(log_collection.SILENT_S)
+    await asyncio.sleep(garbage_collection.SILENT_S)
     if again:
         beat(machines, north, 2, log_ended=True)
     await south.run(collection.dead())
@@ -213,11 +213,11 @@ async def a_silent_log_is_one_of_which_no_daemon_tells(machines: EngineFixture) 
         beat(machines, north, sequence)
         await south.run(collection.dead())
         assert kinds(machines, north.log_id) == [OPEN], "its daemon beats"
-        await asyncio.sleep(2 * log_collection.SILENT_S)
+        await asyncio.sleep(2 * garbage_collection.SILENT_S)
     await north.take(1)
     await north.write(1)
     for _ in range(2):
-        await asyncio.sleep(2 * log_collection.SILENT_S)
+        await asyncio.sleep(2 * garbage_collection.SILENT_S)
         await south.run(collection.dead())
     assert FENCE not in kinds(machines, north.log_id), "what a shard names is for who takes it over"
     await north.write(1)
@@ -238,7 +238,7 @@ async def test_a_log_that_a_living_process_holds_gets_no_end(
     collection = LogCollection(FileLogs(tmp_path), south.manifests, lambda: None, south.environment)
     try:
         await south.run(collection.dead())
-        await asyncio.sleep(log_collection.SILENT_S)
+        await asyncio.sleep(garbage_collection.SILENT_S)
         await south.run(collection.dead())
     finally:
         holder.close()

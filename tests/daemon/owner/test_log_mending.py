@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from daemon.errors import Corruption
-from daemon.owner import engine, heartbeat, log_loss, log_mending
-from daemon.owner.log_mending import Loss, Owned
+from daemon.owner import engine, give_up, heartbeat
+from daemon.owner.give_up import Loss, Owned
 from daemon.shard import topic_loading
 from storage_backends import log_fence, object_store
 from storage_backends.formats import log_slot_format, names
@@ -68,10 +68,10 @@ async def test_what_is_given_up_of_the_newest_slot_costs_that_slot_and_nothing_t
     await not_serving(machines, newest)
     written = machines.slots()
     said: list[str] = []
-    assert not log_loss.give_up(machines.store, log_id, accepted=False, say=said.append)
+    assert not give_up.resolve_loss(machines.store, log_id, accepted=False, say=said.append)
     assert machines.slots() == written
     assert f"slots {names.number_of(newest)} to {names.number_of(newest)}" in said[0]
-    assert log_loss.give_up(machines.store, log_id, accepted=True, say=said.append)
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=said.append)
     three = await machines.served_by("one", *SEVERAL)
     await three.until(lambda: three.engine.loaded)
     # What was sealed is in a bucket, and not in that slot alone.
@@ -101,7 +101,7 @@ async def test_a_fence_between_what_is_written_for_a_loss_loses_nothing_that_com
         damage(machines, key)
     slots = Loss.slots
     monkeypatch.setattr(Loss, "slots", lambda loss: slots(loss)[:1])
-    assert log_loss.give_up(machines.store, log_id, accepted=True, say=lambda text: None)
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=lambda text: None)
     two = await machines.served_by("one", *SEVERAL)
     with pytest.raises(Corruption, match="it was sealed as of shard slot"):
         await two.add(sealed, 7, range(1), delay_ms=FAR_MS)
@@ -118,16 +118,16 @@ async def test_a_fence_between_what_is_written_for_a_loss_loses_nothing_that_com
 async def test_a_log_that_is_whole_is_left_as_it_is(machines: EngineFixture) -> None:
     log_id = await with_rows(machines)
     written = machines.slots()
-    assert log_loss.give_up(machines.store, log_id, accepted=True, say=lambda text: None)
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=lambda text: None)
     assert machines.slots() == written
     await machines.served_by("one", *SEVERAL)
-    assert log_loss.give_up(machines.store, log_id, accepted=True, say=lambda text: None) is True
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=lambda text: None) is True
 
 
 async def test_a_log_that_no_shard_names_is_nothing_to_give_up(machines: EngineFixture) -> None:
     await with_rows(machines)
     with pytest.raises(object_store.Damaged, match="it has no slot"):
-        log_loss.give_up(machines.store, "0" * 26, accepted=True, say=lambda text: None)
+        give_up.resolve_loss(machines.store, "0" * 26, accepted=True, say=lambda text: None)
 
 
 async def test_every_lost_slot_may_have_had_a_section_of_each_shard(machines: EngineFixture) -> None:
@@ -135,7 +135,7 @@ async def test_every_lost_slot_may_have_had_a_section_of_each_shard(machines: En
     await north.write(0, 1)
     await north.write(0)
     slots = log_owner.log_of(machines, north.log_id)
-    loss = log_mending.find_loss(slots, [Owned(north.tip(0), 0), Owned(north.tip(1), 7)], told=5)
+    loss = give_up.find_loss(slots, [Owned(north.tip(0), 0), Owned(north.tip(1), 7)], told=5)
     assert loss == Loss(
         north.log_id, after=3, through=5, highest=3, heads={0: Head(1, 2), 1: Head(1, 1)}, sections={0: 2, 1: 6}
     )
@@ -153,7 +153,7 @@ async def test_where_no_slot_can_be_read_the_checkpoints_say_how_far_the_log_wen
     for key in machines.slots():
         damage(machines, key)
     slots = log_owner.log_of(machines, north.log_id)
-    loss = log_mending.find_loss(slots, [Owned.of(north.tip(0), [])], told=0)
+    loss = give_up.find_loss(slots, [Owned.of(north.tip(0), [])], told=0)
     assert loss is not None
     assert (loss.after, loss.through, loss.heads, loss.sections) == (1, 2, {0: Head(1, 1)}, {0: 1})
 
@@ -172,7 +172,7 @@ async def test_a_false_fence_below_a_damaged_slot_is_not_the_end(machines: Engin
     )
     slots.create(2, log_slot_format.encode_log_slot(header))
     damage(machines, names.log_slot_key(north.log_id, 4))
-    loss = log_mending.find_loss(slots, [Owned.of(north.tip(0), [])], told=4)
+    loss = give_up.find_loss(slots, [Owned.of(north.tip(0), [])], told=4)
     assert loss is not None
     assert (loss.after, loss.through, loss.heads, loss.sections) == (1, 4, {0: Head(1, 0)}, {0: 3})
 
@@ -181,8 +181,8 @@ async def test_a_log_that_goes_on_is_not_given_up(machines: EngineFixture) -> No
     north = await owner_of(machines, "north", 0)
     await north.write(0)
     slots = log_owner.log_of(machines, north.log_id)
-    loss = log_mending.find_loss(slots, [Owned(north.tip(0), 0)], told=3)
+    loss = give_up.find_loss(slots, [Owned(north.tip(0), 0)], told=3)
     assert loss is not None
     await north.write(0)
-    with pytest.raises(log_mending.StillWritten, match="its daemon lives"):
-        log_mending.give_up(slots, loss)
+    with pytest.raises(give_up.StillWritten, match="its daemon lives"):
+        give_up.fill_lost_slots(slots, loss)

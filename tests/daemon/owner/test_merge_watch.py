@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from daemon.owner.merge_watch import LOOK_S
-from daemon.topic import bucket_life
+from daemon.topic import bucket_lifecycle
 from storage_backends import merge_hints
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket
@@ -61,8 +61,8 @@ async def test_an_idle_daemon_asks_for_one_key_a_minute_and_for_a_topic_once_in_
     for number, topic in enumerate(topics):
         await with_buckets(one, topic, 1 + number % 2)
     calls = watched(one)
-    await asyncio.sleep(bucket_life.LOOK_S + 2)
-    assert count(calls, names.MERGE_HINTS_CHANGED_KEY) == pytest.approx(bucket_life.LOOK_S / LOOK_S, abs=1)
+    await asyncio.sleep(bucket_lifecycle.LOOK_S + 2)
+    assert count(calls, names.MERGE_HINTS_CHANGED_KEY) == pytest.approx(bucket_lifecycle.LOOK_S / LOOK_S, abs=1)
     assert count(calls, names.MERGE_HINTS_PREFIX) == 0, "nothing has changed"
     looked = {topic: count(calls, names.topic_id(topic)) for topic in topics}
     assert looked == {topic: number % 2 for number, topic in enumerate(topics)}, "where there is something to merge"
@@ -82,7 +82,7 @@ async def test_topics_are_looked_at_one_after_the_other_though_loaded_together(m
         return Fault.NONE
 
     two.decide = decide
-    await asyncio.sleep(bucket_life.LOOK_S + 2)
+    await asyncio.sleep(bucket_lifecycle.LOOK_S + 2)
     assert len(looked) == 12
     assert len({int(at_s) // 60 for at_s in looked}) >= 5
 
@@ -105,7 +105,7 @@ async def test_a_merge_of_which_no_hint_came_is_learned_within_twenty_minutes(ma
     one = await machines.served_by("one", ALONE)
     await with_buckets(one)
     merged = MergingProcess(machines.store, hints=False).merge_all()
-    await asyncio.sleep(bucket_life.LOOK_S + 2)
+    await asyncio.sleep(bucket_lifecycle.LOOK_S + 2)
     assert knows(one, merged)
 
 
@@ -169,7 +169,7 @@ async def test_a_manifest_that_cannot_be_read_after_a_hint_is_read_later(machine
     await asyncio.sleep(1)
     assert not knows(one, merged)
     one.decide = lambda call: Fault.NONE
-    await one.until(lambda: knows(one, merged), timeout_s=bucket_life.LOOK_AGAIN_S + 5)
+    await one.until(lambda: knows(one, merged), timeout_s=bucket_lifecycle.LOOK_AGAIN_S + 5)
 
 
 async def test_the_hint_of_a_topic_that_is_being_loaded_stays_until_it_is(machines: EngineFixture) -> None:

@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from daemon.core.garbage_rules import Summary
-from daemon.core.object_count import NOTHING, ObjectCount
+from daemon.core.garbage_rules import NOTHING, ObjectCount, Summary
 from storage_backends import commit
 from storage_backends.formats import manifest
 from storage_backends.formats.manifest import TopicPolicy

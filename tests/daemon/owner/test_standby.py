@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from daemon.owner import heartbeat, standby
-from daemon.owner.candidacy import OwnerLock, Wait
+from daemon.owner.standby import OwnerLock, Wait
 from storage_backends import commit, local_directory, memory_store, object_store
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LogRange, ManifestHead, ShardManifest

@@ -13,8 +13,8 @@ import pytest
 from daemon.errors import Corruption, Unavailable
 from daemon.owner.log_writer import LogLost
 from daemon.owner.takeover import Takeover, check_readable
-from daemon.shard import ownership_lost
-from daemon.shard.shard_claim import ShardClaim
+from daemon.shard import range_operations
+from daemon.shard.recovery import ShardClaim
 from storage_backends import commit, object_store
 from storage_backends.formats import names
 from storage_backends.formats.log_slot_format import LogSlotKind
@@ -236,7 +236,7 @@ async def test_the_hole_that_a_superseded_claimant_finds_is_no_damage(machines: 
         await east.checkpoint(0)
     log_owner.log_of(machines, north.log_id).delete_through(3)
     found = (await south.read([won]))[0]
-    assert isinstance(found, ownership_lost.Superseded)
+    assert isinstance(found, range_operations.Superseded)
     assert (found.owner, found.owner_address) == ("east", "east:1")
 
 
@@ -254,7 +254,7 @@ async def test_of_two_claimants_with_one_fence_one_wins_and_the_other_is_told_wh
     await held.reached()
     await east.take(0)
     held.release()
-    with pytest.raises(ownership_lost.Superseded) as superseded:
+    with pytest.raises(range_operations.Superseded) as superseded:
         await losing
     assert superseded.value.owner_address == "east:1"
     assert log_owner.numbers_of(machines, north.log_id) == [1, 2, 3], "one fence"
@@ -268,7 +268,7 @@ async def test_who_looked_before_another_had_claimed_never_fences_the_winner(mac
     south = await claimant(machines, "south")
     seen = south.look(0)
     east = await owner_of(machines, "east", 0)
-    with pytest.raises(ownership_lost.Superseded) as superseded:
+    with pytest.raises(range_operations.Superseded) as superseded:
         await south.claim_as_seen(0, seen)
     assert superseded.value.owner_address == "east:1"
     await east.write(0)
@@ -388,7 +388,7 @@ async def test_a_claimant_overtaken_before_it_knows_of_its_claim_does_not_take_t
     assert north.tip(0).owner == "south"
     east = await owner_of(machines, "east", 0)
     answered.set()
-    with pytest.raises(ownership_lost.Superseded) as superseded:
+    with pytest.raises(range_operations.Superseded) as superseded:
         await claiming
     assert superseded.value.owner_address == "east:1"
     await east.write(0)

@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from daemon.owner.candidate import Candidate, Claimed
-from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
-from daemon.owner.takeover import Takeover
-from daemon.shard.shard_claim import ShardClaim
+from daemon.owner.takeover import Fences, Takeover
+from daemon.shard.recovery import ShardClaim
 from storage_backends.formats import names
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Fault, seeded

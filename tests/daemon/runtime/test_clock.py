@@ -10,7 +10,7 @@ import pytest
 
 from daemon.call_values import AddBatch
 from daemon.metrics import Metrics
-from daemon.runtime.clock_watch import ClockWatch
+from daemon.runtime.clocks import ClockWatch
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon._support.calling import create, entries_of, get, stats
 

@@ -6,7 +6,7 @@ import collections
 
 import pytest
 
-from daemon.runtime.counted_store import CountedStore
+from daemon.runtime.pools import CountedStore
 from storage_backends import memory_store, object_store
 from tests._support.fault_store import Fault, FaultStore, Script
 

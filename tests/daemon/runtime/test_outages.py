@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from daemon.runtime.outages import SAY_AGAIN_S, Outages
+from daemon.runtime.environment import SAY_AGAIN_S, Outages
 from storage_backends.formats.shard_slot import ShardSlot
 from tests._support.engine_fixture import EngineFixture
 

@@ -10,10 +10,8 @@ import pytest
 
 from daemon.call_values import HeldPositions
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.index.positions import KeyedRows
-from daemon.runtime import pace
-from daemon.runtime.due_loop import TURN_S, DueLoop
-from daemon.runtime.pace import Pace
+from daemon.core.index.position_keys import KeyedRows
+from daemon.runtime.due_loop import FORGET_S, PACE_TURN_S, ROWS_A_SOURCE, ROWS_LEAST, ROWS_MOST, TURN_S, DueLoop, Pace
 from daemon.shard import shard as shard_module
 from tests._support.engine_fixture import EngineFixture, Receiver
 from tests._support.virtual_loop import VirtualLoop
@@ -46,15 +44,15 @@ def passes(seconds: float) -> None:
 
 async def test_portions_grow_while_nobody_else_wants_a_turn_and_shrink_while_others_need_long() -> None:
     found = Pace()
-    assert found.rows == pace.ROWS_LEAST
+    assert found.rows == ROWS_LEAST
     for _ in range(20):
         await found.give_way()
-    assert found.rows == pace.ROWS_MOST
-    found.noted(2 * pace.TURN_S)
-    assert found.rows == pace.ROWS_MOST // 2
+    assert found.rows == ROWS_MOST
+    found.noted(2 * PACE_TURN_S)
+    assert found.rows == ROWS_MOST // 2
     for _ in range(20):
-        found.noted(2 * pace.TURN_S)
-    assert found.rows == pace.ROWS_LEAST
+        found.noted(2 * PACE_TURN_S)
+    assert found.rows == ROWS_LEAST
 
 
 async def test_a_portion_of_many_sources_is_worth_looking_into_them_however_busy_the_loop_is() -> None:
@@ -62,7 +60,7 @@ async def test_a_portion_of_many_sources_is_worth_looking_into_them_however_busy
     assert [found.rows_of(sources) for sources in (0, 2, 20, 1_000)] == [500, 500, 4_000, 10_000]
     for _ in range(20):
         await found.give_way()
-    assert found.rows_of(20) == pace.ROWS_MOST
+    assert found.rows_of(20) == ROWS_MOST
 
 
 async def test_a_backlog_of_many_buckets_that_come_due_together_is_read_in_portions_worth_it(
@@ -84,17 +82,17 @@ async def test_a_backlog_of_many_buckets_that_come_due_together_is_read_in_porti
         append_ready(state, found)
 
     monkeypatch.setattr(SubscriptionState, "derived", counted)
-    monkeypatch.setattr(Pace, "rows", pace.ROWS_LEAST)
+    monkeypatch.setattr(Pace, "rows", ROWS_LEAST)
     receiver = await one.receiver("t", "away")
     await receiver.received(buckets * rows)
     assert sum(derived) == buckets * rows
     # About half a portion is certain to be taken.
-    assert len(derived) <= 2 * rows * buckets // (pace.ROWS_A_SOURCE * buckets) + buckets
+    assert len(derived) <= 2 * rows * buckets // (ROWS_A_SOURCE * buckets) + buckets
 
 
 async def test_the_others_turn_is_what_runs_between_two_portions() -> None:
     found = Pace()
-    asyncio.get_running_loop().call_soon(passes, 10 * pace.TURN_S)
+    asyncio.get_running_loop().call_soon(passes, 10 * PACE_TURN_S)
     for _ in range(2):
         found.noted(0.0)
     before = found.rows
@@ -106,8 +104,8 @@ async def test_after_a_pause_it_begins_with_little_again() -> None:
     found = Pace()
     for _ in range(20):
         found.noted(0.0)
-    await asyncio.sleep(pace.FORGET_S + 0.1)
-    assert found.rows == pace.ROWS_LEAST
+    await asyncio.sleep(FORGET_S + 0.1)
+    assert found.rows == ROWS_LEAST
 
 
 # ---- the due loop
@@ -252,9 +250,9 @@ async def test_a_stream_with_much_to_take_does_not_keep_the_loop(machines: Engin
         full = stream._took_many
         taken.append(len((await stream.next_messages()).rows))
         assert others_had_a_turn.is_set() or not full
-    assert taken[0] == pace.ROWS_LEAST
+    assert taken[0] == ROWS_LEAST
     assert len(taken) > 3
-    assert pace.ROWS_LEAST < max(taken) <= pace.ROWS_MOST
+    assert ROWS_LEAST < max(taken) <= ROWS_MOST
     stream.close()
 
 

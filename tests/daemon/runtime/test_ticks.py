@@ -9,10 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from daemon.runtime import due_loop as due_loop_module
-from daemon.runtime import tick as tick_module
-from daemon.runtime.due_loop import TURN_S, DueLoop
-from daemon.runtime.pace import Pace
-from daemon.runtime.tick import STEPS_MS, WINDOW_S, Tick
+from daemon.runtime import due_loop as tick_module
+from daemon.runtime.due_loop import STEPS_MS, TURN_S, WINDOW_S, DueLoop, Pace, Tick
 from tests.daemon.runtime.test_pace import WallClock, passes, run_for
 from tests.planted import registry
 

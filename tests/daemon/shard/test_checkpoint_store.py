@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from daemon.shard import checkpoint_store
+from daemon.shard import checkpointing
 from storage_backends import memory_store, object_store
 from storage_backends.formats import checkpoint_format, manifest, names
 from storage_backends.formats.row_columns import Rows
@@ -25,7 +25,7 @@ def checkpoint_of(slot: int) -> checkpoint_format.Checkpoint:
 
 
 def written(store: object_store.ObjectStore, slot: int) -> manifest.CheckpointCut:
-    reference = checkpoint_store.write_checkpoint(store, checkpoint_of(slot), base=slot + 7, unique=f"U{slot}")
+    reference = checkpointing.write_checkpoint(store, checkpoint_of(slot), base=slot + 7, unique=f"U{slot}")
     return manifest.CheckpointCut(object=reference, slot=slot, log_id="log", at=slot)
 
 
@@ -55,15 +55,15 @@ def test_a_checkpoint_is_named_after_the_manifest_it_was_started_from_and_read_b
     reference = written(store, 40)
     assert reference.object.name == names.checkpoint_key(SHARD, 47, "U40")
     assert (reference.object.base, reference.object.size_bytes) == (47, len(store.get(reference.object.name)))
-    loaded = checkpoint_store.read_newest(store, tip_of(reference, written(store, 30)), damaged=alarm)
+    loaded = checkpointing.read_newest(store, tip_of(reference, written(store, 30)), damaged=alarm)
     assert loaded.checkpoint is not None
     assert (loaded.checkpoint.slot, loaded.slot, alarm.keys) == (40, 40, [])
     assert loaded.checkpoint.topics[0].mutable_rows.entry_id.tolist() == list(range(40))
 
 
 def test_without_a_checkpoint_all_sections_are_replayed() -> None:
-    loaded = checkpoint_store.read_newest(memory_store.MemoryStore(), tip_of(None), damaged=Alarm())
-    assert loaded == checkpoint_store.LoadedCheckpoint(None, ShardSlot(0))
+    loaded = checkpointing.read_newest(memory_store.MemoryStore(), tip_of(None), damaged=Alarm())
+    assert loaded == checkpointing.LoadedCheckpoint(None, ShardSlot(0))
 
 
 def flip_last_bit(store: object_store.ObjectStore, key: str) -> None:
@@ -81,14 +81,14 @@ def remove(store: object_store.ObjectStore, key: str) -> None:
 
 
 def exchange(store: object_store.ObjectStore, key: str) -> None:
-    other = checkpoint_store.write_checkpoint(store, checkpoint_of(41), base=1, unique="OTHER")
+    other = checkpointing.write_checkpoint(store, checkpoint_of(41), base=1, unique="OTHER")
     store.put(key, store.get(other.name))
 
 
 def exchange_for_a_twin(store: object_store.ObjectStore, key: str) -> None:
     """Another one of the same slot and the same size, undamaged in itself."""
     twin = dataclasses.replace(checkpoint_of(40), epoch=3)
-    other = checkpoint_store.write_checkpoint(store, twin, base=1, unique="TWIN")
+    other = checkpointing.write_checkpoint(store, twin, base=1, unique="TWIN")
     assert len(store.get(key)) == other.size_bytes
     store.put(key, store.get(other.name))
 
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_with_an_alarm(
     newest, previous = written(store, 40), written(store, 30)
     assert callable(damage)
     damage(store, newest.object.name)
-    loaded = checkpoint_store.read_newest(store, tip_of(newest, previous), damaged=alarm)
+    loaded = checkpointing.read_newest(store, tip_of(newest, previous), damaged=alarm)
     assert loaded.checkpoint is not None
     assert (loaded.checkpoint.slot, loaded.slot) == (30, 30)
     assert alarm.keys == [newest.object.name]
@@ -113,8 +113,8 @@ def test_all_sections_stand_in_for_a_damaged_first_checkpoint() -> None:
     store = memory_store.MemoryStore()
     newest = written(store, 40)
     flip_last_bit(store, newest.object.name)
-    loaded = checkpoint_store.read_newest(store, tip_of(newest), damaged=Alarm())
-    assert loaded == checkpoint_store.LoadedCheckpoint(None, ShardSlot(0))
+    loaded = checkpointing.read_newest(store, tip_of(newest), damaged=Alarm())
+    assert loaded == checkpointing.LoadedCheckpoint(None, ShardSlot(0))
 
 
 def test_two_damaged_checkpoints_refuse_the_shard() -> None:
@@ -122,15 +122,15 @@ def test_two_damaged_checkpoints_refuse_the_shard() -> None:
     newest, previous = written(store, 40), written(store, 30)
     flip_last_bit(store, newest.object.name)
     flip_last_bit(store, previous.object.name)
-    with pytest.raises(checkpoint_store.CheckpointDamaged, match=previous.object.name):
-        checkpoint_store.read_newest(store, tip_of(newest, previous), damaged=Alarm())
+    with pytest.raises(checkpointing.CheckpointDamaged, match=previous.object.name):
+        checkpointing.read_newest(store, tip_of(newest, previous), damaged=Alarm())
 
 
 def test_a_checkpoint_under_the_right_sum_but_of_another_slot_is_damaged() -> None:
     store = memory_store.MemoryStore()
     newest, previous = written(store, 40), written(store, 30)
     wrong = dataclasses.replace(newest, slot=ShardSlot(41))
-    loaded = checkpoint_store.read_newest(store, tip_of(wrong, previous), damaged=Alarm())
+    loaded = checkpointing.read_newest(store, tip_of(wrong, previous), damaged=Alarm())
     assert loaded.slot == 30
 
 
@@ -141,4 +141,4 @@ def test_an_unreachable_store_is_no_damage() -> None:
 
     newest = written(memory_store.MemoryStore(), 40)
     with pytest.raises(object_store.StoreUnavailable):
-        checkpoint_store.read_newest(Unreachable(), tip_of(newest), damaged=Alarm())
+        checkpointing.read_newest(Unreachable(), tip_of(newest), damaged=Alarm())

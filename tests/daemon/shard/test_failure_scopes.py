@@ -10,12 +10,11 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
 from daemon.owner import heartbeat
-from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
-from daemon.owner.takeover import Takeover
+from daemon.owner.takeover import Fences, Takeover
 from daemon.runtime import due_loop
 from daemon.runtime.failure_scope import Failures, ShardLost, TopicFailed
 from daemon.shard.checkpointing import Checkpointing

@@ -7,7 +7,7 @@ import collections
 
 import pytest
 
-from daemon.topic import bucket_life
+from daemon.topic import bucket_lifecycle
 from storage_backends.formats import names
 from tests._support.engine_fixture import Daemon, EngineFixture
 
@@ -38,7 +38,7 @@ async def test_topics_that_began_together_are_sealed_one_after_the_other(machine
     began_ms = machines.now_ms()
     await with_rows(one)
     ages_s = await ages_when_sealed(machines, began_ms)
-    assert ages_s[0] >= AGE_S * (1 - bucket_life.AGE_SPREAD)
+    assert ages_s[0] >= AGE_S * (1 - bucket_lifecycle.AGE_SPREAD)
     assert ages_s[-1] <= AGE_S + 5
     assert most_at_once(ages_s) <= 10
 
@@ -57,11 +57,11 @@ async def test_topics_that_were_loaded_together_are_as_if_they_had_begun_at_diff
     assert most_at_once(ages_s) <= 10
 
 
-@pytest.mark.parametrize("spread", [bucket_life.AGE_SPREAD, 0.0])
+@pytest.mark.parametrize("spread", [bucket_lifecycle.AGE_SPREAD, 0.0])
 async def test_the_spread_is_what_keeps_them_apart(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch, spread: float
 ) -> None:
-    monkeypatch.setattr(bucket_life, "AGE_SPREAD", spread)
+    monkeypatch.setattr(bucket_lifecycle, "AGE_SPREAD", spread)
     one = await machines.served_by("one", OLD)
     began_ms = machines.now_ms()
     await with_rows(one)

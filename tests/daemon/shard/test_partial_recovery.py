@@ -14,7 +14,7 @@ import pytest
 
 from daemon.errors import Corruption, NotFound, Unavailable
 from daemon.shard import recovery, topic_loading
-from daemon.topic import bucket_life
+from daemon.topic import bucket_lifecycle
 from storage_backends.formats import checkpoint_format, log_slot_format, names
 from storage_backends.formats.checkpoint_format import Checkpoint
 from tests._support.engine_fixture import Daemon, EngineFixture, Held, no_positions
@@ -461,7 +461,7 @@ async def test_a_topic_whose_manifests_are_gone_is_damaged_where_a_section_names
 async def test_damaged_progress_refuses_its_topic_alone(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(bucket_life, "INLINE_PROGRESS_BYTES", 8)
+    monkeypatch.setattr(bucket_lifecycle, "INLINE_PROGRESS_BYTES", 8)
     one = await machines.served_by("one", *SMALL)
     receiver = await one.receiver("bad")
     await one.add("bad", 1, range(20))

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.core.index.index import Index
-from daemon.core.index.positions import bitmap_of, keys_of
+from daemon.core.index.position_keys import bitmap_of, keys_of
 from daemon.core.index.segments import SegmentCache
 from daemon.shard import recovery
-from daemon.topic import checkpoint_parts, sealing
+from daemon.topic import bucket_lifecycle
 from storage_backends import commit
 from storage_backends.formats import bucket_format, checkpoint_format, manifest, merge, position_bitmap, slot_format
 from storage_backends.formats.row_columns import Rows
@@ -292,11 +292,13 @@ def test_what_a_checkpoint_says_of_several_indexes_is_what_recovery_reads() -> N
     begun = topic.indexes.begin_seal(lambda index: f"k{index}", now_ms=0)
     assert [number for number, _ in begun] == [0, 2, 1]
     cuts = tuple(
-        sealing.SealCut(topic="t", key=memory.name, base=1, slot=ShardSlot(11), rows=memory.snapshot(), index_id=index)
+        bucket_lifecycle.SealCut(
+            topic="t", key=memory.name, base=1, slot=ShardSlot(11), rows=memory.snapshot(), index_id=index
+        )
         for index, memory in begun
     )
     topic.apply(slot_format.AddRecord("id", 1, 1, rows_of([13])), 12, elapsed_ms=0)
-    cut = checkpoint_parts.TopicCut(
+    cut = bucket_lifecycle.TopicCut(
         topic_id="id",
         topic="t",
         incarnation=1,
@@ -306,7 +308,9 @@ def test_what_a_checkpoint_says_of_several_indexes_is_what_recovery_reads() -> N
     )
     written = checkpoint_format.decode_checkpoint(
         checkpoint_format.encode_checkpoint(
-            checkpoint_format.Checkpoint(shard=1, epoch=1, slot=ShardSlot(12), topics=(checkpoint_parts.part_of(cut),))
+            checkpoint_format.Checkpoint(
+                shard=1, epoch=1, slot=ShardSlot(12), topics=(bucket_lifecycle.checkpoint_part(cut),)
+            )
         )
     )
     tail = recovery.tails_of(written, ())["id"]
@@ -318,7 +322,7 @@ def test_what_a_checkpoint_says_of_several_indexes_is_what_recovery_reads() -> N
         2: [0, 3, 4, 10],
     }
     # Committed since: the rows come from the buckets, of which there is one.
-    sealed = sealing.write_bucket(store.store, cuts[2], limits=LIMITS, compatible=False)
+    sealed = bucket_lifecycle.write_bucket(store.store, cuts[2], limits=LIMITS, compatible=False)
     assert sealed is not None
     assert (sealed.live.subscription_id, sealed.live.rows) == (1, 2)
     after = restored(store, tip_of(*live, sealed.live, applied=11), tail)

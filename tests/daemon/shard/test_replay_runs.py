@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.core.index.segments import SegmentCache
-from daemon.shard import replay_runs
-from daemon.shard.replay_runs import Decided
-from daemon.topic import checkpoint_parts
+from daemon.shard import recovery
+from daemon.shard.recovery import Decided
+from daemon.topic import bucket_lifecycle
 from storage_backends.formats import checkpoint_format, manifest, position_bitmap
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.shard_slot import ShardSlot
@@ -78,8 +78,8 @@ def state_after(decided: Iterable[Decided]) -> tuple[bytes, list[int]]:
     core = topic()
     for slot, record in decided:
         core.apply(record, slot, elapsed_ms=0)
-    part = checkpoint_parts.part_of(
-        checkpoint_parts.TopicCut("id", "t", 1, core.indexes.cut(), sealing=(), redelivery=core.redelivery_cut())
+    part = bucket_lifecycle.checkpoint_part(
+        bucket_lifecycle.TopicCut("id", "t", 1, core.indexes.cut(), sealing=(), redelivery=core.redelivery_cut())
     )
     rows = part.mutable_rows
     order = np.lexsort((rows.entry_id, rows.ledger_id, rows.deliver_at_ms))
@@ -92,7 +92,7 @@ def state_after(decided: Iterable[Decided]) -> tuple[bytes, list[int]]:
 
 
 def merged(decided: Sequence[Decided]) -> list[Decided]:
-    return list(replay_runs.merged(decided, created_slots=CREATED_SLOTS))
+    return list(recovery.merged_runs(decided, created_slots=CREATED_SLOTS))
 
 
 def agree(seed: int, steps: int = 60) -> bool:
@@ -135,16 +135,16 @@ def test_decisions_before_and_after_a_subscription_was_created_stay_apart() -> N
 
 
 def nothing_is_added_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_runs, "_first_added_again", len)
+    monkeypatch.setattr(recovery, "_first_added_again", len)
 
 
 def whom_a_slot_is_about_is_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_runs, "bisect_left", lambda borders, slot: 0)
+    monkeypatch.setattr(recovery, "bisect_left", lambda borders, slot: 0)
 
 
 def acknowledgements_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_few = replay_runs._as_few
-    monkeypatch.setattr(replay_runs, "_as_few", lambda run: reversed(list(as_few(run))))
+    as_few = recovery._as_few
+    monkeypatch.setattr(recovery, "_as_few", lambda run: reversed(list(as_few(run))))
 
 
 @pytest.mark.parametrize(

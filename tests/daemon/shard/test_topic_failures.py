@@ -15,13 +15,13 @@ import pytest
 
 from daemon.call_values import HandedOut
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.errors import Corruption, InvariantViolated
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import shard
 from daemon.shard.topic_loading import TopicLoading
-from daemon.topic import checkpoint_parts
-from daemon.topic.bucket_life import BucketLife
+from daemon.topic import bucket_lifecycle
+from daemon.topic.bucket_lifecycle import BucketLife
 from daemon.topic.topic_manifests import TopicCommits
 from storage_backends.formats import checkpoint_format, log_slot_format, manifest, names, slot_format
 from storage_backends.formats.manifest import TopicManifest
@@ -176,7 +176,7 @@ async def test_a_birth_that_fails_when_its_caller_has_gone_is_told_and_is_no_unh
 def cutting(patch: pytest.MonkeyPatch) -> None:
     cut = BucketLife.cut
 
-    def broken(life: BucketLife) -> checkpoint_parts.TopicCut:
+    def broken(life: BucketLife) -> bucket_lifecycle.TopicCut:
         if life._topic.name == FAILING:
             raise InvariantViolated("what cannot be cut")
         return cut(life)
@@ -185,14 +185,14 @@ def cutting(patch: pytest.MonkeyPatch) -> None:
 
 
 def telling(patch: pytest.MonkeyPatch) -> None:
-    part_of = checkpoint_parts.part_of
+    part_of = bucket_lifecycle.checkpoint_part
 
-    def broken(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
+    def broken(cut: bucket_lifecycle.TopicCut) -> checkpoint_format.TopicPart:
         if cut.topic == FAILING:
             raise KeyError("what is not there")
         return part_of(cut)
 
-    patch.setattr(checkpoint_parts, "part_of", broken)
+    patch.setattr(bucket_lifecycle, "checkpoint_part", broken)
 
 
 @pytest.mark.parametrize("breaks", [cutting, telling])
@@ -227,7 +227,7 @@ async def test_an_orderly_end_leaves_nothing_to_read_though_a_topic_of_it_cannot
     await one.add(FAILING, 1, range(10), HOUR_MS)
     cut, broken = BucketLife.cut, 0
 
-    def broken_once(life: BucketLife) -> checkpoint_parts.TopicCut:
+    def broken_once(life: BucketLife) -> bucket_lifecycle.TopicCut:
         nonlocal broken
         broken += 1
         if broken == 1:

@@ -96,7 +96,7 @@ async def test_stats_look_at_most_once_a_minute_and_only_where_something_has_cha
 async def test_a_scrape_makes_no_look_at_a_topic_of_very_many_ledgers(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("daemon.topic.topic_retention.GLANCE_PAGES_MAX", 2)
+    monkeypatch.setattr("daemon.topic.served_topic.GLANCE_PAGES_MAX", 2)
     one = await machines.served_by("one")
 
     async def scraped() -> list[tuple[tuple[int, int] | None, int]]:

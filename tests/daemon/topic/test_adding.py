@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from daemon.call_values import AddOutcome, AddRow, Caller, TopicPolicy, View
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.errors import InvariantViolated, QuotaExceeded, TarryError
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.topic import topic_adds

@@ -9,7 +9,7 @@ import pytest
 
 from daemon.call_values import AddBatch
 from daemon.errors import NotOwner, QuotaExceeded, TarryError, Unavailable
-from daemon.group_commit.shard_staging import STAGED_SLOTS_MAX
+from daemon.group_commit.shard_slots import STAGED_SLOTS_MAX
 from daemon.group_commit.slot_sender import ANSWER_UNCONFIRMED_S
 from tests._support.engine_fixture import Daemon, EngineFixture, Held
 from tests._support.fault_places import JOURNAL

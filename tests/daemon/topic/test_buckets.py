@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from daemon.errors import QuotaExceeded
-from daemon.topic import bucket_life
+from daemon.topic import bucket_lifecycle
 from daemon.topic.served_topic import SEALING_MAX
 from storage_backends.formats import checkpoint_format, names
 from storage_backends.formats.manifest import decode_topic_manifest
@@ -65,9 +65,9 @@ async def test_a_bucket_is_sealed_by_its_size_whatever_the_ledger(
 async def test_a_bucket_is_sealed_by_age_without_any_traffic(machines: EngineFixture) -> None:
     one = await machines.served_by("one", "bucket.age_max_s=60")
     await one.add("t", 1, range(5), delay_ms=500_000)
-    await asyncio.sleep(60 * (1 - bucket_life.AGE_SPREAD) - 2)
+    await asyncio.sleep(60 * (1 - bucket_lifecycle.AGE_SPREAD) - 2)
     assert not machines.keys(BUCKETS)
-    await asyncio.sleep(60 * bucket_life.AGE_SPREAD + 5)
+    await asyncio.sleep(60 * bucket_lifecycle.AGE_SPREAD + 5)
     assert machines.topic_tip().live[0].rows == 5
 
 
@@ -167,7 +167,7 @@ async def test_a_position_that_was_sealed_is_a_duplicate(machines: EngineFixture
 async def test_progress_that_is_too_large_for_the_manifest_is_an_object(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_life, "INLINE_PROGRESS_BYTES", 8)
+    monkeypatch.setattr(bucket_lifecycle, "INLINE_PROGRESS_BYTES", 8)
     one = await machines.served_by("one", *SMALL)
     receiver = await one.receiver("t")
     await one.add("t", 1, range(20))

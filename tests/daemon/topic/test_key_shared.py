@@ -8,7 +8,7 @@ import pytest
 
 from daemon.errors import InvalidArgument, NotFound, QuotaExceeded, TarryError
 from daemon.runtime.failure_scope import TopicFailed
-from daemon.topic import key_shared_outbox
+from daemon.topic import key_shared_streams
 from storage_backends.formats.manifest import HashSelector, KeyOrder
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon._support.calling import stats
@@ -95,12 +95,12 @@ async def test_a_slow_reader_is_not_buffered_for_without_end_and_holds_nobody_up
     one = await machines.served_by("one")
     slow, other = await two_streams(one)
     slow.going_on.clear()
-    rows = 3 * key_shared_outbox.ROWS_MAX
+    rows = 3 * key_shared_streams.ROWS_MAX
     for first in range(0, rows, 10_000):
         await add(one, 1, range(first, first + 10_000), [7, HALF] * 5_000)
     await other.next(rows // 2)
     assert slow.got == []
-    assert key_shared_outbox.ROWS_MAX <= slow.stream.outbox.rows < 2 * key_shared_outbox.ROWS_MAX
+    assert key_shared_streams.ROWS_MAX <= slow.stream.outbox.rows < 2 * key_shared_streams.ROWS_MAX
     slow.going_on.set()
     await slow.next(rows // 2)
     assert slow.of(1) == list(range(0, rows, 2))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from daemon import call_values
-from daemon.topic.open_stream import StreamClosed
+from daemon.topic.open_streams import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon._support.calling import stats

@@ -9,8 +9,8 @@ import pytest
 
 from daemon import call_values
 from daemon.errors import Conflict, InvalidArgument, Unavailable
-from daemon.topic import sharing_rounds
-from daemon.topic.open_stream import StreamClosed
+from daemon.topic import key_shared_streams
+from daemon.topic.open_streams import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.outcomes import Counts
@@ -147,7 +147,7 @@ async def test_plans_that_are_wrong_or_come_too_early_are_refused(
 ) -> None:
     one = await machines.served_by("one", "limits.rows_per_request_max=50000")
     shared = await open_by_key(one, [consumer(1, ALL)], policy=sticky())
-    too_many = range(sharing_rounds.PLAN_ROWS_MAX + 1)
+    too_many = range(key_shared_streams.PLAN_ROWS_MAX + 1)
     for bad, says in (([], "entry_id has 0"), (too_many, "entry_id has 10001 rows.*10000"), ([5, 5], "entry_id.1")):
         with pytest.raises(InvalidArgument, match=says):
             await shared.plan(9, bad)

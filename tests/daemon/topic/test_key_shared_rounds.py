@@ -8,11 +8,11 @@ import pytest
 
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.backlog.in_flight import Mask
-from daemon.core.key_shared.let_go import LetGo
+from daemon.core.key_shared.waiting_rows import LetGo
+from daemon.metrics import TopicNumbers
 from daemon.owner.requests import Requests
 from daemon.runtime.failure_scope import TopicFailed
-from daemon.topic.open_stream import StreamClosed
-from daemon.topic_gauges import TopicNumbers
+from daemon.topic.open_streams import StreamClosed
 from storage_backends.formats.manifest import HashSelector, NackOrder
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.outcomes import Counts, counts_of

@@ -11,11 +11,11 @@ import pytest
 
 from daemon.core.decisions import feeding
 from daemon.core.decisions.key_shared_backlogs import KeySharing
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.core.index.indexes import Indexes
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import SegmentRange
-from daemon.topic.segment_loading import SegmentLoader
+from daemon.topic.bucket_reads import SegmentLoader
 from storage_backends.formats.manifest import NackOrder
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon._support.key_dispatching import HALF, HASHES, Sent, add, by_key, consumer, open_by_key, sticky

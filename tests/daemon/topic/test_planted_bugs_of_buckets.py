@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from daemon.core.decisions.redelivery_cut import RedeliveryCut
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import RedeliveryCut, Topic
 from daemon.core.index.index import BucketBits, Index
 from daemon.owner.merge_watch import MergeWatch
 from daemon.shard import recovery
-from daemon.topic import bucket_life, checkpoint_parts, sealing, stored_progress, topic_manifests
-from daemon.topic.bucket_life import BucketLife
+from daemon.topic import bucket_lifecycle, stored_topic, topic_manifests
+from daemon.topic.bucket_lifecycle import BucketLife
 from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint_format, manifest
 from storage_backends.formats.bucket_format import KeptRows
@@ -32,8 +31,8 @@ from tests.planted import registry
 Plant = Callable[[pytest.MonkeyPatch], None]
 Story = Callable[[EngineFixture], Coroutine[Any, Any, None]]
 
-PART_OF = checkpoint_parts.part_of
-PROGRESS_OF = sealing.progress_of
+PART_OF = bucket_lifecycle.checkpoint_part
+PROGRESS_OF = bucket_lifecycle.progress_of
 DROP = BucketLife._drop
 
 
@@ -43,7 +42,7 @@ def bits_under_the_names_of_sources_are_overlooked(patch: pytest.MonkeyPatch) ->
     ) -> BucketProgress | None:
         return by_bucket.get(name)
 
-    patch.setattr(stored_progress, "of_bucket", of_bucket)
+    patch.setattr(stored_topic, "progress_of_bucket", of_bucket)
 
 
 def a_bucket_is_dropped_before_a_merge_of_it_is_learned(patch: pytest.MonkeyPatch) -> None:
@@ -83,33 +82,33 @@ def a_manifest_of_its_own_tells_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_topic_is_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(bucket_life, "MERGEABLE_BUCKETS", 0)
+    patch.setattr(bucket_lifecycle, "MERGEABLE_BUCKETS", 0)
 
 
 def a_seal_stores_nothing_of_the_buckets_before_it(patch: pytest.MonkeyPatch) -> None:
     def progress_of(
-        cuts: Sequence[sealing.SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut
+        cuts: Sequence[bucket_lifecycle.SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut
     ) -> manifest.Progress:
         return PROGRESS_OF(cuts, (), redelivery)
 
-    patch.setattr(sealing, "progress_of", progress_of)
+    patch.setattr(bucket_lifecycle, "progress_of", progress_of)
 
 
 def a_checkpoint_has_the_rows_of_the_shared_index_alone(patch: pytest.MonkeyPatch) -> None:
-    def part_of(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
+    def part_of(cut: bucket_lifecycle.TopicCut) -> checkpoint_format.TopicPart:
         return dataclasses.replace(PART_OF(cut), own_rows=())
 
-    patch.setattr(checkpoint_parts, "part_of", part_of)
+    patch.setattr(bucket_lifecycle, "checkpoint_part", part_of)
 
 
 def rows_that_are_being_sealed_are_restored_for_all(patch: pytest.MonkeyPatch) -> None:
-    def part_of(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
+    def part_of(cut: bucket_lifecycle.TopicCut) -> checkpoint_format.TopicPart:
         part = PART_OF(cut)
         return dataclasses.replace(
             part, sealing=tuple(dataclasses.replace(each, subscription_id=0) for each in part.sealing)
         )
 
-    patch.setattr(checkpoint_parts, "part_of", part_of)
+    patch.setattr(bucket_lifecycle, "checkpoint_part", part_of)
 
 
 def rows_of_a_subscription_that_is_no_more_are_restored(patch: pytest.MonkeyPatch) -> None:
@@ -170,7 +169,7 @@ def all_topics_are_looked_at_together(patch: pytest.MonkeyPatch) -> None:
 
     def init(life: BucketLife, *args: Any, **named: Any) -> None:
         made(life, *args, **named)
-        life._look_in_s = bucket_life.LOOK_S
+        life._look_in_s = bucket_lifecycle.LOOK_S
 
     patch.setattr(BucketLife, "__init__", init)
 

@@ -11,15 +11,14 @@ import pytest
 
 from daemon.core.backlog.in_flight import InFlight
 from daemon.core.decisions import nack_decisions
-from daemon.core.decisions.ignored import Ignored
+from daemon.core.decisions.claims import Ignored
 from daemon.core.decisions.nack_decisions import Redelivering
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.index import batch_parts
+from daemon.core.index import indexes as batch_parts
 from daemon.errors import TarryError
-from daemon.topic.acknowledging import Acknowledging
-from daemon.topic.negative_acknowledging import TopicRedelivery
 from daemon.topic.served_subscription import ServedSubscription
 from daemon.topic.served_topic import ServedTopic
+from daemon.topic.topic_acks import Acknowledging, TopicRedelivery
 from tests._support.engine_fixture import EngineFixture
 from tests.daemon.topic import test_ack_timeouts as timeouts
 from tests.daemon.topic import test_nack_races as races
@@ -36,7 +35,7 @@ def nobody_waits_for_what_is_staged(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_wait_for_a_slot_has_no_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("daemon.topic.acknowledging.STALL_ANSWER_S", 10_000.0)
+    patch.setattr("daemon.topic.topic_acks.STALL_ANSWER_S", 10_000.0)
 
 
 def times_are_rounded_down(patch: pytest.MonkeyPatch) -> None:
@@ -85,7 +84,7 @@ def an_extension_moves_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def time_outs_are_looked_for_everywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "daemon.topic.negative_acknowledging._timeout_ms",
+        "daemon.topic.topic_acks._timeout_ms",
         lambda state: state.stored.policy.ack_timeout_ms or 1 << 40,
     )
     patch.setattr(TopicRedelivery, "watch", lambda self, state: self._arm())

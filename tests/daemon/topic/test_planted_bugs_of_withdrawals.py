@@ -9,7 +9,7 @@ import pytest
 
 from daemon.core.decisions.withdrawal_decisions import Withdrawals
 from daemon.errors import TarryError
-from daemon.group_commit.shard_staging import ShardStaging
+from daemon.group_commit.shard_slots import ShardStaging
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_gate import TopicGate
 from daemon.topic.topic_withdrawals import Withdrawing

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import Topic
 from daemon.errors import Corruption
 from daemon.shard import recovery
-from daemon.topic import checkpoint_parts, sealing, stored_redeliveries
+from daemon.topic import bucket_lifecycle, stored_topic
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.shard_slot import ShardSlot
 from tests.daemon.shard.test_recovery import FIRST, OTHER, Store, bits, part_of, restored, rows_of, tip_of
@@ -125,9 +125,9 @@ def test_a_cut_does_not_know_what_is_decided_after_it() -> None:
     stored.decide(slot_format.PurgeRecord("id", 1, 1, np.array([1], np.uint64)))
     stored.decide(slot_format.AddRecord("id", 1, 0, rows_of([50]), 3))
     stored.decide(slot_format.AcknowledgeRecord("id", 1, 1, rows_of([1])))
-    written = stored_redeliveries.to_stored(stored.topic.index.pages, cut)
+    written = stored_topic.redeliveries_to_stored(stored.topic.index.pages, cut)
     untouched = Stored(*EVERYTHING).topic
-    assert written == stored_redeliveries.to_stored(untouched.index.pages, untouched.redelivery_cut())
+    assert written == stored_topic.redeliveries_to_stored(untouched.index.pages, untouched.redelivery_cut())
     assert known(stored.topic) != OF_FIRST
 
 
@@ -263,43 +263,45 @@ def test_a_damaged_column_is_damage_of_the_topic_and_named(what: str, as_part: b
 
 
 def a_seal_forgets_redeliveries(patch: pytest.MonkeyPatch) -> None:
-    progress_of = sealing.progress_of
+    progress_of = bucket_lifecycle.progress_of
     patch.setattr(
-        sealing,
+        bucket_lifecycle,
         "progress_of",
         lambda cuts, bits, cut: dataclasses.replace(progress_of(cuts, bits, cut), redeliveries=()),
     )
 
 
 def a_checkpoint_forgets_redeliveries(patch: pytest.MonkeyPatch) -> None:
-    part_of = checkpoint_parts.part_of
+    part_of = bucket_lifecycle.checkpoint_part
 
-    def forgetting(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
+    def forgetting(cut: bucket_lifecycle.TopicCut) -> checkpoint_format.TopicPart:
         part = part_of(cut)
         return dataclasses.replace(part, progress=dataclasses.replace(part.progress, redeliveries=()))
 
-    patch.setattr(checkpoint_parts, "part_of", forgetting)
+    patch.setattr(bucket_lifecycle, "checkpoint_part", forgetting)
 
 
 def levels_are_not_restored(patch: pytest.MonkeyPatch) -> None:
-    restore = stored_redeliveries.restore
+    restore = stored_topic.restore_redeliveries
     patch.setattr(
-        stored_redeliveries, "restore", lambda topic, progress: restore(topic, dataclasses.replace(progress, levels=()))
+        stored_topic,
+        "restore_redeliveries",
+        lambda topic, progress: restore(topic, dataclasses.replace(progress, levels=())),
     )
 
 
 def keys_are_all_taken_for_those_of_the_shared_index(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stored_redeliveries, "_by_index", lambda pages, keys: [(0, keys)])
+    patch.setattr(stored_topic, "_by_index", lambda pages, keys: [(0, keys)])
 
 
 def a_plane_takes_the_place_of_that_of_another_index(patch: pytest.MonkeyPatch) -> None:
-    planes_of = stored_redeliveries._planes_of
+    planes_of = stored_topic._planes_of
 
     def last_ones(topic: Topic, stored: manifest.Redeliveries) -> object:
         by_bit = {each.bit: each for each in stored.counts}
         return planes_of(topic, dataclasses.replace(stored, counts=tuple(by_bit.values())))
 
-    patch.setattr(stored_redeliveries, "_planes_of", last_ones)
+    patch.setattr(stored_topic, "_planes_of", last_ones)
 
 
 def what_progress_says_counts_also_where_the_checkpoint_is_newer(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from daemon.call_values import HandedOut
 from daemon.errors import NotFound, TarryError
-from daemon.topic.open_stream import IN_PASS_ROWS_MAX, StreamClosed
+from daemon.topic.open_streams import IN_PASS_ROWS_MAX, StreamClosed
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
 from tests._support.fault_store import Fault
 from tests.daemon._support.calling import held

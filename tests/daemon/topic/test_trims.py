@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from daemon import call_values
-from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.decisions.departures import LedgerRanges
 from daemon.errors import InvalidArgument, NotFound, OutcomeUnknown, TarryError, Unavailable
 from storage_backends.formats.slot_format import DeadLetterReason
 from tests._support.engine_fixture import EngineFixture, Receiver, no_positions
@@ -266,7 +266,7 @@ async def test_a_trim_of_more_rows_than_a_slot_names_is_one_trim(
 async def test_other_requests_pass_between_the_portions_of_a_trim(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("daemon.core.decisions.trimming.PORTION_ROWS", 10)
+    monkeypatch.setattr("daemon.core.decisions.departures.PORTION_ROWS", 10)
     one = await machines.served_by()
     await one.add("t", 1, range(100), delay_ms=5_000)
     held = one.pause("put_if_absent", JOURNAL)
@@ -286,7 +286,7 @@ async def test_other_requests_pass_between_the_portions_of_a_trim(
 async def test_a_trim_that_fails_in_the_middle_has_done_a_part_and_may_be_repeated(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("daemon.core.decisions.trimming.PORTION_ROWS", 10)
+    monkeypatch.setattr("daemon.core.decisions.departures.PORTION_ROWS", 10)
     one = await machines.served_by("one")
     await one.add("t", 1, range(100), delay_ms=5_000)
     slots = 0
@@ -309,7 +309,7 @@ async def test_a_trim_that_fails_in_the_middle_has_done_a_part_and_may_be_repeat
 async def test_what_is_trimmed_to_dead_letters_is_in_flight_no_longer_and_listed_after_a_crash(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("daemon.core.decisions.trimming.DEAD_LETTER_PORTION_ROWS", 7)
+    monkeypatch.setattr("daemon.core.decisions.departures.DEAD_LETTER_PORTION_ROWS", 7)
     one = await machines.served_by("one", *SMALL)
     receiver, other = await one.receiver("t"), await one.receiver("t", "other")
     await one.add("t", 1, range(30), delay_ms=0)
@@ -332,7 +332,7 @@ async def test_what_is_trimmed_to_dead_letters_is_in_flight_no_longer_and_listed
 async def test_a_request_makes_a_bounded_number_of_dead_letters_and_says_that_there_may_be_more(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("daemon.core.decisions.trimming.DEAD_LETTER_PORTION_ROWS", 10)
+    monkeypatch.setattr("daemon.core.decisions.departures.DEAD_LETTER_PORTION_ROWS", 10)
     monkeypatch.setattr("daemon.shard.topic_changes._ENOUGH_DEAD_LETTERS", 20)
     one = await machines.served_by()
     await create(one)

@@ -18,7 +18,7 @@ from batch.audit import driver as audit
 from batch.audit.driver import Limits, Request
 from batch.audit.findings import Finding, Kind, Report, Severity
 from batch.audit.reading import WallClock
-from daemon.topic import bucket_life
+from daemon.topic import bucket_lifecycle
 from storage_backends.formats import log_slot_format, manifest, names, slot_format
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.memory_store import MemoryStore
@@ -146,7 +146,7 @@ def sound_root() -> MemoryStore:
     a CLOSE; topic `gone`, deleted. One bucket was written when its daemon was killed, and no manifest names it.
     """
     store = MemoryStore(wall_clock=lambda: EPOCH_MS / 1000)
-    with unittest.mock.patch.object(bucket_life, "INLINE_PROGRESS_BYTES", 0):
+    with unittest.mock.patch.object(bucket_lifecycle, "INLINE_PROGRESS_BYTES", 0):
         in_virtual_time(store, _live_through)
     return store
 

@@ -17,22 +17,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from daemon.core.decisions.adding import AddBatch, AddOutcome
-from daemon.core.decisions.claims import HeldPositions
-from daemon.core.decisions.departures import Departure
-from daemon.core.decisions.holding import Claimed, rows_claimed
-from daemon.core.decisions.redelivery_cut import RedeliveryCut
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome
+from daemon.core.decisions.claims import Claimed, HeldPositions, rows_claimed
+from daemon.core.decisions.departures import Departure, LedgerRanges
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic import Topic
-from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.decisions.topic_state import RedeliveryCut, Topic
+from daemon.core.index.bucket import SealedBucket
 from daemon.core.index.index import BucketBits, SeenRows
 from daemon.core.index.mutable_bucket import MutableBucket
-from daemon.core.index.positions import KeyedRows
-from daemon.core.index.sealed_bucket import SealedBucket
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import SegmentCache, SegmentRange
 from daemon.core.limits import RequestLimits
 from daemon.shard import recovery
-from daemon.topic import bucket_reads, checkpoint_parts, sealing
+from daemon.topic import bucket_lifecycle, bucket_reads
 from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
@@ -99,7 +96,7 @@ def key_hashes_of(rows: KeyedRows) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Seal:
-    cuts: tuple[sealing.SealCut, ...]
+    cuts: tuple[bucket_lifecycle.SealCut, ...]
     bits: tuple[BucketBits, ...]
     redelivery: RedeliveryCut
     memory: tuple[MutableBucket, ...]
@@ -366,7 +363,7 @@ class JournaledTopic:
         bits = tuple(each for cut in taken.values() for each in cut.bits)
         memory = indexes.begin_seal(lambda number: f"buckets/{next(self._names):03}", now_ms=self.now_ms)
         cuts = tuple(
-            sealing.SealCut(
+            bucket_lifecycle.SealCut(
                 topic="topic",
                 key=bucket.name,
                 base=0,
@@ -379,14 +376,14 @@ class JournaledTopic:
         self.seals.append(_Seal(cuts, bits, redelivery, tuple(bucket for _, bucket in memory)))
         return True
 
-    def write_seal(self) -> list[sealing.WrittenBucket | None]:
+    def write_seal(self) -> list[bucket_lifecycle.WrittenBucket | None]:
         """The oldest seal is committed: a bucket for each cut, progress, manifest."""
         cuts = self.seals[0].cuts
         written = [
-            sealing.write_bucket(self.store, cut, limits=self._segment_limits, compatible=self._compatible)
+            bucket_lifecycle.write_bucket(self.store, cut, limits=self._segment_limits, compatible=self._compatible)
             for cut in cuts
         ]
-        stored = sealing.progress_of(cuts, self.seals[0].bits, self.seals[0].redelivery)
+        stored = bucket_lifecycle.progress_of(cuts, self.seals[0].bits, self.seals[0].redelivery)
         progress: manifest.Progress | None = stored
         reference = None
         if cuts[0].slot % 2:
@@ -407,7 +404,9 @@ class JournaledTopic:
         self.tip = operation.apply(self.tip)
         return written
 
-    def finish_seal(self, written: Sequence[sealing.WrittenBucket | None], *, near_ms: int | None = None) -> None:
+    def finish_seal(
+        self, written: Sequence[bucket_lifecycle.WrittenBucket | None], *, near_ms: int | None = None
+    ) -> None:
         """The buckets that `write_seal` committed are served."""
         seal = self.seals.popleft()
         for cut, memory, each in zip(seal.cuts, seal.memory, written, strict=True):
@@ -450,7 +449,7 @@ class JournaledTopic:
         """Of everything that is applied, as the shard's owner writes it."""
         parts: tuple[checkpoint_format.TopicPart, ...] = ()
         if self._changed_slot > self.tip.applied:
-            cut = checkpoint_parts.TopicCut(
+            cut = bucket_lifecycle.TopicCut(
                 topic_id=TOPIC_ID,
                 topic="topic",
                 incarnation=1,
@@ -458,7 +457,7 @@ class JournaledTopic:
                 sealing=tuple(cut for seal in self.seals for cut in seal.cuts),
                 redelivery=self.core.redelivery_cut(),
             )
-            parts = (checkpoint_parts.part_of(cut),)
+            parts = (bucket_lifecycle.checkpoint_part(cut),)
         value = checkpoint_format.Checkpoint(shard=1, epoch=EPOCH, slot=ShardSlot(self.slot), topics=parts)
         self.checkpoint = checkpoint_format.encode_checkpoint(value)
 

@@ -13,7 +13,7 @@ import itertools
 from daemon.core.index import merging as core_merging
 from daemon.core.index.index import Index
 from daemon.core.index.merging import MergedBucket
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from daemon.topic import bucket_reads
 from storage_backends import bucket_merging, progress_objects, topic_merge
 from storage_backends.formats.manifest import LiveBucket

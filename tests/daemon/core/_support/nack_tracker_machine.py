@@ -18,7 +18,7 @@ from pyroaring import BitMap64
 
 from daemon.core.backlog import nack_tracker, packed_rows
 from daemon.core.backlog.nack_tracker import NackTracker
-from daemon.core.index.positions import KeyedRows, PagePlaces, PageTable
+from daemon.core.index.position_keys import KeyedRows, PagePlaces, PageTable
 from storage_backends.formats.row_columns import U64, Rows
 
 Position = tuple[int, int]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from daemon.core.backlog.dead_letter_rows import DeadLetterRows
-from daemon.core.decisions.ignored import Ignored, IgnoredReason
+from daemon.core.decisions.claims import Ignored, IgnoredReason
 from daemon.core.decisions.nack_decisions import NackBatch, Terms
 from daemon.core.decisions.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import is_of_batch_parts

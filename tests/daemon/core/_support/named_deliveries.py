@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daemon.core.decisions.ignored import Ignored, IgnoredReason
+from daemon.core.decisions.claims import Ignored, IgnoredReason
 from daemon.core.decisions.nack_decisions import NackBatch
 from tests.daemon.core._support import nacking
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of, claims_of, listed

@@ -12,7 +12,7 @@ from hypothesis.stateful import invariant
 
 from daemon.core.backlog.dead_letter_rows import ALL, DeadLetterRows
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from storage_backends.formats import index_ids
 from tests.daemon.core._support.journaled_topic import key_hashes_of
 from tests.daemon.core._support.merging_machine import MergingMachine

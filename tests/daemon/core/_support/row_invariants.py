@@ -12,7 +12,7 @@ from pyroaring import BitMap64
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes
-from daemon.core.index.positions import keys_of
+from daemon.core.index.position_keys import keys_of
 from storage_backends.formats.index_ids import subscription_of
 from storage_backends.formats.row_columns import U64
 from tests.daemon.core._support.journaled_topic import JournaledTopic

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import LOADED_ROW_BYTES, SegmentRange
 from storage_backends.formats import position_bitmap
 from storage_backends.formats.segment import SegmentLimits

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from daemon.core.decisions import departures
-from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.decisions.departures import LedgerRanges
 from storage_backends.formats.index_ids import is_of_batch_parts
 from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.formats.slot_format import GoneRecord, Record, WaiveRecord

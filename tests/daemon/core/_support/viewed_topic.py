@@ -14,14 +14,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core.index.bucket import Bucket
-from daemon.core.index.histogram import Bars, Counts, PartCount
+from daemon.core.index.bucket import Bucket, SealedBucket
 from daemon.core.index.index import Index
 from daemon.core.index.mutable_bucket import MutableBucket
-from daemon.core.index.positions import KeyedRows, PageTable, bitmap_of
-from daemon.core.index.scan import Asked, Found, Page, PageScan, Part, Place, SealedPart, part_of
-from daemon.core.index.sealed_bucket import SealedBucket
-from daemon.topic import bucket_reads, sealing
+from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of
+from daemon.core.index.scan import (
+    Asked,
+    Bars,
+    Counts,
+    Found,
+    Page,
+    PageScan,
+    Part,
+    PartCount,
+    Place,
+    SealedPart,
+    part_of,
+)
+from daemon.topic import bucket_lifecycle, bucket_reads
 from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
@@ -37,7 +47,7 @@ Row = tuple[int, int, int]
 class Begun:
     index: Index
     memory: MutableBucket
-    cut: sealing.SealCut
+    cut: bucket_lifecycle.SealCut
 
 
 class ViewedTopic(JournaledTopic):
@@ -85,7 +95,7 @@ class ViewedTopic(JournaledTopic):
             if index.mutable.first_row_at_ms is None:
                 continue
             key = f"viewed/{next(self._bucket_numbers):03}"
-            cut = sealing.SealCut(
+            cut = bucket_lifecycle.SealCut(
                 topic="topic",
                 key=key,
                 base=0,
@@ -99,7 +109,7 @@ class ViewedTopic(JournaledTopic):
         """The oldest seal is committed."""
         begun = self.begun.popleft()
         index, memory, cut = begun.index, begun.memory, begun.cut
-        written = sealing.write_bucket(self.store, cut, limits=self.limits, compatible=False)
+        written = bucket_lifecycle.write_bucket(self.store, cut, limits=self.limits, compatible=False)
         sealed = None
         if written is not None:
             sealed = SealedBucket(

@@ -10,7 +10,7 @@ from pyroaring import BitMap64
 
 from daemon.core.backlog import in_flight
 from daemon.core.backlog.in_flight import InFlight
-from daemon.core.index.positions import KeyedRows, keys_of
+from daemon.core.index.position_keys import KeyedRows, keys_of
 from storage_backends.formats.row_columns import U32, Rows
 
 keys = st.integers(0, 30)

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from pyroaring import BitMap64
 
-from daemon.core.backlog import nack_runs, nack_tracker, packed_rows
-from daemon.core.backlog.nack_runs import Departed, Run
-from daemon.core.backlog.nack_tracker import NackTracker, rounded_up
+from daemon.core.backlog import nack_tracker, packed_rows
+from daemon.core.backlog.nack_tracker import Departed, NackTracker, Run, rounded_up
 from daemon.core.backlog.packed_rows import NackColumns, PackedRows, pack
-from daemon.core.index.positions import KeyedRows, PagePlaces, PageTable, bitmap_of
+from daemon.core.index.position_keys import KeyedRows, PagePlaces, PageTable, bitmap_of
 from storage_backends.formats.index_ids import part_entry_id
 from storage_backends.formats.row_columns import U64, Rows
 from tests._support import state_machines
@@ -453,7 +452,7 @@ def rows_are_due_a_millisecond_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def runs_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(nack_runs, "_sure_rows", lambda runs, due, quotas, order, limit: min(len(order), limit))
+    patch.setattr(nack_tracker, "_sure_rows", lambda runs, due, quotas, order, limit: min(len(order), limit))
 
 
 def pages_are_in_the_order_they_came_in(patch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from daemon.core.decisions import feeding
-from daemon.core.decisions.adding import AddBatch
-from daemon.core.decisions.claims import HeldPositions
-from daemon.core.decisions.ignored import Ignored
+from daemon.core.decisions.add_decisions import AddBatch
+from daemon.core.decisions.claims import HeldPositions, Ignored
+from daemon.core.decisions.departures import LedgerRanges
 from daemon.core.decisions.nack_decisions import NackBatch, Terms
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic import Topic
-from daemon.core.decisions.trimming import LedgerRanges
-from daemon.core.index.positions import KeyedRows
+from daemon.core.decisions.topic_state import Topic
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import SegmentCache
 from daemon.core.limits import RequestLimits
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, batch_parts_of, of_part

@@ -14,19 +14,18 @@ from pyroaring import BitMap, BitMap64
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.backlog.in_flight import InFlight, Mask
 from daemon.core.decisions.ack_decisions import Acknowledging
-from daemon.core.decisions.redelivery_cut import RedeliveryCut
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic import Topic
+from daemon.core.decisions.topic_state import RedeliveryCut, Topic
 from daemon.core.index import entitlement
 from daemon.core.index.bucket import Bucket, GoneSet
 from daemon.core.index.index import BucketBits, Index
 from daemon.core.index.mutable_bucket import MutableBucket
-from daemon.core.index.positions import KeyedRows, PageTable, bitmap_of
+from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of
 from daemon.core.index.runs import SortedRun
 from daemon.core.index.segments import SegmentCursor
 from daemon.errors import InvariantViolated
 from daemon.shard import recovery
-from daemon.topic import sealing
+from daemon.topic import bucket_lifecycle
 from storage_backends.formats import checkpoint_format, manifest
 from storage_backends.formats.merge import NotConserved
 from storage_backends.formats.row_columns import U64
@@ -86,16 +85,16 @@ def acknowledged_bits_survive_in_the_mutable_bucket(patch: pytest.MonkeyPatch) -
 
 
 def a_seal_forgets_acknowledgements(patch: pytest.MonkeyPatch) -> None:
-    progress_of = sealing.progress_of
+    progress_of = bucket_lifecycle.progress_of
 
     def without(
-        cuts: Sequence[sealing.SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut
+        cuts: Sequence[bucket_lifecycle.SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut
     ) -> manifest.Progress:
         rows = [dataclasses.replace(cut.rows, acknowledged={}) for cut in cuts]
         cuts = [dataclasses.replace(cut, rows=each) for cut, each in zip(cuts, rows, strict=True)]
         return progress_of(cuts, bits, redelivery)
 
-    patch.setattr(sealing, "progress_of", without)
+    patch.setattr(bucket_lifecycle, "progress_of", without)
 
 
 def what_is_gone_while_a_bucket_is_sealed_is_forgotten(patch: pytest.MonkeyPatch) -> None:

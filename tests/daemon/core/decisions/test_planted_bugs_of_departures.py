@@ -11,18 +11,17 @@ import pytest
 from pyroaring import BitMap64
 
 from daemon.core.backlog.in_flight import InFlight, Mask
-from daemon.core.decisions import feeding, trimming
+from daemon.core.decisions import departures, feeding
 from daemon.core.decisions.ack_decisions import Acknowledging
 from daemon.core.decisions.dead_letter_decisions import DeadLettering
-from daemon.core.decisions.departures import Departure
+from daemon.core.decisions.departures import Departure, LedgerRanges
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic import Topic
-from daemon.core.decisions.trimming import LedgerRanges
-from daemon.core.index import containment, entitlement, quarantine, retention
-from daemon.core.index.bucket import Bucket
+from daemon.core.decisions.topic_state import Topic
+from daemon.core.index import bucket as quarantine
+from daemon.core.index import containment, entitlement, retention
+from daemon.core.index.bucket import Bucket, QuarantinedBucket
 from daemon.core.index.index import Index
-from daemon.core.index.positions import KeyedRows, PageTable
-from daemon.core.index.quarantine import QuarantinedBucket
+from daemon.core.index.position_keys import KeyedRows, PageTable
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import GoneRecord, Record, WaiveRecord
 from tests.daemon.core.decisions import test_leases, test_trimming
@@ -49,14 +48,16 @@ def what_is_trimmed_stays_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_trim_always_takes_lower_ledgers(patch: pytest.MonkeyPatch) -> None:
-    portions = trimming.portions
+    portions = departures.portions
 
-    def of_lower_ones_too(index: Index, ranges: LedgerRanges | None, rows_max: int) -> Iterator[trimming.Parts | None]:
+    def of_lower_ones_too(
+        index: Index, ranges: LedgerRanges | None, rows_max: int
+    ) -> Iterator[departures.Parts | None]:
         if ranges is not None:
             ranges = LedgerRanges(ranges.ledger_id, ranges.last_entry_id, True)
         return portions(index, ranges, rows_max)
 
-    patch.setattr(trimming, "portions", of_lower_ones_too)
+    patch.setattr(departures, "portions", of_lower_ones_too)
 
 
 def a_trim_takes_a_ledger_by_its_low_entry_bits(patch: pytest.MonkeyPatch) -> None:
@@ -69,14 +70,14 @@ def a_trim_takes_a_ledger_by_its_low_entry_bits(patch: pytest.MonkeyPatch) -> No
 
 
 def a_trim_for_one_subscription_is_one_for_all(patch: pytest.MonkeyPatch) -> None:
-    split = trimming.split
+    split = departures.split
 
     def all_gone(
         parts: Collection[tuple[Bucket, BitMap64]], subscription_id: int, others: Collection[int]
     ) -> tuple[BitMap64, BitMap64]:
         return split(parts, subscription_id, ())
 
-    patch.setattr(trimming, "split", all_gone)
+    patch.setattr(departures, "split", all_gone)
 
 
 def what_nobody_else_is_owed_is_waived_only(patch: pytest.MonkeyPatch) -> None:
@@ -86,7 +87,7 @@ def what_nobody_else_is_owed_is_waived_only(patch: pytest.MonkeyPatch) -> None:
         owed = [keys - bucket.acknowledged.get(subscription_id, BitMap64()) for bucket, keys in parts]
         return BitMap64(), BitMap64.union(BitMap64(), *owed)
 
-    patch.setattr(trimming, "split", all_waived)
+    patch.setattr(departures, "split", all_waived)
 
 
 def only_what_is_due_is_waived(patch: pytest.MonkeyPatch) -> None:

@@ -13,23 +13,19 @@ from pyroaring import BitMap64
 from daemon.core.backlog.dead_letter_rows import DeadLetterRows, DeadLetters
 from daemon.core.backlog.in_flight import InFlight, Mask
 from daemon.core.backlog.nack_tracker import NackTracker
-from daemon.core.decisions import ack_decisions, nack_decisions, redelivery_cut
-from daemon.core.decisions import topic as topic_module
+from daemon.core.decisions import ack_decisions, nack_decisions, topic_state
+from daemon.core.decisions import topic_state as topic_module
 from daemon.core.decisions.ack_decisions import Acknowledging
-from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.claims import Claimed, HeldPositions, Ignored, IgnoredReason, rows_claimed
 from daemon.core.decisions.dead_letter_decisions import DeadLettering
-from daemon.core.decisions.holding import Claimed, rows_claimed
-from daemon.core.decisions.ignored import Ignored, IgnoredReason
+from daemon.core.decisions.departures import LedgerRanges
 from daemon.core.decisions.nack_decisions import NackBatch, Redelivering, Terms
-from daemon.core.decisions.redelivery_counts import RedeliveryCounts
-from daemon.core.decisions.redelivery_cut import SubscriptionCut
-from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic import Topic
-from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.decisions.subscription_state import RedeliveryCounts, SubscriptionState
+from daemon.core.decisions.topic_state import SubscriptionCut, Topic
 from daemon.core.decisions.withdrawal_decisions import Withdrawals
 from daemon.core.index import entitlement
 from daemon.core.index.index import Index
-from daemon.core.index.positions import KeyedRows, PagePlaces, bitmap_of
+from daemon.core.index.position_keys import KeyedRows, PagePlaces, bitmap_of
 from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import DeadLetterRecord, NackRecord, Record, ReplayRecord
 from tests.daemon.core._support import journaled_topic
@@ -276,7 +272,7 @@ def a_closed_stream_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 def _cut(patch: pytest.MonkeyPatch, change: Callable[[SubscriptionCut, SubscriptionState], SubscriptionCut]) -> None:
-    cut_of = redelivery_cut.cut_of
+    cut_of = topic_state.cut_of
 
     def changed(state: SubscriptionState) -> SubscriptionCut | None:
         cut = cut_of(state)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core.decisions import adding, withdrawal_decisions
+from daemon.core.decisions import add_decisions, withdrawal_decisions
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.withdrawal_decisions import Withdrawals
 from daemon.core.index import entitlement
@@ -16,7 +16,7 @@ from daemon.core.index.bucket import Bucket
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes
 from daemon.core.index.mutable_bucket import MutableBucket
-from daemon.core.index.positions import KeyedRows, bitmap_of
+from daemon.core.index.position_keys import KeyedRows, bitmap_of
 from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.row_columns import U64, Rows
 from tests.daemon.core.decisions import test_withdrawal_decisions
@@ -126,7 +126,7 @@ def a_rescheduled_row_may_lie_before_a_subscription_was_created(patch: pytest.Mo
 
 def own_rows_are_raised_too(patch: pytest.MonkeyPatch) -> None:
     def all_raised(self, asked, rows, *, floor_ms):  # type: ignore[no-untyped-def]
-        return stage(self, asked, adding.raised(rows, floor_ms)[0], floor_ms=floor_ms)
+        return stage(self, asked, add_decisions.raised(rows, floor_ms)[0], floor_ms=floor_ms)
 
     stage = Withdrawals.stage_reschedule
     patch.setattr(Withdrawals, "stage_reschedule", all_raised)

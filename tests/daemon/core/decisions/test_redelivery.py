@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from daemon.core.decisions.departures import LedgerRanges
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.trimming import LedgerRanges
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from storage_backends.formats.index_ids import BATCH_BITS
 from tests.daemon.core._support import nacking, withdrawing
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, claims_of, listed

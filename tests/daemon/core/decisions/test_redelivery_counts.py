@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 from pyroaring import BitMap64
 
-from daemon.core.decisions.redelivery_counts import RedeliveryCounts
+from daemon.core.decisions.subscription_state import RedeliveryCounts
 from storage_backends.formats.row_columns import U32, U64
 
 U32_MAX = (1 << 32) - 1

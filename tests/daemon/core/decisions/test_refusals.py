@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.core import limits
-from daemon.core.decisions import adding
-from daemon.core.decisions.adding import AddBatch, AddOutcome
-from daemon.core.decisions.refusals import RefusedReason
+from daemon.core.decisions import add_decisions
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome, RefusedReason
 from daemon.core.index.delay_levels import DelayLevels, parse
 from daemon.errors import DelayTooLong, InvalidArgument
 from storage_backends.formats.slot_format import AddRecord
@@ -235,13 +234,13 @@ def a_time_in_seconds_is_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_rows_are_charged(patch: pytest.MonkeyPatch) -> None:
-    stage = adding.stage
+    stage = add_decisions.stage
 
     def charged(batch, indexes, *, admit, **rest):  # type: ignore[no-untyped-def]
         admit([batch.entry_id])
-        return stage(batch, indexes, admit=adding.admit_all, **rest)
+        return stage(batch, indexes, admit=add_decisions.admit_all, **rest)
 
-    patch.setattr(adding, "stage", charged)
+    patch.setattr(add_decisions, "stage", charged)
 
 
 PLANTED: tuple[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]], ...] = (

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.core.backlog.dead_letter_rows import DeadLetterRows
-from daemon.core.decisions import departures, trimming
-from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.decisions import departures
+from daemon.core.decisions.departures import LedgerRanges
 from storage_backends.formats.slot_format import DeadLetterReason, GoneRecord, WaiveRecord
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of
 from tests.daemon.core.decisions.test_topic import NOW_MS, P, Q, R, all_of, handed, opened, with_subscriptions
@@ -203,11 +203,11 @@ class Portions(NamedTuple):
 
 
 def in_portions(patch: pytest.MonkeyPatch, most: Portions) -> None:
-    patch.setattr(trimming, "PORTION_ROWS", most.rows)
-    patch.setattr(trimming, "DEAD_LETTER_PORTION_ROWS", most.rows)
-    patch.setattr(trimming, "_BUCKET_PAGES_MAX", most.bucket_pages)
-    patch.setattr(trimming, "LOOKS_A_TURN", most.looks)
-    patch.setattr(trimming, "LOOKS_A_PORTION", 4 * most.looks)
+    patch.setattr(departures, "PORTION_ROWS", most.rows)
+    patch.setattr(departures, "DEAD_LETTER_PORTION_ROWS", most.rows)
+    patch.setattr(departures, "_BUCKET_PAGES_MAX", most.bucket_pages)
+    patch.setattr(departures, "LOOKS_A_TURN", most.looks)
+    patch.setattr(departures, "LOOKS_A_PORTION", 4 * most.looks)
 
 
 portions = st.builds(Portions, st.integers(1, 7), st.sampled_from([1, 4, 40_000]), st.sampled_from([1, 3, 1_000]))

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from daemon.core.deletions import checking
+from daemon.core.deletions import deletion_checks
 from daemon.errors import InvalidArgument
 from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 
@@ -82,7 +82,7 @@ BAD = {
 
 @pytest.mark.parametrize("delete", GOOD.values(), ids=GOOD)
 def test_a_delete_that_is_whole_may_be_recorded(delete: PendingDelete) -> None:
-    checking.check_pending_delete(delete)
+    deletion_checks.check_pending_delete(delete)
 
 
 @pytest.mark.parametrize(("said", "delete"), BAD.items(), ids=BAD)
@@ -90,17 +90,17 @@ def test_a_delete_that_is_malformed_is_refused_with_the_field_its_value_and_the_
     said: str, delete: PendingDelete
 ) -> None:
     with pytest.raises(InvalidArgument, match=said):
-        checking.check_pending_delete(delete)
+        deletion_checks.check_pending_delete(delete)
 
 
 @pytest.mark.parametrize(
     "topic", ["orders", "persistent://t/n/x", "persistent://t/n/persistent/x", "a/b/c", "a/b/c/d", "t/n/persistent"]
 )
 def test_a_topic_has_any_name_of_its_own(topic: str) -> None:
-    checking.check_topic(topic)
+    deletion_checks.check_topic(topic)
 
 
 @pytest.mark.parametrize("topic", ["t/n/persistent/x", "t/n/persistent/x/y", "t/n/persistent/", "//persistent/x"])
 def test_a_topic_that_is_named_as_its_ledgers_are_is_refused(topic: str) -> None:
     with pytest.raises(InvalidArgument, match=r"topic is .*, as its ledgers are named; it must be 'persistent://"):
-        checking.check_topic(topic)
+        deletion_checks.check_topic(topic)

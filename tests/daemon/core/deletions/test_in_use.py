@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.deletions.in_use import InUse
+from daemon.core.deletions.ledgers_in_use import InUse
 from storage_backends.formats.deletion_format import InUseChange, InUseLedgers, LedgerType
 
 Ledger = tuple[int, int, int]

@@ -5,10 +5,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from daemon.core.deletions import ledger_deletions, listing
-from daemon.core.deletions.in_use import InUse
-from daemon.core.deletions.ledger_deletions import LedgerDeletions
-from daemon.core.deletions.listing import ALL, DeletionFilter, ListedState
+from daemon.core.deletions import ledger_deletions
+from daemon.core.deletions.ledger_deletions import ALL, DeletionFilter, LedgerDeletions, ListedState
+from daemon.core.deletions.ledgers_in_use import InUse
 from storage_backends.formats.deletion_format import (
     AnswerDeletes,
     BeginDeletes,
@@ -111,7 +110,7 @@ def test_the_last_thousand_that_ended_are_kept() -> None:
 
 
 def test_a_page_looks_at_a_bounded_number_and_says_where_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "LOOKED_AT_MAX", 10)
+    monkeypatch.setattr(ledger_deletions, "LOOKED_AT_MAX", 10)
     deletions = LedgerDeletions.restored(None)
     deletions.apply(record(*range(25)))
     deletions.apply(record(99, topic="rare"))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.deletions import metadata
-from daemon.core.deletions.metadata import KEYS, Identity, identify, mismatch, topic_of
+from daemon.core.deletions import ledger_metadata
+from daemon.core.deletions.ledger_metadata import KEYS, Identity, identify, mismatch, topic_of
 from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, PendingDelete
 from storage_backends.object_store import check_metadata
 
@@ -48,7 +48,7 @@ def test_each_component_matches_its_own_table_and_no_other(delete: PendingDelete
 @pytest.mark.parametrize("delete", TABLES, ids=lambda delete: delete.component.name)
 def test_every_key_of_the_tables_counts_and_no_other_does(delete: PendingDelete) -> None:
     table = TABLES[delete]
-    for key in metadata.KEYS:
+    for key in ledger_metadata.KEYS:
         without = {name: value for name, value in table.items() if name != key}
         changed = mismatch(TOPIC, delete, {**table, key: f"{table.get(key, '')}x"})
         assert changed is not None
@@ -142,26 +142,26 @@ def test_a_name_that_nothing_is_stored_as_is_nobodys(ledger: str) -> None:
 def test_a_local_name_is_encoded_as_forms_are(local: str) -> None:
     # Java's encoder keeps the asterisk and encodes the tilde.
     encoded = urllib.parse.quote_plus(local, safe="*").replace("~", "%7E")
-    assert metadata.ledger_name(f"persistent://t/n/{local}") == f"t/n/persistent/{encoded}"
+    assert ledger_metadata.ledger_name(f"persistent://t/n/{local}") == f"t/n/persistent/{encoded}"
 
 
 @given(TOPICS, TOPICS)
 def test_no_two_topics_have_a_stored_ledger_name_in_common(one: str, other: str) -> None:
     """Given that none is called as Pulsar calls a ledger; such topics are not recorded."""
     for topic in (one, other):
-        for ledger in metadata.stored_ledger_names(topic):
+        for ledger in ledger_metadata.stored_ledger_names(topic):
             if "/persistent/" not in topic:
                 assert topic_of(ledger) == topic
             check_metadata({"name": ledger})
     if one != other and "/persistent/" not in one + other:
-        assert not set(metadata.stored_ledger_names(one)) & set(metadata.stored_ledger_names(other))
+        assert not set(ledger_metadata.stored_ledger_names(one)) & set(ledger_metadata.stored_ledger_names(other))
 
 
 @given(TOPICS, st.text(min_size=1, max_size=30))
 def test_whoever_is_identified_has_a_record_that_matches(topic: str, cursor: str) -> None:
     delete = PendingDelete(LedgerComponent.MANAGED_CURSOR, LedgerType.LEDGER, 1, cursor_name=cursor)
-    for ledger in metadata.stored_ledger_names(topic):
-        found = {**TABLES[CURSOR], "pulsar/managed-ledger": ledger, "pulsar/cursor": metadata.as_stored(cursor)}
+    for ledger in ledger_metadata.stored_ledger_names(topic):
+        found = {**TABLES[CURSOR], "pulsar/managed-ledger": ledger, "pulsar/cursor": ledger_metadata.as_stored(cursor)}
         assert mismatch(topic, delete, found) is None
         identity = identify(found)
         assert identity is not None
@@ -180,7 +180,7 @@ def test_a_ledger_is_identified_by_topic_component_and_cursor() -> None:
 
 def test_where_nothing_is_encoded_names_are_as_they_are() -> None:
     cursor = PendingDelete(LedgerComponent.MANAGED_CURSOR, LedgerType.LEDGER, 1, cursor_name="100% ü")
-    assert metadata.table("100% ü", cursor) == {
+    assert ledger_metadata.table("100% ü", cursor) == {
         "application": "pulsar",
         "component": "managed-ledger",
         "pulsar/managed-ledger": "100% ü",
@@ -188,7 +188,7 @@ def test_where_nothing_is_encoded_names_are_as_they_are() -> None:
         "pulsar/schemaId": None,
     }
     assert [dict.fromkeys(KEYS) | found for found in TABLES.values()] == [
-        metadata.table(TOPIC, each) for each in TABLES
+        ledger_metadata.table(TOPIC, each) for each in TABLES
     ]
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.deletions import object_names
-from daemon.core.deletions.object_names import LEDGER_ID_MAX, OffloadedName, offloaded_name, parse
+from daemon.core.deletions import ledger_metadata
+from daemon.core.deletions.ledger_metadata import LEDGER_ID_MAX, OffloadedName, offloaded_name, parse
 from storage_backends.object_store import check_key
 
 U64 = st.integers(min_value=0, max_value=2**64 - 1)
@@ -67,4 +67,4 @@ def test_any_other_name_is_foreign(name: str) -> None:
 )
 def test_what_makes_no_name_is_refused(given: tuple[int, int, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        object_names.offloaded_name(*given)
+        ledger_metadata.offloaded_name(*given)

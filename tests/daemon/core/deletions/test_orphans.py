@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.deletions import metadata as metadata_of_ledgers
+from daemon.core.deletions import ledger_metadata as metadata_of_ledgers
 from daemon.core.deletions import orphans
-from daemon.core.deletions.object_names import OffloadedName
+from daemon.core.deletions.ledger_metadata import OffloadedName
 from daemon.core.deletions.orphans import (
     Claim,
     Finding,
@@ -21,7 +21,7 @@ from daemon.core.deletions.orphans import (
     Pairing,
     Tally,
 )
-from daemon.core.object_count import ObjectCount
+from daemon.core.garbage_rules import ObjectCount
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ListedObject

@@ -8,15 +8,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
-from daemon.core.deletions import kept, ledger_deletions, life
-from daemon.core.deletions.by_ledger import DeletionsByLedger
-from daemon.core.deletions.in_use import InUse
-from daemon.core.deletions.kept import KeptDeletions, Kind
-from daemon.core.deletions.ledger_deletions import DeletionCut, LedgerDeletions
-from daemon.core.deletions.life import State
-from daemon.core.deletions.recorded_ledgers import RecordedLedgers
+from daemon.core.deletions import kept_deletions, ledger_deletions
+from daemon.core.deletions.kept_deletions import DeletionsByLedger, KeptDeletions, Kind, RecordedLedgers
+from daemon.core.deletions.ledger_deletions import DeletionCut, LedgerDeletions, State, Waiting
+from daemon.core.deletions.ledgers_in_use import InUse
 from daemon.core.deletions.sorted_keys import Mask
-from daemon.core.deletions.waiting import Waiting
 from daemon.errors import InvariantViolated
 from storage_backends.formats.deletion_format import (
     BeginDeletes,
@@ -66,7 +62,7 @@ def ids_go_on_from_the_highest_that_is_there(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_cut_sees_what_comes_after_it(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KeptDeletions, "freeze", lambda self: kept.FrozenDeletions(self._rows, self._kinds.kinds))
+    patch.setattr(KeptDeletions, "freeze", lambda self: kept_deletions.FrozenDeletions(self._rows, self._kinds.kinds))
 
 
 def what_was_handed_out_is_not_due_after_a_restart(patch: pytest.MonkeyPatch) -> None:
@@ -132,29 +128,31 @@ def a_retry_is_due_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_a_failed_attempt_says_last_counts(patch: pytest.MonkeyPatch) -> None:
-    answered = life.answered
+    answered = ledger_deletions.after_answer
 
     def last(deletion: Deletion, answer: DeletionAnswer) -> Deletion:
         after = answered(deletion, answer)
         failed = answer.outcome in (DeletionOutcome.FAILED, DeletionOutcome.GIVEN_UP)
         return dataclasses.replace(after, maybe_deleted=answer.maybe_deleted) if failed else after
 
-    patch.setattr(life, "answered", last)
+    patch.setattr(ledger_deletions, "after_answer", last)
 
 
 def a_dead_letter_that_is_retried_keeps_its_failures(patch: pytest.MonkeyPatch) -> None:
-    retried = life.retried
+    retried = ledger_deletions.after_retry
     patch.setattr(
-        life,
-        "retried",
+        ledger_deletions,
+        "after_retry",
         lambda deletion, at_ms: dataclasses.replace(retried(deletion, at_ms), failures=deletion.failures),
     )
 
 
 def a_dead_letter_that_is_retried_is_as_new(patch: pytest.MonkeyPatch) -> None:
-    retried = life.retried
+    retried = ledger_deletions.after_retry
     patch.setattr(
-        life, "retried", lambda deletion, at_ms: dataclasses.replace(retried(deletion, at_ms), maybe_deleted=False)
+        ledger_deletions,
+        "after_retry",
+        lambda deletion, at_ms: dataclasses.replace(retried(deletion, at_ms), maybe_deleted=False),
     )
 
 
@@ -181,8 +179,10 @@ def _change_state(patch: pytest.MonkeyPatch, change: Callable[[Deletion], Deleti
 
 
 def _change_answer(patch: pytest.MonkeyPatch, change: Callable[[Deletion, Deletion], Deletion]) -> None:
-    answered = life.answered
-    patch.setattr(life, "answered", lambda deletion, answer: change(deletion, answered(deletion, answer)))
+    answered = ledger_deletions.after_answer
+    patch.setattr(
+        ledger_deletions, "after_answer", lambda deletion, answer: change(deletion, answered(deletion, answer))
+    )
 
 
 # ---- what is in use, and what comes too late
@@ -193,16 +193,18 @@ def what_is_in_use_is_attempted(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_ledger_whose_attempt_has_begun_is_used(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(life, "too_late_to_use", lambda deletion: _is_recorded(deletion) and deletion.maybe_deleted)
+    patch.setattr(
+        ledger_deletions, "too_late_to_use", lambda deletion: _is_recorded(deletion) and deletion.maybe_deleted
+    )
 
 
 def a_ledger_that_may_be_deleted_in_part_is_used(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(life, "too_late_to_use", lambda deletion: _is_recorded(deletion) and deletion.begun)
+    patch.setattr(ledger_deletions, "too_late_to_use", lambda deletion: _is_recorded(deletion) and deletion.begun)
 
 
 def a_dead_letter_that_may_be_deleted_in_part_is_used(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        life,
+        ledger_deletions,
         "too_late_to_use",
         lambda deletion: deletion.outcome is DeletionOutcome.PENDING and (deletion.begun or deletion.maybe_deleted),
     )
@@ -210,14 +212,18 @@ def a_dead_letter_that_may_be_deleted_in_part_is_used(patch: pytest.MonkeyPatch)
 
 def a_ledger_is_not_used_after_any_failure(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        life,
+        ledger_deletions,
         "too_late_to_use",
         lambda deletion: _is_recorded(deletion) and bool(deletion.begun or deletion.maybe_deleted or deletion.failures),
     )
 
 
 def an_attempt_that_was_never_answered_has_deleted_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(life, "begun", lambda deletion: dataclasses.replace(deletion, begun=True, next_attempt_at_ms=0))
+    patch.setattr(
+        ledger_deletions,
+        "after_begin",
+        lambda deletion: dataclasses.replace(deletion, begun=True, next_attempt_at_ms=0),
+    )
 
 
 def _is_recorded(deletion: Deletion) -> bool:
@@ -350,7 +356,7 @@ def _find_only(patch: pytest.MonkeyPatch, *states: State) -> None:
     def find_some(self: LedgerDeletions, delete: object) -> object:
         def find(of: RecordedLedgers, each: PendingDelete, kind: int) -> int | None:
             found = found_by(of, each, kind)
-            return found if found is not None and life.state_of(self[found]) in states else None
+            return found if found is not None and ledger_deletions.state_of(self[found]) in states else None
 
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(RecordedLedgers, "find", find)
@@ -365,13 +371,13 @@ def what_ended_is_not_recorded_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_driver_is_not_compared(patch: pytest.MonkeyPatch) -> None:
-    kind_of = kept.kind_of
+    kind_of = kept_deletions.kind_of
 
     def without_driver(topic: str, delete: PendingDelete) -> Kind:
         kind = kind_of(topic, delete)
         return kind if kind.driver is None else kind._replace(driver=(kind.driver[0], ()))
 
-    patch.setattr(kept, "kind_of", without_driver)
+    patch.setattr(kept_deletions, "kind_of", without_driver)
     patch.setattr(ledger_deletions, "kind_of", without_driver)
 
 
@@ -384,9 +390,11 @@ def every_end_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 def what_is_held_is_forgotten_as_what_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        life,
-        "found_in_use",
-        lambda deletion, at_ms: life._ended(deletion, DeletionOutcome.IN_USE, at_ms, life.IN_USE_TEXT),
+        ledger_deletions,
+        "after_found_in_use",
+        lambda deletion, at_ms: ledger_deletions._ended(
+            deletion, DeletionOutcome.IN_USE, at_ms, ledger_deletions.IN_USE_TEXT
+        ),
     )
 
 
@@ -394,7 +402,7 @@ def what_is_held_comes_back_while_another_statement_holds_it(patch: pytest.Monke
     def revive(self: LedgerDeletions, held: Iterable[Deletion]) -> int:
         found = list(held)
         for deletion in found:
-            self._become(deletion, life.revived(deletion))
+            self._become(deletion, ledger_deletions.after_revival(deletion))
         return len(found)
 
     patch.setattr(LedgerDeletions, "_revive", revive)
@@ -421,7 +429,7 @@ def the_checkpoint_has_nothing_that_ended(patch: pytest.MonkeyPatch) -> None:
 
     def shorter(self: DeletionCut) -> DeletionState:
         whole = state(self)
-        left = tuple(each for each in whole.deletions if life.state_of(each) is not State.ENDED)
+        left = tuple(each for each in whole.deletions if ledger_deletions.state_of(each) is not State.ENDED)
         return dataclasses.replace(whole, deletions=left)
 
     patch.setattr(DeletionCut, "state", shorter)

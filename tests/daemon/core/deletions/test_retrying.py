@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.deletions import life, retrying
-from daemon.core.deletions.retrying import RetryPolicy, answer_of_failure
+from daemon.core.deletions import ledger_deletions
+from daemon.core.deletions.ledger_deletions import RetryPolicy, answer_of_failure
 from storage_backends.formats.deletion_format import (
     Deletion,
     DeletionAnswer,
@@ -38,7 +38,9 @@ def attempts_until_given_up(policy: RetryPolicy) -> int:
     deletion, attempts = DELETION, 0
     while deletion.outcome is DeletionOutcome.PENDING:
         attempts += 1
-        deletion = life.answered(life.begun(deletion), failed(deletion, policy=policy))
+        deletion = ledger_deletions.after_answer(
+            ledger_deletions.after_begin(deletion), failed(deletion, policy=policy)
+        )
     assert deletion.failures == attempts
     return attempts
 
@@ -88,6 +90,6 @@ def test_a_retry_is_due_within_its_bounds_whatever_is_drawn(
 
 def test_a_long_text_is_shortened() -> None:
     text = failed(text="x" * 1_000).text
-    assert len(text) == retrying.TEXT_CHARACTERS_MAX
+    assert len(text) == ledger_deletions.TEXT_CHARACTERS_MAX
     assert text.endswith("x…")
-    assert failed(text="x" * retrying.TEXT_CHARACTERS_MAX).text == "x" * retrying.TEXT_CHARACTERS_MAX
+    assert failed(text="x" * ledger_deletions.TEXT_CHARACTERS_MAX).text == "x" * ledger_deletions.TEXT_CHARACTERS_MAX

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from daemon.core.index.bucket_counts import BucketCounts
+from daemon.core.index.index import BucketCounts
 from daemon.core.index.indexes import Indexes
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import SegmentCache
 from storage_backends.formats.row_columns import Rows
 

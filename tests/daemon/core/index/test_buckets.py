@@ -12,7 +12,7 @@ from pyroaring import BitMap64
 
 from daemon.core.index.bucket import GoneSet
 from daemon.core.index.mutable_bucket import HORIZON_STEP_MS, MutableBucket
-from daemon.core.index.positions import KeyedRows, PageTable, bitmap_of
+from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of
 from daemon.core.index.runs import take_due
 from daemon.core.index.segments import LOADED_ROW_BYTES, SegmentCache, SegmentCursor, SegmentRange, SegmentTable
 from storage_backends.formats.bucket_format import SegmentInfo, SegmentInfos

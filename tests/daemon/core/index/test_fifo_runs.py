@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.core.index import fifo_runs, runs
-from daemon.core.index.fifo_runs import FifoRuns, Ranges
+from daemon.core.index import runs
 from daemon.core.index.mutable_bucket import MutableBucket
-from daemon.core.index.positions import KeyedRows, PageTable, bitmap_of
-from daemon.core.index.runs import Place, SortedRun
+from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of
+from daemon.core.index.runs import FifoRuns, Place, Ranges, SortedRun
 from storage_backends.formats.row_columns import Rows
 from tests.planted import registry
 
@@ -193,9 +192,9 @@ def drive(steps: list[Batch | Passing], runs_max: int) -> Driven:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows meet every case."""
-    monkeypatch.setattr(fifo_runs, "CHUNK_ROWS", 7)
-    monkeypatch.setattr(fifo_runs, "PIECE_ROWS_LEAST", 3)
-    monkeypatch.setattr(fifo_runs, "MISSES_MAX", 12)
+    monkeypatch.setattr(runs, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(runs, "PIECE_ROWS_LEAST", 3)
+    monkeypatch.setattr(runs, "MISSES_MAX", 12)
 
 
 @settings(deadline=None)
@@ -246,7 +245,7 @@ def test_random_times_follow_no_run() -> None:
 def test_rows_that_come_one_by_one_with_random_delays_soon_follow_no_run_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fifo_runs, "MISSES_MAX", 64)
+    monkeypatch.setattr(runs, "MISSES_MAX", 64)
     driven = drive([Batch(1, 1, "random", 0, 1, True, seed) for seed in range(3_000)], runs_max=32)
 
     assert driven.in_order_rows < 1_000
@@ -297,7 +296,7 @@ def nothing_follows_a_chunk(patch: pytest.MonkeyPatch) -> None:
 def a_run_is_dropped_with_its_chunk(patch: pytest.MonkeyPatch) -> None:
     take = Ranges.take
 
-    def forget(self: Ranges, rows_max: int) -> fifo_runs.Index:
+    def forget(self: Ranges, rows_max: int) -> runs.Index:
         index = take(self, rows_max)
         self._at, self._rows = len(self._ends), 0
         return index
@@ -308,7 +307,7 @@ def a_run_is_dropped_with_its_chunk(patch: pytest.MonkeyPatch) -> None:
 def loose_rows_are_not_remembered(patch: pytest.MonkeyPatch) -> None:
     rows = Ranges.rows
 
-    def all_but_the_last(self: Ranges) -> fifo_runs.Index:
+    def all_but_the_last(self: Ranges) -> runs.Index:
         index = rows(self)
         return slice(index.start, max(index.start, index.stop - 1)) if isinstance(index, slice) else index[:-1]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from daemon.core.index.bucket import GoneSet
+from daemon.core.index.bucket import GoneSet, SealedBucket
 from daemon.core.index.indexes import Indexes
 from daemon.core.index.mutable_bucket import SealLimits
-from daemon.core.index.positions import KeyedRows, bitmap_of
-from daemon.core.index.sealed_bucket import SealedBucket
+from daemon.core.index.position_keys import KeyedRows, bitmap_of
 from daemon.core.index.segments import LOADED_ROW_BYTES, SegmentCache, SegmentRange
 from storage_backends.formats import manifest
 from storage_backends.formats.bucket_format import SegmentInfo, SegmentInfos

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from pyroaring import BitMap64
 
 from daemon.core import limits
-from daemon.core.decisions.adding import AddBatch
-from daemon.core.decisions.topic import Topic
-from daemon.core.index import level_rows
-from daemon.core.index.delay_levels import DelayLevels, parse
+from daemon.core.decisions.add_decisions import AddBatch
+from daemon.core.decisions.topic_state import Topic
+from daemon.core.index import delay_levels
+from daemon.core.index.delay_levels import DelayLevels, LevelRows, parse
 from daemon.core.index.indexes import Indexes
-from daemon.core.index.level_rows import LevelRows
 from daemon.core.index.segments import SegmentCache
 from daemon.errors import DelayTooLong, InvalidArgument
 from storage_backends.formats.row_columns import Rows
@@ -83,7 +82,7 @@ def test_what_is_restored_is_pending_and_without_a_row_nothing() -> None:
     rows.restore(4, BitMap64([2, 3]))
     rows.restore(5, BitMap64([3]))
 
-    assert level_rows.pending_rows([rows, rows]) == {4: 2}
+    assert delay_levels.pending_rows([rows, rows]) == {4: 2}
 
 
 # ---- in an index

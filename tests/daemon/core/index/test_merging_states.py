@@ -13,11 +13,10 @@ from pyroaring import BitMap64
 
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.index import merging
-from daemon.core.index.bucket import GoneSet
+from daemon.core.index.bucket import GoneSet, SealedBucket
 from daemon.core.index.index import Index
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.runs import SortedRun
-from daemon.core.index.sealed_bucket import SealedBucket
 from storage_backends.formats import merge
 from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import Progress

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.index.ordered_keys import KeyOrder
+from daemon.core.index.position_keys import KeyOrder
 
 
 @given(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.bucket import RebuildNeeded
 from daemon.core.index.containment import EntryRanges
-from daemon.core.index.quarantine import RebuildNeeded
 from daemon.core.index.segments import LOADED_ROW_BYTES
 from daemon.errors import InvalidArgument, QuotaExceeded
 from storage_backends.formats.row_columns import Rows

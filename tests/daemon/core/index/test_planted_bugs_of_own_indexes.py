@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from daemon.core.decisions import adding, feeding
+from daemon.core.decisions import add_decisions, feeding
 from daemon.core.decisions.ack_decisions import Acknowledging
-from daemon.core.decisions.departures import Departure
-from daemon.core.decisions.topic import Topic
-from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.decisions.departures import Departure, LedgerRanges
+from daemon.core.decisions.topic_state import Topic
 from daemon.core.index import containment
-from daemon.core.index.bucket_counts import BucketCounts
 from daemon.core.index.containment import contained_in
-from daemon.core.index.index import IndexCut
+from daemon.core.index.index import BucketCounts, IndexCut
 from daemon.core.index.indexes import Indexes
 from daemon.core.index.mutable_bucket import MutableBucket, SealLimits
-from daemon.core.index.positions import PagePlaces, PageTable
-from daemon.topic import checkpoint_parts
+from daemon.core.index.position_keys import PagePlaces, PageTable
+from daemon.topic import bucket_lifecycle
 from storage_backends.formats.checkpoint_format import TopicPart
 from storage_backends.formats.index_ids import SHARED
 from tests.daemon.core.decisions.test_planted_bugs import Plant, found_by_the_state_machine
@@ -52,12 +50,12 @@ def own_rows_are_owed_by_their_time_too(patch: pytest.MonkeyPatch) -> None:
 
 
 def own_rows_are_raised_above_the_creation_of_subscriptions(patch: pytest.MonkeyPatch) -> None:
-    stage = adding.stage
+    stage = add_decisions.stage
 
     def raised(batch, indexes, *, now_ms, floor_ms, **rest):  # type: ignore[no-untyped-def]
         return stage(batch, indexes, now_ms=now_ms, floor_ms=now_ms if floor_ms is None else floor_ms, **rest)
 
-    patch.setattr(adding, "stage", raised)
+    patch.setattr(add_decisions, "stage", raised)
 
 
 def an_acknowledgement_names_the_shared_index_always(patch: pytest.MonkeyPatch) -> None:
@@ -91,17 +89,17 @@ def a_row_is_a_duplicate_when_one_subscription_has_it(patch: pytest.MonkeyPatch)
         named = [set(part.tolist()) for part in parts if part is not None]
         return np.array(sorted(set.intersection(*named)), np.intp) if named else None
 
-    patch.setattr(adding, "_union", intersection)
+    patch.setattr(add_decisions, "_union", intersection)
 
 
 def the_first_subscription_alone_gets_what_is_for_all(patch: pytest.MonkeyPatch) -> None:
-    stage = adding.stage
+    stage = add_decisions.stage
 
     def first(batch, indexes, **rest):  # type: ignore[no-untyped-def]
         accepted, outcome = stage(batch, indexes, **rest)
         return [accepted[0], *[() for _ in accepted[1:]]], outcome
 
-    patch.setattr(adding, "stage", first)
+    patch.setattr(add_decisions, "stage", first)
 
 
 # ---- handing out
@@ -143,12 +141,12 @@ def what_is_gone_from_own_buckets_is_not_stored(patch: pytest.MonkeyPatch) -> No
 
 
 def a_checkpoint_holds_the_shared_index_only(patch: pytest.MonkeyPatch) -> None:
-    part_of = checkpoint_parts.part_of
+    part_of = bucket_lifecycle.checkpoint_part
 
-    def without(taken: checkpoint_parts.TopicCut) -> TopicPart:
+    def without(taken: bucket_lifecycle.TopicCut) -> TopicPart:
         return dataclasses.replace(part_of(taken), own_rows=())
 
-    patch.setattr(checkpoint_parts, "part_of", without)
+    patch.setattr(bucket_lifecycle, "checkpoint_part", without)
 
 
 def rows_of_the_shared_index_alone_make_a_seal(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyroaring import BitMap, BitMap64
 
-from daemon.core.index.positions import (
+from daemon.core.index.position_keys import (
     UNKNOWN_KEY,
     PageTable,
     bitmap_of,

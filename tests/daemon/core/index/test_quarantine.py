@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from daemon.core.index.quarantine import RebuildNeeded
+from daemon.core.index.bucket import RebuildNeeded
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of
 from tests.daemon.core.decisions.test_topic import NOW_MS, P, R, all_of, handed, opened, with_subscriptions
 from tests.daemon.core.decisions.test_trimming import dead_lettered, left_in, upto

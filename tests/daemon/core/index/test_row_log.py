@@ -6,9 +6,8 @@ import gc
 
 import numpy as np
 
-from daemon.core.index.mutable_bucket import MutableBucket
-from daemon.core.index.positions import KeyedRows, PageTable, bitmap_of
-from daemon.core.index.row_log import RowLog
+from daemon.core.index.mutable_bucket import MutableBucket, RowLog
+from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of
 from storage_backends.formats.row_columns import Rows
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.runs import SortedRun, TieredRuns, in_due_order, take_due
 from storage_backends.formats.row_columns import Rows
 from tests.daemon.core._support.journaled_topic import listed

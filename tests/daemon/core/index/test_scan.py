@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyroaring import BitMap64
 
-from daemon.core.decisions.trimming import LedgerRanges
-from daemon.core.index.histogram import BARS, Bars, round_width_ms
-from daemon.core.index.scan import LAST_MS, Asked, Place
+from daemon.core.decisions.departures import LedgerRanges
+from daemon.core.index.scan import BARS, LAST_MS, Asked, Bars, Place, round_width_ms
 from tests._support import parts
 from tests.daemon.core._support.viewed_topic import Row, ViewedTopic, places_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from daemon.core.backlog.in_flight import InFlight
-from daemon.core.index.positions import KeyedRows, bitmap_of
-from daemon.core.key_shared.hash_holds import HashHolds
+from daemon.core.index.position_keys import KeyedRows, bitmap_of
+from daemon.core.key_shared.draining_hashes import HashHolds
 from daemon.core.key_shared.key_consumers import Consumers, Joining
 from tests.daemon.core.key_shared._support.keyed import Keyed, u16, u32
 

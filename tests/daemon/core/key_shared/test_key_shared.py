@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from daemon.core.decisions.trimming import LedgerRanges
+from daemon.core.decisions.departures import LedgerRanges
 from daemon.core.key_shared import key_share
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder, SubscriptionPolicy

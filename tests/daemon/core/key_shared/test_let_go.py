@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from daemon.core.backlog.backlog_reader import BacklogReader
-from daemon.core.decisions.trimming import LedgerRanges
-from daemon.core.index.positions import KeyedRows
-from daemon.core.key_shared.let_go import LetGo
+from daemon.core.decisions.departures import LedgerRanges
+from daemon.core.index.position_keys import KeyedRows
+from daemon.core.key_shared.waiting_rows import LetGo
 from storage_backends.formats.manifest import KeySharedPolicy
 from tests.daemon.core._support.journaled_topic import Position
 from tests.daemon.core.key_shared._support.keyed import Keyed, entries, u16

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from daemon.core.key_shared import selectors
-from daemon.core.key_shared import stats as key_shared_stats
+from daemon.core.key_shared import hash_selectors
+from daemon.core.key_shared import key_shared_stats as key_shared_stats
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, HashRange
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from storage_backends.formats.row_columns import Rows
@@ -34,9 +34,9 @@ def slots_of_owners(before: Sequence[str], after: Sequence[str], *owners: tuple[
     """With AUTO_SPLIT and consumers that join in these orders: a slot of each pair of names (owner before, after)."""
     owned = []
     for names in (before, after):
-        selector = selectors.selector_of(HashSelector.AUTO_SPLIT, 1)
+        selector = hash_selectors.selector_of(HashSelector.AUTO_SPLIT, 1)
         for number, name in enumerate(names, 1):
-            selector.join([selectors.Joiner(number, name)])
+            selector.join([hash_selectors.Joiner(number, name)])
         owned.append(np.array(["", *names])[selector.owners])
     return [int(np.flatnonzero((owned[0] == first) & (owned[1] == then))[5]) for first, then in owners]
 

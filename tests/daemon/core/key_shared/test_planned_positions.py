@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from daemon.core.index.positions import UNKNOWN_KEY, PagePlaces, PageTable, bitmap_of
-from daemon.core.key_shared import planned_positions
-from daemon.core.key_shared.planned_positions import PlannedPositions
+from daemon.core.index.position_keys import UNKNOWN_KEY, PagePlaces, PageTable, bitmap_of
+from daemon.core.key_shared import key_share
+from daemon.core.key_shared.key_share import PlannedPositions
 from storage_backends.formats.index_ids import PLANNED_OWNER
 from storage_backends.formats.row_columns import U64
 from tests.daemon.core._support.journaled_topic import Position
@@ -64,11 +64,11 @@ def test_what_is_settled_is_nobodys_plan_any_more() -> None:
 
 def test_ledgers_of_which_nothing_is_planned_any_more_are_forgotten() -> None:
     planned = PlannedPositions(PagePlaces())
-    ledgers = 4 * planned_positions._PAGES_SLACK
+    ledgers = 4 * key_share._PAGES_SLACK
     for ledger in range(ledgers):
         keys = plan(planned, A, (ledger, 1))
         planned.settle(bitmap_of(keys))
     (kept,) = plan(planned, A, (ledgers, 1)).tolist()
     known = [ledger for ledger in range(ledgers) if planned.find(*columns((ledger, 1)))[0] != UNKNOWN_KEY]
-    assert len(known) <= planned_positions._PAGES_SLACK + 1
+    assert len(known) <= key_share._PAGES_SLACK + 1
     assert planned.find(*columns((ledgers, 1))).tolist() == [kept]

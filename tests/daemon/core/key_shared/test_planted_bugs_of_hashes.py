@@ -9,7 +9,7 @@ import pytest
 from pyroaring import BitMap64
 
 from daemon.core.backlog.in_flight import Mask, Places
-from daemon.core.index.positions import KeyRange, PageTable
+from daemon.core.index.position_keys import KeyRange, PageTable
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import U16
 from daemon.core.key_shared.last_sent_position import LastSentPosition

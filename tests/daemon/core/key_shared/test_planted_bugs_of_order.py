@@ -12,18 +12,15 @@ from pyroaring import BitMap64
 from daemon.core.backlog.in_flight import Mask
 from daemon.core.decisions import key_shared_backlogs
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.key_shared import key_share as key_shared_module
-from daemon.core.key_shared.draining_hashes import DrainingHashes
-from daemon.core.key_shared.hash_holds import HashHolds
+from daemon.core.key_shared.draining_hashes import DrainingHashes, HashHolds
 from daemon.core.key_shared.hash_slots import U16
 from daemon.core.key_shared.key_consumers import I64, Consumers
 from daemon.core.key_shared.key_planning import Planning
-from daemon.core.key_shared.key_share import KeyShared, Plans
+from daemon.core.key_shared.key_share import KeyShared, PlannedPositions, Plans
 from daemon.core.key_shared.last_sent_position import LastSentPosition
-from daemon.core.key_shared.nack_blocks import NackBlocks
-from daemon.core.key_shared.nack_order import BlockingNacks
-from daemon.core.key_shared.planned_positions import PlannedPositions
+from daemon.core.key_shared.nack_blocks import BlockingNacks, NackBlocks
 from daemon.core.key_shared.waiting_rows import WaitingRows
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import KeyOrder, NackOrder

@@ -7,12 +7,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 
-from daemon.core.key_shared import slot_owners
-from daemon.core.key_shared.auto_split import AutoSplit
-from daemon.core.key_shared.consistent_hashing import ConsistentHashing, Places
+from daemon.core.key_shared import hash_selectors
+from daemon.core.key_shared.hash_selectors import AutoSplit, ConsistentHashing, Joiner, Places, SlotOwners, Sticky
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, HashRange, Slots
-from daemon.core.key_shared.slot_owners import Joiner, SlotOwners
-from daemon.core.key_shared.sticky import Sticky
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import HashSelector as Kind
 from tests.daemon.core.key_shared.test_selectors import Plant, crowd, few_slots, follow_any
@@ -34,7 +31,7 @@ def ranges_reach_over_the_slots_of_others(patch: pytest.MonkeyPatch) -> None:
         slots = np.flatnonzero(owners == ordinal)
         return [HashRange(int(slots[0]), int(slots[-1]))]
 
-    patch.setattr(slot_owners, "ranges_where", ranges_where)
+    patch.setattr(hash_selectors, "ranges_where", ranges_where)
 
 
 # ---- AUTO_SPLIT

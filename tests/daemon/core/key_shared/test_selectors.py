@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.key_shared import auto_split, consistent_hashing, selectors, sticky
+from daemon.core.key_shared import hash_selectors
+from daemon.core.key_shared.hash_selectors import HashSelector, Joiner
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, HashRange
-from daemon.core.key_shared.selectors import HashSelector, Joiner
 from daemon.errors import InvalidArgument, InvariantViolated
 from storage_backends.formats.manifest import HashSelector as Kind
 
@@ -95,7 +95,7 @@ class ConsistentHashingModel(Model):
         ring: dict[int, tuple[str, int, int]] = {}
         for ordinal, instance in self.instances.items():
             name = self.there[ordinal].name
-            for point in consistent_hashing.points_of(name, instance, POINTS).tolist():
+            for point in hash_selectors.points_of(name, instance, POINTS).tolist():
                 ring[point] = min(ring.get(point, (name, instance, ordinal)), (name, instance, ordinal))
         if not ring:
             return np.zeros(HASH_SLOTS, np.uint16)
@@ -173,7 +173,7 @@ def check(selector: HashSelector, model: Model) -> None:
 
 
 def follow(kind: Kind, history: Iterable[Change]) -> None:
-    selector, model = selectors.selector_of(kind, POINTS), MODELS[kind]()
+    selector, model = hash_selectors.selector_of(kind, POINTS), MODELS[kind]()
     for change in history:
         free = (ordinal for ordinal in itertools.count(1) if ordinal not in model.there)
         joiners = [Joiner(next(free), name, ranges) for name, ranges in change.joining]
@@ -198,10 +198,10 @@ def follow(kind: Kind, history: Iterable[Change]) -> None:
 
 def crowd(patch: pytest.MonkeyPatch) -> None:
     """A ring of few places: points collide all the time, at the bounds of slots, too, and at both ends."""
-    points_of = consistent_hashing.points_of
+    points_of = hash_selectors.points_of
     places = np.array([0, 1, 0xFFFF, 0x1_0000, 0x8000_0000, 0x8000_0001, 0xFFFF_0000, 0xFFFF_FFFF], np.uint32)
     patch.setattr(
-        consistent_hashing,
+        hash_selectors,
         "points_of",
         lambda name, instance, count: places[points_of(name, instance, count) % len(places)],
     )
@@ -209,7 +209,7 @@ def crowd(patch: pytest.MonkeyPatch) -> None:
 
 def few_slots(patch: pytest.MonkeyPatch) -> None:
     """So few that ranges come to have an odd number of them."""
-    for where, name in ((auto_split, "HASH_SLOTS"), (AutoSplitModel, "slots")):
+    for where, name in ((hash_selectors, "HASH_SLOTS"), (AutoSplitModel, "slots")):
         patch.setattr(where, name, 1_001)
 
 
@@ -262,7 +262,7 @@ def joiners_of(kind: Kind, count: int, first: int = 1) -> list[Joiner]:
 
 @pytest.mark.parametrize("kind", Kind)
 def test_what_is_a_bug_of_the_caller_changes_nothing(kind: Kind) -> None:
-    selector = selectors.selector_of(kind, POINTS)
+    selector = hash_selectors.selector_of(kind, POINTS)
     selector.join(joiners_of(kind, 3))
     before = selector.owners.copy()
     wrong: list[Callable[[], object]] = [
@@ -287,7 +287,7 @@ def test_what_is_a_bug_of_the_caller_changes_nothing(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.AUTO_SPLIT, Kind.CONSISTENT_HASHING])
 def test_a_consumer_that_says_its_slots_is_refused_where_the_selector_divides_them(kind: Kind) -> None:
-    selector = selectors.selector_of(kind, POINTS)
+    selector = hash_selectors.selector_of(kind, POINTS)
     with pytest.raises(InvalidArgument, match=rf'hash_ranges of consumer "b" has 1 ranges; with {kind.name} it must'):
         selector.join([Joiner(1, "a"), Joiner(2, "b", (ALL,))])
     assert not selector.owners.any()
@@ -298,8 +298,8 @@ def test_a_consumer_that_says_its_slots_is_refused_where_the_selector_divides_th
 # ---- AUTO_SPLIT
 
 
-def auto_split_of(count: int) -> auto_split.AutoSplit:
-    selector = auto_split.AutoSplit()
+def auto_split_of(count: int) -> hash_selectors.AutoSplit:
+    selector = hash_selectors.AutoSplit()
     for joiner in joiners_of(Kind.AUTO_SPLIT, count):
         selector.join([joiner])
     return selector
@@ -336,7 +336,7 @@ def test_joining_and_leaving_again_changes_nothing(there: int, joins: int) -> No
 
 
 def test_as_many_consumers_as_may_be_there_all_have_a_slot() -> None:
-    selector = auto_split.AutoSplit()
+    selector = hash_selectors.AutoSplit()
     selector.join(joiners_of(Kind.AUTO_SPLIT, 10_000))
     slots = np.bincount(selector.owners)[1:]
     assert len(slots) == 10_000
@@ -347,20 +347,20 @@ def test_as_many_consumers_as_may_be_there_all_have_a_slot() -> None:
 # ---- CONSISTENT_HASHING
 
 
-def consistent_of(*batches: Sequence[Joiner], points: int = 100) -> consistent_hashing.ConsistentHashing:
-    selector = consistent_hashing.ConsistentHashing(points)
+def consistent_of(*batches: Sequence[Joiner], points: int = 100) -> hash_selectors.ConsistentHashing:
+    selector = hash_selectors.ConsistentHashing(points)
     for joiners in batches:
         selector.join(joiners)
     return selector
 
 
 def test_where_points_lie_is_the_same_for_every_daemon_and_version() -> None:
-    assert consistent_hashing.points_of("a", 0, 3).tolist() == [2466133276, 780192012, 2696851533]
-    assert consistent_hashing.points_of("a", 1, 2).tolist() == [3100543712, 193362681]
+    assert hash_selectors.points_of("a", 0, 3).tolist() == [2466133276, 780192012, 2696851533]
+    assert hash_selectors.points_of("a", 1, 2).tolist() == [3100543712, 193362681]
 
 
 def test_more_points_begin_with_those_that_fewer_have() -> None:
-    assert np.array_equal(consistent_hashing.points_of("a", 0, 9)[:4], consistent_hashing.points_of("a", 0, 4))
+    assert np.array_equal(hash_selectors.points_of("a", 0, 9)[:4], hash_selectors.points_of("a", 0, 4))
 
 
 @given(seed=st.integers(0, 1 << 16), left=st.sets(st.integers(1, 30), max_size=29))
@@ -416,7 +416,7 @@ def test_who_comes_back_with_its_name_has_its_slots_again() -> None:
 def test_a_consumer_whose_points_count_for_nothing_has_no_slots_until_there_are_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(consistent_hashing, "points_of", lambda name, instance, count: np.array([1 << 31], np.uint32))
+    monkeypatch.setattr(hash_selectors, "points_of", lambda name, instance, count: np.array([1 << 31], np.uint32))
     selector = consistent_of([Joiner(1, "z")], points=1)
     selector.join([Joiner(2, "b")])
     assert (selector.slots_of_consumer(1), selector.slots_of_consumer(2)) == (0, HASH_SLOTS)
@@ -433,7 +433,7 @@ def test_a_consumer_whose_points_count_for_nothing_has_no_slots_until_there_are_
 
 
 def test_a_slot_of_another_consumer_is_refused_by_the_names_and_ranges_of_both() -> None:
-    selector = sticky.Sticky()
+    selector = hash_selectors.Sticky()
     selector.join([Joiner(1, "a", (HashRange(50, 99), HashRange(200, 299)))])
     before = selector.owners.copy()
     with pytest.raises(
@@ -453,7 +453,7 @@ def test_a_slot_of_another_consumer_is_refused_by_the_names_and_ranges_of_both()
 
 
 def test_slots_that_nobody_says_are_nobodys() -> None:
-    selector = sticky.Sticky()
+    selector = hash_selectors.Sticky()
     selector.join([Joiner(1, "a", (HashRange(0, 9),)), Joiner(2, "b", (HashRange(20, 29), HashRange(30, 39)))])
     assert selector.ranges_of(2) == [HashRange(20, 39)]
     assert selector.owners[[0, 9, 10, 19, 20, 39, 40, 65_535]].tolist() == [1, 1, 0, 0, 2, 2, 0, 0]

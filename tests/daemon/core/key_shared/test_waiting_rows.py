@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from daemon.core.backlog.in_flight import Mask, Places
-from daemon.core.index.positions import KeyedRows, bitmap_of
+from daemon.core.index.position_keys import KeyedRows, bitmap_of
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
 from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.key_shared.waiting_rows import WaitingRows

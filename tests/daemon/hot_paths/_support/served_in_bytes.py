@@ -14,7 +14,7 @@ import grpc
 
 from daemon import config
 from daemon.audit_log import AuditLog
-from daemon.auth.door import Door
+from daemon.auth import Door
 from daemon.grpc_services import delayed_delivery_service, dispatch_service
 from daemon.grpc_services.admission import Admission
 from tests._support.engine_fixture import Daemon, EngineFixture

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from daemon.core.deletions.listing import DeletionFilter as ShardFilter
-from daemon.core.deletions.listing import ListedState
+from daemon.core.deletions.ledger_deletions import DeletionFilter as ShardFilter
+from daemon.core.deletions.ledger_deletions import ListedState
 from daemon.ledger_deletion import deletion_values
 from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, Step

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from daemon import config
-from daemon.core.deletions.listing import ListedState
+from daemon.core.deletions.ledger_deletions import ListedState
 from daemon.errors import TarryError
 from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_values import DeletionFilter, InUseRecorded, ListedDeletion

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from daemon import settings
-from daemon.core.deletions.listing import ListedState
-from daemon.core.object_count import ObjectCount
+from daemon.core.deletions.ledger_deletions import ListedState
+from daemon.core.garbage_rules import ObjectCount
 from daemon.ledger_deletion.deletion_values import DeletionFilter, SweepProgress, SweepWish
 from daemon.ledger_stores.ledger_owner import Owner
 from daemon.ledger_stores.ledger_store import InUseAnswer

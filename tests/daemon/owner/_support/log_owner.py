@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from daemon.group_commit.slot_sender import LandedSlot, Section
-from daemon.owner.fences import Fences
 from daemon.owner.living_log import LivingLog
-from daemon.owner.takeover import Takeover, Won
-from daemon.shard import checkpoint_store
+from daemon.owner.takeover import Fences, Takeover, Won
+from daemon.shard import checkpointing
 from daemon.shard.range_operations import NeedLess, WriteCheckpoint
-from daemon.shard.shard_claim import ShardClaim
+from daemon.shard.recovery import ShardClaim
 from daemon.topic import topic_manifests
 from storage_backends import commit, log_fence
 from storage_backends.formats import checkpoint_format, log_slot_format, names
@@ -141,7 +140,7 @@ class LogOwner:
         part = checkpoint_format.TopicPart(
             topic_id=TOPIC_ID, topic="flights", incarnation=1, mutable_rows=rows_of(self.known[shard])
         )
-        stored = checkpoint_store.write_checkpoint(
+        stored = checkpointing.write_checkpoint(
             self.environment.store,
             checkpoint_format.Checkpoint(shard=shard, epoch=epoch, slot=ShardSlot(slot), topics=(part,)),
             base=claim.tip.number,

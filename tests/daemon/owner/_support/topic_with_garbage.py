@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 from daemon.core.garbage_rules import Limits, Summary
-from daemon.owner import garbage
+from daemon.owner import collection_pass
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
@@ -112,8 +112,8 @@ class TopicWithGarbage:
 
     # ---- collectors
 
-    def tools(self, store: ObjectStore | None = None, limits: Limits = LIMITS) -> garbage.Tools:
-        return garbage.Tools(
+    def tools(self, store: ObjectStore | None = None, limits: Limits = LIMITS) -> collection_pass.Tools:
+        return collection_pass.Tools(
             store=self.store if store is None else store,
             executor=InlineExecutor(),
             now_ms=lambda: self.now_ms,
@@ -121,8 +121,10 @@ class TopicWithGarbage:
             limits=limits,
         )
 
-    def collector(self, store: ObjectStore | None = None, limits: Limits = LIMITS) -> garbage.Collector[TopicManifest]:
-        return garbage.Collector(self.log(store), garbage.TOPIC, self.tools(store, limits))
+    def collector(
+        self, store: ObjectStore | None = None, limits: Limits = LIMITS
+    ) -> collection_pass.Collector[TopicManifest]:
+        return collection_pass.Collector(self.log(store), collection_pass.TOPIC, self.tools(store, limits))
 
     def listed(self, store: ObjectStore | None = None) -> Listed:
         listing = ShardListing(SHARD)
@@ -139,7 +141,7 @@ class TopicWithGarbage:
             step = collector.collect_tombstones(step.tip)
             summary += step.summary
         listed.forget(step.deleted)
-        given_up = garbage.given_up_in(store, names.shard_prefix(SHARD))
+        given_up = collection_pass.given_up_in(store, names.shard_prefix(SHARD))
         orphans = collector.find_orphans(listed, step.tip, given_up=given_up, dry_run=dry_run)
         assert orphans.tip is not None
         if not dry_run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daemon.topic.waiting_line import Waiter
+from daemon.topic.open_streams import Waiter
 
 
 class FullOutlet:

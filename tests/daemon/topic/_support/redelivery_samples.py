@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from daemon.core.decisions.topic import Topic
-from daemon.core.index.positions import keys_of
+from daemon.core.decisions.topic_state import Topic
+from daemon.core.index.position_keys import keys_of
 from daemon.shard import recovery
-from daemon.topic import checkpoint_parts, sealing
+from daemon.topic import bucket_lifecycle
 from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint_format, index_ids, manifest, slot_format
 from storage_backends.formats.index_ids import batch_parts_of
@@ -192,13 +192,15 @@ class Stored:
         """The manifest has all that was decided; the topic in memory serves its rows from where they were."""
         slot = len(self.slots)
         cuts = tuple(
-            sealing.SealCut(
+            bucket_lifecycle.SealCut(
                 topic="t", key=f"b{slot}-{number}", base=1, slot=ShardSlot(slot), rows=cut.mutable, index_id=number
             )
             for number, cut in self.topic.indexes.cut()
         )
-        written = [sealing.write_bucket(self.store.store, cut, limits=LIMITS, compatible=False) for cut in cuts]
-        progress = sealing.progress_of(cuts, (), self.topic.redelivery_cut())
+        written = [
+            bucket_lifecycle.write_bucket(self.store.store, cut, limits=LIMITS, compatible=False) for cut in cuts
+        ]
+        progress = bucket_lifecycle.progress_of(cuts, (), self.topic.redelivery_cut())
         reference = None
         if as_object:
             body = manifest.encode_progress(progress)
@@ -213,7 +215,7 @@ class Stored:
         )
 
     def checkpoint(self) -> bytes:
-        cut = checkpoint_parts.TopicCut(
+        cut = bucket_lifecycle.TopicCut(
             topic_id="id",
             topic="t",
             incarnation=1,
@@ -221,7 +223,7 @@ class Stored:
             sealing=(),
             redelivery=self.topic.redelivery_cut(),
         )
-        value = checkpoint_format.Checkpoint(1, 1, ShardSlot(len(self.slots)), (checkpoint_parts.part_of(cut),))
+        value = checkpoint_format.Checkpoint(1, 1, ShardSlot(len(self.slots)), (bucket_lifecycle.checkpoint_part(cut),))
         return checkpoint_format.encode_checkpoint(value)
 
     def recovered(self, written: bytes | None = None, *, truncated_to: int = 0) -> Topic:

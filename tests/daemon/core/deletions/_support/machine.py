@@ -14,19 +14,20 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from daemon.core.deletions import counting, ledger_deletions, listing, sorted_keys
+from daemon.core.deletions import ledger_deletions, sorted_keys
 from daemon.core.deletions.ledger_deletions import (
     Answered,
     Begun,
     DeletionCut,
+    DeletionFilter,
     InUseChanged,
     LedgerDeletions,
+    ListedState,
     Purged,
     Recorded,
     Result,
     Retried,
 )
-from daemon.core.deletions.listing import DeletionFilter, ListedState
 from storage_backends.formats import deletion_format as formats
 from storage_backends.formats.deletion_format import (
     AnswerDeletes,
@@ -89,7 +90,7 @@ def small() -> Iterator[None]:
     """Inside, a few deletions are many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger_deletions, "ENDED_KEPT_MAX", ENDED_KEPT)
-        patch.setattr(listing, "LOOKED_AT_MAX", 2)
+        patch.setattr(ledger_deletions, "LOOKED_AT_MAX", 2)
         patch.setattr(sorted_keys, "CHUNK_KEYS", 4)
         yield
 
@@ -419,7 +420,7 @@ def as_stored(told: Told) -> Deletion:
     )
 
 
-def check_counts(counts: counting.DeletionCounts, told: list[Told]) -> None:
+def check_counts(counts: ledger_deletions.DeletionCounts, told: list[Told]) -> None:
     in_flight = [each for each in told if each.state in (WAITING, BEGUN)]
     assert counts.in_flight == len(in_flight)
     assert counts.begun == sum(each.state == BEGUN for each in told)

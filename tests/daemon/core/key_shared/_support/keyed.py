@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from daemon.core.index.positions import KeyedRows, PagePlaces, PageTable
+from daemon.core.index.position_keys import KeyedRows, PagePlaces, PageTable
 from daemon.core.key_shared.hash_slots import U16
 from storage_backends.formats.row_columns import U32, Rows
 from tests.daemon.core._support.journaled_topic import Position

@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Collection, Iterator, Sequence
 
-from daemon.core.key_shared import selectors
+from daemon.core.key_shared import hash_selectors
 from storage_backends.formats.manifest import KeyOrder, KeySharedPolicy, NackOrder
 from tests.daemon.core.key_shared._support.order_items import Delivery, Item, Position, Receiver, Slot, Where
 from tests.daemon.core.key_shared._support.order_sent import SentPositions
@@ -41,7 +41,7 @@ class OrderOracle:
 
     def _forget(self) -> None:
         """Nothing is in memory."""
-        self.selector = selectors.selector_of(self.policy.selector, self.policy.points_per_consumer)
+        self.selector = hash_selectors.selector_of(self.policy.selector, self.policy.points_per_consumer)
         self.sent = SentPositions()
         self.receivers: dict[int, Receiver] = {}
         self.slots: dict[int, Slot] = collections.defaultdict(Slot)
@@ -55,7 +55,7 @@ class OrderOracle:
     # ---- consumers
 
     def join(self, receivers: Sequence[Receiver]) -> None:
-        self.selector.join([selectors.Joiner(each.number, each.name, each.hash_ranges) for each in receivers])
+        self.selector.join([hash_selectors.Joiner(each.number, each.name, each.hash_ranges) for each in receivers])
         for each in receivers:
             self.receivers[each.number] = each
             if self.joins_behind:

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from daemon.core.decisions.departures import LedgerRanges
 from daemon.core.decisions.nack_decisions import Terms
-from daemon.core.decisions.trimming import LedgerRanges
-from daemon.core.key_shared import stats as key_shared_stats
+from daemon.core.key_shared import key_shared_stats as key_shared_stats
 from storage_backends.formats.manifest import KeySharedPolicy, SubscriptionPolicy
 from tests.daemon.core._support import nacking
 from tests.daemon.core._support.oracle import Claim

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.index.positions import KeyedRows
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.key_shared.key_consumers import Joining
 from daemon.core.key_shared.key_share import Assigned, KeyShared
 from storage_backends.formats.manifest import SubscriptionPolicy

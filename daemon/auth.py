@@ -1,0 +1,316 @@
+"""The files that say who may come in: they are read at the start, and again when they change.
+
+Owns: what is in force, and looking for changes. A file that is wrong when it is read again changes nothing.
+Does not own: what stands in the files (`certificates`, `identities`), and what is done with it.
+
+The certificate and the key with which the daemon shows who it is, and the CA of those who may connect.
+
+Who may do what: identities, by the token or the certificate that shows one.
+
+Owns: the form of the file of identities, and which identity a token or a certificate shows.
+Does not own: what a call needs (`proto/tarry/v1/access.proto`), and how a caller shows who it is
+(`daemon.grpc_services.admission`).
+
+Bearer tokens: making one, and the file that holds it for whoever shows it.
+
+What stands in files that may change while the daemon runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import hashlib
+import logging
+import os
+import secrets
+import ssl
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from daemon import errors
+from daemon.settings import Access, Tls
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificates:
+    """What the files of section `tls` hold, as PEM. `client_ca` None: clients need no certificate.
+
+    `context` serves HTTPS with the same certificate and key; it asks nobody for a certificate.
+    """
+
+    chain: bytes
+    key: bytes = dataclasses.field(repr=False)
+    client_ca: bytes | None
+    context: ssl.SSLContext = dataclasses.field(compare=False, repr=False)
+
+
+def certificate_files(tls: Tls) -> list[str]:
+    """The files that the settings name."""
+    return [path for path in (tls.cert_file, tls.key_file, tls.client_ca_file) if path is not None]
+
+
+def read_certificates(tls: Tls) -> Certificates:
+    """Reads and checks what the settings name. Raises `InvalidArgument`: the setting, the file and what is wrong."""
+    chain, key = _bytes_of("tls.cert_file", tls.cert_file), _bytes_of("tls.key_file", tls.key_file)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # An encrypted key is refused; without a password OpenSSL would ask the terminal for one.
+        context.load_cert_chain(str(tls.cert_file), str(tls.key_file), password="")
+    except (OSError, ValueError) as error:
+        raise errors.InvalidArgument(
+            f"tls.cert_file {tls.cert_file} and tls.key_file {tls.key_file}: they must be a certificate and its own "
+            f"key, both PEM, the key without a password ({error})"
+        ) from error
+    return Certificates(chain, key, _client_ca(tls), context)
+
+
+def _client_ca(tls: Tls) -> bytes | None:
+    if tls.client_ca_file is None:
+        return None
+    authority = _bytes_of("tls.client_ca_file", tls.client_ca_file)
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cadata=authority.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise errors.InvalidArgument(
+            f"tls.client_ca_file {tls.client_ca_file}: it must be PEM with at least one certificate ({error})"
+        ) from error
+    return authority
+
+
+def _bytes_of(setting: str, path: str | None) -> bytes:
+    try:
+        return Path(str(path)).read_bytes()
+    except OSError as error:
+        raise errors.InvalidArgument(f"{setting} {path} cannot be read: {error.strerror}") from error
+
+
+class Scope(enum.StrEnum):
+    """What an identity may do with the topics that are its own."""
+
+    ADD = "add"
+    DISPATCH = "dispatch"
+    INSPECT = "inspect"
+    ADMIN = "admin"
+    DELETE = "delete"
+
+
+# Fits every topic, and calls over all topics.
+EVERY_TOPIC: Final = ""
+
+
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Somebody whom the daemon knows: a service, a team, an operator.
+
+    `tokens`: SHA-256 of each of its tokens, in hexadecimal digits. `certificates`: names in client certificates, each a
+    common name or an alternative one.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    scopes: frozenset[Scope]
+    topic_prefixes: tuple[str, ...]
+    tokens: tuple[Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")], ...] = ()
+    certificates: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+
+    def may_use(self, topic: str) -> bool:
+        """Whether a prefix fits the topic; "" stands for all topics."""
+        return topic.startswith(self.topic_prefixes)
+
+    def has_rights_of(self, other: Identity) -> bool:
+        """Whether it is the same one with the same rights; its tokens may be others."""
+        return (self.name, self.scopes, self.topic_prefixes) == (other.name, other.scopes, other.topic_prefixes)
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    identity: tuple[Identity, ...]
+
+
+class Identities:
+    """All identities of a file."""
+
+    def __init__(self, identities: Iterable[Identity]) -> None:
+        """Raises `InvalidArgument` where two have one name, token or certificate, or one has neither of these."""
+        self._all = tuple(identities)
+        if not self._all:
+            raise errors.InvalidArgument("identity: there is none; at least one [[identity]] must be there")
+        for each in self._all:
+            if not each.tokens and not each.certificates:
+                raise errors.InvalidArgument(f"identity {each.name!r} has neither tokens nor certificates")
+        _by("name", ((each.name, each) for each in self._all))
+        self._by_token = _by("a token", ((token, each) for each in self._all for token in each.tokens))
+        self._by_certificate = _by("a certificate", ((name, each) for each in self._all for name in each.certificates))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identities) and self._all == other._all
+
+    def of_token(self, token: str) -> Identity | None:
+        """Who shows this token; None: nobody."""
+        return self._by_token.get(hash_of(token))
+
+    def of_certificate(self, names: Iterable[str]) -> Identity | None:
+        """Who has the first of the names that is anybody's; None: nobody."""
+        return next((self._by_certificate[name] for name in names if name in self._by_certificate), None)
+
+
+def bearer_of(authorization: str) -> str | None:
+    """The token of `Bearer <token>`, the value of an `authorization`; None where it is something else."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" and token.strip() else None
+
+
+def hash_of(token: str) -> str:
+    """How the file of identities holds a token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def read_identities(path: str) -> Identities:
+    """Reads the file of identities. Raises `InvalidArgument`: the file, and what is wrong where."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return Identities(msgspec.convert(tomllib.loads(text), _File).identity)
+    except OSError as error:
+        raise errors.InvalidArgument(f"access.identities_file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise errors.InvalidArgument(f"access.identities_file {path} is not TOML: {error}") from error
+    except (msgspec.ValidationError, errors.InvalidArgument) as error:
+        raise errors.InvalidArgument(f"access.identities_file {path}: {error}") from error
+
+
+def _by(what: str, given: Iterable[tuple[str, Identity]]) -> Mapping[str, Identity]:
+    found: dict[str, Identity] = {}
+    for key, identity in given:
+        if key in found:
+            raise errors.InvalidArgument(
+                f"identity {identity.name!r} has {what} that identity {found[key].name!r} has: each must be of one"
+            )
+        found[key] = identity
+    return found
+
+
+BITS: Final = 256
+
+
+def make_token() -> str:
+    """A new token: letters, digits, `-` and `_`."""
+    return secrets.token_urlsafe(BITS // 8)
+
+
+def write_token(path: Path, token: str) -> None:
+    """Writes a token to a new file for this user alone. Raises `OSError`, also where there is something already."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(file, "w", encoding="ascii") as opened:
+        opened.write(f"{token}\n")
+
+
+T = TypeVar("T")
+# Of each file when it was changed, which file it is and how large, or None where there is none.
+_State: TypeAlias = tuple[tuple[int, int, int] | None, ...]
+
+
+class WatchedFiles(Generic[T]):
+    """What was last read from files and found in order.
+
+    A change is read when two looks in a row have seen it: the files may be several, which change one after the other.
+    """
+
+    def __init__(self, paths: Sequence[str], read: Callable[[], T]) -> None:
+        """Reads them. Raises what `read` raises."""
+        self._paths = tuple(map(Path, paths))
+        self._read = read
+        self._read_at = self._seen = self._state()
+        self.value = read()
+
+    def look(self) -> bool | None:
+        """Reads the files if they have changed; whether the value is another one then. None: nothing was read.
+
+        Raises what `read` raises, once for each change; the value stays as it was.
+        """
+        state = self._state()
+        settled = state == self._seen
+        self._seen = state
+        if state == self._read_at or not settled:
+            return None
+        self._read_at = state
+        former, self.value = self.value, self._read()
+        return self.value != former
+
+    def _state(self) -> _State:
+        return tuple(map(_state_of, self._paths))
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+LOOK_EVERY_S: Final = 1.0
+
+Kind: TypeAlias = Literal["certificates", "identities"]
+
+log = logging.getLogger(__name__)
+
+
+class Door:
+    """What is in force of the files. Any thread may ask."""
+
+    def __init__(self, tls: Tls, access: Access) -> None:
+        """Reads the files. Raises `InvalidArgument`."""
+        self._certificates: WatchedFiles[Certificates] | None = None
+        self._identities: WatchedFiles[Identities] | None = None
+        if tls.cert_file is not None:
+            self._certificates = WatchedFiles(certificate_files(tls), lambda: read_certificates(tls))
+        if (path := access.identities_file) is not None:
+            self._identities = WatchedFiles([path], lambda: read_identities(path))
+
+    @property
+    def certificates(self) -> Certificates | None:
+        """None: there is no TLS."""
+        return None if self._certificates is None else self._certificates.value
+
+    @property
+    def identities(self) -> Identities | None:
+        """None: whoever reaches the port may do everything."""
+        return None if self._identities is None else self._identities.value
+
+    async def watch(self, *, changed: Callable[[], None], refused: Callable[[Kind, bool], None]) -> None:
+        """Looks at the files until it is cancelled.
+
+        `changed` is called when the identities are others; `refused` when files were read, with whether they are wrong.
+        """
+        watched: list[tuple[Kind, WatchedFiles[Any] | None]] = [
+            ("certificates", self._certificates),
+            ("identities", self._identities),
+        ]
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for kind, files in watched:
+                if files is not None and await _look(kind, files, refused) and kind == "identities":
+                    changed()
+
+
+async def _look(kind: Kind, files: WatchedFiles[Any], refused: Callable[[Kind, bool], None]) -> bool:
+    """Whether the files were read, and hold something else than before."""
+    try:
+        another = await asyncio.to_thread(files.look)
+    except errors.InvalidArgument as error:
+        log.error("the %s in force stay as they were: %s", kind, error)
+        refused(kind, True)
+        return False
+    except Exception:
+        # Whoever is revoked later must still be.
+        log.exception("the %s in force stay as they were", kind)
+        refused(kind, True)
+        return False
+    if another is not None:
+        log.info("%s were read again", kind, extra={"changed": another})
+        refused(kind, False)
+    return bool(another)

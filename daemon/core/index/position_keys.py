@@ -1,0 +1,770 @@
+"""Positions as 64-bit keys, and sets of positions as Roaring bitmaps of keys.
+
+Owns: the tables that give every page of an index (2^32 entry ids of one ledger) an ordinal; a position's key is the
+ordinal above the low 32 bits of its entry id, so that one bitmap and one array hold positions of any ledger. A position
+that is in two indexes of a topic has two keys.
+Does not own: what a set of positions means (`bucket`, `subscription_state`), and stored forms
+(`storage_backends.formats`).
+
+Keys live in memory only and mean nothing in another topic. Their order is not the order of positions.
+
+Finding rows of a growing column of keys.
+
+Owns: the order of the keys, made when it is first asked for and kept up with the column.
+Does not own: the columns (`mutable_bucket`).
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import dataclasses
+import itertools
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap, BitMap64
+
+from daemon.errors import InvariantViolated
+from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats.row_columns import U32, U64, Index, Rows
+
+PAGE_BITS = 32
+_LOW = (1 << PAGE_BITS) - 1
+LOW_MASK = np.uint64(_LOW)
+_SHIFT = np.uint64(PAGE_BITS)
+# A key that no table gives out: lookups of unknown positions.
+_UNKNOWN = (1 << 64) - 1
+UNKNOWN_KEY = np.uint64(_UNKNOWN)
+_HEADER = struct.Struct("<Q")
+_PAGE_HEADER = struct.Struct("<I")
+# So many keys in any order make a set faster when they are sorted first.
+_SORTED_FIRST = 20000
+# Up to so many keys plain Python is faster than columns: to name pages and make a set, and to look into a set.
+FEW = 16
+_LOOKED_UP = 64
+# The first and the last key, both included.
+KeyRange = tuple[int, int]
+# The ordinal of a page, given by ledger id and number; None when it has none.
+OrdinalOf = Callable[[int, int], int | None]
+Ordinals = npt.NDArray[np.int64]
+# The portable Roaring form: the mark of a bitmap that has run containers; below this many containers such a bitmap
+# carries no offsets; a container is never larger than a plain bit set.
+_COOKIE_WITH_RUNS = 12347
+_COOKIE_WITHOUT_RUNS = 12346
+# Cookie, containers, of the first one its key and its rows less one; behind it its offset.
+_ONE_CONTAINER = struct.Struct("<II2xH")
+_ONE_CONTAINER_BYTES = 16
+_CONTAINERS_WITHOUT_OFFSETS = 4
+_BITSET_BYTES = 8192
+# Pages that are looked through at once.
+_PAGES_A_STEP = 1 << 16
+# Where a set has fewer rows a page, its pages are found in the column of its keys.
+_ROWS_A_PAGE = 64
+# Of a hash whose highest bits count: odd factors with bits in no order.
+_LEDGER_FACTOR, _PAGE_FACTOR = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
+_HASH_BITS = 64
+_HASH_MASK = (1 << _HASH_BITS) - 1
+# Of the places of a `_PageIndex`: one that is free, and one that was left.
+_FREE, _LEFT = 0, (1 << PAGE_BITS) - 1
+# A table may have so many places for a value, before sorting is cheaper.
+_TABLE_SPAN_PER_VALUE = 16
+
+
+def bitmap_of(keys: U64) -> BitMap64:
+    """The set of the keys. (Passing numpy itself to pyroaring is several times dearer.)"""
+    rows = len(keys)
+    if rows <= FEW:
+        return BitMap64(keys.tolist())
+    if int(keys[-1]) - int(keys[0]) == rows - 1 and bool((keys[1:] > keys[:-1]).all()):
+        # Entries without gaps, as a broker writes them.
+        unbroken = BitMap64()
+        unbroken.add_range(int(keys[0]), int(keys[-1]) + 1)
+        return unbroken
+    if rows > _SORTED_FIRST and (keys[1:] < keys[:-1]).any():
+        keys = np.sort(keys)
+    return BitMap64(array.array("Q", np.ascontiguousarray(keys).tobytes()))
+
+
+def keys_of(bitmap: BitMap64) -> U64:
+    """The keys of the set, ascending."""
+    return np.frombuffer(bitmap.to_array(), np.uint64) if bitmap else np.empty(0, np.uint64)
+
+
+def within(bitmap: BitMap64, ranges: Iterable[KeyRange]) -> BitMap64:
+    """The members of the set that lie in one of the ranges. As much work as there are ranges, and as the set takes.
+
+    What lies between the ranges is removed: a whole page that is added is 65,536 containers, and where a set has many
+    pages ranks and counts look at each of them.
+    """
+    found = bitmap.copy()
+    if not found:
+        return found
+    kept_to = found.min()
+    for first, last in sorted(ranges):
+        if kept_to < first:
+            found.remove_range(kept_to, first)
+        kept_to = max(kept_to, last + 1)
+    found.remove_range(kept_to, bitmap.max() + 1)
+    return found
+
+
+def halves(bitmap: BitMap64) -> tuple[BitMap64, BitMap64]:
+    """The set in two of about one size, the lower keys first; it has at least two members."""
+    first, middle, last = bitmap.min(), bitmap[len(bitmap) // 2], bitmap.max()
+    return within(bitmap, [(first, middle - 1)]), within(bitmap, [(middle, last)])
+
+
+def contained(keys: U64, bitmap: BitMap64) -> npt.NDArray[np.bool_]:
+    """Which of the keys are in the set."""
+    if len(keys) <= _LOOKED_UP:
+        return np.array([key in bitmap for key in keys.tolist()], np.bool_)
+    hits = keys_of(bitmap_of(keys) & bitmap)
+    if not len(hits):
+        return np.zeros(len(keys), np.bool_)
+    places = np.searchsorted(hits, keys)
+    places[places == len(hits)] = 0
+    return np.equal(hits[places], keys)
+
+
+def firsts(keys: U64) -> npt.NDArray[np.intp]:
+    """The places of the keys, ascending, of each key the first one."""
+    if len(keys) <= 1:
+        return np.arange(len(keys))
+    return np.sort(np.unique(keys, return_index=True)[1])
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class KeyedRows:
+    """Rows with the keys of their positions, u64[n].
+
+    `redelivery_count`: u32[n], how often each was negatively acknowledged; None when none was, or where it does not
+    matter.
+    """
+
+    rows: Rows
+    keys: U64
+    redelivery_count: U32 | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def key_hash(self) -> U32:
+        """u32[n], 0 where a row has none."""
+        return np.zeros(len(self), np.uint32) if self.rows.key_hash is None else self.rows.key_hash
+
+    def take(self, index: Index) -> KeyedRows:
+        counts = None if self.redelivery_count is None else self.redelivery_count[index]
+        return KeyedRows(self.rows.take(index), self.keys[index], counts)
+
+    def counts(self) -> U32:
+        """u32[n], the redelivery counts."""
+        return np.zeros(len(self), np.uint32) if self.redelivery_count is None else self.redelivery_count
+
+    @staticmethod
+    def concat(parts: Sequence[KeyedRows]) -> KeyedRows:
+        if len(parts) != 1:
+            parts = [part for part in parts if len(part)]
+        if len(parts) == 1:
+            return parts[0]
+        keys = np.concatenate([part.keys for part in parts]) if parts else np.empty(0, np.uint64)
+        counts = None
+        if any(part.redelivery_count is not None for part in parts):
+            counts = np.concatenate([part.counts() for part in parts])
+        return KeyedRows(Rows.concat([part.rows for part in parts]), keys, counts)
+
+    @staticmethod
+    def empty() -> KeyedRows:
+        return _NO_ROWS
+
+
+_NO_ROWS = KeyedRows(Rows.empty(), np.empty(0, np.uint64))
+
+
+class PagePlaces:
+    """Which page every ordinal stands for, over the page tables of one topic: their keys never collide.
+
+    An ordinal of which anything was kept is never given out twice. `len`: those that were given out. Lookups may run in
+    another thread beside an `add`.
+    """
+
+    def __init__(self) -> None:
+        self._ledgers = np.zeros(16, np.uint64)
+        self._pages = np.zeros(16, np.uint64)
+        # Whose table it is: a subscription's own, 0 the shared one.
+        self._owners = np.zeros(16, np.uint64)
+        # How many buckets and decisions hold it.
+        self._holders = np.zeros(16, np.uint32)
+        self._next = 0
+
+    def __len__(self) -> int:
+        return self._next
+
+    def add(self, ledger_id: int, page: int, owner: int) -> int:
+        """The ordinal of a page that is new in its table."""
+        ordinal = self._next
+        self._next += 1
+        if ordinal == len(self._ledgers):
+            self._grow()
+        self._ledgers[ordinal], self._pages[ordinal], self._owners[ordinal] = ledger_id, page, owner
+        return ordinal
+
+    def add_all(self, ledger_id: U64, page: U64, owner: int) -> Ordinals:
+        """The ordinals of pages that are new in their table."""
+        first = self._next
+        self._next += len(ledger_id)
+        if self._next > len(self._ledgers):
+            self._grow()
+        added = slice(first, self._next)
+        self._ledgers[added], self._pages[added], self._owners[added] = ledger_id, page, owner
+        return np.arange(first, self._next)
+
+    def _grow(self) -> None:
+        more = (1 << (self._next - 1).bit_length()) - len(self._ledgers)
+        self._ledgers = np.concatenate([self._ledgers, np.zeros(more, np.uint64)])
+        self._pages = np.concatenate([self._pages, np.zeros(more, np.uint64)])
+        self._owners = np.concatenate([self._owners, np.zeros(more, np.uint64)])
+        self._holders = np.concatenate([self._holders, np.zeros(more, np.uint32)])
+
+    def take_back(self, ordinals: BitMap) -> None:
+        """Takes back the last of the ordinals that were given out in this turn, if nothing was kept of them."""
+        while self._next and self._next - 1 in ordinals:
+            self._next -= 1
+
+    def positions(self, keys: U64) -> tuple[U64, U64]:
+        """(ledger_id, entry_id) of keys."""
+        ordinals = (keys >> _SHIFT).astype(np.int64)
+        return self._ledgers[ordinals], (self._pages[ordinals] << _SHIFT) | (keys & LOW_MASK)
+
+    def owners(self, keys: U64) -> U64:
+        """The owners of the tables that the keys are of."""
+        return self.owners_of((keys >> _SHIFT).astype(np.int64))
+
+    def owners_of(self, ordinals: Ordinals) -> U64:
+        """The owners of the tables that the pages are of."""
+        return self._owners[ordinals]
+
+    def page_of(self, ordinal: int) -> tuple[int, int]:
+        """(ledger id, page) of an ordinal."""
+        return int(self._ledgers[ordinal]), int(self._pages[ordinal])
+
+    def pages_of(self, ordinals: Ordinals) -> tuple[U64, U64]:
+        """(ledger ids, pages) of ordinals."""
+        return self._ledgers[ordinals], self._pages[ordinals]
+
+    def hold(self, ordinals: BitMap) -> None:
+        self._holders[ordinals_of(ordinals)] += np.uint32(1)
+
+    def let_go(self, ordinals: BitMap) -> Ordinals:
+        """Ends a hold of each; those that are held no longer. Raises InvariantViolated where one was not held."""
+        listed = ordinals_of(ordinals)
+        holders = self._holders[listed]
+        if not holders.all():
+            raise InvariantViolated("a page is let go that is not held")
+        self._holders[listed] = holders - np.uint32(1)
+        free: Ordinals = listed[holders == 1]
+        return free
+
+    def unheld(self, ordinals: BitMap) -> Ordinals:
+        """Those that nothing holds."""
+        listed = ordinals_of(ordinals)
+        unheld: Ordinals = listed[self._holders[listed] == 0]
+        return unheld
+
+    def is_held(self, ordinal: int) -> bool:
+        return bool(self._holders[ordinal])
+
+    def ledgers(self, ordinals: npt.NDArray[np.int64]) -> U64:
+        return self._ledgers[ordinals]
+
+    def owner_of(self, ordinal: int) -> int:
+        """The owner of the table that a page is of."""
+        return int(self._owners[ordinal])
+
+    def of_owner(self, owner: int, first: int, end: int, below_ledger_id: int | None) -> list[int]:
+        """The ordinals of an owner from `first` until before `end`, of lower ledgers, None: of all."""
+        chosen = self._owners[first:end] == np.uint64(owner)
+        if below_ledger_id is not None:
+            chosen &= self._ledgers[first:end] < np.uint64(below_ledger_id)
+        ordinals: list[int] = (np.flatnonzero(chosen) + first).tolist()
+        return ordinals
+
+    def in_order(self, pages: int, after_ledger_id: int | None) -> npt.NDArray[np.int64]:
+        """The first so many ordinals, those of ledgers after one, by ledger and page. O(pages); may run in another
+        thread when `pages` was taken in this one.
+        """
+        ledgers = self._ledgers[:pages]
+        first = np.uint64(0 if after_ledger_id is None else after_ledger_id + 1)
+        chosen = np.flatnonzero(ledgers >= first)
+        order = np.lexsort((self._pages[chosen], ledgers[chosen]))
+        return chosen[order]
+
+
+class _PageIndex:
+    """Finds the ordinal of a page: a hash table of one column, with the ordinal and one more at a place, and open
+    addressing. A topic may have a ledger for each row: then nothing else of a page may be an object.
+
+    The page of an ordinal stands in `places`. Lookups may run in another thread beside changes: a page that is known
+    all the while is found.
+    """
+
+    def __init__(self, places: PagePlaces) -> None:
+        self._places = places
+        self._table = _HashTable.of_size(16)
+        self._used = 0
+        self._known = 0
+
+    def __len__(self) -> int:
+        return self._known
+
+    def ordinals(self) -> Ordinals:
+        """Those of all pages, in no order."""
+        slots = self._table.slots
+        known: U32 = slots[(slots != _FREE) & (slots != _LEFT)]
+        return known.astype(np.int64) - 1
+
+    def find(self, ledger_id: int, page: int) -> int | None:
+        slots, mask, shift = self._table
+        place = (ledger_id * _LEDGER_FACTOR + page * _PAGE_FACTOR & _HASH_MASK) >> shift
+        while (held := slots.item(place)) != _FREE:
+            if held != _LEFT and self._places.page_of(held - 1) == (ledger_id, page):
+                return held - 1
+            place = place + 1 & mask
+        return None
+
+    def find_all(self, ledger_id: U64, page: U64) -> Ordinals:
+        """The ordinal of each; -1 where there is none."""
+        return self._find(ledger_id, page)[0]
+
+    def _find(self, ledger_id: U64, page: U64) -> tuple[Ordinals, Ordinals]:
+        """The ordinal of each of the pages, and its place in the table; -1 where there is none."""
+        table = self._table
+        found = np.full((2, len(ledger_id)), -1)
+        place = table.first_places(ledger_id, page)
+        asked = np.arange(len(ledger_id))
+        while len(asked):
+            held = table.slots[place]
+            taken = held != _FREE
+            asked, place, held = asked[taken], place[taken], held[taken]
+            ordinal = np.where(held == _LEFT, 0, held.astype(np.int64) - 1)
+            of_ledger, of_page = self._places.pages_of(ordinal)
+            same = (of_ledger == ledger_id[asked]) & (of_page == page[asked]) & (held != _LEFT)
+            found[:, asked[same]] = ordinal[same], place[same]
+            asked, place = asked[~same], place[~same] + 1 & table.mask
+        return found[0], found[1]
+
+    def add(self, ledger_id: int, page: int, ordinal: int) -> None:
+        """Adds a page that is not known."""
+        self._make_room(1)
+        slots, mask, shift = self._table
+        place = (ledger_id * _LEDGER_FACTOR + page * _PAGE_FACTOR & _HASH_MASK) >> shift
+        while slots.item(place) != _FREE:
+            place = place + 1 & mask
+        slots[place] = ordinal + 1
+
+    def add_all(self, ordinals: Ordinals) -> None:
+        """Adds pages that are not known, each once."""
+        self._make_room(len(ordinals))
+        self._table.put(ordinals, *self._places.pages_of(ordinals))
+
+    def remove(self, ordinals: Ordinals) -> None:
+        """Forgets pages. Raises InvariantViolated where one is not known."""
+        found, place = self._find(*self._places.pages_of(ordinals))
+        if not np.array_equal(found, ordinals):
+            raise InvariantViolated("a page is forgotten that is not known")
+        self._table.slots[place] = _LEFT
+        self._known -= len(ordinals)
+
+    def _make_room(self, pages: int) -> None:
+        """Half of the places stay free, so that few steps lead to a page."""
+        if 2 * (self._used + pages) > self._table.mask:
+            known = self.ordinals()
+            table = _HashTable.of_size(1 << (4 * (self._known + pages) - 1).bit_length())
+            table.put(known, *self._places.pages_of(known))
+            self._table, self._used = table, self._known
+        self._used += pages
+        self._known += pages
+
+
+class _HashTable(NamedTuple):
+    """The places of a `_PageIndex`, a power of two; the highest bits of a hash, behind `shift`, are the first place
+    that is looked at.
+    """
+
+    slots: U32
+    mask: int
+    shift: int
+
+    @staticmethod
+    def of_size(places: int) -> _HashTable:
+        return _HashTable(np.zeros(places, np.uint32), places - 1, _HASH_BITS - (places - 1).bit_length())
+
+    def first_places(self, ledger_id: U64, page: U64) -> Ordinals:
+        hashes = ledger_id * np.uint64(_LEDGER_FACTOR) + page * np.uint64(_PAGE_FACTOR)
+        return (hashes >> np.uint64(self.shift)).astype(np.int64)
+
+    def put(self, ordinals: Ordinals, ledger_id: U64, page: U64) -> None:
+        """Gives pages that are not there the first free places that they come to."""
+        place = self.first_places(ledger_id, page)
+        while len(ordinals):
+            free = np.flatnonzero(self.slots[place] == _FREE)
+            # Of those that want the same place one gets it.
+            chosen = free[np.unique(place[free], return_index=True)[1]]
+            self.slots[place[chosen]] = (ordinals[chosen] + 1).astype(np.uint32)
+            others = np.ones(len(ordinals), np.bool_)
+            others[chosen] = False
+            ordinals, place = ordinals[others], place[others] + 1 & self.mask
+
+
+class PageTable:
+    """The pages of one index and their ordinals.
+
+    A page stays while a bucket holds it (`hold`, `release`); lookups may run in another thread beside an `intern`.
+    `places`: shared by the tables of one topic. `owner`: the subscription whose own index it is, 0 the shared one.
+    """
+
+    def __init__(self, places: PagePlaces | None = None, *, owner: int = 0) -> None:
+        self.places = PagePlaces() if places is None else places
+        self._owner = owner
+        self._index = _PageIndex(self.places)
+        # Of each ledger its pages beyond the first, ascending: few ledgers have any.
+        self._further_pages: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def find(self, ledger_id: U64, entry_id: U64) -> U64:
+        """The keys of positions; UNKNOWN_KEY where no bucket holds the page."""
+        return self._keys(ledger_id, entry_id, self._index.find, self._index.find_all)
+
+    def intern(self, ledger_id: U64, entry_id: U64) -> U64:
+        """The keys of positions; new pages get an ordinal."""
+        return self._keys(ledger_id, entry_id, self._ordinal, self._ordinals)
+
+    def keyed(self, rows: Rows) -> KeyedRows:
+        """Rows of pages that are known, with their keys."""
+        return KeyedRows(rows, self.find(rows.ledger_id, rows.entry_id))
+
+    def positions(self, keys: U64) -> tuple[U64, U64]:
+        """(ledger_id, entry_id) of keys of any of the topic's tables."""
+        return self.places.positions(keys)
+
+    def hold(self, ordinals: BitMap) -> None:
+        self.places.hold(ordinals)
+
+    def release(self, ordinals: BitMap) -> None:
+        """A bucket is gone; pages that none holds any more are forgotten. Raises InvariantViolated where one was not
+        held.
+        """
+        self._forget(self.places.let_go(ordinals))
+
+    def forget_unheld(self, ordinals: BitMap) -> None:
+        """Pages that a lookup interned and no bucket holds are forgotten."""
+        self._forget(self.places.unheld(ordinals))
+
+    def undo(self, ordinals: BitMap) -> None:
+        """Forgets pages that were interned in this turn and no bucket holds, and gives their ordinals back: where
+        nothing is kept, nothing grows.
+        """
+        unheld = self.places.unheld(ordinals)
+        if len(unheld):
+            self._forget(unheld)
+            self.places.take_back(BitMap(unheld.tolist()))
+
+    def _forget(self, ordinals: Ordinals) -> None:
+        if not len(ordinals):
+            return
+        self._index.remove(ordinals)
+        ledgers, pages = self.places.pages_of(ordinals)
+        if not pages.any():
+            return
+        for ledger_id, page in zip(ledgers.tolist(), pages.tolist(), strict=True):
+            if page:
+                further = self._further_pages[ledger_id]
+                del further[bisect.bisect_left(further, page)]
+                if not further:
+                    del self._further_pages[ledger_id]
+
+    def key_ranges(self, ledger_id: int, first_entry_id: int, last_entry_id: int) -> list[KeyRange]:
+        """The keys of a range of entries, both ends included, by ascending entry: one range for each page that is
+        known."""
+        first_page, last_page = first_entry_id >> PAGE_BITS, last_entry_id >> PAGE_BITS
+        pages = [] if first_page else [0]
+        if last_page:
+            further = self._further_pages.get(ledger_id, [])
+            pages += further[bisect.bisect_left(further, first_page) : bisect.bisect_right(further, last_page)]
+        ranges = []
+        for page in pages:
+            ordinal = self._index.find(ledger_id, page)
+            if ordinal is not None:
+                base = ordinal << PAGE_BITS
+                first = first_entry_id & _LOW if page == first_page else 0
+                last = last_entry_id & _LOW if page == last_page else _LOW
+                ranges.append((base | first, base | last))
+        return ranges
+
+    def held_below(self, ledger_id: int | None) -> Iterator[int]:
+        """The ordinals of the pages of lower ledgers, None: of all, of those that are known now and that a bucket holds
+        when it is their turn.
+        """
+        pages = len(self.places)
+        for first in range(0, pages, _PAGES_A_STEP):
+            for ordinal in self.places.of_owner(self._owner, first, min(first + _PAGES_A_STEP, pages), ledger_id):
+                if self.places.is_held(ordinal):
+                    yield ordinal
+
+    def ledger_of(self, ordinal: int) -> int:
+        return self.places.page_of(ordinal)[0]
+
+    def is_held(self, ordinal: int) -> bool:
+        """Whether a bucket holds the page."""
+        return self.places.is_held(ordinal)
+
+    def _keys(
+        self,
+        ledger_id: U64,
+        entry_id: U64,
+        ordinal_of: OrdinalOf,
+        ordinals_of: Callable[[U64, U64], Ordinals],
+    ) -> U64:
+        """`ordinals_of`: as `ordinal_of`, of columns of different pages; -1 where a page has none."""
+        if len(ledger_id) <= FEW:
+            return _keys_one_by_one(ledger_id.tolist(), entry_id.tolist(), ordinal_of)
+        page = entry_id >> _SHIFT
+        low = entry_id & LOW_MASK
+        if (ledger_id == ledger_id[0]).all() and (page == page[0]).all():
+            ordinal = ordinal_of(int(ledger_id[0]), int(page[0]))
+            if ordinal is None:
+                return np.full(len(ledger_id), UNKNOWN_KEY)
+            return low | np.uint64(ordinal << PAGE_BITS)
+        *distinct, inverse = _distinct_pages(ledger_id, page)
+        ordinals = ordinals_of(*distinct)
+        keys = (ordinals.astype(np.uint64) << _SHIFT)[inverse] | low
+        if (ordinals < 0).any():
+            keys[(ordinals < 0)[inverse]] = UNKNOWN_KEY
+        return keys
+
+    def _ordinal(self, ledger_id: int, page: int) -> int:
+        ordinal = self._index.find(ledger_id, page)
+        if ordinal is None:
+            ordinal = self.places.add(ledger_id, page, self._owner)
+            self._index.add(ledger_id, page, ordinal)
+            if page:
+                self._note_further(ledger_id, page)
+        return ordinal
+
+    def _ordinals(self, ledger_id: U64, page: U64) -> Ordinals:
+        """The ordinals of different pages; new pages get one."""
+        ordinals = self._index.find_all(ledger_id, page)
+        new = np.flatnonzero(ordinals < 0)
+        if len(new):
+            ordinals[new] = self.places.add_all(ledger_id[new], page[new], self._owner)
+            self._index.add_all(ordinals[new])
+            for each in new[page[new] != 0].tolist():
+                self._note_further(int(ledger_id[each]), int(page[each]))
+        return ordinals
+
+    def _note_further(self, ledger_id: int, page: int) -> None:
+        bisect.insort(self._further_pages.setdefault(ledger_id, []), page)
+
+    def to_stored(self, bitmap: BitMap64) -> tuple[PositionBitmap, ...]:
+        """A set of this table's keys as it is stored: a 32-bit bitmap for each page. May run in another thread."""
+        compact = bitmap.copy()
+        compact.run_optimize()
+        data = memoryview(compact.serialize())
+        (pages,) = _HEADER.unpack_from(data)
+        offset = _HEADER.size
+        stored = []
+        for _ in range(pages):
+            (ordinal,) = _PAGE_HEADER.unpack_from(data, offset)
+            offset += _PAGE_HEADER.size
+            length = _portable_length(data[offset:])
+            entries = bytes(data[offset : offset + length])
+            offset += length
+            stored.append(PositionBitmap(*self.places.page_of(ordinal), entries))
+        return tuple(sorted(stored, key=lambda part: (part.ledger_id, part.page)))
+
+    def from_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:
+        """A stored set as keys of this table; its pages are interned. The bitmaps are not expanded."""
+        return _joined({self._ordinal(part.ledger_id, part.page): part.entries for part in stored})
+
+    def intern_stored(self, stored: Iterable[PositionBitmap]) -> BitMap:
+        """The ordinals of the pages of a stored set; new pages get one."""
+        return BitMap([self._ordinal(part.ledger_id, part.page) for part in stored])
+
+    def find_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:
+        """The stored sets as keys of this table, without the pages that no bucket holds."""
+        pages: dict[int, bytes] = {}
+        for part in stored:
+            ordinal = self._index.find(part.ledger_id, part.page)
+            if ordinal is not None:
+                pages[ordinal] = part.entries
+        return _joined(pages)
+
+
+def _keys_one_by_one(ledger_id: Sequence[int], entry_id: Sequence[int], ordinal_of: OrdinalOf) -> U64:
+    keys = []
+    for ledger, entry in zip(ledger_id, entry_id, strict=True):
+        ordinal = ordinal_of(ledger, entry >> PAGE_BITS)
+        keys.append(_UNKNOWN if ordinal is None else ordinal << PAGE_BITS | entry & _LOW)
+    return np.array(keys, np.uint64)
+
+
+def _joined(pages: Mapping[int, bytes]) -> BitMap64:
+    """The set of keys of serialized 32-bit bitmaps by the ordinals of their pages."""
+    if not pages:
+        return BitMap64()
+    body = b"".join(_PAGE_HEADER.pack(ordinal) + pages[ordinal] for ordinal in sorted(pages))
+    return BitMap64.deserialize(_HEADER.pack(len(pages)) + body)
+
+
+def ordinals_of(pages: BitMap) -> Ordinals:
+    """The ordinals of the set, ascending."""
+    return np.array(pages.to_array(), np.int64)
+
+
+def pages_of(bitmap: BitMap64) -> BitMap:
+    """The ordinals of the pages that the set touches; as many steps as there are pages, where these have many rows."""
+    if not bitmap:
+        return BitMap()
+    first = bitmap.min() >> PAGE_BITS
+    if bitmap.max() >> PAGE_BITS == first:
+        return BitMap([first])
+    rows = len(bitmap)
+    pages = list(itertools.islice(_each_page(bitmap), rows // _ROWS_A_PAGE + 1))
+    if len(pages) <= rows // _ROWS_A_PAGE:
+        return BitMap(pages)
+    ordinals = (keys_of(bitmap) >> _SHIFT).astype(np.uint32)
+    is_new = np.ones(rows, np.bool_)
+    np.not_equal(ordinals[1:], ordinals[:-1], out=is_new[1:])
+    return BitMap(array.array("I", ordinals[is_new].tobytes()))
+
+
+def has_more_pages(bitmap: BitMap64, pages_max: int) -> bool:
+    """Whether the set touches more pages; at most so many steps."""
+    return next(itertools.islice(_each_page(bitmap), pages_max, None), None) is not None
+
+
+def _each_page(bitmap: BitMap64) -> Iterator[int]:
+    if not bitmap:
+        return
+    key = bitmap.min()
+    while True:
+        ordinal = key >> PAGE_BITS
+        yield ordinal
+        try:
+            key = bitmap.next_set_bit((ordinal + 1) << PAGE_BITS)
+        except ValueError:
+            return
+
+
+def _portable_length(data: memoryview) -> int:
+    """Bytes of the 32-bit Roaring bitmap in portable form that `data` begins with (Roaring format specification)."""
+    cookie: int
+    containers: int
+    last_row: int
+    last_offset: int
+    if len(data) >= _ONE_CONTAINER.size:
+        # Of few entries there is one container without runs: most bitmaps, where there are many.
+        cookie, containers, last_row = _ONE_CONTAINER.unpack_from(data)
+        if cookie == _COOKIE_WITHOUT_RUNS and containers == 1:
+            return _ONE_CONTAINER_BYTES + min(2 * (last_row + 1), _BITSET_BYTES)
+    (cookie,) = struct.unpack_from("<I", data)
+    if cookie & 0xFFFF == _COOKIE_WITH_RUNS:
+        containers = (cookie >> 16) + 1
+        offset = 4 + (containers + 7) // 8
+        is_run = [bool(data[4 + number // 8] >> (number % 8) & 1) for number in range(containers)]
+        has_offsets = containers >= _CONTAINERS_WITHOUT_OFFSETS
+    else:
+        (containers,) = struct.unpack_from("<I", data, 4)
+        offset = 8
+        is_run = [False] * containers
+        has_offsets = True
+    if not containers:
+        return offset
+    rows = struct.unpack_from(f"<{2 * containers}H", data, offset)[1::2]
+    offset += 4 * containers
+    first = 0
+    if has_offsets:
+        (last_offset,) = struct.unpack_from("<I", data, offset + 4 * (containers - 1))
+        offset, first = last_offset, containers - 1
+    for number in range(first, containers):
+        if is_run[number]:
+            offset += 2 + 4 * int(struct.unpack_from("<H", data, offset)[0])
+        else:
+            offset += min(2 * (rows[number] + 1), _BITSET_BYTES)
+    return offset
+
+
+def distinct(values: U64) -> tuple[U64, npt.NDArray[np.intp]]:
+    """(the distinct values, which of them each is): by a table where they lie close together, without a sort."""
+    lowest = values.min()
+    span = int(values.max() - lowest) + 1
+    if span > _TABLE_SPAN_PER_VALUE * len(values):
+        return np.unique(values, return_inverse=True)
+    places = (values - lowest).astype(np.intp)
+    is_there = np.zeros(span, np.bool_)
+    is_there[places] = True
+    found = np.flatnonzero(is_there)
+    ranks = np.empty(span, np.intp)
+    ranks[found] = np.arange(len(found))
+    return found.astype(np.uint64) + lowest, ranks[places]
+
+
+def _distinct_pages(ledger_id: U64, page: U64) -> tuple[U64, U64, npt.NDArray[np.intp]]:
+    """(ledger ids, pages) of the distinct pages, and which of them each is."""
+    if not page.any():
+        ledgers, inverse = distinct(ledger_id)
+        return ledgers, np.zeros(len(ledgers), np.uint64), inverse
+    pairs, inverse = np.unique(np.stack([ledger_id, page], axis=1), axis=0, return_inverse=True)
+    return pairs[:, 0], pairs[:, 1], inverse.reshape(-1)
+
+
+Places = npt.NDArray[np.intp]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Run:
+    """Rows first..end of the column by ascending key, of one key as they came; `places` is None if all came so."""
+
+    first: int
+    end: int
+    keys: U64
+    places: Places | None
+
+
+class KeyOrder:
+    """A few sorted runs, each at least twice as long as the next: asking again costs what has come since."""
+
+    def __init__(self) -> None:
+        self._runs: list[_Run] = []
+
+    def last_of(self, column: U64, asked: U64) -> Places:
+        """The place of the last row of each key that is asked for and is in the column; no key is asked for twice."""
+        self._follow(column)
+        found = []
+        left = asked
+        for run in reversed(self._runs):
+            ends = np.searchsorted(run.keys, left, side="right")
+            hit = (ends > 0) & (run.keys[ends - 1] == left)
+            places = ends[hit] - 1
+            found.append(run.first + (places if run.places is None else run.places[places]))
+            left = left[~hit]
+        return np.concatenate(found) if found else np.empty(0, np.intp)
+
+    def _follow(self, column: U64) -> None:
+        end = len(column)
+        first = self._runs[-1].end if self._runs else 0
+        if first == end:
+            return
+        while self._runs and 2 * (end - first) >= len(self._runs[-1].keys):
+            first = self._runs.pop().first
+        keys = column[first:end]
+        places = None
+        if (keys[1:] < keys[:-1]).any():
+            places = np.argsort(keys, kind="stable")
+            keys = keys[places]
+        self._runs.append(_Run(first, end, keys, places))

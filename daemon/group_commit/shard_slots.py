@@ -1,0 +1,347 @@
+"""What is staged of one shard: its decisions on their way into slots, and who waits for them.
+
+Owns: the decisions that no slot holds yet and those whose slot is on its way, and when each waiting request hears of
+its slot.
+Does not own: when a slot is written (`slot_sender`), what a decision is (`daemon.core.decisions.topic_state`), and what
+is done with a slot that is certain (`applied`, given by the shard).
+
+The decisions of one topic on their way into the slots of its shard.
+
+Owns: that a topic that has ended stages nothing more. Does not own: slots (`shard_staging`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from daemon.errors import OutcomeUnknown, QuotaExceeded, Unavailable
+from daemon.group_commit.confirmation import Confirmation
+from daemon.group_commit.slot_sender import LandedSection, Section, SlotSender
+from daemon.runtime import backoff
+from storage_backends.formats import deletion_format
+from storage_backends.formats.slot_format import DeletionRecord, Record, SlotBuilder, size_max
+
+# After so long without an answer of the store a call is told that its outcome is not known, or to try again.
+STALL_ANSWER_S = 10.0
+
+
+class Commits(Protocol):
+    """The shard's slots, as its topics see them."""
+
+    def check_accepting(self) -> None:
+        """Raises what a request is answered with when nothing can be staged now."""
+        ...
+
+    def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
+        """The future ends with the number of the decisions' slot, once that is durable and applied. Never cancel it.
+
+        Nobody waits for what is not `awaited`: it rides with the next slot, or goes within a second. `may_wait`: for
+        company, while the loop has much to do; nothing is held up meanwhile but the answer.
+        """
+        ...
+
+    def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
+        """Stages decisions that stand in one slot. Never cancel the future: it ends when the slot is applied, however
+        long that takes.
+        """
+        ...
+
+    async def confirmed(self) -> None:
+        """Returns when everything that a request may have seen is durable and the epoch was confirmed after this call.
+
+        Raises Unavailable when the store does not answer.
+        """
+        ...
+
+    async def settled(self) -> None:
+        """Returns when everything that is staged now is durable and applied, however long that takes."""
+        ...
+
+
+class TopicStaging(Commits):
+    """`Commits` for one topic, until the topic ends.
+
+    What still runs for a topic that was let go must decide nothing: it has seen what counts no longer.
+    """
+
+    def __init__(self, commits: Commits) -> None:
+        self._commits = commits
+        self._ended: Exception | None = None
+
+    def end(self, error: Exception) -> None:
+        """Nothing more is staged; whoever tries gets the error. What is staged goes its way."""
+        if self._ended is None:
+            self._ended = error
+
+    @property
+    def ended(self) -> bool:
+        return self._ended is not None
+
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
+    def check_accepting(self) -> None:
+        self._check()
+        self._commits.check_accepting()
+
+    def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
+        self._check()
+        return self._commits.stage(*records, awaited=awaited, may_wait=may_wait)
+
+    def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
+        self._check()
+        return self._commits.stage_together(records)
+
+    async def confirmed(self) -> None:
+        self._check()
+        await self._commits.confirmed()
+
+    async def settled(self) -> None:
+        self._check()
+        await self._commits.settled()
+
+
+# What may wait for its slot before requests are refused; four full slots by default.
+STAGED_SLOTS_MAX = 4
+BACK_PRESSURE_RETRY_MS = 100
+# So long may a slot be uncertain before new requests are refused.
+STALL_REFUSE_S = 2.0
+# Records that nobody awaits go with the next slot, or after this time.
+UNAWAITED_S = 1.0
+
+Applied = Callable[[LandedSection, Sequence[Record], Sequence[DeletionRecord]], None]
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot:
+    """A slot that is being filled or is on its way.
+
+    `certain` and `applied` are set when it is durable and applied. Whoever waits for `certain` is told when that takes
+    too long; `applied` ends with the slot itself.
+    """
+
+    builder: SlotBuilder
+    certain: asyncio.Future[int]
+    applied: asyncio.Future[int]
+
+
+class ShardStaging:
+    """The staged decisions of one shard. The sender must be running.
+
+    `applied` makes state of a slot that is certain, `failed` hears what it raises: then nothing more is staged.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        sender: SlotSender,
+        confirmation: Confirmation,
+        *,
+        clock: backoff.Clock,
+        slot_bytes_max: int,
+        applied: Applied,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._shard = shard
+        self._sender = sender
+        self._confirmation = confirmation
+        self._clock = clock
+        self._slot_bytes_max = slot_bytes_max
+        self._applied = applied
+        self._failed = failed
+        self._slots: collections.deque[_Slot] = collections.deque()
+        self._on_its_way: _Slot | None = None
+        self._ended: Exception | None = None
+
+    # ---- what requests ask of it
+
+    def check_accepting(self) -> None:
+        """Raises what a request is to be answered with when nothing can be staged now."""
+        if self._ended is not None:
+            raise self._ended
+        stalled_s = self._sender.stalled_s
+        if stalled_s > STALL_REFUSE_S:
+            raise Unavailable(f"the store has not answered for {stalled_s:.0f} s; nothing was stored, try again")
+        if len(self._slots) >= STAGED_SLOTS_MAX:
+            raise QuotaExceeded(
+                f"{len(self._slots)} full slots wait to be written, the limit is {STAGED_SLOTS_MAX}; try again",
+                retry_after_ms=BACK_PRESSURE_RETRY_MS,
+            )
+
+    def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
+        """The future ends with the number of the decisions' slot, once that is durable and applied. Never cancel it."""
+        slot = self._append(records)
+        if not awaited:
+            asyncio.get_running_loop().call_later(UNAWAITED_S, self._sender.send)
+        elif may_wait:
+            self._sender.send_soon()
+        else:
+            self._sender.send()
+        return slot.certain
+
+    def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
+        """Stages decisions that stand in one slot. Never cancel the future.
+
+        It ends as that of `stage`, but not because the slot takes long: until it ends the decisions are on their way.
+        """
+        slot = self._append(records)
+        self._sender.send()
+        return slot.applied
+
+    def stage_deletions(self, record: DeletionRecord, *, patient: bool = False) -> asyncio.Future[int]:
+        """Stages a decision on the shard's deletions; the future ends with the number of its slot, once that is durable
+        and applied. `patient`: it does not end because the slot takes long. Never cancel it.
+        """
+        slot = self._slot_with_room(deletion_format.size_max(record))
+        slot.builder.append_deletions(record)
+        self._sender.send()
+        return slot.applied if patient else slot.certain
+
+    def _append(self, records: Sequence[Record]) -> _Slot:
+        slot = self._slot_with_room(sum(map(size_max, records)))
+        for record in records:
+            slot.builder.append(record)
+        return slot
+
+    def _slot_with_room(self, size_bytes: int) -> _Slot:
+        if self._ended is not None:
+            raise self._ended
+        slot = self._slots[-1] if self._slots else None
+        if slot is None or (len(slot.builder) and slot.builder.size_bytes + size_bytes > self._slot_bytes_max):
+            if slot is not None:
+                # It is full: no company is to be waited for.
+                self._sender.send()
+            slot = _Slot(SlotBuilder(), _future(), _future())
+            self._slots.append(slot)
+            self._sender.join(self)
+        return slot
+
+    async def confirmed(self) -> None:
+        """Returns when everything that a request may have seen is durable and the epoch was confirmed after this call.
+
+        For answers without a decision of their own: they ride with the next slot, or one probe.
+        """
+        if self._ended is not None:
+            raise self._ended
+        if self._slots:
+            self._sender.send()
+            await asyncio.shield(self._slots[-1].certain)
+            return
+        asked_s = self._clock()
+        if self._on_its_way is not None:
+            await asyncio.shield(self._on_its_way.certain)
+        try:
+            await asyncio.wait_for(self._confirmation.confirm_after(asked_s), STALL_ANSWER_S)
+        except TimeoutError:
+            raise Unavailable(f"the store has not answered for {STALL_ANSWER_S:.0f} s; try again") from None
+
+    async def flush(self) -> None:
+        """Returns when everything that is staged now is durable and applied."""
+        self._sender.send()
+        slot = self._last
+        if slot is not None:
+            await asyncio.shield(slot.certain)
+
+    async def settled(self) -> None:
+        """Returns when everything that is staged now is durable and applied, however long that takes."""
+        self._sender.send()
+        slot = self._last
+        if slot is not None:
+            await asyncio.shield(slot.applied)
+        if self._ended is not None:
+            raise self._ended
+
+    @property
+    def _last(self) -> _Slot | None:
+        return self._slots[-1] if self._slots else self._on_its_way
+
+    @property
+    def _all(self) -> list[_Slot]:
+        return [slot for slot in (self._on_its_way, *self._slots) if slot is not None]
+
+    @property
+    def staged_rows(self) -> int:
+        """Rows of decisions that are not durable yet."""
+        return sum(slot.builder.rows for slot in self._all)
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the slot before what waits has been on its way; 0.0 when none is."""
+        return self._sender.stalled_s
+
+    def answer_stalled(self) -> None:
+        """Whoever has waited too long is told that the outcome is unknown; the slot is still being tried."""
+        if self.stalled_s > STALL_ANSWER_S:
+            error = OutcomeUnknown(f"the store has not answered for {self.stalled_s:.0f} s; a retry is safe")
+            for slot in self._all:
+                if not slot.certain.done():
+                    slot.certain.set_exception(error)
+                    slot.certain = _future()
+
+    # ---- what the sender does with it
+
+    @property
+    def waiting_slots(self) -> int:
+        """Sections that wait for a slot; the last may have room still."""
+        return len(self._slots)
+
+    @property
+    def next_bytes(self) -> int:
+        """An upper bound of the size of the first section that waits."""
+        return self._slots[0].builder.size_bytes
+
+    def take(self) -> Section:
+        """The first section that waits. It is on its way from now on, and no other is taken until it has `landed`."""
+        self._on_its_way = self._slots.popleft()
+        if self._slots:
+            self._sender.join(self)
+        builder = self._on_its_way.builder
+        return Section(self._shard, builder.freeze(), builder.deletions)
+
+    def never_lands(self, error: Exception) -> None:
+        """What was taken cannot be encoded: nothing of what this shard has in memory is relied on. Raises nothing."""
+        if self._on_its_way is not None:
+            self.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
+            self._failed(error)
+
+    def landed(self, section: Section, landed: LandedSection) -> None:
+        """What was taken is certain: it is applied, and who waits for it is told. Raises nothing."""
+        taken = self._on_its_way
+        if taken is None:
+            # The shard has ended meanwhile, and dropped its state.
+            return
+        try:
+            self._applied(landed, section.records, section.deletions)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this shard's
+            self.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
+            self._failed(error)
+            return
+        for future in (taken.certain, taken.applied):
+            if not future.done():
+                future.set_result(landed.slot)
+        self._on_its_way = None
+
+    def end(self, error: Exception) -> None:
+        """Nothing more is staged; whoever waits gets the error."""
+        if self._ended is not None:
+            return
+        self._ended = error
+        self._sender.leave(self)
+        for slot in self._all:
+            for future in (slot.certain, slot.applied):
+                if not future.done():
+                    future.set_exception(error)
+        self._slots.clear()
+        self._on_its_way = None
+
+
+def _future() -> asyncio.Future[int]:
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    # Nobody may be waiting when it fails.
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future

@@ -1,0 +1,701 @@
+"""A subscription that is shared by key: who joins, and rounds in which what may be sent is shared out.
+
+Owns: consumers coming and going, when a round is made and how much is done in one, plans, and what of it is counted.
+Does not own: who receives what (`daemon.core.key_shared`), streams and what is on its way out on them
+(`key_shared_stream`, `key_shared_outbox`), opening (`stream_opening`), and what an acknowledgement does.
+
+Whoever changes something for which rows wait asks for a round: rows came due, were acknowledged or came back, permits
+were granted, a consumer came or went, an outbox has room. However many ask in one turn of the loop, there is one round.
+
+What is on its way out on one KEY_SHARED stream: messages, plans, and what was taken back, in one order; and marks,
+which tell that what stands before them is out.
+
+Owns: that order, joining messages that follow each other, and when there is too much.
+Does not own: what is handed out to whom (`sharing_rounds`), waiting for it and what consumers are called
+(`key_shared_stream`), and the wire.
+
+One dispatcher's KEY_SHARED stream: its consumers, and what goes out to them.
+
+Owns: which dispatcher number each of its consumers has, and taking out what goes out in its order.
+Does not own: sharing (`daemon.core.key_shared`), when it is done (`sharing_rounds`), the order of what goes out
+(`key_shared_outbox`), what streams of every type do (`open_stream`), and the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Awaitable, Collection, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from daemon.call_values import Consumer, HandedOut, Nack, NackOutcome, Planned, TakenBack
+from daemon.core import limits
+from daemon.core.backlog.nack_tracker import FrozenNacks
+from daemon.core.index.position_keys import KeyedRows
+from daemon.core.key_shared import hash_slots
+from daemon.core.key_shared.key_consumers import Joining
+from daemon.core.key_shared.key_share import KeyShared
+from daemon.errors import InvalidArgument, InvariantViolated, QuotaExceeded, TarryError, Unavailable
+from daemon.runtime.environment import Environment
+from daemon.topic.open_streams import MESSAGES_ROWS_MAX, OpenStream, SubscriptionOfStreams
+from storage_backends.formats.row_columns import U32, U64, Rows
+
+# With as many rows the stream is full until they were taken; nor are more of them one message.
+ROWS_MAX = 10_000
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sent:
+    """Rows that were sent to consumers, or taken back from them: `numbers`, u32[n] of each part, the dispatcher numbers
+    of these.
+    """
+
+    taken_back: bool
+    rows: list[KeyedRows]
+    numbers: list[U32]
+    count: int
+
+    def columns(self) -> tuple[KeyedRows, U32]:
+        return KeyedRows.concat(self.rows), np.concatenate(self.numbers)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """The answer to a plan. `sent` ends when it is out."""
+
+    request_id: int
+    numbers: U32
+    sent: asyncio.Future[None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Mark:
+    """A place in the order. `passed` ends when all that stands before it is out."""
+
+    passed: asyncio.Future[None]
+
+
+class Outbox:
+    """What is on its way out on one KEY_SHARED stream, in order. `rows`: of messages that were not taken out."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._items: collections.deque[Sent | Plan | Mark] = collections.deque()
+        self._ended: Exception | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    @property
+    def is_full(self) -> bool:
+        return self.rows >= ROWS_MAX
+
+    def send(self, rows: KeyedRows, numbers: U32) -> None:
+        """Rows are at consumers from now on."""
+        self.rows += len(rows)
+        self._add(rows, numbers, taken_back=False)
+
+    def take_back(self, rows: KeyedRows, numbers: U32) -> None:
+        """Rows are at consumers no longer."""
+        self._add(rows, numbers, taken_back=True)
+
+    def _add(self, rows: KeyedRows, numbers: U32, *, taken_back: bool) -> None:
+        last = self._items[-1] if self._items else None
+        if isinstance(last, Sent) and last.taken_back == taken_back and last.count + len(rows) <= ROWS_MAX:
+            last.rows.append(rows)
+            last.numbers.append(numbers)
+            last.count += len(rows)
+        else:
+            self._items.append(Sent(taken_back, [rows], [numbers], len(rows)))
+
+    def plan(self, request_id: int, numbers: U32) -> asyncio.Future[None]:
+        """The answer to a plan; the future ends when it is out."""
+        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._ended is not None:
+            sent.set_exception(self._ended)
+        else:
+            self._items.append(Plan(request_id, numbers, sent))
+        return sent
+
+    def mark(self) -> asyncio.Future[None]:
+        """Ends when everything that is in it now is out."""
+        passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._ended is not None:
+            passed.set_result(None)
+        else:
+            self._items.append(Mark(passed))
+        return passed
+
+    def pass_marks(self) -> None:
+        """What was taken out is out: marks that come first now are passed."""
+        while self._items and isinstance(mark := self._items[0], Mark):
+            self._items.popleft()
+            _end(mark.passed)
+
+    def take(self) -> Sent | Plan:
+        """Takes out what comes first; no mark does."""
+        item = self._items.popleft()
+        if isinstance(item, Plan):
+            self._items.appendleft(Mark(item.sent))
+        elif isinstance(item, Sent):
+            self.rows -= 0 if item.taken_back else item.count
+        else:
+            raise InvariantViolated("a mark is taken for something that goes out")
+        return item
+
+    def end(self, error: Exception) -> None:
+        """Nothing more is taken out: who waits for a plan gets the error."""
+        self._ended = error
+        for item in self._items:
+            if isinstance(item, Plan):
+                _end(item.sent, error)
+            elif isinstance(item, Mark):
+                _end(item.passed)
+        self._items.clear()
+        self.rows = 0
+
+
+def _end(waited_for: asyncio.Future[None], error: Exception | None = None) -> None:
+    """Who waited may have gone away."""
+    if waited_for.done():
+        return
+    if error is None:
+        waited_for.set_result(None)
+    else:
+        waited_for.set_exception(error)
+
+
+Outgoing: TypeAlias = HandedOut | Planned | TakenBack
+
+
+class Sharing(Protocol):
+    """The sharing of keys, as a stream sees it: `daemon.topic.key_shared_streams.KeySharing`."""
+
+    def join(self, stream: KeySharedStream, consumers: Sequence[Consumer]) -> None: ...
+
+    def leave(self, stream: KeySharedStream, number: int) -> None: ...
+
+    def grant(self, stream: KeySharedStream, number: int, permits: int) -> None: ...
+
+    def set_full(self, stream: KeySharedStream, *, is_full: bool) -> None: ...
+
+    def check_plan(self, positions: Rows) -> None: ...
+
+    def plan(self, stream: KeySharedStream, request_id: int, positions: Rows) -> asyncio.Future[None]: ...
+
+    def mark(self, stream: KeySharedStream) -> asyncio.Future[None]: ...
+
+    def mark_delete(self, stream: KeySharedStream, ledger_id: int, entry_id: int) -> None: ...
+
+
+class SubscriptionOfKeySharedStreams(SubscriptionOfStreams, Protocol):
+    """What a KEY_SHARED stream asks of its subscription beside."""
+
+    @property
+    def key_sharing(self) -> Sharing: ...
+
+
+class KeySharedStream(OpenStream):
+    """A stream that hands a KEY_SHARED subscription's rows to consumers. What they hold is READY again when it is
+    closed.
+    """
+
+    def __init__(self, subscription: SubscriptionOfKeySharedStreams) -> None:
+        super().__init__(subscription)
+        self._sharing = subscription.key_sharing
+        self.outbox = Outbox()
+        # Of each consumer its dispatcher number, and back.
+        self._numbers: dict[int, int] = {}
+        self._consumer_ids: dict[int, int] = {}
+        # The same in columns, by ascending number.
+        self._columns: tuple[U32, U32] | None = None
+        # Plans and marks are decided in the order in which they were asked for.
+        self._in_order = asyncio.Lock()
+
+    @property
+    def holders(self) -> Collection[int]:
+        return self._consumer_ids.keys()
+
+    # ---- consumers
+
+    def joined(self, consumers: Sequence[Consumer], numbers: Sequence[int]) -> None:
+        """Consumers joined under these numbers."""
+        for consumer, number in zip(consumers, numbers, strict=True):
+            self._numbers[consumer.consumer_id] = number
+            self._consumer_ids[number] = consumer.consumer_id
+        self._columns = None
+
+    def has(self, consumer_id: int) -> bool:
+        """Whether such a consumer is there."""
+        return consumer_id in self._numbers
+
+    def numbers_of(self, consumer_ids: U32) -> U32:
+        """The dispatcher numbers of consumers, 0 of those that are not there."""
+        distinct, inverse = np.unique(consumer_ids, return_inverse=True)
+        return np.array([self._numbers.get(each, 0) for each in distinct.tolist()], np.uint32)[inverse]
+
+    def consumer_id_of(self, number: int) -> int:
+        return self._consumer_ids[number]
+
+    def add_consumer(self, consumer: Consumer) -> None:
+        """A consumer joins. Raises InvalidArgument, QuotaExceeded."""
+        self._check_open()
+        self._sharing.join(self, [consumer])
+
+    def remove_consumer(self, consumer_id: int) -> Awaitable[None]:
+        """A consumer leaves: what it holds is READY. To be awaited: nothing goes out to it any more. Raises
+        InvalidArgument.
+        """
+        self._check_open()
+        number = self._numbers.pop(consumer_id, None)
+        if number is None:
+            raise InvalidArgument(f"consumer_id is {consumer_id}; no consumer of the stream has it")
+        del self._consumer_ids[number]
+        self._columns = None
+        self._sharing.leave(self, number)
+        return self.flushed()
+
+    def grant(self, permits: int, consumer_id: int) -> None:
+        """Grants permits: that many more rows may be sent to a consumer; nothing when it is not there any more."""
+        number = self._numbers.get(consumer_id)
+        if number is not None and self._ended is None:
+            self._sharing.grant(self, number, permits)
+
+    # ---- messages that are not delayed
+
+    async def plan(self, request_id: int, ledger_id: U64, entry_id: U64, key_hash: U32 | None) -> None:
+        """Asks who receives positions, in the order of the log; `Planned` says it. Returns when that is out.
+
+        Raises InvalidArgument, QuotaExceeded, and Unavailable when nothing may be handed out now.
+        """
+        self._check_open()
+        positions = Rows(np.zeros(len(entry_id), np.uint64), ledger_id, entry_id, key_hash)
+        self._sharing.check_plan(positions)
+        async with self._in_order:
+            # A former owner may still hand out by key.
+            await self._topic.shard.alone()
+            await self._passed()
+            sent = self._sharing.plan(self, request_id, positions)
+        await sent
+
+    async def mark_delete(self, ledger_id: int, entry_id: int) -> None:
+        """Everything that was planned up to this position is acknowledged."""
+        self._check_open()
+        async with self._in_order:
+            await self._passed()
+            self._sharing.mark_delete(self, ledger_id, entry_id)
+
+    async def _passed(self) -> None:
+        await self._topic.gate.passed()
+        self._check_open()
+        self._topic.check_there(self.state)
+
+    # ---- going out
+
+    async def next(self) -> Outgoing:
+        """Waits for what goes out next. Raises as `DispatchStream.next_messages`."""
+        while True:
+            self._check_open()
+            self.outbox.pass_marks()
+            # What a successor may have handed out since waits here.
+            if self.outbox and self._topic.shard.may_hand_out and self.outlet.takes(self):
+                outgoing = self._take()
+                if outgoing is not None:
+                    return outgoing
+            else:
+                await self._change()
+
+    def _take(self) -> Outgoing | None:
+        """What goes out next; None when all of it was for consumers that left."""
+        was_full = self.outbox.is_full
+        item = self.outbox.take()
+        if was_full and not self.outbox.is_full:
+            self._sharing.set_full(self, is_full=False)
+        if isinstance(item, Plan):
+            return Planned(self.epoch, item.request_id, self._consumer_ids_of(item.numbers))
+        rows, numbers = item.columns()
+        consumer_ids = self._consumer_ids_of(numbers)
+        if not consumer_ids.all():
+            there = np.flatnonzero(consumer_ids)
+            rows, consumer_ids = rows.take(there), consumer_ids[there]
+        if not len(rows):
+            return None
+        handed_out = self._handed_out(rows, consumer_ids)
+        return TakenBack(handed_out) if item.taken_back else handed_out
+
+    def _handed_out(self, rows: KeyedRows, consumer_ids: U32) -> HandedOut:
+        return dataclasses.replace(self._subscription.handed_out(rows), consumer_id=consumer_ids)
+
+    def _consumer_ids_of(self, numbers: U32) -> U32:
+        """What consumers are called, 0 where one has left since."""
+        if self._columns is None:
+            by_number = sorted(self._consumer_ids.items())
+            columns = np.array(by_number, np.uint32).reshape(len(by_number), 2)
+            self._columns = columns[:, 0].copy(), columns[:, 1].copy()
+        known, consumer_ids = self._columns
+        if not len(known):
+            return np.zeros(len(numbers), np.uint32)
+        places = np.searchsorted(known, numbers)
+        places[places == len(known)] = 0
+        return np.where(known[places] == numbers, consumer_ids[places], np.uint32(0))
+
+    def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> Awaitable[NackOutcome]:
+        """Acknowledges negatively; what is taken back by it has gone out when what this returns ends, if anybody waits
+        for it.
+        """
+        outcome = super().negative_acknowledge(nack, awaited=awaited)
+        return self._once_out(outcome) if awaited else outcome
+
+    async def _once_out(self, outcome: Awaitable[NackOutcome]) -> NackOutcome:
+        decided = await outcome
+        await self.flushed()
+        return decided
+
+    async def flushed(self) -> None:
+        """Returns when what is on its way out now is out."""
+        if self._ended is None:
+            passed = self._sharing.mark(self)
+            self.notify()
+            await passed
+
+    def sends_no_more(self) -> None:
+        """Nobody takes out what goes out: who waits for the answer to a plan is told."""
+        if self._ended is None:
+            self._sharing.set_full(self, is_full=True)
+        self.outbox.end(Unavailable("the caller has sent its last request: nothing is sent any more"))
+
+    def end(self, error: Exception) -> None:
+        super().end(error)
+        self.outbox.end(error)
+
+
+NAME_MAX_BYTES = 255
+ADDRESS_MAX_BYTES = 255
+# A plan is made in one go, so that nothing stands between its positions.
+PLAN_ROWS_MAX = MESSAGES_ROWS_MAX
+CONSUMERS_RETRY_MS = 5_000
+
+
+class Leasing(Protocol):
+    """The leases of the subscription, as the sharing of keys sees them."""
+
+    def stop_listening(self) -> None:
+        """READY is not kept for pullers any longer."""
+        ...
+
+
+class SubscriptionOfSharing(SubscriptionOfKeySharedStreams, Protocol):
+    """What the sharing of keys asks of its subscription beside."""
+
+    @property
+    def leases(self) -> Leasing: ...
+
+    @property
+    def may_hand_out(self) -> bool:
+        """Whether anything may be handed out now."""
+        ...
+
+    def refill(self) -> None:
+        """There may be room in READY."""
+        ...
+
+    def count_handed_out(self, rows: KeyedRows) -> None:
+        """Counts rows that were handed out in the metrics."""
+        ...
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Shared:
+    """From the first KEY_SHARED stream to the last. `consumers`: by their numbers, on which stream each is."""
+
+    key_shared: KeyShared
+    streams: dict[int, KeySharedStream] = dataclasses.field(default_factory=dict)
+    consumers: dict[int, KeySharedStream] = dataclasses.field(default_factory=dict)
+    round: asyncio.Handle | None = None
+    # Of the blocked attempts so many are counted.
+    blocked_counted: int = 0
+
+
+class KeySharing:
+    """The sharing of one subscription by key: consumers come and go, and in rounds what may be sent is shared out."""
+
+    def __init__(self, subscription: SubscriptionOfSharing, environment: Environment) -> None:
+        self._subscription = subscription
+        self._topic = subscription.topic
+        self._state = subscription.state
+        self._environment = environment
+        self._consumers_max = environment.config.limits.consumers_per_subscription_max
+        self._shared: _Shared | None = None
+        self._reading: set[asyncio.Future[None]] = set()
+
+    # ---- streams
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a KEY_SHARED stream."""
+        return self._shared is not None
+
+    def open(self, stream: KeySharedStream) -> None:
+        """A stream listens. The first one begins the sharing."""
+        core, state = self._topic.core, self._state
+        # Nobody but KEY_SHARED streams listens now.
+        self._subscription.leases.stop_listening()
+        frozen = (
+            core.key_sharing.begin(state, elapsed_ms=self._environment.elapsed_ms())
+            if state.key_shared is None
+            else None
+        )
+        core.open(state, stream.dispatcher)
+        if state.key_shared is None:
+            raise InvariantViolated(f"subscription {state.stored.name!r} is not shared by key after it was begun")
+        if self._shared is None:
+            self._shared = _Shared(state.key_shared)
+        shared = self._shared
+        shared.streams[stream.dispatcher] = stream
+        if frozen is not None:
+            reading = asyncio.ensure_future(self._read_nacked(shared, frozen))
+            self._reading.add(reading)
+            reading.add_done_callback(self._reading.discard)
+
+    async def _read_nacked(self, shared: _Shared, frozen: FrozenNacks) -> None:
+        """What was NACKED before is read in a thread, and learnt by portions; nothing is handed out until then."""
+        try:
+            rows, _ = await self._environment.run(frozen.rows)
+            await self._learn_nacked(shared, rows)
+        except Exception as error:  # noqa: BLE001 - the streams tell it
+            self._fail(shared, error)
+
+    async def _learn_nacked(self, shared: _Shared, rows: KeyedRows) -> None:
+        sharing, pace, left = self._topic.core.key_sharing, self._topic.pace, rows
+        while self._shared is shared:
+            portion = left.take(slice(0, pace.rows))
+            left = left.take(slice(len(portion), None))
+            if not len(left):
+                sharing.finish(self._state, portion)
+                self._ask(shared)
+                return
+            sharing.learn(self._state, portion)
+            await pace.give_way()
+
+    def closed(self, stream: OpenStream) -> None:
+        """A stream listens no more, and its consumers are no more."""
+        shared = self._shared
+        if shared is None or shared.streams.pop(stream.dispatcher, None) is None:
+            return
+        for holder in stream.holders:
+            del shared.consumers[holder]
+        if not shared.streams:
+            self._shared = None
+            if shared.round is not None:
+                shared.round.cancel()
+
+    def _open(self) -> _Shared:
+        if self._shared is None:
+            raise InvariantViolated(f"subscription {self._state.stored.name!r} is not open as KEY_SHARED")
+        return self._shared
+
+    def has(self, number: int) -> bool:
+        """Whether a consumer has the dispatcher number."""
+        return self._shared is not None and number in self._shared.consumers
+
+    def consumer_id_of(self, number: int) -> int:
+        """How the dispatcher of a consumer calls it."""
+        return self._open().consumers[number].consumer_id_of(number)
+
+    # ---- consumers
+
+    def check_consumers(self, consumers: Sequence[Consumer]) -> None:
+        """Raises InvalidArgument for what is wrong with them by themselves, QuotaExceeded when they are too many."""
+        known: set[int] = set()
+        for consumer in consumers:
+            consumer_id = consumer.consumer_id
+            if not consumer_id:
+                raise InvalidArgument("consumer_id is 0; it must be at least 1")
+            if consumer_id in known:
+                raise InvalidArgument(f"consumer_id {consumer_id} is given to two consumers; each has one of its own")
+            known.add(consumer_id)
+            limits.check_name(f"name of consumer {consumer_id}", consumer.name, NAME_MAX_BYTES)
+            size_bytes = len(consumer.address.encode())
+            if size_bytes > ADDRESS_MAX_BYTES:
+                raise InvalidArgument(
+                    f"address of consumer {consumer_id} has {size_bytes} bytes in UTF-8; it may have at most "
+                    f"{ADDRESS_MAX_BYTES}"
+                )
+            hash_slots.check_ranges(f"hash_ranges of consumer {consumer_id}", consumer.hash_ranges)
+        count = 0 if self._shared is None else len(self._shared.consumers)
+        if consumers and count + len(consumers) > self._consumers_max:
+            raise QuotaExceeded(
+                f"subscription {self._state.stored.name!r} has {count} consumers, {len(consumers)} would join, the "
+                f"limit is {self._consumers_max}",
+                retry_after_ms=CONSUMERS_RETRY_MS,
+            )
+
+    def join(self, stream: KeySharedStream, consumers: Sequence[Consumer]) -> None:
+        """Consumers of a stream join, all or none. Raises InvalidArgument, QuotaExceeded."""
+        if not consumers:
+            return
+        shared = self._open()
+        self.check_consumers(consumers)
+        for consumer in consumers:
+            if stream.has(consumer.consumer_id):
+                raise InvalidArgument(f"consumer_id is {consumer.consumer_id}; a consumer of the stream has it already")
+        numbers = [self._subscription.next_dispatcher() for _ in consumers]
+        shared.key_shared.join(
+            [
+                Joining(number, stream.dispatcher, each.name, each.address, each.permits, each.hash_ranges)
+                for number, each in zip(numbers, consumers, strict=True)
+            ]
+        )
+        stream.joined(consumers, numbers)
+        shared.consumers |= dict.fromkeys(numbers, stream)
+        self._ask(shared)
+
+    def leave(self, stream: KeySharedStream, number: int) -> None:
+        """A consumer of a stream leaves: what it holds is READY."""
+        shared = self._open()
+        del shared.consumers[number]
+        shared.key_shared.leave([number])
+        self._ask(shared)
+
+    def grant(self, stream: KeySharedStream, number: int, permits: int) -> None:
+        """Grants permits: that many more rows may be sent to a consumer."""
+        shared = self._open()
+        shared.key_shared.grant(number, permits)
+        self._ask(shared)
+
+    def set_full(self, stream: KeySharedStream, *, is_full: bool) -> None:
+        """Whether nothing more is to be sent on a stream for now."""
+        shared = self._open()
+        shared.key_shared.set_full(stream.dispatcher, is_full)
+        self._ask(shared)
+
+    # ---- messages that are not delayed
+
+    def check_plan(self, positions: Rows) -> None:
+        """Checks how many positions a plan names. Raises InvalidArgument."""
+        limits.check_rows("entry_id", len(positions), min(PLAN_ROWS_MAX, self._environment.request_limits.rows_max))
+
+    def plan(self, stream: KeySharedStream, request_id: int, positions: Rows) -> asyncio.Future[None]:
+        """Who receives positions, in their order. The future ends when the answer is out.
+
+        Raises InvalidArgument, QuotaExceeded, and Unavailable when nothing may be handed out now.
+        """
+        topic, state = self._topic, self._state
+        if not self._subscription.may_hand_out:
+            raise Unavailable(f"topic {topic.core.name}: nothing may be handed out now; try again")
+        shared = self._open()
+        self._take_back(shared)
+        numbers = topic.core.key_sharing.plan(
+            state, stream.dispatcher, positions, elapsed_ms=self._environment.elapsed_ms()
+        )
+        sent = stream.outbox.plan(request_id, numbers)
+        stream.notify()
+        sent_rows = int(np.count_nonzero(numbers))
+        self._environment.metrics.planned(topic.core.name, sent=sent_rows, held=len(numbers) - sent_rows)
+        self._count_blocked(shared)
+        topic.redelivery.watch(state)
+        # Others may have a consumer for what this stream has none for.
+        self._ask(shared)
+        return sent
+
+    def mark(self, stream: KeySharedStream) -> asyncio.Future[None]:
+        """Ends when what was decided to go out on the stream is out."""
+        self._take_back(self._open())
+        return stream.outbox.mark()
+
+    def mark_delete(self, stream: KeySharedStream, ledger_id: int, entry_id: int) -> None:
+        """Everything that was planned up to this position is acknowledged."""
+        shared = self._open()
+        shared.key_shared.plans.mark_delete(ledger_id, entry_id)
+        self._ask(shared)
+
+    # ---- rounds
+
+    def notify(self) -> None:
+        """Something changed for which rows may wait."""
+        if self._shared is not None:
+            self._ask(self._shared)
+
+    def _ask(self, shared: _Shared) -> None:
+        if shared.round is None:
+            shared.round = asyncio.get_running_loop().call_soon(self._round, shared, None)
+
+    def _round(self, shared: _Shared, gave_way_s: float | None) -> None:
+        """One portion; what is left is handed out when the others have had their turn."""
+        shared.round = None
+        if gave_way_s is not None:
+            self._topic.pace.noted(asyncio.get_running_loop().time() - gave_way_s)
+        try:
+            self._take_back(shared)
+            if self._hand_out(shared) and shared.round is None:
+                loop = asyncio.get_running_loop()
+                shared.round = loop.call_soon(self._round, shared, loop.time())
+        except Exception as error:  # noqa: BLE001 - the streams tell it
+            self._fail(shared, error)
+
+    def _fail(self, shared: _Shared, error: Exception) -> None:
+        """What is shared by key cannot be relied on any more: its streams end with the error, or, where that was not
+        foreseen, with their topic.
+        """
+        if not isinstance(error, TarryError) or isinstance(error, InvariantViolated):
+            self._topic.failed(error)
+            return
+        streams = list(shared.streams.values())
+        for stream in streams:
+            stream.end(error)
+        for stream in streams:
+            self._subscription.close_stream(stream)
+
+    def take_back(self) -> None:
+        """Rows may have come to be NACKED: what is behind them of their hashes is at nobody from now on. To be called
+        before anybody else can name it.
+        """
+        if self._shared is not None:
+            self._take_back(self._shared)
+
+    def _take_back(self, shared: _Shared) -> None:
+        rows = 0
+        for taken in shared.key_shared.take_back():
+            stream = shared.streams[taken.stream]
+            stream.outbox.take_back(taken.rows, taken.consumers)
+            stream.notify()
+            rows += len(taken.rows)
+        if rows:
+            self._environment.metrics.taken_back(self._topic.core.name, rows=rows)
+
+    def _hand_out(self, shared: _Shared) -> bool:
+        """Shares out a portion; whether there may be more."""
+        topic, key_shared = self._topic, shared.key_shared
+        if not self._subscription.may_hand_out:
+            return False
+        if key_shared.may_hand_out:
+            assigned = key_shared.hand_out(topic.pace.rows, elapsed_ms=self._environment.elapsed_ms())
+            for sent in assigned:
+                stream = shared.streams[sent.stream]
+                stream.outbox.send(sent.rows, sent.consumers)
+                stream.notify()
+                if stream.outbox.is_full:
+                    key_shared.set_full(sent.stream, True)
+            if assigned:
+                self._subscription.count_handed_out(KeyedRows.concat([sent.rows for sent in assigned]))
+                topic.redelivery.watch(self._state)
+            self._count_blocked(shared)
+        self._subscription.refill()
+        return key_shared.may_hand_out
+
+    def _count_blocked(self, shared: _Shared) -> None:
+        attempts = shared.key_shared.blocked_attempts
+        if attempts > shared.blocked_counted:
+            self._environment.metrics.key_blocked(self._topic.core.name, rows=attempts - shared.blocked_counted)
+            shared.blocked_counted = attempts
+
+    def look_after(self) -> None:
+        """Once a second: what depends on time alone."""
+        if self._shared is not None:
+            self._shared.key_shared.look_after(elapsed_ms=self._environment.elapsed_ms())
+            for stream in self._shared.streams.values():
+                # It may have waited for the epoch to be confirmed.
+                stream.notify()

@@ -1,0 +1,463 @@
+"""Requests on positions that were handed out: acknowledging them, and keeping them longer.
+
+Owns: the moment at which such a request is decided, finding in the backlog what is in nobody's hand, and that the
+answer waits for what it says.
+Does not own: the decisions (`daemon.core.decisions.ack_decisions`), negative acknowledgements
+(`negative_acknowledging`), the ends of leases (`leases`), and slots (`shard_staging`).
+
+A position that a staged negative acknowledgement names is in no hand until that is applied: whoever names it waits.
+
+Negative acknowledgements of one topic: asked for by a dispatcher, or by an ack time-out.
+
+Owns: what a request may ask for, the delays that hold for a subscription now, looking for what was IN_FLIGHT for too
+long, and that the answer waits for what it says.
+Does not own: the decisions (`daemon.core.decisions.nack_decisions`), the moment at which a request is decided
+(`acknowledging`), what a policy and a level say (`daemon.core.decisions.redelivery_policy`,
+`daemon.core.index.delay_levels`), waking when a position comes back (`served_topic`), and dead letters that are there
+(`topic_dead_letters`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from typing import Protocol, TypeVar
+
+from daemon.call_values import Nack, NackOutcome
+from daemon.core import limits
+from daemon.core.decisions import redelivery_policy
+from daemon.core.decisions.claims import HeldPositions, Ignored, IgnoredReason
+from daemon.core.decisions.nack_decisions import NackBatch, Terms
+from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index.index import SeenRows
+from daemon.core.index.position_keys import KeyedRows
+from daemon.errors import InvalidArgument, InvariantViolated, TarryError, Unavailable
+from daemon.group_commit.shard_slots import STALL_ANSWER_S
+from daemon.runtime.environment import Environment
+from daemon.topic.topic_port import TopicPort
+from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
+from storage_backends.formats.row_columns import U32, U64
+from storage_backends.formats.slot_format import DeadLetterRecord, NackRecord, Record
+
+T = TypeVar("T")
+
+NONE_IGNORED = Ignored.nothing()
+
+
+class Acknowledging:
+    """The acknowledgements of one topic, and the moment of every request that names what was handed out."""
+
+    def __init__(self, topic: TopicPort, environment: Environment) -> None:
+        self._topic = topic
+        self._environment = environment
+        # Requests that wait for their moment: none that comes behind them is decided before.
+        self._undecided: set[object] = set()
+        # Who waits for a slot, and with how many rows.
+        self._waiting: dict[asyncio.Future[int], list[tuple[asyncio.Future[Ignored], int]]] = {}
+
+    def acknowledge(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> Awaitable[Ignored]:
+        """Acknowledges hand-outs of positions; what was ignored, when that is durable. Raises NotFound, and what
+        refuses the request, at once or when it is awaited.
+        """
+        self.check(claims)
+        return self.decided(state, claims, lambda: self._decide(state, claims, awaited=awaited))
+
+    def decided(
+        self,
+        state: SubscriptionState,
+        named: HeldPositions,
+        decide: Callable[[], Awaitable[T]],
+        *,
+        is_forwarded: bool = False,
+    ) -> Awaitable[T]:
+        """Has a request that names positions decided: now, where it need not wait for its moment and none that came
+        before it does; what comes of it. `decide`: decides before it awaits anything. `is_forwarded`: see `decidable`.
+        """
+        topic = self._topic
+        is_now = topic.gate.is_open and not self._undecided
+        if is_now and not topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
+            topic.check_there(state)
+            return decide()
+        turn = object()
+        self._undecided.add(turn)
+
+        async def later() -> T:
+            await self.decidable(state, named, is_forwarded=is_forwarded)
+            deciding = decide()
+            self._undecided.discard(turn)
+            return await deciding
+
+        task = asyncio.ensure_future(later())
+        task.add_done_callback(lambda _: self._undecided.discard(turn))
+        return task
+
+    def _decide(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> Awaitable[Ignored]:
+        topic, commits = self._topic, self._topic.shard.commits
+        commits.check_accepting()
+        records, rest = topic.core.acknowledging.stage(state, claims)
+        # What comes behind by its key waits until this is durable.
+        slot = commits.stage(*records, awaited=awaited, may_wait=not state.is_by_key) if records else None
+        # There may be room IN_FLIGHT again.
+        topic.notify(state)
+        if slot is None or len(rest) or topic.shard.alone_in_s:
+            return self._decide_rest(state, claims, rest, slot, awaited=awaited)
+        return self._answer_with(slot, len(claims))
+
+    async def _decide_rest(
+        self,
+        state: SubscriptionState,
+        claims: HeldPositions,
+        rest: HeldPositions,
+        slot: asyncio.Future[int] | None,
+        *,
+        awaited: bool,
+    ) -> Ignored:
+        """Looks in the backlog for what is in nobody's hand. `slot`: of what was; None where nothing was."""
+        core, commits = self._topic.core, self._topic.shard.commits
+        ignored = Ignored.nothing()
+        if len(rest):
+            found = await self.find(state, rest, rest)
+            records, rest = core.acknowledging.stage_found(state, rest, found)
+            if records:
+                slot = commits.stage(*records, awaited=awaited)
+            ignored = core.why_ignored(state, rest, found, now_ms=self._environment.clock.now_ms())
+        if slot is not None:
+            await asyncio.shield(slot)
+        await self.answerable(ignored)
+        self._environment.metrics.acknowledged(core.name, acknowledged=len(claims) - len(ignored), ignored=len(ignored))
+        return ignored
+
+    def _answer_with(self, slot: asyncio.Future[int], rows: int) -> asyncio.Future[Ignored]:
+        """Ends with the slot: no task waits for that, and all acknowledgements of the topic in it end together."""
+        waiting = self._waiting.get(slot)
+        if waiting is None:
+            waiting = self._waiting[slot] = []
+            slot.add_done_callback(self._slot_ended)
+        answer: asyncio.Future[Ignored] = asyncio.get_running_loop().create_future()
+        waiting.append((answer, rows))
+        return answer
+
+    def _slot_ended(self, slot: asyncio.Future[int]) -> None:
+        error, acknowledged = slot.exception(), 0
+        for answer, rows in self._waiting.pop(slot):
+            # Whoever waited may have gone.
+            if answer.done():
+                continue
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(NONE_IGNORED)
+                acknowledged += rows
+        self._environment.metrics.acknowledged(self._topic.core.name, acknowledged=acknowledged, ignored=0)
+
+    def extend(self, state: SubscriptionState, claims: HeldPositions, holders: Collection[int]) -> Awaitable[Ignored]:
+        """The ack time-out of what `holders` have begins anew; what they do not have."""
+        self.check(claims)
+        return self.decided(state, claims, lambda: self._extend(state, claims, holders))
+
+    def _extend(self, state: SubscriptionState, claims: HeldPositions, holders: Collection[int]) -> Awaitable[Ignored]:
+        elapsed_ms = self._environment.elapsed_ms()
+        left = self._topic.core.redelivery.extend(state, claims, holders, elapsed_ms=elapsed_ms)
+        return self._extended(Ignored.all_of(left, IgnoredReason.NOT_HELD))
+
+    async def _extended(self, ignored: Ignored) -> Ignored:
+        # Under another owner the positions are due again.
+        await self._topic.shard.commits.confirmed()
+        return ignored
+
+    def check(self, claims: HeldPositions) -> None:
+        """Checks how many positions are named and that batch indexes fit their entries. Raises InvalidArgument."""
+        limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
+        limits.check_batch_index(claims.entry_id, claims.batch_index)
+
+    async def decidable(self, state: SubscriptionState, named: HeldPositions, *, is_forwarded: bool = False) -> bool:
+        """Returns when requests pass and nothing that is staged names the positions: decide before awaiting anything.
+        Whether a slot was waited for.
+
+        `is_forwarded`: they come again also when they have left; so their leaving is waited for, and a row that is
+        being added again. Raises NotFound, and Unavailable when the moment does not come.
+        """
+        topic = self._topic
+        await topic.gate.passed()
+        topic.check_there(state)
+        if not topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
+            return False
+        async with self._in_time("a slot that names the positions was not durable"):
+            while topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
+                await topic.shard.commits.settled()
+                await topic.gate.passed()
+                topic.check_there(state)
+        return True
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self, what: str) -> AsyncIterator[None]:
+        """Raises Unavailable when it takes too long."""
+        try:
+            async with asyncio.timeout(STALL_ANSWER_S):
+                yield
+        except TimeoutError:
+            raise Unavailable(f"topic {self._topic.core.name}: {what} for {STALL_ANSWER_S:.0f} s; try again") from None
+
+    async def find(
+        self, state: SubscriptionState, claims: HeldPositions, named: HeldPositions, *, is_forwarded: bool = False
+    ) -> KeyedRows:
+        """Claimed rows that are due: READY, NACKED, held over from an earlier stream, or IN_FLIGHT.
+
+        When this returns, a request that names the positions may be decided, as after `decidable`. `is_forwarded`: as
+        there; with time 0 a row of any time is meant then. Raises Unavailable when what is due cannot be read.
+        """
+        seen: SeenRows = {}
+        while True:
+            # What a former owner handed out may not have been passed here, nor what was added again.
+            async with self._in_time("what is due could not be read"):
+                await self._topic.settle_due()
+            # Also where nothing will be found: of that some requests decide something.
+            if await self.decidable(state, named, is_forwarded=is_forwarded):
+                continue
+            if not len(self._topic.core.in_backlog(state, claims)):
+                return KeyedRows.empty()
+            found, missing = self._topic.core.find_in_backlog(state, claims, seen, any_time=is_forwarded)
+            if not missing:
+                return found
+            await self._topic.load(missing)
+
+    async def answerable(self, ignored: Ignored) -> None:
+        """Returns when a request that ignored these positions, and whose slots are durable, may be answered."""
+        if len(ignored):
+            # What was not in the backlog may have left it by a decision of a later slot.
+            await self._topic.shard.commits.confirmed()
+        await self._topic.shard.alone()
+
+
+log = logging.getLogger(__name__)
+
+TEXT_MAX_BYTES = 1_024
+# What is IN_FLIGHT too long is looked for after this part of its time-out, within these limits.
+LOOKS_A_TIMEOUT = 4
+LOOK_LEAST_S = 0.05
+LOOK_MOST_S = 1.0
+
+
+class TopicOfNacks(TopicPort, Protocol):
+    """What negative acknowledgements ask of their topic beside."""
+
+    @property
+    def acknowledging(self) -> Acknowledging: ...
+
+    def take_back(self, state: SubscriptionState) -> None:
+        """Rows may have come to be NACKED: what is behind them of their keys is at nobody from now on."""
+        ...
+
+    def is_there(self, state: SubscriptionState) -> bool:
+        """Whether the subscription was not deleted."""
+        ...
+
+
+class TopicRedelivery:
+    """Redelivery in one topic: what dispatchers negatively acknowledge, and what is IN_FLIGHT for too long."""
+
+    def __init__(self, topic: TopicOfNacks, environment: Environment) -> None:
+        self._topic = topic
+        self._environment = environment
+        self._default = RedeliveryPolicy(
+            kind=RedeliveryKind.CONSTANT, initial_ms=environment.config.redelivery.delay_ms
+        )
+        self._timer: asyncio.TimerHandle | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._closed = False
+
+    # ---- requests
+
+    def negative_acknowledge(self, state: SubscriptionState, nack: Nack, *, awaited: bool) -> Awaitable[NackOutcome]:
+        """Has positions come back later, or makes them dead letters; what became of them, when that is durable.
+
+        `awaited`: whether anybody waits for it; else it may ride along with the next slot. Raises InvalidArgument,
+        DelayTooLong, NotFound and QuotaExceeded, at once or when it is awaited.
+        """
+        batch = self._checked(nack)
+        is_forwarded = bool(batch.may_get_rows.any())
+        return self._topic.acknowledging.decided(
+            state,
+            batch.positions,
+            lambda: self._decide(state, batch, is_forwarded=is_forwarded, awaited=awaited),
+            is_forwarded=is_forwarded,
+        )
+
+    def _decide(
+        self, state: SubscriptionState, batch: NackBatch, *, is_forwarded: bool, awaited: bool
+    ) -> Awaitable[NackOutcome]:
+        topic, redelivery, commits = self._topic, self._topic.core.redelivery, self._topic.shard.commits
+        commits.check_accepting()
+        if batch.positions.batch_index is not None or is_forwarded:
+            # They may be rows of their own.
+            topic.check_room()
+        records, left = redelivery.stage(state, batch, self.terms(state))
+        topic.take_back(state)
+        slot = commits.stage(*records, awaited=awaited) if records else None
+        # There may be room IN_FLIGHT again.
+        topic.notify(state)
+        return self._decide_rest(state, batch, left, records, slot, is_forwarded=is_forwarded, awaited=awaited)
+
+    async def _decide_rest(
+        self,
+        state: SubscriptionState,
+        batch: NackBatch,
+        left: NackBatch,
+        records: tuple[Record, ...],
+        slot: asyncio.Future[int] | None,
+        *,
+        is_forwarded: bool,
+        awaited: bool,
+    ) -> NackOutcome:
+        """Looks in the backlog for what is `left` in nobody's hand. `records`, `slot`: of what was."""
+        topic, redelivery, commits = self._topic, self._topic.core.redelivery, self._topic.shard.commits
+        acknowledging = topic.acknowledging
+        ignored = Ignored.nothing()
+        if len(left.positions):
+            found = await acknowledging.find(
+                state, redelivery.sought(state, left), left.positions, is_forwarded=is_forwarded
+            )
+            found_records, ignored = redelivery.stage_found(state, left, found, self.terms(state))
+            topic.take_back(state)
+            if found_records:
+                slot = commits.stage(*found_records, awaited=awaited)
+            records = (*records, *found_records)
+        if slot is not None:
+            await asyncio.shield(slot)
+        await acknowledging.answerable(ignored)
+        outcome = NackOutcome(ignored, self._count_dead_letters(records))
+        self._environment.metrics.nacked(
+            topic.core.name,
+            nacked=len(batch.positions) - len(ignored) - outcome.dead_lettered,
+            dead_lettered=outcome.dead_lettered,
+            ignored=len(ignored),
+        )
+        return outcome
+
+    def _checked(self, nack: Nack) -> NackBatch:
+        """The request with absolute delays. Raises InvalidArgument, DelayTooLong."""
+        positions = nack.positions
+        self._topic.acknowledging.check(positions)
+        limits.check_distinct(positions.ledger_id, positions.entry_id, positions.batch_index)
+        size_bytes = len(nack.text.encode())
+        if size_bytes > TEXT_MAX_BYTES:
+            raise InvalidArgument(f"reason has {size_bytes} bytes in UTF-8; it may have at most {TEXT_MAX_BYTES}")
+        settings = self._topic.settings
+        field, delay_ms = "delay_ms", nack.delay_ms
+        if nack.delay_level is not None:
+            field, delay_ms = "delay_level", settings.levels.delays_of(nack.delay_level)
+        if delay_ms is not None:
+            limits.check_delay(field, delay_ms, settings.request_limits.delay_max_ms)
+        text = nack.text if nack.reject else ""
+        return NackBatch(positions, delay_ms, nack.key_hash, reject=nack.reject, text=text, forwarded=nack.forwarded)
+
+    def terms(self, state: SubscriptionState) -> Terms:
+        """What holds for redeliveries of a subscription now."""
+        policy, settings, environment = state.stored.policy, self._topic.settings, self._environment
+        redelivery = policy.redelivery or self._default
+        bits = policy.nack_precision_bits
+
+        def delays(counts: U32) -> U64:
+            return redelivery_policy.delays_ms(
+                redelivery,
+                counts,
+                settings.levels,
+                delay_max_ms=settings.request_limits.delay_max_ms,
+                draw=environment.random.random,
+            )
+
+        return Terms(
+            now_ms=environment.clock.now_ms(),
+            delays=delays,
+            max_count=policy.max_redeliver_count,
+            precision_bits=environment.config.redelivery.nack_precision_bits if bits is None else bits,
+        )
+
+    # ---- ack time-outs
+
+    def watch(self, state: SubscriptionState) -> None:
+        """Something is IN_FLIGHT, or the policy is another one. Costs nothing where there is no time-out."""
+        if state.stored.policy.ack_timeout_ms is not None:
+            self._arm()
+
+    def _arm(self) -> None:
+        """The next look, if something may be IN_FLIGHT for too long by then."""
+        if self._timer is not None or self._looking is not None or self._closed:
+            return
+        timeouts_ms = [timeout_ms for state in self._states() if (timeout_ms := _timeout_ms(state)) is not None]
+        if timeouts_ms:
+            in_s = min(timeouts_ms) / 1000 / LOOKS_A_TIMEOUT
+            in_s = max(LOOK_LEAST_S, min(LOOK_MOST_S, in_s))
+            self._timer = asyncio.get_running_loop().call_later(in_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._looking = asyncio.ensure_future(self._nack_overdue())
+        self._looking.add_done_callback(self._looked)
+
+    def _looked(self, task: asyncio.Task[None]) -> None:
+        self._looking = None
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            if not isinstance(error, TarryError) or isinstance(error, InvariantViolated):
+                self._topic.failed(error)
+                return
+            log.info("topic %s: ack time-outs are looked for again: %r", self._topic.core.name, error)
+        self._arm()
+
+    async def _nack_overdue(self) -> None:
+        """Nacks what was IN_FLIGHT for too long, portion by portion, each when the one before is durable."""
+        for state in self._states():
+            while await self._nack_portion(state):
+                await self._topic.pace.give_way()
+
+    async def _nack_portion(self, state: SubscriptionState) -> bool:
+        """Whether something was overdue."""
+        topic, commits = self._topic, self._topic.shard.commits
+        await topic.gate.passed()
+        timeout_ms = _timeout_ms(state)
+        if timeout_ms is None or not topic.is_there(state):
+            return False
+        commits.check_accepting()
+        before_ms = self._environment.elapsed_ms() - timeout_ms
+        records = topic.core.redelivery.stage_overdue(state, before_ms, self.terms(state), limit=topic.pace.rows)
+        topic.take_back(state)
+        if not records:
+            return False
+        slot = commits.stage(*records)
+        topic.notify(state)
+        await asyncio.shield(slot)
+        rows = [len(record.rows) for record in records if isinstance(record, NackRecord | DeadLetterRecord)]
+        self._environment.metrics.ack_timed_out(topic.core.name, rows=sum(rows))
+        self._count_dead_letters(records)
+        return True
+
+    def _count_dead_letters(self, records: Sequence[Record]) -> int:
+        """How many positions became dead letters."""
+        dead_rows = 0
+        for record in records:
+            if isinstance(record, DeadLetterRecord):
+                dead_rows += len(record.rows)
+                self._environment.metrics.dead_lettered(self._topic.core.name, record.reason, rows=len(record.rows))
+        return dead_rows
+
+    def _states(self) -> list[SubscriptionState]:
+        return list(self._topic.core.subscriptions.values())
+
+    def close(self) -> None:
+        """The topic is served here no longer."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._looking is not None:
+            self._looking.cancel()
+
+
+def _timeout_ms(state: SubscriptionState) -> int | None:
+    """After how long what is IN_FLIGHT is nacked; None when nothing is, or it never is."""
+    return state.stored.policy.ack_timeout_ms if len(state.in_flight) else None
