@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import tarry
-from batch.engine import topic_reading, topic_state
+from batch.engine import topic_contents, topic_reading
 from batch.engine.root import Root
 from benchmarks import job_process, load, report, small_buckets, steady_load, tarry_load, workbench
 from benchmarks.job_process import DRIVER, JVM, WORKER
@@ -227,7 +227,7 @@ class _Topic:
         try:
             opened = Root.open(store)
             (state,) = topic_reading.read_states(opened, [opened.place_of(NAME)])
-            sealed = [topic_state.rows_of(store, bucket) for bucket in state.buckets]
+            sealed = [topic_contents.rows_of(store, bucket) for bucket in state.buckets]
             rows = Rows.concat([*sealed, *(each.rows for each in state.unsealed)])
         finally:
             store.close()

@@ -26,7 +26,7 @@ import tarry.aio
 from benchmarks import load as clock
 from benchmarks import service_load, tarry_load
 from benchmarks.service_load import Load, Mode
-from tarry import ack_pace, on_event_loop
+from tarry import on_event_loop, stream_requests
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 from tests._support.stubs import Stub
 
@@ -392,7 +392,7 @@ class _JoinedAcknowledgements:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._linger = ack_pace.AckLinger(least_ms=5, most_ms=50)
+        self._linger = stream_requests.AckLinger(least_ms=5, most_ms=50)
         self._came = asyncio.Event()
         self._received: dict[int, dispatch_pb2.Acknowledge] = {}
         self._rows: dict[int, list[NDArray[np.int64]]] = {}

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Iterable
 
-from batch.engine import log_tails
+from batch.engine import shard_reading
 from batch.engine.root import Root
 from storage_backends import log_fence, shard_manifests
 from storage_backends.formats.manifest import ShardManifest
@@ -43,6 +43,6 @@ def slots_to_read(store: ObjectStore, shards: Iterable[int]) -> int:
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         logs = Root.open(store).logs(executor)
         living = {tip.open_range.log_id for tip in tips if tip.open_range is not None}
-        ends = {log_id: log_tails.end_of(logs, log_id) for log_id in living}
+        ends = {log_id: shard_reading.end_of(logs, log_id) for log_id in living}
     wanted = [each for tip in tips for each in ShardSections(tip, tip.checkpoint_slot).extents(ends)]
     return sum(each.through - each.after for each in extents_once(wanted))

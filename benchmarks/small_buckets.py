@@ -19,11 +19,11 @@ from batch.engine.root import Root
 from benchmarks import load, workbench
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import bucket_format, manifest, names
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, ObjectReference, Progress, TopicManifest
 from storage_backends.formats.position_bitmap import PositionBitmap, position_bitmaps
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.local_directory import LocalDirectory
 
 Mask = NDArray[np.bool_]

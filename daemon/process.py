@@ -38,7 +38,7 @@ from daemon.owner.engine import Engine
 from daemon.runtime import clocks, pools
 from daemon.runtime.clocks import SystemClock
 from daemon.runtime.environment import TAIL_REQUESTS_MAX, TAIL_WORK_MAX, Environment
-from storage_backends import local_directory, log_opening, object_store
+from storage_backends import local_directory, object_store, store_opening
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def _environment(
         jitter=random.random,
         new_id=_new_id,
         give_back_memory=process_memory.give_back,
-        open_logs=lambda form: log_opening.open_logs(form, store, threads.journal.parts),
+        open_logs=lambda form: store_opening.open_logs(form, store, threads.journal.parts),
         version=importlib.metadata.version("tarryd"),
         tail_work_max=TAIL_REQUESTS_MAX if store.reads_are_requests else TAIL_WORK_MAX,
         busy_s=time.thread_time,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from storage_backends import bucket_reading, object_store, topic_merge
+from storage_backends import bucket_reading, object_store, topic_manifest
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import manifest, merge
 from storage_backends.formats.manifest import Progress
@@ -44,7 +44,7 @@ class WrittenMerge:
     left to be written.
     """
 
-    operation: topic_merge.Merge
+    operation: topic_manifest.Merge
     rows: int
     size_bytes: int
     level: int
@@ -102,9 +102,9 @@ def write(
             subscription_id=plan.sources[0].subscription_id,
             level=made.level,
         )
-    operation = topic_merge.Merge(
+    operation = topic_manifest.Merge(
         sources=tuple(
-            topic_merge.MergeSource(
+            topic_manifest.MergeSource(
                 name=source.live.object.name,
                 kept=source.metadata.kept,
                 dropped=made.dropped[source.live.object.name],

@@ -3,17 +3,40 @@
 Owns: that what is read is whole, and falling back to the checkpoint before a damaged one.
 Does not own: writing one, the form of its bytes (`formats.checkpoint_format`), and the sections kept for the one
 before.
+
+Sections of shards as they were read: decoded, and what is wrong with one told as damage.
+
+Owns: decoding a section, that it is what its log slot says, and reading those of one shard.
+Does not own: which sections count (`log_reading`), what the records do.
+
+What the checkpoint and the sections of a shard hold of each topic beside its manifest, and which of it counts.
+
+Owns: parting the checkpoint and the slots above it by topic, and when a part of the checkpoint counts.
+Does not own: reading either (`checkpoints`, `sections`), and what the decisions do when they are applied.
+
+    state as of max(applied, p)  =  manifest, and where `applied` < p and the checkpoint has a part for the topic,
+                                    that part in place of the manifest's progress
+    state now                    =  that, and the decisions of the slots above: those that the part carries, then those
+                                    of the sections above the checkpoint's slot
+
+`p` is the part's slot: the checkpoint's, or, of a part that was carried over, that of the checkpoint it was written
+for; 0 where there is none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from storage_backends import object_store
-from storage_backends.formats import checkpoint_format, format_errors, manifest, names, shard_slot
-from storage_backends.formats.shard_slot import ShardSlot
+from storage_backends.formats import checkpoint_format, format_errors, log_slot_format, manifest, names, slot_format
+from storage_backends.formats.checkpoint_format import CarriedSlot, SealingPart
+from storage_backends.formats.log_slot_format import ShardSlot
+from storage_backends.formats.manifest import ShardManifest
+from storage_backends.log_reading import LogEnd, Section, ShardSections, read_logs
+from storage_backends.slot_log import SlotLogs
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +82,7 @@ def read_newest(
     Raises Damaged or NotFound when the predecessor cannot be read either, and the store's errors.
     """
     if tip.checkpoint is None:
-        return LoadedCheckpoint(None, shard_slot.BEFORE_THE_FIRST)
+        return LoadedCheckpoint(None, log_slot_format.BEFORE_THE_FIRST)
     try:
         return _loaded(store, tip.shard, tip.checkpoint)
     except (object_store.Damaged, object_store.NotFound) as error:
@@ -67,10 +90,135 @@ def read_newest(
         log.error("shard %d falls back to the checkpoint before: %s", tip.shard, error)
     previous = tip.previous_checkpoint
     if previous is None:
-        return LoadedCheckpoint(None, shard_slot.BEFORE_THE_FIRST)
+        return LoadedCheckpoint(None, log_slot_format.BEFORE_THE_FIRST)
     return _loaded(store, tip.shard, previous)
 
 
 def _loaded(store: object_store.ObjectStore, shard: int, reference: manifest.CheckpointCut) -> LoadedCheckpoint:
     checkpoint = read_checkpoint(store, shard, reference)
     return LoadedCheckpoint(checkpoint, checkpoint.slot, reference.object.name)
+
+
+class SectionDamaged(object_store.Damaged):
+    """A section cannot be read. `key`: of its log slot; `offset`: in the bytes of the section."""
+
+    def __init__(self, shard: int, section: Section, offset: int, detail: str) -> None:
+        super().__init__(
+            names.log_slot_key(section.log_id, section.number),
+            f"the section of shard {shard}, shard slot {section.slot}, is damaged at byte {offset}: {detail}",
+        )
+        self.offset = offset
+        self.detail = detail
+
+
+class DecodedSection(NamedTuple):
+    """The records of a section in the order in which they are applied, those on topics not decoded yet."""
+
+    slot: ShardSlot
+    epoch: int
+    records: tuple[slot_format.StoredRecord, ...]
+    deletions: tuple[slot_format.DeletionRecord, ...]
+    size_bytes: int
+
+
+def sections_of_shard(
+    logs: SlotLogs, manifest: ShardManifest, from_slot: int, ends: Mapping[str, LogEnd]
+) -> list[DecodedSection]:
+    """Every section of one shard above a shard slot, as its manifest has them. `ends`: of the log of an open range.
+
+    Raises Damaged when they are not complete or one cannot be read, and the store's errors.
+    """
+    wanted = ShardSections(manifest, from_slot)
+    read_logs(logs, [wanted], ends)
+    return decoded_section(manifest.shard, wanted.complete(ends))
+
+
+def decoded_section(shard: int, sections: Iterable[Section]) -> list[DecodedSection]:
+    """The sections of a shard, in the order in which they are given. Raises SectionDamaged."""
+    return [_decoded(shard, section) for section in sections]
+
+
+def _decoded(shard: int, section: Section) -> DecodedSection:
+    try:
+        header, records, deletions = slot_format.read_slot(section.body)
+    except format_errors.FormatError as error:
+        raise SectionDamaged(shard, section, error.offset, error.detail) from error
+    if (header.shard, header.epoch, header.slot) != (shard, section.epoch, section.slot):
+        detail = f"it is shard slot {header.slot} of shard {header.shard}, of epoch {header.epoch}"
+        raise SectionDamaged(shard, section, 0, detail)
+    for topic_id in {record.topic_id for record in records}:
+        if not names.is_topic_id(topic_id):
+            detail = f"a record names topic id {topic_id!r}, which is none"
+            raise SectionDamaged(shard, section, slot_format.HEADER_BYTES, detail)
+    return DecodedSection(ShardSlot(header.slot), header.epoch, records, deletions, len(section.body))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class TopicTail:
+    """What checkpoint and sections hold of a topic beside its manifest.
+
+    `part`: its part of the checkpoint, which always says its slot; None when there is none. `slots`: the decisions
+    above it, ascending. Most are never decoded: a later seal holds the rows.
+    """
+
+    part: checkpoint_format.TopicPart | None = None
+    slots: tuple[CarriedSlot, ...] = ()
+
+    @property
+    def part_slot(self) -> ShardSlot:
+        if self.part is None or self.part.slot is None:
+            return log_slot_format.BEFORE_THE_FIRST
+        return self.part.slot
+
+    def slots_above(self, tip: manifest.TopicManifest) -> Iterator[CarriedSlot]:
+        """The decisions that are in neither the manifest nor the part."""
+        state_slot = max(tip.applied, self.part_slot)
+        return (slot for slot in self.slots if slot.slot > state_slot)
+
+
+NOTHING = TopicTail()
+
+
+def tails_of(
+    loaded: checkpoint_format.Checkpoint | None,
+    slots: Iterable[tuple[ShardSlot, Sequence[slot_format.AnyRecord]]],
+    *,
+    only: Container[str] | None = None,
+) -> dict[str, TopicTail]:
+    """By topic id, all topics that the checkpoint or the slots name; `only`: those among these. `slots`: the records of
+    each, ascending.
+    """
+    parts: dict[str, checkpoint_format.TopicPart] = {}
+    above: dict[str, list[CarriedSlot]] = {}
+    covered = log_slot_format.BEFORE_THE_FIRST if loaded is None else loaded.slot
+    for part in () if loaded is None else loaded.topics:
+        if only is not None and part.topic_id not in only:
+            continue
+        above[part.topic_id] = list(part.carried)
+        of = covered if part.slot is None else part.slot
+        parts[part.topic_id] = dataclasses.replace(part, slot=of, carried=())
+    for slot, records in slots:
+        if slot <= covered:
+            continue
+        named: dict[str, list[slot_format.AnyRecord]] = {}
+        for record in records:
+            if only is None or record.topic_id in only:
+                named.setdefault(record.topic_id, []).append(record)
+        for topic_id, own in named.items():
+            above.setdefault(topic_id, []).append(CarriedSlot(slot, tuple(own)))
+    return {topic_id: TopicTail(parts.get(topic_id), tuple(own)) for topic_id, own in above.items()}
+
+
+def counting_part(tip: manifest.TopicManifest, tail: TopicTail) -> checkpoint_format.TopicPart | None:
+    """The topic's part of the checkpoint, if it is newer than the manifest."""
+    part = tail.part
+    if part is None or tip.applied >= tail.part_slot or part.incarnation != tip.incarnation:
+        return None
+    return part
+
+
+def still_sealing(tip: manifest.TopicManifest, part: checkpoint_format.TopicPart) -> Iterator[SealingPart]:
+    """The buckets of the part whose seal the manifest does not have: their rows are rows of the mutable bucket. Of the
+    others the rows come from the bucket, and only the bits of the part's progress count.
+    """
+    return (sealing for sealing in part.sealing if tip.applied < sealing.slot)

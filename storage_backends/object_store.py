@@ -21,13 +21,15 @@ Not promised:
 - Anything about the order of two overlapping `put` calls to one key.
 - That a key and a key beneath it (`a` and `a/b`) can both exist. A directory cannot hold both and refuses the second.
 - That `get_range` finds damage inside the range: its caller has checksums of the parts it reads.
+
+How long to wait before something is tried again.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Final, Self
@@ -239,3 +241,13 @@ def check_range(offset: int, length: int) -> None:
     """Raise `ValueError` unless the range is of at least one byte and does not begin before the body."""
     if offset < 0 or length < 1:
         raise ValueError(f"range of {length} bytes from {offset}: at least one byte, from 0 on")
+
+
+def delays_s(jitter: Callable[[], float], *, first_s: float, last_s: float) -> Iterator[float]:
+    """Doubling delays in seconds, each drawn from the upper half of its step; without end. `jitter`: a number in
+    [0, 1), drawn anew at each call.
+    """
+    step_s = first_s
+    while True:
+        yield step_s * (0.5 + jitter() / 2)
+        step_s = min(2 * step_s, last_s)

@@ -19,9 +19,9 @@ from rich.text import Text
 
 from batch.audit import driver
 from batch.audit.findings import MEANING, Kind, Report, Severity
-from batch.cli import options, terminal
+from batch.cli import options
 from batch.cli.options import Shared
-from batch.engine.store_of import store_of
+from batch.engine.job_settings import store_of
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Pat
     try:
         with (
             shared.open_engine("audit", preload=[driver.__name__]) as engine,
-            terminal.progress("audit", shown=not shared.quiet) as show,
+            options.progress("audit", shown=not shared.quiet) as show,
         ):
             report = driver.audit(
                 store,
@@ -92,7 +92,7 @@ def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Pat
     if output_file is not None:
         output_file.write_bytes(msgspec.json.format(msgspec.json.encode(report.as_json()), indent=2) + b"\n")
     if shared.as_json:
-        terminal.print_json(report.as_json())
+        options.print_json(report.as_json())
     else:
         _show(report)
     ctx.exit(1 if report.errors else 0)
@@ -105,7 +105,7 @@ def _name_of(shared: Shared) -> str:
 
 def _show(report: Report) -> None:
     """The report for people."""
-    to = terminal.results()
+    to = options.results()
     tally = report.tally
     read = Table("object", "read", "bytes", title=f"{report.store}: {report.shards} shards, {report.topics} topics")
     for column in read.columns[1:]:

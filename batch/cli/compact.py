@@ -19,14 +19,13 @@ import click
 import ulid
 from rich import filesize
 
-from batch.cli import options, terminal
+from batch.cli import options
 from batch.cli.options import Shared
-from batch.compaction import job, job_metrics, merge_task, plan, summary, tally
-from batch.compaction.summary import Summary
-from batch.compaction.tally import Advance
+from batch.compaction import job, merge_task, plan, tally
+from batch.compaction.tally import Advance, Summary
 from batch.engine.engine_port import Engine
+from batch.engine.job_settings import store_of
 from batch.engine.root import Root
-from batch.engine.store_of import store_of
 
 _log = logging.getLogger(__name__)
 
@@ -183,7 +182,7 @@ def _run(shared: Shared, asked: job.Options, *, dry_run: bool) -> Summary:
         root = Root.open(store_of(shared.settings))
         # After the engine: Spark sets handlers of its own.
         stack.enter_context(_signals(stop))
-        show = stack.enter_context(terminal.progress("planning", shown=not shared.quiet))
+        show = stack.enter_context(options.progress("planning", shown=not shared.quiet))
         return job.compact(
             root,
             engine,
@@ -228,18 +227,18 @@ def _write_metrics(path: Path, done: Summary | None) -> None:
     """A file that cannot be written does not undo what was merged."""
     try:
         if done is None:
-            job_metrics.write_failure(path, ended_ms=time.time_ns() // 1_000_000, exit_status=tally.EXIT_ERROR)
+            tally.write_failure_metrics(path, ended_ms=time.time_ns() // 1_000_000, exit_status=tally.EXIT_ERROR)
         else:
-            job_metrics.write(path, done)
+            tally.write_metrics(path, done)
     except OSError as error:
         _log.warning("cannot write metrics to %s: %s", path, error.strerror)
 
 
 def _show(done: Summary, shared: Shared) -> None:
     if shared.as_json:
-        terminal.print_json(done)
+        options.print_json(done)
         return
-    to = terminal.results()
-    to.print(summary.plan_table(done) if done.dry_run else summary.table(done))
-    for line in summary.lines(done):
+    to = options.results()
+    to.print(tally.plan_table(done) if done.dry_run else tally.table(done))
+    for line in tally.summary_lines(done):
         to.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -16,9 +16,9 @@ from types import FrameType
 
 import click
 
-from batch.cli import options, terminal
+from batch.cli import options
+from batch.engine.job_settings import store_of
 from batch.engine.root import Root
-from batch.engine.store_of import store_of
 from batch.forecast import forecast_job
 from batch.forecast import text as forecast_text
 from batch.forecast.files import OutputFile, Unwritable
@@ -90,9 +90,9 @@ def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | No
         except Unwritable as error:
             raise click.ClickException(str(error)) from error
     if shared.as_json:
-        terminal.print_json(forecast_text.document(found, top) | {"seconds": round(seconds, 3)})
+        options.print_json(forecast_text.document(found, top) | {"seconds": round(seconds, 3)})
     else:
-        forecast_text.print_forecast(found, top, terminal.results())
+        forecast_text.print_forecast(found, top, options.results())
     damaged = [each for each in found.unread if each.damaged]
     if damaged:
         raise click.ClickException(f"{len(damaged)} damaged buckets or topics are missing from the forecast")
@@ -150,8 +150,8 @@ def _forecast(shared: options.Shared, steps: Steps) -> tuple[Forecast, float]:
     root = Root.open(store_of(shared.settings))
     places = root.topics(shared.topics) if shared.topics else None
     with (
-        shared.open_engine("forecast", preload=("batch.forecast.counting_tasks",)) as engine,
-        terminal.progress("counting", shown=not shared.quiet) as progress,
+        shared.open_engine("forecast", preload=("batch.forecast.forecast_job",)) as engine,
+        options.progress("counting", shown=not shared.quiet) as progress,
     ):
         begun_s = time.monotonic()
         found = forecast_job.run(root, shared.settings, steps, places, engine, progress)

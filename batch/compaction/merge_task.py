@@ -22,15 +22,14 @@ from collections.abc import Sequence
 import ulid
 
 from batch.compaction.plan import Run
-from batch.engine.job_settings import Settings
-from batch.engine.store_of import store_of
+from batch.engine.job_settings import Settings, store_of
 from storage_backends import bucket_merging
 from storage_backends import storage_settings as sections
+from storage_backends.bucket_reading import LastProgress
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import format_errors, merge, names
 from storage_backends.formats.manifest import LiveBucket, Progress, TopicManifest
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
-from storage_backends.progress_objects import LastProgress
 
 READERS = 8
 """Sources that a worker reads at once from a store behind a network."""

@@ -1,8 +1,8 @@
 """Which buckets of a topic are merged: pure, from its manifest alone.
 
 Owns: the choice of runs of neighbouring small buckets, and which of them come first.
-Does not own: what a merge may do (`storage_backends.topic_merge`, whose order of neighbours counts here), merging, and
-the clock: `now_ms` is given.
+Does not own: what a merge may do (`storage_backends.topic_manifest`, whose order of neighbours counts here), merging,
+and the clock: `now_ms` is given.
 
 A run is chosen so that merging again and again stays cheap: no source has more than two thirds of the rows of its run,
 so that what a row is copied into is half as large again, at least, as what it came from; a row is copied O(log) times
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from storage_backends.formats.manifest import LiveBucket, Progress, TopicManifest
 from storage_backends.formats.position_bitmap import count_of
-from storage_backends.topic_merge import adjacent_order
+from storage_backends.topic_manifest import adjacent_order
 
 STORED_ROWS_FACTOR: Final = 2
 """The objects of a run may hold so many times the rows that the merged bucket may have: those that are gone are read

@@ -2,20 +2,263 @@
 
 Owns: every run's result, the time of each phase, how far the job is, and the exit status that follows.
 Does not own: what the results mean for the job (`job`), the form of the summary (`summary`).
+
+What a compaction did, as values; the JSON of `tarry-spark compact --json` is these values, key by key.
+
+Owns: what is counted and what it is called; the table for people.
+Does not own: counting (`job`), writing it anywhere (`commands.compact`, `job_metrics`).
+
+Metrics of a compaction as a text file, which the node exporter's textfile collector shows to Prometheus.
+
+Owns: the metrics' names, and that the time of the last success outlives a failure.
+Does not own: what they count (`summary`), alerts on them (deploy/).
+
+A job is no server that could be asked: the file says how the last run ended, and is replaced as a whole. All are
+gauges: a counter would have to be carried on from file to file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
-from batch.compaction import summary
-from batch.compaction.merge_task import WrittenRun
-from batch.compaction.summary import Outcome, RunResult, Seconds, Status, Summary, TopicResult
+import msgspec
+import prometheus_client
+from prometheus_client import parser
+from rich.table import Table
+
+from batch.compaction.merge_task import Worker, WrittenRun
 from batch.compaction.waves import NOTHING, Amount, Work
 from storage_backends.formats.manifest import TopicManifest
+
+
+class Status(enum.Enum):
+    """How the job ended. `CONFLICTS`: runs were refused at the last attempt, or it is not known whether they are
+    committed: the next job sees. `ERROR`: a topic cannot be read, a source is damaged, or a run failed. `STOPPED`: by a
+    signal. `PLANNED`: of a dry run.
+    """
+
+    DONE = "done"
+    CONFLICTS = "conflicts"
+    ERROR = "error"
+    STOPPED = "stopped"
+    PLANNED = "planned"
+
+
+class Outcome(enum.Enum):
+    """What became of a run. `COMMITTED`: the manifest names its bucket. `REFUSED`: at the last attempt. `UNKNOWN`: it
+    may be committed. `FAILED`: its reason says why. `LEFT`: it was not begun, or its object not committed, because the
+    job was to end. `REPLANNED`: it was refused, and its topic was planned again: others took its place.
+    """
+
+    COMMITTED = "committed"
+    REFUSED = "refused"
+    UNKNOWN = "unknown"
+    FAILED = "failed"
+    LEFT = "left"
+    REPLANNED = "replanned"
+
+
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. `topic`: its name. `index`: 0 = the shared one. `sources`, `bucket`: keys of objects; no bucket where no
+    row was left, or nothing was written. `rows_read`, `bytes_read`: of the sources. `rows_kept`, `bytes_written`: of
+    the bucket. `level`: 1 for a bucket merged from sealed ones. `worker`: the process that wrote it.
+    """
+
+    topic: str
+    shard: int
+    index: int
+    attempt: int
+    sources: tuple[str, ...]
+    first_ledger_id: int
+    last_ledger_id: int
+    outcome: Outcome
+    reason: str = ""
+    bucket: str | None = None
+    rows_read: int = 0
+    rows_kept: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    level: int = 0
+    worker: Worker | None = None
+
+
+class TopicResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One topic that had something to merge, or that could not be read; then `error` says why and `topic` is its id."""
+
+    topic: str
+    shard: int
+    buckets_before: int = 0
+    buckets_after: int = 0
+    planned: int = 0
+    committed: int = 0
+    error: str = ""
+
+
+class RunCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs by what became of them. `planned`: all of them but those whose place others took (`replanned`)."""
+
+    planned: int = 0
+    committed: int = 0
+    refused: int = 0
+    failed: int = 0
+    left: int = 0
+    unknown: int = 0
+    replanned: int = 0
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that was refused. `final`: at the last attempt."""
+
+    topic: str
+    sources: tuple[str, ...]
+    reason: str
+    final: bool
+
+
+class Seconds(msgspec.Struct, frozen=True, kw_only=True):
+    """What took how long in the job: reading manifests and planning; waiting for workers; checking what they wrote and
+    committing it, in part while workers work. `total`: from the beginning of the job. And in the workers, summed over
+    them: reading sources, merging, writing.
+    """
+
+    plan: float = 0.0
+    wait: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
+    total: float = 0.0
+    worker_read: float = 0.0
+    worker_merge: float = 0.0
+    worker_write: float = 0.0
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job did. Buckets are those of all topics that were looked at. `sources`, rows and bytes: of committed
+    runs. `began_ms`: Unix time.
+    """
+
+    status: Status
+    exit_status: int
+    reason: str
+    dry_run: bool
+    engine: str
+    parallelism: int
+    began_ms: int
+    topics: int
+    buckets_before: int
+    buckets_after: int
+    runs: RunCounts
+    sources: int
+    rows_read: int
+    rows_kept: int
+    rows_dropped: int
+    bytes_read: int
+    bytes_written: int
+    waves: int
+    conflicts_retried: int
+    seconds: Seconds
+    refusals: tuple[Refusal, ...]
+    topic_results: tuple[TopicResult, ...]
+    run_results: tuple[RunResult, ...]
+
+
+def run_counts(results: Iterable[RunResult]) -> RunCounts:
+    """By what became of them."""
+    by_outcome = dict.fromkeys(Outcome, 0)
+    for result in results:
+        by_outcome[result.outcome] += 1
+    replanned = by_outcome[Outcome.REPLANNED]
+    return RunCounts(
+        planned=sum(by_outcome.values()) - replanned,
+        committed=by_outcome[Outcome.COMMITTED],
+        refused=by_outcome[Outcome.REFUSED],
+        failed=by_outcome[Outcome.FAILED],
+        left=by_outcome[Outcome.LEFT],
+        unknown=by_outcome[Outcome.UNKNOWN],
+        replanned=replanned,
+    )
+
+
+def refusals(results: Iterable[RunResult]) -> tuple[Refusal, ...]:
+    """The runs that were refused, at the last attempt or before."""
+    return tuple(
+        Refusal(
+            topic=result.topic,
+            sources=result.sources,
+            reason=result.reason,
+            final=result.outcome is Outcome.REFUSED,
+        )
+        for result in results
+        if result.outcome in (Outcome.REFUSED, Outcome.REPLANNED)
+    )
+
+
+def table(summary: Summary) -> Table:
+    """One line for each topic with something to merge, the totals beneath."""
+    shown = Table(title=_title(summary), title_justify="left", show_footer=len(summary.topic_results) > 1)
+    runs = summary.runs
+    shown.add_column("topic", "total", overflow="fold")
+    for name, total in (
+        ("before", summary.buckets_before),
+        ("after", summary.buckets_after),
+        ("runs", runs.planned),
+        ("committed", runs.committed),
+    ):
+        shown.add_column(name, f"{total:,}", justify="right")
+    errors = any(topic.error for topic in summary.topic_results)
+    if errors:
+        shown.add_column("error", overflow="fold")
+    for topic in summary.topic_results:
+        numbers = (topic.buckets_before, topic.buckets_after, topic.planned, topic.committed)
+        shown.add_row(topic.topic, *(f"{number:,}" for number in numbers), *([topic.error] if errors else []))
+    return shown
+
+
+def plan_table(summary: Summary) -> Table:
+    """One line for each run that a dry run planned."""
+    shown = Table(title=_title(summary), title_justify="left")
+    shown.add_column("topic", overflow="fold")
+    for name in ("index", "ledgers", "buckets", "rows", "bytes"):
+        shown.add_column(name, justify="right")
+    for run in summary.run_results:
+        numbers = (len(run.sources), run.rows_read, run.bytes_read)
+        ledgers = f"{run.first_ledger_id} to {run.last_ledger_id}"
+        shown.add_row(run.topic, str(run.index), ledgers, *(f"{number:,}" for number in numbers))
+    return shown
+
+
+def _title(summary: Summary) -> str:
+    engine = "" if summary.dry_run else f", {summary.engine} x {summary.parallelism}"
+    reason = f" ({summary.reason})" if summary.reason else ""
+    return f"{summary.status.value}{reason}: {summary.topics:,} topics{engine}"
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """What the table has no column for."""
+    runs, seconds = summary.runs, summary.seconds
+    said = [
+        f"buckets {summary.buckets_before:,} -> {summary.buckets_after:,}",
+        f"rows    {summary.rows_read:,} read, {summary.rows_kept:,} kept, {summary.rows_dropped:,} gone",
+        f"bytes   {summary.bytes_read:,} read, {summary.bytes_written:,} written",
+    ]
+    waits = f"plan {seconds.plan:.1f}, wait for workers {seconds.wait:.1f}"
+    said.append(f"seconds {seconds.total:.1f}: {waits}, verify {seconds.verify:.1f}, commit {seconds.commit:.1f}")
+    others = ("refused", runs.refused), ("failed", runs.failed), ("unknown", runs.unknown), ("left", runs.left)
+    if any(count for _, count in others):
+        said.append("runs    " + ", ".join(f"{count:,} {name}" for name, count in others if count))
+    if summary.conflicts_retried:
+        said.append(f"refused and planned again: {summary.conflicts_retried:,}")
+    said += [
+        f"{result.outcome.value}: {result.topic}: {result.reason}"
+        for result in summary.run_results
+        if result.outcome in (Outcome.REFUSED, Outcome.FAILED, Outcome.UNKNOWN)
+    ]
+    return said
+
 
 EXIT_DONE: Final = 0
 EXIT_ERROR: Final = 1
@@ -140,7 +383,7 @@ class Tally:
 
     def status(self, signal_number: int | None, *, dry_run: bool) -> tuple[Status, int, str]:
         """Status, exit status, and in a sentence why."""
-        counts = summary.counts(self._results)
+        counts = run_counts(self._results)
         unread = sum(1 for topic in self._topics.values() if topic.error)
         if signal_number is not None:
             return Status.STOPPED, EXIT_SIGNAL_BASE + signal_number, f"signal {signal_number}"
@@ -175,7 +418,7 @@ class Tally:
             topics=len(self._topics),
             buckets_before=sum(topic.before for topic in self._topics.values()),
             buckets_after=sum(topic.after for topic in self._topics.values()),
-            runs=summary.counts(results),
+            runs=run_counts(results),
             sources=sum(len(each.sources) for each in committed),
             rows_read=rows_read,
             rows_kept=rows_kept,
@@ -185,7 +428,7 @@ class Tally:
             waves=self.waves,
             conflicts_retried=sum(1 for each in results if each.outcome is Outcome.REPLANNED),
             seconds=Seconds(**{**self._seconds, "total": self.elapsed_s}),
-            refusals=summary.refusals(results),
+            refusals=refusals(results),
             topic_results=self._topic_results(results),
             run_results=results,
         )
@@ -198,7 +441,7 @@ class Tally:
         for topic in sorted(self._topics.values(), key=lambda topic: topic.name):
             if not topic.runs and not topic.error:
                 continue
-            counts = summary.counts(by_topic.get(topic.name, ()))
+            counts = run_counts(by_topic.get(topic.name, ()))
             found.append(
                 TopicResult(
                     topic=topic.name,
@@ -211,3 +454,105 @@ class Tally:
                 )
             )
         return tuple(found)
+
+
+LAST_RUN: Final = "tarry_compaction_last_run_timestamp_seconds"
+LAST_SUCCESS: Final = "tarry_compaction_last_success_timestamp_seconds"
+
+
+def write_metrics(path: Path, summary: Summary) -> None:
+    """Replaces the file at once, so that the collector sees the former one or this. Raises OSError."""
+    last_success_s = _read(path, LAST_SUCCESS)
+    ended_s = summary.began_ms / 1000 + summary.seconds.total
+    _write(path, ended_s, ended_s if summary.exit_status == 0 else last_success_s, summary.exit_status, summary)
+
+
+def write_failure_metrics(path: Path, *, ended_ms: int, exit_status: int) -> None:
+    """The job failed before it could say what it did. Raises OSError."""
+    _write(path, ended_ms / 1000, _read(path, LAST_SUCCESS), exit_status, None)
+
+
+def _read(path: Path, name: str) -> float | None:
+    """A value of the file of the last run; None where there is none, or it is no such file."""
+    with contextlib.suppress(OSError, ValueError):
+        for family in parser.text_string_to_metric_families(path.read_text(encoding="utf-8")):
+            for sample in family.samples:
+                if sample.name == name:
+                    return sample.value
+    return None
+
+
+def _write(path: Path, ended_s: float, last_success_s: float | None, exit_status: int, summary: Summary | None) -> None:
+    registry = prometheus_client.CollectorRegistry()
+
+    def gauge(name: str, help_text: str, value: float) -> None:
+        prometheus_client.Gauge(name, help_text, registry=registry).set(value)
+
+    gauge(LAST_RUN, "End of the last compaction, in Unix time (seconds).", ended_s)
+    if last_success_s is not None:
+        gauge(LAST_SUCCESS, "End of the last compaction with exit status 0, in Unix time (seconds).", last_success_s)
+    gauge(
+        "tarry_compaction_exit_status",
+        "Exit status of the last compaction: 0 done, 75 conflicts are left, 1 error.",
+        exit_status,
+    )
+    if summary is not None:
+        _add(registry, summary)
+    prometheus_client.write_to_textfile(str(path), registry)
+
+
+def _add(registry: prometheus_client.CollectorRegistry, summary: Summary) -> None:
+    runs, seconds = summary.runs, summary.seconds
+    labelled: tuple[tuple[str, str, str, Mapping[str, float]], ...] = (
+        (
+            "tarry_compaction_buckets",
+            "Live buckets of all topics before and after the last compaction.",
+            "when",
+            {"before": summary.buckets_before, "after": summary.buckets_after},
+        ),
+        (
+            "tarry_compaction_runs",
+            "Merges of the last compaction, by outcome.",
+            "outcome",
+            {
+                "committed": runs.committed,
+                "refused": runs.refused,
+                "failed": runs.failed,
+                "left": runs.left,
+                "unknown": runs.unknown,
+                "replanned": runs.replanned,
+            },
+        ),
+        (
+            "tarry_compaction_rows",
+            "Rows of the merges that the last compaction committed: kept, or dropped because they were gone.",
+            "what",
+            {"kept": summary.rows_kept, "dropped": summary.rows_dropped},
+        ),
+        (
+            "tarry_compaction_bytes",
+            "Bytes of the merges that the last compaction committed: read and written.",
+            "what",
+            {"read": summary.bytes_read, "written": summary.bytes_written},
+        ),
+        (
+            "tarry_compaction_phase_seconds",
+            "Time of the last compaction by phase (seconds); worker_ phases are sums over the workers.",
+            "phase",
+            {name: getattr(seconds, name) for name in seconds.__struct_fields__ if name != "total"},
+        ),
+    )
+    for name, help_text, label, values in labelled:
+        family = prometheus_client.Gauge(name, help_text, [label], registry=registry)
+        for value_name, value in values.items():
+            family.labels(value_name).set(value)
+    for name, help_text, value in (
+        ("tarry_compaction_duration_seconds", "Duration of the last compaction (seconds).", seconds.total),
+        ("tarry_compaction_topics", "Topics that the last compaction read.", summary.topics),
+        ("tarry_compaction_topics_unreadable", "Topics that the last compaction could not read.", _unreadable(summary)),
+    ):
+        prometheus_client.Gauge(name, help_text, registry=registry).set(value)
+
+
+def _unreadable(summary: Summary) -> int:
+    return sum(1 for topic in summary.topic_results if topic.error)

@@ -9,15 +9,22 @@ Does not own: planning (`plan`), doing and committing a run, and what ends the j
        +-----offer------------------------  what waits of it is withdrawn; the last attempt is refused for good
 
 A topic is planned again as a whole, since a run was refused because the topic is not what it was.
+
+A wave of runs that the engine does, while the driver commits the wave before it.
+
+Owns: the thread in which the engine runs. Does not own: which runs it has (`waves`), what they do (`merge_task`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
+from batch.compaction.merge_task import FailedRun, MergeTask, WrittenRun, merge_run
 from batch.compaction.plan import Run
+from batch.engine.engine_port import Engine, WorkFailed
 from batch.engine.root import TopicPlace
 
 
@@ -133,3 +140,44 @@ class Waves:
     def rest(self) -> tuple[list[Work], list[Work]]:
         """What was not begun: because the limit on bytes was reached, and for other reasons."""
         return self._over_limit, self._waiting
+
+
+Report = WrittenRun | FailedRun
+
+
+class Wave:
+    """Begins at once. `done`: told in another thread how many tasks have ended; what it raises ends the wave."""
+
+    def __init__(
+        self, engine: Engine, works: Sequence[Work], tasks: Sequence[MergeTask], done: Callable[[int], None]
+    ) -> None:
+        self.works = works
+        self.failure: WorkFailed | None = None
+        """Why some tasks have no report."""
+        self._engine = engine
+        self._tasks = tasks
+        self._done = done
+        self._reports: list[tuple[Work, Report]] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="wave", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for place, report in self._engine.run(merge_run, self._tasks, self._done):
+                self._reports.append((self.works[place], report))
+        except WorkFailed as failure:
+            self.failure = failure
+        except BaseException as error:  # noqa: BLE001 - it is raised where the reports are asked for
+            self._error = error
+
+    def end(self) -> None:
+        """Waits until it has ended."""
+        self._thread.join()
+
+    def reports(self) -> list[tuple[Work, Report]]:
+        """Waits for its end. Tasks that have no report are those that `failure` ended. Raises what `done` raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._reports

@@ -17,7 +17,7 @@ from typing import Final
 
 import ulid
 
-from storage_backends import commit, log_opening, root_format, shard_manifests, topic_manifest
+from storage_backends import commit, root_format, shard_manifests, store_opening, topic_manifest
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.manifest import RootFormat, ShardManifest, TopicManifest
 from storage_backends.object_store import ObjectStore
@@ -64,7 +64,7 @@ class Root:
         """The logs of the daemons that write, or wrote, to this root. `executor` reads in parallel; it must not be the
         one that calls a log. Raises StoreRefused where they cannot be read from here.
         """
-        return log_opening.open_logs(self.format.log_form, self.store, executor)
+        return store_opening.open_logs(self.format.log_form, self.store, executor)
 
     @property
     def shards(self) -> int:

@@ -12,6 +12,15 @@ what the sections say.
 In this order nothing is missed: what a manifest of a topic has is as new as the checkpoint or newer, and every section
 that was written before it is read. If another owner has come meanwhile, or slots behind those that were read may have
 been deleted, all of it is read again.
+
+What the logs of daemons hold of shards, as somebody reads it who owns nothing while they are being written.
+
+Owns: how far a log goes now, and the sections of shards above a slot: each log read once for all shards.
+Does not own: which sections count and what makes a shard complete (`storage_backends.log_reading`), and reading again
+what changed meanwhile (the callers).
+
+Whatever is wrong here may be so because the manifest is old by now: an owner has deleted what nobody needs any more. So
+a caller that finds damage reads the manifest again before it believes it (`log_reading.judged`).
 """
 
 from __future__ import annotations
@@ -23,18 +32,101 @@ import logging
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Final, TypeVar
 
-from batch.engine import log_tails
-from batch.engine.log_tails import ShardTail
 from batch.engine.root import Root
-from storage_backends import checkpoints, log_reading, topic_tails
-from storage_backends.checkpoints import LoadedCheckpoint
+from storage_backends import checkpoints, log_fence, log_reading, object_store
+from storage_backends.checkpoints import DecodedSection, LoadedCheckpoint, TopicTail
 from storage_backends.formats import names
+from storage_backends.formats.log_slot_format import BEFORE_THE_FIRST
 from storage_backends.formats.manifest import ShardManifest
-from storage_backends.formats.shard_slot import BEFORE_THE_FIRST
-from storage_backends.log_reading import Verdict
+from storage_backends.log_reading import LogEnd, ShardSections, Verdict, read_logs
 from storage_backends.object_store import Damaged, NotFound, StoreError, StoreUnavailable
 from storage_backends.slot_log import SlotLogs
-from storage_backends.topic_tails import TopicTail
+
+NO_NUMBER: Final = 0
+"""Of the log of an open range, where no range is open."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class ShardTail:
+    """The sections of a shard above a slot, by one manifest. `keys`: of the log slot of each. `last_slot`: the last
+    shard slot, or the one above which was read. `end`: how far the log of the open range was read.
+    """
+
+    sections: tuple[DecodedSection, ...]
+    keys: tuple[str, ...]
+    last_slot: int
+    end: int
+
+
+def end_of(logs: SlotLogs, log_id: str) -> LogEnd:
+    """How far a log goes that a manifest names. Raises Damaged when its highest slot is not there or cannot be read."""
+    slots = logs.log(log_id)
+    try:
+        number = slots.highest()
+        if number is None:
+            raise object_store.Damaged(names.log_prefix(log_id), "a manifest names the log, but the log has no slot")
+        slot = log_fence.read_one(slots, number)
+        if slot is None:
+            raise object_store.Damaged(names.log_slot_key(log_id, number), "the highest slot of the log is missing")
+        return LogEnd(number, slot.header.heads)
+    finally:
+        slots.close()
+
+
+def read_tails(
+    logs: SlotLogs, wanted: Iterable[tuple[ShardManifest, int]]
+) -> dict[int, ShardTail | object_store.Damaged]:
+    """The tails of shards, each by its manifest and above a shard slot, or why it is not complete; by shard.
+
+    Raises the store's errors.
+    """
+    tips = {tip.shard: (tip, from_slot) for tip, from_slot in wanted}
+    ends: dict[str, LogEnd | object_store.Damaged] = {}
+    for tip, _ in tips.values():
+        owned = tip.open_range
+        if owned is not None and owned.log_id not in ends:
+            try:
+                ends[owned.log_id] = end_of(logs, owned.log_id)
+            except object_store.Damaged as error:
+                ends[owned.log_id] = error
+    known = {log_id: end for log_id, end in ends.items() if isinstance(end, LogEnd)}
+    readable = {
+        shard: ShardSections(tip, from_slot)
+        for shard, (tip, from_slot) in tips.items()
+        if tip.open_range is None or tip.open_range.log_id in known
+    }
+    read_logs(logs, readable.values(), known)
+    found: dict[int, ShardTail | object_store.Damaged] = {}
+    for shard, (tip, from_slot) in tips.items():
+        owned = tip.open_range
+        end = None if owned is None else ends[owned.log_id]
+        if isinstance(end, object_store.Damaged):
+            found[shard] = end
+            continue
+        try:
+            found[shard] = _tail(readable[shard], from_slot, known, NO_NUMBER if end is None else end.number)
+        except object_store.Damaged as error:
+            found[shard] = error
+    return found
+
+
+def _tail(read: ShardSections, from_slot: int, known: dict[str, LogEnd], end: int) -> ShardTail:
+    complete = read.complete(known)
+    return ShardTail(
+        sections=tuple(checkpoints.decoded_section(read.shard, complete)),
+        keys=tuple(names.log_slot_key(each.log_id, each.number) for each in complete),
+        last_slot=complete[-1].slot if complete else from_slot,
+        end=end,
+    )
+
+
+def read_tail(logs: SlotLogs, tip: ShardManifest, from_slot: int) -> ShardTail:
+    """The tail of one shard. Raises Damaged when it is not complete, and the store's errors."""
+    found = read_tails(logs, [(tip, from_slot)])[tip.shard]
+    if isinstance(found, object_store.Damaged):
+        raise found
+    return found
+
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +163,7 @@ def begin_together(root: Root, shards: Iterable[int], executor: concurrent.futur
 
     loaded = {tip.shard: (tip, found) for tip, found in filter(None, executor.map(loaded_of, shards))}
     try:
-        tails = log_tails.read_tails(root.logs(executor), ((tip, found.slot) for tip, found in loaded.values()))
+        tails = read_tails(root.logs(executor), ((tip, found.slot) for tip, found in loaded.values()))
     except StoreError as error:
         log.info("reading shards one by one: %s", error)
         return {}
@@ -145,7 +237,7 @@ class ShardReading:
     def _by_topic(self) -> Mapping[str, TopicTail]:
         loaded = None if self._begun is None else self._begun.loaded.checkpoint
         slots = ((each.slot, each.records) for tail in self._tails() for each in tail.sections)
-        return topic_tails.tails_of(loaded, slots, only=self._only)
+        return checkpoints.tails_of(loaded, slots, only=self._only)
 
     def _begin(self) -> None:
         tip = self._tip()
@@ -154,7 +246,7 @@ class ShardReading:
             return
         try:
             loaded = _checkpoint_of(self.root, tip)
-            tail = log_tails.read_tail(self._logs, tip, loaded.slot)
+            tail = read_tail(self._logs, tip, loaded.slot)
         except (Damaged, NotFound):
             newer = self._tip()
             if newer is None or newer.checkpoint != tip.checkpoint or _says_other_than(tip, newer):
@@ -169,7 +261,7 @@ class ShardReading:
             end, last_slot = self._tails()[-1].end, self.last_slot
             rest = dataclasses.replace(begun.tip.open_range, after=end, first_slot=last_slot + 1)
             try:
-                more = log_tails.read_tail(self._logs, dataclasses.replace(begun.tip, ranges=(rest,)), last_slot)
+                more = read_tail(self._logs, dataclasses.replace(begun.tip, ranges=(rest,)), last_slot)
             except Damaged:
                 if self._is_overtaken():
                     raise _OvertakenError from None

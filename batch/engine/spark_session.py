@@ -5,6 +5,11 @@ not start. Does not own: which Java (`java`), what is run (`spark_engine`).
 
 Where a job runs is never decided here: the master is the caller's, spark-submit's or spark-defaults.conf's. With none
 of these Spark itself takes this machine, `local[*]`.
+
+What is different in a driver that spark-submit started.
+
+Owns: whether it did, and the two outputs. Does not own: the session (`spark_session`), and the entry file
+(`deploy/spark/tarry_spark.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +31,29 @@ from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from batch.engine import engine_port, java, spark_submit
+from batch.engine import engine_port, java
+
+
+def submitted() -> bool:
+    """Whether spark-submit started this process: then Java is there, and is not ours to end."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def separate_outputs() -> None:
+    """Gives standard error back: to the driver spark-submit gives one pipe for both outputs, whose other end it copies
+    to its own standard output, so that messages would stand among the results.
+
+    Where there is no /proc, or spark-submit's standard error cannot be opened (a socket), both stay joined.
+    """
+    if not submitted() or not os.path.samestat(os.fstat(1), os.fstat(2)):
+        return
+    try:
+        messages = os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_APPEND)
+    except OSError:
+        return
+    os.dup2(messages, 2)
+    os.close(messages)
+
 
 _log = logging.getLogger(__name__)
 
@@ -91,14 +118,14 @@ def session(name: str, *, master: str | None = None, parallelism: int | None = N
     :raises SparkUnusable: no Java, no such master, or a master and a parallelism.
     """
     if parallelism is not None:
-        if master is not None or spark_submit.submitted():
+        if master is not None or submitted():
             raise SparkUnusable(
                 f"--parallelism {parallelism} applies to this machine alone; "
                 "set the tasks of a master in Spark (spark.executor.cores, local[N])"
             )
         master = f"local[{parallelism}]"
     with _as_before(), tempfile.TemporaryDirectory(prefix="tarry-java-") as directory:
-        started = not spark_submit.submitted()
+        started = not submitted()
         if started:
             _choose_java(Path(directory))
             for variable, options in _JAVA_OPTIONS.items():

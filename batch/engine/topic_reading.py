@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from batch.engine import replay
-from batch.engine.decisions import STORED_BITS_AT, STORED_ROWS_AT, Added, Decisions, Nacked, Settled
+from batch.engine.replay import STORED_BITS_AT, STORED_ROWS_AT, Added, Decisions, Nacked, Settled
 from batch.engine.root import Root, TopicPlace
 from batch.engine.shard_reading import Beginning, ShardReading, begin_together
-from batch.engine.topic_state import BucketState, NackedRows, SubscriptionState, TopicState, UnsealedRows
-from storage_backends import bucket_reading, commit, progress_objects
+from batch.engine.topic_contents import BucketState, NackedRows, SubscriptionState, TopicState, UnsealedRows
+from storage_backends import bucket_reading, commit
+from storage_backends.checkpoints import NOTHING, TopicTail, counting_part, still_sealing
 from storage_backends.formats import format_errors, index_ids, merge, redelivery_columns, slot_format
 from storage_backends.formats.bucket_format import BucketMetadata
 from storage_backends.formats.checkpoint_format import CarriedSlot, TopicPart
@@ -29,7 +30,6 @@ from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, 
 from storage_backends.formats.record_columns import Record
 from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
-from storage_backends.topic_tails import NOTHING, TopicTail, counting_part, still_sealing
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class _TopicReading:
         manifest = self._manifest
         part = counting_part(manifest, self._tail)
         named = self._reading.checkpoint_key if part is not None else self._manifest_key
-        stored = progress_objects.progress_of(self._store, manifest) if part is None else part.progress
+        stored = bucket_reading.progress_of(self._store, manifest) if part is None else part.progress
         decisions = Decisions(manifest)
         try:
             buckets = self._stored_buckets(stored, part, decisions)

@@ -1,30 +1,233 @@
 """A forecast of a root: the driver's side.
 
 Owns: which buckets become tasks and how many go into one, and what is counted again.
-Does not own: what a topic holds (`batch.engine.topic_state`) and what its counts make (`topic_count`), counting
+Does not own: what a topic holds (`batch.engine.topic_contents`) and what its counts make (`topic_count`), counting
 (`steps`, `counting_tasks`), the engines.
 
 Topics are read one after the other, and their tasks run in waves: what is in memory is the sets of one wave, and the
 counts. A bucket that is gone when a task comes to read it was merged meanwhile, or all of its rows are gone: its topic
 is read and counted again.
+
+The tasks of a forecast: counting buckets that must be read.
+
+Owns: reading what a count needs, and which failures are a task's result. Does not own: what it needs (`steps`), and
+which buckets a task has (`forecast_job`).
+
+What the counts of a topic make: who is owed what when.
+
+Owns: whose rows an index has, when what was negatively acknowledged comes back, and what waits for nothing but a
+dispatcher. Does not own: what a topic holds (`batch.engine.topic_contents`), counting buckets (`counting_tasks`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
+import numpy as np
+
 from batch.engine.engine_port import Engine
-from batch.engine.job_settings import Settings
+from batch.engine.job_settings import Settings, store_of
 from batch.engine.root import Root, TopicPlace
+from batch.engine.topic_contents import SubscriptionState, TopicState
 from batch.engine.topic_reading import read_states
-from batch.engine.topic_state import TopicState
-from batch.forecast import counting_tasks
-from batch.forecast.counting_tasks import Failure, Part, Result, Task
-from batch.forecast.result import Effort, Forecast, Unread
-from batch.forecast.steps import Steps, counted_at_once
-from batch.forecast.topic_count import TopicCount
+from batch.forecast.result import Effort, Forecast, Owed, TopicForecast, Unread
+from batch.forecast.steps import BucketCount, Counts, Steps, counted_at_once
+from storage_backends import bucket_reading
+from storage_backends.formats import index_ids
+from storage_backends.formats.format_errors import FormatError
+from storage_backends.formats.manifest import LiveBucket
+from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps
+from storage_backends.formats.row_columns import Rows
+from storage_backends.object_store import Damaged, NotFound, ObjectStore
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """A bucket to be counted. `topic`: the place of its topic in a list that the job keeps; `gone`: of its rows."""
+
+    topic: int
+    live: LiveBucket
+    gone: PositionSet
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Task:
+    settings: Settings
+    steps: Steps
+    parts: tuple[Part, ...]
+
+
+class Failure(enum.Enum):
+    """Why a bucket was not counted: it is not there (it may have been merged meanwhile), or cannot be read."""
+
+    MISSING = 1
+    DAMAGED = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Uncounted:
+    topic: int
+    live: LiveBucket
+    failure: Failure
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Result:
+    """`counts`: (topic, index id, its rows in the buckets of this task)."""
+
+    counts: tuple[tuple[int, int, Counts], ...]
+    uncounted: tuple[Uncounted, ...]
+    effort: Effort
+
+
+def count(task: Task) -> Result:
+    """Counts the buckets of a task. Raises the store's errors other than `NotFound` and `Damaged`."""
+    store = store_of(task.settings)
+    counts: dict[tuple[int, int], list[Counts]] = {}
+    uncounted: list[Uncounted] = []
+    effort = Effort()
+    for part in task.parts:
+        try:
+            found, spent = count_bucket(store, task.steps, part.live, part.gone)
+        except (NotFound, Damaged) as error:
+            failure = Failure.MISSING if isinstance(error, NotFound) else Failure.DAMAGED
+            uncounted.append(Uncounted(part.topic, part.live, failure, str(error)))
+            continue
+        counts.setdefault((part.topic, part.live.subscription_id), []).append(found)
+        effort += spent
+    merged = tuple((topic, index_id, Counts.merged(parts)) for (topic, index_id), parts in counts.items())
+    return Result(merged, tuple(uncounted), effort)
+
+
+def count_bucket(store: ObjectStore, steps: Steps, live: LiveBucket, gone: PositionSet) -> tuple[Counts, Effort]:
+    """The rows of one bucket that are not gone. Raises Damaged, NotFound and the store's other errors."""
+    table = bucket_reading.read_table(store, live)
+    counting = BucketCount(steps, table.segments, gone)
+    try:
+        while run := counting.needed():
+            counting.read(run, bucket_reading.read_segments(store, live.object.name, run))
+    except FormatError as error:
+        raise Damaged(live.object.name, str(error)) from error
+    effort = Effort(buckets_opened=1, segments=len(table.segments), segments_read=counting.segments_read)
+    return counting.counts(), effort
+
+
+# Counts of one index that are kept apart until they are added up.
+_PARTS_MAX = 32
+
+
+@dataclasses.dataclass(eq=False)
+class TopicCount:
+    """What is known of a topic so far: what its state says without reading a bucket, then what its buckets hold.
+
+    `subscriptions`: id -> name; `counts`: by index; `redeliveries`: by subscription.
+    """
+
+    place: TopicPlace
+    name: str
+    subscriptions: dict[int, str]
+    counts: dict[int, list[Counts]]
+    redeliveries: dict[int, Counts]
+    waiting_rows: int
+    unread: list[Unread] = dataclasses.field(default_factory=list)
+
+    @staticmethod
+    def of(state: TopicState, steps: Steps) -> TopicCount:
+        counts: dict[int, list[Counts]] = {}
+        for part in state.unsealed:
+            counts.setdefault(part.index_id, []).append(Counts.of(steps, steps.of(part.rows.deliver_at_ms)))
+        return TopicCount(
+            place=state.place,
+            name=state.name,
+            subscriptions={each.stored.subscription_id: each.stored.name for each in state.subscriptions},
+            counts=counts,
+            redeliveries={each.stored.subscription_id: redeliveries_of(steps, each) for each in state.subscriptions},
+            waiting_rows=waiting_rows(state, steps),
+        )
+
+    def add(self, index_id: int, counts: Counts) -> None:
+        parts = self.counts.setdefault(index_id, [])
+        parts.append(counts)
+        if len(parts) == _PARTS_MAX:
+            parts[:] = [Counts.merged(parts)]
+
+    def leave_out(self, live: LiveBucket, reason: str, *, damaged: bool) -> None:
+        """A bucket that cannot be counted."""
+        self.unread.append(Unread(self.name, live.object.name, live.rows, reason, damaged))
+
+    def forecast(self) -> TopicForecast:
+        shared = Counts.merged(self.counts.get(index_ids.SHARED, []))
+        owed = [Owed(subscription=None, receivers=len(self.subscriptions), rows=shared, redeliveries=Counts())]
+        overdue_rows = shared.overdue_rows
+        for number, name in sorted(self.subscriptions.items(), key=lambda each: each[1]):
+            own = (number, index_ids.batch_parts_of(number))
+            rows = Counts.merged([part for index_id in own for part in self.counts.get(index_id, [])])
+            overdue_rows += rows.overdue_rows
+            owed.append(Owed(subscription=name, receivers=1, rows=rows, redeliveries=self.redeliveries[number]))
+        return TopicForecast(
+            topic=self.name,
+            shard=self.place.shard,
+            owed=tuple(owed),
+            # A clock that is behind the daemon's shows what came back as not due yet.
+            overdue_rows=max(0, overdue_rows - self.waiting_rows),
+            unread_rows=sum(each.rows for each in self.unread),
+        )
+
+
+def redeliveries_of(steps: Steps, state: SubscriptionState) -> Counts:
+    """What of a subscription's negatively acknowledged rows comes back when. What should have come back is overdue, and
+    counted among the rows.
+    """
+    found = Counts.merged([Counts.of(steps, steps.of(nacked.redeliver_at_ms)) for nacked in state.nacked])
+    return dataclasses.replace(found, overdue_rows=0)
+
+
+def waiting_rows(state: TopicState, steps: Steps) -> int:
+    """How many rows are due and wait for a redelivery, at every subscription that is owed them still."""
+    waiting: dict[int, list[Rows]] = {}
+    at: dict[tuple[int, int], PositionSet] = {}
+    for subscription in state.subscriptions:
+        for nacked in subscription.nacked:
+            rows = nacked.rows.take(nacked.redeliver_at_ms > np.uint64(steps.now_ms))
+            waiting.setdefault(nacked.index_id, []).append(rows)
+            place = (nacked.index_id, subscription.stored.subscription_id)
+            at[place] = at.get(place, NO_POSITIONS) | _positions(rows)
+    total = 0
+    for index_id, parts in waiting.items():
+        rows = Rows.concat(parts)
+        everywhere = _positions(rows)
+        if index_id == index_ids.SHARED:
+            for subscription in state.subscriptions:
+                stored = subscription.stored
+                waits = at.get((index_id, stored.subscription_id), NO_POSITIONS)
+                too_early = _positions(rows.take(rows.deliver_at_ms <= np.uint64(stored.since_ms)))
+                acknowledged = _acknowledged(state, stored.subscription_id)
+                everywhere = everywhere & (waits | acknowledged | too_early)
+        total += len(everywhere)
+    return total
+
+
+def _positions(rows: Rows) -> PositionSet:
+    return PositionSet.of(position_bitmaps(rows.ledger_id, rows.entry_id))
+
+
+def _acknowledged(state: TopicState, subscription_id: int) -> PositionSet:
+    """What a subscription acknowledged of the rows of the shared index that are not gone."""
+    found = NO_POSITIONS
+    for bucket in state.buckets:
+        if bucket.live.subscription_id == index_ids.SHARED and not bucket.live.quarantined:
+            # A position that is gone may have a newer row.
+            found |= bucket.acknowledged.get(subscription_id, NO_POSITIONS) - bucket.gone
+    for part in state.unsealed:
+        if part.index_id == index_ids.SHARED:
+            found |= part.acknowledged.get(subscription_id, NO_POSITIONS)
+    return found
+
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +338,7 @@ class _Job:
             self._tasks_ended = before + ended
             self._progress(self._tasks_ended, self._tasks_known)
 
-        for _, result in self._engine.run(counting_tasks.count, tasks, done):
+        for _, result in self._engine.run(count, tasks, done):
             self._take(result, topics, last=last)
 
     def _take(self, result: Result, topics: Sequence[TopicCount], *, last: bool) -> None:

@@ -41,11 +41,10 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from batch.engine import job_settings
-from batch.engine.job_settings import Settings
+from batch.engine.job_settings import Settings, store_of
 from batch.engine.root import Root
-from batch.engine.store_of import store_of
-from batch.tables import pruning, tables
-from batch.tables.pruning import EVERYTHING, Ranges, Wanted
+from batch.tables import tables
+from batch.tables.tables import EVERYTHING, Ranges, Wanted
 from storage_backends.storage_settings import SettingsError
 
 FORMAT: Final = "tarry"
@@ -206,12 +205,12 @@ def _ranges(condition: Filter) -> Ranges:
     """
     values = _values(condition)
     if values is not None:
-        return tuple(each for value in values if isinstance(value, int) for each in pruning.of_bit_view(value, value))
+        return tuple(each for value in values if isinstance(value, int) for each in tables.of_bit_view(value, value))
     bounds = _bounds(condition)
     if bounds is None:
-        return pruning.ALL
+        return tables.ALL
     first, last = bounds
-    return pruning.of_bit_view(pruning.I64_MIN if first is None else first, pruning.I64_MAX if last is None else last)
+    return tables.of_bit_view(tables.I64_MIN if first is None else first, tables.I64_MAX if last is None else last)
 
 
 def _times(condition: Filter) -> Ranges:
@@ -222,14 +221,14 @@ def _times(condition: Filter) -> Ranges:
     if values is not None:
         times = [_micros(value) for value in values]
         if any(each is None for each in times):
-            return pruning.ALL
+            return tables.ALL
         return tuple((each // 1000, each // 1000) for each in times if each is not None and each >= 0)
     bounds = _bounds(condition)
     if bounds is None:
-        return pruning.ALL
+        return tables.ALL
     first, last = (None if each is None else _micros(each) for each in bounds)
     if first is None and last is None:
-        return pruning.ALL
+        return tables.ALL
     first_ms = 0 if first is None else max(0, first // 1000)
     last_ms = tables.TIMESTAMP_MS_MAX if last is None else last // 1000
     return ((first_ms, last_ms),) if first_ms <= last_ms else ()

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from daemon.group_commit.confirmation import Confirmation
 from daemon.runtime import backoff
-from storage_backends.formats.shard_slot import ShardSlot
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.slot_format import DeletionRecord, Record
 
 # Without a confirmation for so long nothing is answered before there is one (R8).

@@ -43,7 +43,7 @@ from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import Failures, ProcessFailed, ShardLost, TopicFailed
 from daemon.shard.recovery import ShardClaim
 from daemon.shard.shard import ServedShard
-from storage_backends import commit, log_opening, root_format
+from storage_backends import commit, root_format, store_opening
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RootFormat, ShardManifest
 from storage_backends.object_store import Damaged
@@ -173,7 +173,7 @@ class Engine:
                 return root_format.read_or_create(
                     store,
                     shards=config.daemon.shards,
-                    log_form=log_opening.form_of_new_root(store, config.store.log_form),
+                    log_form=store_opening.form_of_new_root(store, config.store.log_form),
                     root_id=environment.new_id(),
                     created_ms=environment.clock.now_ms(),
                 )

@@ -30,11 +30,10 @@ import ulid
 
 from daemon.errors import Corruption
 from daemon.owner import heartbeat
-from storage_backends import log_fence, log_opening, object_store, root_format, shard_manifests, topic_manifest
+from storage_backends import log_fence, object_store, root_format, shard_manifests, store_opening, topic_manifest
 from storage_backends.formats import log_slot_format, names, slot_format
-from storage_backends.formats.log_slot_format import Head, LogSlot, LogSlotHeader, LogSlotKind
+from storage_backends.formats.log_slot_format import Head, LogSlot, LogSlotHeader, LogSlotKind, ShardSlot
 from storage_backends.formats.manifest import LogRange, ShardManifest, TopicManifest
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.shard_listing import ShardListing
 from storage_backends.slot_log import SlotLog
 
@@ -193,7 +192,7 @@ def resolve_loss(store: object_store.ObjectStore, log_id: str, *, accepted: bool
     if root is None:
         raise Corruption("there is no FORMAT: this is no root")
     with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
-        slots = log_opening.open_logs(root.log_form, store, threads).log(log_id)
+        slots = store_opening.open_logs(root.log_form, store, threads).log(log_id)
         with contextlib.closing(slots):
             told = heartbeat.last_told(heartbeat.read_heartbeats(store), log_id)
             owned = [

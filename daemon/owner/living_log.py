@@ -27,9 +27,8 @@ from daemon.runtime.environment import Environment
 from daemon.shard.range_operations import OwnLogEnd
 from storage_backends import object_store, slot_log
 from storage_backends.formats import names, slot_format
-from storage_backends.formats.log_slot_format import Head, Writer
+from storage_backends.formats.log_slot_format import Head, ShardSlot, Writer
 from storage_backends.formats.manifest import ShardManifest
-from storage_backends.formats.shard_slot import ShardSlot
 
 log = logging.getLogger(__name__)
 

@@ -29,12 +29,11 @@ from daemon.shard import checkpointing, range_operations, recovery
 from daemon.shard.range_operations import Claim, GiveBack, OwnLogEnd, has_earlier_sections_in
 from daemon.shard.recovery import ShardClaim
 from daemon.topic import topic_manifests
-from storage_backends import commit, log_fence, object_store, sections
+from storage_backends import checkpoints, commit, log_fence, object_store
 from storage_backends.checkpoints import LoadedCheckpoint
 from storage_backends.crash_points import crash_point
-from storage_backends.formats.log_slot_format import Head, Writer
+from storage_backends.formats.log_slot_format import Head, ShardSlot, Writer
 from storage_backends.formats.manifest import ShardManifest
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.log_fence import Fence
 from storage_backends.log_reading import LogEnd, ShardSections, read_logs
 from storage_backends.slot_log import SlotLogs
@@ -291,7 +290,7 @@ class Takeover:
         self, won: Won, loaded: LoadedCheckpoint, found: ShardSections, ends: Mapping[str, LogEnd]
     ) -> ShardClaim | Exception:
         try:
-            return _shard_claim(won, loaded, sections.decoded(won.shard, found.complete(ends)))
+            return _shard_claim(won, loaded, checkpoints.decoded_section(won.shard, found.complete(ends)))
         except object_store.Damaged as damage:
             return self._superseded(won) or Corruption(f"{damage}")
         except object_store.StoreError as error:
@@ -326,14 +325,16 @@ async def check_readable(
             tip = manifests.read_tip()
             if tip is None or tip.manifest.open_range is not None:
                 return
-            sections.of_shard(logs, tip.manifest, checkpointing.newest_of(environment, tip.manifest).slot, {})
+            checkpoints.sections_of_shard(
+                logs, tip.manifest, checkpointing.newest_of(environment, tip.manifest).slot, {}
+            )
         except object_store.Damaged as error:
             raise Corruption(f"{error}") from error
 
     await environment.run(check)
 
 
-def _shard_claim(won: Won, loaded: LoadedCheckpoint, read: Sequence[sections.DecodedSection]) -> ShardClaim:
+def _shard_claim(won: Won, loaded: LoadedCheckpoint, read: Sequence[checkpoints.DecodedSection]) -> ShardClaim:
     manifest = won.tip.manifest
     deletions = recovery.deletions_of(loaded.checkpoint, ((each.slot, each.deletions) for each in read))
     log.info("shard %d: taken over with epoch %d behind slot %d", won.shard, manifest.epoch, _last_slot(manifest))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol, TypeVar
 
-from storage_backends import doubling_delays
+from storage_backends import object_store
 from storage_backends.object_store import StoreError
 
 # The store is asked again soon after a lost answer, and at a bearable rate during an outage.
@@ -65,4 +65,4 @@ async def until_answered(
 
 def delays_s(jitter: Jitter) -> Iterator[float]:
     """Doubling delays in seconds, for asking the store; without end."""
-    return doubling_delays.delays_s(jitter, first_s=FIRST_DELAY_S, last_s=LAST_DELAY_S)
+    return object_store.delays_s(jitter, first_s=FIRST_DELAY_S, last_s=LAST_DELAY_S)

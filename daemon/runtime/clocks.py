@@ -1,7 +1,7 @@
 """Watching the clocks: a wall clock that is set, a machine that was suspended, a store whose clock differs.
 
 Owns: telling a step from time that passes, and from a suspend, and saying so (log, metrics).
-Does not own: the clocks (`environment`), the store's reading (`storage_backends.store_clock`) and what is done about a
+Does not own: the clocks (`environment`), the store's reading (`storage_backends.s3`) and what is done about a
 change (`changed`, `resumed`, given by the engine).
 
 What is due follows from the wall clock as it is. Between two looks it should go on as far as the clock that never

@@ -36,12 +36,11 @@ from daemon.shard import range_operations, recovery
 from daemon.shard.range_operations import KnownTip, NeedLess, WriteCheckpoint
 from daemon.shard.recovery import ShardClaim
 from daemon.topic import bucket_lifecycle, topic_manifests
-from storage_backends import checkpoints, commit, object_store, sections
+from storage_backends import checkpoints, commit, object_store
 from storage_backends.checkpoints import LoadedCheckpoint as LoadedCheckpoint
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import checkpoint_format, manifest, names
-from storage_backends.formats.log_slot_format import Head
-from storage_backends.formats.shard_slot import ShardSlot
+from storage_backends.formats.log_slot_format import Head, ShardSlot
 from storage_backends.log_reading import LogEnd
 
 
@@ -237,7 +236,7 @@ class Checkpointing:
                 loaded = newest_of(environment, newest)
                 ends = {self._log.log_id: LogEnd(end, {shard.number: Head(shard.epoch, until)})}
                 try:
-                    found = sections.of_shard(self._log.logs, newest, loaded.slot, ends)
+                    found = checkpoints.sections_of_shard(self._log.logs, newest, loaded.slot, ends)
                 except object_store.Damaged as error:
                     raise Corruption(f"{error}") from error
                 above = ((section.slot, section.records) for section in found)

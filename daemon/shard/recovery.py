@@ -1,7 +1,7 @@
 """Recovery of one topic: from its manifest, its part of the shard checkpoint and the sections above it.
 
 Owns: the topic in memory that results, and what a checkpoint carries over of a topic that is not in memory.
-Does not own: which of them counts for what (`storage_backends.topic_tails`), taking the shard over (`takeover`),
+Does not own: which of them counts for what (`storage_backends.checkpoints`), taking the shard over (`takeover`),
 claiming the topic's manifest (the caller, before this reads it), and serving.
 
 A bucket whose seal was cut before the part's slot and is not in the manifest by then is in the part with its rows: if
@@ -45,26 +45,26 @@ from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of, con
 from daemon.errors import Corruption, InvariantViolated
 from daemon.topic import bucket_reads, stored_topic
 from daemon.topic.stored_topic import PropertiesById
-from storage_backends import commit, object_store, topic_tails
+from storage_backends import checkpoints, commit, object_store
+from storage_backends.checkpoints import NOTHING as NOTHING
+from storage_backends.checkpoints import DecodedSection
+from storage_backends.checkpoints import TopicTail as TopicTail
+from storage_backends.checkpoints import counting_part as counting_part
+from storage_backends.checkpoints import tails_of as tails_of
 from storage_backends.formats import (
     bucket_format,
     checkpoint_format,
     format_errors,
     index_ids,
+    log_slot_format,
     manifest,
-    shard_slot,
     slot_format,
 )
 from storage_backends.formats.checkpoint_format import CarriedSlot
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import BucketProgress, ShardManifest
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, Record
-from storage_backends.sections import DecodedSection
-from storage_backends.topic_tails import NOTHING as NOTHING
-from storage_backends.topic_tails import TopicTail as TopicTail
-from storage_backends.topic_tails import counting_part as counting_part
-from storage_backends.topic_tails import tails_of as tails_of
 
 # Records that are looked at together. More would hardly be faster, and are in memory twice.
 RUN_RECORDS_MAX = 5_000
@@ -133,16 +133,16 @@ def _by_position(rows: Sequence[Rows]) -> tuple[NDArray[np.intp], NDArray[np.int
 
 def deletion_records(
     loaded: checkpoint_format.Checkpoint | None,
-    slots: Iterable[tuple[shard_slot.ShardSlot, Sequence[slot_format.DeletionRecord]]],
+    slots: Iterable[tuple[log_slot_format.ShardSlot, Sequence[slot_format.DeletionRecord]]],
 ) -> list[slot_format.DeletionRecord]:
     """What was decided on the shard's deletions above the checkpoint, in order."""
-    covered = shard_slot.BEFORE_THE_FIRST if loaded is None else loaded.slot
+    covered = log_slot_format.BEFORE_THE_FIRST if loaded is None else loaded.slot
     return [record for slot, records in slots if slot > covered for record in records]
 
 
 def deletions_of(
     loaded: checkpoint_format.Checkpoint | None,
-    slots: Iterable[tuple[shard_slot.ShardSlot, Sequence[slot_format.DeletionRecord]]],
+    slots: Iterable[tuple[log_slot_format.ShardSlot, Sequence[slot_format.DeletionRecord]]],
 ) -> LedgerDeletions:
     """The deletions of the shard as of now. O(n): for a thread."""
     restored = LedgerDeletions.restored(None if loaded is None else loaded.deletions)
@@ -157,7 +157,7 @@ def carried_part(topic_id: str, tail: TopicTail) -> checkpoint_format.TopicPart:
     if part is None:
         # Its name and incarnation are in its manifest, which was not read.
         part = checkpoint_format.TopicPart(
-            topic_id=topic_id, topic="", incarnation=0, mutable_rows=Rows.empty(), slot=shard_slot.BEFORE_THE_FIRST
+            topic_id=topic_id, topic="", incarnation=0, mutable_rows=Rows.empty(), slot=log_slot_format.BEFORE_THE_FIRST
         )
     return dataclasses.replace(part, carried=tail.slots)
 
@@ -255,7 +255,7 @@ def restore(
         _restore_rows(topic, 0, part.mutable_rows, by_bucket.get(""), elapsed_ms)
         for own in part.own_rows:
             _restore_rows(topic, own.subscription_id, own.rows, None, elapsed_ms)
-        for sealing in topic_tails.still_sealing(tip, part):
+        for sealing in checkpoints.still_sealing(tip, part):
             bits = by_bucket.get(sealing.bucket)
             _restore_rows(topic, sealing.subscription_id, sealing.rows, bits, elapsed_ms)
     entitlement.dismiss_all_but(topic.index, topic.subscriptions)

@@ -41,7 +41,7 @@ from daemon.topic.topic_manifests import TopicCommits, commit_until_certain
 from daemon.topic.topic_settings import TopicSettings
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
-from storage_backends.formats.shard_slot import ShardSlot
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record
 from storage_backends.object_store import StoreError
 

@@ -33,6 +33,7 @@ from daemon.topic.served_topic import OwnedTopic, ServedTopic
 from daemon.topic.topic_manifests import Operation
 from storage_backends import commit
 from storage_backends.formats import names
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import (
     NamedValues,
     ObjectReference,
@@ -42,7 +43,6 @@ from storage_backends.formats.manifest import (
     TopicManifest,
     TopicPolicy,
 )
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import DeadLetterReason
 from storage_backends.topic_manifest import DeleteTopic, SetDelayLevels, SetPolicy, SetSubscriptions
 

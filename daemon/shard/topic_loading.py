@@ -34,8 +34,8 @@ from daemon.topic.bucket_lifecycle import AGE_SPREAD
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.checkpoint_format import TopicPart
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import TopicManifest
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import Damaged
 
 log = logging.getLogger(__name__)

@@ -53,8 +53,8 @@ from daemon.topic.topic_settings import TopicSettings
 from storage_backends import commit, object_store, topic_manifest
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import bucket_format, checkpoint_format, index_ids, manifest, names
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import StoreError
 
 

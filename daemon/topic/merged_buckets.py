@@ -51,8 +51,8 @@ from storage_backends import bucket_merging, topic_manifest
 from storage_backends.bucket_merging import MergePlan, WrittenMerge
 from storage_backends.formats import format_errors, index_ids, merge, names
 from storage_backends.formats.bucket_format import BucketMetadata, BucketTable
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import StoreError
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from daemon.core.decisions.topic_state import RedeliveryCut, SubscriptionCut, To
 from daemon.core.index.index import BucketBits
 from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, PageTable, bitmap_of, keys_of, ordinals_of, pages_of
 from daemon.errors import Corruption
-from storage_backends import object_store, progress_objects, topic_manifest
+from storage_backends import bucket_reading, object_store, topic_manifest
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import format_errors, index_ids, manifest, merge, redelivery_columns, segment
 from storage_backends.formats.bucket_format import KeptRows
@@ -258,7 +258,7 @@ def progress_of_manifest(store: object_store.ObjectStore, tip: manifest.TopicMan
     damaged or missing, and the store's errors.
     """
     try:
-        return progress_objects.progress_of(store, tip)
+        return bucket_reading.progress_of(store, tip)
     except (object_store.NotFound, object_store.Damaged) as error:
         raise Corruption(f"progress {error}") from error
 

@@ -18,15 +18,15 @@ from storage_backends.formats import (
     format_errors,
     framing,
     mirror,
-    record_messages,
+    record_columns,
     segment,
     slot_format,
 )
 from storage_backends.formats.deletion_format import DeletionState
 from storage_backends.formats.generated import checkpoint_pb2, journal_pb2
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import Progress
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 
 FORMAT_VERSION = 1
 MAGIC = b"TyCP"
@@ -214,8 +214,8 @@ def _carried(message: checkpoint_pb2.CarriedSlot, what: str) -> CarriedSlot:
 
 def _fill_rows(message: checkpoint_pb2.MutableRows, rows: Rows, zstd: zstandard.ZstdCompressor) -> None:
     message.rows = len(rows)
-    record_messages.fill_rows(message.columns, rows, zstd)
+    record_columns.fill_rows(message.columns, rows, zstd)
 
 
 def _rows(message: checkpoint_pb2.MutableRows, what: str) -> Rows:
-    return record_messages.rows_of(message.columns, message.rows, what, framing.HEADER_BYTES)
+    return record_columns.rows_of(message.columns, message.rows, what, framing.HEADER_BYTES)

@@ -12,6 +12,13 @@ Does not own: the bytes of a section (`slot_format`), where a log lies (`slot_lo
 
 A wrong bit in a section damages that section alone, one before the sections the whole slot. A slot that ends too early
 has lost the sections that lie behind its end.
+
+The number of a slot of a shard: the clock of everything that the shard stores.
+
+Owns: the type, and what follows a number. Does not own: slots.
+
+Numbers are dense over all epochs of the shard. What is computed from one is a plain int, which is accepted as a slot
+nowhere.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ import re
 import struct
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, NewType, TypeAlias
 
 from storage_backends.formats import format_errors, framing
 
@@ -287,3 +294,13 @@ def _decode_writer(data: bytes) -> Writer | None:
     if place != len(data) or len(texts) != 3:
         raise ValueError(f"the writer has {len(texts)} texts, which end at {place} of {len(data)} bytes")
     return Writer(*texts)
+
+
+ShardSlot = NewType("ShardSlot", int)
+
+BEFORE_THE_FIRST: Final = ShardSlot(0)
+
+
+def next_after(slot: ShardSlot) -> ShardSlot:
+    """The number of the slot behind this one."""
+    return ShardSlot(slot + 1)

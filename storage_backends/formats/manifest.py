@@ -17,11 +17,10 @@ from typing import TypeVar
 
 from google.protobuf import message as protobuf
 
-from storage_backends.formats import format_errors, framing, mirror, shard_slot
+from storage_backends.formats import format_errors, framing, log_slot_format, mirror
 from storage_backends.formats.generated import manifest_pb2
-from storage_backends.formats.log_slot_format import Head
+from storage_backends.formats.log_slot_format import Head, ShardSlot
 from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.shard_slot import ShardSlot
 
 FORMAT_VERSION = 2
 # Of the frame of each of these objects but FORMAT, which has the version of the root.
@@ -206,7 +205,7 @@ class LiveBucket:
     compatible_form: bool = False
     segments: int = 0
     damage: str = ""
-    quarantined_slot: ShardSlot = shard_slot.BEFORE_THE_FIRST
+    quarantined_slot: ShardSlot = log_slot_format.BEFORE_THE_FIRST
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

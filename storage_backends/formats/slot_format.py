@@ -23,10 +23,11 @@ from storage_backends.formats import (
     format_errors,
     framing,
     position_bitmap,
-    record_messages,
+    record_columns,
 )
 from storage_backends.formats.deletion_format import DeletionRecord
 from storage_backends.formats.generated import journal_pb2
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.record_columns import (
     COLUMNS,
     AcknowledgeRecord,
@@ -43,7 +44,6 @@ from storage_backends.formats.record_columns import (
     WaiveRecord,
 )
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 
 __all__ = [
     "AcknowledgeRecord",
@@ -120,7 +120,7 @@ class StoredRecord:
 
     def decoded(self) -> Record:
         """Decodes the record's columns. Raises FormatError."""
-        return record_messages.record_of(self.message, self.what, self.offset)
+        return record_columns.record_of(self.message, self.what, self.offset)
 
 
 AnyRecord: TypeAlias = Record | StoredRecord
@@ -223,7 +223,7 @@ def fill_record(message: journal_pb2.Record, record: AnyRecord) -> None:
     if isinstance(record, StoredRecord):
         message.CopyFrom(record.message)
     else:
-        record_messages.fill(message, record)
+        record_columns.fill(message, record)
 
 
 @dataclasses.dataclass(slots=True)

@@ -30,7 +30,7 @@ from daemon.runtime.pools import Pool, Pools
 from daemon.shard.shard import ServedShard
 from daemon.topic.open_streams import DispatchStream
 from daemon.topic.served_topic import ServedTopic
-from storage_backends import log_opening
+from storage_backends import store_opening
 from storage_backends.formats import log_slot_format, names
 from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import (
@@ -101,7 +101,7 @@ class Daemon(Process):
             blocking_sleep=self._block,
             jitter=fixture.random.random,
             new_id=lambda: f"{next(fixture.numbers):026d}",
-            open_logs=lambda form: log_opening.open_logs(form, fixture.store_of(self), InlineExecutor()),
+            open_logs=lambda form: store_opening.open_logs(form, fixture.store_of(self), InlineExecutor()),
             ledger_stores=fixture.ledger_stores(self),
             tail_work_max=fixture.tail_work_max,
         )

@@ -26,9 +26,8 @@ from typing import Final, Self
 from moto.s3.models import s3_backends
 
 from examples.processes import S3_CREDENTIALS, ChildProcess, free_port
-from storage_backends.envelope import Envelope
 from storage_backends.formats.deletion_format import LedgerComponent
-from storage_backends.local_directory import LocalDirectory
+from storage_backends.local_directory import Envelope, LocalDirectory
 from tests._support import moto_server
 from tests._support.owned_ledgers import DRIVER, OwnedLedger
 

@@ -10,12 +10,12 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 
-from storage_backends import bucket_merging, commit, manifest_collection, merge_hints, progress_objects, topic_manifest
+from storage_backends import bucket_merging, bucket_reading, commit, manifest_collection, merge_hints, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.object_store import ObjectStore
-from storage_backends.topic_merge import adjacent_order
+from storage_backends.topic_manifest import adjacent_order
 
 Operation = commit.Operation[TopicManifest]
 
@@ -89,7 +89,7 @@ class MergingProcess:
         key = names.bucket_key(self._shard, self._topic_id, tip.head.number, self._new_id())
         plan = bucket_merging.MergePlan(tip, tuple(sources), key)
         read = [bucket_merging.read_source(self._store, live) for live in sources]
-        progress_of = functools.partial(progress_objects.progress_of, self._store)
+        progress_of = functools.partial(bucket_reading.progress_of, self._store)
         made = bucket_merging.merged(plan, read, progress_of(tip), limits=self._limits, compatible=False)
         return bucket_merging.write(
             self._store, plan, read, made, progress_of=progress_of, delete_after_ms=self._now_ms()

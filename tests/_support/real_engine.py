@@ -17,7 +17,7 @@ from daemon.owner.engine import Engine
 from daemon.runtime import pools
 from daemon.runtime.clocks import SystemClock
 from daemon.runtime.environment import Environment
-from storage_backends import log_opening
+from storage_backends import store_opening
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 
@@ -53,7 +53,7 @@ async def serving(
                 blocking_sleep=time.sleep,
                 jitter=random.Random(1).random,
                 new_id=lambda: str(ulid.ULID()),
-                open_logs=lambda form: log_opening.open_logs(form, kept, threads.journal.parts),
+                open_logs=lambda form: store_opening.open_logs(form, kept, threads.journal.parts),
                 ledger_stores=ledger_stores if ledger_stores is not None else LedgerStores(),
             )
         )

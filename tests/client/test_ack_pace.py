@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 import tarry
-from tarry import ack_pace
+from tarry import stream_requests
 
 
 @dataclasses.dataclass
@@ -20,8 +20,8 @@ class Clock:
 
 def longest_ms(per_second: int, least_ms: int, most_ms: int | None, *, alone: bool = False) -> float:
     """How long what is acknowledged waits at most, when there have been so many a second for a while."""
-    pace = ack_pace.AckPace(clock := Clock())
-    linger = ack_pace.AckLinger(least_ms, most_ms, pace)
+    pace = stream_requests.AckPace(clock := Clock())
+    linger = stream_requests.AckLinger(least_ms, most_ms, pace)
     for _ in range(10 * per_second):
         clock.now_s += 1 / per_second
         linger.acknowledged(alone=alone)
@@ -49,16 +49,16 @@ def test_the_time_is_what_the_caller_says() -> None:
     assert longest_ms(2_000, 5, None) <= 5
     assert longest_ms(2_000, 20, 10) <= 20
     assert longest_ms(1, 3_600_000, 50) == 3_600_000, "no moment is in common"
-    assert ack_pace.AckLinger(0, 50).is_off
+    assert stream_requests.AckLinger(0, 50).is_off
     with pytest.raises(tarry.InvalidArgument, match="ack_linger_ms is -1"):
-        ack_pace.AckLinger(-1)
+        stream_requests.AckLinger(-1)
     with pytest.raises(tarry.InvalidArgument, match="ack_linger_max_ms is -1"):
-        ack_pace.AckLinger(5, -1)
+        stream_requests.AckLinger(5, -1)
 
 
 def test_all_subscriptions_of_a_client_wait_for_the_same_moment() -> None:
-    pace = ack_pace.AckPace(clock := Clock())
-    lingers = [ack_pace.AckLinger(5, 50, pace) for _ in range(20)]
+    pace = stream_requests.AckPace(clock := Clock())
+    lingers = [stream_requests.AckLinger(5, 50, pace) for _ in range(20)]
     for _ in range(400):
         for linger in lingers:
             clock.now_s += 0.000_5
@@ -71,7 +71,7 @@ def test_all_subscriptions_of_a_client_wait_for_the_same_moment() -> None:
 
 
 def test_what_was_a_while_ago_counts_no_longer() -> None:
-    pace = ack_pace.AckPace(clock := Clock())
+    pace = stream_requests.AckPace(clock := Clock())
     for _ in range(2_000):
         clock.now_s += 0.000_5
         pace.acknowledged()

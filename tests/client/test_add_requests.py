@@ -10,7 +10,7 @@ import pytest
 from google.rpc import code_pb2
 
 import tarry
-from tarry import add_requests, retry, streams
+from tarry import add_requests, attempts, streams
 from tarry.v1 import delayed_delivery_pb2
 from tests.client._support import fake_daemon
 
@@ -52,7 +52,7 @@ class Story:
             in_flight=IN_FLIGHT,
             rows_max=10,
             bytes_max=2**20,
-            policy=retry.RetryPolicy(uniform=lambda low, high: 0.0),
+            policy=attempts.RetryPolicy(uniform=lambda low, high: 0.0),
         )
         self.connection: Connection | None = None
         self.answers: list[Answer] = []
@@ -74,7 +74,7 @@ class Story:
         )
         assert first == 0
         self.answers.append(Answer(entry))
-        self.requests.begin(add, self.answers[-1], retry.Deadline.after(fake_daemon.WAIT_S))
+        self.requests.begin(add, self.answers[-1], attempts.Deadline.after(fake_daemon.WAIT_S))
 
     def open(self) -> None:
         if self.connection is None and self.requests.wants_stream:
@@ -153,13 +153,13 @@ def test_what_ends_it_settles_everything_once() -> None:
     assert not story.requests
     assert story.requests.may_begin
     with pytest.raises(tarry.Unauthenticated):
-        story.requests.begin(b"", Answer(0), retry.Deadline.after(1))
+        story.requests.begin(b"", Answer(0), attempts.Deadline.after(1))
 
 
 def test_a_request_whose_time_is_over_is_given_up_when_the_stream_breaks() -> None:
     story = Story(1)
-    story.requests.begin(b"late", late := Answer(0), retry.Deadline.after(0))
-    story.requests.begin(b"in time", Answer(1), retry.Deadline.after(fake_daemon.WAIT_S))
+    story.requests.begin(b"late", late := Answer(0), attempts.Deadline.after(0))
+    story.requests.begin(b"in time", Answer(1), attempts.Deadline.after(fake_daemon.WAIT_S))
     (settled,) = story.requests.interrupted(tarry.Unavailable("the store is gone"))
     assert settled.answer is late
     assert isinstance(settled.error, tarry.DeadlineExceeded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tarry
-from tarry import channels
+from tarry import credentials
 
 
 @pytest.mark.parametrize("target", ["h:65536", "[::1]:70000", "127.0.0.1:99999", "dns:///h:65536"])
@@ -17,4 +17,4 @@ def test_a_port_that_there_is_not_is_refused_by_name(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["h:65535", "[::1]:7461", "::1", "h", "unix:/run/a:99999", "vsock:3:70000"])
 def test_every_other_target_is_left_to_grpc(target: str) -> None:
-    channels.check_target(target)
+    credentials.check_target(target)

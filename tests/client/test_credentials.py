@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tarry
-from tarry import channels, credentials
+from tarry import credentials
 from tests.client._support.authority import Authority, replaced
 
 TOKEN = "v3ry-5ecret"
@@ -42,7 +42,7 @@ def token_of(shows: credentials.Credentials, target: str = HERE) -> str | None:
     ],
 )
 def test_loopback_and_unix_sockets_are_of_this_machine(target: str) -> None:
-    assert channels.is_of_this_machine(target)
+    assert credentials.is_of_this_machine(target)
     assert token_of(credentials.Credentials(token=TOKEN), target) == f"Bearer {TOKEN}"
 
 
@@ -64,7 +64,7 @@ def test_loopback_and_unix_sockets_are_of_this_machine(target: str) -> None:
     ],
 )
 def test_every_other_target_gets_a_token_over_tls_alone(target: str, ca_file: Path) -> None:
-    assert not channels.is_of_this_machine(target)
+    assert not credentials.is_of_this_machine(target)
     shows = credentials.Credentials(token=TOKEN)
     with pytest.raises(tarry.InvalidArgument, match=r"the token is not sent to .* without TLS") as refused:
         shows.shown_to(target)

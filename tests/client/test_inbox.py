@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tarry
-from tarry import columns, inbox
+from tarry import columns, receiving
 
 CONSUMERS = [tarry.Consumer(name) for name in "abc"]
 NO_ROWS = np.zeros(0, np.uint64)
@@ -71,7 +71,7 @@ def test_each_receiver_has_its_rows_in_order_and_nothing_passes_what_is_no_batch
     drawn: list[Any], max_rows: list[int]
 ) -> None:
     events = events_of(drawn)
-    waiting: inbox.Inbox[Any] = inbox.Inbox()
+    waiting: receiving.Inbox[Any] = receiving.Inbox()
     for event in events:
         waiting.append(event)
     taken: list[Any] = []
@@ -97,7 +97,7 @@ def story_of(events: list[Any], consumer: int) -> list[Any]:
 
 
 def test_batches_of_one_receiver_are_joined_past_those_of_others() -> None:
-    waiting: inbox.Inbox[Any] = inbox.Inbox()
+    waiting: receiving.Inbox[Any] = receiving.Inbox()
     for number, consumer in enumerate([0, 1, 0, 1]):
         waiting.append(batch(number, 1, consumer, epoch=1))
     first, second = waiting.take(10, receiver_of), waiting.take(10, receiver_of)
@@ -105,7 +105,7 @@ def test_batches_of_one_receiver_are_joined_past_those_of_others() -> None:
 
 
 def test_what_a_batch_has_above_the_limit_comes_next() -> None:
-    waiting: inbox.Inbox[Any] = inbox.Inbox()
+    waiting: receiving.Inbox[Any] = receiving.Inbox()
     waiting.append(batch(0, 2, 0, epoch=1))
     waiting.append(batch(1, 3, 1, epoch=1))
     waiting.append(batch(2, 3, 0, epoch=1))
@@ -118,7 +118,7 @@ def test_what_a_batch_has_above_the_limit_comes_next() -> None:
 
 
 def test_it_is_enough_when_nothing_more_would_go_with_it() -> None:
-    waiting: inbox.Inbox[Any] = inbox.Inbox()
+    waiting: receiving.Inbox[Any] = receiving.Inbox()
     waiting.append(batch(0, 2, 0, epoch=1))
     assert not waiting.is_enough(3)
     assert waiting.is_enough(2)
@@ -131,7 +131,7 @@ def test_it_is_enough_when_nothing_more_would_go_with_it() -> None:
 
 
 def test_the_first_waits_from_its_coming_on() -> None:
-    waiting: inbox.Inbox[Any] = inbox.Inbox()
+    waiting: receiving.Inbox[Any] = receiving.Inbox()
     assert waiting.waited_ms(5_000) == 0
     waiting.append(batch(0, 2, 0, epoch=1))
     assert waiting.waited_ms(1_030) == 30
@@ -139,7 +139,7 @@ def test_the_first_waits_from_its_coming_on() -> None:
 
 
 def test_what_leaves_is_not_counted_any_more() -> None:
-    waiting: inbox.Inbox[Any] = inbox.Inbox()
+    waiting: receiving.Inbox[Any] = receiving.Inbox()
     for number in range(3):
         waiting.append(batch(number, 2, 0, epoch=1))
     waiting.append(tarry.PlanAgain(1))
@@ -154,11 +154,11 @@ def test_what_leaves_is_not_counted_any_more() -> None:
 )
 def test_what_cannot_be_meant_is_refused(max_rows: int, linger_ms: int, message: str) -> None:
     with pytest.raises(tarry.InvalidArgument, match=message):
-        inbox.check(max_rows, linger_ms)
+        receiving.check(max_rows, linger_ms)
 
 
 def test_a_joined_batch_of_one_is_the_one() -> None:
-    waiting: inbox.Inbox[Any] = inbox.Inbox()
+    waiting: receiving.Inbox[Any] = receiving.Inbox()
     one = batch(0, 2, 0, epoch=1)
     waiting.append(one)
     assert waiting.take(2, receiver_of) is one

@@ -17,7 +17,7 @@ import pytest
 from google.rpc import code_pb2
 
 import tarry
-from tarry import ack_pace, attempts, key_shared_receiving, receiving, retry, streams
+from tarry import attempts, key_shared_receiving, receiving, stream_requests, streams
 from tarry.v1 import dispatch_pb2
 from tests.client._support import fake_daemon
 
@@ -307,8 +307,8 @@ class Story:
             "sub",
             first,
             rows_max=5,
-            policy=retry.RetryPolicy(uniform=lambda low, high: 0.0),
-            ack_linger=ack_pace.AckLinger(seed % 2 * 5),
+            policy=attempts.RetryPolicy(uniform=lambda low, high: 0.0),
+            ack_linger=stream_requests.AckLinger(seed % 2 * 5),
         )
         self.numbers = itertools.count()
         self.batches: list[tarry.ConsumerBatch] = []

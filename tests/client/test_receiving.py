@@ -15,7 +15,7 @@ import pytest
 from google.rpc import code_pb2
 
 import tarry
-from tarry import ack_pace, attempts, receiving, retry, streams
+from tarry import attempts, receiving, stream_requests, streams
 from tarry.v1 import dispatch_pb2
 from tests.client._support import fake_daemon
 
@@ -65,8 +65,8 @@ class Story:
             "sub",
             permits=PERMITS,
             rows_max=4,
-            policy=retry.RetryPolicy(uniform=lambda low, high: 0.0),
-            ack_linger=ack_pace.AckLinger(seed % 2 * 5),
+            policy=attempts.RetryPolicy(uniform=lambda low, high: 0.0),
+            ack_linger=stream_requests.AckLinger(seed % 2 * 5),
         )
         self.connection: Connection | None = None
         self.epoch = 1
@@ -292,8 +292,8 @@ def lingering(
         "sub",
         permits=20,
         rows_max=rows_max,
-        policy=retry.RetryPolicy(uniform=lambda low, high: 0.0),
-        ack_linger=ack_pace.AckLinger(5),
+        policy=attempts.RetryPolicy(uniform=lambda low, high: 0.0),
+        ack_linger=stream_requests.AckLinger(5),
     )
     wire = reopened(state, features=features)
     tell(state, fake_daemon.messages(range(20)))

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from prometheus_client import parser
 
-from batch.compaction import job_metrics, tally
-from batch.compaction.summary import RunCounts, Seconds, Status, Summary
+from batch.compaction import tally
+from batch.compaction.tally import RunCounts, Seconds, Status, Summary
 
 FILE = Path(__file__).resolve().parents[2] / "deploy" / "alerts.yml"
 GROUPS: dict[str, list[dict[str, Any]]] = {
@@ -65,12 +65,12 @@ def test_the_alarms_of_compactions_are_raised_by_series_that_a_compaction_writes
         topic_results=(),
         run_results=(),
     )
-    job_metrics.write(tmp_path / "of.prom", summary)
+    tally.write_metrics(tmp_path / "of.prom", summary)
     families = list(parser.text_string_to_metric_families((tmp_path / "of.prom").read_text(encoding="utf-8")))
     written = {sample.name for family in families for sample in family.samples}
     asked = {name for rule in GROUPS["tarry-compaction"] for name in re.findall(r"tarry_\w+", rule["expr"])}
     assert asked <= written
-    assert job_metrics.LAST_SUCCESS in asked
+    assert tally.LAST_SUCCESS in asked
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import tarry
 from batch.audit.findings import Kind
 from examples.processes import DaemonProcess, local_store
-from storage_backends import log_fence, log_opening, object_store
+from storage_backends import log_fence, object_store, store_opening
 from storage_backends.formats import (
     bucket_format,
     checkpoint_format,
@@ -160,7 +160,7 @@ KINDS = ("checkpoint", "progress")
 def _logs(store: LocalDirectory, form: manifest.LogForm) -> Iterator[tuple[str, list[log_slot_format.LogSlot]]]:
     """By log, its slots, ascending."""
     with concurrent.futures.ThreadPoolExecutor() as executor:
-        logs = log_opening.open_logs(form, store, executor)
+        logs = store_opening.open_logs(form, store, executor)
         for log_id in sorted(logs.log_ids()):
             with contextlib.closing(logs.log(log_id)) as slots:
                 found = slots.read(0, slots.highest() or 0)

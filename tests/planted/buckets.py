@@ -18,7 +18,7 @@ from daemon.topic import stored_topic
 from daemon.topic.bucket_lifecycle import BucketLife
 from daemon.topic.merged_buckets import BucketMerging
 from daemon.topic.topic_withdrawals import Withdrawing
-from storage_backends import shard_listing, topic_manifest, topic_merge
+from storage_backends import shard_listing, topic_manifest
 from storage_backends.formats import manifest, merge
 from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, TopicManifest
@@ -73,7 +73,7 @@ def a_merge_drops_what_is_gone_in_memory_alone(patch: pytest.MonkeyPatch) -> Non
         return dataclasses.replace(planned, tip=dataclasses.replace(planned.tip, progress=stored, progress_object=None))
 
     patch.setattr(BucketMerging, "_plan", plan)
-    patch.setattr(topic_merge.Merge, "_not_gone", lambda self, tip: None)
+    patch.setattr(topic_manifest.Merge, "_not_gone", lambda self, tip: None)
 
 
 def bits_under_the_names_of_sources_are_overlooked_at_recovery(patch: pytest.MonkeyPatch) -> None:
@@ -111,17 +111,17 @@ def an_owner_overwrites_a_merge_by_others(patch: pytest.MonkeyPatch) -> None:
 
 def a_stale_merge_is_accepted(patch: pytest.MonkeyPatch) -> None:
     """Also when the topic was deleted and born again since it was planned."""
-    apply = topic_merge.Merge.apply
+    apply = topic_manifest.Merge.apply
 
-    def applied(self: topic_merge.Merge, tip: TopicManifest | None) -> TopicManifest:
+    def applied(self: topic_manifest.Merge, tip: TopicManifest | None) -> TopicManifest:
         existing = topic_manifest.existing(tip)
         if self._merging(existing):
             return apply(self, tip)
         made = () if self.bucket is None else (dataclasses.replace(self.bucket, level=1),)
         return dataclasses.replace(existing, live=(*existing.live, *made))
 
-    patch.setattr(topic_merge.Merge, "precondition", lambda self, tip: None)
-    patch.setattr(topic_merge.Merge, "apply", applied)
+    patch.setattr(topic_manifest.Merge, "precondition", lambda self, tip: None)
+    patch.setattr(topic_manifest.Merge, "apply", applied)
 
 
 def a_manifest_of_its_own_tells_an_owner_of_no_merge(patch: pytest.MonkeyPatch) -> None:

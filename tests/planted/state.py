@@ -21,8 +21,8 @@ from daemon.topic import bucket_lifecycle
 from daemon.topic.bucket_lifecycle import BucketLife
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import checkpoint_format, manifest, slot_format
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AcknowledgeRecord
 from storage_backends.object_store import StoreError
 from tests.planted.bug import Bug

@@ -19,9 +19,8 @@ import pytest
 from daemon.errors import NotFound, OutcomeUnknown, TarryError, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
-from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, encode_log_slot
+from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, ShardSlot, encode_log_slot
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, Record, SlotHeader, encode_slot
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from storage_backends import file_systems
+from storage_backends import store_opening
 
 
 def device_of(path: Path) -> str:
@@ -27,13 +27,13 @@ def test_the_type_is_that_of_the_device_of_the_path(tmp_path: Path) -> None:
         "21 1 0:999999 / /elsewhere rw shared:1 - nfs4 server:/export rw",
         f"22 1 {device_of(tmp_path)} / / rw,relatime shared:1 - ext4 /dev/sda1 rw",
     )
-    assert file_systems.type_of(tmp_path, table) == "ext4"
+    assert store_opening.type_of(tmp_path, table) == "ext4"
 
 
 def test_of_two_mounts_of_a_device_the_later_one_hides_the_other(tmp_path: Path) -> None:
     device = device_of(tmp_path)
     table = mounts(tmp_path, f"21 1 {device} / /a rw - nfs4 x rw", f"22 1 {device} / /a rw master:1 - xfs y rw")
-    assert file_systems.type_of(tmp_path, table) == "xfs"
+    assert store_opening.type_of(tmp_path, table) == "xfs"
 
 
 def test_where_files_have_another_device_than_their_mount_the_longest_mount_point_counts(tmp_path: Path) -> None:
@@ -47,35 +47,35 @@ def test_where_files_have_another_device_than_their_mount_the_longest_mount_poin
         f"23 1 0:999999 / {tmp_path.resolve()} rw - nfs z rw",
         "a line that nobody understands",
     )
-    assert file_systems.type_of(inner, table) == "btrfs"
-    assert file_systems.type_of(tmp_path, table) == "nfs"
+    assert store_opening.type_of(inner, table) == "btrfs"
+    assert store_opening.type_of(tmp_path, table) == "nfs"
 
 
 def test_a_path_that_does_not_exist_yet_is_on_the_file_system_of_what_exists_above_it(tmp_path: Path) -> None:
     table = mounts(tmp_path, f"22 1 {device_of(tmp_path)} / / rw - zfs x rw")
-    assert file_systems.type_of(tmp_path / "not" / "there", table) == "zfs"
+    assert store_opening.type_of(tmp_path / "not" / "there", table) == "zfs"
 
 
 @pytest.mark.parametrize("lines", [(), ("21 1 0:999999 / /elsewhere rw - ext4 x rw",), ("22 1",)])
 def test_what_no_table_names_is_unknown(tmp_path: Path, lines: tuple[str, ...]) -> None:
-    assert file_systems.type_of(tmp_path, mounts(tmp_path, *lines)) == file_systems.UNKNOWN
+    assert store_opening.type_of(tmp_path, mounts(tmp_path, *lines)) == store_opening.UNKNOWN
 
 
 def test_a_system_without_a_table_says_nothing(tmp_path: Path) -> None:
-    assert file_systems.type_of(tmp_path, tmp_path / "missing") == file_systems.UNKNOWN
+    assert store_opening.type_of(tmp_path, tmp_path / "missing") == store_opening.UNKNOWN
 
 
 @pytest.mark.parametrize("name", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "apfs"])
 def test_these_are_of_one_machine(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_systems, "type_of", lambda path: name)
-    assert file_systems.not_of_one_machine(tmp_path) is None
+    monkeypatch.setattr(store_opening, "type_of", lambda path: name)
+    assert store_opening.not_of_one_machine(tmp_path) is None
 
 
-@pytest.mark.parametrize("name", ["nfs", "nfs4", "cifs", "fuse.sshfs", "lustre", "9p", file_systems.UNKNOWN])
+@pytest.mark.parametrize("name", ["nfs", "nfs4", "cifs", "fuse.sshfs", "lustre", "9p", store_opening.UNKNOWN])
 def test_these_may_be_shared(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_systems, "type_of", lambda path: name)
-    assert file_systems.not_of_one_machine(tmp_path) == name
+    monkeypatch.setattr(store_opening, "type_of", lambda path: name)
+    assert store_opening.not_of_one_machine(tmp_path) == name
 
 
 def test_this_machine_says_something_of_the_root() -> None:
-    assert file_systems.type_of(Path("/")) != ""
+    assert store_opening.type_of(Path("/")) != ""

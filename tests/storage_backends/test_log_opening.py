@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from storage_backends import file_systems, log_opening
+from storage_backends import store_opening
 from storage_backends.file_log import FileLogs
 from storage_backends.formats.manifest import LogForm
 from storage_backends.local_directory import LocalDirectory
-from storage_backends.log_opening import Wanted
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLogs
 from storage_backends.object_store import StoreRefused
+from storage_backends.store_opening import Wanted
 from tests._support.fault_store import FaultStore
 from tests._support.virtual_loop import InlineExecutor
 from tests.storage_backends._support import log_slots
@@ -35,7 +35,7 @@ def executor() -> concurrent.futures.Executor:
 
 def on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The file system of every path is of this type."""
-    monkeypatch.setattr(file_systems, "type_of", lambda path: name)
+    monkeypatch.setattr(store_opening, "type_of", lambda path: name)
 
 
 @pytest.mark.parametrize(
@@ -46,33 +46,33 @@ def on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         ("objects", "ext4", LogForm.OBJECTS),
         ("auto", "nfs4", LogForm.OBJECTS),
         ("objects", "nfs4", LogForm.OBJECTS),
-        ("auto", file_systems.UNKNOWN, LogForm.OBJECTS),
+        ("auto", store_opening.UNKNOWN, LogForm.OBJECTS),
     ],
 )
 def test_a_new_root_in_a_local_directory_has_logs_of_this_form(
     local: LocalDirectory, monkeypatch: pytest.MonkeyPatch, wanted: Wanted, file_system: str, form: LogForm
 ) -> None:
     on(monkeypatch, file_system)
-    assert log_opening.form_of_new_root(local, wanted) is form
+    assert store_opening.form_of_new_root(local, wanted) is form
 
 
 def test_objects_on_a_file_system_that_machines_may_share_are_a_warning(
     local: LocalDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on(monkeypatch, "nfs4")
-    log_opening.form_of_new_root(local, "auto")
+    store_opening.form_of_new_root(local, "auto")
     assert "is on a file system of type nfs4, which machines may share" in caplog.text
     assert "let daemons of one machine alone use it" in caplog.text
 
 
 @pytest.mark.parametrize("wanted", ["auto", "objects"])
 def test_any_other_store_has_objects(wanted: Wanted) -> None:
-    assert log_opening.form_of_new_root(MemoryStore(), wanted) is LogForm.OBJECTS
+    assert store_opening.form_of_new_root(MemoryStore(), wanted) is LogForm.OBJECTS
 
 
 def test_files_are_refused_where_there_is_no_directory() -> None:
     with pytest.raises(StoreRefused, match=r"store.log_form: it is 'files', and the store is no local directory"):
-        log_opening.form_of_new_root(MemoryStore(), "files")
+        store_opening.form_of_new_root(MemoryStore(), "files")
 
 
 def test_files_are_refused_on_a_file_system_that_machines_may_share(
@@ -80,7 +80,7 @@ def test_files_are_refused_on_a_file_system_that_machines_may_share(
 ) -> None:
     on(monkeypatch, "nfs")
     with pytest.raises(StoreRefused, match=r"store.log_form: .*of type nfs, which machines may share: use 'objects'"):
-        log_opening.form_of_new_root(local, "files")
+        store_opening.form_of_new_root(local, "files")
 
 
 # ---- opening
@@ -90,8 +90,8 @@ def test_logs_are_opened_in_the_form_that_the_root_has(
     local: LocalDirectory, executor: concurrent.futures.Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(monkeypatch, "ext4")
-    files = log_opening.open_logs(LogForm.FILES, local, executor)
-    objects = log_opening.open_logs(LogForm.OBJECTS, local, executor)
+    files = store_opening.open_logs(LogForm.FILES, local, executor)
+    objects = store_opening.open_logs(LogForm.OBJECTS, local, executor)
     assert (type(files), type(objects)) == (FileLogs, ObjectLogs)
     for logs in (files, objects):
         slots = logs.log(log_slots.LOG_ID)
@@ -105,6 +105,6 @@ def test_files_are_refused_by_name_where_the_root_was_carried_to(
 ) -> None:
     on(monkeypatch, "nfs")
     with pytest.raises(StoreRefused, match=r"FORMAT: the logs of this root are files, and .* where no lock holds"):
-        log_opening.open_logs(LogForm.FILES, local, executor)
+        store_opening.open_logs(LogForm.FILES, local, executor)
     with pytest.raises(StoreRefused, match=r"FORMAT: .*files of a local directory, and the store is none"):
-        log_opening.open_logs(LogForm.FILES, FaultStore(MemoryStore()), executor)
+        store_opening.open_logs(LogForm.FILES, FaultStore(MemoryStore()), executor)

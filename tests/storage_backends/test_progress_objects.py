@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from storage_backends import object_store, progress_objects, topic_manifest
+from storage_backends import bucket_reading, object_store, topic_manifest
 from storage_backends.formats import manifest
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import BucketProgress, Progress, TopicManifest
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from tests.storage_backends._support import topic_manifests
 
@@ -36,7 +36,7 @@ def with_object(store: MemoryStore, name: str, bucket: str) -> tuple[TopicManife
 def test_an_object_is_read_once_for_manifests_that_follow_each_other() -> None:
     store = CountingStore()
     first, said = with_object(store, "progress/1", "a")
-    progress = progress_objects.LastProgress(store)
+    progress = bucket_reading.LastProgress(store)
     assert progress.of(first) == said
     assert progress.of(dataclasses.replace(first, applied=ShardSlot(first.applied + 1))) == said
     assert store.reads == 1
@@ -49,7 +49,7 @@ def test_an_object_is_read_once_for_manifests_that_follow_each_other() -> None:
 def test_inline_progress_is_that_of_the_manifest_asked_for() -> None:
     store = CountingStore()
     with_one, said = with_object(store, "progress/1", "a")
-    progress = progress_objects.LastProgress(store)
+    progress = bucket_reading.LastProgress(store)
     assert progress.of(with_one) == said
     inline = Progress(buckets=(BucketProgress(bucket="b"),))
     assert progress.of(dataclasses.replace(with_one, progress=inline, progress_object=None)) == inline
@@ -62,7 +62,7 @@ def test_what_cannot_be_read_is_not_kept() -> None:
     tip, said = with_object(store, "progress/1", "a")
     body = store.get("progress/1")
     store.put("progress/1", body[:-1])
-    progress = progress_objects.LastProgress(store)
+    progress = bucket_reading.LastProgress(store)
     with pytest.raises(object_store.Damaged):
         progress.of(tip)
     store.put("progress/1", body)

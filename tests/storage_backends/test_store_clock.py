@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_backends.object_store import NotFound
-from storage_backends.s3 import S3Store
-from storage_backends.store_clock import READING_S, StoreClock
+from storage_backends.s3 import READING_S, S3Store, StoreClock
 from tests._support.moto_server import MotoServer, moto_server
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from storage_backends import commit
 from storage_backends.formats import index_ids
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import (
     CountPlane,
     DeadLetters,
@@ -20,7 +21,6 @@ from storage_backends.formats.manifest import (
     TopicManifest,
     TopicPolicy,
 )
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.topic_manifest import Claim, DropBuckets
 from tests.storage_backends._support.topic_manifests import (
     APPLIED,

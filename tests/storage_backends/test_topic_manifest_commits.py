@@ -12,8 +12,8 @@ import pytest
 
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import TopicManifest
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged
 from storage_backends.topic_manifest import (

@@ -16,8 +16,8 @@ import pytest
 
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import TopicDelayLevels, TopicManifest, TopicPolicy
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import Claim, Create, DeleteTopic, SetDelayLevels, SetPolicy
 from tests._support import parts

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from storage_backends import commit, topic_merge
+from storage_backends import commit, topic_manifest
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet, position_bitmaps
 from storage_backends.formats.row_columns import row_hash
-from storage_backends.formats.shard_slot import ShardSlot
-from storage_backends.topic_merge import Merge, adjacent_order
+from storage_backends.topic_manifest import Merge, adjacent_order
 from tests.storage_backends._support.merges import Buckets, gone, rows_at
 from tests.storage_backends._support.topic_manifests import (
     DELETE,
@@ -235,7 +235,7 @@ def test_each_part_of_the_precondition_refuses_something_that_no_other_does(
     part: str, operation: Merge, tip: TopicManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert operation.precondition(tip) is not None
-    monkeypatch.setattr(topic_merge.Merge, part, lambda self, *args: None)
+    monkeypatch.setattr(topic_manifest.Merge, part, lambda self, *args: None)
     assert operation.precondition(tip) is None
 
 

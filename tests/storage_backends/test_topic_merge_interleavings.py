@@ -18,20 +18,21 @@ import pytest
 
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, merge, names
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import Progress, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.manifest_collection import SetFloor
 from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import (
     Create,
     DeleteTopic,
     DropBuckets,
+    Merge,
     Quarantine,
     Seal,
     SetSubscriptions,
+    adjacent_order,
 )
-from storage_backends.topic_merge import Merge, adjacent_order
 from tests._support import parts
 from tests.planted import registry
 from tests.storage_backends._support import interleavings

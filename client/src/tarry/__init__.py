@@ -7,19 +7,10 @@ Does not own: anything of the daemon; this package lives in other people's envir
 """
 
 from tarry import aio, positions
-from tarry.batch import Batch, HandedOut, Leased
-from tarry.channels import DEFAULT_TARGET
+from tarry.attempts import RetryPolicy
+from tarry.batch import DELIVERY_ID_HEADER, REDELIVERY_COUNT_HEADER, Batch, DeliveryId, HandedOut, Leased
 from tarry.columns import NO_BATCH_INDEX, Positions
-from tarry.consumer_stats import (
-    ConsumerAfterMarkDelete,
-    ConsumerPage,
-    ConsumerStats,
-    DrainingHash,
-    KeySharedStats,
-    Position,
-    PositionRange,
-)
-from tarry.credentials import Tls
+from tarry.credentials import DEFAULT_TARGET, Tls
 from tarry.deletions import (
     Deletion,
     DeletionCount,
@@ -41,7 +32,6 @@ from tarry.deletions import (
     SweepStep,
     SweptObjects,
 )
-from tarry.delivery_ids import DELIVERY_ID_HEADER, REDELIVERY_COUNT_HEADER, DeliveryId
 from tarry.errors import (
     Aborted,
     AlreadyExists,
@@ -68,9 +58,16 @@ from tarry.inspection import (
     BacklogState,
     BucketPage,
     BucketSummary,
+    ConsumerAfterMarkDelete,
+    ConsumerPage,
+    ConsumerStats,
     DeadLetterPage,
+    DrainingHash,
     Histogram,
+    KeySharedStats,
     Page,
+    Position,
+    PositionRange,
     Retention,
     RowsPage,
     ScheduledPage,
@@ -80,9 +77,18 @@ from tarry.inspection import (
     TopicStats,
     TopicSummary,
 )
-from tarry.key_order import HashRange, HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tarry.key_shared import HELD, Consumer, ConsumerBatch, PlanAgain, TakenBack
-from tarry.policies import BucketForm, DelayLevels, SubscriptionPolicy, TopicPolicy
+from tarry.policies import (
+    BucketForm,
+    DelayLevels,
+    HashRange,
+    HashSelector,
+    KeyOrder,
+    KeySharedPolicy,
+    NackOrder,
+    SubscriptionPolicy,
+    TopicPolicy,
+)
 from tarry.producer_batches import Added
 from tarry.reasons import OnInvalid, Refused, RefusedReason
 from tarry.redelivery import (
@@ -121,12 +127,10 @@ from tarry.results import (
     Trimmed,
     Withdrawn,
 )
-from tarry.retry import RetryPolicy
 from tarry.threads.add_stream import AddStream
 from tarry.threads.client import Client
-from tarry.threads.key_shared_subscription import KeySharedSubscription
 from tarry.threads.producer import Producer
-from tarry.threads.subscription import Subscription
+from tarry.threads.subscription import KeySharedSubscription, Subscription
 
 __all__ = [
     "DEFAULT_TARGET",

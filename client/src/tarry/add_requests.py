@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Generic, TypeAlias, TypeVar
 
-from tarry import attempts, columns, errors, planning, reasons, results, retry, streams, wire
+from tarry import attempts, columns, errors, reasons, results, streams, wire
 from tarry.v1 import delayed_delivery_pb2
 
 METHOD = streams.StreamMethod(
@@ -30,7 +30,7 @@ Settled: TypeAlias = streams.Settled[Answer, results.AddResult]
 class _InFlight(Generic[Answer]):
     message: bytes
     answer: Answer
-    deadline: retry.Deadline
+    deadline: attempts.Deadline
     needs: attempts.Need | None = None
     attempt: int = 1
 
@@ -46,7 +46,7 @@ class AddRequests(Generic[Answer]):
         in_flight: int,
         rows_max: int,
         bytes_max: int,
-        policy: retry.RetryPolicy,
+        policy: attempts.RetryPolicy,
     ) -> None:
         """`in_flight` is the most that may be unanswered. Raises InvalidArgument."""
         if in_flight < 1:
@@ -100,12 +100,12 @@ class AddRequests(Generic[Answer]):
             key_hash=key_hash,
             delay_level=delay_level,
         )
-        returned = on_invalid if planning.needs_of(on_invalid) else 0
+        returned = on_invalid if attempts.needs_of(on_invalid) else 0
         for first, part in rows.requests(self._rows_max, self._bytes_max):
             yield first, wire.encode_add(self._topic, part, already_due, self._subscription, returned)
 
     def begin(
-        self, add: bytes, answer: Answer, deadline: retry.Deadline, *, needs: attempts.Need | None = None
+        self, add: bytes, answer: Answer, deadline: attempts.Deadline, *, needs: attempts.Need | None = None
     ) -> None:
         """Sends a request. `needs`: what the daemon has to be able to do. Raises Unsupported, what ended the stream."""
         if self.ended is not None:

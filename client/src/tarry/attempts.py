@@ -5,18 +5,78 @@ TarryError, is thrown into it), and returns what the caller asked for. Whoever r
 (`tarry.aio.connections`) performs the steps and decides nothing.
 
 Owns: how often, when and whom a call asks; the owner of each topic as far as it is known.
-Does not own: which failures are worth another attempt (`tarry.errors`), the back-off (`tarry.retry`), requests and
+Does not own: which failures are worth another attempt (`tarry.errors`), the back-off (`tarry.attempts`), requests and
 results (`tarry.calls`).
+
+How long to wait before a request is sent again.
+
+Owns: the delay, from the kind of the failure and the number of attempts; the time by which the caller wants an answer.
+Does not own: which failures are worth it (`tarry.errors`) and the waiting itself.
+
+What the plans of all calls share.
+
+Owns: the settings of one client that a plan needs, its deadline and attempts, and arguments that several calls check.
+Does not own: the plans (`tarry.calls`, `tarry.calls`, `tarry.deletion_calls`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
+import time
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from tarry import errors, retry
-from tarry.v1 import cluster_pb2
+from tarry import columns, credentials, errors, reasons, wire
+from tarry.v1 import cluster_pb2, inspect_pb2
+
+
+@dataclasses.dataclass(frozen=True)
+class RetryPolicy:
+    """Exponential back-off with full jitter: the n-th is uniform from 0 to `initial_s * 2^(n-1)`, at most `max_s`.
+
+    A daemon that says when to come back (`retry-after-ms`) is obeyed, and the owner it names is asked at once.
+    """
+
+    initial_s: float = 0.05
+    max_s: float = 1.0
+    uniform: Callable[[float, float], float] = random.uniform
+
+    def delay_s(self, error: errors.TarryError, attempt: int) -> float:
+        """Seconds to wait after the `attempt`-th failure in a row (1 = the first)."""
+        if isinstance(error, (errors.ResourceExhausted, errors.Unavailable)) and error.retry_after_ms is not None:
+            return error.retry_after_ms / 1000
+        if isinstance(error, errors.NotOwner) and error.owner_address and attempt == 1:
+            return 0.0
+        ceiling_s = min(self.max_s, self.initial_s * 2.0 ** min(attempt - 1, 30))
+        return self.uniform(0.0, ceiling_s)
+
+
+@dataclasses.dataclass
+class Deadline:
+    """The time by which the caller wants an answer, on the monotonic clock. Requests may share one."""
+
+    timeout_s: float
+    at_s: float
+
+    @staticmethod
+    def after(timeout_s: float) -> Deadline:
+        return Deadline(timeout_s, time.monotonic() + timeout_s)
+
+    def extend(self, seconds: float) -> None:
+        """The caller waits for so long for something that is not counted."""
+        self.at_s += seconds
+
+    def remaining_s(self) -> float:
+        """Not below 0."""
+        return max(0.0, self.at_s - time.monotonic())
+
+    def exceeded(self, last: errors.TarryError | None, *, attempts: int) -> errors.DeadlineExceeded:
+        """The failure to raise when the time is over, after `last`."""
+        error = errors.DeadlineExceeded(f"no answer within {self.timeout_s:g} s", last=last)
+        error.attempts = attempts
+        return error
+
 
 T = TypeVar("T")
 Response = TypeVar("Response")
@@ -128,8 +188,8 @@ class Asking:
     """What the attempts of one call, or of several that share a deadline, go by."""
 
     owners: Owners
-    policy: retry.RetryPolicy
-    deadline: retry.Deadline
+    policy: RetryPolicy
+    deadline: Deadline
 
     def ask(
         self,
@@ -203,3 +263,50 @@ class Asking:
             self.owners.learn_features(address, features)
         if (unmet := needs.unmet(features, f"the daemon at {address}")) is not None:
             raise unmet
+
+
+class Planning:
+    """The base of what makes plans."""
+
+    def __init__(self, target: str, policy: RetryPolicy, *, timeout_s: float, rows_max: int, bytes_max: int) -> None:
+        """Raises InvalidArgument: a port that there is not."""
+        credentials.check_target(target)
+        self.owners = Owners(target)
+        self.policy = policy
+        self.timeout_s = timeout_s
+        self.rows_max = rows_max
+        self.bytes_max = bytes_max
+
+    def deadline(self, timeout_s: float | None, *, longer_by_s: float = 0.0) -> Deadline:
+        return Deadline.after((self.timeout_s if timeout_s is None else timeout_s) + longer_by_s)
+
+    def asking(self, timeout_s: float | None, *, longer_by_s: float = 0.0) -> Asking:
+        return Asking(self.owners, self.policy, self.deadline(timeout_s, longer_by_s=longer_by_s))
+
+
+def needs_of(on_invalid: reasons.OnInvalid) -> Need | None:
+    """What an add needs of a daemon."""
+    return INVALID_RETURNED if on_invalid is reasons.OnInvalid.RETURN else None
+
+
+def check_names(topic: str, subscription: str = "") -> None:
+    """Refuses names that have no UTF-8 form: raises InvalidArgument."""
+    wire.utf8("topic", topic)
+    wire.utf8("subscription", subscription)
+
+
+def time_range(first_name: str, first: int | None, last_name: str, last: int | None) -> dict[str, int]:
+    """Both ends of a range of times; 0 where one is open. Raises InvalidArgument."""
+    for name, value in ((first_name, first), (last_name, last)):
+        columns.check_unsigned(name, value or 0, bits=64)
+    return {first_name: first or 0, last_name: last or 0}
+
+
+def ledger_range(ledgers: tuple[int, int] | None) -> inspect_pb2.LedgerRange | None:
+    """A range of ledgers, both ends included; None: all. Raises InvalidArgument."""
+    if ledgers is None:
+        return None
+    first, last = ledgers
+    columns.check_unsigned("first_ledger_id", first, bits=64)
+    columns.check_unsigned("last_ledger_id", last, bits=64)
+    return inspect_pb2.LedgerRange(first_ledger_id=first, last_ledger_id=last)

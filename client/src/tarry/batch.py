@@ -2,12 +2,16 @@
 
 Owns: `Batch` and `Leased`, joining batches, and the account of positions that were received and are neither
 acknowledged nor released.
-Does not own: the stream and its permits (`tarry.receiving`); which batches are joined by themselves (`tarry.inbox`).
+Does not own: the stream, its permits and which batches are joined by themselves (`tarry.receiving`).
+
+Reads and writes the names of hand-outs as text, with the headers that carry them through another system.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, TypeAlias, TypeVar
@@ -15,8 +19,85 @@ from typing import Any, Self, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import columns, delivery_ids, errors, results, wire
+from tarry import columns, errors, results, wire
 from tarry.v1 import dispatch_pb2
+
+DELIVERY_ID_HEADER = "tarry-delivery-id"
+"""The header of a message that was passed on: the name of its hand-out."""
+REDELIVERY_COUNT_HEADER = "tarry-redelivery-count"
+"""The header of a message that was passed on: how often it was negatively acknowledged or timed out before."""
+
+_FORM = re.compile(
+    r"(0|[1-9]\d*)-(0|[1-9]\d*)(?:\.(0|[1-9]\d*))?-(0|[1-9]\d*)-(0|[1-9]\d*)(?:-([0-9a-f]{8}))?", re.ASCII
+)
+_BITS = (64, 64, 32, 64, 32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeliveryId:
+    """The name of a hand-out of one position of a subscription.
+
+    Names are equal, and hash alike, by the hand-out alone, whatever `log` says.
+
+    Example: `client.nack(topic, subscription, tarry.DeliveryId.parse(text).positions, forwarded=True)`
+    """
+
+    ledger_id: int
+    entry_id: int
+    batch_index: int | None
+    """None: the entry as a whole."""
+    deliver_at_ms: int
+    redelivery_count: int
+    log: str = dataclasses.field(default="", compare=False)
+    """Eight hexadecimal digits that stand for topic and subscription (`log_of`); empty if the text does not say."""
+
+    def __str__(self) -> str:
+        part = "" if self.batch_index is None else f".{self.batch_index}"
+        log = "" if not self.log else f"-{self.log}"
+        return f"{self.ledger_id}-{self.entry_id}{part}-{self.deliver_at_ms}-{self.redelivery_count}{log}"
+
+    @staticmethod
+    def log_of(topic: str, subscription: str) -> str:
+        """Return what stands for a topic and a subscription at the end of a name: eight hexadecimal digits."""
+        return hashlib.sha256(f"{topic}\0{subscription}".encode()).hexdigest()[:8]
+
+    @staticmethod
+    def parse(text: str) -> DeliveryId:
+        """Read what `str` gives. Raises InvalidArgument."""
+        found = _FORM.fullmatch(text)
+        if found is None:
+            raise errors.InvalidArgument(
+                f"delivery id {text!r} is none; it has the form <ledger>-<entry>[.<batch index>]-<time>-<count>[-<log>]"
+            )
+        *digits, log = found.groups()
+        numbers = [None if each is None else int(each) for each in digits]
+        for number, bits in zip(numbers, _BITS, strict=True):
+            if number is not None and number >> bits:
+                raise errors.InvalidArgument(f"delivery id {text!r} holds {number}, which has more than {bits} bits")
+        ledger_id, entry_id, batch_index, deliver_at_ms, redelivery_count = numbers
+        return DeliveryId(
+            ledger_id or 0, entry_id or 0, batch_index, deliver_at_ms or 0, redelivery_count or 0, log or ""
+        )
+
+    @staticmethod
+    def of(positions: columns.Positions, row: int) -> DeliveryId:
+        """Return the name of a row of what was handed out."""
+        index = None if positions.batch_index is None else int(positions.batch_index[row])
+        count = 0 if positions.redelivery_count is None else int(positions.redelivery_count[row])
+        return DeliveryId(
+            int(positions.ledger_id[row]),
+            int(positions.entry_id[row]),
+            None if index == columns.NO_BATCH_INDEX else index,
+            int(positions.deliver_at_ms[row]),
+            count,
+        )
+
+    @property
+    def positions(self) -> columns.Positions:
+        """What an acknowledgement, or a negative one, of this hand-out names."""
+        index = columns.NO_BATCH_INDEX if self.batch_index is None else self.batch_index
+        return columns.positions(self.ledger_id, self.entry_id, self.deliver_at_ms, index, self.redelivery_count)
+
 
 AnyBatch = TypeVar("AnyBatch", bound="Batch")
 
@@ -88,7 +169,7 @@ class Batch:
 
         Example: `headers[tarry.DELIVERY_ID_HEADER] = batch.delivery_id(row)`
         """
-        return str(delivery_ids.DeliveryId.of(self.positions, row))
+        return str(DeliveryId.of(self.positions, row))
 
     @property
     def received_at_ms_by_row(self) -> NDArray[np.int64]:

@@ -3,12 +3,18 @@
 Owns: checking arguments, requests of at most the daemon's size, putting the answers of several requests together, and
 which failure of a retry means that it is done.
 Does not own: the attempts (`tarry.attempts`), performing them, and the calls' documentation (`tarry.Client`); the plans
-of redelivery (`tarry.redelivery_calls`) and of two-phase deletion (`tarry.deletion_calls`).
+of redelivery (`tarry.calls`) and of two-phase deletion (`tarry.deletion_calls`).
+
+The unary calls of redelivery as plans: negative acknowledgements, dead letters, delay levels.
+
+Owns: as `tarry.calls`, of which this is a part.
+Does not own: the attempts (`tarry.attempts`), performing them, and the calls' documentation (`tarry.Client`).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -16,19 +22,154 @@ from tarry import (
     attempts,
     batch,
     columns,
-    consumer_stats,
     deletion_calls,
     errors,
     inspection,
-    planning,
     policies,
     reasons,
-    redelivery_calls,
+    redelivery,
     results,
-    retry,
     wire,
 )
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+
+NACK = attempts.Method("/tarry.v1.Dispatch/NegativeAcknowledge", dispatch_pb2.NegativeAcknowledgeResponse.FromString)
+LIST_DEAD_LETTERS = attempts.Method("/tarry.v1.Inspect/ListDeadLetters", inspect_pb2.ListDeadLettersResponse.FromString)
+REPLAY_DEAD_LETTERS = attempts.Method(
+    "/tarry.v1.Admin/ReplayDeadLetters", admin_pb2.ReplayDeadLettersResponse.FromString
+)
+PURGE_DEAD_LETTERS = attempts.Method("/tarry.v1.Admin/PurgeDeadLetters", admin_pb2.PurgeDeadLettersResponse.FromString)
+SET_DELAY_LEVELS = attempts.Method("/tarry.v1.Admin/SetDelayLevels", admin_pb2.SetDelayLevelsResponse.FromString)
+GET_DELAY_LEVELS = attempts.Method("/tarry.v1.Admin/GetDelayLevels", admin_pb2.GetDelayLevelsResponse.FromString)
+
+# The most that a request may name.
+DEAD_LETTER_IDS_MAX = 100_000
+
+
+class RedeliveryCalls(attempts.Planning):
+    """A part of `tarry.calls.Calls`."""
+
+    def nack(
+        self,
+        topic: str,
+        subscription: str,
+        given: batch.HandedOut,
+        *,
+        batch_index: columns.Column | None,
+        key_hash: columns.Column | None,
+        delay_ms: columns.Column | None = None,
+        delay_level: columns.Column | None = None,
+        reject: bool = False,
+        reason: str = "",
+        forwarded: bool = False,
+        timeout_s: float | None,
+    ) -> attempts.Plan[results.Nacked]:
+        asking = self.asking(timeout_s)
+        names = wire.utf8("topic", topic), wire.utf8("subscription", subscription)
+        rows = columns.nack_columns(
+            batch.positions_of(given, batch_index),
+            delay_ms=delay_ms,
+            delay_level=delay_level,
+            key_hash=batch.key_hash_of(given) if forwarded and key_hash is None else key_hash,
+            reject=reject,
+            reason=reason,
+            forwarded=forwarded,
+        )
+        answers = []
+        for part in rows.requests(self.rows_max):
+            request = wire.encode_nack_request(*names, part)
+            message = yield from asking.ask(NACK, request, topic=topic, needs=attempts.FORWARDED if forwarded else None)
+            answers.append(results.Nacked.from_message(message, part.positions.rows))
+        return results.Nacked.merge(answers)
+
+    def dead_letters_page(
+        self,
+        topic: str,
+        subscription: str,
+        which: redelivery.DeadLetterFilter | None,
+        page_token: str,
+        *,
+        page_size: int,
+        timeout_s: float | None,
+    ) -> attempts.Plan[inspection.DeadLetterPage]:
+        attempts.check_names(topic, subscription)
+        columns.check_unsigned("page_size", page_size, bits=32)
+        (wanted,) = _filters(which, ids_max=2**32)
+        request = inspect_pb2.ListDeadLettersRequest(
+            topic=topic, subscription=subscription, filter=wanted, page_size=page_size, page_token=page_token
+        )
+        asking = self.asking(timeout_s)
+        message = yield from asking.ask(LIST_DEAD_LETTERS, request.SerializeToString(), topic=topic)
+        return inspection.DeadLetterPage.from_message(message)
+
+    def replay_dead_letters(
+        self,
+        topic: str,
+        subscription: str,
+        which: redelivery.DeadLetterFilter | None,
+        *,
+        delay_ms: int,
+        timeout_s: float | None,
+    ) -> attempts.Plan[results.Replayed]:
+        attempts.check_names(topic, subscription)
+        columns.check_unsigned("delay_ms", delay_ms, bits=64)
+        asking = self.asking(timeout_s)
+        answers = []
+        for wanted in _filters(which, DEAD_LETTER_IDS_MAX):
+            request = admin_pb2.ReplayDeadLettersRequest(
+                topic=topic, subscription=subscription, filter=wanted, delay_ms=delay_ms
+            )
+            message = yield from asking.ask(REPLAY_DEAD_LETTERS, request.SerializeToString(), topic=topic)
+            answers.append(results.Replayed.from_message(message))
+        return results.Replayed.merge(answers)
+
+    def purge_dead_letters(
+        self, topic: str, subscription: str, which: redelivery.DeadLetterFilter | None, *, timeout_s: float | None
+    ) -> attempts.Plan[int]:
+        attempts.check_names(topic, subscription)
+        asking = self.asking(timeout_s)
+        purged = 0
+        for wanted in _filters(which, DEAD_LETTER_IDS_MAX):
+            request = admin_pb2.PurgeDeadLettersRequest(topic=topic, subscription=subscription, filter=wanted)
+            message = yield from asking.ask(PURGE_DEAD_LETTERS, request.SerializeToString(), topic=topic)
+            purged += message.purged
+        return purged
+
+    def delay_levels(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.DelayLevelsInForce]:
+        attempts.check_names(topic)
+        request = admin_pb2.GetDelayLevelsRequest(topic=topic)
+        asking = self.asking(timeout_s)
+        message = yield from asking.ask(GET_DELAY_LEVELS, request.SerializeToString(), topic=topic or None)
+        return results.DelayLevelsInForce.from_message(message)
+
+    def set_delay_levels(
+        self, topic: str, levels: policies.DelayLevels | None, *, timeout_s: float | None
+    ) -> attempts.Plan[results.DelayLevelsSet]:
+        attempts.check_names(topic)
+        request = admin_pb2.SetDelayLevelsRequest(topic=topic, levels=None if levels is None else levels.to_message())
+        asking = self.asking(timeout_s)
+        message = yield from asking.ask(SET_DELAY_LEVELS, request.SerializeToString(), topic=topic)
+        return results.DelayLevelsSet.from_message(message)
+
+
+def _filters(which: redelivery.DeadLetterFilter | None, ids_max: int) -> list[inspect_pb2.DeadLetterFilter]:
+    """One for each so many ids; one when none are named. Raises InvalidArgument."""
+    which = which or redelivery.DeadLetterFilter()
+    others: dict[str, Any] = {
+        "ledgers": attempts.ledger_range(which.ledgers),
+        "reason": which.reason or 0,
+        **attempts.time_range("from_ms", which.from_ms, "until_ms", which.until_ms),
+    }
+    if which.ids is None:
+        return [inspect_pb2.DeadLetterFilter(**others)]
+    ids = np.unique(columns.u64("ids", which.ids))
+    if not len(ids):
+        raise errors.InvalidArgument("ids names no dead letter; leave it out for all")
+    return [
+        inspect_pb2.DeadLetterFilter(dead_letter_id=ids[first : first + ids_max].tolist(), **others)
+        for first in range(0, len(ids), ids_max)
+    ]
+
 
 ADD = attempts.Method("/tarry.v1.DelayedDelivery/AddMessages", delayed_delivery_pb2.AddMessagesResponse.FromString)
 CANCEL = attempts.Method(
@@ -79,7 +220,7 @@ LEDGERS_PER_REQUEST_MAX = 1_000
 RETENTION_PAGE = 10_000
 
 
-class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
+class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
     """The calls of one client; each method gives the plan of one call, with the arguments of `tarry.Client`'s."""
 
     # The publish path.
@@ -109,7 +250,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
             key_hash=key_hash,
             delay_level=delay_level,
         )
-        needs = planning.needs_of(on_invalid)
+        needs = attempts.needs_of(on_invalid)
         parts = []
         for first, part in rows.requests(self.rows_max, self.bytes_max):
             request = wire.encode_add(name, part, already_due, receiver, on_invalid if needs else 0)
@@ -196,7 +337,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         timeout_s: float | None,
     ) -> attempts.Plan[results.Trimmed]:
         asking = self.asking(timeout_s)
-        planning.check_names(topic, subscription or "")
+        attempts.check_names(topic, subscription or "")
         needs = attempts.DEAD_LETTER if dead_letter else None
         answers = []
         for part in columns.entry_columns(ledger_id, entry_id).requests(self.rows_max, self.bytes_max):
@@ -216,7 +357,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         return results.Trimmed.merge(answers)
 
     def clear(self, topic: str, *, subscription: str | None, timeout_s: float | None) -> attempts.Plan[int]:
-        planning.check_names(topic, subscription or "")
+        attempts.check_names(topic, subscription or "")
         request = delayed_delivery_pb2.ClearMessagesRequest(topic=topic, subscription=subscription or "")
         message = yield from self.asking(timeout_s).ask(CLEAR, request.SerializeToString(), topic=topic)
         return message.cleared
@@ -233,11 +374,11 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         wait_ms: int,
         timeout_s: float | None,
     ) -> attempts.Plan[batch.Leased]:
-        planning.check_names(topic, subscription)
+        attempts.check_names(topic, subscription)
         columns.check_unsigned("max_rows", max_rows, bits=32)
         columns.check_unsigned("lease_ms", lease_ms or 0, bits=64)
         columns.check_unsigned("wait_ms", wait_ms, bits=32)
-        waiting = retry.Deadline.after(wait_ms / 1000)
+        waiting = attempts.Deadline.after(wait_ms / 1000)
 
         def request() -> bytes:
             return dispatch_pb2.GetScheduledMessagesRequest(
@@ -280,7 +421,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
     def create_subscription(
         self, topic: str, subscription: str, policy: policies.SubscriptionPolicy | None, *, timeout_s: float | None
     ) -> attempts.Plan[results.SubscriptionCreated]:
-        planning.check_names(topic, subscription)
+        attempts.check_names(topic, subscription)
         request = dispatch_pb2.CreateSubscriptionRequest(
             topic=topic, subscription=subscription, policy=None if policy is None else policy.to_message()
         )
@@ -290,7 +431,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
     def update_subscription(
         self, topic: str, subscription: str, policy: policies.SubscriptionPolicy, *, timeout_s: float | None
     ) -> attempts.Plan[policies.SubscriptionPolicy]:
-        planning.check_names(topic, subscription)
+        attempts.check_names(topic, subscription)
         request = dispatch_pb2.UpdateSubscriptionRequest(
             topic=topic, subscription=subscription, policy=policy.to_message()
         )
@@ -300,7 +441,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
     def delete_subscription(
         self, topic: str, subscription: str, *, timeout_s: float | None
     ) -> attempts.Plan[results.SubscriptionDeleted]:
-        planning.check_names(topic, subscription)
+        attempts.check_names(topic, subscription)
         request = dispatch_pb2.DeleteSubscriptionRequest(topic=topic, subscription=subscription)
         try:
             asking = self.asking(timeout_s)
@@ -323,7 +464,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         return inspection.TopicPage.from_message(message)
 
     def stats(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[inspection.TopicStats]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         request = inspect_pb2.GetTopicStatsRequest(topic=topic)
         message = yield from self.asking(timeout_s).ask(STATS, request.SerializeToString(), topic=topic)
         return inspection.TopicStats.from_message(message)
@@ -331,7 +472,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
     def buckets_page(
         self, topic: str, page_token: str, *, page_size: int, timeout_s: float | None
     ) -> attempts.Plan[inspection.BucketPage]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListBucketsRequest(topic=topic, page_token=page_token, page_size=page_size)
         message = yield from self.asking(timeout_s).ask(LIST_BUCKETS, request.SerializeToString(), topic=topic)
@@ -340,7 +481,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
     def subscriptions_page(
         self, topic: str, page_token: str, *, page_size: int, timeout_s: float | None
     ) -> attempts.Plan[inspection.SubscriptionPage]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListSubscriptionsRequest(topic=topic, page_token=page_token, page_size=page_size)
         message = yield from self.asking(timeout_s).ask(LIST_SUBSCRIPTIONS, request.SerializeToString(), topic=topic)
@@ -348,14 +489,14 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
 
     def consumers_page(
         self, topic: str, subscription: str, page_token: str, *, page_size: int, timeout_s: float | None
-    ) -> attempts.Plan[consumer_stats.ConsumerPage]:
-        planning.check_names(topic, subscription)
+    ) -> attempts.Plan[inspection.ConsumerPage]:
+        attempts.check_names(topic, subscription)
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListConsumersRequest(
             topic=topic, subscription=subscription, page_token=page_token, page_size=page_size
         )
         message = yield from self.asking(timeout_s).ask(LIST_CONSUMERS, request.SerializeToString(), topic=topic)
-        return consumer_stats.ConsumerPage.from_message(message)
+        return inspection.ConsumerPage.from_message(message)
 
     def scheduled_page(
         self,
@@ -369,12 +510,12 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         page_size: int,
         timeout_s: float | None,
     ) -> attempts.Plan[inspection.ScheduledPage]:
-        planning.check_names(topic, subscription or "")
+        attempts.check_names(topic, subscription or "")
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListScheduledRequest(
             topic=topic,
-            **planning.time_range("from_ms", from_ms, "until_ms", until_ms),
-            ledgers=planning.ledger_range(ledgers),
+            **attempts.time_range("from_ms", from_ms, "until_ms", until_ms),
+            ledgers=attempts.ledger_range(ledgers),
             subscription=subscription or "",
             page_size=page_size,
             page_token=page_token,
@@ -393,13 +534,13 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         subscription: str | None,
         timeout_s: float | None,
     ) -> attempts.Plan[inspection.Histogram]:
-        planning.check_names(topic, subscription or "")
+        attempts.check_names(topic, subscription or "")
         columns.check_unsigned("width_ms", width_ms or 0, bits=64)
         request = inspect_pb2.GetHistogramRequest(
             topic=topic,
-            **planning.time_range("from_ms", from_ms, "until_ms", until_ms),
+            **attempts.time_range("from_ms", from_ms, "until_ms", until_ms),
             width_ms=width_ms or 0,
-            ledgers=planning.ledger_range(ledgers),
+            ledgers=attempts.ledger_range(ledgers),
             subscription=subscription or "",
         )
         message = yield from self.asking(timeout_s).ask(GET_HISTOGRAM, request.SerializeToString(), topic=topic)
@@ -408,7 +549,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
     def retention(
         self, topic: str, ledger_id: columns.Column | None, *, timeout_s: float | None
     ) -> attempts.Plan[inspection.Retention]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         asking = self.asking(timeout_s)
         asked = np.empty(0, np.uint64) if ledger_id is None else np.unique(columns.u64("ledger_id", ledger_id))
         if ledger_id is not None and not len(asked):
@@ -437,12 +578,12 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         page_size: int,
         timeout_s: float | None,
     ) -> attempts.Plan[inspection.BacklogPage]:
-        planning.check_names(topic, subscription)
+        attempts.check_names(topic, subscription)
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListBacklogRequest(
             topic=topic,
             subscription=subscription,
-            ledgers=planning.ledger_range(ledgers),
+            ledgers=attempts.ledger_range(ledgers),
             page_size=page_size,
             page_token=page_token,
         )
@@ -450,7 +591,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         return inspection.BacklogPage.from_message(message)
 
     def lookup(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicLocation]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         request = cluster_pb2.LookupTopicRequest(topic=topic)
         message = yield from self.asking(timeout_s).ask(LOOKUP, request.SerializeToString(), topic=None)
         return results.TopicLocation.from_message(message)
@@ -458,7 +599,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
     # Operators.
 
     def policy_of(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicPolicies]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         request = admin_pb2.GetTopicPolicyRequest(topic=topic)
         message = yield from self.asking(timeout_s).ask(GET_TOPIC_POLICY, request.SerializeToString(), topic=topic)
         return results.TopicPolicies.from_message(message)
@@ -466,19 +607,19 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
     def set_policy(
         self, topic: str, policy: policies.TopicPolicy, *, timeout_s: float | None
     ) -> attempts.Plan[policies.TopicPolicy]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         request = admin_pb2.SetTopicPolicyRequest(topic=topic, policy=policy.to_message())
         message = yield from self.asking(timeout_s).ask(SET_TOPIC_POLICY, request.SerializeToString(), topic=topic)
         return policies.TopicPolicy.from_message(message.effective)
 
     def seal(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.Sealed]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         request = admin_pb2.SealBucketRequest(topic=topic)
         message = yield from self.asking(timeout_s).ask(SEAL, request.SerializeToString(), topic=topic)
         return results.Sealed.from_message(message)
 
     def merge(self, topic: str, buckets_max: int | None, *, timeout_s: float | None) -> attempts.Plan[results.Merged]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         columns.check_unsigned("buckets_max", buckets_max or 0, bits=32)
         request = admin_pb2.MergeBucketsRequest(topic=topic, buckets_max=buckets_max or 0)
         message = yield from self.asking(timeout_s).ask(MERGE, request.SerializeToString(), topic=topic)
@@ -493,7 +634,7 @@ class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
         return attempts.Send(COLLECT_GARBAGE, request.SerializeToString(), self.owners.target, remaining_s)
 
     def delete_topic(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicDeleted]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         request = admin_pb2.DeleteTopicRequest(topic=topic)
         try:
             message = yield from self.asking(timeout_s).ask(DELETE_TOPIC, request.SerializeToString(), topic=topic)

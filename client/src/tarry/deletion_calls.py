@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import attempts, columns, deletions, errors, planning
+from tarry import attempts, columns, deletions, errors
 from tarry.v1 import ledger_deletion_pb2
 
 RECORD_PENDING_DELETES = attempts.Method(
@@ -60,13 +60,13 @@ ENDED: _Listed = (ledger_deletion_pb2.ListEndedDeletesRequest, LIST_ENDED_DELETE
 """Which deletions are listed: the request, and whom it is sent to."""
 
 
-class DeletionCalls(planning.Planning):
+class DeletionCalls(attempts.Planning):
     """A part of `tarry.calls.Calls`."""
 
     def record_pending_deletes(
         self, topic: str, deletes: Iterable[deletions.PendingDelete], *, timeout_s: float | None
     ) -> attempts.Plan[deletions.RecordedDeletes]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         given = tuple(deletes)
         # All of them before the first is sent: what cannot be sent is refused as a whole.
         messages = [_message(index, each) for index, each in enumerate(given)]
@@ -160,7 +160,7 @@ class DeletionCalls(planning.Planning):
         return purged
 
     def deletion_stats(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[deletions.DeletionStats]:
-        planning.check_names(topic)
+        attempts.check_names(topic)
         request = ledger_deletion_pb2.GetDeletionStatsRequest(topic=topic)
         asking = self.asking(timeout_s)
         message = yield from asking.ask(GET_DELETION_STATS, request.SerializeToString(), topic=topic or None)
@@ -196,7 +196,7 @@ class DeletionCalls(planning.Planning):
         uuid: deletions.UuidColumn | None,
     ) -> Iterator[tuple[dict[str, Any], range]]:
         """The fields of each request, and which of the ledgers it has. At least one: no ledger is a statement, too."""
-        planning.check_names(topic)
+        attempts.check_names(topic)
         ledgers = columns.u64("ledger_id", ledger_id)
         halves = _uuid_columns(uuid, len(ledgers))
         row_bytes = ledgers.itemsize * (1 + len(halves))
@@ -249,7 +249,7 @@ def _uuid_columns(uuid: deletions.UuidColumn | None, ledgers: int) -> dict[str, 
 def _filters(which: deletions.DeletionFilter | None, ids_max: int) -> list[ledger_deletion_pb2.DeletionFilter]:
     """One for each so many ids; one when none are named. Raises InvalidArgument."""
     which = which or deletions.DeletionFilter()
-    planning.check_names(which.topic or "")
+    attempts.check_names(which.topic or "")
     columns.check_unsigned("ledger_id", which.ledger_id or 0, bits=64)
     others: dict[str, Any] = {
         "topic": which.topic or "",

@@ -1,7 +1,7 @@
 """The failures that a caller of the client sees: one class for each gRPC status code that the daemon answers with.
 
 Owns: the classes, how a status becomes one of them, and which of them a retry may cure.
-Does not own: when and where to retry (`tarry.retry`, `tarry.attempts`, `tarry.streams`).
+Does not own: when and where to retry (`tarry.attempts`, `tarry.attempts`, `tarry.streams`).
 """
 
 from __future__ import annotations

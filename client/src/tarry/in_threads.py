@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from tarry import channels
+from tarry.credentials import options_of
 
 T = TypeVar("T")
 Response = TypeVar("Response")
@@ -56,7 +56,7 @@ def open_channel(
     """A channel, which connects with its first call. `credentials`: None: nothing is encrypted. `server_name`: what the
     daemon's certificate is for; None: the address's host.
     """
-    options = channels.options_of(address, server_name=server_name)
+    options = options_of(address, server_name=server_name)
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=options)

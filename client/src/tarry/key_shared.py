@@ -2,7 +2,7 @@
 
 Owns: its consumers, and what `tarry.KeySharedSubscription` gives: batches of one consumer, what is taken back.
 Does not own: who gets what, which the daemon decides; permits and streams (`tarry.key_shared_receiving`); policies of
-key order (`tarry.key_order`); what is seen of consumers (`tarry.consumer_stats`).
+key order (`tarry.policies`); what is seen of consumers (`tarry.inspection`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self, TypeAlias
 
-from tarry import batch, columns, errors, key_order, wire
+from tarry import batch, columns, errors, policies, wire
 from tarry.v1 import dispatch_pb2
 
 HELD = 0
@@ -31,7 +31,7 @@ class Consumer:
     """How many positions it may have received and neither acknowledged nor released."""
     address: str = ""
     """Where it is connected from, shown to people."""
-    hash_ranges: tuple[key_order.HashRange, ...] = ()
+    hash_ranges: tuple[policies.HashRange, ...] = ()
     """STICKY: its slots, at least one range. Otherwise none."""
 
     def message(self, consumer_id: int, permits: int) -> dispatch_pb2.Consumer:

@@ -26,20 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import (
-    ack_pace,
-    batch,
-    columns,
-    errors,
-    inbox,
-    key_shared,
-    receiving,
-    results,
-    retry,
-    stream_requests,
-    streams,
-    wire,
-)
+from tarry import attempts, batch, columns, errors, key_shared, receiving, results, stream_requests, streams, wire
 from tarry.stream_requests import Answer, Settled
 from tarry.v1 import dispatch_pb2
 
@@ -83,11 +70,11 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         consumers: Sequence[key_shared.Consumer],
         *,
         rows_max: int,
-        policy: retry.RetryPolicy,
-        ack_linger: ack_pace.AckLinger | None = None,
+        policy: attempts.RetryPolicy,
+        ack_linger: stream_requests.AckLinger | None = None,
     ) -> None:
         """Begins with these consumers. Raises InvalidArgument."""
-        linger = ack_linger or ack_pace.AckLinger(0)
+        linger = ack_linger or stream_requests.AckLinger(0)
         super().__init__(topic, subscription, {}, rows_max=rows_max, policy=policy, ack_linger=linger)
         self._consumers: dict[int, _Joined] = {}
         self._last_consumer_id = 0
@@ -109,7 +96,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
 
     # What its user does.
 
-    def take(self, max_rows: int = inbox.ROWS_MAX) -> key_shared.Event | None:
+    def take(self, max_rows: int = receiving.ROWS_MAX) -> key_shared.Event | None:
         event = super().take(max_rows)
         if isinstance(event, key_shared.PlanAgain):
             self._was_told = True

@@ -17,7 +17,8 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 import grpc
 import grpc.aio
 
-from tarry import channels, errors
+from tarry import errors
+from tarry.credentials import options_of
 
 T = TypeVar("T")
 Response = TypeVar("Response")
@@ -81,7 +82,7 @@ def open_channel(
     """A channel, which connects with its first call. `credentials`: None: nothing is encrypted. `server_name`: what the
     daemon's certificate is for; None: the address's host.
     """
-    options = channels.options_of(address, server_name=server_name)
+    options = options_of(address, server_name=server_name)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)

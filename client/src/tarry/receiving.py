@@ -3,7 +3,7 @@
 Owns: the permits, what is held and declared when a stream is opened again, sending and repeating requests until they
 are durable (acknowledgements, negative ones, extensions of the ack time-out), and dropping what a former owner sends.
 Does not own: what a request names and is settled with (`tarry.stream_requests`); the stream (`tarry.streams`); the
-account of held rows (`tarry.batch`); what came and was not taken (`tarry.inbox`); consumers and plans
+account of held rows (`tarry.batch`); what came and was not taken (`tarry.receiving`); consumers and plans
 (`tarry.key_shared_receiving`); who waits for what (`tarry.aio.subscription`).
 
 Permits. `permits` is how many positions may be received and neither acknowledged nor released. They come back when a
@@ -20,27 +20,136 @@ another stream: of what it names only what is held here by that very name is giv
 with what its daemon can do; where that does not know `forwarded`, such requests fail, and what they name is not
 declared: it is handed out again.
 
-Lingering. Acknowledgements may wait a few ms for others (`tarry.ack_pace`), and go out as one request of the wire; each
-is settled by itself. They give their permits back at once, and count as requests that are not durable: a stream that is
+Lingering. Acknowledgements may wait a few ms for others (`tarry.stream_requests`), and go out as one request of the wire;
+each is settled by itself. They give their permits back at once, and count as requests that are not durable: a stream that is
 opened meanwhile declares them. Whatever else is sent, but for permits, sends them before it. Where the daemon does not
 say which positions it ignored, none waits.
 
 Whoever drives it settles what a method returns, and only then calls `remove`: who waits until every request is durable
 finds every answer settled.
+
+What came on a stream and nobody has taken yet, in the order in which it came.
+
+Owns: which batches are joined when they are taken, and when enough is there to stop waiting for more.
+Does not own: permits and what is held (`tarry.receiving`); what a joined batch is (`tarry.batch`).
+
+Batches are joined when they are taken, not when they come: what is taken back meanwhile has left them by then. Those of
+one receiver and one epoch are joined, past batches of other receivers, but not past anything else: what a receiver is
+told of what it has stays in its place among its batches.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from tarry import ack_pace, attempts, batch, columns, errors, inbox, results, retry, stream_requests, streams, wire
+from tarry import attempts, batch, columns, errors, results, stream_requests, streams, wire
 from tarry.stream_requests import Answer, Request, Settled
 from tarry.v1 import dispatch_pb2
+
+Received = TypeVar("Received")
+
+ROWS_MAX = 10_000
+"""How many rows of several batches are joined when nothing else is said."""
+
+
+class Inbox(Generic[Received]):
+    """Batches, and whatever else comes between them."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Received] = deque()
+        self._rows = 0
+        # What comes that is no batch.
+        self._others = 0
+
+    def __len__(self) -> int:
+        """How many batches and other things wait, joined or not."""
+        return len(self._waiting)
+
+    def append(self, event: Received) -> None:
+        """Appends an event behind all that wait."""
+        self._waiting.append(event)
+        self._count(event, 1)
+
+    def keep(self, left_of: Callable[[Received], Received | None]) -> None:
+        """Puts what `left_of` gives in the place of each; None: it leaves."""
+        given = [left_of(event) for event in self._waiting]
+        self._waiting, self._rows, self._others = deque(), 0, 0
+        for event in given:
+            if event is not None:
+                self.append(event)
+
+    def waited_ms(self, now_ms: int) -> int:
+        """How long the first batch waits already, by the clock that is given; 0 where none comes first."""
+        first: Any = self._waiting[0] if self._waiting else None
+        return max(0, now_ms - first.received_at_ms) if isinstance(first, batch.Batch) else 0
+
+    def is_enough(self, max_rows: int) -> bool:
+        """Whether nothing that may come would be taken together with what is here, or so many rows are here."""
+        if not self._waiting or self._others or self._rows >= max_rows:
+            return True
+        first: Any = self._waiting[0]
+        last: Any = self._waiting[-1]
+        return bool(first.epoch != last.epoch)
+
+    def take(self, max_rows: int, receiver_of: Callable[[Any], int | None]) -> Received:
+        """What came first: joined with the batches that may go with it, at most so many rows. There is something."""
+        first: Any = self._waiting.popleft()
+        self._count(first, -1)
+        taken: Any = first
+        if isinstance(first, batch.Batch):
+            parts = [self._cut(first, max_rows)]
+            taken = batch.Batch.concat(parts + self._behind(first, max_rows - len(first), receiver_of))
+        joined: Received = taken
+        return joined
+
+    def _behind(self, first: batch.Batch, room: int, receiver_of: Callable[[Any], int | None]) -> list[batch.Batch]:
+        """Takes out what may go with the first, at most so many rows."""
+        parts: list[batch.Batch] = []
+        passed: list[Received] = []
+        receiver = receiver_of(first)
+        while room > 0 and self._waiting:
+            each: Any = self._waiting[0]
+            if not isinstance(each, batch.Batch) or each.epoch != first.epoch:
+                break
+            other = self._waiting.popleft()
+            if receiver_of(each) != receiver:
+                passed.append(other)
+                continue
+            self._count(each, -1)
+            parts.append(self._cut(each, room))
+            room -= len(each)
+        self._waiting.extendleft(reversed(passed))
+        return parts
+
+    def _cut(self, whole: batch.Batch, rows: int) -> batch.Batch:
+        """The first rows of a batch that was taken out; the others go back to the front."""
+        if len(whole) <= rows:
+            return whole
+        rest: Any = whole.take(slice(rows, None))
+        self._waiting.appendleft(rest)
+        self._count(rest, 1)
+        return whole.take(slice(rows))
+
+    def _count(self, event: Any, sign: int) -> None:
+        if isinstance(event, batch.Batch):
+            self._rows += sign * len(event)
+        else:
+            self._others += sign
+
+
+def check(max_rows: int, linger_ms: int) -> None:
+    """Refuses what a caller cannot mean: raises InvalidArgument."""
+    columns.check_unsigned("max_rows", max_rows, bits=64)
+    columns.check_unsigned("linger_ms", linger_ms, bits=32)
+    if max_rows < 1:
+        raise errors.InvalidArgument(f"max_rows is {max_rows}; it must be at least 1")
+
 
 Response: TypeAlias = wire.MessagesColumns | dispatch_pb2.SubscribeResponse
 """What comes on the stream: due positions, or something else."""
@@ -56,7 +165,6 @@ PERMITS_MAX = 2**32 - 1
 _UNCONFIRMED_PER_PERMIT = 8
 _GRANTS_PER_WINDOW = 4
 
-Received = TypeVar("Received")
 Rows = TypeVar("Rows", columns.Positions, columns.NackColumns)
 
 
@@ -110,8 +218,8 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         windows: dict[int, Window],
         *,
         rows_max: int,
-        policy: retry.RetryPolicy,
-        ack_linger: ack_pace.AckLinger,
+        policy: attempts.RetryPolicy,
+        ack_linger: stream_requests.AckLinger,
     ) -> None:
         """Nothing is received before a stream is `opened`. Raises InvalidArgument."""
         self._topic = wire.utf8("topic", topic)
@@ -126,7 +234,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         self._is_linger_timed = False
         # Of this stream, by their numbers on the wire.
         self._joined: dict[int, stream_requests.Joined[Answer]] = {}
-        self._inbox: inbox.Inbox[Received] = inbox.Inbox()
+        self._inbox: Inbox[Received] = Inbox()
         self._unconfirmed: dict[int, Request[Answer]] = {}
         self._unconfirmed_rows = 0
         self._last_request_id = 0
@@ -157,7 +265,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         """Whether every request is durable, or `raise_ended` tells that it will not be."""
         return not self._unconfirmed or self.ended is not None
 
-    def take(self, max_rows: int = inbox.ROWS_MAX) -> Received | None:
+    def take(self, max_rows: int = ROWS_MAX) -> Received | None:
         """The next of what came, joined with what came behind it where that may be, at most so many rows; None when
         there is none yet, or when it is closed. Raises what ended it.
         """
@@ -551,14 +659,14 @@ class SharedReceiving(Receiving[Answer, batch.Batch]):
         *,
         permits: int,
         rows_max: int,
-        policy: retry.RetryPolicy,
-        ack_linger: ack_pace.AckLinger | None = None,
+        policy: attempts.RetryPolicy,
+        ack_linger: stream_requests.AckLinger | None = None,
     ) -> None:
         """`permits` are those of its one receiver. `ack_linger`: None: none waits. Raises InvalidArgument."""
         check_permits(permits)
         self._window = Window(permits)
         windows = {0: self._window}
-        linger = ack_linger or ack_pace.AckLinger(0)
+        linger = ack_linger or stream_requests.AckLinger(0)
         super().__init__(topic, subscription, windows, rows_max=rows_max, policy=policy, ack_linger=linger)
 
     def _open(self) -> bytes:

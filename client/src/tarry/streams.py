@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import grpc
 from google.rpc import status_pb2
 
-from tarry import attempts, errors, retry
+from tarry import attempts, errors
 from tarry.v1 import cluster_pb2
 
 logger = logging.getLogger("tarry")
@@ -69,7 +69,7 @@ class Settled(Generic[Answer, Result]):
 class Lifetime:
     """One stream through its connections."""
 
-    def __init__(self, owners: attempts.Owners, policy: retry.RetryPolicy, topic: str, name: str) -> None:
+    def __init__(self, owners: attempts.Owners, policy: attempts.RetryPolicy, topic: str, name: str) -> None:
         self.name = name
         self._owners = owners
         self._policy = policy

@@ -14,13 +14,12 @@ from batch.audit.findings import Finding, Kind, Severity
 from storage_backends import object_store
 from storage_backends.file_log import LOGS_FOLDER
 from storage_backends.formats import log_slot_format, names
-from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind
+from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, ShardSlot
 from storage_backends.formats.manifest import LogForm, Progress
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.local_directory import LocalDirectory
-from storage_backends.log_opening import open_logs
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
+from storage_backends.store_opening import open_logs
 from storage_backends.topic_manifest import Claim, Seal
 from tests.batch.audit._support.audits import audited, findings, kinds
 from tests.batch.engine._support.roots import NOW_MS, StoredTopic, make_root

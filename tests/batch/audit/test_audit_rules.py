@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from batch.audit.findings import Kind, Severity
-from storage_backends import progress_objects
+from storage_backends import bucket_reading
 from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import bucket_format, manifest, names, position_bitmap
 from storage_backends.formats.bucket_format import SegmentLimits
@@ -447,6 +447,6 @@ def with_gone(store: MemoryStore, tip: TopicManifest, gone: manifest.BucketProgr
     """Progress that is inline takes the place of the object."""
     assert tip.progress_object is not None
     left = manifest.Tombstone(object=tip.progress_object, removed_in=tip.head.number, delete_after_ms=1 << 42)
-    before = progress_objects.progress_of(store, tip)
+    before = bucket_reading.progress_of(store, tip)
     progress = replace(before, buckets=(*before.buckets, gone))
     return replace(tip, progress_object=None, progress=progress, tombstones=(*tip.tombstones, left))

@@ -12,7 +12,7 @@ from batch.audit import driver as audit
 from batch.audit.driver import Limits, Request
 from batch.audit.findings import Kind
 from batch.engine import job_settings, spark_engine
-from batch.engine.store_of import store_of
+from batch.engine.job_settings import store_of
 from storage_backends.local_directory import LocalDirectory
 from tests.batch.audit._support.audits import BUCKETS, audited, copy_of, findings, keys, kinds, sound_root
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batch.cli import terminal
+from batch.cli import options
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """A command sets logging up for its process, and this one goes on."""
-    root, ours = logging.getLogger(), [logging.getLogger(name) for name in terminal.ROOMS]
+    root, ours = logging.getLogger(), [logging.getLogger(name) for name in options.ROOMS]
     handlers, level, levels = root.handlers[:], root.level, [each.level for each in ours]
     yield
     root.handlers[:], root.level = handlers, level

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from batch.cli import entry, terminal
+from batch.cli import entry, options
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
 from tests.batch.audit._support.audits import MANIFESTS, keys, sound_root
@@ -96,7 +96,7 @@ def test_a_topic_is_audited_alone(place: Path) -> None:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Runs it in this process; for what ends before any task begins."""
-    monkeypatch.setattr(terminal, "configure", lambda *, quiet: None)
+    monkeypatch.setattr(options, "configure", lambda *, quiet: None)
     return lambda *arguments: CliRunner().invoke(entry.cli, ["audit", "--engine", "local", *map(str, arguments)])
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from batch.compaction import merge_task as worker
 from batch.compaction import plan
-from batch.compaction.committing import TopicCommits
-from storage_backends import bucket_merging, commit, topic_manifest, topic_merge
+from batch.compaction.job import TopicCommits
+from storage_backends import bucket_merging, commit, topic_manifest
 from storage_backends.bucket_merging import WrittenMerge
 from storage_backends.formats import merge
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, TopicManifest
@@ -72,24 +72,24 @@ def a_merge_is_committed_to_a_topic_that_was_born_again(patch: pytest.MonkeyPatc
     _accept(patch, lambda operation, tip: tip.incarnation != operation.incarnation)
 
 
-def _accept(patch: pytest.MonkeyPatch, accepted: Callable[[topic_merge.Merge, TopicManifest], bool]) -> None:
+def _accept(patch: pytest.MonkeyPatch, accepted: Callable[[topic_manifest.Merge, TopicManifest], bool]) -> None:
     """Merges that are accepted by that alone bring their bucket in."""
-    apply, precondition = topic_merge.Merge.apply, topic_merge.Merge.precondition
+    apply, precondition = topic_manifest.Merge.apply, topic_manifest.Merge.precondition
 
-    def wanted(self: topic_merge.Merge, tip: TopicManifest | None) -> str | None:
+    def wanted(self: topic_manifest.Merge, tip: TopicManifest | None) -> str | None:
         if tip is not None and not tip.deleted and accepted(self, tip):
             return None
         return precondition(self, tip)
 
-    def applied(self: topic_merge.Merge, tip: TopicManifest | None) -> TopicManifest:
+    def applied(self: topic_manifest.Merge, tip: TopicManifest | None) -> TopicManifest:
         existing = topic_manifest.existing(tip)
         if self._merging(existing):
             return apply(self, tip)
         made = () if self.bucket is None else (dataclasses.replace(self.bucket, level=1),)
         return dataclasses.replace(existing, live=(*existing.live, *made))
 
-    patch.setattr(topic_merge.Merge, "precondition", wanted)
-    patch.setattr(topic_merge.Merge, "apply", applied)
+    patch.setattr(topic_manifest.Merge, "precondition", wanted)
+    patch.setattr(topic_manifest.Merge, "apply", applied)
 
 
 def _of_workers(patch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -> None:
@@ -110,7 +110,7 @@ def rows_are_dropped_that_no_manifest_says_are_gone(patch: pytest.MonkeyPatch) -
         return merged(task_plan, sources, dataclasses.replace(progress, buckets=(*parts, part)), **others)
 
     _of_workers(patch, merged=over)
-    patch.setattr(topic_merge.Merge, "_not_gone", lambda self, tip: None)
+    patch.setattr(topic_manifest.Merge, "_not_gone", lambda self, tip: None)
 
 
 def a_row_is_lost_and_nobody_counts(patch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def a_row_is_lost_and_nobody_counts(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(source, rows=source.rows.take(slice(0, max(1, len(source.rows) - 1))))
 
     _of_workers(patch, read_source=one_less)
-    patch.setattr(topic_merge.Merge, "_not_conserved", lambda self, sources: None)
+    patch.setattr(topic_manifest.Merge, "_not_conserved", lambda self, sources: None)
 
 
 def a_refused_job_deletes_what_it_wrote(patch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def each_attempt_writes_under_the_same_name(patch: pytest.MonkeyPatch) -> None:
 
 def quarantined_buckets_are_planned(patch: pytest.MonkeyPatch) -> None:
     def all_of_them(live: Sequence[LiveBucket]) -> list[LiveBucket]:
-        return topic_merge.adjacent_order(dataclasses.replace(each, quarantined=False) for each in live)
+        return topic_manifest.adjacent_order(dataclasses.replace(each, quarantined=False) for each in live)
 
     patch.setattr(plan, "adjacent_order", all_of_them)
 

@@ -12,16 +12,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from batch.compaction import job, merge_task, plan, wave
+from batch.compaction import job, merge_task, plan, waves
 from batch.compaction.job import Options
 from batch.compaction.merge_task import FailedRun, MergeTask, WrittenRun, merge_run
 from batch.compaction.plan import Run
-from batch.compaction.summary import Outcome, RunResult, Status, Summary
+from batch.compaction.tally import Outcome, RunResult, Status, Summary
 from batch.engine.job_settings import Settings
-from storage_backends import crash_points, merge_hints, progress_objects
+from storage_backends import bucket_reading, crash_points, merge_hints
 from storage_backends.formats import names
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import Progress, TopicManifest
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.merge_hints import MergeHint
 from storage_backends.object_store import NotFound, ObjectStore
 from storage_backends.topic_manifest import DeleteTopic
@@ -360,7 +360,7 @@ def test_a_worker_that_says_what_is_not_so_commits_nothing(world: World, monkeyp
         operation = dataclasses.replace(less.written.operation, sources=honest.written.operation.sources)
         return dataclasses.replace(honest, written=dataclasses.replace(less.written, operation=operation))
 
-    monkeypatch.setattr(wave, "merge_run", lying)
+    monkeypatch.setattr(waves, "merge_run", lying)
     summary = world.compact()
     assert summary.exit_status == 75
     assert "rows" in only(summary, Outcome.REFUSED).reason
@@ -401,7 +401,7 @@ def test_progress_objects_are_read_once_for_the_commits_of_a_topic_and_one_is_ke
         topic.seal(gone={live.object.name: {ledger: [0]} for ledger, live in enumerate(sources, 1)}, inline=False)
     monkeypatch.setattr(world.engine, "parallelism", 3)
     reads = 0
-    read = progress_objects.progress_of
+    read = bucket_reading.progress_of
 
     def watched(store: ObjectStore, tip: TopicManifest) -> Progress:
         nonlocal reads
@@ -409,7 +409,7 @@ def test_progress_objects_are_read_once_for_the_commits_of_a_topic_and_one_is_ke
         return read(store, tip)
 
     monkeypatch.setattr(merge_task, "progress_by", lambda settings, tip: read(world.memory, tip))
-    monkeypatch.setattr(progress_objects, "progress_of", watched)
+    monkeypatch.setattr(bucket_reading, "progress_of", watched)
     alive: list[int] = []
 
     def count() -> None:

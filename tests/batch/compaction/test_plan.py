@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from batch.compaction import plan
 from batch.compaction.plan import Parameters, Run
-from storage_backends import commit, topic_merge
+from storage_backends import commit, topic_manifest
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import (
     BucketProgress,
     LiveBucket,
@@ -23,8 +24,7 @@ from storage_backends.formats.manifest import (
     TopicManifest,
 )
 from storage_backends.formats.position_bitmap import NO_POSITIONS, position_bitmaps
-from storage_backends.formats.shard_slot import ShardSlot
-from storage_backends.topic_merge import MergeSource
+from storage_backends.topic_manifest import MergeSource
 
 HOUR_MS = 3_600_000
 NOW_MS = 100 * HOUR_MS
@@ -196,7 +196,7 @@ def test_every_run_is_one_that_may_be_committed_and_keeps_the_limits(
         assert merge_of(run.sources).precondition(tip) is None
 
 
-def merge_of(sources: Sequence[LiveBucket]) -> topic_merge.Merge:
+def merge_of(sources: Sequence[LiveBucket]) -> topic_manifest.Merge:
     """A merge that copies every row."""
     mask = (1 << 64) - 1
     made = dataclasses.replace(
@@ -207,7 +207,7 @@ def merge_of(sources: Sequence[LiveBucket]) -> topic_merge.Merge:
         hash_high=sum(source.hash_high for source in sources) & mask,
         last_ledger_id=max(source.last_ledger_id for source in sources),
     )
-    return topic_merge.Merge(
+    return topic_manifest.Merge(
         sources=tuple(MergeSource(name=each.object.name, kept=(), dropped=NO_POSITIONS) for each in sources),
         bucket=made,
         dropped_hash=(0, 0),

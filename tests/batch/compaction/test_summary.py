@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from batch.compaction import summary
+from batch.compaction import tally
 from batch.compaction.job import Options
-from batch.compaction.summary import Summary
+from batch.compaction.tally import Summary
 from tests.batch.compaction._support.jobs_in_process import World
 
 
@@ -37,7 +37,7 @@ def test_the_table_has_a_line_for_each_topic_with_something_to_merge_and_a_total
     world.topic("trains").add(range(1, 5))
     world.topic("ships").add([1])
     done = world.compact()
-    shown = text(summary.table(done))
+    shown = text(tally.table(done))
     assert cells(shown, "flights") == ["flights", "8", "1", "1", "1"]
     assert cells(shown, "trains") == ["trains", "4", "1", "1", "1"]
     assert cells(shown, "total") == ["total", "13", "3", "2", "2"]
@@ -47,13 +47,13 @@ def test_the_table_has_a_line_for_each_topic_with_something_to_merge_and_a_total
 def test_a_topic_that_cannot_be_read_is_in_the_table_with_the_reason(world: World) -> None:
     world.topic("flights").add(range(1, 5))
     done = world.compact(Options(topics=["flights", "nowhere"]))
-    assert cells(text(summary.table(done)), "nowhere")[-1] == "no such topic"
+    assert cells(text(tally.table(done)), "nowhere")[-1] == "no such topic"
     assert done.reason == "0 runs failed, 1 topics cannot be read"
 
 
 def test_a_plan_names_the_ledgers_of_each_run(world: World) -> None:
     world.topic("flights").add(range(1, 9))
-    planned = text(summary.plan_table(world.compact(dry_run=True)))
+    planned = text(tally.plan_table(world.compact(dry_run=True)))
     assert cells(planned, "flights")[:5] == ["flights", "0", "1 to 8", "8", "160"]
 
 
@@ -61,13 +61,13 @@ def test_the_lines_say_what_was_read_kept_and_refused(world: World) -> None:
     topic = world.topic("flights")
     topic.add(range(1, 5))
     done = world.compact()
-    lines = summary.lines(done)
+    lines = tally.summary_lines(done)
     assert lines[:2] == ["buckets 4 -> 1", "rows    80 read, 80 kept, 0 gone"]
-    refused = msgspec.structs.replace(done.run_results[0], outcome=summary.Outcome.REFUSED, reason="others came first")
+    refused = msgspec.structs.replace(done.run_results[0], outcome=tally.Outcome.REFUSED, reason="others came first")
     results = (refused,)
-    told = msgspec.structs.replace(done, run_results=results, runs=summary.counts(results))
-    assert "refused: flights: others came first" in summary.lines(told)
-    assert "runs    1 refused" in summary.lines(told)
+    told = msgspec.structs.replace(done, run_results=results, runs=tally.run_counts(results))
+    assert "refused: flights: others came first" in tally.summary_lines(told)
+    assert "runs    1 refused" in tally.summary_lines(told)
 
 
 def test_the_json_can_be_read_back(world: World) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from batch.engine import job_settings
-from batch.engine.job_settings import Settings
-from batch.engine.store_of import store_of
+from batch.engine.job_settings import Settings, store_of
 from storage_backends.object_store import NotFound
 from storage_backends.storage_settings import SettingsError
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from batch.engine.root import Root, TopicPlace
+from batch.engine.topic_contents import TopicState, owed_mask, rows_of
 from batch.engine.topic_reading import read_states
-from batch.engine.topic_state import TopicState, owed_mask, rows_of
 from storage_backends.formats import checkpoint_format, names, slot_format
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import LogForm, Subscription
 from storage_backends.formats.position_bitmap import position_bitmaps
 from storage_backends.formats.row_columns import U64, Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLogs

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from batch.engine.root import Root, TopicPlace
+from batch.engine.topic_contents import TopicState, owed_mask, rows_of
 from batch.engine.topic_reading import read_states
-from batch.engine.topic_state import TopicState, owed_mask, rows_of
 from storage_backends.formats.position_bitmap import PositionSet
 from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore

@@ -18,10 +18,10 @@ from pyspark.sql import SparkSession
 
 from batch.engine import job_settings, spark_engine
 from batch.engine.engine_port import Engine as Workers
+from batch.engine.job_settings import store_of
 from batch.engine.local_engine import LocalEngine
 from batch.engine.root import Root
-from batch.engine.store_of import store_of
-from batch.forecast import counting_tasks, forecast_job
+from batch.forecast import forecast_job
 from batch.forecast.result import Forecast, TopicForecast
 from batch.forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, Counts, Steps
 from daemon import call_values, config
@@ -327,7 +327,7 @@ async def test_a_topic_whose_buckets_were_merged_meanwhile_is_counted_again(
     await served.requests.seal("other")
     wanted = forecast(job, now_ms)
     place = Root.open(store_of(job)).place_of("t")
-    workers, counted = Inline(), counting_tasks.count_bucket
+    workers, counted = Inline(), forecast_job.count_bucket
 
     def missing_at_first(*arguments: Any) -> Any:
         """As it is when a merge was committed after the topic was read, and what it merged was collected."""
@@ -336,7 +336,7 @@ async def test_a_topic_whose_buckets_were_merged_meanwhile_is_counted_again(
             raise NotFound(live.object.name, "it was collected")
         return counted(*arguments)
 
-    monkeypatch.setattr(counting_tasks, "count_bucket", missing_at_first)
+    monkeypatch.setattr(forecast_job, "count_bucket", missing_at_first)
     again = forecast(job, now_ms, workers=workers)
     assert workers.tasks > 1
     assert by_step(again.load) == by_step(wanted.load)
@@ -387,7 +387,7 @@ async def test_local_processes_and_spark_say_the_same(
     await lived(served, "t", ("s", "t"), 4)
     now_ms = _now_ms()
     inline = forecast(job, now_ms)
-    local = forecast(job, now_ms, workers=LocalEngine(parallelism=2, preload=("batch.forecast.counting_tasks",)))
+    local = forecast(job, now_ms, workers=LocalEngine(parallelism=2, preload=("batch.forecast.forecast_job",)))
     by_spark = forecast(job, now_ms, workers=spark_engine.SparkEngine.of_session(spark))
     for other in (local, by_spark):
         assert by_step(other.load) == by_step(inline.load)

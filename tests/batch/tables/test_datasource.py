@@ -16,13 +16,13 @@ from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_type
 
 from batch.engine import root as job_root
-from batch.tables import datasource, pruning, tables, u64
-from batch.tables.pruning import Wanted
+from batch.tables import datasource, tables, u64
+from batch.tables.tables import Wanted
 from examples.processes import REPOSITORY
 from storage_backends.formats import index_ids, slot_format
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import LiveBucket, Subscription
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_log import ObjectLogs
 from storage_backends.storage_settings import SettingsError
@@ -270,8 +270,8 @@ def test_what_travels_to_tasks_holds_no_credentials(stored: Root, monkeypatch: p
         (-(1 << 70), 1 << 70, ((0, (1 << 63) - 1), (1 << 63, (1 << 64) - 1))),
     ],
 )
-def test_a_range_of_bit_views_is_at_most_two_of_u64(first: int, last: int, ranges: pruning.Ranges) -> None:
-    assert pruning.of_bit_view(first, last) == ranges
+def test_a_range_of_bit_views_is_at_most_two_of_u64(first: int, last: int, ranges: tables.Ranges) -> None:
+    assert tables.of_bit_view(first, last) == ranges
 
 
 def test_a_segment_that_a_filter_rules_out_is_not_read(tmp_path: Path) -> None:

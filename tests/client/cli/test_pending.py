@@ -11,7 +11,7 @@ import pytest
 import rich.text
 
 from tarry import inspection
-from tarry.cli import bars, output, pending
+from tarry.cli import output, pending
 from tarry.v1 import inspect_pb2
 from tests.client._support.fake_daemon import FakeDaemon, answer
 from tests.client.cli.conftest import Run
@@ -185,20 +185,20 @@ def test_a_bar_without_width_is_refused(daemon: FakeDaemon, run: Run) -> None:
     ],
 )
 def test_widths_are_round(span_ms: int, width_ms: int) -> None:
-    assert bars.round_width_ms(span_ms) == width_ms
+    assert pending.round_width_ms(span_ms) == width_ms
 
 
 @pytest.mark.parametrize("span_ms", [1, 999, 10**6, 10**10, 10**13, 2**63])
 def test_no_span_makes_more_bars_than_wanted(span_ms: int) -> None:
-    assert span_ms <= bars.round_width_ms(span_ms) * bars.BARS_WANTED
+    assert span_ms <= pending.round_width_ms(span_ms) * pending.BARS_WANTED
 
 
 def test_bars_begin_at_local_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     time.tzset()
-    begin_ms = bars.begin_ms(NOON_MS, 24 * HOUR_MS)
+    begin_ms = pending.first_begin_ms(NOON_MS, 24 * HOUR_MS)
     assert output.time_text(begin_ms) == "2030-01-31 00:00:00.000+05:30"
-    assert bars.begin_ms(NOON_MS, HOUR_MS) == NOON_MS - HOUR_MS // 2
+    assert pending.first_begin_ms(NOON_MS, HOUR_MS) == NOON_MS - HOUR_MS // 2
 
 
 def drawn(
@@ -207,7 +207,7 @@ def drawn(
     """The lines below the title, without their colours."""
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
     monkeypatch.setenv("COLUMNS", str(columns))
-    bars.draw(inspection.Histogram.from_message(answered), "Rows")
+    pending.draw(inspection.Histogram.from_message(answered), "Rows")
     title, *lines = rich.text.Text.from_ansi(capsys.readouterr().out).plain.splitlines()
     assert title.strip() == "Rows"
     return [line.rstrip() for line in lines]

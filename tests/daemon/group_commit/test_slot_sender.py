@@ -22,8 +22,8 @@ from daemon.group_commit.slot_sender import (
     SlotSender,
     SlotWriter,
 )
+from storage_backends.formats.log_slot_format import ShardSlot, next_after
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot, next_after
 from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record
 from tests._support.virtual_clock import VirtualClock, settle
 

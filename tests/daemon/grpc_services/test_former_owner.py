@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 import tarry
-from tarry import retry
+from tarry import attempts
 from tarry.on_event_loop import Condition
 from tarry.v1 import delayed_delivery_pb2 as pb
 from tests.daemon.grpc_services.conftest import Edge
@@ -50,7 +50,7 @@ async def test_the_client_does_not_count_the_wait_for_a_former_owner_and_says_wh
         edge.engine.former_owner_s = 0.0
 
     monotonic = time.monotonic
-    monkeypatch.setattr(retry, "time", types.SimpleNamespace(monotonic=lambda: monotonic() + passed_s))
+    monkeypatch.setattr(attempts, "time", types.SimpleNamespace(monotonic=lambda: monotonic() + passed_s))
     monkeypatch.setattr(Condition, "wait_for", pass_at_once)
     async with tarry.aio.Client(f"127.0.0.1:{edge.port}", timeout_s=600, waiting=waiting) as client:
         assert (await client.cancel("t", 1, [1])).cancelled == 1

@@ -16,8 +16,8 @@ from daemon.owner import collection_pass
 from daemon.owner.collection_pass import Collector
 from storage_backends import commit, shard_listing, topic_manifest
 from storage_backends.formats import manifest, names
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import LiveBucket, TopicManifest, TopicPolicy
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import ObjectStore
 from storage_backends.shard_listing import Listed, ShardListing
 from storage_backends.topic_manifest import Seal, SetPolicy

@@ -10,8 +10,8 @@ import pytest
 from daemon.core.garbage_rules import NOTHING, ObjectCount, Summary
 from storage_backends import commit
 from storage_backends.formats import manifest
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import TopicPolicy
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import StoreError
 from storage_backends.topic_manifest import SetPolicy
 from tests._support.fault_store import Fault, FaultStore, Script

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from daemon.runtime.environment import SAY_AGAIN_S, Outages
-from storage_backends.formats.shard_slot import ShardSlot
+from storage_backends.formats.log_slot_format import ShardSlot
 from tests._support.engine_fixture import EngineFixture
 
 SETTINGS = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")

@@ -10,8 +10,8 @@ import pytest
 from daemon.shard import checkpointing
 from storage_backends import memory_store, object_store
 from storage_backends.formats import checkpoint_format, manifest, names
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 
 SHARD = 3
 

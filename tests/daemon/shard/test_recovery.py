@@ -20,9 +20,9 @@ from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle
 from storage_backends import commit
 from storage_backends.formats import bucket_format, checkpoint_format, manifest, merge, position_bitmap, slot_format
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from tests._support.virtual_loop import InlineExecutor
 

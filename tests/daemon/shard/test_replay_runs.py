@@ -16,8 +16,8 @@ from daemon.shard import recovery
 from daemon.shard.recovery import Decided
 from daemon.topic import bucket_lifecycle
 from storage_backends.formats import checkpoint_format, manifest, position_bitmap
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, GoneReason, GoneRecord
 
 NOW_MS = 1_000_000

@@ -13,9 +13,9 @@ from daemon.shard import recovery
 from daemon.topic import bucket_reads
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import bucket_format, manifest, position_bitmap
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 
 BUCKET, PROGRESS = "buckets/b", "progress/p"

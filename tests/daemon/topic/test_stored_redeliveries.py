@@ -15,7 +15,7 @@ from daemon.errors import Corruption
 from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle, stored_topic
 from storage_backends.formats import checkpoint_format, manifest, slot_format
-from storage_backends.formats.shard_slot import ShardSlot
+from storage_backends.formats.log_slot_format import ShardSlot
 from tests.daemon.shard.test_recovery import FIRST, OTHER, Store, bits, part_of, restored, rows_of, tip_of
 from tests.daemon.topic._support.redelivery_samples import (
     EVERYTHING,

@@ -6,6 +6,7 @@ import dataclasses
 
 from storage_backends import commit
 from storage_backends.formats import names
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import (
     BucketProgress,
     LiveBucket,
@@ -18,7 +19,6 @@ from storage_backends.formats.manifest import (
     TopicManifest,
     TopicPolicy,
 )
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.topic_manifest import (
     Claim,
     Create,

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import checkpoint_format, format_errors, manifest, record_messages, slot_format
+from storage_backends.formats import checkpoint_format, format_errors, manifest, record_columns, slot_format
 from storage_backends.formats.checkpoint_format import CarriedSlot, Checkpoint, OwnRows, SealingPart, TopicPart
 from storage_backends.formats.generated import journal_pb2
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from tests.storage_backends.formats._support import examples
 
 bitmap = PositionBitmap(7, 0, b"bits")
@@ -149,7 +149,7 @@ def test_the_rows_of_a_checkpoint_are_small() -> None:
 
 def test_what_is_wrong_inside_a_carried_record_is_its_topics_damage_and_stays_as_it_is() -> None:
     message = journal_pb2.Record(topic_id="id", incarnation=1, rows=3)
-    record_messages.fill_rows(message.add, examples.fixed_delay(2, gap_ms=1))
+    record_columns.fill_rows(message.add, examples.fixed_delay(2, gap_ms=1))
     damaged = CarriedSlot(ShardSlot(3), (slot_format.StoredRecord(message, "journal slot record 0", 0),))
     part = TopicPart("id", "t", 1, Rows.empty(), slot=ShardSlot(2), carried=(damaged,))
     body = checkpoint_format.encode_checkpoint(Checkpoint(1, 2, ShardSlot(3), (part,)))

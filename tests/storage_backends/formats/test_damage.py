@@ -23,9 +23,9 @@ from storage_backends.formats import (
     position_bitmap,
     slot_format,
 )
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.formats.shard_slot import ShardSlot
 from tests.storage_backends.formats._support import deletion_examples, examples
 
 ROWS = examples.random_delays(40, span_ms=30_000, keyed=True)

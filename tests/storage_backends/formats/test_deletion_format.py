@@ -17,8 +17,8 @@ from storage_backends.formats.deletion_format import (
     PurgeDeletes,
 )
 from storage_backends.formats.generated import deletion_pb2
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AddRecord, SlotBuilder, SlotHeader
 from tests.storage_backends.formats._support import deletion_examples, examples
 from tests.storage_backends.formats._support.deletion_examples import plain

@@ -23,11 +23,10 @@ from storage_backends.formats import (
     redelivery_columns,
     slot_format,
 )
-from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, Writer
+from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, ShardSlot, Writer
 from storage_backends.formats.manifest import LogForm
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.formats.shard_slot import ShardSlot
 from tests.storage_backends._support.log_slots import LOG_ID, OTHER_LOG_ID
 from tests.storage_backends.formats._support import deletion_examples, examples
 

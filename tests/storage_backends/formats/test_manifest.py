@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from storage_backends.formats import format_errors, framing, index_ids, manifest, mirror
 from storage_backends.formats.generated import bucket_pb2, manifest_pb2
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import Progress, RootFormat, ShardManifest, TopicManifest
 from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.shard_slot import ShardSlot
 
 u32 = st.integers(0, (1 << 32) - 1)
 u64 = st.integers(0, (1 << 64) - 1)

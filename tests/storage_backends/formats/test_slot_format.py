@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyroaring import BitMap
 
-from storage_backends.formats import format_errors, framing, index_ids, record_messages, slot_format
+from storage_backends.formats import format_errors, framing, index_ids, record_columns, slot_format
 from storage_backends.formats.generated import journal_pb2
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.position_bitmap import PositionBitmap, position_bitmaps, positions_of
 from storage_backends.formats.record_columns import COLUMNS
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import (
     AcknowledgeRecord,
     AddRecord,
@@ -371,7 +371,7 @@ def test_a_record_names_an_index_that_serves_its_subscription(index_id: int) -> 
 
 def test_a_stored_record_of_an_index_that_does_not_serve_its_subscription_is_refused() -> None:
     message = journal_pb2.Record()
-    record_messages.fill(message, a_nack(range(2), index_id=4))
+    record_columns.fill(message, a_nack(range(2), index_id=4))
     message.negative_acknowledge.index_id = 5
     with pytest.raises(
         format_errors.FormatError, match=r"journal slot record 0 .*index 5 does not serve subscription 4"
@@ -381,7 +381,7 @@ def test_a_stored_record_of_an_index_that_does_not_serve_its_subscription_is_ref
 
 def test_a_stored_acknowledgement_of_two_indexes_is_refused() -> None:
     message = journal_pb2.Record()
-    record_messages.fill(message, AcknowledgeRecord("t", 1, 4, examples.random_delays(1), 4))
+    record_columns.fill(message, AcknowledgeRecord("t", 1, 4, examples.random_delays(1), 4))
     message.acknowledge.of_batch_indexes = True
     with pytest.raises(format_errors.FormatError, match=r"journal slot record 0 .*its rows are of two indexes"):
         slot_format.decode_slot(slot_of(message))
@@ -392,7 +392,7 @@ def test_a_stored_replay_into_the_shared_index_is_refused() -> None:
     with pytest.raises(ValueError, match="not replayed into the shared index"):
         ReplayRecord("t", 1, 4, 0, rows, rows.entry_id)
     message = journal_pb2.Record()
-    record_messages.fill(message, ReplayRecord("t", 1, 4, 4, rows, rows.entry_id))
+    record_columns.fill(message, ReplayRecord("t", 1, 4, 4, rows, rows.entry_id))
     message.replay.index_id = 0
     with pytest.raises(format_errors.FormatError, match=r"journal slot record 0 .*not replayed into the shared index"):
         slot_format.decode_slot(slot_of(message))
@@ -400,7 +400,7 @@ def test_a_stored_replay_into_the_shared_index_is_refused() -> None:
 
 def test_a_stored_dead_letter_without_a_reason_is_refused() -> None:
     message = journal_pb2.Record()
-    record_messages.fill(message, a_dead_letter(1))
+    record_columns.fill(message, a_dead_letter(1))
     message.dead_letter.reason = journal_pb2.DeadLetter.UNSPECIFIED
     with pytest.raises(format_errors.FormatError, match=r"journal slot record 0 .*0 is not a valid DeadLetterReason"):
         slot_format.decode_slot(slot_of(message))

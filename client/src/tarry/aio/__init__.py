@@ -23,9 +23,8 @@ A client belongs to the event loop that it is first used on, and is used by that
 
 from tarry.aio.add_stream import AddStream
 from tarry.aio.client import Client
-from tarry.aio.key_shared_subscription import KeySharedSubscription
 from tarry.aio.producer import Producer
-from tarry.aio.subscription import Subscription
+from tarry.aio.subscription import KeySharedSubscription, Subscription
 from tarry.on_event_loop import Opening
 
 __all__ = ["AddStream", "Client", "KeySharedSubscription", "Opening", "Producer", "Subscription"]

@@ -10,24 +10,12 @@ import functools
 from asyncio import Future
 from collections.abc import Iterable
 
-from tarry import (
-    add_requests,
-    attempts,
-    calls,
-    columns,
-    errors,
-    on_event_loop,
-    planning,
-    reasons,
-    results,
-    retry,
-    streams,
-)
-from tarry.aio import connections, futures, leaving, session
+from tarry import add_requests, attempts, calls, columns, errors, on_event_loop, reasons, results, streams
+from tarry.aio import connections, futures, session
 from tarry.v1 import delayed_delivery_pb2
 
 
-class AddStream(leaving.FlushedWhenLeft):
+class AddStream(futures.FlushedWhenLeft):
     """Made by `Client.add_stream`. A context manager: leaving it waits for every answer, and raises as `flush` does.
 
     Used by one event loop. A stream is opened with the first batch, and again when there is one to send.
@@ -84,8 +72,8 @@ class AddStream(leaving.FlushedWhenLeft):
 
         Example: `answer = await stream.add(7, np.arange(1_000), deliver_at_ms=due); print((await answer).accepted)`
         """
-        deadline = retry.Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
-        needs = planning.needs_of(on_invalid)
+        deadline = attempts.Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+        needs = attempts.needs_of(on_invalid)
         firsts: list[int] = []
         parts: list[Future[results.AddResult]] = []
         for first, add in self._requests.encode(
@@ -120,7 +108,7 @@ class AddStream(leaving.FlushedWhenLeft):
         await self._session.close()
 
     async def _send(
-        self, add: bytes, deadline: retry.Deadline, needs: attempts.Need | None
+        self, add: bytes, deadline: attempts.Deadline, needs: attempts.Need | None
     ) -> Future[results.AddResult]:
         answer: Future[results.AddResult] = on_event_loop.promise()
         with self._changed:

@@ -3,7 +3,7 @@
 Owns: the calls that a program makes, their arguments, defaults and meaning.
 Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.attempts`), producers
 (`tarry.aio.producer`), streams (`tarry.aio.add_stream`, `tarry.aio.subscription`,
-`tarry.aio.key_shared_subscription`), and those that subscriptions share (`tarry.aio.shared_streams`).
+`tarry.aio.subscription`), and those that subscriptions share (`tarry.aio.shared_streams`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from types import TracebackType
 from typing import Any
 
 from tarry import (
-    ack_pace,
+    attempts,
     batch,
     calls,
-    channels,
     columns,
     credentials,
     errors,
@@ -26,11 +25,10 @@ from tarry import (
     policies,
     reasons,
     results,
-    retry,
+    stream_requests,
 )
 from tarry.aio import add_stream, connections, deleting, inspecting, operating, producer, shared_streams
-from tarry.aio.key_shared_subscription import KeySharedSubscription
-from tarry.aio.subscription import Receiver, Subscription
+from tarry.aio.subscription import KeySharedSubscription, Receiver, Subscription
 
 
 class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
@@ -58,26 +56,26 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
 
     def __init__(
         self,
-        target: str = channels.DEFAULT_TARGET,
+        target: str = credentials.DEFAULT_TARGET,
         *,
-        timeout_s: float = channels.DEFAULT_TIMEOUT_S,
-        retry_policy: retry.RetryPolicy | None = None,
+        timeout_s: float = credentials.DEFAULT_TIMEOUT_S,
+        retry_policy: attempts.RetryPolicy | None = None,
         rows_per_request: int = columns.ROWS_PER_REQUEST_MAX,
         request_bytes: int = columns.REQUEST_BYTES_MAX,
         client_id: str | None = None,
         tls: credentials.Tls | None = None,
         token: str | None = None,
         token_file: credentials.File | None = None,
-        waiting: Callable[[str], None] = channels.unsaid,
+        waiting: Callable[[str], None] = credentials.unsaid,
     ) -> None:
         shows = credentials.Credentials(tls, token=token, token_file=token_file)
         shows.shown_to(target)
         self._connections = connections.Connections(shows, client_id=client_id, waiting=waiting)
-        self._ack_pace = ack_pace.AckPace()
+        self._ack_pace = stream_requests.AckPace()
         self._shared_streams = shared_streams.SharedStreams(self._connections)
         self._calls = calls.Calls(
             target,
-            retry_policy or retry.RetryPolicy(),
+            retry_policy or attempts.RetryPolicy(),
             timeout_s=timeout_s,
             rows_max=rows_per_request,
             bytes_max=request_bytes,
@@ -329,7 +327,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         Example: `async with client.subscribe("flights", "departures") as due: [due.ack(batch) async for batch in due]`
         """
         deadline = self._calls.deadline(timeout_s)
-        ack_linger = ack_pace.AckLinger(ack_linger_ms, ack_linger_max_ms, self._ack_pace)
+        ack_linger = stream_requests.AckLinger(ack_linger_ms, ack_linger_max_ms, self._ack_pace)
         if create:
             await self._create_missing(topic, subscription, timeout_s)
         opened = Subscription(
@@ -361,7 +359,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         Example: `gates = await client.subscribe_key_shared("flights", "gates", consumers=[tarry.Consumer("a")])`
         """
         deadline = self._calls.deadline(timeout_s)
-        ack_linger = ack_pace.AckLinger(ack_linger_ms, ack_linger_max_ms, self._ack_pace)
+        ack_linger = stream_requests.AckLinger(ack_linger_ms, ack_linger_max_ms, self._ack_pace)
         if create:
             await self._create_missing(topic, subscription, timeout_s)
         opened = KeySharedSubscription(
@@ -566,7 +564,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
             # Its policy is another one, which stays.
             return
 
-    async def _wait_until_open(self, opened: Receiver[Any], deadline: retry.Deadline) -> None:
+    async def _wait_until_open(self, opened: Receiver[Any], deadline: attempts.Deadline) -> None:
         self._streams.add(opened)
         try:
             await opened.wait_until_open(deadline)

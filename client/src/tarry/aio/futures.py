@@ -2,13 +2,20 @@
 
 Owns: settling them, and one of a call that was sent as several requests.
 Does not own: making them (`tarry.on_event_loop`), and what the answers mean.
+
+Leaving what sends: every answer is waited for, then it is closed.
+
+Owns: the context manager. Does not own: what is sent, flushing and closing it (`tarry.aio.add_stream`,
+`tarry.aio.producer`).
 """
 
 from __future__ import annotations
 
+import abc
 from asyncio import Future, InvalidStateError
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from tarry import errors, on_event_loop, streams
 
@@ -76,3 +83,30 @@ def _fail(future: Future[Any], error: BaseException) -> None:
         future.set_exception(error)
         # Whether the caller looks at it is the caller's choice: nobody is to complain.
         future.exception()
+
+
+class FlushedWhenLeft(abc.ABC):
+    """A context manager: leaving it waits for every answer, and raises as `flush` does."""
+
+    _timeout_s: float
+
+    @abc.abstractmethod
+    async def flush(self, timeout_s: float | None = None) -> None:
+        """Waits until everything is answered. Raises the first failure since the last flush, if any."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Ends it at once. Idempotent."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                # By then everything is answered or given up.
+                await self.flush(self._timeout_s)
+        finally:
+            await self.close()

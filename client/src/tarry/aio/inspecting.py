@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-from tarry import calls, columns, consumer_stats, inspection, redelivery, results
+from tarry import calls, columns, inspection, redelivery, results
 from tarry.aio import connections
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Inspecting:
 
     def consumers(
         self, topic: str, subscription: str, *, timeout_s: float | None = None
-    ) -> AsyncIterator[consumer_stats.ConsumerStats]:
+    ) -> AsyncIterator[inspection.ConsumerStats]:
         """The consumers of a KEY_SHARED subscription, in the order in which they joined, page by page; none when nobody
         opened it as that. Raises NotFound.
 
@@ -103,7 +103,7 @@ class Inspecting:
         *,
         page_size: int = 0,
         timeout_s: float | None = None,
-    ) -> consumer_stats.ConsumerPage:
+    ) -> inspection.ConsumerPage:
         """One page of consumers, as `topics_page`, and what the keys of the subscription wait for. Raises NotFound.
 
         Example: `(await client.consumers_page("flights", "departures", page_size=10)).items`
@@ -114,7 +114,7 @@ class Inspecting:
 
     async def key_shared_stats(
         self, topic: str, subscription: str, *, timeout_s: float | None = None
-    ) -> consumer_stats.KeySharedStats | None:
+    ) -> inspection.KeySharedStats | None:
         """What the keys of a subscription wait for; None when nobody opened it as KEY_SHARED. Raises NotFound.
 
         Example: `await client.key_shared_stats("flights", "departures")`

@@ -2,29 +2,37 @@
 
 Owns: waiting in the caller, and settling futures in the session; what all subscriptions have alike.
 Does not own: permits, what is held, acknowledgements (`tarry.receiving`); the stream (`tarry.aio.session`);
-consumers and plans (`tarry.aio.key_shared_subscription`).
+consumers and plans (`tarry.aio.subscription`).
+
+Receiving in the order of keys for several consumers, and planning what is not delayed.
+
+Owns: what a KEY_SHARED subscription has beside any other.
+Does not own: who receives what, permits, plans (`tarry.key_shared_receiving`); waiting and settling
+(`tarry.aio.subscription`).
 """
 
 from __future__ import annotations
 
 import time
 from asyncio import Future
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tarry import (
-    ack_pace,
     attempts,
     batch,
     calls,
     columns,
     errors,
-    inbox,
+    key_shared,
+    key_shared_receiving,
     on_event_loop,
     receiving,
     results,
-    retry,
     stream_requests,
     streams,
 )
@@ -96,7 +104,7 @@ class Receiver(Generic[Received]):
         with self._changed:
             return self._receiving.held
 
-    async def wait_until_open(self, deadline: retry.Deadline) -> None:
+    async def wait_until_open(self, deadline: attempts.Deadline) -> None:
         """Waits for the first stream. Raises what refused it, or DeadlineExceeded."""
         state = self._receiving
         with self._changed:
@@ -117,7 +125,7 @@ class Receiver(Generic[Received]):
         return received
 
     async def receive(
-        self, timeout_s: float | None = None, *, max_rows: int = inbox.ROWS_MAX, linger_ms: int = 0
+        self, timeout_s: float | None = None, *, max_rows: int = receiving.ROWS_MAX, linger_ms: int = 0
     ) -> Received | None:
         """What came next; None, and no empty batch, when nothing came within `timeout_s`, or when the subscription was
         closed: look before you use it. Without `timeout_s` it waits until something comes.
@@ -129,9 +137,9 @@ class Receiver(Generic[Received]):
 
         Example: `batch = await subscription.receive(10, max_rows=1_000, linger_ms=20)`
         """
-        inbox.check(max_rows, linger_ms)
+        receiving.check(max_rows, linger_ms)
         state = self._receiving
-        deadline = None if timeout_s is None else retry.Deadline.after(timeout_s)
+        deadline = None if timeout_s is None else attempts.Deadline.after(timeout_s)
         with self._changed:
             while await self._changed.wait_for(lambda: state.has_news, _left_s(deadline)):
                 if linger_ms:
@@ -333,7 +341,7 @@ class Subscription(Receiver[batch.Batch]):
         subscription: str,
         *,
         permits: int,
-        ack_linger: ack_pace.AckLinger,
+        ack_linger: stream_requests.AckLinger,
     ) -> None:
         state: receiving.SharedReceiving[Future[Any]] = receiving.SharedReceiving(
             topic,
@@ -346,7 +354,101 @@ class Subscription(Receiver[batch.Batch]):
         super().__init__(shared, known, topic, subscription, state)
 
 
-def _left_s(deadline: retry.Deadline | None, at_most_s: float | None = None) -> float | None:
+def _left_s(deadline: attempts.Deadline | None, at_most_s: float | None = None) -> float | None:
     """How long to wait, in seconds; None: as long as it takes."""
     bounds = [at_most_s, None if deadline is None else deadline.remaining_s()]
     return min((each for each in bounds if each is not None), default=None)
+
+
+class KeySharedSubscription(Receiver[key_shared.Event]):
+    """Made by `Client.subscribe_key_shared`. A context manager, and an iterator of what comes until it is closed.
+
+    What comes: a `ConsumerBatch` for one consumer, `TakenBack`, `PlanAgain`, for each consumer in the order in which
+    the daemon decided it: batches of a consumer are joined past those of others, and past nothing else. The rest is as
+    `Subscription`; permits are those of each `Consumer`.
+
+    Example: `async for event in subscription: match event: case tarry.ConsumerBatch(): send(event.consumer, event)`
+    """
+
+    _receiving: key_shared_receiving.KeySharedReceiving[Future[Any]]
+
+    def __init__(
+        self,
+        shared: shared_streams.SharedStreams,
+        known: calls.Calls,
+        topic: str,
+        subscription: str,
+        *,
+        consumers: Sequence[key_shared.Consumer],
+        ack_linger: stream_requests.AckLinger,
+    ) -> None:
+        state: key_shared_receiving.KeySharedReceiving[Future[Any]] = key_shared_receiving.KeySharedReceiving(
+            topic,
+            subscription,
+            consumers,
+            rows_max=known.rows_max,
+            policy=known.policy,
+            ack_linger=ack_linger,
+        )
+        super().__init__(shared, known, topic, subscription, state)
+
+    @property
+    def consumers(self) -> tuple[key_shared.Consumer, ...]:
+        """The consumers that were not removed, in the order in which they were added."""
+        with self._changed:
+            return self._receiving.consumers
+
+    def add_consumer(self, consumer: key_shared.Consumer) -> Future[None]:
+        """A consumer joins: keys move to it from the others.
+
+        The future is settled when it has joined. Raises InvalidArgument, also from the future: STICKY ranges that
+        another one has.
+
+        Example: `await subscription.add_consumer(tarry.Consumer("gate-3"))`
+        """
+        with self._changed:
+            return self._receiving.add_consumer(consumer, on_event_loop.promise)
+
+    def remove_consumer(self, consumer: key_shared.Consumer) -> Future[None]:
+        """A consumer leaves: what it holds comes again, for others, in the order of positions.
+
+        Nothing more comes for it from now on. What it has done may still be acknowledged. Raises InvalidArgument: it is
+        not here.
+
+        Example: `await subscription.remove_consumer(gate_1)`
+        """
+        with self._changed:
+            return self._receiving.remove_consumer(consumer, on_event_loop.promise)
+
+    def plan(
+        self,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        key_hash: columns.Column | None = None,
+        *,
+        anew: bool = False,
+    ) -> Future[NDArray[np.uint32]]:
+        """Asks who receives messages that are not delayed, in the order in which they stand in the log.
+
+        The future has for each position the `consumer_id` that receives it now, or HELD. All of them come by `receive`,
+        the HELD ones when they are free, and are acknowledged like anything that is received. What consumers hold
+        already does not come again. Calls are answered one after the other.
+        `anew`: it is the first of the plans from the mark-delete position on, after `PlanAgain` has come.
+        Raises InvalidArgument, PlanLost, also from the future: the stream has ended, and its plans with it.
+
+        Example: `(await subscription.plan(1, range(100), tarry.key_hash(keys)) == tarry.HELD).sum()`
+        """
+        with self._changed:
+            parts = self._receiving.plan(ledger_id, entry_id, key_hash, on_event_loop.promise, anew=anew)
+        return futures.whole(parts, np.concatenate)
+
+    def mark_delete(self, ledger_id: int, entry_id: int) -> Future[None]:
+        """Tells that everything that was planned up to and including this position is acknowledged.
+
+        With LAST_SENT_POSITION it is what consumers that joined wait for, where not each position is acknowledged here
+        by itself. What this subscription holds of it is to be acknowledged all the same.
+
+        Example: `await subscription.mark_delete(7, 1_999)`
+        """
+        with self._changed:
+            return self._receiving.mark_delete(ledger_id, entry_id, on_event_loop.promise)

@@ -14,15 +14,12 @@ from tarry.cli import (
     connection,
     consumers,
     dead_letters,
-    deletion_changes,
-    deletion_listing,
+    deletion_commands,
     dispatching,
-    levels,
     looking,
     pending,
     producing,
     subscribing,
-    sweep,
     upkeep,
     watching,
     whole_topics,
@@ -61,13 +58,13 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
     ),
     "Operate": (
         whole_topics.policy,
-        levels.levels,
+        whole_topics.levels,
         upkeep.seal,
         upkeep.merge,
         upkeep.gc,
         whole_topics.delete,
     ),
-    "Delete ledgers of other systems": (deletion_listing.deletions_group, sweep.sweep),
+    "Delete ledgers of other systems": (deletion_commands.deletions_group, deletion_commands.sweep),
 }
 """The commands by what they are for, as they are shown."""
 
@@ -117,5 +114,5 @@ for listed in GROUPS.values():
     for command in listed:
         tarry.add_command(command)
 
-for command in (deletion_changes.retry, deletion_changes.purge, deletion_changes.record):
-    deletion_listing.deletions_group.add_command(command)
+for command in (deletion_commands.retry, deletion_commands.purge, deletion_commands.record):
+    deletion_commands.deletions_group.add_command(command)

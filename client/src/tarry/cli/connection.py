@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from tarry import channels, credentials, errors, inspection
+from tarry import credentials, errors, inspection
 from tarry.cli import output
 from tarry.threads import client
 
@@ -48,7 +48,7 @@ def _from_environment(name: str, *, help: str, **named: Any) -> Callable[[F], F]
 _SHARED = (
     _from_environment(
         "--address",
-        default=channels.DEFAULT_TARGET,
+        default=credentials.DEFAULT_TARGET,
         show_default=True,
         help="host:port of a daemon, or unix: and the path of its socket.",
     ),
@@ -132,7 +132,7 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
         said = {name: _wherever_given(name, given.pop(name)) for name in shared if name is not None}
         address, timeout_s, as_json = (said.pop(name) for name in ("address", "timeout_s", "as_json"))
         with output.failures(address):
-            channels.check_target(address, name="--address")
+            credentials.check_target(address, name="--address")
             with (
                 client.Client(address, timeout_s=timeout_s, waiting=_say, **_credentials(**said)) as opened,
                 _told_when_nothing_listens(address),

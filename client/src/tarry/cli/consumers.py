@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import click
 
-from tarry import consumer_stats, key_order
+from tarry import inspection, policies
 from tarry.cli import connection, output, policy_text
 from tarry.threads import client
 
@@ -50,7 +50,7 @@ def consumers(*, connected: client.Client, topic: str, subscription: str, as_jso
       tarry consumers flights departures
       tarry consumers flights departures --json
     """
-    listed: list[consumer_stats.ConsumerStats] = []
+    listed: list[inspection.ConsumerStats] = []
     token = ""
     while True:
         page = connected.consumers_page(topic, subscription, token)
@@ -86,7 +86,7 @@ def consumers(*, connected: client.Client, topic: str, subscription: str, as_jso
     _notes(page.key_shared, listed)
 
 
-def _summary(stats: consumer_stats.KeySharedStats) -> dict[str, object]:
+def _summary(stats: inspection.KeySharedStats) -> dict[str, object]:
     facts: dict[str, object] = {
         "policy": policy_text.key_shared_text(stats.policy),
         "consumers": stats.consumers,
@@ -97,7 +97,7 @@ def _summary(stats: consumer_stats.KeySharedStats) -> dict[str, object]:
         "nack-blocked hashes": stats.nack_blocked_hashes,
         "slots without consumer": stats.slots_without_consumer,
     }
-    if stats.policy.order == key_order.KeyOrder.LAST_SENT_POSITION:
+    if stats.policy.order == policies.KeyOrder.LAST_SENT_POSITION:
         behind = (
             f"{each.name} ({each.instance_id}) at {each.last_sent_position_when_joining}"
             for each in stats.consumers_after_mark_delete_position
@@ -110,7 +110,7 @@ def _summary(stats: consumer_stats.KeySharedStats) -> dict[str, object]:
     return facts
 
 
-def _shown(each: consumer_stats.ConsumerStats) -> tuple[object, ...]:
+def _shown(each: inspection.ConsumerStats) -> tuple[object, ...]:
     """In the order of `_COLUMNS`; ids as text: they are names, not counts."""
     draining = (
         f"{hashed.hash} ({hashed.unacked:,} unacked, {hashed.blocked_attempts:,} kept back)"
@@ -134,20 +134,20 @@ def _shown(each: consumer_stats.ConsumerStats) -> tuple[object, ...]:
     )
 
 
-def _ranges(each: consumer_stats.ConsumerStats) -> output.Several:
+def _ranges(each: inspection.ConsumerStats) -> output.Several:
     listed = sum(held.last - held.first + 1 for held in each.hash_ranges)
     return output.Several(tuple(f"{held.first}-{held.last}" for held in each.hash_ranges), is_all=listed == each.slots)
 
 
-def _position(position: consumer_stats.Position | None) -> str:
+def _position(position: inspection.Position | None) -> str:
     return "-" if position is None else str(position)
 
 
-def _notes(stats: consumer_stats.KeySharedStats | None, listed: Sequence[consumer_stats.ConsumerStats]) -> None:
+def _notes(stats: inspection.KeySharedStats | None, listed: Sequence[inspection.ConsumerStats]) -> None:
     """What does not work, and what cures it."""
     if stats is None:
         return
-    hashing = stats.policy.selector == key_order.HashSelector.CONSISTENT_HASHING
+    hashing = stats.policy.selector == policies.HashSelector.CONSISTENT_HASHING
     cure = ": `tarry subscription update --points` with more of them cures it" if hashing else ""
     without = [each for each in listed if not each.slots]
     for each in without[:_NOTED_MAX]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from tarry import batch, columns, delivery_ids, hashing, key_shared, results
+from tarry import batch, columns, hashing, key_shared, results
 from tarry.cli import connection, output, rows
 from tarry.threads import client, subscription
 
@@ -361,7 +361,7 @@ class _Ignored:
         self.count += ignored
         for row, reason in ignored.items():
             name = reason.name if isinstance(reason, results.IgnoredReason) else f"reason {reason}"
-            delivery = delivery_ids.DeliveryId.of(positions, row)
+            delivery = batch.DeliveryId.of(positions, row)
             shown = {"ledger_id": delivery.ledger_id, "entry_id": delivery.entry_id}
             if delivery.batch_index is not None:
                 shown["batch_index"] = delivery.batch_index

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import click
 
-from tarry import key_order, policies, redelivery
+from tarry import policies, redelivery
 from tarry.cli import output, rows
 
 E = TypeVar("E", bound=enum.Enum)
@@ -127,7 +127,7 @@ def _number_text(number: float) -> str:
     return short if float(short) == number else repr(number)
 
 
-def key_shared_text(policy: key_order.KeySharedPolicy) -> str:
+def key_shared_text(policy: policies.KeySharedPolicy) -> str:
     """What is set, in the words of the options; `defaults` when nothing is."""
     points, block_ms = policy.points_per_consumer, policy.nack_block_max_ms
     groups = (

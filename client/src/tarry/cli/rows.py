@@ -23,7 +23,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import columns, hashing, key_order, key_shared
+from tarry import columns, hashing, key_shared, policies
 
 U64_MAX = 2**64 - 1
 
@@ -145,7 +145,7 @@ class ConsumerName(click.ParamType[key_shared.Consumer]):
             return key_shared.Consumer(str(value))
         slots = [EntryRange("slots").convert(text, param, ctx) for text in matched[2].split(",")]
         return key_shared.Consumer(
-            matched[1], hash_ranges=tuple(key_order.HashRange(each.start, each.stop - 1) for each in slots)
+            matched[1], hash_ranges=tuple(policies.HashRange(each.start, each.stop - 1) for each in slots)
         )
 
 

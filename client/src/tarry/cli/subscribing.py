@@ -12,14 +12,14 @@ from typing import Any
 
 import click
 
-from tarry import key_order, policies
+from tarry import policies
 from tarry.cli import connection, output, policy_text, rows
 from tarry.threads import client
 
-_SELECTORS = policy_text.choices(key_order.HashSelector)
-_KEY_ORDERS = policy_text.choices(key_order.KeyOrder)
-_NACK_ORDERS = policy_text.choices(key_order.NackOrder)
-_KEY_SHARED_FIELDS = dataclasses.fields(key_order.KeySharedPolicy)
+_SELECTORS = policy_text.choices(policies.HashSelector)
+_KEY_ORDERS = policy_text.choices(policies.KeyOrder)
+_NACK_ORDERS = policy_text.choices(policies.NackOrder)
+_KEY_SHARED_FIELDS = dataclasses.fields(policies.KeySharedPolicy)
 
 
 @click.group(cls=connection.Group)
@@ -111,15 +111,15 @@ def _policy(*, properties: tuple[str, ...], **fields: Any) -> policies.Subscript
 
 def _key_shared(
     *, selector: str | None, order: str | None, nack_order: str | None, **fields: Any
-) -> key_order.KeySharedPolicy | None:
+) -> policies.KeySharedPolicy | None:
     """None when no option of it is given."""
-    policy = key_order.KeySharedPolicy(
+    policy = policies.KeySharedPolicy(
         selector=None if selector is None else _SELECTORS[selector],
         order=None if order is None else _KEY_ORDERS[order],
         nack_order=None if nack_order is None else _NACK_ORDERS[nack_order],
         **fields,
     )
-    return None if policy == key_order.KeySharedPolicy() else policy
+    return None if policy == policies.KeySharedPolicy() else policy
 
 
 @subscription.command("create")

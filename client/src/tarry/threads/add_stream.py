@@ -11,24 +11,12 @@ import functools
 from collections.abc import Iterable
 from concurrent.futures import Future
 
-from tarry import (
-    add_requests,
-    attempts,
-    calls,
-    columns,
-    errors,
-    in_threads,
-    planning,
-    reasons,
-    results,
-    retry,
-    streams,
-)
-from tarry.threads import connections, futures, leaving, session
+from tarry import add_requests, attempts, calls, columns, errors, in_threads, reasons, results, streams
+from tarry.threads import connections, futures, session
 from tarry.v1 import delayed_delivery_pb2
 
 
-class AddStream(leaving.FlushedWhenLeft):
+class AddStream(futures.FlushedWhenLeft):
     """Made by `Client.add_stream`. A context manager: leaving it waits for every answer, and raises as `flush` does.
 
     Safe to use from several threads. A stream is opened with the first batch, and again when there is one to send.
@@ -85,8 +73,8 @@ class AddStream(leaving.FlushedWhenLeft):
 
         Example: `stream.add(7, np.arange(1_000), deliver_at_ms=due).result().accepted`
         """
-        deadline = retry.Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
-        needs = planning.needs_of(on_invalid)
+        deadline = attempts.Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+        needs = attempts.needs_of(on_invalid)
         firsts: list[int] = []
         parts: list[Future[results.AddResult]] = []
         for first, add in self._requests.encode(
@@ -120,7 +108,7 @@ class AddStream(leaving.FlushedWhenLeft):
             self._changed.notify_all()
         self._session.close()
 
-    def _send(self, add: bytes, deadline: retry.Deadline, needs: attempts.Need | None) -> Future[results.AddResult]:
+    def _send(self, add: bytes, deadline: attempts.Deadline, needs: attempts.Need | None) -> Future[results.AddResult]:
         answer: Future[results.AddResult] = in_threads.promise()
         with self._changed:
             if not self._changed.wait_for(lambda: self._requests.may_begin, deadline.remaining_s()):

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from tarry import attempts, channels, credentials, errors, in_threads, streams
+from tarry import attempts, credentials, errors, in_threads, streams
 
 T = TypeVar("T")
 Response = TypeVar("Response")
@@ -49,13 +49,13 @@ class Connections:
         shows: credentials.Credentials,
         *,
         client_id: str | None = None,
-        waiting: Callable[[str], None] = channels.unsaid,
+        waiting: Callable[[str], None] = credentials.unsaid,
     ) -> None:
         """`shows`: what calls show. `waiting` is told what is waited for where that is worth saying. Raises
         InvalidArgument.
         """
         self._shows = shows
-        self._metadata = channels.metadata_of(client_id)
+        self._metadata = credentials.metadata_of(client_id)
         self._waiting = waiting
         self._changed = in_threads.Condition()
         self._last: dict[str, Connected] = {}

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarry import calls, errors, in_threads, producer_batches, results
-from tarry.threads import add_stream, connections, futures, leaving
+from tarry.threads import add_stream, connections, futures
 
 # Batches that are small, since they were sent after lingering, are many.
 _IN_FLIGHT = 16
 
 
-class Producer(leaving.FlushedWhenLeft):
+class Producer(futures.FlushedWhenLeft):
     """Made by `Client.producer`. A context manager: leaving it waits for every answer, and raises as `flush` does.
 
     Safe to use from several threads.

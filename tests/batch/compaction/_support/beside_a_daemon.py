@@ -16,10 +16,10 @@ import ulid
 
 import tarry
 from batch.compaction import job
-from batch.compaction.summary import Outcome, Status, Summary
+from batch.compaction.tally import Outcome, Status, Summary
 from batch.engine import job_settings
+from batch.engine.job_settings import store_of
 from batch.engine.root import Root
-from batch.engine.store_of import store_of
 from examples import processes
 from storage_backends.formats import names
 from storage_backends.local_directory import LocalDirectory

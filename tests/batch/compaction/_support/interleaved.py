@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 
 from batch.compaction.job import Options
-from batch.compaction.summary import Outcome, Status
-from storage_backends import bucket_reading, commit, crash_points, manifest_collection, progress_objects
+from batch.compaction.tally import Outcome, Status
+from storage_backends import bucket_reading, commit, crash_points, manifest_collection
 from storage_backends.formats import merge, names
 from storage_backends.formats.format_errors import FormatError
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import StoreError
 from storage_backends.storage_settings import Bucket
 from storage_backends.topic_manifest import Create, DeleteTopic, DropBuckets, SetSubscriptions
@@ -207,7 +207,7 @@ class Topic:
         """Those that are not gone by the manifest."""
         tip = self.tip()
         metadata, rows = bucket_reading.read_bucket(self._world.memory, live)
-        progress = progress_objects.progress_of(self._world.memory, tip)
+        progress = bucket_reading.progress_of(self._world.memory, tip)
         gone = merge.bits_of(live.object.name, metadata.kept, progress).gone
         left = rows.take(~gone.mask_of(rows.ledger_id, rows.entry_id))
         columns = (left.ledger_id.tolist(), left.entry_id.tolist(), left.deliver_at_ms.tolist())

@@ -14,8 +14,7 @@ import pytest
 
 from batch.compaction import job, merge_task
 from batch.compaction.job import Environment, Options, Stop
-from batch.compaction.summary import Summary
-from batch.compaction.tally import Advance
+from batch.compaction.tally import Advance, Summary
 from batch.engine.engine_port import WorkFailed
 from batch.engine.job_settings import Settings
 from batch.engine.root import Root, TopicPlace

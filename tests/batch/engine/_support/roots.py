@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from storage_backends import bucket_reading, commit, progress_objects, root_format, topic_manifest
+from storage_backends import bucket_reading, commit, root_format, topic_manifest
 from storage_backends.formats import bucket_format, index_ids, manifest, merge, names
 from storage_backends.formats.bucket_format import SegmentLimits
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import (
     BucketProgress,
     LiveBucket,
@@ -23,7 +24,6 @@ from storage_backends.formats.manifest import (
 )
 from storage_backends.formats.position_bitmap import PositionSet, position_bitmaps
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.object_store import ObjectStore
 from storage_backends.topic_manifest import Claim, Create, Quarantine, Seal
 
@@ -76,7 +76,7 @@ class StoredTopic:
     ) -> None:
         """Buckets become live; what is gone by now is in `gone`, by bucket, beside what was gone before."""
         tip = self.tip()
-        progress = _more_gone(progress_objects.progress_of(self.store, tip), gone or {})
+        progress = _more_gone(bucket_reading.progress_of(self.store, tip), gone or {})
         reference = None
         if not inline:
             body = manifest.encode_progress(progress)
@@ -127,7 +127,7 @@ class StoredTopic:
         twice is there twice.
         """
         tip = self.tip()
-        progress = progress_objects.progress_of(self.store, tip)
+        progress = bucket_reading.progress_of(self.store, tip)
         found: list[tuple[int, int, int, int]] = []
         for live in tip.live:
             metadata, rows = bucket_reading.read_bucket(self.store, live)

@@ -13,9 +13,8 @@ from daemon.shard import range_operations
 from daemon.shard.range_operations import OwnLogEnd
 from storage_backends import commit, log_fence, shard_manifests, topic_manifest
 from storage_backends.formats import checkpoint_format, names, slot_format
-from storage_backends.formats.log_slot_format import Head, Writer
+from storage_backends.formats.log_slot_format import Head, ShardSlot, Writer
 from storage_backends.formats.manifest import CheckpointCut, ShardManifest
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.log_fence import Fence
 from storage_backends.object_store import ObjectStore
 from storage_backends.slot_log import SlotLogs

@@ -33,9 +33,9 @@ from daemon.topic import bucket_lifecycle, bucket_reads
 from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import U32
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from tests._support.virtual_loop import InlineExecutor
 from tests.daemon.core._support.oracle import Claim

@@ -15,7 +15,7 @@ from daemon.core.index.index import Index
 from daemon.core.index.merging import MergedBucket
 from daemon.core.index.position_keys import KeyedRows
 from daemon.topic import bucket_reads
-from storage_backends import bucket_merging, progress_objects, topic_merge
+from storage_backends import bucket_merging, bucket_reading, topic_manifest
 from storage_backends.formats.manifest import LiveBucket
 from tests.daemon.core._support.journaled_topic import JournaledTopic
 
@@ -32,7 +32,7 @@ class Planned:
 
 def runs(topic: JournaledTopic, length: int) -> list[list[LiveBucket]]:
     """All runs of neighbours that the manifest allows."""
-    order = topic_merge.adjacent_order(topic.tip.live)
+    order = topic_manifest.adjacent_order(topic.tip.live)
     starts = [order[start : start + length] for start in range(len(order) - length + 1)]
     return [run for run in starts if len({live.subscription_id for live in run}) == 1]
 
@@ -41,7 +41,7 @@ def plan(topic: JournaledTopic, run: list[LiveBucket]) -> Planned:
     """Everything but the commit, from the manifest as it is now."""
     planned = bucket_merging.MergePlan(topic.tip, tuple(run), f"buckets/merged-{next(_names):05}")
     sources = [bucket_merging.read_source(topic.store, live) for live in run]
-    progress_of = functools.partial(progress_objects.progress_of, topic.store)
+    progress_of = functools.partial(bucket_reading.progress_of, topic.store)
     made = bucket_merging.merged(
         planned, sources, progress_of(topic.tip), limits=topic._segment_limits, compatible=topic._compatible
     )

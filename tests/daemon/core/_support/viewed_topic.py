@@ -33,9 +33,9 @@ from daemon.core.index.scan import (
 )
 from daemon.topic import bucket_lifecycle, bucket_reads
 from storage_backends.formats.bucket_format import SegmentInfo
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AddRecord, GoneReason, GoneRecord
 from tests.daemon.core._support.journaled_topic import TOPIC_ID, JournaledTopic
 

@@ -19,9 +19,9 @@ from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import SegmentCache
 from daemon.core.limits import RequestLimits
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, batch_parts_of, of_part
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import Subscription
 from storage_backends.formats.row_columns import U32, U64
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import NackRecord, Record, SlotBuilder
 
 NOW_MS = 1_000_000

@@ -23,10 +23,9 @@ from daemon.shard.recovery import ShardClaim
 from daemon.topic import topic_manifests
 from storage_backends import commit, log_fence
 from storage_backends.formats import checkpoint_format, log_slot_format, names
-from storage_backends.formats.log_slot_format import LogSlotHeader, LogSlotKind, Writer
+from storage_backends.formats.log_slot_format import LogSlotHeader, LogSlotKind, ShardSlot, Writer
 from storage_backends.formats.manifest import CheckpointCut, LogForm, ShardManifest
 from storage_backends.formats.row_columns import Rows
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import AddRecord, Record
 from storage_backends.log_fence import Fence
 from storage_backends.object_log import ObjectLog

@@ -13,8 +13,8 @@ from daemon.core.garbage_rules import Limits, Summary
 from daemon.owner import collection_pass
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from storage_backends.shard_listing import Listed, ShardListing

@@ -18,8 +18,8 @@ from daemon.topic import bucket_lifecycle
 from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint_format, index_ids, manifest, slot_format
 from storage_backends.formats.index_ids import batch_parts_of
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import U32, U64
-from storage_backends.formats.shard_slot import ShardSlot
 from storage_backends.formats.slot_format import DeadLetterReason, SlotHeader
 from tests.daemon.shard.test_recovery import LEDGER, LIMITS, Entries, Store, restored, rows_of, tip_of
 

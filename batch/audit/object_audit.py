@@ -6,6 +6,11 @@ Does not own: what is checked of bytes (`content`), and which objects there are 
 
 What is absent or damaged is judged by a manifest that was read *after* that was found (R9): a bucket that was merged
 away meanwhile is not missing.
+
+Whether an object is whole and says what names it: the bytes of buckets, checkpoints, progress.
+
+Owns: the full decoding of one object and what is checked of it. Pure: bytes in, flaws out.
+Does not own: reading (`reading`), and how much a flaw matters (`object_task`).
 """
 
 from __future__ import annotations
@@ -13,18 +18,213 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from batch.audit import content as audit_content
+import numpy as np
+
 from batch.audit import reading as audit_reading
 from batch.audit.findings import Finding, Flaw, Kind, Severity, Tally
 from batch.audit.reading import Named, Place, Read, WallClock
 from batch.engine.root import Root
 from storage_backends import bucket_reading, object_store
-from storage_backends.formats import format_errors, manifest, names
-from storage_backends.formats.manifest import CheckpointCut, LiveBucket, ObjectReference
+from storage_backends.formats import (
+    bucket_format,
+    checkpoint_format,
+    format_errors,
+    manifest,
+    names,
+    position_bitmap,
+    redelivery_columns,
+    slot_format,
+)
+from storage_backends.formats.bucket_format import BucketMetadata
+from storage_backends.formats.manifest import CheckpointCut, LiveBucket, ObjectReference, Progress
+from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionBitmap, PositionSet
+from storage_backends.formats.row_columns import Rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class BucketContent:
+    """A bucket that was decoded. `rows` is None when it could not be."""
+
+    flaws: tuple[Flaw, ...]
+    metadata: BucketMetadata | None = None
+    rows: Rows | None = None
+
+
+def damaged(error: format_errors.FormatError) -> Flaw:
+    return Flaw(Kind.DAMAGED, str(error), error.offset)
+
+
+def _disagrees(detail: str) -> Flaw:
+    return Flaw(Kind.DISAGREES, detail)
+
+
+def bytes_flaw(reference: ObjectReference, body: bytes, what: str) -> Flaw | None:
+    """Whether the bytes are those that the manifest names."""
+    try:
+        manifest.check_bytes(reference, body, what)
+    except format_errors.FormatError as error:
+        return damaged(error)
+    return None
+
+
+# ---- buckets
+
+
+def bucket_content(
+    body: bytes, *, topic: str, reference: ObjectReference | None = None, live: LiveBucket | None = None
+) -> BucketContent:
+    """Everything that can be told of a bucket from its bytes and what its manifest says. `topic`: "" = not known."""
+    named = bytes_flaw(reference, body, "bucket") if reference is not None else None
+    try:
+        metadata, rows = bucket_format.decode_bucket(body)
+        positions = PositionSet.of(metadata.positions)
+        kept = [PositionSet.of(each.positions) for each in metadata.kept]
+    except format_errors.FormatError as error:
+        return BucketContent((damaged(error),))
+    if named is not None:
+        # It is whole, and another one than the manifest names.
+        return BucketContent((named,), metadata, rows)
+    flaws = [*_row_flaws(metadata, rows, positions), *_kept_flaws(metadata, positions, kept)]
+    if topic and metadata.topic != topic:
+        flaws.append(_disagrees(f"it names topic {metadata.topic!r}"))
+    if live is not None:
+        flaws += _live_flaws(live, metadata, rows, body)
+    return BucketContent(tuple(flaws), metadata, rows)
+
+
+def _row_flaws(metadata: BucketMetadata, rows: Rows, positions: PositionSet) -> Iterator[Flaw]:
+    """Rows against the metadata; `decode_bucket` has compared the hash, and that they are as many as the table says."""
+    if len(rows) != metadata.rows:
+        yield _disagrees(f"it has {len(rows)} rows, but its metadata says {metadata.rows}")
+    held = PositionSet.of(position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id))
+    if len(held) != len(rows):
+        yield _disagrees(f"{len(rows) - len(held)} of its positions occur twice")
+    if held != positions:
+        yield _disagrees(
+            f"its rows have {len(held - positions)} positions that its metadata has not, its metadata has "
+            f"{len(positions - held)} that no row has"
+        )
+    if not position_bitmap.in_order(metadata.positions):
+        yield _disagrees("the bitmaps of its positions do not ascend")
+    if not _in_due_order(rows):
+        yield _disagrees("its rows of one time are not ordered by position")
+
+
+def _in_due_order(rows: Rows) -> bool:
+    due, ledger, entry = rows.deliver_at_ms, rows.ledger_id, rows.entry_id
+    same_due = due[1:] == due[:-1]
+    same_ledger = ledger[1:] == ledger[:-1]
+    falls = (ledger[1:] < ledger[:-1]) | (same_ledger & (entry[1:] < entry[:-1]))
+    return not bool((same_due & falls).any())
+
+
+def _kept_flaws(metadata: BucketMetadata, positions: PositionSet, kept: Sequence[PositionSet]) -> Iterator[Flaw]:
+    """Every row of a merged bucket was copied from a source, and none that is not there."""
+    copied = NO_POSITIONS
+    for each, from_source in zip(metadata.kept, kept, strict=True):
+        if not from_source <= positions:
+            yield _disagrees(f"{len(from_source - positions)} positions kept from {each.source} are missing")
+        copied |= from_source
+    if kept and not positions <= copied:
+        yield _disagrees(f"{len(positions - copied)} of its positions are kept from no source")
+
+
+def _live_flaws(live: LiveBucket, metadata: BucketMetadata, rows: Rows, body: bytes) -> Iterator[Flaw]:
+    """What the manifest says of the bucket against what it is."""
+    if not len(rows):
+        yield _disagrees("it has no rows")
+        return
+    # `decode_bucket` has compared the hash of the metadata with that of the rows.
+    found = {
+        "subscription_id": metadata.subscription_id,
+        "rows": len(rows),
+        "hash_low": metadata.hash_low,
+        "hash_high": metadata.hash_high,
+        "first_ledger_id": int(rows.ledger_id.min()),
+        "last_ledger_id": int(rows.ledger_id.max()),
+        "min_deliver_at_ms": int(rows.deliver_at_ms[0]),
+        "max_deliver_at_ms": int(rows.deliver_at_ms[-1]),
+        "segments": _segments(body),
+    }
+    for name, value in found.items():
+        said = getattr(live, name)
+        if said != value:
+            yield _disagrees(f"its {name} is {value}, but the manifest says {said}")
+    if bool(live.level) != bool(metadata.kept):
+        yield _disagrees(f"the manifest says level {live.level}, but it keeps rows of {len(metadata.kept)} sources")
+
+
+def _segments(body: bytes) -> int:
+    start, length = bucket_format.footer_range(len(body))
+    found = bucket_format.decode_footer(body[start : start + length], len(body))
+    return len(bucket_format.decode_table(body[found.offset : start], found).segments)
+
+
+# ---- progress and checkpoints
+
+
+def progress_flaws(progress: Progress) -> Iterator[Flaw]:
+    """Decodes every bitmap and every column."""
+    try:
+        for part in progress.buckets:
+            _decode(part.gone)
+            for acknowledged in part.acknowledged:
+                _decode(acknowledged.positions)
+        for level in progress.levels:
+            _decode(level.positions)
+        for each in progress.redeliveries:
+            for nacked in each.nacked:
+                redelivery_columns.decode_nacked(nacked)
+            for plane in each.counts:
+                _decode(plane.positions)
+            if each.dead_letters is not None:
+                redelivery_columns.decode_dead_letters(each.dead_letters)
+    except format_errors.FormatError as error:
+        yield damaged(error)
+
+
+def _decode(bitmaps: Sequence[PositionBitmap]) -> None:
+    if not position_bitmap.in_order(bitmaps):
+        raise format_errors.FormatError("progress", 0, "the bitmaps of positions do not ascend by ledger and page")
+    PositionSet.of(bitmaps)
+
+
+def checkpoint_flaws(body: bytes, *, shard: int, reference: manifest.CheckpointCut | None) -> Iterator[Flaw]:
+    """Decodes everything, what is carried over included. `reference`: what the manifest says, None when none does."""
+    named = None if reference is None else bytes_flaw(reference.object, body, "checkpoint")
+    try:
+        found = checkpoint_format.decode_checkpoint(body)
+        for part in found.topics:
+            for carried in part.carried:
+                for record in carried.records:
+                    if isinstance(record, slot_format.StoredRecord):
+                        record.decoded()
+    except format_errors.FormatError as error:
+        yield damaged(error)
+        return
+    if named is not None:
+        yield named
+        return
+    if found.shard != shard:
+        yield _disagrees(f"it names shard {found.shard}")
+    if reference is not None and found.slot != reference.slot:
+        yield _disagrees(f"it is of slot {found.slot}, the manifest says {reference.slot}")
+    for part in found.topics:
+        yield from progress_flaws(part.progress)
+        for rows in (part.mutable_rows, *(own.rows for own in part.own_rows)):
+            positions = PositionSet.of(position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id))
+            if len(positions) != len(rows):
+                yield _disagrees(f"topic {part.topic!r} has {len(rows) - len(positions)} positions twice")
+
+
+def not_due(rows: Rows, now_ms: int) -> int:
+    """How many of the rows are due later."""
+    return int(np.count_nonzero(rows.deliver_at_ms > np.uint64(now_ms)))
+
 
 GRACE_SLACK_MS: Final = 300_000
 """Clocks of machines differ: so much earlier than its time a tombstone's object may be gone."""
@@ -123,13 +323,11 @@ class _Run:
     def _flaws(self, item: Item, body: bytes) -> Sequence[Flaw]:
         what = what_of(item.key)
         if what == "bucket":
-            content = audit_content.bucket_content(
-                body, topic=item.topic_name, reference=item.reference, live=item.live
-            )
+            content = bucket_content(body, topic=item.topic_name, reference=item.reference, live=item.live)
             self.tally.rows += 0 if content.rows is None else len(content.rows)
             return content.flaws
         if what == "checkpoint":
-            flaws = [*audit_content.checkpoint_flaws(body, shard=item.place.shard, reference=item.checkpoint)]
+            flaws = [*checkpoint_flaws(body, shard=item.place.shard, reference=item.checkpoint)]
             named = self._named_flaw(item, body, what) if item.checkpoint is None else None
         else:
             flaws = _properties_flaws(body) if what == "properties" else _progress_flaws(body)
@@ -137,7 +335,7 @@ class _Run:
         return flaws or ([] if named is None else [named])
 
     def _named_flaw(self, item: Item, body: bytes, what: str) -> Flaw | None:
-        return None if item.reference is None else audit_content.bytes_flaw(item.reference, body, what)
+        return None if item.reference is None else bytes_flaw(item.reference, body, what)
 
     def _look_into(self, item: Item) -> None:
         """Table and entry 0 of a live bucket."""
@@ -182,7 +380,7 @@ class _Run:
         try:
             record = manifest.decode_dead_object(found.body)
         except format_errors.FormatError as error:
-            self._find(item, audit_content.damaged(error), Severity.WARNING)
+            self._find(item, damaged(error), Severity.WARNING)
             return
         if names.dead_object_key(record.object) != item.key:
             self._find(item, Flaw(Kind.DISAGREES, f"it is the record of {record.object}"), Severity.WARNING)
@@ -251,15 +449,15 @@ def _progress_flaws(body: bytes) -> list[Flaw]:
     try:
         progress = manifest.decode_progress(body)
     except format_errors.FormatError as error:
-        return [audit_content.damaged(error)]
-    return [*audit_content.progress_flaws(progress)]
+        return [damaged(error)]
+    return [*progress_flaws(progress)]
 
 
 def _properties_flaws(body: bytes) -> list[Flaw]:
     try:
         manifest.decode_properties(body)
     except format_errors.FormatError as error:
-        return [audit_content.damaged(error)]
+        return [damaged(error)]
     return []
 
 
