@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from typing import Final
 
 from daemon import errors, logs
-from daemon.settings import Access
+from daemon.settings import AccessSettings
 
 # Of the names that a request has, which may have any length where it is refused.
 TEXT_MAX: Final = 1024
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class AuditLog:
     """Appends lines to the file of the settings, or to the daemon's log. It never fails a call."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: AccessSettings) -> None:
         """Opens the file. Raises `InvalidArgument` when that does not work."""
         self._is_kept = access.audit_file is not None or access.identities_file is not None
         self._file: _File | None = None

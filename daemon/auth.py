@@ -35,7 +35,7 @@ import msgspec
 from msgspec import Meta
 
 from daemon import errors
-from daemon.settings import Access, Tls
+from daemon.settings import AccessSettings, TlsSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Certificates:
     context: ssl.SSLContext = dataclasses.field(compare=False, repr=False)
 
 
-def certificate_files(tls: Tls) -> list[str]:
+def certificate_files(tls: TlsSettings) -> list[str]:
     """The files that the settings name."""
     return [path for path in (tls.cert_file, tls.key_file, tls.client_ca_file) if path is not None]
 
 
-def read_certificates(tls: Tls) -> Certificates:
+def read_certificates(tls: TlsSettings) -> Certificates:
     """Reads and checks what the settings name. Raises `InvalidArgument`: the setting, the file and what is wrong."""
     chain, key = _bytes_of("tls.cert_file", tls.cert_file), _bytes_of("tls.key_file", tls.key_file)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -71,7 +71,7 @@ def read_certificates(tls: Tls) -> Certificates:
     return Certificates(chain, key, _client_ca(tls), context)
 
 
-def _client_ca(tls: Tls) -> bytes | None:
+def _client_ca(tls: TlsSettings) -> bytes | None:
     if tls.client_ca_file is None:
         return None
     authority = _bytes_of("tls.client_ca_file", tls.client_ca_file)
@@ -262,7 +262,7 @@ log = logging.getLogger(__name__)
 class Door:
     """What is in force of the files. Any thread may ask."""
 
-    def __init__(self, tls: Tls, access: Access) -> None:
+    def __init__(self, tls: TlsSettings, access: AccessSettings) -> None:
         """Reads the files. Raises `InvalidArgument`."""
         self._certificates: WatchedFiles[Certificates] | None = None
         self._identities: WatchedFiles[Identities] | None = None

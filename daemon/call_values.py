@@ -20,7 +20,7 @@ from daemon.core.decisions.withdrawal_decisions import CancelOutcome, Reschedule
 from daemon.core.index.bucket import RebuildNeeded
 from daemon.core.index.containment import Contained, EntryRanges
 from daemon.core.index.delay_levels import DelayLevels
-from daemon.core.index.retention import Survey
+from daemon.core.index.retention import RetentionScan
 from daemon.core.index.scan import Place
 from daemon.core.key_shared.hash_slots import HashRange
 from daemon.core.key_shared.key_shared_stats import ConsumerStats, KeySharedStats
@@ -71,13 +71,13 @@ __all__ = [
     "RescheduleBatch",
     "RescheduleOutcome",
     "RetentionPage",
+    "RetentionScan",
     "ScheduledPage",
     "Sealed",
     "SubscriptionCreated",
     "SubscriptionPage",
     "SubscriptionPolicy",
     "SubscriptionStats",
-    "Survey",
     "TakenBack",
     "TopicDelayLevels",
     "TopicDeleted",
@@ -433,7 +433,7 @@ class TopicStats:
     rebuild_needed: tuple[RebuildNeeded, ...]
     last_due_ms: int
     merges: int
-    survey: Survey
+    survey: RetentionScan
     due: int
 
 

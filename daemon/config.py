@@ -17,20 +17,20 @@ import msgspec
 from daemon import errors
 from daemon.core.index import delay_levels
 from daemon.settings import (
-    Access,
-    Daemon,
-    Deletion,
+    AccessSettings,
+    DaemonSettings,
     DeletionObjectStore,
     DeletionOwner,
-    Delivery,
-    Grpc,
-    Journal,
-    Limits,
-    Log,
-    Metrics,
-    Ownership,
-    Redelivery,
-    Tls,
+    DeletionSettings,
+    DeliverySettings,
+    GrpcSettings,
+    JournalSettings,
+    LimitsSettings,
+    LogSettings,
+    MetricsSettings,
+    OwnershipSettings,
+    RedeliverySettings,
+    TlsSettings,
 )
 from storage_backends import settings_file
 from storage_backends.storage_settings import S3, Bucket, Collection, SettingsError, Store, check_bucket, check_store
@@ -41,21 +41,21 @@ PORT_MAX = 65_535
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings."""
 
-    daemon: Daemon = Daemon()
+    daemon: DaemonSettings = DaemonSettings()
     store: Store = Store()
-    grpc: Grpc = Grpc()
-    tls: Tls = Tls()
-    access: Access = Access()
-    metrics: Metrics = Metrics()
-    log: Log = Log()
-    journal: Journal = Journal()
+    grpc: GrpcSettings = GrpcSettings()
+    tls: TlsSettings = TlsSettings()
+    access: AccessSettings = AccessSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    log: LogSettings = LogSettings()
+    journal: JournalSettings = JournalSettings()
     bucket: Bucket = Bucket()
-    delivery: Delivery = Delivery()
-    redelivery: Redelivery = Redelivery()
-    limits: Limits = Limits()
-    ownership: Ownership = Ownership()
+    delivery: DeliverySettings = DeliverySettings()
+    redelivery: RedeliverySettings = RedeliverySettings()
+    limits: LimitsSettings = LimitsSettings()
+    ownership: OwnershipSettings = OwnershipSettings()
     collection: Collection = Collection()
-    deletion: Deletion = Deletion()
+    deletion: DeletionSettings = DeletionSettings()
 
     @property
     def daemon_id(self) -> str:

@@ -294,7 +294,7 @@ def _write_in_one_step(path: Path, text: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ready:
+class ReadyFile:
     """What `--ready-file` says: the ports are bound. Health says when the daemon serves."""
 
     grpc: str
@@ -304,7 +304,7 @@ class Ready:
 
 
 def _announce(settings: config.Config, metrics_address: str, ready_file: Path | None) -> None:
-    ready = Ready(
+    ready = ReadyFile(
         grpc=str(settings.daemon.address), metrics=metrics_address, pid=os.getpid(), daemon_id=settings.daemon_id
     )
     if ready_file is not None:

@@ -32,7 +32,7 @@ _AN_ABSOLUTE_PATH = {WRITTEN_AS: "an absolute path of at most 103 characters, wh
 _MESSAGE_BYTES_LEAST = 1 << 20
 
 
-class Daemon(Section, frozen=True):
+class DaemonSettings(Section, frozen=True):
     """Identity, end and shards of the daemon."""
 
     id: (
@@ -89,7 +89,7 @@ class Daemon(Section, frozen=True):
     ] = 16
 
 
-class Grpc(Section, frozen=True):
+class GrpcSettings(Section, frozen=True):
     """The gRPC server."""
 
     listen: Annotated[
@@ -147,7 +147,7 @@ class Grpc(Section, frozen=True):
     ] = 5.0
 
 
-class Metrics(Section, frozen=True):
+class MetricsSettings(Section, frozen=True):
     """The Prometheus endpoint."""
 
     listen: Annotated[
@@ -175,7 +175,7 @@ class Metrics(Section, frozen=True):
     ] = 1000
 
 
-class Tls(Section, frozen=True):
+class TlsSettings(Section, frozen=True):
     """TLS of the gRPC server, and of the metrics if `metrics.tls` is set. The files are PEM.
 
     The daemon reads changed files again and keeps connections. Wrong files change nothing.
@@ -209,7 +209,7 @@ class Tls(Section, frozen=True):
     ) = None
 
 
-class Access(Section, frozen=True):
+class AccessSettings(Section, frozen=True):
     """Rights of callers ([SECURITY.md](SECURITY.md))."""
 
     identities_file: (
@@ -244,7 +244,7 @@ class Access(Section, frozen=True):
     ) = None
 
 
-class Log(Section, frozen=True):
+class LogSettings(Section, frozen=True):
     """The log, on standard error."""
 
     level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="The lowest level to write.")] = (
@@ -255,7 +255,7 @@ class Log(Section, frozen=True):
     )
 
 
-class Journal(Section, frozen=True):
+class JournalSettings(Section, frozen=True):
     """Group commit and checkpoints."""
 
     commit_linger_ms: (
@@ -296,7 +296,7 @@ class Journal(Section, frozen=True):
     ] = 10_000
 
 
-class Delivery(Section, frozen=True):
+class DeliverySettings(Section, frozen=True):
     """Loading ahead and delivery."""
 
     tick_ms: (
@@ -327,7 +327,7 @@ class Delivery(Section, frozen=True):
     ] = 200_000
 
 
-class Redelivery(Section, frozen=True):
+class RedeliverySettings(Section, frozen=True):
     """Redelivery of negatively acknowledged positions, and delay levels for topics without a table of their own."""
 
     delay_ms: Annotated[
@@ -360,7 +360,7 @@ class Redelivery(Section, frozen=True):
     ] = True
 
 
-class Limits(Section, frozen=True):
+class LimitsSettings(Section, frozen=True):
     """Limits of requests. A refused request changes nothing."""
 
     rows_per_request_max: Annotated[int, Meta(ge=1, le=10_000_000, description="Rows of one request, at most.")] = (
@@ -423,7 +423,7 @@ class Limits(Section, frozen=True):
     ] = 0
 
 
-class Ownership(Section, frozen=True):
+class OwnershipSettings(Section, frozen=True):
     """Heartbeats, by which daemons that share a root watch each other."""
 
     heartbeat_interval_s: Annotated[float, Meta(gt=0, le=60, description="Time between two heartbeats.")] = 3.0
@@ -521,7 +521,7 @@ class DeletionOwner(Section, frozen=True):
     ] = 10.0
 
 
-class Deletion(Section, frozen=True):
+class DeletionSettings(Section, frozen=True):
     """Deletion of ledgers and offloaded objects of other systems, in two phases (names of PIP-186).
 
     Without an object store or an owner, nothing is deleted: records are retried, and become dead letters.

@@ -30,7 +30,7 @@ from typing import Final, NamedTuple
 
 from storage_backends import object_store
 from storage_backends.formats import format_errors, framing, log_slot_format, names
-from storage_backends.formats.log_slot_format import Identity
+from storage_backends.formats.log_slot_format import SlotIdentity
 from storage_backends.slot_log import LogHeld, ReadSlot, SlotLog
 
 LOGS_FOLDER: Final = ".logs"
@@ -117,7 +117,7 @@ class FileLog(SlotLog):
                 file = self._begin_file(number)
             self._append(file, number, record)
 
-    def head(self, number: int) -> Identity | None:
+    def head(self, number: int) -> SlotIdentity | None:
         with self._using:
             if self._lock_file is not None and number > self._last:
                 return None

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from storage_backends import object_store
 from storage_backends.formats import format_errors, log_slot_format, names
-from storage_backends.formats.log_slot_format import Identity, LogSlotKind
+from storage_backends.formats.log_slot_format import LogSlotKind, SlotIdentity
 from storage_backends.slot_log import ReadSlot, SlotLog
 
 _KIND = "kind"
@@ -66,14 +66,14 @@ class ObjectLog(SlotLog):
         metadata = {_KIND: kind.name.lower(), _FINGERPRINT: f"{fingerprint:08x}"}
         self._store.put_if_absent(self._key(number), slot, metadata=metadata)
 
-    def head(self, number: int) -> Identity | None:
+    def head(self, number: int) -> SlotIdentity | None:
         key = self._key(number)
         try:
             metadata = self._store.head(key).metadata
         except object_store.NotFound:
             return None
         try:
-            return Identity(LogSlotKind[metadata[_KIND].upper()], int(metadata[_FINGERPRINT], 16))
+            return SlotIdentity(LogSlotKind[metadata[_KIND].upper()], int(metadata[_FINGERPRINT], 16))
         except (KeyError, ValueError):
             raise object_store.Damaged(key, f"its metadata {dict(metadata)} is not that of a log slot") from None
 

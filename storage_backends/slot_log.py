@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 from storage_backends import object_store
 from storage_backends.formats import names
-from storage_backends.formats.log_slot_format import Identity
+from storage_backends.formats.log_slot_format import SlotIdentity
 
 
 class LogHeld(object_store.StoreUnavailable):
@@ -59,7 +59,7 @@ class SlotLog(ABC):
         """
 
     @abstractmethod
-    def head(self, number: int) -> Identity | None:
+    def head(self, number: int) -> SlotIdentity | None:
         """Which slot has the number; None when none has. Raises `Damaged`."""
 
     @abstractmethod

@@ -127,7 +127,7 @@ class Create:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class ClaimTopic:
     """A new owner of the shard; must come before the manifest is relied on (R5), also when the topic was deleted."""
 
     epoch: int

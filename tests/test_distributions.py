@@ -177,11 +177,9 @@ def test_a_file_of_the_daemon_of_storage_or_of_a_job_has_a_name_of_its_own() -> 
     assert standing_twice(paths) == {}
     added = [
         REPOSITORY / "batch" / "engine" / "process.py",
-        REPOSITORY / "batch" / "audit" / "chain.py",
         REPOSITORY / "daemon/shard/index.py",
     ]
     assert standing_twice([*paths, *added]) == {
-        "chain.py": ["batch/audit/manifest_audit.py", "batch/audit/manifest_audit.py"],
         "index.py": ["daemon/core/index/index.py", "daemon/shard/index.py"],
         "process.py": ["batch/engine/process.py", "daemon/process.py"],
     }

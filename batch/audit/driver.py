@@ -38,7 +38,7 @@ from batch.audit.manifest_audit import ManifestRun, ManifestsSeen
 from batch.audit.object_audit import Item, Role
 from batch.audit.reading import SYSTEM_CLOCK, Place, WallClock
 from batch.audit.row_audit import TwiceRun, Unnamed
-from batch.engine.engine_port import Engine
+from batch.engine.engine_port import TaskEngine
 from batch.engine.job_settings import Settings
 from batch.engine.root import Root
 from storage_backends import log_reading, object_store
@@ -258,7 +258,7 @@ def _do(task: _Task) -> list[Any]:
 
 def audit(
     store: ObjectStore,
-    engine: Engine,
+    engine: TaskEngine,
     request: Request,
     *,
     open_store: Opener,
@@ -310,7 +310,9 @@ class _Sequence:
 
 
 class _Audit:
-    def __init__(self, root: Root, engine: Engine, request: Request, open_store: Opener, progress: Progress) -> None:
+    def __init__(
+        self, root: Root, engine: TaskEngine, request: Request, open_store: Opener, progress: Progress
+    ) -> None:
         self.tally = Tally()
         self.topics = 0
         self._root = root

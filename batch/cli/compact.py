@@ -23,7 +23,7 @@ from batch.cli import options
 from batch.cli.options import Shared
 from batch.compaction import job, merge_task, plan, tally
 from batch.compaction.tally import Advance, Summary
-from batch.engine.engine_port import Engine
+from batch.engine.engine_port import TaskEngine
 from batch.engine.job_settings import store_of
 from batch.engine.root import Root
 
@@ -169,7 +169,7 @@ def compact(
 
 def _run(shared: Shared, asked: job.Options, *, dry_run: bool) -> Summary:
     """Raises what opening the store and the root raises."""
-    environment = job.Environment(
+    environment = job.JobEnvironment(
         now_ms=lambda: time.time_ns() // 1_000_000, elapsed_s=time.monotonic, new_id=lambda: str(ulid.ULID())
     )
     stop = job.Stop()
@@ -194,7 +194,7 @@ def _run(shared: Shared, asked: job.Options, *, dry_run: bool) -> Summary:
         )
 
 
-def _start_workers(engine: Engine) -> None:
+def _start_workers(engine: TaskEngine) -> None:
     """Spark starts its workers with the first tasks that they get; those of the job find them there."""
     for _ in engine.run(merge_task.ready, range(engine.parallelism), lambda ended: None):
         pass

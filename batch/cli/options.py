@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from batch.engine import job_settings, local_engine
-from batch.engine.engine_port import Engine
+from batch.engine.engine_port import TaskEngine
 from batch.engine.job_settings import Settings
 
 ROOMS: Final = ("batch",)
@@ -106,7 +106,7 @@ class Shared:
     as_json: bool
     quiet: bool
 
-    def open_engine(self, job: str, *, preload: Sequence[str] = ()) -> Engine:
+    def open_engine(self, job: str, *, preload: Sequence[str] = ()) -> TaskEngine:
         """The engine, to be entered. `job`: its name for people; `preload`: modules that its tasks need.
 
         Raises click.ClickException when Spark is not installed.

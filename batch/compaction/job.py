@@ -33,7 +33,7 @@ from batch.compaction.merge_task import FailedRun, Failure, WrittenRun, task_of
 from batch.compaction.plan import Parameters, Run
 from batch.compaction.tally import Advance, Outcome, Summary, Tally
 from batch.compaction.waves import Amount, Report, Wave, Waves, Work
-from batch.engine.engine_port import Engine
+from batch.engine.engine_port import TaskEngine
 from batch.engine.job_settings import Settings
 from batch.engine.root import Root, TopicPlace
 from storage_backends import bucket_reading, commit, merge_hints
@@ -53,7 +53,7 @@ COMMIT_DEADLINE_S = 30.0
 """So long a commit is tried while the store fails."""
 
 
-class TopicCommits:
+class MergeCommits:
     """The commits of one topic, one after the other. `writer`: who commits, for people who read the manifest.
     `progress_of`: as of `topic_merge.Merge`.
     """
@@ -165,7 +165,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Environment:
+class JobEnvironment:
     """What is not decided here. `now_ms`: Unix time; `elapsed_s`: monotonic; `new_id`: never the same."""
 
     now_ms: Callable[[], int]
@@ -175,11 +175,11 @@ class Environment:
 
 def compact(
     root: Root,
-    engine: Engine | None,
+    engine: TaskEngine | None,
     settings: Settings,
     options: Options,
     *,
-    environment: Environment,
+    environment: JobEnvironment,
     stop: Stop,
     watch: Callable[[Advance], None],
 ) -> Summary:
@@ -196,7 +196,7 @@ def compact(
 class _Topic:
     """A topic with something to merge. `left_out`: buckets that this job made, or that it cannot merge."""
 
-    commits: TopicCommits
+    commits: MergeCommits
     left_out: set[str] = dataclasses.field(default_factory=set)
 
     @property
@@ -213,10 +213,10 @@ class _Job:
     def __init__(
         self,
         root: Root,
-        engine: Engine | None,
+        engine: TaskEngine | None,
         settings: Settings,
         options: Options,
-        environment: Environment,
+        environment: JobEnvironment,
         stop: Stop,
         watch: Callable[[Advance], None],
     ) -> None:
@@ -314,7 +314,7 @@ class _Job:
         tip, runs = found
         self._tally.saw(place.shard, tip.manifest, has_runs=bool(runs))
         if runs:
-            commits = TopicCommits(self._root, place, tip, writer=self._writer, progress_of=self._progress.of)
+            commits = MergeCommits(self._root, place, tip, writer=self._writer, progress_of=self._progress.of)
             self._topics[place] = _Topic(commits)
             self._waves.offer(place, runs)
 
@@ -337,7 +337,7 @@ class _Job:
 
     # ---- waves
 
-    def _do_waves(self, engine: Engine) -> None:
+    def _do_waves(self, engine: TaskEngine) -> None:
         """Plans, does and commits wave after wave until nothing waits or it is too late. Raises Stopped."""
         written: Sequence[tuple[Work, Report]] = ()
         while True:
@@ -360,7 +360,7 @@ class _Job:
             else:
                 return
 
-    def _begin_wave(self, engine: Engine) -> Wave | None:
+    def _begin_wave(self, engine: TaskEngine) -> Wave | None:
         """None when nothing waits, or it is too late."""
         deadline_s = self._options.deadline_s
         if deadline_s is not None and self._tally.elapsed_s >= deadline_s:

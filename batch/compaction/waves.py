@@ -24,7 +24,7 @@ from typing import Final
 
 from batch.compaction.merge_task import FailedRun, MergeTask, WrittenRun, merge_run
 from batch.compaction.plan import Run
-from batch.engine.engine_port import Engine, WorkFailed
+from batch.engine.engine_port import TaskEngine, WorkFailed
 from batch.engine.root import TopicPlace
 
 
@@ -149,7 +149,7 @@ class Wave:
     """Begins at once. `done`: told in another thread how many tasks have ended; what it raises ends the wave."""
 
     def __init__(
-        self, engine: Engine, works: Sequence[Work], tasks: Sequence[MergeTask], done: Callable[[int], None]
+        self, engine: TaskEngine, works: Sequence[Work], tasks: Sequence[MergeTask], done: Callable[[int], None]
     ) -> None:
         self.works = works
         self.failure: WorkFailed | None = None

@@ -25,7 +25,7 @@ class WorkFailed(Exception):
     """A task failed with what it does not expect, or a worker was lost for good; the message says with what."""
 
 
-class Engine(Protocol):
+class TaskEngine(Protocol):
     """Runs tasks in parallel; a context manager, and usable only inside."""
 
     @property

@@ -73,7 +73,7 @@ class NackedRows:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class SubscriptionState:
+class SubscriptionContents:
     """A subscription as its manifest has it, what it negatively acknowledged, and its dead letters."""
 
     stored: Subscription
@@ -82,7 +82,7 @@ class SubscriptionState:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class TopicState:
+class TopicContents:
     """A topic as of slot `applied_slot` of its shard."""
 
     place: TopicPlace
@@ -90,7 +90,7 @@ class TopicState:
     applied_slot: int
     buckets: tuple[BucketState, ...]
     unsealed: tuple[UnsealedRows, ...]
-    subscriptions: tuple[SubscriptionState, ...]
+    subscriptions: tuple[SubscriptionContents, ...]
 
     @property
     def manifest(self) -> TopicManifest:

@@ -19,7 +19,7 @@ from batch.engine import replay
 from batch.engine.replay import STORED_BITS_AT, STORED_ROWS_AT, Added, Decisions, Nacked, Settled
 from batch.engine.root import Root, TopicPlace
 from batch.engine.shard_reading import Beginning, ShardReading, begin_together
-from batch.engine.topic_contents import BucketState, NackedRows, SubscriptionState, TopicState, UnsealedRows
+from batch.engine.topic_contents import BucketState, NackedRows, SubscriptionContents, TopicContents, UnsealedRows
 from storage_backends import bucket_reading, commit
 from storage_backends.checkpoints import NOTHING, TopicTail, counting_part, still_sealing
 from storage_backends.formats import format_errors, index_ids, merge, redelivery_columns, slot_format
@@ -51,7 +51,7 @@ def read_states(
     places: Sequence[TopicPlace] | None = None,
     *,
     failed: Callable[[TopicPlace, StoreError], None] | None = None,
-) -> Iterator[TopicState]:
+) -> Iterator[TopicContents]:
     """The topics at these places, None: all that are listed; by shard, one at a time. Topics that do not exist, or were
     deleted, are left out.
 
@@ -78,7 +78,7 @@ def _of_shard(
     executor: concurrent.futures.Executor,
     failed: Callable[[TopicPlace, StoreError], None] | None,
     begun: Beginning | None,
-) -> Iterator[TopicState]:
+) -> Iterator[TopicContents]:
     only = {place.topic_id for place in places}
     reading = ShardReading(root, places[0].shard, executor, only=only, begun=begun)
     for first in range(0, len(places), GROUP_TOPICS):
@@ -118,7 +118,7 @@ def _tips(root: Root, places: Sequence[TopicPlace], executor: concurrent.futures
     return list(executor.map(tip_of, places))
 
 
-def _state_of(reading: ShardReading, place: TopicPlace, tip: _FoundTip, tail: TopicTail) -> TopicState | None:
+def _state_of(reading: ShardReading, place: TopicPlace, tip: _FoundTip, tail: TopicTail) -> TopicContents | None:
     for attempt in itertools.count(1):
         if isinstance(tip, StoreError):
             raise tip
@@ -151,7 +151,7 @@ class _TopicReading:
         self._tail = tail
         self._opened: dict[str, BucketMetadata] = {}
 
-    def state(self) -> TopicState:
+    def state(self) -> TopicContents:
         manifest = self._manifest
         part = counting_part(manifest, self._tail)
         named = self._reading.checkpoint_key if part is not None else self._manifest_key
@@ -169,14 +169,14 @@ class _TopicReading:
             self._index(decisions, index_id, buckets.get(index_id, []), loose.get(index_id))
             for index_id in sorted({*buckets, *(events.index_id for events in decisions.indexes)})
         ]
-        return TopicState(
+        return TopicContents(
             place=self._place,
             tip=self._tip,
             applied_slot=max(manifest.applied, self._reading.last_slot),
             buckets=self._in_order(bucket for index in indexes for bucket in index.buckets),
             unsealed=tuple(index.unsealed for index in indexes if len(index.unsealed.rows)),
             subscriptions=tuple(
-                SubscriptionState(
+                SubscriptionContents(
                     each,
                     tuple(
                         index.nacked[number] for index in indexes if (number := each.subscription_id) in index.nacked

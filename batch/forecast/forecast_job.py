@@ -29,10 +29,10 @@ from typing import Final
 
 import numpy as np
 
-from batch.engine.engine_port import Engine
+from batch.engine.engine_port import TaskEngine
 from batch.engine.job_settings import Settings, store_of
 from batch.engine.root import Root, TopicPlace
-from batch.engine.topic_contents import SubscriptionState, TopicState
+from batch.engine.topic_contents import SubscriptionContents, TopicContents
 from batch.engine.topic_reading import read_states
 from batch.forecast.result import Effort, Forecast, Owed, TopicForecast, Unread
 from batch.forecast.steps import BucketCount, Counts, Steps, counted_at_once
@@ -137,7 +137,7 @@ class TopicCount:
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
     @staticmethod
-    def of(state: TopicState, steps: Steps) -> TopicCount:
+    def of(state: TopicContents, steps: Steps) -> TopicCount:
         counts: dict[int, list[Counts]] = {}
         for part in state.unsealed:
             counts.setdefault(part.index_id, []).append(Counts.of(steps, steps.of(part.rows.deliver_at_ms)))
@@ -179,7 +179,7 @@ class TopicCount:
         )
 
 
-def redeliveries_of(steps: Steps, state: SubscriptionState) -> Counts:
+def redeliveries_of(steps: Steps, state: SubscriptionContents) -> Counts:
     """What of a subscription's negatively acknowledged rows comes back when. What should have come back is overdue, and
     counted among the rows.
     """
@@ -187,7 +187,7 @@ def redeliveries_of(steps: Steps, state: SubscriptionState) -> Counts:
     return dataclasses.replace(found, overdue_rows=0)
 
 
-def waiting_rows(state: TopicState, steps: Steps) -> int:
+def waiting_rows(state: TopicContents, steps: Steps) -> int:
     """How many rows are due and wait for a redelivery, at every subscription that is owed them still."""
     waiting: dict[int, list[Rows]] = {}
     at: dict[tuple[int, int], PositionSet] = {}
@@ -216,7 +216,7 @@ def _positions(rows: Rows) -> PositionSet:
     return PositionSet.of(position_bitmaps(rows.ledger_id, rows.entry_id))
 
 
-def _acknowledged(state: TopicState, subscription_id: int) -> PositionSet:
+def _acknowledged(state: TopicContents, subscription_id: int) -> PositionSet:
     """What a subscription acknowledged of the rows of the shared index that are not gone."""
     found = NO_POSITIONS
     for bucket in state.buckets:
@@ -249,7 +249,7 @@ def run(
     settings: Settings,
     steps: Steps,
     places: Sequence[TopicPlace] | None,
-    engine: Engine,
+    engine: TaskEngine,
     progress: Callable[[int, int], None],
 ) -> Forecast:
     """The forecast of the topics in those places, None = of all.
@@ -275,7 +275,7 @@ class _Job:
         root: Root,
         settings: Settings,
         steps: Steps,
-        engine: Engine,
+        engine: TaskEngine,
         progress: Callable[[int, int], None],
     ) -> None:
         self._root, self._settings, self._steps = root, settings, steps
@@ -313,7 +313,7 @@ class _Job:
             self._effort,
         )
 
-    def _parts(self, state: TopicState, topic: TopicCount, number: int) -> Iterator[Part]:
+    def _parts(self, state: TopicContents, topic: TopicCount, number: int) -> Iterator[Part]:
         """The buckets that must be opened; the others are counted."""
         for bucket in state.buckets:
             live = bucket.live

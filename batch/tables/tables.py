@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batch.engine.root import Root
-from batch.engine.topic_contents import BucketState, TopicState, UnsealedRows, owed_mask, rows_of
+from batch.engine.topic_contents import BucketState, TopicContents, UnsealedRows, owed_mask, rows_of
 from batch.engine.topic_reading import read_states
 from storage_backends import bucket_reading
 from storage_backends.formats import index_ids
@@ -225,7 +225,7 @@ class BucketsPart:
 class BacklogPart:
     """Some topics, as they were at `now_ms`."""
 
-    states: tuple[TopicState, ...]
+    states: tuple[TopicContents, ...]
     now_ms: int
 
 
@@ -262,11 +262,11 @@ def _grouped(sized: Iterator[tuple[Any, int]]) -> Iterator[tuple[Any, ...]]:
         yield tuple(group)
 
 
-def _rows_in(state: TopicState) -> int:
+def _rows_in(state: TopicContents) -> int:
     return sum(each.present_rows for each in state.buckets) + sum(len(each.rows) for each in state.unsealed)
 
 
-def _sources(states: Iterator[TopicState], wanted: Wanted) -> Iterator[tuple[_Source, int]]:
+def _sources(states: Iterator[TopicContents], wanted: Wanted) -> Iterator[tuple[_Source, int]]:
     for state in states:
         for bucket in state.buckets:
             if bucket.present_rows and wanted.may_have(bucket.live):
@@ -278,7 +278,7 @@ def _sources(states: Iterator[TopicState], wanted: Wanted) -> Iterator[tuple[_So
                 yield _Source(state.name, _owner(state, loose.index_id), left), len(rows)
 
 
-def _buckets_parts(states: Iterator[TopicState]) -> Iterator[BucketsPart]:
+def _buckets_parts(states: Iterator[TopicContents]) -> Iterator[BucketsPart]:
     rows = (
         ((state.name, _owner(state, bucket.index_id), bucket.live, len(bucket.gone)), PART_ROWS // 1000)
         for state in states
@@ -287,7 +287,7 @@ def _buckets_parts(states: Iterator[TopicState]) -> Iterator[BucketsPart]:
     yield from (BucketsPart(group) for group in _grouped(rows))
 
 
-def _owner(state: TopicState, index_id: int) -> str | None:
+def _owner(state: TopicContents, index_id: int) -> str | None:
     owner = index_ids.subscription_of(index_id)
     return next((each.stored.name for each in state.subscriptions if each.stored.subscription_id == owner), None)
 
@@ -440,7 +440,7 @@ def _backlog_batch(part: BacklogPart, store: ObjectStore) -> pa.RecordBatch:
     )
 
 
-def _owed(state: TopicState, store: ObjectStore, now_ms: int) -> list[_Owed]:
+def _owed(state: TopicContents, store: ObjectStore, now_ms: int) -> list[_Owed]:
     """What each of the subscriptions is owed. Every bucket is read once, if anybody may be owed rows of it."""
     found = [_Owed() for _ in state.subscriptions]
     held: Sequence[BucketState | UnsealedRows] = (*state.buckets, *state.unsealed)

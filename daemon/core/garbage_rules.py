@@ -69,7 +69,7 @@ NOTHING_DONE: Final = Summary()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class CollectionLimits:
     """`orphan_age_ms`: how long an object may be on its way from its first byte to the manifest that names it.
     `manifests_kept`, `manifests_age_ms`: both must be exceeded. `attempts_max`: failed deletions after which an object
     is given up. `guard_share`, `guard_bytes`: orphans that exceed both, as a part of their shard and in bytes, stay.
@@ -128,7 +128,7 @@ def _is_later(created_ms: int | None, at_ms: int) -> bool:
     return created_ms is None or created_ms > at_ms
 
 
-def is_suspicious(found: ObjectCount, shard_bytes: int, limits: Limits) -> bool:
+def is_suspicious(found: ObjectCount, shard_bytes: int, limits: CollectionLimits) -> bool:
     """Whether so many orphans are more likely a mistake than garbage."""
     return found.size_bytes > limits.guard_bytes and found.size_bytes > limits.guard_share * shard_bytes
 

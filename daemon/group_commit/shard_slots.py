@@ -62,7 +62,7 @@ class Commits(Protocol):
         ...
 
 
-class TopicStaging(Commits):
+class TopicSlots(Commits):
     """`Commits` for one topic, until the topic ends.
 
     What still runs for a topic that was let go must decide nothing: it has seen what counts no longer.
@@ -130,7 +130,7 @@ class _Slot:
     applied: asyncio.Future[int]
 
 
-class ShardStaging:
+class ShardSlots:
     """The staged decisions of one shard. The sender must be running.
 
     `applied` makes state of a slot that is certain, `failed` hears what it raises: then nothing more is staged.

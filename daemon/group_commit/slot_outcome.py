@@ -21,7 +21,7 @@ import enum
 from typing import TypeAlias
 
 from daemon.errors import Corruption
-from storage_backends.formats.log_slot_format import Identity, LogSlotKind
+from storage_backends.formats.log_slot_format import LogSlotKind, SlotIdentity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ Decision: TypeAlias = Certain | Lost | Next
 class SlotOutcome:
     """One slot from its first copy to its outcome. Copies may be sent side by side: a hedge is one like any other."""
 
-    def __init__(self, log_id: str, number: int, identity: Identity) -> None:
+    def __init__(self, log_id: str, number: int, identity: SlotIdentity) -> None:
         self._log_id = log_id
         self._number = number
         self._identity = identity
@@ -79,7 +79,7 @@ class SlotOutcome:
         """A copy was answered in any other way, or not at all."""
         return Next.ASK
 
-    def asked(self, found: Identity | None) -> Decision:
+    def asked(self, found: SlotIdentity | None) -> Decision:
         """What HEAD of the slot has shown. Raises Corruption for a slot that nobody can have written."""
         if found is None:
             return Next.SEND_AGAIN
@@ -93,7 +93,7 @@ class SlotOutcome:
             "conditional writes, or a log id was used twice"
         )
 
-    def looked(self, behind: Identity | None) -> Decision:
+    def looked(self, behind: SlotIdentity | None) -> Decision:
         """What HEAD of the number behind it has shown, after a copy was created."""
         if behind is not None and behind.kind.ends:
             return Lost(self._number + 1)

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from daemon import errors
-from daemon.settings import Grpc
+from daemon.settings import GrpcSettings
 
 # How long a stream that ends by an error stays for answers that are not known yet.
 LAST_ANSWERS_S = 5.0
@@ -37,7 +37,7 @@ class Connection(Protocol):
 class Pipeline:
     """One stream's requests in flight. Used by its reader, which submits, and its writer, which waits and flushes."""
 
-    def __init__(self, context: Connection, settings: Grpc) -> None:
+    def __init__(self, context: Connection, settings: GrpcSettings) -> None:
         self._context = context
         self._requests_max = settings.stream_requests_in_flight_max
         self._bytes_max = settings.stream_bytes_in_flight_max

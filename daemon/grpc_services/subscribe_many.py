@@ -118,7 +118,7 @@ LANE_UNSENT_BYTES_MAX = 256 << 10
 _WOKEN_BY_A_MESSAGE = 8
 
 
-class Outbox:
+class LaneOutbox:
     """Encoded answers by lane, those of one in their order. Used by all lanes of a stream, and by its one writer."""
 
     def __init__(self) -> None:
@@ -199,7 +199,9 @@ _REQUEST_BYTES = 256
 class Lane:
     """One subscription on the stream: its dispatcher, as `subscribe` sees it."""
 
-    def __init__(self, number: int, outbox: Outbox, check_topic: Callable[[str], None], read: Callable[[int], None]):
+    def __init__(
+        self, number: int, outbox: LaneOutbox, check_topic: Callable[[str], None], read: Callable[[int], None]
+    ):
         """`read` is told how many bytes wait no longer."""
         self.number = number
         self.check_topic = check_topic
@@ -268,7 +270,7 @@ class SubscribeManyStream:
         self._settings = settings
         self._context = context
         self._draining = draining
-        self._outbox = Outbox()
+        self._outbox = LaneOutbox()
         # Held while a message is written: a status that comes between would break the call.
         self._writing = asyncio.Lock()
         self._lanes: dict[int, Lane] = {}

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from daemon.core import limits
 from daemon.core.deletions import deletion_checks
 from daemon.core.deletions.ledger_deletions import DeletionCounts, KindCount, ListedState, Recorded
-from daemon.core.deletions.ledger_deletions import DeletionFilter as ShardFilter
+from daemon.core.deletions.ledger_deletions import DeletionQuery as ShardFilter
 from daemon.errors import InvalidArgument, QuotaExceeded
 from daemon.ledger_deletion.deletion_values import (
     DeletionCount,

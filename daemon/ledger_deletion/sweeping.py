@@ -75,7 +75,7 @@ class _Look:
     ask. `reason`: why there was no answer.
     """
 
-    said: orphans.Claim | Finding
+    said: orphans.LedgerClaim | Finding
     in_use: InUseAnswer | None = None
     reason: str = ""
 
@@ -268,7 +268,7 @@ class _Sweep:
             self._unanswered_in_a_row = 0
         finding = self._judged(look)
         self._tally.found(finding, ledger.swept)
-        if isinstance(look.said, orphans.Claim) and finding is not Finding.IN_USE:
+        if isinstance(look.said, orphans.LedgerClaim) and finding is not Finding.IN_USE:
             self._found_orphan(ledger, look.said, unknown_topic=finding is Finding.OF_UNKNOWN_TOPIC)
 
     def _judged(self, look: _Look) -> Finding:
@@ -314,7 +314,7 @@ class _Sweep:
         """Whether anything was ever said of what is in use of the topic."""
         return self._states[names.shard_of(topic, len(self._states))].in_use.knows(topic)
 
-    def _found_orphan(self, ledger: ListedLedger, claim: orphans.Claim, *, unknown_topic: bool) -> None:
+    def _found_orphan(self, ledger: ListedLedger, claim: orphans.LedgerClaim, *, unknown_topic: bool) -> None:
         orphan = OrphanedLedger(claim.topic, claim.pending_delete, ledger.size_bytes, ledger.modified_ms, unknown_topic)
         self._orphans += 1
         self._fresh.append(orphan)

@@ -25,9 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.owner import heartbeat, standby
-from daemon.owner.living_log import LivingLog
+from daemon.owner.living_log import DaemonLog
 from daemon.owner.standby import Wait
-from daemon.owner.takeover import Fences, KeptByLog, Takeover, Won, check_readable
+from daemon.owner.takeover import ClaimedShard, Fences, LogMustClose, Takeover, check_readable
 from daemon.runtime.environment import Environment
 from daemon.shard.recovery import ShardClaim
 from daemon.topic import topic_manifests
@@ -42,7 +42,7 @@ LOOK_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Claimed:
+class ClaimedShards:
     """All shards of the root, and what has taken them over. `damaged`: why these cannot be served. `unread`: how the
     store has failed for these, which may be claimed again at once.
     """
@@ -74,7 +74,7 @@ class Candidate:
         # Whether it waits for no other daemon: its claims are under way.
         self.is_taking_over = False
         # The log that was opened last.
-        self._living: LivingLog | None = None
+        self._living: DaemonLog | None = None
         # The log that the process before this one wrote, by its last heartbeat.
         self._former = heartbeat.LogState()
         # Shards that could not be read when they were claimed: they are claimed again only when they can be.
@@ -134,7 +134,7 @@ class Candidate:
         """Another daemon owns the shards; it is at this address as far as that is known, until the next look."""
         self._standby.owner_address = address
 
-    async def become_owner(self) -> Claimed:
+    async def become_owner(self) -> ClaimedShards:
         """Returns with every shard claimed and read that could be, however long it takes until that is one.
 
         Raises Corruption when all of them are damaged; then nothing is owned.
@@ -160,8 +160,8 @@ class Candidate:
             # Two candidates that are refused together must not come back together.
             await self._environment.sleep(LOOK_S * (1 + self._environment.jitter()))
 
-    async def _take_over(self, fences: Fences, gone_owners: frozenset[str]) -> Claimed:
-        living = self._living = await LivingLog.opened(
+    async def _take_over(self, fences: Fences, gone_owners: frozenset[str]) -> ClaimedShards:
+        living = self._living = await DaemonLog.opened(
             self._logs, self._environment, lost=self._log_lost, company_s=self._company_s
         )
         try:
@@ -211,12 +211,12 @@ class Candidate:
         if damage and len(damage) == len(self.shard_logs):
             raise damage[0]
 
-    async def _claim_all(self, living: LivingLog, fences: Fences, gone_owners: frozenset[str]) -> Claimed:
+    async def _claim_all(self, living: DaemonLog, fences: Fences, gone_owners: frozenset[str]) -> ClaimedShards:
         """Claims all shards that can be read; of several candidates the one that gets the first goes on with the
         others. Where the store fails for one of those it keeps the rest; where another daemon came first, nothing.
         """
         takeover = Takeover(self.shard_logs, living, self._environment)
-        won: list[Won] = []
+        won: list[ClaimedShard] = []
         damaged: dict[int, Corruption] = {}
         unread: dict[int, Exception] = {}
         shards = list(range(len(self.shard_logs)))
@@ -242,18 +242,18 @@ class Candidate:
             raise damaged[min(damaged)]
         if not claims:
             raise unread[min(unread)]
-        return Claimed(takeover, claims, damaged, unread)
+        return ClaimedShards(takeover, claims, damaged, unread)
 
     async def _read(
         self,
         takeover: Takeover,
-        won: Sequence[Won],
+        won: Sequence[ClaimedShard],
         damaged: dict[int, Corruption],
         unread: dict[int, Exception],
     ) -> tuple[ShardClaim, ...]:
         """Raises NotOwner when another daemon has claimed one of them meanwhile."""
         claims: list[ShardClaim] = []
-        back: list[Won] = []
+        back: list[ClaimedShard] = []
         found = await takeover.read(won)
         for each in won:
             result = found[each.shard]
@@ -277,7 +277,7 @@ class Candidate:
 
     async def claim(self, takeover: Takeover, shard: int, gone_owners: frozenset[str]) -> ShardClaim:
         """Claims a shard that was lost or damaged, if it can be read now; else raises Corruption, and owns it not, or
-        KeptByLog, and the log is to be closed.
+        LogMustClose, and the log is to be closed.
 
         Raises NotOwner and Unavailable when another daemon came first, CommitOutcomeUnknown, and the store's errors.
         """
@@ -288,10 +288,10 @@ class Candidate:
         for claim in await self._read(takeover, [won], damaged, unread):
             return claim
         if shard in damaged and takeover.is_kept(won):
-            raise KeptByLog(str(damaged[shard])) from damaged[shard]
+            raise LogMustClose(str(damaged[shard])) from damaged[shard]
         raise damaged[shard] if shard in damaged else unread[shard]
 
-    async def _claim(self, takeover: Takeover, shard: int, fences: Fences, gone_owners: frozenset[str]) -> Won:
+    async def _claim(self, takeover: Takeover, shard: int, fences: Fences, gone_owners: frozenset[str]) -> ClaimedShard:
         try:
             if shard in self._damaged:
                 await self._check_readable(shard)

@@ -33,7 +33,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from daemon.core import garbage_rules
-from daemon.core.garbage_rules import NOTHING, NOTHING_DONE, Limits, ObjectCount, Summary
+from daemon.core.garbage_rules import NOTHING, NOTHING_DONE, CollectionLimits, ObjectCount, Summary
 from daemon.errors import TarryError
 from daemon.runtime.environment import Environment
 from daemon.topic import topic_manifests
@@ -79,7 +79,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kind(Generic[M]):
+class SequenceKind(Generic[M]):
     """What there is to know of a kind of manifest. `is_over`: nothing will be named there before it begins anew."""
 
     named: Callable[[M], Set[str]]
@@ -96,7 +96,7 @@ class Tools:
     executor: concurrent.futures.Executor
     now_ms: Callable[[], int]
     writer: str
-    limits: Limits
+    limits: CollectionLimits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,9 +124,9 @@ class Collector(Generic[M]):
     With `dry_run` nothing is deleted and nothing committed; what would be is counted.
     """
 
-    def __init__(self, manifests: commit.ManifestLog[M], kind: Kind[M], tools: Tools) -> None:
+    def __init__(self, manifests: commit.ManifestLog[M], kind: SequenceKind[M], tools: Tools) -> None:
         self._log: commit.ManifestLog[M] = manifests
-        self._kind: Kind[M] = kind
+        self._kind: SequenceKind[M] = kind
         self._tools = tools
         self._created_ms: dict[int, int | None] = {}
 
@@ -333,8 +333,12 @@ def _count(objects: Iterable[tuple[str, int]]) -> ObjectCount:
     return ObjectCount(len(sizes), sum(sizes))
 
 
-TOPIC: Final[Kind[TopicManifest]] = Kind(named=topic_manifest.names_in, is_over=lambda newest: newest.deleted)
-SHARD: Final[Kind[ShardManifest]] = Kind(named=shard_listing.named_by_shard, is_over=lambda newest: False)
+TOPIC: Final[SequenceKind[TopicManifest]] = SequenceKind(
+    named=topic_manifest.names_in, is_over=lambda newest: newest.deleted
+)
+SHARD: Final[SequenceKind[ShardManifest]] = SequenceKind(
+    named=shard_listing.named_by_shard, is_over=lambda newest: False
+)
 
 
 # ---- objects that were given up

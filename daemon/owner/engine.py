@@ -28,14 +28,14 @@ from daemon.errors import (
 )
 from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_workers import DeletionWorkers
-from daemon.owner.candidate import Candidate, Claimed
+from daemon.owner.candidate import Candidate, ClaimedShards
 from daemon.owner.garbage_collection import Collection
-from daemon.owner.heartbeat import Heart, Heartbeat, read_heartbeat
-from daemon.owner.living_log import LivingLog
+from daemon.owner.heartbeat import Heartbeat, HeartbeatLoop, read_heartbeat
+from daemon.owner.living_log import DaemonLog
 from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
 from daemon.owner.standby import Claimable, Wait
-from daemon.owner.takeover import KeptByLog, Takeover
+from daemon.owner.takeover import LogMustClose, Takeover
 from daemon.runtime import backoff
 from daemon.runtime.clocks import ClockWatch
 from daemon.runtime.due_loop import DueLoop
@@ -67,14 +67,14 @@ STALLED_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Away:
+class UnownedShard:
     """A shard that is not served here, while others are. `again_s`: it is not claimed before, monotonic seconds."""
 
     reason: str
     owner_address: str
     again_s: float
 
-    def waiting(self, reason: str, recorded: ShardManifest | None) -> _Away:
+    def waiting(self, reason: str, recorded: ShardManifest | None) -> UnownedShard:
         return dataclasses.replace(self, reason=reason, owner_address="" if recorded is None else recorded.address)
 
 
@@ -89,7 +89,7 @@ class Engine:
         self._shards: dict[int, ServedShard] = {}
         self._damaged: dict[int, Corruption] = {}
         # Shards that were lost while others are served.
-        self._away: dict[int, _Away] = {}
+        self._away: dict[int, UnownedShard] = {}
         self._failures = Failures()
         # One look at shards that are to be taken again, and their claims, at a time.
         self._taking = asyncio.Lock()
@@ -107,7 +107,7 @@ class Engine:
         self._draining = False
         self._loop = asyncio.get_running_loop()
         self._store_away = False
-        self._heart = Heart(
+        self._heart = HeartbeatLoop(
             environment.store,
             daemon_id=environment.config.daemon_id,
             address=environment.config.daemon.address or "",
@@ -333,7 +333,7 @@ class Engine:
     @property
     def _kept_by_log(self) -> list[int]:
         """Damaged shards that can be given back only when the log that they were claimed in has an end."""
-        return [number for number, error in self._damaged.items() if isinstance(error, KeptByLog)]
+        return [number for number, error in self._damaged.items() if isinstance(error, LogMustClose)]
 
     async def _take_one(self, owned: Takeover, number: int, claimable: Claimable) -> None:
         try:
@@ -353,14 +353,14 @@ class Engine:
         recorded = self._candidate.recorded(number)
         return None if recorded is None or recorded.owner == self._environment.config.daemon_id else recorded
 
-    def _serve(self, claimed: Claimed) -> list[ServedShard]:
+    def _serve(self, claimed: ClaimedShards) -> list[ServedShard]:
         self._lost.clear()
         # Keys of segments that an earlier ownership loaded mean nothing now.
         self._cache = SegmentCache(self._environment.config.delivery.segment_memory_bytes)
         self._damaged = dict(claimed.damaged)
         now_s = self._environment.clock.elapsed_s()
         self._away = {
-            number: _Away(f"it cannot be read: {error}", "", now_s) for number, error in claimed.unread.items()
+            number: UnownedShard(f"it cannot be read: {error}", "", now_s) for number, error in claimed.unread.items()
         }
         self._environment.tail_bound.new_log()
         shards = [self._serve_shard(claim, claimed.takeover.living) for claim in claimed.claims]
@@ -386,7 +386,7 @@ class Engine:
             "the topics are loaded topics=%d damaged=%d rows_replayed=%d seconds=%.3f", topics, damaged, rows, seconds
         )
 
-    def _serve_shard(self, claim: ShardClaim, living: LivingLog) -> ServedShard:
+    def _serve_shard(self, claim: ShardClaim, living: DaemonLog) -> ServedShard:
         shard = ServedShard(
             claim,
             self._candidate.shard_logs[claim.shard],
@@ -431,7 +431,7 @@ class Engine:
         else:
             now_s = self._environment.clock.elapsed_s()
             wait_s = self._failures.delay_s(number, now_s=now_s) if lost.kind == "failed" else 0.0
-            self._away[number] = _Away(str(error), lost.owner_address, now_s + wait_s)
+            self._away[number] = UnownedShard(str(error), lost.owner_address, now_s + wait_s)
         if self._shards:
             self._tell_which()
         else:

@@ -31,7 +31,7 @@ from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
 from daemon.owner import collection_pass, heartbeat
 from daemon.owner.collection_pass import Halted, Pass, Wish
 from daemon.owner.heartbeat import Heartbeat
-from daemon.owner.living_log import LivingLog
+from daemon.owner.living_log import DaemonLog
 from daemon.owner.takeover import Fences
 from daemon.runtime.environment import Environment
 from storage_backends import commit, log_fence, object_store
@@ -62,7 +62,7 @@ class LogCollection:
         self,
         logs: SlotLogs,
         manifests: Sequence[commit.ManifestLog[ShardManifest]],
-        living: Callable[[], LivingLog | None],
+        living: Callable[[], DaemonLog | None],
         environment: Environment,
     ) -> None:
         self._logs = logs
@@ -177,7 +177,7 @@ class Collection:
         shards: Callable[[], Mapping[int, ServedShard]],
         shards_total: Callable[[], int],
         *,
-        living: Callable[[], LivingLog | None],
+        living: Callable[[], DaemonLog | None],
     ) -> None:
         self._environment = environment
         self._shards = shards
@@ -194,7 +194,7 @@ class Collection:
             executor=environment.pools.collection.parts,
             now_ms=environment.clock.now_ms,
             writer=environment.config.daemon_id,
-            limits=garbage_rules.Limits(
+            limits=garbage_rules.CollectionLimits(
                 orphan_age_ms=int(settings.orphan_age_s * 1000),
                 manifests_kept=settings.manifests_kept,
                 manifests_age_ms=int(settings.manifests_age_s * 1000),

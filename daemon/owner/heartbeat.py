@@ -86,7 +86,7 @@ def last_told(heartbeats: Iterable[Heartbeat], log_id: str) -> int:
     return max((each.last_slot for each in heartbeats if each.log_id == log_id), default=0)
 
 
-class Heart:
+class HeartbeatLoop:
     """Writes the heartbeats of one process. `shards`, `log_state`: what it tells at each beat."""
 
     def __init__(

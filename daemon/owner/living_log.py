@@ -22,7 +22,7 @@ from daemon.group_commit.confirmation import Probe, ProbedConfirmation
 from daemon.group_commit.log_truncation import LogTruncation
 from daemon.group_commit.slot_sender import LandedSection, LandedSlot, Section, SlotSender, SlotWriter
 from daemon.owner.log_writer import CertainSlot, LogWriter
-from daemon.owner.own_log import Encode, Filling, OwnLog
+from daemon.owner.own_log import Encode, LogCursor, SlotDraft
 from daemon.runtime.environment import Environment
 from daemon.shard.range_operations import OwnLogEnd
 from storage_backends import object_store, slot_log
@@ -38,7 +38,7 @@ DEADLINE_S = 30.0
 ABANDON_S = 1.0
 
 
-class LivingLog(SlotWriter, Probe):
+class DaemonLog(SlotWriter, Probe):
     """One log. `opened` makes it, and begins to write what shards stage. Used on one event loop.
 
     `lost` is called once with what ended it: then nothing that this daemon serves is its own any more.
@@ -48,7 +48,7 @@ class LivingLog(SlotWriter, Probe):
         self,
         logs: slot_log.SlotLogs,
         slots: slot_log.SlotLog,
-        own: OwnLog,
+        own: LogCursor,
         environment: Environment,
         *,
         lost: Callable[[BaseException], None],
@@ -90,12 +90,14 @@ class LivingLog(SlotWriter, Probe):
         *,
         lost: Callable[[BaseException], None],
         company_s: Callable[[], float] = lambda: 0.0,
-    ) -> LivingLog:
+    ) -> DaemonLog:
         """A new log, whose OPEN is certain. Raises StoreUnavailable when the store stays silent. `company_s`: see
         `SlotSender`.
         """
         config = environment.config
-        own = OwnLog(environment.new_id(), Writer(config.daemon_id, config.daemon.address or "", environment.version))
+        own = LogCursor(
+            environment.new_id(), Writer(config.daemon_id, config.daemon.address or "", environment.version)
+        )
         slots = logs.log(own.log_id)
         living = cls(logs, slots, own, environment, lost=lost, company_s=company_s)
         try:
@@ -181,7 +183,7 @@ class LivingLog(SlotWriter, Probe):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _within_deadline(self, filling: Filling, what: str) -> CertainSlot:
+    async def _within_deadline(self, filling: SlotDraft, what: str) -> CertainSlot:
         try:
             written = await asyncio.wait_for(self._writer.write(filling), DEADLINE_S)
         except TimeoutError:

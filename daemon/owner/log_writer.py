@@ -15,7 +15,7 @@ from typing import TypeVar
 from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknown, Unavailable
 from daemon.group_commit.slot_outcome import Certain, Decision, Lost, Next, SlotOutcome
 from daemon.group_commit.unless_ended import unless_ended
-from daemon.owner.own_log import Filling, Frozen, FrozenSlot, OwnLog
+from daemon.owner.own_log import Frozen, FrozenSlot, LogCursor, SlotDraft
 from daemon.runtime import backoff
 from storage_backends import object_store
 from storage_backends.crash_points import crash_point
@@ -66,7 +66,7 @@ class LogWriter:
     def __init__(
         self,
         slots: SlotLog,
-        own: OwnLog,
+        own: LogCursor,
         *,
         run: backoff.Run,
         clock: backoff.Clock,
@@ -92,7 +92,7 @@ class LogWriter:
         """Whether nothing more is written, as it was closed or has raised."""
         return self._ended.done()
 
-    async def write(self, filling: Filling) -> Written:
+    async def write(self, filling: SlotDraft) -> Written:
         """Writes the slot that was begun in `own`; returns when it is certain.
 
         While the store cannot be reached this does not return. Raises LogLost, OutcomeUnknown after `close`, and
@@ -137,7 +137,7 @@ class LogWriter:
             raise LogLost(self._slots.log_id, number)
         raise Corruption(f"log {self._slots.log_id}: slot {number} is DATA, and its owner has not written it")
 
-    def _freeze_and_send(self, filling: Filling) -> tuple[Frozen, _Copy]:
+    def _freeze_and_send(self, filling: SlotDraft) -> tuple[Frozen, _Copy]:
         """In one go: to hand a slot from thread to thread takes as long as to encode a small one."""
         frozen = filling.freeze()
         return frozen, _Copy(self._clock(), False) if frozen.slot is None else self._send(frozen.slot)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from daemon.errors import InvariantViolated
 from daemon.shard.range_operations import OwnLogEnd
 from storage_backends.formats import log_slot_format
-from storage_backends.formats.log_slot_format import Head, Identity, LogSlotHeader, LogSlotKind, Writer
+from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, SlotIdentity, Writer
 
 Encode: TypeAlias = Callable[[Head], bytes]
 """Gives the section of a shard, for the epoch and shard slot that it gets."""
@@ -36,7 +36,7 @@ class FrozenSlot:
         return self.header.number
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> SlotIdentity:
         return log_slot_format.identity_of(self.body)
 
 
@@ -51,7 +51,7 @@ class Frozen:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Filling:
+class SlotDraft:
     """The next slot before its bytes are fixed: which sections it is to have, and with which shard slots."""
 
     header: LogSlotHeader
@@ -74,7 +74,7 @@ class Filling:
         return Frozen(FrozenSlot(header, body, {shard: len(section) for shard, section in bodies.items()}), unencodable)
 
 
-class OwnLog:
+class LogCursor:
     """One incarnation's log, from OPEN on. Used in one thread.
 
     A log that has lost a number to a fence, or was closed, is never used again: the daemon comes back with another one.
@@ -87,7 +87,7 @@ class OwnLog:
         self._heads: Mapping[int, Head] = {}
         # By shard that may have sections: the epoch, and the last shard slot that is stored or was at the claim.
         self._staging: dict[int, Head] = {}
-        self._under_way: Filling | None = None
+        self._under_way: SlotDraft | None = None
         self._slot: FrozenSlot | None = None
         self._closed = False
 
@@ -142,17 +142,17 @@ class OwnLog:
             raise InvariantViolated(f"shard {shard} stops while its section in slot {number} is not certain")
         return self._staging.pop(shard)
 
-    def open(self) -> Filling:
+    def open(self) -> SlotDraft:
         """OPEN, the first slot."""
         return self._begin_slot(LogSlotKind.OPEN, {})
 
-    def close(self) -> Filling:
+    def close(self) -> SlotDraft:
         """CLOSE, the last slot. Nothing is handed out any more."""
         filling = self._begin_slot(LogSlotKind.CLOSE, {})
         self._closed = True
         return filling
 
-    def fill(self, sections: Mapping[int, Encode]) -> Filling:
+    def fill(self, sections: Mapping[int, Encode]) -> SlotDraft:
         """DATA with a section of each of these shards, which gets its next shard slot."""
         unknown = sorted(sections.keys() - self._staging.keys())
         if unknown or not sections:
@@ -179,7 +179,7 @@ class OwnLog:
         self._heads = slot.header.heads
         self._staging.update((shard, slot.header.heads[shard]) for shard in slot.section_bytes)
 
-    def _begin_slot(self, kind: LogSlotKind, sections: Mapping[int, Encode]) -> Filling:
+    def _begin_slot(self, kind: LogSlotKind, sections: Mapping[int, Encode]) -> SlotDraft:
         self._check_rests(f"{kind.name} begins")
         if self._closed or (kind is LogSlotKind.OPEN) != (self._certain == 0):
             raise InvariantViolated(f"log {self._log_id}: {kind.name} begins behind slot {self._certain}")
@@ -192,7 +192,7 @@ class OwnLog:
         )
         before = self._staging
         next_heads = {shard: Head(before[shard].epoch, before[shard].last_slot + 1) for shard in sections}
-        self._under_way = Filling(header, {shard: (next_heads[shard], encode) for shard, encode in sections.items()})
+        self._under_way = SlotDraft(header, {shard: (next_heads[shard], encode) for shard, encode in sections.items()})
         return self._under_way
 
     def _check_rests(self, what: str) -> None:

@@ -22,11 +22,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from daemon.errors import Corruption, NotOwner, Unavailable
-from daemon.owner.living_log import LivingLog
+from daemon.owner.living_log import DaemonLog
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.shard import checkpointing, range_operations, recovery
-from daemon.shard.range_operations import Claim, GiveBack, OwnLogEnd, has_earlier_sections_in
+from daemon.shard.range_operations import ClaimShard, GiveBack, OwnLogEnd, has_earlier_sections_in
 from daemon.shard.recovery import ShardClaim
 from daemon.topic import topic_manifests
 from storage_backends import checkpoints, commit, log_fence, object_store
@@ -107,14 +107,14 @@ Manifests: TypeAlias = Sequence[commit.ManifestLog[ShardManifest]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Won:
+class ClaimedShard:
     """A shard that was claimed, and not read yet."""
 
     shard: int
     tip: Tip
 
 
-class KeptByLog(Corruption):
+class LogMustClose(Corruption):
     """A shard was claimed anew in the own log and cannot be read: it can be given back when that log has an end."""
 
 
@@ -124,16 +124,18 @@ class Takeover:
     `manifests`: of every shard of the root.
     """
 
-    def __init__(self, manifests: Manifests, living: LivingLog, environment: Environment) -> None:
+    def __init__(self, manifests: Manifests, living: DaemonLog, environment: Environment) -> None:
         self.living = living
         self._manifests = manifests
         self._environment = environment
         # Claims that may have landed, or may yet.
-        self._under_way: dict[int, Claim] = {}
+        self._under_way: dict[int, ClaimShard] = {}
 
     # ---- claiming
 
-    async def claim(self, shard: int, looked_at: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> Won:
+    async def claim(
+        self, shard: int, looked_at: Tip | None, fences: Fences, gone_owners: frozenset[str]
+    ) -> ClaimedShard:
         """Claims a shard from whoever owned it at the look, by whose outcome it may be claimed. `looked_at`: its tip
         then. `fences`: of this attempt. `gone_owners`: recorded owners of whom no process is alive; "" stands for
         nobody. May be repeated after any error.
@@ -167,7 +169,7 @@ class Takeover:
         if tip is not None and _open_log(tip) not in (None, self.living.log_id, _open_log(looked_at)):
             raise range_operations.superseded_by(tip, epoch=_epoch(looked_at) + 1)
 
-    async def _begun(self, shard: int, tip: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> Claim:
+    async def _begun(self, shard: int, tip: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> ClaimShard:
         """The claim as it is sent, the same at each try."""
         manifest = None if tip is None else tip.manifest
         owned = None if manifest is None else manifest.open_range
@@ -178,7 +180,7 @@ class Takeover:
         elif owned is not None:
             former = await fences.of(owned.log_id)
         config = self._environment.config
-        claim = Claim(
+        claim = ClaimShard(
             shard=shard,
             epoch=_epoch(tip) + 1,
             owner=config.daemon_id,
@@ -192,7 +194,7 @@ class Takeover:
         self.living.truncation.claims(shard, after=claim.after)
         return claim
 
-    async def _commit(self, claim: Claim, tip: Tip | None) -> Won:
+    async def _commit(self, claim: ClaimShard, tip: Tip | None) -> ClaimedShard:
         shard = claim.shard
 
         def committed() -> Tip:
@@ -222,14 +224,14 @@ class Takeover:
         del self._under_way[shard]
         self.living.truncation.claimed(landed.manifest)
         self.living.begin(shard, Head(claim.epoch, _last_slot(landed.manifest)))
-        return Won(shard, landed)
+        return ClaimedShard(shard, landed)
 
     def _settled(self, shard: int) -> None:
         """The claim under way has certainly not landed, or has been overtaken."""
         del self._under_way[shard]
         self.living.truncation.claim_failed(shard)
 
-    async def give_back(self, won: Won) -> None:
+    async def give_back(self, won: ClaimedShard) -> None:
         """The shard is nobody's, as it was: this daemon cannot serve it. What keeps it from that is logged."""
         shard, living = won.shard, self.living
         head = await living.stop(shard)
@@ -247,13 +249,13 @@ class Takeover:
         if head is not None:
             living.truncation.left(shard)
 
-    def is_kept(self, won: Won) -> bool:
+    def is_kept(self, won: ClaimedShard) -> bool:
         """Whether the shard cannot be given back while the own log lives: sections of an earlier epoch lie in it."""
         return has_earlier_sections_in(self.living.log_id, won.tip.manifest)
 
     # ---- reading
 
-    async def read(self, won: Iterable[Won]) -> dict[int, ShardClaim | Exception]:
+    async def read(self, won: Iterable[ClaimedShard]) -> dict[int, ShardClaim | Exception]:
         """What each of the shards begins with; each log is read once for all of them. An error costs its shard alone,
         or the shards that need a log which cannot be read: Corruption when it cannot be served, NotOwner when it was
         claimed by another meanwhile, else the store's.
@@ -262,7 +264,7 @@ class Takeover:
         ends = {living.log_id: LogEnd(living.last_certain, {each.shard: _own_head(each, living) for each in won})}
         return await self._run(lambda: self._read([*won], ends))
 
-    def _read(self, won: Sequence[Won], ends: Mapping[str, LogEnd]) -> dict[int, ShardClaim | Exception]:
+    def _read(self, won: Sequence[ClaimedShard], ends: Mapping[str, LogEnd]) -> dict[int, ShardClaim | Exception]:
         found: dict[int, ShardClaim | Exception] = {}
         loaded: dict[int, LoadedCheckpoint] = {}
         wanted: dict[int, ShardSections] = {}
@@ -280,14 +282,14 @@ class Takeover:
                 found[each.shard] = self._restored(each, loaded[each.shard], wanted.pop(each.shard), ends)
         return found
 
-    def _newest_checkpoint(self, won: Won) -> LoadedCheckpoint | Exception:
+    def _newest_checkpoint(self, won: ClaimedShard) -> LoadedCheckpoint | Exception:
         try:
             return checkpointing.newest_of(self._environment, won.tip.manifest)
         except (Corruption, object_store.StoreError) as error:
             return error
 
     def _restored(
-        self, won: Won, loaded: LoadedCheckpoint, found: ShardSections, ends: Mapping[str, LogEnd]
+        self, won: ClaimedShard, loaded: LoadedCheckpoint, found: ShardSections, ends: Mapping[str, LogEnd]
     ) -> ShardClaim | Exception:
         try:
             return _shard_claim(won, loaded, checkpoints.decoded_section(won.shard, found.complete(ends)))
@@ -300,7 +302,7 @@ class Takeover:
             log.exception("shard %d cannot be restored", won.shard)
             return Corruption(f"it cannot be restored: {error!r}")
 
-    def _superseded(self, won: Won) -> Exception | None:
+    def _superseded(self, won: ClaimedShard) -> Exception | None:
         """A later owner deletes what it has covered, also under the eyes of this claimant: then nothing is damaged."""
         try:
             tip = range_operations.existing_tip(self._manifests[won.shard], won.shard, won.tip)
@@ -334,7 +336,7 @@ async def check_readable(
     await environment.run(check)
 
 
-def _shard_claim(won: Won, loaded: LoadedCheckpoint, read: Sequence[checkpoints.DecodedSection]) -> ShardClaim:
+def _shard_claim(won: ClaimedShard, loaded: LoadedCheckpoint, read: Sequence[checkpoints.DecodedSection]) -> ShardClaim:
     manifest = won.tip.manifest
     deletions = recovery.deletions_of(loaded.checkpoint, ((each.slot, each.deletions) for each in read))
     log.info("shard %d: taken over with epoch %d behind slot %d", won.shard, manifest.epoch, _last_slot(manifest))
@@ -357,7 +359,7 @@ def _last_slot(manifest: ShardManifest) -> int:
     return owned.first_slot - 1
 
 
-def _own_head(won: Won, living: LivingLog) -> Head:
+def _own_head(won: ClaimedShard, living: DaemonLog) -> Head:
     return living.head(won.shard) or Head(won.tip.manifest.epoch, _last_slot(won.tip.manifest))
 
 

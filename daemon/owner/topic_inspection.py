@@ -20,15 +20,15 @@ from daemon.call_values import (
     ConsumerSummary,
     SubscriptionPage,
     SubscriptionStats,
-    Survey,
     TopicLevels,
     TopicStats,
     TopicSummary,
 )
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index import delay_levels
 from daemon.core.index.bucket import QuarantinedBucket, SealedBucket
+from daemon.core.index.retention import RetentionScan
 from daemon.core.index.runs import earliest
 from daemon.core.key_shared import key_shared_stats as key_shared_stats
 from daemon.errors import InvalidArgument
@@ -85,12 +85,12 @@ def levels(topic: ServedTopic) -> TopicLevels:
     )
 
 
-def pending_by_level(topic: Topic) -> dict[int, int]:
+def pending_by_level(topic: TopicState) -> dict[int, int]:
     """Rows of each delay level that are not due yet, of levels that have any."""
     return delay_levels.pending_rows(index.levels for index in topic.indexes.values())
 
 
-def stats(topic: ServedTopic, survey: Survey, *, applied_slot: int, merges: int, now_ms: int) -> TopicStats:
+def stats(topic: ServedTopic, survey: RetentionScan, *, applied_slot: int, merges: int, now_ms: int) -> TopicStats:
     core, indexes = topic.core, topic.core.indexes
     return TopicStats(
         topic=core.name,
@@ -116,7 +116,7 @@ def stats(topic: ServedTopic, survey: Survey, *, applied_slot: int, merges: int,
     )
 
 
-def oldest_due_ms(core: Topic) -> int:
+def oldest_due_ms(core: TopicState) -> int:
     """The time of the oldest row that is due and in nobody's hand; 0 when there is none."""
     return earliest(*[state.oldest_due_ms() for state in core.subscriptions.values()]) or 0
 
@@ -198,7 +198,7 @@ def _place_of(bucket: SealedBucket | QuarantinedBucket) -> str:
     return f"{live.first_ledger_id:020d}-{live.last_ledger_id:020d}-{live.object.name}"
 
 
-def _bucket_summary(core: Topic, bucket: SealedBucket | QuarantinedBucket) -> BucketSummary:
+def _bucket_summary(core: TopicState, bucket: SealedBucket | QuarantinedBucket) -> BucketSummary:
     live = bucket.live
     quarantined = isinstance(bucket, QuarantinedBucket)
     return BucketSummary(
@@ -221,13 +221,13 @@ def _bucket_summary(core: Topic, bucket: SealedBucket | QuarantinedBucket) -> Bu
     )
 
 
-def name_of(core: Topic, index_id: int) -> str:
+def name_of(core: TopicState, index_id: int) -> str:
     """The name of the subscription whose index it is; empty for the shared one, and for one that was deleted."""
     state = core.subscriptions.get(index_ids.subscription_of(index_id))
     return "" if state is None else state.stored.name
 
 
-def numbers(topic: ServedTopic, survey: Survey, now_ms: int) -> TopicNumbers:
+def numbers(topic: ServedTopic, survey: RetentionScan, now_ms: int) -> TopicNumbers:
     """The topic at a scrape."""
     core, indexes = topic.core, topic.core.indexes
     states = core.subscriptions.values()
@@ -257,9 +257,9 @@ def numbers(topic: ServedTopic, survey: Survey, now_ms: int) -> TopicNumbers:
     )
 
 
-def _mutable_rows(core: Topic) -> int:
+def _mutable_rows(core: TopicState) -> int:
     return sum(bucket.waiting_rows for bucket in core.indexes.memory_buckets)
 
 
-def _bucket_bytes(core: Topic) -> int:
+def _bucket_bytes(core: TopicState) -> int:
     return sum(bucket.live.object.size_bytes for bucket in core.indexes.sealed.values())

@@ -334,7 +334,7 @@ def _woken(sleeper: Sleeper, now_ms: int) -> int | None:
         return None
 
 
-class TakingTurns:
+class FairShare:
     """The turns of one piece of work, which begins now."""
 
     def __init__(self, clock: Clock) -> None:

@@ -41,7 +41,7 @@ class OwnLogEnd:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class ClaimShard:
     """A new owner, with the next epoch. `log_id`: its log, whose OPEN is certain; `after`: its last certain slot.
 
     `former`: what allows it to follow an owner: a fence of that owner's log or, for a claim from itself, the end of its

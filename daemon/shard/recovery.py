@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pyroaring import BitMap, BitMap64
 
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.deletions.ledger_deletions import LedgerDeletions
 from daemon.core.index import entitlement
 from daemon.core.index.bucket import GoneSet, QuarantinedBucket, SealedBucket
@@ -228,7 +228,7 @@ def _opened(store: object_store.ObjectStore, live: manifest.LiveBucket) -> Opene
 
 
 def restore(
-    topic: Topic,
+    topic: TopicState,
     tip: manifest.TopicManifest,
     objects: TopicObjects,
     part: checkpoint_format.TopicPart | None,
@@ -264,7 +264,7 @@ def restore(
         state.properties = objects.properties.get(subscription_id, ())
 
 
-def _index(topic: Topic, index_id: int) -> Index | None:
+def _index(topic: TopicState, index_id: int) -> Index | None:
     """None: the subscription whose index it was is no more."""
     if index_id != index_ids.SHARED and index_ids.subscription_of(index_id) not in topic.subscriptions:
         return None
@@ -310,7 +310,7 @@ def _quarantined_bucket(
     return restored
 
 
-def _restore_rows(topic: Topic, index_id: int, rows: Rows, bits: BucketProgress | None, elapsed_ms: int) -> None:
+def _restore_rows(topic: TopicState, index_id: int, rows: Rows, bits: BucketProgress | None, elapsed_ms: int) -> None:
     """They are rows of the mutable bucket of an index, but for those that are gone."""
     index = _index(topic, index_id)
     if index is None:
@@ -344,7 +344,7 @@ def first_due_ms(tip: manifest.TopicManifest, tail: TopicTail) -> int | None:
     return min(times, default=None)
 
 
-def replay(topic: Topic, tip: manifest.TopicManifest, tail: TopicTail, *, elapsed_ms: int) -> int:
+def replay(topic: TopicState, tip: manifest.TopicManifest, tail: TopicTail, *, elapsed_ms: int) -> int:
     """Applies the decisions above the state that `restore` has put in, in order; how many rows they name.
 
     Raises Corruption when one of them cannot be decoded.
@@ -357,7 +357,7 @@ def replay(topic: Topic, tip: manifest.TopicManifest, tail: TopicTail, *, elapse
     return rows
 
 
-def _few(topic: Topic, decided: Iterable[Decided]) -> Iterable[Decided]:
+def _few(topic: TopicState, decided: Iterable[Decided]) -> Iterable[Decided]:
     if any(index.quarantined for index in topic.indexes.values()):
         # What a damaged bucket has is told by the slot of each add.
         return decided

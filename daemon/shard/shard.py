@@ -14,13 +14,13 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.segments import SegmentCache
 from daemon.core.quotas import PendingRows
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from daemon.group_commit.confirmation import Confirmation
 from daemon.group_commit.log_of_shards import LogOfShards
-from daemon.group_commit.shard_slots import STALL_ANSWER_S, ShardStaging, TopicStaging
+from daemon.group_commit.shard_slots import STALL_ANSWER_S, ShardSlots, TopicSlots
 from daemon.group_commit.slot_sender import LandedSection
 from daemon.ledger_deletion.shard_deletions import ShardDeletions
 from daemon.runtime import backoff
@@ -34,10 +34,10 @@ from daemon.shard.recovery import ShardClaim
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
 from daemon.topic import bucket_lifecycle, topic_manifests
-from daemon.topic.bucket_lifecycle import BucketLife
+from daemon.topic.bucket_lifecycle import BucketLifecycle
 from daemon.topic.merged_buckets import Adoption
 from daemon.topic.served_topic import OwnedTopic, ServedTopic
-from daemon.topic.topic_manifests import TopicCommits, commit_until_certain
+from daemon.topic.topic_manifests import TopicManifests, commit_until_certain
 from daemon.topic.topic_settings import TopicSettings
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
@@ -119,7 +119,7 @@ class ServedShard:
             lost=self.lose,
         )
         self.changes = TopicChanges(self, environment)
-        self.commits = ShardStaging(
+        self.commits = ShardSlots(
             claim.shard,
             log_of_shards.sender,
             self.confirmation,
@@ -388,8 +388,8 @@ class ServedShard:
 
     # ---- topics
 
-    def _core_topic(self, stored: manifest.TopicManifest) -> Topic:
-        return Topic(
+    def _core_topic(self, stored: manifest.TopicManifest) -> TopicState:
+        return TopicState(
             stored.topic,
             stored.topic_id,
             stored.incarnation,
@@ -409,7 +409,7 @@ class ServedShard:
 
     def _serve_topic(
         self,
-        topic: Topic,
+        topic: TopicState,
         topic_log: commit.ManifestLog[manifest.TopicManifest],
         tip: commit.Tip[manifest.TopicManifest],
     ) -> ServedTopic:
@@ -421,8 +421,8 @@ class ServedShard:
             policy=tip.manifest.policy,
             delay_levels=tip.manifest.delay_levels,
         )
-        commits = TopicCommits(topic_log, tip, self._environment, shard=self.number, epoch=self.epoch)
-        life = BucketLife(
+        commits = TopicManifests(topic_log, tip, self._environment, shard=self.number, epoch=self.epoch)
+        life = BucketLifecycle(
             topic,
             commits,
             self._environment,
@@ -569,7 +569,7 @@ class ShardOfTopic:
         self.number = shard.number
         self.epoch = shard.epoch
         self.pending = shard.pending
-        self.commits = TopicStaging(shard.commits)
+        self.commits = TopicSlots(shard.commits)
 
     @property
     def may_hand_out(self) -> bool:

@@ -26,7 +26,7 @@ from daemon.core.index.delay_levels import DelayLevels
 from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.group_commit.shard_slots import Commits
 from daemon.runtime import backoff
-from daemon.runtime.due_loop import TakingTurns
+from daemon.runtime.due_loop import FairShare
 from daemon.runtime.environment import Environment
 from daemon.topic import stored_topic, topic_settings
 from daemon.topic.served_topic import OwnedTopic, ServedTopic
@@ -147,7 +147,7 @@ class TopicChanges:
 
     async def _next_of(self, portions: Iterator[Departure | None]) -> Departure | None:
         """The next portion, None when there is no more; others have their turn where it is due."""
-        taking_turns = TakingTurns(self._environment.clock)
+        taking_turns = FairShare(self._environment.clock)
         for departure in portions:
             if departure is not None:
                 return departure

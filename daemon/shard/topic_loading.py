@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
@@ -57,7 +57,7 @@ NEVER_MS = 1 << 63
 class LoadedTopic:
     """A topic as it is now. `changed`: it is not all in the manifest `tip`."""
 
-    core: Topic
+    core: TopicState
     manifests: commit.ManifestLog[TopicManifest]
     tip: commit.Tip[TopicManifest]
     rows_replayed: int
@@ -91,7 +91,7 @@ class TopicLoading:
         newest_slot: Callable[[], ShardSlot],
         tails: Mapping[str, recovery.TopicTail],
         environment: Environment,
-        new_topic: Callable[[TopicManifest], Topic],
+        new_topic: Callable[[TopicManifest], TopicState],
         loaded: Callable[[LoadedTopic], None],
         is_served: Callable[[str], bool],
         lost: Callable[[BaseException], None],
@@ -462,7 +462,7 @@ class TopicLoading:
         reads = recovery.TopicReads(environment.store, environment.pools.loads.parts)
         # While the claim is under way: what it finds is rarely another manifest.
         reads.begin(tip.manifest, recovery.counting_part(tip.manifest, tail))
-        tip = self._commit(topic_log, topic_manifest.Claim(epoch=self._epoch), tip, just_read=True)
+        tip = self._commit(topic_log, topic_manifest.ClaimTopic(epoch=self._epoch), tip, just_read=True)
         if tip.manifest.deleted:
             # The former owner's last act, before the claim landed.
             return None

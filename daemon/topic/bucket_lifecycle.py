@@ -38,7 +38,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from daemon.call_values import Sealed
-from daemon.core.decisions.topic_state import RedeliveryCut, Topic
+from daemon.core.decisions.topic_state import RedeliveryCut, TopicState
 from daemon.core.index.bucket import SealedBucket
 from daemon.core.index.index import BucketBits, IndexCut
 from daemon.core.index.mutable_bucket import MutableBucket, MutableRows
@@ -48,7 +48,7 @@ from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.topic import stored_topic, topic_manifests
 from daemon.topic.merged_buckets import BucketMerging
-from daemon.topic.topic_manifests import TopicCommits
+from daemon.topic.topic_manifests import TopicManifests
 from daemon.topic.topic_settings import TopicSettings
 from storage_backends import commit, object_store, topic_manifest
 from storage_backends.crash_points import crash_point
@@ -181,7 +181,7 @@ class _Seal:
         return tuple(cut for cut, _ in self.buckets)
 
 
-class BucketLife:
+class BucketLifecycle:
     """The buckets of one topic. `failed` hears of an error that ends the topic, or the shard; `changed` of buckets
     that changed.
 
@@ -191,8 +191,8 @@ class BucketLife:
 
     def __init__(
         self,
-        topic: Topic,
-        commits: TopicCommits,
+        topic: TopicState,
+        commits: TopicManifests,
         environment: Environment,
         *,
         slot: ShardSlot,

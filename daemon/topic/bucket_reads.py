@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.position_keys import KeyedRows, PageTable
 from daemon.core.index.segments import SegmentRange
 from daemon.errors import Corruption
@@ -91,7 +91,7 @@ class SegmentLoader:
 
     def __init__(
         self,
-        topic: Topic,
+        topic: TopicState,
         environment: Environment,
         loaded: Callable[[], None],
         damaged: Callable[[str, str], None],

@@ -78,7 +78,7 @@ class Mark:
     passed: asyncio.Future[None]
 
 
-class Outbox:
+class KeySharedOutbox:
     """What is on its way out on one KEY_SHARED stream, in order. `rows`: of messages that were not taken out."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class KeySharedStream(OpenStream):
     def __init__(self, subscription: SubscriptionOfKeySharedStreams) -> None:
         super().__init__(subscription)
         self._sharing = subscription.key_sharing
-        self.outbox = Outbox()
+        self.outbox = KeySharedOutbox()
         # Of each consumer its dispatcher number, and back.
         self._numbers: dict[int, int] = {}
         self._consumer_ids: dict[int, int] = {}
@@ -419,7 +419,7 @@ class _Shared:
     blocked_counted: int = 0
 
 
-class KeySharing:
+class SharingRounds:
     """The sharing of one subscription by key: consumers come and go, and in rounds what may be sent is shared out."""
 
     def __init__(self, subscription: SubscriptionOfSharing, environment: Environment) -> None:

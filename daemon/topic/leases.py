@@ -21,7 +21,7 @@ from daemon.core.index.position_keys import KeyedRows
 from daemon.errors import InvalidArgument, QuotaExceeded
 from daemon.runtime.environment import Environment
 from daemon.topic.open_streams import WaitingLine
-from daemon.topic.topic_acks import Acknowledging
+from daemon.topic.topic_acks import AckRequests
 from daemon.topic.topic_port import TopicPort
 from daemon.topic.topic_settings import LEASE_MAX_MS
 
@@ -43,7 +43,7 @@ class TopicOfLeases(TopicPort, Protocol):
     """What leases ask of their topic beside."""
 
     @property
-    def acknowledging(self) -> Acknowledging: ...
+    def acknowledging(self) -> AckRequests: ...
 
     def contained(self) -> AbstractContextManager[None]:
         """What goes wrong inside is the topic's failure."""

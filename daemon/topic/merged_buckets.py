@@ -33,19 +33,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from daemon.call_values import Merged
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index import merging
 from daemon.core.index import merging as core_merging
 from daemon.core.index.bucket import SealedBucket
 from daemon.core.index.index import Index
-from daemon.core.index.merging import Candidate, MergedBucket
+from daemon.core.index.merging import MergeCandidate, MergedBucket
 from daemon.core.index.position_keys import KeyedRows
 from daemon.errors import Corruption, InvariantViolated, OutcomeUnknown, Unavailable
 from daemon.metrics import MergeOutcome
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.topic import bucket_reads, stored_topic, topic_manifests
-from daemon.topic.topic_manifests import TopicCommits
+from daemon.topic.topic_manifests import TopicManifests
 from daemon.topic.topic_settings import TopicSettings
 from storage_backends import bucket_merging, topic_manifest
 from storage_backends.bucket_merging import MergePlan, WrittenMerge
@@ -89,8 +89,8 @@ class BucketMerging:
 
     def __init__(
         self,
-        topic: Topic,
-        commits: TopicCommits,
+        topic: TopicState,
+        commits: TopicManifests,
         environment: Environment,
         *,
         settings: Callable[[], TopicSettings],
@@ -186,7 +186,7 @@ class BucketMerging:
             buckets_max is not None and any(len(index.sealed) > buckets_max for index in self._topic.indexes.values())
         )
 
-    def _next_run(self, buckets_max: int | None) -> list[Candidate]:
+    def _next_run(self, buckets_max: int | None) -> list[MergeCandidate]:
         """The buckets to merge next: those of the first index that has any, in order; empty when none has."""
         settings = self._settings()
         for index in self._topic.indexes.values():
@@ -201,7 +201,7 @@ class BucketMerging:
                     return run
         return []
 
-    def _candidates(self, index: Index) -> list[Candidate]:
+    def _candidates(self, index: Index) -> list[MergeCandidate]:
         """The buckets of the manifest: what is not served from it yet cannot be merged."""
         soon_ms = self._environment.clock.now_ms() + self._environment.config.delivery.lookahead_ms
         mergeable = {bucket.name: bucket for bucket in index.readable if bucket.name not in self._unmergeable}
@@ -212,7 +212,7 @@ class BucketMerging:
             bucket = mergeable.get(live.object.name)
             next_due_ms = None if bucket is None or not bucket.waiting_rows else bucket.head.next_due_ms()
             found.append(
-                Candidate(
+                MergeCandidate(
                     name=live.object.name,
                     first_ledger_id=live.first_ledger_id,
                     last_ledger_id=live.last_ledger_id,
@@ -389,7 +389,7 @@ class Adoption:
     """Merged buckets of one topic. `slot`: the last one that is applied."""
 
     def __init__(
-        self, topic: ServedTopic, commits: TopicCommits, environment: Environment, *, slot: Callable[[], ShardSlot]
+        self, topic: ServedTopic, commits: TopicManifests, environment: Environment, *, slot: Callable[[], ShardSlot]
     ) -> None:
         self._topic = topic
         self._commits = commits

@@ -31,7 +31,7 @@ from daemon.core.index.bucket import RebuildNeeded
 from daemon.core.index.position_keys import KeyedRows
 from daemon.errors import Unavailable
 from daemon.runtime.failure_scope import TopicFailed
-from daemon.topic.topic_acks import Acknowledging, TopicRedelivery
+from daemon.topic.topic_acks import AckRequests, NackRequests
 from daemon.topic.topic_port import TopicPort
 
 
@@ -84,10 +84,10 @@ class TopicOfStreams(TopicPort, Protocol):
     """What a stream asks of its topic beside."""
 
     @property
-    def acknowledging(self) -> Acknowledging: ...
+    def acknowledging(self) -> AckRequests: ...
 
     @property
-    def redelivery(self) -> TopicRedelivery: ...
+    def redelivery(self) -> NackRequests: ...
 
 
 class SubscriptionOfStreams(Protocol):

@@ -29,7 +29,7 @@ import numpy as np
 from daemon.call_values import Consumer, HandedOut, HeldByConsumers
 from daemon.core import limits
 from daemon.core.backlog.in_flight import Mask
-from daemon.core.decisions.claims import Claimed, HeldPositions, rows_claimed
+from daemon.core.decisions.claims import ClaimedRows, HeldPositions, rows_claimed
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index import indexes
 from daemon.core.index.position_keys import KeyedRows
@@ -37,7 +37,7 @@ from daemon.core.index.segments import SegmentRange
 from daemon.errors import Conflict, InvalidArgument, QuotaExceeded
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
-from daemon.topic.key_shared_streams import KeySharedStream, KeySharing
+from daemon.topic.key_shared_streams import KeySharedStream, SharingRounds
 from daemon.topic.leases import Leases
 from daemon.topic.open_streams import DispatchStream, OpenStream, TopicOfStreams, WaitingLine
 from storage_backends.formats.row_columns import Rows
@@ -104,7 +104,7 @@ class ServedSubscription:
         self.streams: dict[int, OpenStream] = {}
         self.line = WaitingLine()
         self.leases = Leases(self, environment)
-        self.key_sharing = KeySharing(self, environment)
+        self.key_sharing = SharingRounds(self, environment)
         self._environment = environment
         self._behind: asyncio.Task[None] | None = None
         self._last_dispatcher = 0
@@ -315,7 +315,7 @@ class TopicOfOpening(TopicOfStreams, Protocol):
         ...
 
 
-class Opening:
+class StreamOpening:
     """Opens streams on the subscriptions of one topic, with the positions that a dispatcher holds already."""
 
     def __init__(self, topic: TopicOfOpening, environment: Environment) -> None:
@@ -375,7 +375,7 @@ class Opening:
             )
         return served
 
-    async def _find(self, state: SubscriptionState, held: HeldPositions) -> Claimed:
+    async def _find(self, state: SubscriptionState, held: HeldPositions) -> ClaimedRows:
         """The rows that the dispatcher holds; they have been passed before it asks for them."""
         if not len(held):
             return rows_claimed((), state, held, KeyedRows.empty())
@@ -383,7 +383,7 @@ class Opening:
         found = await self._topic.acknowledging.find(state, held, held)
         return rows_claimed(self._topic.core.indexes.serving(state.subscription_id), state, held, found)
 
-    def _hold(self, stream: KeySharedStream, held: HeldByConsumers, claimed: Claimed) -> Mask:
+    def _hold(self, stream: KeySharedStream, held: HeldByConsumers, claimed: ClaimedRows) -> Mask:
         """Which of the claims are held from now on."""
         core, state, claims = self._topic.core, stream.state, held.positions
         elapsed_ms = self._environment.elapsed_ms()

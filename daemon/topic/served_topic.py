@@ -28,32 +28,33 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from daemon.call_values import RetentionPage, Survey
+from daemon.call_values import RetentionPage
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index import retention
 from daemon.core.index.containment import Contained, EntryRanges
 from daemon.core.index.position_keys import KeyedRows
+from daemon.core.index.retention import RetentionScan
 from daemon.core.index.runs import earliest
 from daemon.core.index.segments import SegmentRange
 from daemon.core.quotas import PendingRows
 from daemon.errors import NotFound, QuotaExceeded
-from daemon.group_commit.shard_slots import TopicStaging
-from daemon.runtime.due_loop import DueLoop, Pace, TakingTurns
+from daemon.group_commit.shard_slots import TopicSlots
+from daemon.runtime.due_loop import DueLoop, FairShare, Pace
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.topic import bucket_lifecycle, topic_settings
-from daemon.topic.bucket_lifecycle import BucketLife
+from daemon.topic.bucket_lifecycle import BucketLifecycle
 from daemon.topic.bucket_reads import SegmentLoader
 from daemon.topic.open_streams import OpenStream
-from daemon.topic.served_subscription import Opening, ServedSubscription
-from daemon.topic.topic_acks import Acknowledging, TopicRedelivery
-from daemon.topic.topic_adds import TopicAdding
+from daemon.topic.served_subscription import ServedSubscription, StreamOpening
+from daemon.topic.topic_acks import AckRequests, NackRequests
+from daemon.topic.topic_adds import TopicAdds
 from daemon.topic.topic_dead_letters import TopicDeadLetters
 from daemon.topic.topic_gate import TopicGate
-from daemon.topic.topic_manifests import TopicCommits
+from daemon.topic.topic_manifests import TopicManifests
 from daemon.topic.topic_quotas import TopicQuotas
-from daemon.topic.topic_withdrawals import Withdrawing
+from daemon.topic.topic_withdrawals import TopicWithdrawals
 from storage_backends.formats.manifest import TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U64
 
@@ -63,17 +64,17 @@ T = TypeVar("T")
 SURVEY_MS = 60_000
 # A look takes some microseconds a ledger: of more it is not made for who cannot wait.
 GLANCE_PAGES_MAX = 20_000
-_NOTHING = Survey(None, 0)
+_NOTHING = RetentionScan(None, 0)
 
 
 class TopicRetention:
     """What one topic needs of its log."""
 
-    def __init__(self, core: Topic, environment: Environment) -> None:
+    def __init__(self, core: TopicState, environment: Environment) -> None:
         self._core = core
         self._environment = environment
         self._turn = asyncio.Lock()
-        self._survey: Survey | None = None
+        self._survey: RetentionScan | None = None
         self._surveyed_ms = 0
         self._surveyed_state: tuple[int, int] | None = None
 
@@ -97,13 +98,13 @@ class TopicRetention:
             as_of_ms=as_of_ms,
         )
 
-    async def glance(self, changed_slot: int) -> Survey:
+    async def glance(self, changed_slot: int) -> RetentionScan:
         """Returns what `survey` does, without waiting long: of a topic of very many ledgers what was shown last."""
         if len(self._core.indexes.places) > GLANCE_PAGES_MAX:
             return self._survey or _NOTHING
         return await self.survey(changed_slot)
 
-    async def survey(self, changed_slot: int) -> Survey:
+    async def survey(self, changed_slot: int) -> RetentionScan:
         """The topic as a whole, as it was at most a minute ago. `changed_slot`: the last slot that changed it."""
         async with self._turn:
             now_ms = self._environment.elapsed_ms()
@@ -116,7 +117,7 @@ class TopicRetention:
 
     async def _in_turns(self, look: Generator[None, None, T]) -> T:
         """What the look returns; others have their turn at each of its steps."""
-        taking_turns = TakingTurns(self._environment.clock)
+        taking_turns = FairShare(self._environment.clock)
         while True:
             try:
                 next(look)
@@ -142,7 +143,7 @@ class Owned(Protocol):
 
     number: int
     epoch: int
-    commits: TopicStaging
+    commits: TopicSlots
     pending: PendingRows
 
     @property
@@ -165,7 +166,7 @@ class ServedTopic:
 
     def __init__(
         self,
-        topic: Topic,
+        topic: TopicState,
         shard: Owned,
         due_loop: DueLoop,
         environment: Environment,
@@ -180,13 +181,13 @@ class ServedTopic:
             topic, self.settings.quota_limits, shard.pending, environment, settled=shard.commits.settled
         )
         self.gate = TopicGate(topic.name, shard.commits)
-        self.opening = Opening(self, environment)
-        self.acknowledging = Acknowledging(self, environment)
-        self.redelivery = TopicRedelivery(self, environment)
-        self.withdrawing = Withdrawing(self, environment)
+        self.opening = StreamOpening(self, environment)
+        self.acknowledging = AckRequests(self, environment)
+        self.redelivery = NackRequests(self, environment)
+        self.withdrawing = TopicWithdrawals(self, environment)
         self.dead_letters = TopicDeadLetters(self, environment)
         self.retention = TopicRetention(topic, environment)
-        self.adding = TopicAdding(self, environment)
+        self.adding = TopicAdds(self, environment)
         self.wake_at_ms: int | None = None
         # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
         self.last_changed_slot = 0
@@ -503,8 +504,8 @@ class OwnedTopic:
     """`served`: its rows and subscriptions, as requests see it. `life`: its buckets. `commits`: its manifests."""
 
     served: ServedTopic
-    life: BucketLife
-    commits: TopicCommits
+    life: BucketLifecycle
+    commits: TopicManifests
 
     @property
     def name(self) -> str:

@@ -36,7 +36,7 @@ from pyroaring import BitMap64
 
 from daemon.core.backlog.dead_letter_rows import DeadLetterRows, FrozenDeadLetters
 from daemon.core.backlog.nack_tracker import FrozenNacks
-from daemon.core.decisions.topic_state import RedeliveryCut, SubscriptionCut, Topic
+from daemon.core.decisions.topic_state import RedeliveryCut, SubscriptionCut, TopicState
 from daemon.core.index.index import BucketBits
 from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, PageTable, bitmap_of, keys_of, ordinals_of, pages_of
 from daemon.errors import Corruption
@@ -141,7 +141,7 @@ def _by_index(pages: PageTable, keys: BitMap64) -> Iterator[tuple[int, BitMap64]
 # ---- reading
 
 
-def restore_redeliveries(topic: Topic, progress: manifest.Progress) -> None:
+def restore_redeliveries(topic: TopicState, progress: manifest.Progress) -> None:
     """Puts what progress says into a topic that has its rows. Raises Corruption."""
     for stored in progress.redeliveries:
         if stored.subscription_id not in topic.subscriptions:
@@ -161,7 +161,7 @@ def restore_redeliveries(topic: Topic, progress: manifest.Progress) -> None:
             index.levels.restore(level.delay_level, index.pages.find_stored(level.positions))
 
 
-def _nacked_of(topic: Topic, stored: manifest.Redeliveries) -> tuple[KeyedRows, U64]:
+def _nacked_of(topic: TopicState, stored: manifest.Redeliveries) -> tuple[KeyedRows, U64]:
     """Those of pages that are known, and when they come back."""
     parts, times = [], [np.empty(0, np.uint64)]
     for each in stored.nacked:
@@ -176,7 +176,7 @@ def _nacked_of(topic: Topic, stored: manifest.Redeliveries) -> tuple[KeyedRows, 
     return KeyedRows.concat(parts), np.concatenate(times)
 
 
-def _planes_of(topic: Topic, stored: manifest.Redeliveries) -> list[BitMap64]:
+def _planes_of(topic: TopicState, stored: manifest.Redeliveries) -> list[BitMap64]:
     planes = [BitMap64() for _ in range(1 + max((each.bit for each in stored.counts), default=-1))]
     for each in stored.counts:
         pages = _pages(topic, stored.subscription_id, each.index_id)
@@ -191,7 +191,7 @@ def _dead_letters_of(stored: manifest.Redeliveries) -> DeadLetterRows:
     return DeadLetterRows(*redelivery_columns.decode_dead_letters(stored.dead_letters))
 
 
-def _pages(topic: Topic, subscription_id: int, index_id: int) -> PageTable | None:
+def _pages(topic: TopicState, subscription_id: int, index_id: int) -> PageTable | None:
     """The pages of an index that serves the subscription, if there is one."""
     index = topic.indexes.get(index_id) if index_ids.serves(index_id, subscription_id) else None
     return None if index is None else index.pages

@@ -29,7 +29,7 @@ from daemon.call_values import Nack, NackOutcome
 from daemon.core import limits
 from daemon.core.decisions import redelivery_policy
 from daemon.core.decisions.claims import HeldPositions, Ignored, IgnoredReason
-from daemon.core.decisions.nack_decisions import NackBatch, Terms
+from daemon.core.decisions.nack_decisions import NackBatch, RedeliveryTerms
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.index import SeenRows
 from daemon.core.index.position_keys import KeyedRows
@@ -46,7 +46,7 @@ T = TypeVar("T")
 NONE_IGNORED = Ignored.nothing()
 
 
-class Acknowledging:
+class AckRequests:
     """The acknowledgements of one topic, and the moment of every request that names what was handed out."""
 
     def __init__(self, topic: TopicPort, environment: Environment) -> None:
@@ -244,7 +244,7 @@ class TopicOfNacks(TopicPort, Protocol):
     """What negative acknowledgements ask of their topic beside."""
 
     @property
-    def acknowledging(self) -> Acknowledging: ...
+    def acknowledging(self) -> AckRequests: ...
 
     def take_back(self, state: SubscriptionState) -> None:
         """Rows may have come to be NACKED: what is behind them of their keys is at nobody from now on."""
@@ -255,7 +255,7 @@ class TopicOfNacks(TopicPort, Protocol):
         ...
 
 
-class TopicRedelivery:
+class NackRequests:
     """Redelivery in one topic: what dispatchers negatively acknowledge, and what is IN_FLIGHT for too long."""
 
     def __init__(self, topic: TopicOfNacks, environment: Environment) -> None:
@@ -353,7 +353,7 @@ class TopicRedelivery:
         text = nack.text if nack.reject else ""
         return NackBatch(positions, delay_ms, nack.key_hash, reject=nack.reject, text=text, forwarded=nack.forwarded)
 
-    def terms(self, state: SubscriptionState) -> Terms:
+    def terms(self, state: SubscriptionState) -> RedeliveryTerms:
         """What holds for redeliveries of a subscription now."""
         policy, settings, environment = state.stored.policy, self._topic.settings, self._environment
         redelivery = policy.redelivery or self._default
@@ -368,7 +368,7 @@ class TopicRedelivery:
                 draw=environment.random.random,
             )
 
-        return Terms(
+        return RedeliveryTerms(
             now_ms=environment.clock.now_ms(),
             delays=delays,
             max_count=policy.max_redeliver_count,

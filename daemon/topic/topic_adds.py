@@ -33,7 +33,7 @@ from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.topic.topic_port import TopicPort
 from daemon.topic.topic_quotas import TopicQuotas
-from daemon.topic.topic_withdrawals import Withdrawing
+from daemon.topic.topic_withdrawals import TopicWithdrawals
 from storage_backends.formats.row_columns import Rows
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class TopicOfAdds(TopicPort, Protocol):
     def quotas(self) -> TopicQuotas: ...
 
     @property
-    def withdrawing(self) -> Withdrawing: ...
+    def withdrawing(self) -> TopicWithdrawals: ...
 
     def subscription(self, name: str) -> SubscriptionState:
         """The state of a subscription. Raises NotFound when it does not exist."""
@@ -73,7 +73,7 @@ class _Decided(NamedTuple):
     answer: asyncio.Future[AddOutcome]
 
 
-class TopicAdding:
+class TopicAdds:
     """The adds of one topic. Futures that it gives may be cancelled: what was to be added is added all the same."""
 
     def __init__(self, topic: TopicOfAdds, environment: Environment) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from daemon.errors import OutcomeUnknown, TarryError, Unavailable
-from daemon.group_commit.shard_slots import STALL_ANSWER_S, TopicStaging
+from daemon.group_commit.shard_slots import STALL_ANSWER_S, TopicSlots
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class TopicGate:
     for messages.
     """
 
-    def __init__(self, topic: str, commits: TopicStaging) -> None:
+    def __init__(self, topic: str, commits: TopicSlots) -> None:
         self._topic = topic
         self._commits = commits
         self._open = asyncio.Event()

@@ -94,7 +94,7 @@ def overtaken(refused: commit.Refused, *, epoch: int) -> Overtaken | None:
     return Overtaken(refused.reason, tip)
 
 
-class TopicCommits:
+class TopicManifests:
     """The manifest sequence of one topic of a shard that is owned under `epoch`. Other processes may merge its buckets:
     every manifest that is read here may name some that this owner does not serve yet.
     """

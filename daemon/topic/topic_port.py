@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.segments import SegmentRange
 from daemon.group_commit.shard_slots import Commits
 from daemon.runtime.due_loop import Pace
@@ -59,7 +59,7 @@ class TopicPort(Protocol):
     """A topic, for its parts."""
 
     @property
-    def core(self) -> Topic: ...
+    def core(self) -> TopicState: ...
 
     @property
     def shard(self) -> ShardPort: ...

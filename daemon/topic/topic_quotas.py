@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import numpy as np
 
 from daemon.core import quotas
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.quotas import Caller, ClientRates, DueSeconds, PendingRows, QuotaLimits, RowsOfSeconds
 from daemon.errors import QuotaExceeded
 from daemon.runtime.environment import Environment
@@ -29,7 +29,7 @@ class TopicQuotas:
 
     def __init__(
         self,
-        topic: Topic,
+        topic: TopicState,
         limits: QuotaLimits,
         pending: PendingRows,
         environment: Environment,
@@ -78,7 +78,7 @@ class TopicQuotas:
         if not self.are_counted:
             await asyncio.shield(self._count())
 
-    def admission(self, caller: Caller | None, *, now_ms: int) -> Admission:
+    def admission(self, caller: Caller | None, *, now_ms: int) -> QuotaAdmission:
         """For one request. `caller`: None for whoever is not limited. Raises QuotaExceeded."""
         if caller is not None:
             try:
@@ -86,11 +86,11 @@ class TopicQuotas:
             except QuotaExceeded:
                 self._environment.metrics.quota_refused(self._topic.name, "client")
                 raise
-        return Admission(self, caller, now_ms)
+        return QuotaAdmission(self, caller, now_ms)
 
-    def move(self, *, now_ms: int) -> Admission:
+    def move(self, *, now_ms: int) -> QuotaAdmission:
         """For one request that gives other times to rows that are pending: they come due in other seconds."""
-        return Admission(self, None, now_ms, are_pending=True)
+        return QuotaAdmission(self, None, now_ms, are_pending=True)
 
     def charge(self, caller: Caller, rows: int) -> None:
         """The caller's request of so many rows is accepted."""
@@ -191,7 +191,7 @@ class TopicQuotas:
             self._count_later.cancel()
 
 
-class Admission:
+class QuotaAdmission:
     """The way of one request's rows into the topic: first `admit`, which changes nothing, then `staged`."""
 
     def __init__(self, of: TopicQuotas, caller: Caller | None, now_ms: int, *, are_pending: bool = False) -> None:

@@ -19,7 +19,12 @@ from typing import Literal, Protocol
 
 from daemon.core import limits
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.withdrawal_decisions import Asked, CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.core.decisions.withdrawal_decisions import (
+    CancelOutcome,
+    RescheduleBatch,
+    RescheduleOutcome,
+    WithdrawalTarget,
+)
 from daemon.errors import Unavailable
 from daemon.group_commit.shard_slots import STALL_ANSWER_S
 from daemon.runtime.environment import Environment
@@ -40,7 +45,7 @@ class TopicOfWithdrawals(TopicPort, Protocol):
         ...
 
 
-class Withdrawing:
+class TopicWithdrawals:
     """The cancellations and reschedules of one topic."""
 
     def __init__(self, topic: TopicOfWithdrawals, environment: Environment) -> None:
@@ -95,11 +100,11 @@ class Withdrawing:
                 await self._topic.shard.commits.settled()
                 await self._topic.gate.passed()
 
-    def _asked(self, subscription: str | None, ledger_id: U64, entry_id: U64) -> Asked:
+    def _asked(self, subscription: str | None, ledger_id: U64, entry_id: U64) -> WithdrawalTarget:
         number = None if subscription is None else self._topic.subscription(subscription).subscription_id
         return self._topic.core.withdrawals.asked(ledger_id, entry_id, number)
 
-    async def _decidable(self, find: Callable[[], Asked]) -> Asked:
+    async def _decidable(self, find: Callable[[], WithdrawalTarget]) -> WithdrawalTarget:
         """What is asked for, at a moment at which it may be decided: decide before awaiting anything."""
         topic = self._topic
         # A former owner that was paused may wake and hand out what is due by then: whatever is decided before may be

@@ -29,7 +29,6 @@ from daemon.core.index.runs import earliest, first_time_ms
 from daemon.core.index.scan import (
     BARS_MAX,
     LAST_MS,
-    Asked,
     Bars,
     Counts,
     Found,
@@ -39,6 +38,7 @@ from daemon.core.index.scan import (
     PartCount,
     Place,
     Read,
+    ScanFilter,
     SealedPart,
     part_of,
     round_width_ms,
@@ -167,7 +167,7 @@ class Viewing:
     async def _page(
         self,
         topic: ServedTopic,
-        asked: Asked,
+        asked: ScanFilter,
         indexes: Sequence[Index],
         after: Place | None,
         limit: int,
@@ -220,7 +220,7 @@ class Viewing:
     # ---- counts
 
     async def _counts(
-        self, topic: ServedTopic, asked: Asked, indexes: Sequence[Index], bars: Bars, deadline_s: float
+        self, topic: ServedTopic, asked: ScanFilter, indexes: Sequence[Index], bars: Bars, deadline_s: float
     ) -> Counts:
         counts = Counts.nothing(bars)
         buckets = _buckets(indexes)
@@ -235,7 +235,7 @@ class Viewing:
         return counts
 
     async def _counted(
-        self, topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: Asked, bars: Bars, deadline_s: float
+        self, topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: ScanFilter, bars: Bars, deadline_s: float
     ) -> Counts:
         async with self._reads:
             if self._environment.clock.elapsed_s() > deadline_s:
@@ -250,7 +250,7 @@ class Viewing:
             cached = topic.core.indexes.cache.of_bucket(bucket.name)
             return await self._read(topic, bucket, lambda: self._count(part, asked, bars, cached))
 
-    def _count(self, part: Part, asked: Asked, bars: Bars, cached: Mapping[int, KeyedRows]) -> Counts:
+    def _count(self, part: Part, asked: ScanFilter, bars: Bars, cached: Mapping[int, KeyedRows]) -> Counts:
         counting = PartCount(part, bars, asked.ledgers)
         for number, rows in self._segments(part, counting.needed, cached):
             counting.read(number, rows)
@@ -379,7 +379,7 @@ class _Backlog:
         return 0 if rest else self._first_ms
 
 
-def _part(topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: Asked, leaving: BitMap64) -> Part | None:
+def _part(topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: ScanFilter, leaving: BitMap64) -> Part | None:
     """What of a bucket is asked for, None when nothing is. Raises _LeftError when the bucket was merged meanwhile: its
     sets are of no use then.
     """
@@ -417,16 +417,16 @@ def _buckets(indexes: Sequence[Index]) -> list[tuple[Bucket, PageTable]]:
     return [(bucket, index.pages) for index in indexes for bucket in index.buckets]
 
 
-def _asked(topic: ServedTopic, view: View, *, backlog: bool = False) -> tuple[Asked, list[Index]]:
+def _asked(topic: ServedTopic, view: View, *, backlog: bool = False) -> tuple[ScanFilter, list[Index]]:
     """What is asked for, and the indexes in which it is. Raises NotFound, InvalidArgument."""
     if view.until_ms and view.until_ms < view.from_ms:
         raise InvalidArgument(f"until_ms is {view.until_ms}, before from_ms, which is {view.from_ms}")
     limits.check_ledgers(view.ledgers)
-    asked = Asked(view.from_ms, view.until_ms - 1 if view.until_ms else LAST_MS, view.ledgers, backlog=backlog)
+    asked = ScanFilter(view.from_ms, view.until_ms - 1 if view.until_ms else LAST_MS, view.ledgers, backlog=backlog)
     if view.subscription is None:
         return asked, topic.core.indexes.of_entries()
     stored = topic.subscription(view.subscription).stored
-    asked = Asked(
+    asked = ScanFilter(
         asked.first_ms, asked.last_ms, asked.ledgers, stored.subscription_id, stored.since_ms, backlog=backlog
     )
     indexes = topic.core.indexes

@@ -195,7 +195,7 @@ def encode_log_slot(header: LogSlotHeader, sections: Mapping[int, bytes] = Mappi
     return b"".join((fixed, checksum, writer, *entries, *bodies))
 
 
-class Identity(NamedTuple):
+class SlotIdentity(NamedTuple):
     """What tells a slot from another one of its number. `fingerprint`: the CRC32C in its header, which covers the
     CRC32C of each section.
     """
@@ -204,11 +204,11 @@ class Identity(NamedTuple):
     fingerprint: int
 
 
-def identity_of(data: bytes) -> Identity:
+def identity_of(data: bytes) -> SlotIdentity:
     """The identity of a slot by its first bytes; nothing is checked. Raises ValueError when they are no header."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         raise ValueError(f"{data[:4]!r}, {len(data)} bytes: no log slot begins so")
-    return Identity(LogSlotKind(data[_KIND_AT]), _fingerprint(data))
+    return SlotIdentity(LogSlotKind(data[_KIND_AT]), _fingerprint(data))
 
 
 def _fingerprint(data: bytes) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from daemon import call_values, errors
 from daemon.core import limits
+from daemon.core.index.retention import RetentionScan
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import U64, Rows
 from tests._support.fake_topic import EPOCH, Subscription, Topic
@@ -255,5 +256,5 @@ def _check_asked(ledger_ids: U64 | None) -> None:
             raise errors.InvalidArgument(f"ledger_id names ledger {ledger_id} twice; once is enough")
 
 
-def _survey(lowest: Mapping[int, int]) -> call_values.Survey:
-    return call_values.Survey(min(lowest.items(), default=None), len(lowest))
+def _survey(lowest: Mapping[int, int]) -> RetentionScan:
+    return RetentionScan(min(lowest.items(), default=None), len(lowest))

@@ -32,7 +32,7 @@ STEP = (*STARTED, "asyncio.base_events:BaseEventLoop._run_once", "asyncio.events
         ),
         (
             JOURNAL,
-            ("daemon.topic.served_topic:ServedTopic.add", "daemon.group_commit.shard_slots:ShardStaging.stage"),
+            ("daemon.topic.served_topic:ServedTopic.add", "daemon.group_commit.shard_slots:ShardSlots.stage"),
         ),
         (
             METRICS,

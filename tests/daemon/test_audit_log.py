@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from daemon import audit_log, errors
-from daemon.settings import Access
+from daemon.settings import AccessSettings
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -20,7 +20,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_line_is_a_json_object_in_a_file_of_this_user_alone(tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
-    told = audit_log.AuditLog(Access(audit_file=str(path)))
+    told = audit_log.AuditLog(AccessSettings(audit_file=str(path)))
     told.tell("call", topic='a\n"b', identity="")
     told.close()
     (line,) = lines(path)
@@ -30,7 +30,7 @@ def test_a_line_is_a_json_object_in_a_file_of_this_user_alone(tmp_path: Path) ->
 
 def test_a_file_that_is_moved_away_is_opened_anew(tmp_path: Path) -> None:
     path, former = tmp_path / "audit.log", tmp_path / "audit.log.1"
-    told = audit_log.AuditLog(Access(audit_file=str(path)))
+    told = audit_log.AuditLog(AccessSettings(audit_file=str(path)))
     told.tell("one")
     path.rename(former)
     told.tell("two")
@@ -42,12 +42,12 @@ def test_a_link_that_somebody_has_planted_is_not_followed(tmp_path: Path) -> Non
     path = tmp_path / "audit.log"
     path.symlink_to(tmp_path / "victim")
     with pytest.raises(errors.InvalidArgument, match=r"access.audit_file .*audit.log cannot be opened"):
-        audit_log.AuditLog(Access(audit_file=str(path)))
+        audit_log.AuditLog(AccessSettings(audit_file=str(path)))
     assert not (tmp_path / "victim").exists()
 
 
 def test_a_line_that_cannot_be_written_is_an_error_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    told = audit_log.AuditLog(Access(audit_file="/dev/full"))
+    told = audit_log.AuditLog(AccessSettings(audit_file="/dev/full"))
     told.tell("call", topic="t")
     with pytest.raises(OSError, match="No space"):
         told.close()
@@ -58,7 +58,7 @@ def test_too_many_refusals_are_counted_in_the_next_line(tmp_path: Path, monkeypa
     path = tmp_path / "audit.log"
     now_s = 10.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    told = audit_log.AuditLog(Access(audit_file=str(path)))
+    told = audit_log.AuditLog(AccessSettings(audit_file=str(path)))
     for _ in range(audit_log.REFUSALS_PER_SECOND_MAX + 5):
         told.tell_refusal(text="x" * 5000)
     now_s += 1
@@ -72,6 +72,6 @@ def test_too_many_refusals_are_counted_in_the_next_line(tmp_path: Path, monkeypa
 
 def test_there_is_none_without_identities_unless_a_file_is_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    audit_log.AuditLog(Access()).tell("nobody")
-    audit_log.AuditLog(Access(identities_file="i")).tell("somebody", topic="t")
+    audit_log.AuditLog(AccessSettings()).tell("nobody")
+    audit_log.AuditLog(AccessSettings(identities_file="i")).tell("somebody", topic="t")
     assert [(record.getMessage(), vars(record)["topic"]) for record in caplog.records] == [("somebody", "t")]

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from daemon.core.decisions.withdrawal_decisions import Withdrawals
+from daemon.core.decisions.withdrawal_decisions import WithdrawalDecisions
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes
 from daemon.core.index.position_keys import KeyedRows
 from daemon.owner import collection_pass
 from daemon.topic import stored_topic
-from daemon.topic.bucket_lifecycle import BucketLife
+from daemon.topic.bucket_lifecycle import BucketLifecycle
 from daemon.topic.merged_buckets import BucketMerging
-from daemon.topic.topic_withdrawals import Withdrawing
+from daemon.topic.topic_withdrawals import TopicWithdrawals
 from storage_backends import shard_listing, topic_manifest
 from storage_backends.formats import manifest, merge
 from storage_backends.formats.bucket_format import KeptRows
@@ -125,7 +125,7 @@ def a_stale_merge_is_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_manifest_of_its_own_tells_an_owner_of_no_merge(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BucketLife, "_names_unknown", lambda life, newest: False)
+    patch.setattr(BucketLifecycle, "_names_unknown", lambda life, newest: False)
 
 
 # ---- cancellations and reschedules
@@ -142,36 +142,40 @@ def a_row_that_is_leaving_is_handed_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_reschedule_leaves_both_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Withdrawals, "cancelled", lambda self, index, keys: self._indexes.leaving.difference_update(keys))
+    patch.setattr(
+        WithdrawalDecisions, "cancelled", lambda self, index, keys: self._indexes.leaving.difference_update(keys)
+    )
 
 
 def a_cancellation_is_answered_before_its_slot(patch: pytest.MonkeyPatch) -> None:
     async def at_once(
-        self: Withdrawing, records: Sequence[Record], staged: Callable[[asyncio.Future[int]], object] = lambda _: None
+        self: TopicWithdrawals,
+        records: Sequence[Record],
+        staged: Callable[[asyncio.Future[int]], object] = lambda _: None,
     ) -> None:
         if records:
             staged(self._topic.shard.commits.stage(*records))
 
-    patch.setattr(Withdrawing, "_durable", at_once)
+    patch.setattr(TopicWithdrawals, "_durable", at_once)
 
 
 def that_rows_leave_is_decided_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:
     """It is answered when no former owner hands out any more: by then one may have."""
-    durable = Withdrawing._durable
+    durable = TopicWithdrawals._durable
 
-    async def later(self: Withdrawing, *arguments: Any) -> None:
+    async def later(self: TopicWithdrawals, *arguments: Any) -> None:
         await durable(self, *arguments)
         await self._topic.shard.alone()
 
-    patch.setattr(Withdrawing, "_decidable", _decidable_at_once)
-    patch.setattr(Withdrawing, "_durable", later)
+    patch.setattr(TopicWithdrawals, "_decidable", _decidable_at_once)
+    patch.setattr(TopicWithdrawals, "_durable", later)
 
 
 def that_rows_have_left_is_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Withdrawing, "_decidable", _decidable_at_once)
+    patch.setattr(TopicWithdrawals, "_decidable", _decidable_at_once)
 
 
-async def _decidable_at_once(self: Withdrawing, find: Callable[[], Any]) -> Any:
+async def _decidable_at_once(self: TopicWithdrawals, find: Callable[[], Any]) -> Any:
     """As it is where nobody owned the shard before."""
     async with self._in_time():
         while True:

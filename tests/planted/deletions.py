@@ -12,7 +12,7 @@ import pytest
 
 from daemon.core.deletions import ledger_deletions, ledger_metadata
 from daemon.core.deletions.kept_deletions import DeletionsByLedger
-from daemon.core.deletions.ledger_deletions import DeletionCut, LedgerDeletions, Recorded, Waiting
+from daemon.core.deletions.ledger_deletions import DeletionCut, LedgerDeletions, Recorded, RetryQueue
 from daemon.core.deletions.ledgers_in_use import InUse
 from daemon.ledger_deletion.shard_deletions import Attempt, InUseChanging, ShardDeletions
 from daemon.ledger_stores import offloaded_ledgers
@@ -194,9 +194,9 @@ def a_deletion_is_given_up_one_retry_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits_for_the_time_of_a_retry(patch: pytest.MonkeyPatch) -> None:
-    add, remove = Waiting.add, Waiting.remove
-    patch.setattr(Waiting, "add", lambda self, due_ms, number: add(self, 0, number))
-    patch.setattr(Waiting, "remove", lambda self, due_ms, number: remove(self, 0, number))
+    add, remove = RetryQueue.add, RetryQueue.remove
+    patch.setattr(RetryQueue, "add", lambda self, due_ms, number: add(self, 0, number))
+    patch.setattr(RetryQueue, "remove", lambda self, due_ms, number: remove(self, 0, number))
 
 
 # Ledgers have owners, and the daemon is killed again and again while it deletes.

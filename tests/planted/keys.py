@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from daemon.core.decisions import feeding
-from daemon.core.decisions.key_shared_backlogs import KeySharing
+from daemon.core.decisions.key_shared_backlogs import KeySharedBacklogs
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.indexes import Indexes
 from tests.planted.bug import Bug
@@ -33,10 +33,10 @@ def what_is_not_read_holds_up_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_are_fed_beside_what_is_not_read(patch: pytest.MonkeyPatch) -> None:
-    def hold_up(self: KeySharing, states: Iterable[SubscriptionState], now_ms: int) -> None:
+    def hold_up(self: KeySharedBacklogs, states: Iterable[SubscriptionState], now_ms: int) -> None:
         del self, states, now_ms
 
-    patch.setattr(KeySharing, "hold_up", hold_up)
+    patch.setattr(KeySharedBacklogs, "hold_up", hold_up)
 
 
 def a_backlog_is_read_beyond_what_is_not_passed(patch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,14 @@ from pyroaring import BitMap64
 from daemon.core.backlog.in_flight import InFlight
 from daemon.core.backlog.nack_tracker import NackTracker
 from daemon.core.decisions import ack_decisions, nack_decisions
-from daemon.core.decisions.ack_decisions import Acknowledging
+from daemon.core.decisions.ack_decisions import AckDecisions
 from daemon.core.decisions.claims import Ignored
-from daemon.core.decisions.dead_letter_decisions import DeadLettering
+from daemon.core.decisions.dead_letter_decisions import DeadLetterDecisions
 from daemon.core.decisions.subscription_state import RedeliveryCounts, SubscriptionState
 from daemon.core.index.position_keys import KeyedRows
 from daemon.topic import bucket_lifecycle, stored_topic
 from daemon.topic import topic_acks as engine_acknowledging
-from daemon.topic.topic_acks import TopicRedelivery
+from daemon.topic.topic_acks import NackRequests
 from storage_backends.formats import manifest
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import NackRecord, PurgeRecord, ReplayRecord
@@ -123,9 +123,9 @@ def a_time_out_comes_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_nack_is_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:
-    negative_acknowledge = TopicRedelivery.negative_acknowledge
+    negative_acknowledge = NackRequests.negative_acknowledge
 
-    async def at_once(self: TopicRedelivery, *arguments: Any, **options: Any) -> Any:
+    async def at_once(self: NackRequests, *arguments: Any, **options: Any) -> Any:
         async def answerable(ignored: Ignored) -> None:
             if len(ignored):
                 await self._topic.shard.commits.confirmed()
@@ -136,41 +136,39 @@ def a_nack_is_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> No
         finally:
             del self._topic.acknowledging.answerable
 
-    patch.setattr(TopicRedelivery, "negative_acknowledge", at_once)
+    patch.setattr(NackRequests, "negative_acknowledge", at_once)
 
 
 # ---- how often
 
 
 def a_position_that_is_about_to_wait_is_decided_again(patch: pytest.MonkeyPatch) -> None:
-    async def decidable(
-        self: engine_acknowledging.Acknowledging, state: SubscriptionState, named: Any, **_: Any
-    ) -> None:
+    async def decidable(self: engine_acknowledging.AckRequests, state: SubscriptionState, named: Any, **_: Any) -> None:
         await self._topic.gate.passed()
         self._topic.check_there(state)
 
-    patch.setattr(engine_acknowledging.Acknowledging, "decidable", decidable)
+    patch.setattr(engine_acknowledging.AckRequests, "decidable", decidable)
 
 
 def what_waits_is_counted_again(patch: pytest.MonkeyPatch) -> None:
     """A request that is repeated counts twice."""
-    stage_found = nack_decisions.Redelivering.stage_found
+    stage_found = nack_decisions.NackDecisions.stage_found
 
-    def staged(self: nack_decisions.Redelivering, state: SubscriptionState, *arguments: Any) -> Any:
+    def staged(self: nack_decisions.NackDecisions, state: SubscriptionState, *arguments: Any) -> Any:
         kept, state.nacks.keys = state.nacks.keys, BitMap64()
         try:
             return stage_found(self, state, *arguments)
         finally:
             state.nacks.keys = kept
 
-    patch.setattr(nack_decisions.Redelivering, "stage_found", staged)
+    patch.setattr(nack_decisions.NackDecisions, "stage_found", staged)
 
 
 def messages_of_a_batch_stay_when_their_entry_leaves(patch: pytest.MonkeyPatch) -> None:
-    def nothing(self: Acknowledging, *arguments: Any) -> Iterator[Any]:
+    def nothing(self: AckDecisions, *arguments: Any) -> Iterator[Any]:
         yield from ()
 
-    patch.setattr(Acknowledging, "end_parts", nothing)
+    patch.setattr(AckDecisions, "end_parts", nothing)
 
 
 # ---- dead letters
@@ -178,15 +176,15 @@ def messages_of_a_batch_stay_when_their_entry_leaves(patch: pytest.MonkeyPatch) 
 
 def a_replay_leaves_its_dead_letter(patch: pytest.MonkeyPatch) -> None:
     """It is replayed again when the position has left."""
-    _left: Callable[..., None] = DeadLettering._left_dead_letters
+    _left: Callable[..., None] = DeadLetterDecisions._left_dead_letters
 
-    def left(self: DeadLettering, record: ReplayRecord | PurgeRecord) -> None:
+    def left(self: DeadLetterDecisions, record: ReplayRecord | PurgeRecord) -> None:
         if isinstance(record, ReplayRecord):
             self._subscriptions[record.subscription_id].dead_letters_leaving.clear()
             return
         _left(self, record)
 
-    patch.setattr(DeadLettering, "_left_dead_letters", left)
+    patch.setattr(DeadLetterDecisions, "_left_dead_letters", left)
 
 
 # ---- which hand-out is meant
@@ -201,10 +199,10 @@ def what_is_passed_on_is_over_once_it_is_acknowledged(patch: pytest.MonkeyPatch)
 
 
 def only_what_is_in_flight_is_handed_back(patch: pytest.MonkeyPatch) -> None:
-    def nothing(self: nack_decisions.Redelivering, state: Any, index: Any, left: Any, found: Any, terms: Any) -> Any:
+    def nothing(self: nack_decisions.NackDecisions, state: Any, index: Any, left: Any, found: Any, terms: Any) -> Any:
         return [], left
 
-    patch.setattr(nack_decisions.Redelivering, "_decide_found", nothing)
+    patch.setattr(nack_decisions.NackDecisions, "_decide_found", nothing)
 
 
 def an_entry_takes_along_what_was_handed_back_since(patch: pytest.MonkeyPatch) -> None:

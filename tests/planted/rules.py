@@ -15,12 +15,12 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.group_commit import slot_sender
 from daemon.group_commit.confirmation import ProbedConfirmation
 from daemon.group_commit.log_truncation import LogTruncation
-from daemon.group_commit.shard_slots import ShardStaging
+from daemon.group_commit.shard_slots import ShardSlots
 from daemon.group_commit.slot_outcome import Certain, SlotOutcome
 from daemon.owner.log_writer import CertainSlot, LogWriter
 from daemon.owner.own_log import FrozenSlot
 from daemon.shard.shard import ServedShard
-from daemon.topic.topic_acks import Acknowledging
+from daemon.topic.topic_acks import AckRequests
 from storage_backends import log_fence, object_store, topic_manifest
 from storage_backends.formats import log_slot_format, slot_format
 from storage_backends.formats.log_slot_format import LogSlotKind
@@ -112,8 +112,8 @@ def there_is_no_fence(patch: pytest.MonkeyPatch) -> None:
 
 def topics_are_read_and_not_claimed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(topic_manifest.Seal, "precondition", lambda self, tip: None)
-    patch.setattr(topic_manifest.Claim, "precondition", lambda self, tip: None)
-    patch.setattr(topic_manifest.Claim, "apply", lambda self, tip: tip)
+    patch.setattr(topic_manifest.ClaimTopic, "precondition", lambda self, tip: None)
+    patch.setattr(topic_manifest.ClaimTopic, "apply", lambda self, tip: tip)
 
 
 def ends_of_logs_are_deleted(patch: pytest.MonkeyPatch) -> None:
@@ -150,22 +150,22 @@ def the_next_slot_does_not_wait_for_the_last(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_do_not_wait_for_their_slot(patch: pytest.MonkeyPatch) -> None:
-    append = ShardStaging._append
+    append = ShardSlots._append
 
-    def answered(self: ShardStaging, records: Sequence[slot_format.Record]) -> Any:
+    def answered(self: ShardSlots, records: Sequence[slot_format.Record]) -> Any:
         slot = append(self, records)
         if not slot.certain.done():
             slot.certain.set_result(0)
         return slot
 
-    patch.setattr(ShardStaging, "_append", answered)
+    patch.setattr(ShardSlots, "_append", answered)
 
 
 def duplicates_do_not_wait_for_the_slot_that_they_saw(patch: pytest.MonkeyPatch) -> None:
-    async def at_once(self: ShardStaging) -> None:
+    async def at_once(self: ShardSlots) -> None:
         return
 
-    patch.setattr(ShardStaging, "confirmed", at_once)
+    patch.setattr(ShardSlots, "confirmed", at_once)
 
 
 def the_epoch_counts_as_confirmed_when_the_answer_comes(patch: pytest.MonkeyPatch) -> None:
@@ -180,15 +180,15 @@ def hand_outs_go_on_without_a_confirmation(patch: pytest.MonkeyPatch) -> None:
 def slots_are_answered_however_old_the_confirmation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(slot_sender, "ANSWER_UNCONFIRMED_S", math.inf)
     # Else whoever waits so long is told that the outcome is unknown.
-    patch.setattr(ShardStaging, "answer_stalled", lambda self: None)
+    patch.setattr(ShardSlots, "answer_stalled", lambda self: None)
 
 
 def acknowledgements_are_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:
-    async def at_once(self: Acknowledging, ignored: Ignored) -> None:
+    async def at_once(self: AckRequests, ignored: Ignored) -> None:
         if ignored:
             await self._topic.shard.commits.confirmed()
 
-    patch.setattr(Acknowledging, "answerable", at_once)
+    patch.setattr(AckRequests, "answerable", at_once)
 
 
 def rows_go_out_by_key_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:

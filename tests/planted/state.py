@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daemon.core.decisions.topic_state import RedeliveryCut, Topic
+from daemon.core.decisions.topic_state import RedeliveryCut, TopicState
 from daemon.core.index.bucket import GoneSet
 from daemon.core.index.index import BucketBits
 from daemon.core.index.mutable_bucket import MutableBucket
@@ -18,7 +18,7 @@ from daemon.owner import takeover
 from daemon.shard import checkpointing, recovery
 from daemon.shard.range_operations import WriteCheckpoint
 from daemon.topic import bucket_lifecycle
-from daemon.topic.bucket_lifecycle import BucketLife
+from daemon.topic.bucket_lifecycle import BucketLifecycle
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.log_slot_format import ShardSlot
@@ -65,9 +65,9 @@ def a_bucket_is_written_after_the_manifest_that_names_it(patch: pytest.MonkeyPat
         later = pending[cut.key] = Later(store)
         return write_bucket(later, cut, **settings)  # type: ignore[arg-type]
 
-    finish = BucketLife._finish
+    finish = BucketLifecycle._finish
 
-    def finished(self: BucketLife, seal: Any, written: Any) -> None:
+    def finished(self: BucketLifecycle, seal: Any, written: Any) -> None:
         finish(self, seal, written)
         for cut in seal.cuts:
             later = pending.pop(cut.key)
@@ -75,7 +75,7 @@ def a_bucket_is_written_after_the_manifest_that_names_it(patch: pytest.MonkeyPat
                 late.append(asyncio.ensure_future(self._environment.run(later.write)))
 
     patch.setattr(bucket_lifecycle, "write_bucket", unwritten)
-    patch.setattr(BucketLife, "_finish", finished)
+    patch.setattr(BucketLifecycle, "_finish", finished)
 
 
 def a_commit_without_an_answer_is_reported(patch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def rows_of_a_committed_seal_are_taken_from_the_checkpoint_too(patch: pytest.Mon
     """I5: a row is in two places."""
     restore = recovery.restore
 
-    def restored(topic: Topic, tip: manifest.TopicManifest, objects: Any, part: Any, *, elapsed_ms: int) -> None:
+    def restored(topic: TopicState, tip: manifest.TopicManifest, objects: Any, part: Any, *, elapsed_ms: int) -> None:
         restore(topic, tip, objects, part, elapsed_ms=elapsed_ms)
         for seal in part.sealing if part else ():
             if tip.applied >= seal.slot:
@@ -224,7 +224,7 @@ def not_journaled(patch: pytest.MonkeyPatch, kind: type[Any]) -> None:
 def replay_begins_at_the_manifest_and_not_above_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
     replay = recovery.replay
 
-    def replayed(topic: Topic, tip: Any, tail: Any, *, elapsed_ms: int) -> int:
+    def replayed(topic: TopicState, tip: Any, tail: Any, *, elapsed_ms: int) -> int:
         return replay(
             topic, dataclasses.replace(tip, applied=0), dataclasses.replace(tail, part=None), elapsed_ms=elapsed_ms
         )

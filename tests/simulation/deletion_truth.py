@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
-from daemon.settings import Deletion as Settings
+from daemon.settings import DeletionSettings as Settings
 from storage_backends.formats.deletion_format import (
     AnswerDeletes,
     BeginDeletes,

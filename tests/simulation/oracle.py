@@ -14,7 +14,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
-from daemon.settings import Deletion
+from daemon.settings import DeletionSettings
 from storage_backends.formats import index_ids, manifest, names, slot_format
 from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore
@@ -157,7 +157,7 @@ def everything(position: Position) -> bool:
 class Oracle:
     """Fed by the store in which everything lands."""
 
-    def __init__(self, history: History, now_s: Callable[[], float], deletion: Deletion) -> None:
+    def __init__(self, history: History, now_s: Callable[[], float], deletion: DeletionSettings) -> None:
         self.now_s = now_s
         self.shard_deletions: dict[int, ShardDeletions] = {}
         """By shard, what its slots say of deletions of ledgers."""

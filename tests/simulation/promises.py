@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from daemon.core.decisions.add_decisions import AddOutcome
 from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleOutcome
-from daemon.settings import Redelivery
+from daemon.settings import RedeliverySettings
 from tests._support.engine_fixture import Daemon
 from tests.simulation import positions as place
 from tests.simulation.forwarding import Output
@@ -110,7 +110,7 @@ class Promises:
         oracle: Oracle,
         history: History,
         live: Callable[[], Iterable[Daemon]],
-        redelivery: Redelivery,
+        redelivery: RedeliverySettings,
         output: Output,
     ) -> None:
         self._live = live

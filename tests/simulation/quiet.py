@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping, Set
 
 from daemon.call_values import View
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.bucket import Bucket
 from daemon.core.index.position_keys import keys_of
 from daemon.errors import Corruption
@@ -156,11 +156,11 @@ def _compare_shown(
         history.breach(f"{place}: {extra} are shown")
 
 
-def _passed(core: Topic) -> set[Position]:
+def _passed(core: TopicState) -> set[Position]:
     return {position for bucket in _buckets(core) for position in _positions(core, bucket, passed=True)}
 
 
-def _due_and_not_passed(daemon: Daemon, truth: TopicTruth, core: Topic) -> Position | None:
+def _due_and_not_passed(daemon: Daemon, truth: TopicTruth, core: TopicState) -> Position | None:
     passed = _passed(core)
     due_ms = daemon.now_ms() - PASSED_AFTER_MS
     return next(
@@ -169,18 +169,18 @@ def _due_and_not_passed(daemon: Daemon, truth: TopicTruth, core: Topic) -> Posit
     )
 
 
-def _positions(core: Topic, bucket: Bucket, *, passed: bool = False) -> list[Position]:
+def _positions(core: TopicState, bucket: Bucket, *, passed: bool = False) -> list[Position]:
     ledger_id, entry_id = core.index.pages.positions(keys_of(bucket.passed if passed else bucket.present))
     positions = zip(ledger_id.tolist(), entry_id.tolist(), strict=True)
     return [in_index(position, bucket.index_id) for position in positions]
 
 
-def _buckets(core: Topic) -> list[Bucket]:
+def _buckets(core: TopicState) -> list[Bucket]:
     """Of every index."""
     return [bucket for index in core.indexes.values() for bucket in index.buckets]
 
 
-def _compare_rows(truth: TopicTruth, core: Topic, history: History) -> None:
+def _compare_rows(truth: TopicTruth, core: TopicState, history: History) -> None:
     held: dict[Position, Bucket] = {}
     for bucket in _buckets(core):
         for position in _positions(core, bucket):
@@ -200,7 +200,7 @@ def _compare_rows(truth: TopicTruth, core: Topic, history: History) -> None:
         _compare_backlog(truth, core, number, history)
 
 
-def _compare_backlog(truth: TopicTruth, core: Topic, number: int, history: History) -> None:
+def _compare_backlog(truth: TopicTruth, core: TopicState, number: int, history: History) -> None:
     """What a subscription is owed is the same, and its backlog counts what is due of that."""
     since_ms = truth.subscriptions[number].since_ms
     due = 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from daemon.call_values import BacklogPage, DeadLetterFilter
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index import delay_levels
 from daemon.core.index.bucket import Bucket
 from daemon.core.index.position_keys import keys_of
@@ -31,7 +31,7 @@ PAGE_ROWS = 3
 Breach = Callable[[str], None]
 
 
-def compare(truth: TopicTruth, core: Topic, oracle: Oracle, passed: Set[Position], breach: Breach) -> None:
+def compare(truth: TopicTruth, core: TopicState, oracle: Oracle, passed: Set[Position], breach: Breach) -> None:
     """In memory. `passed`: positions that are due."""
     for number in sorted(truth.subscriptions.keys() & core.subscriptions.keys()):
         state = core.subscriptions[number]
@@ -67,7 +67,9 @@ def _nacked(truth: TopicTruth, number: int) -> dict[Position, Nacked]:
     }
 
 
-def _compare_waiting(truth: TopicTruth, core: Topic, state: SubscriptionState, latest_ms: int, breach: Breach) -> None:
+def _compare_waiting(
+    truth: TopicTruth, core: TopicState, state: SubscriptionState, latest_ms: int, breach: Breach
+) -> None:
     keyed, times_ms = state.nacks.freeze().rows()
     owners = core.indexes.places.owners(keyed.keys).tolist()
     waiting = {
@@ -87,7 +89,7 @@ def _compare_waiting(truth: TopicTruth, core: Topic, state: SubscriptionState, l
         breach(f"subscription {state.subscription_id}: {lost} do not wait in memory")
 
 
-def _compare_counts(truth: TopicTruth, core: Topic, state: SubscriptionState, breach: Breach) -> None:
+def _compare_counts(truth: TopicTruth, core: TopicState, state: SubscriptionState, breach: Breach) -> None:
     nacked = _nacked(truth, state.subscription_id)
     for index in core.indexes.serving(state.subscription_id):
         for bucket in index.buckets:
@@ -103,7 +105,7 @@ def _compare_counts(truth: TopicTruth, core: Topic, state: SubscriptionState, br
                     breach(f"{position} counts {count} in memory, and is {nacked.get(position)}")
 
 
-def _positions(core: Topic, bucket: Bucket) -> list[Position]:
+def _positions(core: TopicState, bucket: Bucket) -> list[Position]:
     ledger_id, entry_id = core.index.pages.positions(keys_of(bucket.present))
     positions = zip(ledger_id.tolist(), entry_id.tolist(), strict=True)
     return [in_index(position, bucket.index_id) for position in positions]
@@ -114,7 +116,7 @@ def settled_ms(daemon: Daemon, state: SubscriptionState) -> int:
     return daemon.now_ms() - TAKEN_AFTER_MS if state.takes_redeliveries else 0
 
 
-async def compare_views(daemon: Daemon, core: Topic, truth: TopicTruth, oracle: Oracle, breach: Breach) -> None:
+async def compare_views(daemon: Daemon, core: TopicState, truth: TopicTruth, oracle: Oracle, breach: Breach) -> None:
     """What people are shown of what waits, and of dead letters."""
     requests = daemon.engine.requests
     for number, stored in truth.subscriptions.items():

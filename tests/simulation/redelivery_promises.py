@@ -21,7 +21,7 @@ import numpy as np
 
 from daemon.call_values import DeadLetterFilter, DeadLetterRows, Replayed
 from daemon.core.decisions import redelivery_policy
-from daemon.settings import Redelivery
+from daemon.settings import RedeliverySettings
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy, SubscriptionPolicy
 from tests._support.outcomes import Counts
 from tests.simulation.history import History
@@ -73,7 +73,7 @@ class LettersSent:
 class RedeliveryPromises:
     """Holds answers and hand-outs of redeliveries of a run against the oracle. `default`: where no policy says more."""
 
-    def __init__(self, promises: Promises, oracle: Oracle, history: History, default: Redelivery) -> None:
+    def __init__(self, promises: Promises, oracle: Oracle, history: History, default: RedeliverySettings) -> None:
         self._promises = promises
         self._oracle = oracle
         self._history = history

@@ -21,7 +21,7 @@ from storage_backends.formats.manifest import (
     TopicManifest,
     TopicPolicy,
 )
-from storage_backends.topic_manifest import Claim, DropBuckets
+from storage_backends.topic_manifest import ClaimTopic, DropBuckets
 from tests.storage_backends._support.topic_manifests import (
     APPLIED,
     CLAIM,
@@ -443,10 +443,10 @@ def test_an_operation_finds_itself_in_the_manifest_that_it_made(
 @pytest.mark.parametrize(
     ("operation", "later"),
     [
-        (SEAL, Claim(epoch=9)),
+        (SEAL, ClaimTopic(epoch=9)),
         (SEAL, DropBuckets(buckets=("b3",), epoch=EPOCH, delete_after_ms=1)),
         (SEAL, seal_with(buckets=(bucket("b4"),), slot_from=120, slot_to=130)),
-        (DROP, Claim(epoch=9)),
+        (DROP, ClaimTopic(epoch=9)),
         (seal_with(buckets=(), progress=None, progress_object=reference("p")), seal_with(slot_from=120, slot_to=130)),
     ],
     ids=str,

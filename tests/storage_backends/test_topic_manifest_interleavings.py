@@ -19,7 +19,7 @@ from storage_backends.formats import manifest, names
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import TopicDelayLevels, TopicManifest, TopicPolicy
 from storage_backends.memory_store import MemoryStore
-from storage_backends.topic_manifest import Claim, Create, DeleteTopic, SetDelayLevels, SetPolicy
+from storage_backends.topic_manifest import ClaimTopic, Create, DeleteTopic, SetDelayLevels, SetPolicy
 from tests._support import parts
 from tests.planted import registry
 from tests.storage_backends._support import interleavings
@@ -49,8 +49,8 @@ def create(slot: int, epoch: int) -> Create:
 
 
 OWNER: list[Operation] = [policy(1, EPOCH), delete(60, EPOCH), create(61, EPOCH), levels("2s", EPOCH)]
-SUCCESSOR: list[Operation] = [Claim(epoch=EPOCH + 1), delete(70, EPOCH + 1), create(71, EPOCH + 1)]
-CLAIMS: list[Operation] = [Claim(epoch=EPOCH + 1), policy(3, EPOCH + 1)]
+SUCCESSOR: list[Operation] = [ClaimTopic(epoch=EPOCH + 1), delete(70, EPOCH + 1), create(71, EPOCH + 1)]
+CLAIMS: list[Operation] = [ClaimTopic(epoch=EPOCH + 1), policy(3, EPOCH + 1)]
 
 
 @dataclasses.dataclass(slots=True)
@@ -202,8 +202,8 @@ def never_finds_itself(kind: type[Operation]) -> Callable[[pytest.MonkeyPatch], 
 
 def claims_what_it_has(patch: pytest.MonkeyPatch) -> None:
     """A claim does not look at the epoch."""
-    patch.setattr(Claim, "precondition", lambda self, tip: None)
-    patch.setattr(Claim, "landed", lambda self, tip: False)
+    patch.setattr(ClaimTopic, "precondition", lambda self, tip: None)
+    patch.setattr(ClaimTopic, "landed", lambda self, tip: False)
 
 
 def gives_the_incarnation_again(patch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,10 @@ another stream: of what it names only what is held here by that very name is giv
 with what its daemon can do; where that does not know `forwarded`, such requests fail, and what they name is not
 declared: it is handed out again.
 
-Lingering. Acknowledgements may wait a few ms for others (`tarry.stream_requests`), and go out as one request of the wire;
-each is settled by itself. They give their permits back at once, and count as requests that are not durable: a stream that is
-opened meanwhile declares them. Whatever else is sent, but for permits, sends them before it. Where the daemon does not
-say which positions it ignored, none waits.
+Lingering. Acknowledgements may wait a few ms for others (`tarry.stream_requests`), and go out as one request of the
+wire; each is settled by itself. They give their permits back at once, and count as requests that are not durable: a
+stream that is opened meanwhile declares them. Whatever else is sent, but for permits, sends them before it. Where the
+daemon does not say which positions it ignored, none waits.
 
 Whoever drives it settles what a method returns, and only then calls `remove`: who waits until every request is durable
 finds every answer settled.

@@ -136,7 +136,7 @@ class DeadLetterFilter:
 ALL = DeadLetterFilter()
 
 
-class DeadLetterPage(NamedTuple):
+class DeadLetterSlice(NamedTuple):
     """`next_after`: the `after_id` of the next page; None when there is none. A page may have fewer rows than were
     asked for, also none, and yet a next one.
     """
@@ -266,7 +266,7 @@ class DeadLetters:
         else:
             del self._chunks[number], self._left_rows[number]
 
-    def page(self, wanted: DeadLetterFilter, after_id: int, limit: int) -> DeadLetterPage:
+    def page(self, wanted: DeadLetterFilter, after_id: int, limit: int) -> DeadLetterSlice:
         """The dead letters of a filter with ids above `after_id`, ascending, at most `limit`. Looks at a bounded number
         of rows.
         """
@@ -287,7 +287,7 @@ class DeadLetters:
         if rows_found > limit:
             page = page.take(slice(limit))
             after = int(page.dead_letter_id[-1])
-        return DeadLetterPage(page, None if self._chunk_after(after, wanted.ids) is None else after)
+        return DeadLetterSlice(page, None if self._chunk_after(after, wanted.ids) is None else after)
 
     def _chunk_after(self, after_id: int, ids: U64 | None) -> _Chunk | None:
         """The first chunk that may have an id above, of `ids` where they are given."""

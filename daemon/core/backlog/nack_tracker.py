@@ -44,7 +44,7 @@ _GUESSES = 6
 _UNKNOWN: tuple[int, Place] = (-1, (0, 0, 0))
 
 
-class Departed:
+class StaleNacks:
     """Entries that were dropped or replaced and are still in a run: they must not fire.
 
     Rows are born, and positions leave, in generations: what left in a generation left the rows that were born until
@@ -131,7 +131,7 @@ def still_there(columns: NackColumns, sets: Sequence[tuple[int, BitMap64]], born
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Batch:
+class NackRunBatch:
     """Rows as they came."""
 
     born: int
@@ -153,7 +153,7 @@ class Batch:
         return sum(column.nbytes for column in columns if column is not None)
 
 
-class Run:
+class NackRun:
     """Rows of several parts, each after those of the part before; or a batch, which is sorted when it is first read.
 
     `number`: of all runs of a tracker. `is_alone`: it need not be merged. Empty when everything was read.
@@ -161,7 +161,7 @@ class Run:
 
     __slots__ = ("_batch", "_integers", "_next", "is_alone", "number", "offset", "parts", "rows")
 
-    def __init__(self, batch: Batch | None = None) -> None:
+    def __init__(self, batch: NackRunBatch | None = None) -> None:
         self.number = 0
         self.is_alone = False
         self.parts: list[PackedRows] = []
@@ -197,7 +197,7 @@ class Run:
             self.rows, self._next = 0, _UNKNOWN
             self.append(pack(batch.rows, places, batch.born))
 
-    def held(self) -> list[tuple[PackedRows | Batch, int]]:
+    def held(self) -> list[tuple[PackedRows | NackRunBatch, int]]:
         """What it holds now, each from which row on."""
         if self._batch is not None:
             return [(self._batch, 0)]
@@ -239,7 +239,7 @@ class Run:
     def _at_first_row(self) -> None:
         self.offset, self._integers, self._next = 0, None, _UNKNOWN
 
-    def rewrite(self, index: int, places: PagePlaces, departed: Departed) -> tuple[int, int]:
+    def rewrite(self, index: int, places: PagePlaces, departed: StaleNacks) -> tuple[int, int]:
         """Packs what still counts of a part anew; (how many parts there are now in its place, how many rows left)."""
         part, start = self.held()[index]
         columns = part.columns(start)
@@ -264,7 +264,7 @@ class Taken:
     read_rows: int
 
 
-def take_first(runs: Sequence[Run], now_ms: int, limit: int, places: PagePlaces, departed: Departed) -> Taken:
+def take_first(runs: Sequence[NackRun], now_ms: int, limit: int, places: PagePlaces, departed: StaleNacks) -> Taken:
     """At most `limit` of the due rows of runs that can be read, each of which has one, in the order (redelivery time,
     ledger, entry). What is left comes after them.
     """
@@ -294,7 +294,7 @@ def take_first(runs: Sequence[Run], now_ms: int, limit: int, places: PagePlaces,
     return Taken(merged.take(order), read_rows)
 
 
-def _due(runs: Sequence[Run], now_ms: int, limit: int, places: PagePlaces) -> list[int]:
+def _due(runs: Sequence[NackRun], now_ms: int, limit: int, places: PagePlaces) -> list[int]:
     """How many rows of the first part of each run are due at a time, at most now, until which not many more than the
     limit are: the same number of rows may be a second of one run, and a minute of another.
     """
@@ -330,7 +330,7 @@ def _quotas(due: Sequence[int], limit: int) -> list[int]:
 
 
 def _sure_rows(
-    runs: Sequence[Run], due: Sequence[int], quotas: Sequence[int], order: npt.NDArray[np.int64], limit: int
+    runs: Sequence[NackRun], due: Sequence[int], quotas: Sequence[int], order: npt.NDArray[np.int64], limit: int
 ) -> int:
     """How many of the rows, in their order, are before all due ones that were not looked at."""
     place = np.empty(len(order), np.int64)
@@ -385,7 +385,7 @@ def rounded_up(times_ms: U64, bits: int) -> U64:
 class FrozenNacks:
     """What a tracker held at one moment. All of it is for a thread."""
 
-    held: tuple[tuple[PackedRows | Batch, int], ...]
+    held: tuple[tuple[PackedRows | NackRunBatch, int], ...]
     departed: tuple[tuple[int, BitMap64], ...]
     places: PagePlaces
 
@@ -424,8 +424,8 @@ class _Line:
     def __init__(self) -> None:
         self.last_ms = 0
         # Batches; runs of them that are packed.
-        self.batches: list[Run] = []
-        self.packed: list[Run] = []
+        self.batches: list[NackRun] = []
+        self.packed: list[NackRun] = []
 
 
 class NackTracker:
@@ -440,20 +440,20 @@ class NackTracker:
         self.sorted_rows = 0
         self._places = places
         self._rows = 0
-        self._departed = Departed()
+        self._departed = StaleNacks()
         # Entries in all runs, those that do not count included.
         self._entries = 0
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, NackRun] = {}
         self._next_number = 0
         # (the place of its first row, number) of each run; a place may be too early.
         self._due: list[tuple[Place, int]] = []
         self._lines: list[_Line] = []
-        self._small: list[Run] = []
+        self._small: list[NackRun] = []
         # By how often they were merged.
-        self._tiers: list[list[Run]] = []
+        self._tiers: list[list[NackRun]] = []
         self._merges: list[_Merge] = []
         # Runs that are still to be packed anew, and the part that is next of the last one.
-        self._repack: list[Run] = []
+        self._repack: list[NackRun] = []
         self._repack_part = 0
         self._step_rows = 0
         self._sets_max = SETS_MAX
@@ -480,7 +480,7 @@ class NackTracker:
         self.keys |= added
         self._rows += len(rows)
         self._entries += len(rows)
-        batch = Batch(self._departed.birth(), NackColumns.of(rows, redeliver_at_ms))
+        batch = NackRunBatch(self._departed.birth(), NackColumns.of(rows, redeliver_at_ms))
         line = self._line_for(redeliver_at_ms)
         if line is None:
             self.sorted_rows += len(rows)
@@ -558,7 +558,7 @@ class NackTracker:
                 run.advance(departed_rows)
         return None
 
-    def _first_run(self) -> Run | None:
+    def _first_run(self) -> NackRun | None:
         """The run that is due first; None when what seemed to be it is not, and was put where it belongs."""
         place, number = self._due[0]
         run = self._runs.get(number)
@@ -598,9 +598,9 @@ class NackTracker:
         self._work(0)
         return columns.keyed(self._places), columns.redeliver_at_ms
 
-    def _due_runs(self, now_ms: int, limit: int) -> list[Run]:
+    def _due_runs(self, now_ms: int, limit: int) -> list[NackRun]:
         """The runs that may have one of the next rows that are due. They must be put back."""
-        runs: list[Run] = []
+        runs: list[NackRun] = []
         bound: Place = (now_ms, _U64_MAX, _U64_MAX)
         while self._due and self._due[0][0] <= bound:
             run = self._first_run()
@@ -616,7 +616,7 @@ class NackTracker:
                 bound = min(bound, run.place_of(limit - 1, self._places))
         return runs
 
-    def _put_back(self, run: Run) -> None:
+    def _put_back(self, run: NackRun) -> None:
         if len(run):
             heapq.heappush(self._due, (run.next_place(self._places), run.number))
         else:
@@ -624,7 +624,7 @@ class NackTracker:
 
     # ---- runs
 
-    def _register(self, run: Run) -> None:
+    def _register(self, run: NackRun) -> None:
         """It is read from now on."""
         self._next_number += 1
         run.number = self._next_number
@@ -636,12 +636,14 @@ class NackTracker:
         else:
             heapq.heappush(self._due, (run.next_place(self._places), run.number))
 
-    def _new_run(self, batch: Batch) -> Run:
-        run = Run(batch)
+    def _new_run(self, batch: NackRunBatch) -> NackRun:
+        run = NackRun(batch)
         self._register(run)
         return run
 
-    def _settled(self, runs: Sequence[Run], enough_rows: int, take_over: Callable[[Run], None]) -> list[Run]:
+    def _settled(
+        self, runs: Sequence[NackRun], enough_rows: int, take_over: Callable[[NackRun], None]
+    ) -> list[NackRun]:
         """The runs, fewer: together when they are enough, and then they are handed over."""
         runs = [run for run in runs if len(run)]
         if sum(map(len, runs)) >= enough_rows:
@@ -652,14 +654,14 @@ class NackTracker:
         if len(runs) <= SMALL_RUNS_MAX:
             return runs
         # Of about one size, so that a row is merged few times.
-        by_size: dict[int, list[Run]] = {}
+        by_size: dict[int, list[NackRun]] = {}
         for run in runs:
             by_size.setdefault(len(run).bit_length() // SIZE_BITS, []).append(run)
         group = max(by_size.values(), key=len)
         merged = self._merged(group, enough_rows)
         return [run for run in runs if len(run)] + ([] if merged is None else [merged])
 
-    def _merged(self, runs: Sequence[Run], part_rows: int) -> Run | None:
+    def _merged(self, runs: Sequence[NackRun], part_rows: int) -> NackRun | None:
         """What still counts of some thousands of rows, in one run; theirs are empty then. None when nothing counts."""
         if len(runs) == 1 and runs[0].is_packed:
             return runs[0]
@@ -676,7 +678,7 @@ class NackTracker:
         if not len(columns):
             return None
         self._entries += len(columns)
-        merged = Run()
+        merged = NackRun()
         merged.append(self._packed(columns, part_rows))
         self._register(merged)
         return merged
@@ -689,16 +691,16 @@ class NackTracker:
         order = np.array_split(due_order(columns, self._places), parts)
         return [packed for index in order for packed in pack(columns.take(index), self._places, born)]
 
-    def _to_tier(self, run: Run, tier: int = 0) -> None:
+    def _to_tier(self, run: NackRun, tier: int = 0) -> None:
         if tier == len(self._tiers):
             self._tiers.append([])
         runs = [each for each in self._tiers[tier] if len(each)] + [run]
         if len(runs) >= FAN_OUT:
-            self._merges.append(_Merge(tier + 1, runs, Run()))
+            self._merges.append(_Merge(tier + 1, runs, NackRun()))
             runs = []
         self._tiers[tier] = runs
 
-    def _stays(self, run: Run) -> None:
+    def _stays(self, run: NackRun) -> None:
         """Rows that came in order need not be merged, as long as they are many."""
         run.is_alone = True
 
@@ -779,5 +781,5 @@ class _Merge:
     """Runs of one tier, and the run of the next one that they become: it has the first rows already."""
 
     tier: int
-    sources: list[Run]
-    run: Run
+    sources: list[NackRun]
+    run: NackRun

@@ -28,7 +28,7 @@ from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import AcknowledgeRecord, DeadLetterRecord
 
 
-class Acknowledging:
+class AckDecisions:
     """The acknowledgements of one topic."""
 
     def __init__(

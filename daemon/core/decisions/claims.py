@@ -119,7 +119,7 @@ _NOTHING = np.empty(0, np.uint64)
 NO_CLAIMS = HeldPositions(_NOTHING, _NOTHING, _NOTHING)
 
 
-def that_may_be_due(indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions) -> HeldPositions:
+def possibly_due(indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions) -> HeldPositions:
     """The claims that may be in the backlog; whether the times are right only the rows can tell."""
     chosen = np.zeros(len(claims), np.bool_)
     for index in indexes:
@@ -300,7 +300,7 @@ def are_kept_back(state: SubscriptionState, found: KeyedRows) -> BitMap64:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Claimed:
+class ClaimedRows:
     """Rows that claims are for: `claims`, the place of the claim of each row, of `claims_count`."""
 
     rows: KeyedRows
@@ -316,7 +316,7 @@ class Claimed:
 
 def rows_claimed(
     indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions, found: KeyedRows
-) -> Claimed:
+) -> ClaimedRows:
     """The rows that claims are for, with the count that was named, and that do not wait for a NACKED row of their key.
 
     `indexes`: those that the rows may be in, in the order in which they are asked. `found`: of `find_in_backlog`. Of
@@ -336,4 +336,4 @@ def rows_claimed(
         rows, taken, left = claimed_in(index, left, found, fits)
         parts.append(rows)
         places.append(taken.places())
-    return Claimed(KeyedRows.concat(parts), np.concatenate(places), len(claims))
+    return ClaimedRows(KeyedRows.concat(parts), np.concatenate(places), len(claims))

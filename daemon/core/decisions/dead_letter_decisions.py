@@ -23,7 +23,7 @@ from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import DeadLetterReason, DeadLetterRecord, PurgeRecord, Record, ReplayRecord
 
 
-class DeadLettering:
+class DeadLetterDecisions:
     """The dead letters of one topic."""
 
     def __init__(

@@ -34,7 +34,7 @@ class MakesReader(Protocol):
     def __call__(self, state: SubscriptionState, *, at_head: bool) -> BacklogReader: ...
 
 
-class KeySharing:
+class KeySharedBacklogs:
     """The KEY_SHARED subscriptions of one topic. `reader`: makes one of a backlog."""
 
     def __init__(self, indexes: Indexes, reader: MakesReader) -> None:

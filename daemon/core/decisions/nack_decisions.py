@@ -41,9 +41,9 @@ from pyroaring import BitMap64
 from daemon.core.backlog.dead_letter_rows import DeadLetterRows
 from daemon.core.backlog.in_flight import Mask, Places
 from daemon.core.backlog.nack_tracker import rounded_up
-from daemon.core.decisions.ack_decisions import Acknowledging
+from daemon.core.decisions.ack_decisions import AckDecisions
 from daemon.core.decisions.claims import HeldPositions, Ignored, are_owed, matched, why_ignored
-from daemon.core.decisions.dead_letter_decisions import DeadLettering
+from daemon.core.decisions.dead_letter_decisions import DeadLetterDecisions
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index import entitlement
 from daemon.core.index.index import Index
@@ -97,12 +97,12 @@ class NackBatch:
         )
 
     @property
-    def how(self) -> _How:
-        return _How(self.delay_ms, self.reject, self.text)
+    def how(self) -> _NackOptions:
+        return _NackOptions(self.delay_ms, self.reject, self.text)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _How:
+class _NackOptions:
     """What a negative acknowledgement asks for, without its positions: the delays, and whether they become dead letters
     and why.
     """
@@ -111,7 +111,7 @@ class _How:
     reject: bool = False
     text: str = ""
 
-    def take(self, chosen: Mask) -> _How:
+    def take(self, chosen: Mask) -> _NackOptions:
         return self if self.delay_ms is None else dataclasses.replace(self, delay_ms=self.delay_ms[chosen])
 
     def are_dead(self, counts: U32, max_count: int | None) -> Mask:
@@ -124,7 +124,7 @@ class _How:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Terms:
+class RedeliveryTerms:
     """What holds for a subscription's redeliveries now. `delays`: in ms, by how often each was negatively acknowledged,
     this time included. `max_count`: more often makes a dead letter, None: never. `precision_bits`: see `rounded_up`.
     """
@@ -135,7 +135,7 @@ class Terms:
     precision_bits: int
 
 
-class Redelivering:
+class NackDecisions:
     """The negative acknowledgements of one topic."""
 
     def __init__(
@@ -144,8 +144,8 @@ class Redelivering:
         incarnation: int,
         indexes: Indexes,
         subscriptions: Mapping[int, SubscriptionState],
-        acknowledging: Acknowledging,
-        dead_lettering: DeadLettering,
+        acknowledging: AckDecisions,
+        dead_lettering: DeadLetterDecisions,
     ) -> None:
         self._topic_id = topic_id
         self._incarnation = incarnation
@@ -182,7 +182,9 @@ class Redelivering:
                 return True
         return False
 
-    def stage(self, state: SubscriptionState, nack: NackBatch, terms: Terms) -> tuple[tuple[Record, ...], NackBatch]:
+    def stage(
+        self, state: SubscriptionState, nack: NackBatch, terms: RedeliveryTerms
+    ) -> tuple[tuple[Record, ...], NackBatch]:
         """What is IN_FLIGHT is decided: (the records to journal in one slot, what is not IN_FLIGHT)."""
         records: list[Record] = []
         left = nack
@@ -209,7 +211,7 @@ class Redelivering:
         return left.positions.with_entries()
 
     def stage_found(
-        self, state: SubscriptionState, left: NackBatch, found: KeyedRows, terms: Terms
+        self, state: SubscriptionState, left: NackBatch, found: KeyedRows, terms: RedeliveryTerms
     ) -> tuple[tuple[Record, ...], Ignored]:
         """The rest: (the records to journal in one slot, what is ignored).
 
@@ -239,7 +241,7 @@ class Redelivering:
         return tuple(records), ignored
 
     def _decide_found(
-        self, state: SubscriptionState, index: Index, left: NackBatch, found: KeyedRows, terms: Terms
+        self, state: SubscriptionState, index: Index, left: NackBatch, found: KeyedRows, terms: RedeliveryTerms
     ) -> tuple[list[Record], NackBatch]:
         """Rows of an index that are in the backlog, and in no hand or in one: (the records, what is left)."""
         rows, here = matched(left.positions.keys_in(index), left.positions.deliver_at_ms, found, any_time=True)
@@ -262,7 +264,7 @@ class Redelivering:
         return list(self._decide(state, index, rows, after, asked.how, terms)), left.take(~here)
 
     def stage_overdue(
-        self, state: SubscriptionState, before_ms: int, terms: Terms, *, limit: int
+        self, state: SubscriptionState, before_ms: int, terms: RedeliveryTerms, *, limit: int
     ) -> tuple[Record, ...]:
         """Positions that are IN_FLIGHT since before a time, by a clock that never steps, about `limit` of them at most,
         are negatively acknowledged by policy: the records to journal in one slot.
@@ -273,12 +275,16 @@ class Redelivering:
         rows = state.in_flight.take_since(before_ms, limit, staying=staying)
         records: list[Record] = []
         for index, part in self._indexes.parts_of(rows, state.subscription_id):
-            records += self._decide(state, index, part, part.counts() + np.uint32(1), _How(), terms, asked_for=False)
+            records += self._decide(
+                state, index, part, part.counts() + np.uint32(1), _NackOptions(), terms, asked_for=False
+            )
         if state.key_shared is not None:
             planned = state.key_shared.planned.are_planned(rows.keys)
             if planned.any():
                 once = np.ones(int(np.count_nonzero(planned)), np.uint32)
-                records += self._decide_plans(state, state.key_shared, rows.rows.take(planned), once, _How(), terms)
+                records += self._decide_plans(
+                    state, state.key_shared, rows.rows.take(planned), once, _NackOptions(), terms
+                )
         return tuple(records)
 
     def _entries_of_staged_parts(self, state: SubscriptionState) -> BitMap64:
@@ -311,8 +317,8 @@ class Redelivering:
         index: Index,
         rows: KeyedRows,
         counts: U32,
-        how: _How,
-        terms: Terms,
+        how: _NackOptions,
+        terms: RedeliveryTerms,
         *,
         asked_for: bool = True,
     ) -> Iterator[Record]:
@@ -346,8 +352,8 @@ class Redelivering:
         index_id: int,
         rows: Rows,
         counts: U32,
-        how: _How,
-        terms: Terms,
+        how: _NackOptions,
+        terms: RedeliveryTerms,
     ) -> Iterator[Record]:
         """Decides on positions that have no row: those that come back get one. `counts`: this time included."""
         index = self._indexes.of(index_id)
@@ -372,8 +378,8 @@ class Redelivering:
         index: Index,
         rows: Rows,
         counts: U32,
-        how: _How,
-        terms: Terms,
+        how: _NackOptions,
+        terms: RedeliveryTerms,
         *,
         added: bool = False,
     ) -> NackRecord:
@@ -392,7 +398,7 @@ class Redelivering:
         )
 
     def _die(
-        self, state: SubscriptionState, index: Index, rows: Rows, counts: U32, how: _How, terms: Terms
+        self, state: SubscriptionState, index: Index, rows: Rows, counts: U32, how: _NackOptions, terms: RedeliveryTerms
     ) -> Iterator[Record]:
         """Positions become dead letters; entries as a whole take their parts along."""
         reason = DeadLetterReason.REJECTED if how.reject else DeadLetterReason.TOO_OFTEN
@@ -447,7 +453,7 @@ class Redelivering:
         return parts
 
     def _decide_new_parts(
-        self, state: SubscriptionState, left: NackBatch, entries: KeyedRows, terms: Terms
+        self, state: SubscriptionState, left: NackBatch, entries: KeyedRows, terms: RedeliveryTerms
     ) -> tuple[list[Record], NackBatch]:
         """Parts that have no row, of entries that are in the backlog: (the records, what is left).
 
@@ -476,7 +482,7 @@ class Redelivering:
 
     # ---- positions that Tarry has not handed out
 
-    def _decide_strange(self, state: SubscriptionState, strange: NackBatch, terms: Terms) -> Iterator[Record]:
+    def _decide_strange(self, state: SubscriptionState, strange: NackBatch, terms: RedeliveryTerms) -> Iterator[Record]:
         parts = strange.positions.are_parts()
         # What was handed out keeps its time; nothing gets a row that is not due.
         times_ms = np.minimum(strange.positions.deliver_at_ms, np.uint64(terms.now_ms))
@@ -491,13 +497,13 @@ class Redelivering:
             yield from self._decide_new(state, index_id, rows, nack.first_counts, nack.how, terms)
 
     def _decide_ordinary(
-        self, state: SubscriptionState, rows: Rows, counts: U32, how: _How, terms: Terms
+        self, state: SubscriptionState, rows: Rows, counts: U32, how: _NackOptions, terms: RedeliveryTerms
     ) -> Iterator[Record]:
         """Entries that get a row in the subscription's own index, which is due. `counts`: this time included."""
         yield from self._decide_new(state, state.subscription_id, rows, counts, how, terms)
 
     def _decide_planned(
-        self, state: SubscriptionState, key_shared: KeyShared, nack: NackBatch, terms: Terms
+        self, state: SubscriptionState, key_shared: KeyShared, nack: NackBatch, terms: RedeliveryTerms
     ) -> tuple[list[Record], NackBatch]:
         """Positions that were planned and have no row: (the records, what is left)."""
         positions = nack.positions
@@ -519,7 +525,13 @@ class Redelivering:
         return list(decided), nack.take(left)
 
     def _decide_plans(
-        self, state: SubscriptionState, key_shared: KeyShared, rows: Rows, counts: U32, how: _How, terms: Terms
+        self,
+        state: SubscriptionState,
+        key_shared: KeyShared,
+        rows: Rows,
+        counts: U32,
+        how: _NackOptions,
+        terms: RedeliveryTerms,
     ) -> Iterator[Record]:
         """Planned positions that are in nobody's hand any more. Those that got a row meanwhile come by that. `counts`:
         this time included.

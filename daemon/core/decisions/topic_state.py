@@ -34,15 +34,15 @@ from daemon.core.backlog.dead_letter_rows import FrozenDeadLetters
 from daemon.core.backlog.in_flight import Mask
 from daemon.core.backlog.nack_tracker import FrozenNacks
 from daemon.core.decisions import add_decisions, departures, feeding
-from daemon.core.decisions.ack_decisions import Acknowledging
+from daemon.core.decisions.ack_decisions import AckDecisions
 from daemon.core.decisions.add_decisions import AddBatch, AddOutcome
-from daemon.core.decisions.claims import HeldPositions, Ignored, find_in_backlog, that_may_be_due, why_ignored
-from daemon.core.decisions.dead_letter_decisions import DeadLettering
+from daemon.core.decisions.claims import HeldPositions, Ignored, find_in_backlog, possibly_due, why_ignored
+from daemon.core.decisions.dead_letter_decisions import DeadLetterDecisions
 from daemon.core.decisions.departures import Departure, LedgerRanges
-from daemon.core.decisions.key_shared_backlogs import KeySharing
-from daemon.core.decisions.nack_decisions import Redelivering
+from daemon.core.decisions.key_shared_backlogs import KeySharedBacklogs
+from daemon.core.decisions.nack_decisions import NackDecisions
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.withdrawal_decisions import Withdrawals
+from daemon.core.decisions.withdrawal_decisions import WithdrawalDecisions
 from daemon.core.index import delay_levels, entitlement
 from daemon.core.index.bucket import RebuildNeeded, SealedBucket
 from daemon.core.index.containment import Contained, EntryRanges, contained_in
@@ -107,7 +107,7 @@ def cut_of(state: SubscriptionState) -> SubscriptionCut | None:
 _NO_TIMES = np.empty(0, np.uint64)
 
 
-class Topic:
+class TopicState:
     """The state of one topic, changed only by its methods.
 
     `applied_slot`: the last slot of the shard whose decisions are in it.
@@ -133,13 +133,13 @@ class Topic:
         self._by_name: dict[str, SubscriptionState] = {}
         for stored in subscriptions:
             self._serve(self._new_state(stored))
-        self.withdrawals = Withdrawals(topic_id, incarnation, self.indexes, self.subscriptions)
-        self.acknowledging = Acknowledging(topic_id, incarnation, self.indexes, self.subscriptions)
-        self.dead_lettering = DeadLettering(topic_id, incarnation, self.indexes, self.subscriptions)
-        self.redelivery = Redelivering(
+        self.withdrawals = WithdrawalDecisions(topic_id, incarnation, self.indexes, self.subscriptions)
+        self.acknowledging = AckDecisions(topic_id, incarnation, self.indexes, self.subscriptions)
+        self.dead_lettering = DeadLetterDecisions(topic_id, incarnation, self.indexes, self.subscriptions)
+        self.redelivery = NackDecisions(
             topic_id, incarnation, self.indexes, self.subscriptions, self.acknowledging, self.dead_lettering
         )
-        self.key_sharing = KeySharing(self.indexes, self._reader)
+        self.key_sharing = KeySharedBacklogs(self.indexes, self._reader)
         self._coming: SubscriptionState | None = None
         self._not_owed = BitMap64()
         self._redelivered_at_ms: list[U64] = []
@@ -221,7 +221,7 @@ class Topic:
 
     def in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> HeldPositions:
         """The claims that may be in the backlog; whether the times are right only the rows can tell."""
-        return that_may_be_due(self.indexes.serving(state.subscription_id), state, claims)
+        return possibly_due(self.indexes.serving(state.subscription_id), state, claims)
 
     def find_in_backlog(
         self, state: SubscriptionState, claims: HeldPositions, seen: SeenRows, *, any_time: bool = False

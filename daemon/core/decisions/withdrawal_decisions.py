@@ -84,7 +84,7 @@ class _Part:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Asked:
+class WithdrawalTarget:
     """The n positions of a request, each once, in the indexes that it is about."""
 
     rows: int
@@ -111,7 +111,7 @@ class _Decision:
     in_flight: U32
 
 
-class Withdrawals:
+class WithdrawalDecisions:
     """The cancellations and reschedules of one topic. What is staged to leave is in `Indexes.leaving`."""
 
     def __init__(
@@ -124,15 +124,15 @@ class Withdrawals:
 
     # ---- requests
 
-    def asked(self, ledger_id: U64, entry_id: U64, subscription_id: int | None) -> Asked:
+    def asked(self, ledger_id: U64, entry_id: U64, subscription_id: int | None) -> WithdrawalTarget:
         """The positions in every index, or in that of one subscription alone. No position is named twice."""
         indexes: Iterable[Index] = self._indexes.of_entries()
         if subscription_id is not None:
             own = self._indexes.get(subscription_id)
             indexes = () if own is None else (own,)
-        return Asked(len(entry_id), tuple(_part(index, ledger_id, entry_id) for index in indexes))
+        return WithdrawalTarget(len(entry_id), tuple(_part(index, ledger_id, entry_id) for index in indexes))
 
-    def is_staged(self, asked: Asked) -> bool:
+    def is_staged(self, asked: WithdrawalTarget) -> bool:
         """Whether a decision that is staged names one of the positions: an add, a cancellation, a reschedule."""
         leaving = self._indexes.leaving
         return any(
@@ -141,13 +141,13 @@ class Withdrawals:
             for staged in (leaving, part.index.staged.keys)
         )
 
-    def is_leaving(self, asked: Asked) -> bool:
+    def is_leaving(self, asked: WithdrawalTarget) -> bool:
         """Whether one of the positions is staged to leave."""
         leaving = self._indexes.leaving
         return bool(leaving) and any(leaving.intersect(part.named) for part in asked.parts)
 
     def stage_cancel(
-        self, asked: Asked, *, rows_max: int | None = None
+        self, asked: WithdrawalTarget, *, rows_max: int | None = None
     ) -> tuple[tuple[GoneRecord, ...], CancelOutcome]:
         """What may leave, as decisions for one slot. Everything due has been passed, and nothing is staged.
 
@@ -171,7 +171,7 @@ class Withdrawals:
 
     def stage_reschedule(
         self,
-        asked: Asked,
+        asked: WithdrawalTarget,
         rows: Rows,
         *,
         floor_ms: int,
@@ -208,7 +208,7 @@ class Withdrawals:
             raised_rows.deliver_at_ms[raised_index],
         )
 
-    def _decide(self, asked: Asked, rows_max: int | None) -> _Decision:
+    def _decide(self, asked: WithdrawalTarget, rows_max: int | None) -> _Decision:
         """What may leave of each index. See `stage_cancel`."""
         waiting, due, held = (np.zeros(asked.rows, np.bool_) for _ in range(3))
         found: list[tuple[_Part, Mask]] = []

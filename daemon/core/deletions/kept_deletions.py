@@ -55,7 +55,7 @@ _OUTCOMES = {int(outcome): outcome for outcome in DeletionOutcome}
 Driver: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 
 
-class Kind(NamedTuple):
+class DeletionKind(NamedTuple):
     """What a deletion has in common with others. `driver`: None when it has no offload context."""
 
     topic: str
@@ -66,16 +66,16 @@ class Kind(NamedTuple):
     driver: Driver | None
 
 
-def kind_of(topic: str, delete: PendingDelete) -> Kind:
+def kind_of(topic: str, delete: PendingDelete) -> DeletionKind:
     context = delete.offload_context
     driver = None if context is None else (context.driver_name, context.driver_metadata)
-    return Kind(topic, delete.component, delete.ledger_type, delete.cursor_name, delete.schema_id, driver)
+    return DeletionKind(topic, delete.component, delete.ledger_type, delete.cursor_name, delete.schema_id, driver)
 
 
 class FrozenDeletions:
     """The deletions as they were at one moment. Finding any is for a thread."""
 
-    def __init__(self, rows: Mapping[int, bytes], kinds: Sequence[Kind | None]) -> None:
+    def __init__(self, rows: Mapping[int, bytes], kinds: Sequence[DeletionKind | None]) -> None:
         self._rows = rows
         self._kinds = kinds
 
@@ -107,11 +107,11 @@ class KeptDeletions:
         """The deletion of that id. Raises KeyError when it is not kept."""
         return _deletion(deletion_id, self._rows[deletion_id], self._kinds.kinds)
 
-    def kind_number(self, kind: Kind) -> int | None:
+    def kind_number(self, kind: DeletionKind) -> int | None:
         """None: no deletion has it."""
         return self._kinds.numbers.get(kind)
 
-    def kind(self, number: int) -> Kind:
+    def kind(self, number: int) -> DeletionKind:
         """The kind that a number stands for, which a deletion has."""
         return _of(self._kinds.kinds, number)
 
@@ -147,15 +147,15 @@ class _Kinds:
     """Kinds by number, while a deletion has them."""
 
     def __init__(self) -> None:
-        self.numbers: dict[Kind, int] = {}
-        self.kinds: list[Kind | None] = []
+        self.numbers: dict[DeletionKind, int] = {}
+        self.kinds: list[DeletionKind | None] = []
         # How many deletions have each.
         self._uses = array.array("Q")
         self._free: list[int] = []
         # Drivers are few, and long: equal ones are one object.
         self._drivers: dict[Driver, tuple[Driver, int]] = {}
 
-    def use(self, kind: Kind) -> int:
+    def use(self, kind: DeletionKind) -> int:
         """The number of a kind; one more deletion has it."""
         number = self.numbers.get(kind)
         if number is None:
@@ -175,7 +175,7 @@ class _Kinds:
             if uses > 1:
                 self._drivers[driver] = driver, uses - 1
 
-    def _new(self, kind: Kind) -> int:
+    def _new(self, kind: DeletionKind) -> int:
         if kind.driver is not None:
             driver, uses = self._drivers.get(kind.driver, (kind.driver, 0))
             self._drivers[driver] = driver, uses + 1
@@ -219,14 +219,14 @@ def _kind_number(row: bytes) -> int:
     return int.from_bytes(row[_KIND], "little")
 
 
-def _of(kinds: Sequence[Kind | None], number: int) -> Kind:
+def _of(kinds: Sequence[DeletionKind | None], number: int) -> DeletionKind:
     kind = kinds[number]
     if kind is None:
         raise InvariantViolated(f"no deletion has kind {number}")
     return kind
 
 
-def _deletion(deletion_id: int, row: bytes, kinds: Sequence[Kind | None]) -> Deletion:
+def _deletion(deletion_id: int, row: bytes, kinds: Sequence[DeletionKind | None]) -> Deletion:
     number, outcome, flags, failures, ledger_id, msb, lsb, recorded, next_attempt, ended = _NUMBERS.unpack_from(row)
     kind = _of(kinds, number)
     return Deletion(

@@ -46,10 +46,10 @@ from pyroaring import BitMap64
 from sortedcontainers import SortedList
 
 from daemon.core.deletions.kept_deletions import (
+    DeletionKind,
     DeletionsByLedger,
     FrozenDeletions,
     KeptDeletions,
-    Kind,
     RecordedLedgers,
     kind_of,
 )
@@ -163,7 +163,7 @@ _ID_BITS = 64
 _ID_MASK = (1 << _ID_BITS) - 1
 
 
-class Waiting:
+class RetryQueue:
     """Deletions that wait. Those handed out are known to nobody else: after a restart they are due again."""
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ class ListedState(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DeletionFilter:
+class DeletionQuery:
     """A choice of deletions: everything that is given holds for them. `topic`: empty for every one."""
 
     topic: str = ""
@@ -325,7 +325,7 @@ class DeletionFilter:
     ledger_id: int | None = None
     deletion_ids: frozenset[int] | None = None
 
-    def holds_for_kind(self, kind: Kind) -> bool:
+    def holds_for_kind(self, kind: DeletionKind) -> bool:
         """Whether the filter admits a kind, by its topic, component and type; the ledger and the
         ids are not looked at.
         """
@@ -336,11 +336,11 @@ class DeletionFilter:
         )
 
 
-ALL = DeletionFilter()
+ALL = DeletionQuery()
 
 
 def deletion_page(
-    deletions: KeptDeletions, ids: BitMap64, wanted: DeletionFilter, after_id: int, limit: int
+    deletions: KeptDeletions, ids: BitMap64, wanted: DeletionQuery, after_id: int, limit: int
 ) -> tuple[list[Deletion], int | None]:
     """Those of `ids` above `after_id` that the filter holds for, ascending, at most `limit`; and the `after_id` of the
     next page, None when there is none. Looks at a bounded number: a page may be short, or empty, and yet have a next.
@@ -362,7 +362,7 @@ def deletion_page(
     return found, looked_at if more else None
 
 
-def _above(ids: BitMap64, wanted: DeletionFilter, after_id: int) -> Iterator[int]:
+def _above(ids: BitMap64, wanted: DeletionQuery, after_id: int) -> Iterator[int]:
     if after_id >= _ID_MAX:
         return iter(())
     if wanted.deletion_ids is None:
@@ -450,7 +450,7 @@ class LedgerDeletions:
         self._recorded = RecordedLedgers(self._deletions.kind_number_of)
         self._being_deleted = DeletionsByLedger(self._deletions.__getitem__)
         self._held = DeletionsByLedger(self._deletions.__getitem__)
-        self._waiting = Waiting()
+        self._waiting = RetryQueue()
         self._counting = Counting()
         self._ids = {listed: BitMap64() for listed in ListedState}
         self._begun: set[int] = set()
@@ -523,14 +523,14 @@ class LedgerDeletions:
         return self._recorded.has(uuid_msb, uuid_lsb, ledger_id)
 
     def page(
-        self, state: ListedState, wanted: DeletionFilter, after_id: int, limit: int
+        self, state: ListedState, wanted: DeletionQuery, after_id: int, limit: int
     ) -> tuple[list[Deletion], int | None]:
         """Deletions with ids above `after_id`, ascending, at most `limit`; and the `after_id` of the next page, None
         when there is none. A page may be short, or empty, and yet have a next.
         """
         return deletion_page(self._deletions, self._ids[state], wanted, after_id, limit)
 
-    def dead_ids(self, wanted: DeletionFilter, after_id: int, limit: int) -> tuple[list[int], int | None]:
+    def dead_ids(self, wanted: DeletionQuery, after_id: int, limit: int) -> tuple[list[int], int | None]:
         """Lists ids of dead letters, ascending, above `after_id`, at most `limit`; and the `after_id` of the next page,
         None when there is none.
         """

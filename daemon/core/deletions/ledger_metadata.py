@@ -94,7 +94,7 @@ def mismatch(topic: str, delete: PendingDelete, metadata: Mapping[str, str]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class LedgerIdentity:
     """Whose an object is. A record that says so matches it."""
 
     topic: str
@@ -102,7 +102,7 @@ class Identity:
     cursor_name: str | None = None
 
 
-def identify(metadata: Mapping[str, str]) -> Identity | None:
+def identify(metadata: Mapping[str, str]) -> LedgerIdentity | None:
     """Whose the object is; None where that cannot be told: the metadata is not as above, or a schema's, which names no
     topic."""
     found = _normalised_metadata(metadata)
@@ -114,7 +114,7 @@ def identify(metadata: Mapping[str, str]) -> Identity | None:
     topic, cursor_name = topic_of(ledger[0]), _as_named(cursor[0]) if cursor else None
     if read[COMPONENT_KEY] != (COMPONENTS[component],) or not topic or (cursor and not cursor_name):
         return None
-    return Identity(topic, component, cursor_name)
+    return LedgerIdentity(topic, component, cursor_name)
 
 
 def ledger_name(topic: str) -> str:

@@ -169,7 +169,7 @@ def is_young(ledger: ListedLedger, now_ms: int, grace_ms: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Claim:
+class LedgerClaim:
     """What an offloaded ledger is by its own metadata, as it would be recorded."""
 
     topic: str
@@ -183,7 +183,7 @@ def claim_of(
     place: OffloadContext,
     *,
     topic_bytes_max: int,
-) -> Claim | Finding:
+) -> LedgerClaim | Finding:
     """What the metadata of its two objects says that it is; None: there is no such object now. `place`: of what is
     swept, without a UUID.
 
@@ -206,11 +206,11 @@ def claim_of(
         cursor_name=identity.cursor_name,
         offload_context=dataclasses.replace(place, uuid_msb=name.uuid_msb, uuid_lsb=name.uuid_lsb),
     )
-    claim = Claim(identity.topic, delete)
+    claim = LedgerClaim(identity.topic, delete)
     return claim if _may_be_recorded(claim, topic_bytes_max) else Finding.UNIDENTIFIED
 
 
-def _may_be_recorded(claim: Claim, topic_bytes_max: int) -> bool:
+def _may_be_recorded(claim: LedgerClaim, topic_bytes_max: int) -> bool:
     """Anybody may have written the metadata."""
     try:
         limits.check_name("topic", claim.topic, topic_bytes_max)

@@ -34,7 +34,7 @@ _RUN_LEAST = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
+class MergeCandidate:
     """A sealed bucket of one index. `live_rows`: not gone; `stored_rows`: in its object. `left_out`: it cannot be
     merged now, and what lies on both sides of it are no neighbours. `soon`: rows of it are about to be handed out.
     """
@@ -54,8 +54,8 @@ class Candidate:
 
 
 def chosen_run(
-    candidates: Iterable[Candidate], *, buckets_max: int, merge_buckets_max: int, rows_max: int
-) -> list[Candidate]:
+    candidates: Iterable[MergeCandidate], *, buckets_max: int, merge_buckets_max: int, rows_max: int
+) -> list[MergeCandidate]:
     """The neighbours to merge next, so that the index comes nearer to `buckets_max` buckets (at least 1). Empty when it
     has not more, or when no two neighbours together have at most `rows_max` rows.
 
@@ -71,7 +71,7 @@ def chosen_run(
     return []
 
 
-def _fewest_rows(ordered: Sequence[Candidate], length: int, rows_max: int) -> int | None:
+def _fewest_rows(ordered: Sequence[MergeCandidate], length: int, rows_max: int) -> int | None:
     """Where the best run of a length starts; None when there is none."""
     live, stored, left_out, soon = (
         [0, *itertools.accumulate(column)]

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pyroaring import BitMap, BitMap64
 
 from daemon.core.index.bucket import Bucket, GoneSet
-from daemon.core.index.position_keys import KeyedRows, KeyOrder, PageTable, bitmap_of, contained, keys_of, pages_of
+from daemon.core.index.position_keys import KeyedRows, KeyIndex, PageTable, bitmap_of, contained, keys_of, pages_of
 from daemon.core.index.runs import RUNS_MAX, FifoRuns, Ranges, SortedRun, TieredRuns, earliest
 from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED
@@ -192,7 +192,7 @@ class MutableBucket(Bucket):
         self._left = BitMap64()
         self._came_back = BitMap64()
         self._came_back_rows = _LastRows()
-        self._key_order = KeyOrder()
+        self._key_order = KeyIndex()
 
     # ---- rows come
 

@@ -736,7 +736,7 @@ class _Run:
     places: Places | None
 
 
-class KeyOrder:
+class KeyIndex:
     """A few sorted runs, each at least twice as long as the next: asking again costs what has come since."""
 
     def __init__(self) -> None:

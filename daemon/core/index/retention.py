@@ -38,7 +38,7 @@ class Retained:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Survey:
+class RetentionScan:
     """`lowest`: (ledger, entry): no row, and none that was lost with a damaged bucket, is of a lower position; None
     when there is none. `ledgers`: how many have rows.
     """
@@ -91,7 +91,7 @@ def retained(indexes: Indexes, pages: Sequence[int], ledgers_max: int) -> Genera
     return _retained(found, is_complete=True)
 
 
-def surveyed(indexes: Indexes) -> Generator[None, None, Survey]:
+def surveyed(indexes: Indexes) -> Generator[None, None, RetentionScan]:
     """What there is of the topic as a whole; others may have their turn at each step."""
     ledgers: set[int] = set()
     looks = 0
@@ -113,7 +113,7 @@ def surveyed(indexes: Indexes) -> Generator[None, None, Survey]:
         found = yield from retained(indexes, pages_of_ledgers(indexes, [min(ledgers)]), 1)
         entry_id = int(found.lowest_entry_id[0]) if len(found.lowest_entry_id) else 0
         lowest.append((min(ledgers), entry_id))
-    return Survey(min(lowest, default=None), len(ledgers))
+    return RetentionScan(min(lowest, default=None), len(ledgers))
 
 
 def _holding(indexes: Indexes, page: int) -> Index | None:

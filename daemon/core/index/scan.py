@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class ScanFilter:
     """Which rows are asked for: `first_ms` <= deliver_at_ms <= `last_ms`, and of ledgers from the first to the last.
 
     `subscription_id`: those that it is owed, None: every row. `since_ms`: when it was created. `backlog`: those that
@@ -143,7 +143,7 @@ class MemoryPart:
 Part = SealedPart | MemoryPart
 
 
-def part_of(bucket: Bucket, pages: PageTable, asked: Asked, leaving: BitMap64) -> Part | None:
+def part_of(bucket: Bucket, pages: PageTable, asked: ScanFilter, leaving: BitMap64) -> Part | None:
     """What of a bucket is asked for; None when nothing is. Called where the bucket does not change meanwhile.
 
     `leaving`: positions that a decision which is on its way makes gone: they are asked for no longer. Ledgers are told
@@ -183,7 +183,7 @@ def _is_whole(bucket: SealedBucket, subscription_id: int | None, leaving: BitMap
     return not acknowledged or acknowledged.issubset(bucket.passed)
 
 
-def _wanted(bucket: Bucket, asked: Asked, leaving: BitMap64) -> BitMap64:
+def _wanted(bucket: Bucket, asked: ScanFilter, leaving: BitMap64) -> BitMap64:
     wanted = bucket.passed.copy() if asked.backlog else bucket.present - bucket.passed
     if asked.subscription_id in bucket.acknowledged:
         wanted -= bucket.acknowledged[asked.subscription_id]
@@ -260,7 +260,7 @@ class PageScan:
     for every bucket: add(bucket); while next_reads(): take(found in them); page()
     """
 
-    def __init__(self, asked: Asked, after: Place | None, limit: int) -> None:
+    def __init__(self, asked: ScanFilter, after: Place | None, limit: int) -> None:
         self.asked = asked
         self.after = after
         self._limit = limit

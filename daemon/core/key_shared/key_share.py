@@ -46,7 +46,7 @@ from daemon.core.key_shared.key_planning import Planning
 from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.nack_blocks import BlockingNacks
 from daemon.core.key_shared.position_order import PositionOrder
-from daemon.core.key_shared.waiting_rows import LetGo, WaitingRows
+from daemon.core.key_shared.waiting_rows import EvictedSlots, WaitingRows
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.index_ids import PLANNED_OWNER, are_of_batch_parts
 from storage_backends.formats.manifest import KeyOrder, KeySharedPolicy, NackOrder
@@ -121,7 +121,7 @@ class PlannedPositions:
         return BitMap64.difference(planned, *self._by_stream.values())
 
 
-class Ready(Protocol):
+class ReadyRows(Protocol):
     """The READY rows of a subscription, and where they go."""
 
     in_flight: InFlight
@@ -192,7 +192,7 @@ class KeyShared:
     """
 
     def __init__(
-        self, policy: KeySharedPolicy, ready: Ready, places: PagePlaces, *, waiting_rows_max: int, elapsed_ms: int
+        self, policy: KeySharedPolicy, ready: ReadyRows, places: PagePlaces, *, waiting_rows_max: int, elapsed_ms: int
     ) -> None:
         self.policy = policy
         self.is_whole = True
@@ -203,7 +203,7 @@ class KeyShared:
         self._places = places
         order = PositionOrder(places)
         self.waiting = WaitingRows(order)
-        self.let_go: LetGo | None = None
+        self.let_go: EvictedSlots | None = None
         self._waiting_rows_max = waiting_rows_max
         self._ready = ready
         self._in_flight = ready.in_flight
@@ -445,7 +445,7 @@ class KeyShared:
         rows = self.waiting.evict(~able, self.planned.keys)
         if len(rows):
             if self.let_go is None:
-                self.let_go = LetGo()
+                self.let_go = EvictedSlots()
             self.let_go.evict(rows)
 
     @property
@@ -608,7 +608,7 @@ class Plans:
     other then.
     """
 
-    def __init__(self, shared: KeyShared, ready: Ready) -> None:
+    def __init__(self, shared: KeyShared, ready: ReadyRows) -> None:
         self._shared = shared
         self._ready = ready
         self._in_flight: InFlight = ready.in_flight

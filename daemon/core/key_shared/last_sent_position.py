@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.core.backlog.in_flight import Mask, Places
-from daemon.core.index.position_keys import KeyOrder, PageTable, firsts
+from daemon.core.index.position_keys import KeyIndex, PageTable, firsts
 from daemon.core.key_shared.hash_slots import U16
 from storage_backends.formats.row_columns import U64
 
@@ -47,7 +47,7 @@ class LastSentPosition:
         # Places below `_acknowledged_end` are mark-deleted, those below `_sent_end` were sent contiguously; what is
         # acknowledged counts as sent. `_pruned`: how many places there were before the first one.
         self._pages = PageTable()
-        self._order = KeyOrder()
+        self._order = KeyIndex()
         self._keys: U64 = np.empty(PRUNED_MIN, np.uint64)
         self._is_sent: Mask = np.zeros(PRUNED_MIN, np.bool_)
         self._is_acknowledged: Mask = np.zeros(PRUNED_MIN, np.bool_)
@@ -198,7 +198,7 @@ class LastSentPosition:
         self._keys = np.empty(PRUNED_MIN, np.uint64)
         self._is_sent = np.zeros(PRUNED_MIN, np.bool_)
         self._is_acknowledged = np.zeros(PRUNED_MIN, np.bool_)
-        self._order = KeyOrder()
+        self._order = KeyIndex()
         self._append(keys)
         self._is_sent[: self._end] = is_sent
         self._is_acknowledged[: self._end] = is_acknowledged

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from pyroaring import BitMap64
 
 from daemon.core.backlog.in_flight import InFlight, Mask
-from daemon.core.index.position_keys import KeyedRows, KeyOrder, bitmap_of, contained, keys_of
+from daemon.core.index.position_keys import KeyedRows, KeyIndex, bitmap_of, contained, keys_of
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
 from daemon.core.key_shared.position_order import PositionOrder, are_greater
 from storage_backends.formats.row_columns import U32, U64
@@ -53,7 +53,7 @@ class NackBlocks:
         self.blocked_hashes = 0
         self._has_unblocked = False
         # The slots of positions as they came; the last row of a key counts.
-        self._order = KeyOrder()
+        self._order = KeyIndex()
         self._keys: U64 = np.empty(0, np.uint64)
         self._slots: U16 = np.empty(0, np.uint16)
         self._rows = 0
@@ -121,7 +121,7 @@ class NackBlocks:
         places = self._order.last_of(self._keys[: self._rows], keys_of(self._outstanding))
         self._keys, self._slots = self._keys[places], self._slots[places]
         self._rows = len(places)
-        self._order = KeyOrder()
+        self._order = KeyIndex()
 
     def _count_blocked(self, slots: U16, before: Mask) -> None:
         after = self.are_blocked(slots)

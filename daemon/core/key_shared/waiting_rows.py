@@ -212,7 +212,7 @@ class WaitingRows:
         return min((time_ms for time_ms in times if time_ms is not None), default=None)
 
 
-class LetGo:
+class EvictedSlots:
     """`slots`: bool[65536], of which rows were let go. `reader`: while some of them are sought. `first_ms`: no row that
     was let go has a time before; None when none was.
     """

@@ -20,7 +20,7 @@ from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from storage_backends.store_opening import open_logs
-from storage_backends.topic_manifest import Claim, Seal
+from storage_backends.topic_manifest import ClaimTopic, Seal
 from tests.batch.audit._support.audits import audited, findings, kinds
 from tests.batch.engine._support.roots import NOW_MS, StoredTopic, make_root
 from tests.batch.engine._support.stored_logs import LogDaemon
@@ -355,7 +355,7 @@ def test_a_topic_that_has_applied_what_its_shard_never_had_is_found(objects: Sto
     topic = StoredTopic(objects.store, "t")
     last = objects.three.last_slot(topic.shard)
     for epoch in range(2, 4):
-        topic.commit(Claim(epoch=epoch))
+        topic.commit(ClaimTopic(epoch=epoch))
     topic.epoch = 3
 
     def applied(slot: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from batch.compaction import merge_task as worker
 from batch.compaction import plan
-from batch.compaction.job import TopicCommits
+from batch.compaction.job import MergeCommits
 from storage_backends import bucket_merging, commit, topic_manifest
 from storage_backends.bucket_merging import WrittenMerge
 from storage_backends.formats import merge
@@ -50,9 +50,9 @@ def a_merge_is_committed_whatever_the_floor_is(patch: pytest.MonkeyPatch) -> Non
 
 def an_object_is_said_to_be_younger_than_it_is(patch: pytest.MonkeyPatch) -> None:
     """It was begun at the manifest that is the newest when it is committed."""
-    of_commits = TopicCommits.commit
+    of_commits = MergeCommits.commit
 
-    def committed(self: TopicCommits, written: WrittenMerge, *, now_ms: int, grace_ms: int) -> None:
+    def committed(self: MergeCommits, written: WrittenMerge, *, now_ms: int, grace_ms: int) -> None:
         bucket = written.operation.bucket
         if bucket is not None:
             self.look()
@@ -61,7 +61,7 @@ def an_object_is_said_to_be_younger_than_it_is(patch: pytest.MonkeyPatch) -> Non
             written = dataclasses.replace(written, operation=operation)
         of_commits(self, written, now_ms=now_ms, grace_ms=grace_ms)
 
-    patch.setattr(TopicCommits, "commit", committed)
+    patch.setattr(MergeCommits, "commit", committed)
 
 
 def a_merge_is_committed_although_its_sources_are_gone(patch: pytest.MonkeyPatch) -> None:
@@ -125,9 +125,9 @@ def a_row_is_lost_and_nobody_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_refused_job_deletes_what_it_wrote(patch: pytest.MonkeyPatch) -> None:
-    of_commits = TopicCommits.commit
+    of_commits = MergeCommits.commit
 
-    def committed(self: TopicCommits, written: WrittenMerge, *, now_ms: int, grace_ms: int) -> None:
+    def committed(self: MergeCommits, written: WrittenMerge, *, now_ms: int, grace_ms: int) -> None:
         try:
             of_commits(self, written, now_ms=now_ms, grace_ms=grace_ms)
         except commit.Refused:
@@ -135,7 +135,7 @@ def a_refused_job_deletes_what_it_wrote(patch: pytest.MonkeyPatch) -> None:
                 self._store.delete(written.operation.bucket.object.name)
             raise
 
-    patch.setattr(TopicCommits, "commit", committed)
+    patch.setattr(MergeCommits, "commit", committed)
 
 
 def each_attempt_writes_under_the_same_name(patch: pytest.MonkeyPatch) -> None:

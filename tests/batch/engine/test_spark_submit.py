@@ -11,8 +11,8 @@ import pytest
 
 DRIVER = """\
 import sys
-from batch.engine import spark_submit
-spark_submit.separate_outputs()
+from batch.engine import spark_session
+spark_session.separate_outputs()
 print("a result", flush=True)
 print("a message", file=sys.stderr)
 """

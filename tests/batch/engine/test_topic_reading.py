@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from batch.engine.root import Root, TopicPlace
-from batch.engine.topic_contents import TopicState, owed_mask, rows_of
+from batch.engine.topic_contents import TopicContents, owed_mask, rows_of
 from batch.engine.topic_reading import read_states
 from storage_backends.formats import checkpoint_format, names, slot_format
 from storage_backends.formats.log_slot_format import ShardSlot
@@ -101,18 +101,18 @@ def subscription(number: int, *, since_ms: int = 0, created_slot: int = 0) -> Su
     )
 
 
-def state_of(store: ObjectStore, name: str = "t") -> TopicState:
+def state_of(store: ObjectStore, name: str = "t") -> TopicContents:
     root = Root.open(store)
     (state,) = read_states(root, [root.place_of(name)])
     return state
 
 
-def entries(store: ObjectStore, state: TopicState) -> list[int]:
+def entries(store: ObjectStore, state: TopicContents) -> list[int]:
     sealed = [rows_of(store, bucket) for bucket in state.buckets]
     return sorted(Rows.concat([*sealed, *(each.rows for each in state.unsealed)]).entry_id.tolist())
 
 
-def owed(store: ObjectStore, state: TopicState, number: int) -> list[int]:
+def owed(store: ObjectStore, state: TopicContents, number: int) -> list[int]:
     stored = next(each.stored for each in state.subscriptions if each.stored.subscription_id == number)
     found: list[int] = []
     for bucket in state.buckets:

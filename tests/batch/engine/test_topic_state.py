@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from batch.engine.root import Root, TopicPlace
-from batch.engine.topic_contents import TopicState, owed_mask, rows_of
+from batch.engine.topic_contents import TopicContents, owed_mask, rows_of
 from batch.engine.topic_reading import read_states
 from storage_backends.formats.position_bitmap import PositionSet
 from storage_backends.formats.row_columns import Rows
@@ -60,7 +60,7 @@ class LookedAtStore(WatchedStore):
         for state in states:
             self._compare(state, self._oracle.topics[state.place.topic_id], damaged=damaged)
 
-    def _compare(self, state: TopicState, truth: TopicTruth, *, damaged: bool) -> None:
+    def _compare(self, state: TopicContents, truth: TopicTruth, *, damaged: bool) -> None:
         try:
             parts = parts_of(self, state)
         except StoreError as error:
@@ -73,7 +73,7 @@ class LookedAtStore(WatchedStore):
         self.rows_looked_at += len(truth.rows)
 
 
-def parts_of(store: MemoryStore, state: TopicState) -> list[Part]:
+def parts_of(store: MemoryStore, state: TopicContents) -> list[Part]:
     """Index, rows, and who acknowledged which, of everything that a topic holds."""
     parts: list[Part] = []
     for bucket in state.buckets:
@@ -89,7 +89,7 @@ def positions_of(index_id: int, rows: Rows) -> list[Position]:
     return [in_index(position, index_id) for position in columns]
 
 
-def differences(state: TopicState, parts: Sequence[Part], truth: TopicTruth, latest_ms: int) -> list[str]:
+def differences(state: TopicContents, parts: Sequence[Part], truth: TopicTruth, latest_ms: int) -> list[str]:
     found: dict[Position, int] = {}
     owed: dict[int, set[Position]] = {each.stored.subscription_id: set() for each in state.subscriptions}
     told = []
@@ -115,7 +115,7 @@ def differences(state: TopicState, parts: Sequence[Part], truth: TopicTruth, lat
     return [*told, *differences_of_redeliveries(state, truth, latest_ms)]
 
 
-def differences_of_redeliveries(state: TopicState, truth: TopicTruth, latest_ms: int) -> list[str]:
+def differences_of_redeliveries(state: TopicContents, truth: TopicTruth, latest_ms: int) -> list[str]:
     told = []
     for each in state.subscriptions:
         number = each.stored.subscription_id

@@ -17,7 +17,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from batch.engine import job_settings, spark_engine
-from batch.engine.engine_port import Engine as Workers
+from batch.engine.engine_port import TaskEngine as Workers
 from batch.engine.job_settings import store_of
 from batch.engine.local_engine import LocalEngine
 from batch.engine.root import Root

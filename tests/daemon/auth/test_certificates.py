@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from daemon import auth, errors
-from daemon.settings import Tls
+from daemon.settings import TlsSettings
 from tests._support.door_files import DoorFiles, door_files, identity
 
 
@@ -19,8 +19,8 @@ def files(tmp_path: Path) -> DoorFiles:
     return door_files(tmp_path, identity("a", [], []))
 
 
-def tls(files: DoorFiles) -> Tls:
-    return Tls(cert_file=str(files.cert), key_file=str(files.key), client_ca_file=str(files.ca))
+def tls(files: DoorFiles) -> TlsSettings:
+    return TlsSettings(cert_file=str(files.cert), key_file=str(files.key), client_ca_file=str(files.ca))
 
 
 def test_they_are_read_and_show_no_key(files: DoorFiles) -> None:

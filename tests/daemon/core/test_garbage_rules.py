@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.core import garbage_rules
-from daemon.core.garbage_rules import Limits, ObjectCount, Summary
+from daemon.core.garbage_rules import CollectionLimits, ObjectCount, Summary
 from storage_backends import shard_listing
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ObjectReference, Tombstone
@@ -16,7 +16,7 @@ from storage_backends.shard_listing import Listed, ShardListing
 
 SHARD = 3
 TOPIC_ID = names.topic_id("flights")
-LIMITS = Limits(
+LIMITS = CollectionLimits(
     orphan_age_ms=1, manifests_kept=1, manifests_age_ms=1, attempts_max=10, guard_share=0.2, guard_bytes=1000
 )
 

@@ -8,12 +8,12 @@ import pytest
 
 from daemon.errors import Corruption
 from daemon.group_commit.slot_outcome import Certain, Lost, Next, SlotOutcome
-from storage_backends.formats.log_slot_format import Identity, LogSlotKind
+from storage_backends.formats.log_slot_format import LogSlotKind, SlotIdentity
 from tests.planted import registry
 
-OWN = Identity(LogSlotKind.DATA, 7)
-ANOTHER = Identity(LogSlotKind.DATA, 8)
-FENCE = Identity(LogSlotKind.FENCE, 9)
+OWN = SlotIdentity(LogSlotKind.DATA, 7)
+ANOTHER = SlotIdentity(LogSlotKind.DATA, 8)
+FENCE = SlotIdentity(LogSlotKind.FENCE, 9)
 
 
 def outcome(*sent_at_s: float) -> SlotOutcome:
@@ -56,7 +56,7 @@ def test_a_slot_with_a_fence_in_its_place_or_behind_it_is_lost() -> None:
 @pytest.mark.parametrize("kind", [LogSlotKind.DATA, LogSlotKind.CLOSE, LogSlotKind.OPEN])
 def test_a_slot_that_nobody_else_can_have_written_is_a_store_that_breaks_its_promises(kind: LogSlotKind) -> None:
     with pytest.raises(Corruption, match="slot 5 holds a"):
-        outcome(3.0).asked(Identity(kind, 8))
+        outcome(3.0).asked(SlotIdentity(kind, 8))
 
 
 def test_a_slot_behind_one_that_is_not_certain_is_a_store_that_breaks_its_promises() -> None:

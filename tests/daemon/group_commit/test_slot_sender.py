@@ -11,7 +11,7 @@ import pytest
 
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
 from daemon.group_commit.confirmation import Confirmation
-from daemon.group_commit.shard_slots import STALL_ANSWER_S, ShardStaging
+from daemon.group_commit.shard_slots import STALL_ANSWER_S, ShardSlots
 from daemon.group_commit.slot_sender import (
     ANSWER_UNCONFIRMED_S,
     COMPANIONS_LEAST,
@@ -108,7 +108,7 @@ class Shard:
         self.applied: list[tuple[int, int]] = []
         self.failed: list[Exception] = []
         self.breaks = False
-        self.staging = ShardStaging(
+        self.staging = ShardSlots(
             number,
             sender,
             confirmation,

@@ -295,7 +295,7 @@ def answer(lane: int, size_bytes: int) -> bytes:
 
 
 def test_what_is_ready_is_one_message_and_that_of_a_lane_in_its_order() -> None:
-    outbox = subscribe_many.Outbox()
+    outbox = subscribe_many.LaneOutbox()
     for lane, size_bytes in ((1, 10), (2, 20), (1, 11)):
         outbox.put(lane, answer(lane, size_bytes))
     assert answers(outbox.take()) == [(1, 10), (1, 11), (2, 20)]
@@ -303,7 +303,7 @@ def test_what_is_ready_is_one_message_and_that_of_a_lane_in_its_order() -> None:
 
 
 def test_a_lane_with_much_to_send_takes_its_turn() -> None:
-    outbox = subscribe_many.Outbox()
+    outbox = subscribe_many.LaneOutbox()
     for _ in range(3):
         outbox.put(1, answer(1, 200_000))
     for lane in (2, 3):
@@ -315,7 +315,7 @@ def test_a_lane_with_much_to_send_takes_its_turn() -> None:
 
 
 def test_a_message_has_a_quarter_of_a_mebibyte_but_for_one_answer_that_is_larger() -> None:
-    outbox = subscribe_many.Outbox()
+    outbox = subscribe_many.LaneOutbox()
     outbox.put(1, answer(1, 300_000))
     for _ in range(40):
         outbox.put(2, answer(2, 10_000))
@@ -329,7 +329,7 @@ def test_a_message_has_a_quarter_of_a_mebibyte_but_for_one_answer_that_is_larger
 
 
 def test_nothing_more_is_taken_while_too_much_is_not_sent_and_who_waits_is_told() -> None:
-    outbox, waiters = subscribe_many.Outbox(), [_Waiter() for _ in range(20)]
+    outbox, waiters = subscribe_many.LaneOutbox(), [_Waiter() for _ in range(20)]
     for lane in range(1, 6):
         assert outbox.takes(lane, waiters[0])
         outbox.put(lane, answer(lane, 250_000))
@@ -343,7 +343,7 @@ def test_nothing_more_is_taken_while_too_much_is_not_sent_and_who_waits_is_told(
 
 
 def test_one_lane_is_bounded_while_others_have_room() -> None:
-    outbox, waiter = subscribe_many.Outbox(), _Waiter()
+    outbox, waiter = subscribe_many.LaneOutbox(), _Waiter()
     outbox.put(1, answer(1, 300_000))
     assert (outbox.takes(1, waiter), outbox.takes(2, waiter)) == (False, True)
     outbox.take()

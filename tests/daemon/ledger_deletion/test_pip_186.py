@@ -174,7 +174,7 @@ async def test_the_stats_say_how_many_deletions_are_in_flight(machines: EngineFi
 
 
 def test_the_settings_have_the_values_of_the_pip() -> None:
-    deletion = settings.Deletion()
+    deletion = settings.DeletionSettings()
     assert deletion.parallelism == 4
     assert deletion.reconsume_later_seconds == 600
     assert deletion.max_retry_delete_count == 10

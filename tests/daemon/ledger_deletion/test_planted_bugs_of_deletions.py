@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from daemon.core.deletions import ledger_deletions
-from daemon.core.deletions.ledger_deletions import Waiting
+from daemon.core.deletions.ledger_deletions import RetryQueue
 from daemon.errors import TarryError
 from daemon.ledger_deletion.deletion_workers import DeletionWorkers
 from daemon.ledger_deletion.shard_deletions import Attempt, ShardDeletions
@@ -79,9 +79,9 @@ def _policy(patch: pytest.MonkeyPatch, changes: Callable[[ledger_deletions.Retry
 
 
 def a_retry_is_made_a_second_early(patch: pytest.MonkeyPatch) -> None:
-    add, remove = Waiting.add, Waiting.remove
-    patch.setattr(Waiting, "add", lambda self, due_ms, number: add(self, max(0, due_ms - 1_000), number))
-    patch.setattr(Waiting, "remove", lambda self, due_ms, number: remove(self, max(0, due_ms - 1_000), number))
+    add, remove = RetryQueue.add, RetryQueue.remove
+    patch.setattr(RetryQueue, "add", lambda self, due_ms, number: add(self, max(0, due_ms - 1_000), number))
+    patch.setattr(RetryQueue, "remove", lambda self, due_ms, number: remove(self, max(0, due_ms - 1_000), number))
 
 
 def nobody_wakes_the_workers_for_a_retry(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from daemon.errors import Corruption
-from daemon.owner.candidate import Candidate, Claimed
+from daemon.owner.candidate import Candidate, ClaimedShards
 from daemon.owner.engine import DAMAGED_LOOK_S
 from daemon.owner.heartbeat import Heartbeat
 from storage_backends.file_log import FileLogs
@@ -41,7 +41,7 @@ class Standing:
         )
         self.candidate.look_at(SHARDS, daemon.environment.open_logs(LogForm.OBJECTS), former)
 
-    def become_owner(self) -> asyncio.Task[Claimed]:
+    def become_owner(self) -> asyncio.Task[ClaimedShards]:
         return self.daemon.call(self.candidate.become_owner())
 
     def waits_for(self, part: str) -> Callable[[], bool]:

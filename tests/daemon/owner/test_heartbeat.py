@@ -43,7 +43,7 @@ async def start(
     log_state: Callable[[], heartbeat.LogState] = heartbeat.LogState,
 ) -> asyncio.Task[None]:
     beating = asyncio.create_task(
-        heartbeat.Heart(
+        heartbeat.HeartbeatLoop(
             store,
             daemon_id="north",
             address="127.0.0.1:7461",

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
-from daemon.group_commit.shard_slots import ShardStaging
+from daemon.group_commit.shard_slots import ShardSlots
 from daemon.group_commit.slot_sender import LandedSection, Section
 from daemon.owner import living_log
-from daemon.owner.living_log import LivingLog
+from daemon.owner.living_log import DaemonLog
 from daemon.owner.log_writer import CertainSlot, LogLost, LogWriter
-from daemon.owner.own_log import FrozenSlot, OwnLog
+from daemon.owner.own_log import FrozenSlot, LogCursor
 from storage_backends import object_store
 from storage_backends.formats.log_slot_format import Head, LogSlotKind
 from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record
@@ -44,7 +44,7 @@ class Shard:
     def __init__(self, owner: LogOwner, number: int) -> None:
         self.applied: list[int] = []
         self.failed: list[Exception] = []
-        self.staging = ShardStaging(
+        self.staging = ShardSlots(
             number,
             owner.living.sender,
             owner.living.confirmation,
@@ -425,19 +425,19 @@ def a_log_is_used_before_its_open_is_certain(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_log_that_is_lost_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LivingLog, "_task_ended", lambda self, task: task.cancelled() or task.exception())
+    patch.setattr(DaemonLog, "_task_ended", lambda self, task: task.cancelled() or task.exception())
 
 
 def a_look_holds_slots_up(patch: pytest.MonkeyPatch) -> None:
-    async def look(self: LivingLog) -> float | None:
+    async def look(self: DaemonLog) -> float | None:
         async with self._turn:
             return await self._writer.probe()
 
-    patch.setattr(LivingLog, "look", look)
+    patch.setattr(DaemonLog, "look", look)
 
 
 def a_shard_stops_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(OwnLog, "has_under_way", lambda self, shard: False)
+    patch.setattr(LogCursor, "has_under_way", lambda self, shard: False)
 
 
 async def open_and_lose_the_answer(machines: EngineFixture) -> None:

@@ -14,11 +14,11 @@ import pytest
 from daemon.errors import TarryError
 from daemon.group_commit.log_truncation import LogTruncation
 from daemon.group_commit.slot_outcome import Certain, SlotOutcome
-from daemon.owner.own_log import FrozenSlot, OwnLog
+from daemon.owner.own_log import FrozenSlot, LogCursor
 from daemon.shard import range_operations
-from daemon.shard.range_operations import Claim, GiveBack, NeedLess, OwnLogEnd, Release, WriteCheckpoint
+from daemon.shard.range_operations import ClaimShard, GiveBack, NeedLess, OwnLogEnd, Release, WriteCheckpoint
 from storage_backends import log_fence
-from storage_backends.formats.log_slot_format import Head, Identity, LogSlotKind
+from storage_backends.formats.log_slot_format import Head, LogSlotKind, SlotIdentity
 from storage_backends.formats.manifest import LogRange, ShardManifest
 from storage_backends.log_fence import Fence
 from tests._support import parts
@@ -36,9 +36,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def any_fence_allows_a_claim(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(range_operations, "_is_proof", lambda tip, fence: True)
-    checked = Claim.precondition
+    checked = ClaimShard.precondition
 
-    def precondition(self: Claim, tip: ShardManifest | None) -> str | None:
+    def precondition(self: ClaimShard, tip: ShardManifest | None) -> str | None:
         owned = None if tip is None else tip.open_range
         if owned is None or not isinstance(self.former, Fence):
             return checked(self, tip)
@@ -46,7 +46,7 @@ def any_fence_allows_a_claim(patch: pytest.MonkeyPatch) -> None:
         assert tip is not None
         return checked(self, dataclasses.replace(tip, ranges=(*tip.ranges[:-1], patched)))
 
-    patch.setattr(Claim, "precondition", precondition)
+    patch.setattr(ClaimShard, "precondition", precondition)
 
 
 def a_fence_in_an_emptied_number_allows_a_claim(patch: pytest.MonkeyPatch) -> None:
@@ -75,14 +75,14 @@ def heads_count_whatever_their_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_claim_begins_behind_the_next_number(patch: pytest.MonkeyPatch) -> None:
-    apply = Claim.apply
+    apply = ClaimShard.apply
 
-    def late(self: Claim, tip: ShardManifest | None) -> ShardManifest:
+    def late(self: ClaimShard, tip: ShardManifest | None) -> ShardManifest:
         made = apply(self, tip)
         own = made.ranges[-1]
         return dataclasses.replace(made, ranges=(*made.ranges[:-1], dataclasses.replace(own, after=own.after + 1)))
 
-    patch.setattr(Claim, "apply", late)
+    patch.setattr(ClaimShard, "apply", late)
 
 
 def a_shard_of_nobody_is_claimed_from_its_checkpoint_on(patch: pytest.MonkeyPatch) -> None:
@@ -90,14 +90,14 @@ def a_shard_of_nobody_is_claimed_from_its_checkpoint_on(patch: pytest.MonkeyPatc
 
 
 def a_claim_drops_what_the_newest_checkpoint_covers(patch: pytest.MonkeyPatch) -> None:
-    apply = Claim.apply
+    apply = ClaimShard.apply
 
-    def dropping(self: Claim, tip: ShardManifest | None) -> ShardManifest:
+    def dropping(self: ClaimShard, tip: ShardManifest | None) -> ShardManifest:
         made = apply(self, tip)
         kept = (each for each in made.ranges if each.last_slot is None or each.last_slot > made.checkpoint_slot)
         return dataclasses.replace(made, ranges=tuple(kept))
 
-    patch.setattr(Claim, "apply", dropping)
+    patch.setattr(ClaimShard, "apply", dropping)
 
 
 # ---- checkpoints, release, giving back
@@ -205,38 +205,38 @@ def a_shard_is_given_back_although_its_ranges_name_the_own_log(patch: pytest.Mon
 
 
 def a_shard_stops_while_its_section_is_under_way(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(OwnLog, "stop", lambda self, shard: self._staging.pop(shard))
+    patch.setattr(LogCursor, "stop", lambda self, shard: self._staging.pop(shard))
 
 
 def a_stopped_shard_has_sections(patch: pytest.MonkeyPatch) -> None:
-    def stop(self: OwnLog, shard: int) -> Head:
+    def stop(self: LogCursor, shard: int) -> Head:
         return self._staging[shard]
 
-    def begin(self: OwnLog, shard: int, claimed: Head) -> None:
+    def begin(self: LogCursor, shard: int, claimed: Head) -> None:
         self._staging[shard] = claimed
 
-    patch.setattr(OwnLog, "stop", stop)
-    patch.setattr(OwnLog, "begin", begin)
+    patch.setattr(LogCursor, "stop", stop)
+    patch.setattr(LogCursor, "begin", begin)
 
 
 def a_log_ends_before_the_slot_under_way(patch: pytest.MonkeyPatch) -> None:
-    def end(self: OwnLog) -> OwnLogEnd:
+    def end(self: LogCursor) -> OwnLogEnd:
         return OwnLogEnd(log_id=self.log_id, end=self._certain, heads=self._heads)
 
-    patch.setattr(OwnLog, "end", end)
-    patch.setattr(OwnLog, "stop", lambda self, shard: self._staging.pop(shard))
+    patch.setattr(LogCursor, "end", end)
+    patch.setattr(LogCursor, "stop", lambda self, shard: self._staging.pop(shard))
 
 
 def a_section_that_cannot_be_encoded_uses_up_its_shard_slot(patch: pytest.MonkeyPatch) -> None:
-    frozen = OwnLog.frozen
+    frozen = LogCursor.frozen
 
-    def used_up(self: OwnLog, slot: FrozenSlot | None) -> None:
+    def used_up(self: LogCursor, slot: FrozenSlot | None) -> None:
         filling = self._under_way
         frozen(self, slot)
         if filling is not None:
             self._staging.update((shard, head) for shard, (head, _) in filling.sections.items())
 
-    patch.setattr(OwnLog, "frozen", used_up)
+    patch.setattr(LogCursor, "frozen", used_up)
 
 
 # ---- what became of a slot
@@ -249,7 +249,7 @@ def what_is_created_again_is_certain(patch: pytest.MonkeyPatch) -> None:
 def a_fence_in_the_way_is_taken_for_the_own_slot(patch: pytest.MonkeyPatch) -> None:
     asked = SlotOutcome.asked
 
-    def any_slot(self: SlotOutcome, found: Identity | None) -> Any:
+    def any_slot(self: SlotOutcome, found: SlotIdentity | None) -> Any:
         return asked(self, None if found is None else self._identity)
 
     patch.setattr(SlotOutcome, "asked", any_slot)

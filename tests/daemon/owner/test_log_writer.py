@@ -11,7 +11,7 @@ import pytest
 
 from daemon.errors import Corruption, InvariantViolated, OutcomeUnknown, Unavailable
 from daemon.owner.log_writer import LogLost, LogWriter, Written
-from daemon.owner.own_log import Filling, OwnLog
+from daemon.owner.own_log import LogCursor, SlotDraft
 from storage_backends import crash_points, log_fence
 from storage_backends.formats.log_slot_format import Head
 from storage_backends.memory_store import MemoryStore
@@ -36,7 +36,7 @@ class Daemon:
         self.script = Script()
         self.memory = MemoryStore()
         self.store = FaultStore(self.memory, self.script)
-        self.own = OwnLog(LOG_ID, OWNER)
+        self.own = LogCursor(LOG_ID, OWNER)
         self.other = ObjectLog(self.memory, LOG_ID, AtOnce())
         self.ticks = itertools.count(1)
         self.slept = 0
@@ -63,7 +63,7 @@ class Daemon:
         self.own.begin(SHARD, Head(1, 0))
         return self
 
-    def filling(self) -> Filling:
+    def filling(self) -> SlotDraft:
         return self.own.fill({SHARD: lambda head: f"section {head.last_slot}".encode()})
 
     async def write(self) -> Written:
@@ -132,7 +132,7 @@ async def test_the_owner_meets_a_fence_in_the_place_of_its_slot() -> None:
     with pytest.raises(LogLost, match="was ended at slot 2"):
         await daemon.write()
     with pytest.raises(Unavailable):
-        await daemon.writer.write(OwnLog(LOG_ID, OWNER).open())
+        await daemon.writer.write(LogCursor(LOG_ID, OWNER).open())
 
 
 async def test_a_slot_that_landed_unseen_before_a_fence_and_was_collected_is_lost_when_it_is_created_again() -> None:

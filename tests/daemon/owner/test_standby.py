@@ -96,7 +96,7 @@ class Fixture:
     def beat(
         self, daemon_id: str, log_state: Callable[[], heartbeat.LogState] | None = None, *, instance: str = "a"
     ) -> None:
-        heart = heartbeat.Heart(
+        heart = heartbeat.HeartbeatLoop(
             self.store,
             daemon_id=daemon_id,
             address=f"{daemon_id}:7461",

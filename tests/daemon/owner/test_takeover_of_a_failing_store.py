@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from daemon.owner.candidate import Candidate, Claimed
-from daemon.owner.living_log import LivingLog
+from daemon.owner.candidate import Candidate, ClaimedShards
+from daemon.owner.living_log import DaemonLog
 from daemon.owner.takeover import Fences, Takeover
 from daemon.shard.recovery import ShardClaim
 from storage_backends.formats import names
@@ -86,7 +86,9 @@ async def test_a_takeover_comes_to_its_end_though_many_requests_fail(machines: E
 def a_shard_that_cannot_be_read_gives_all_others_up(patch: pytest.MonkeyPatch) -> None:
     claim_all = Candidate._claim_all
 
-    async def all_or_none(self: Candidate, living: LivingLog, fences: Fences, gone_owners: frozenset[str]) -> Claimed:
+    async def all_or_none(
+        self: Candidate, living: DaemonLog, fences: Fences, gone_owners: frozenset[str]
+    ) -> ClaimedShards:
         claimed = await claim_all(self, living, fences, gone_owners)
         for error in claimed.unread.values():
             raise error

@@ -10,10 +10,10 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
 from daemon.owner import heartbeat
-from daemon.owner.living_log import LivingLog
+from daemon.owner.living_log import DaemonLog
 from daemon.owner.takeover import Fences, Takeover
 from daemon.runtime import due_loop
 from daemon.runtime.failure_scope import Failures, ShardLost, TopicFailed
@@ -66,16 +66,16 @@ class Traffic:
 
 def breaks(monkeypatch: pytest.MonkeyPatch, topic: str, *, times: int) -> list[float]:
     """Passing due rows of the topic breaks an invariant so many times; when it did."""
-    pass_due = Topic.pass_due
+    pass_due = TopicState.pass_due
     broken: list[float] = []
 
-    def broken_pass_due(core: Topic, now_ms: int, limit: int) -> int:
+    def broken_pass_due(core: TopicState, now_ms: int, limit: int) -> int:
         if core.name == topic and len(broken) < times:
             broken.append(asyncio.get_running_loop().time())
             raise InvariantViolated("a row is waiting twice")
         return pass_due(core, now_ms, limit)
 
-    monkeypatch.setattr(Topic, "pass_due", broken_pass_due)
+    monkeypatch.setattr(TopicState, "pass_due", broken_pass_due)
     return broken
 
 
@@ -166,15 +166,15 @@ async def test_a_topic_that_cannot_be_loaded_by_a_bug_is_refused_meanwhile_and_t
     failing = topic_of(1)
     await one.add(failing, 1, range(10), 3_600_000)
     one.kill()
-    apply = Topic.apply
+    apply = TopicState.apply
 
-    def broken_apply(core: Topic, *args: Any, **named: Any) -> None:
+    def broken_apply(core: TopicState, *args: Any, **named: Any) -> None:
         if core.name == failing:
             raise KeyError("what is not there")
         apply(core, *args, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Topic, "apply", broken_apply)
+        patch.setattr(TopicState, "apply", broken_apply)
         two = await machines.daemon("one", *SEVERAL).start()
         await two.until(lambda: bool(two.shards) and bool(two.shards[1].loading.failing))
         traffic = await Traffic.on(two, [topic_of(shard, 1) for shard in range(SHARDS)])
@@ -329,7 +329,7 @@ async def test_segments_that_were_in_memory_when_a_shard_was_lost_are_read_again
 async def taken_by_two(machines: EngineFixture, two: Daemon, shard: int, *, closes: bool) -> None:
     """Another daemon fences the owner of every shard, and claims this one alone."""
     logs = two.environment.open_logs(LogForm.OBJECTS)
-    living = await two.call(LivingLog.opened(logs, two.environment, lost=lambda error: None))
+    living = await two.call(DaemonLog.opened(logs, two.environment, lost=lambda error: None))
     manifests = [topic_manifests.shard_log(two.environment, each) for each in range(SHARDS)]
     takeover = Takeover(manifests, living, two.environment)
     seen = manifests[shard].read_tip()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from daemon.shard.range_operations import Claim, GiveBack, NeedLess, OwnLogEnd, Release, WriteCheckpoint
+from daemon.shard.range_operations import ClaimShard, GiveBack, NeedLess, OwnLogEnd, Release, WriteCheckpoint
 from storage_backends import commit, log_fence
 from storage_backends.formats.log_slot_format import Head, Heads, LogSlotKind
 from storage_backends.formats.manifest import CheckpointCut, LogRange, ObjectReference, ShardManifest
@@ -45,7 +45,7 @@ OWNED = ShardManifest(
 )
 
 
-def claim(**changed: Any) -> Claim:
+def claim(**changed: Any) -> ClaimShard:
     fields: dict[str, Any] = {
         "shard": SHARD,
         "epoch": 4,
@@ -55,7 +55,7 @@ def claim(**changed: Any) -> Claim:
         "after": 1,
         "former": fence(8, {SHARD: Head(3, 25)}),
     }
-    return Claim(**(fields | changed))
+    return ClaimShard(**(fields | changed))
 
 
 def test_a_claim_closes_the_open_range_where_the_fence_says_and_opens_its_own() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.index import Index
 from daemon.core.index.position_keys import bitmap_of, keys_of
 from daemon.core.index.segments import SegmentCache
@@ -125,10 +125,10 @@ def tip_of(
     )
 
 
-def restored(store: Store, tip: manifest.TopicManifest, tail: recovery.TopicTail = recovery.NOTHING) -> Topic:
+def restored(store: Store, tip: manifest.TopicManifest, tail: recovery.TopicTail = recovery.NOTHING) -> TopicState:
     part = recovery.counting_part(tip, tail)
     objects = recovery.TopicReads(store.store, InlineExecutor()).objects(tip, part)
-    topic = Topic(
+    topic = TopicState(
         tip.topic,
         tip.topic_id,
         tip.incarnation,
@@ -156,7 +156,7 @@ def entries_in(index: Index, *buckets: str) -> list[int]:
     return sorted(itertools.chain.from_iterable(found))
 
 
-def acknowledged_in(topic: Topic, name: str) -> Mapping[int, list[int]]:
+def acknowledged_in(topic: TopicState, name: str) -> Mapping[int, list[int]]:
     sets = topic.index.sealed[name].acknowledged
     return {number: topic.index.pages.positions(keys_of(keys))[1].tolist() for number, keys in sets.items() if keys}
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.segments import SegmentCache
 from daemon.shard import recovery
 from daemon.shard.recovery import Decided
@@ -25,12 +25,12 @@ NOW_MS = 1_000_000
 CREATED_SLOTS = (0, 20)
 
 
-def topic() -> Topic:
+def topic() -> TopicState:
     subscriptions = [
         manifest.Subscription(subscription_id=number, name=f"s{number}", since_ms=0, created_slot=ShardSlot(slot))
         for number, slot in enumerate(CREATED_SLOTS, 1)
     ]
-    return Topic("t", "id", 1, subscriptions, now_ms=NOW_MS, cache=SegmentCache(1 << 20), ready_rows_max=100)
+    return TopicState("t", "id", 1, subscriptions, now_ms=NOW_MS, cache=SegmentCache(1 << 20), ready_rows_max=100)
 
 
 def rows_of(entries: Iterable[int]) -> Rows:

@@ -15,14 +15,14 @@ import pytest
 
 from daemon.call_values import HandedOut
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.errors import Corruption, InvariantViolated
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import shard
 from daemon.shard.topic_loading import TopicLoading
 from daemon.topic import bucket_lifecycle
-from daemon.topic.bucket_lifecycle import BucketLife
-from daemon.topic.topic_manifests import TopicCommits
+from daemon.topic.bucket_lifecycle import BucketLifecycle
+from daemon.topic.topic_manifests import TopicManifests
 from storage_backends.formats import checkpoint_format, log_slot_format, manifest, names, slot_format
 from storage_backends.formats.manifest import TopicManifest
 from tests._support.engine_fixture import Daemon, EngineFixture
@@ -140,10 +140,10 @@ async def test_a_commit_that_is_not_certain_when_its_topic_fails_is_before_the_t
 async def test_a_topic_that_is_read_again_before_its_commits_are_certain_is_found(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def at_once(commits: TopicCommits) -> None:
+    async def at_once(commits: TopicManifests) -> None:
         commits.close()
 
-    monkeypatch.setattr(TopicCommits, "settled", at_once)
+    monkeypatch.setattr(TopicManifests, "settled", at_once)
     assert await added_beside_an_uncertain_deletion(machines) == 0
 
 
@@ -174,14 +174,14 @@ async def test_a_birth_that_fails_when_its_caller_has_gone_is_told_and_is_no_unh
 
 
 def cutting(patch: pytest.MonkeyPatch) -> None:
-    cut = BucketLife.cut
+    cut = BucketLifecycle.cut
 
-    def broken(life: BucketLife) -> bucket_lifecycle.TopicCut:
+    def broken(life: BucketLifecycle) -> bucket_lifecycle.TopicCut:
         if life._topic.name == FAILING:
             raise InvariantViolated("what cannot be cut")
         return cut(life)
 
-    patch.setattr(BucketLife, "cut", broken)
+    patch.setattr(BucketLifecycle, "cut", broken)
 
 
 def telling(patch: pytest.MonkeyPatch) -> None:
@@ -225,17 +225,17 @@ async def test_an_orderly_end_leaves_nothing_to_read_though_a_topic_of_it_cannot
 ) -> None:
     one = await machines.served_by("one", *SEVERAL)
     await one.add(FAILING, 1, range(10), HOUR_MS)
-    cut, broken = BucketLife.cut, 0
+    cut, broken = BucketLifecycle.cut, 0
 
-    def broken_once(life: BucketLife) -> bucket_lifecycle.TopicCut:
+    def broken_once(life: BucketLifecycle) -> bucket_lifecycle.TopicCut:
         nonlocal broken
         broken += 1
         if broken == 1:
             raise InvariantViolated("what cannot be cut")
         return cut(life)
 
-    monkeypatch.setattr(BucketLife, "cut", broken_once)
-    monkeypatch.setattr(BucketLife, "seal", lambda life, slot: None)
+    monkeypatch.setattr(BucketLifecycle, "cut", broken_once)
+    monkeypatch.setattr(BucketLifecycle, "seal", lambda life, slot: None)
     await one.stop()
     assert broken
     assert machines.sections_to_read(SHARD) == 0
@@ -284,7 +284,7 @@ async def test_a_request_that_finds_a_broken_invariant_has_its_topic_loaded_agai
         raise InvariantViolated("a row is waiting twice")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Topic, "stage_add", broken)
+        patch.setattr(TopicState, "stage_add", broken)
         with pytest.raises(TopicFailed):
             await one.add(FAILING, 2, range(10), HOUR_MS)
     assert isinstance(own.ended, TopicFailed)

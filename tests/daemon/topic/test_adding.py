@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from daemon.call_values import AddOutcome, AddRow, Caller, TopicPolicy, View
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.errors import InvariantViolated, QuotaExceeded, TarryError
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.topic import topic_adds
@@ -221,7 +221,7 @@ async def test_what_breaks_an_invariant_is_the_topic_s_failure(
         raise InvariantViolated("planted")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Topic, "stage_rows", broken)
+        patched.setattr(TopicState, "stage_rows", broken)
         for each in await asyncio.gather(add(one, 1), add(one, 2), return_exceptions=True):
             assert isinstance(each, TopicFailed)
     assert (await stats(one)).pending == 1, "it is loaded again"

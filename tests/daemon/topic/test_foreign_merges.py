@@ -16,7 +16,7 @@ from daemon.owner import merge_watch
 from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket
-from storage_backends.topic_manifest import Claim
+from storage_backends.topic_manifest import ClaimTopic
 from tests._support.engine_fixture import Daemon, EngineFixture, Held, Receiver
 from tests._support.fault_store import Fault
 from tests._support.merging_process import MergingProcess
@@ -515,7 +515,7 @@ async def test_a_merge_behind_the_claim_of_another_owner_tells_the_former_one_th
 ) -> None:
     one = await with_two_buckets(machines)
     commits, epoch = one.shards[0].topics["t"].commits, one.shards[0].epoch
-    claim = Claim(epoch=epoch + 1)
+    claim = ClaimTopic(epoch=epoch + 1)
     commit.commit(commits._manifests, claim, writer="other", created_ms=0, deadline_s=1.0)
     other = MergingProcess(machines.store)
     written = other.write(other.live())

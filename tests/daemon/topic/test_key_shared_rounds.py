@@ -8,7 +8,7 @@ import pytest
 
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.backlog.in_flight import Mask
-from daemon.core.key_shared.waiting_rows import LetGo
+from daemon.core.key_shared.waiting_rows import EvictedSlots
 from daemon.metrics import TopicNumbers
 from daemon.owner.requests import Requests
 from daemon.runtime.failure_scope import TopicFailed
@@ -93,15 +93,15 @@ async def test_what_was_let_go_is_not_sought_while_nothing_may_be_handed_out(
     state = shared.stream.state
     await add(one, 1, range(12), [1, 2] * 6)
     await one.until(lambda: state.key_shared is not None and state.key_shared.let_go is not None)
-    seeks, seek = 0, LetGo.seek
+    seeks, seek = 0, EvictedSlots.seek
 
-    def counted(self: LetGo, able: Mask, reader: BacklogReader) -> None:
+    def counted(self: EvictedSlots, able: Mask, reader: BacklogReader) -> None:
         nonlocal seeks
         seeks += 1
         assert seeks < 100, "each time what is READY is passed over, and it begins again"
         seek(self, able, reader)
 
-    monkeypatch.setattr(LetGo, "seek", counted)
+    monkeypatch.setattr(EvictedSlots, "seek", counted)
     monkeypatch.setattr(type(one.topic("t").shard), "may_hand_out", False)
     shared.stream.grant(1_000, 1)
     await add(one, 2, [0], [1])

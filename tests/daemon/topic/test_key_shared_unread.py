@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from daemon.core.decisions import feeding
-from daemon.core.decisions.key_shared_backlogs import KeySharing
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.key_shared_backlogs import KeySharedBacklogs
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.indexes import Indexes
 from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import SegmentRange
@@ -68,7 +68,7 @@ async def test_after_a_restart_no_row_of_a_key_passes_one_whose_segment_is_not_r
 
 
 def nothing_is_held_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KeySharing, "bound", lambda self, state: None)
+    patch.setattr(KeySharedBacklogs, "bound", lambda self, state: None)
 
 
 async def test_rows_that_do_not_wait_for_what_is_not_read_are_found_out(
@@ -100,7 +100,7 @@ async def test_with_segments_of_ten_rows_that_are_loaded_when_they_are_due_a_key
 async def test_a_subscription_that_is_fed_beside_a_segment_that_is_not_read_is_found_out(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KeySharing, "hold_up", lambda self, states, now_ms: None)
+    monkeypatch.setattr(KeySharedBacklogs, "hold_up", lambda self, states, now_ms: None)
     assert overtakes(await in_tiny_segments(machines))
 
 
@@ -168,16 +168,16 @@ async def nacked_and_restarted(machines: EngineFixture, readable: asyncio.Event)
     await asyncio.sleep(5)
     after = await restarted(machines, one)
     again = await open_by_key(after, [consumer(1)])
-    passes, pass_due = 0, Topic.pass_due
+    passes, pass_due = 0, TopicState.pass_due
 
-    def counted(core: Topic, now_ms: int, limit: int) -> int:
+    def counted(core: TopicState, now_ms: int, limit: int) -> int:
         nonlocal passes
         passes += 1
         assert passes < 100, "what has to wait wakes nobody"
         return pass_due(core, now_ms, limit)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Topic, "pass_due", counted)
+        patch.setattr(TopicState, "pass_due", counted)
         assert await again.nothing_more(for_s=20.0)
         await add(after, 3, [0], [KEY + 1])
         assert await again.nothing_more()

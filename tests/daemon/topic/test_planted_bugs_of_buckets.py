@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from daemon.core.decisions.topic_state import RedeliveryCut, Topic
+from daemon.core.decisions.topic_state import RedeliveryCut, TopicState
 from daemon.core.index.index import BucketBits, Index
 from daemon.owner.merge_watch import MergeWatch
 from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle, stored_topic, topic_manifests
-from daemon.topic.bucket_lifecycle import BucketLife
+from daemon.topic.bucket_lifecycle import BucketLifecycle
 from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint_format, manifest
 from storage_backends.formats.bucket_format import KeptRows
@@ -33,7 +33,7 @@ Story = Callable[[EngineFixture], Coroutine[Any, Any, None]]
 
 PART_OF = bucket_lifecycle.checkpoint_part
 PROGRESS_OF = bucket_lifecycle.progress_of
-DROP = BucketLife._drop
+DROP = BucketLifecycle._drop
 
 
 def bits_under_the_names_of_sources_are_overlooked(patch: pytest.MonkeyPatch) -> None:
@@ -49,21 +49,21 @@ def a_bucket_is_dropped_before_a_merge_of_it_is_learned(patch: pytest.MonkeyPatc
     async def later() -> None:
         return
 
-    async def drop(life: BucketLife) -> None:
+    async def drop(life: BucketLifecycle) -> None:
         life._learn = later  # type: ignore[method-assign]
         try:
             await DROP(life)
         finally:
             del life._learn
 
-    patch.setattr(BucketLife, "_drop", drop)
+    patch.setattr(BucketLifecycle, "_drop", drop)
 
 
 def a_missing_bucket_counts_as_damaged(patch: pytest.MonkeyPatch) -> None:
-    async def is_live(life: BucketLife, bucket: str) -> bool:
+    async def is_live(life: BucketLifecycle, bucket: str) -> bool:
         return True
 
-    patch.setattr(BucketLife, "is_live", is_live)
+    patch.setattr(BucketLifecycle, "is_live", is_live)
 
 
 def who_was_overtaken_gives_the_shard_up(patch: pytest.MonkeyPatch) -> None:
@@ -71,14 +71,14 @@ def who_was_overtaken_gives_the_shard_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_looks_for_merges(patch: pytest.MonkeyPatch) -> None:
-    async def look(life: BucketLife) -> None:
+    async def look(life: BucketLifecycle) -> None:
         life._look_wanted = False
 
-    patch.setattr(BucketLife, "_look", look)
+    patch.setattr(BucketLifecycle, "_look", look)
 
 
 def a_manifest_of_its_own_tells_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BucketLife, "_names_unknown", lambda life, newest: False)
+    patch.setattr(BucketLifecycle, "_names_unknown", lambda life, newest: False)
 
 
 def every_topic_is_looked_at(patch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def rows_that_are_being_sealed_are_restored_for_all(patch: pytest.MonkeyPatch) -
 
 
 def rows_of_a_subscription_that_is_no_more_are_restored(patch: pytest.MonkeyPatch) -> None:
-    def index_of(topic: Topic, subscription_id: int) -> Index:
+    def index_of(topic: TopicState, subscription_id: int) -> Index:
         return topic.indexes.of(subscription_id)
 
     patch.setattr(recovery, "_index", index_of)
@@ -165,13 +165,13 @@ async def rows_for_one_are_being_sealed_at_a_checkpoint(machines: EngineFixture)
 
 
 def all_topics_are_looked_at_together(patch: pytest.MonkeyPatch) -> None:
-    made = BucketLife.__init__
+    made = BucketLifecycle.__init__
 
-    def init(life: BucketLife, *args: Any, **named: Any) -> None:
+    def init(life: BucketLifecycle, *args: Any, **named: Any) -> None:
         made(life, *args, **named)
         life._look_in_s = bucket_lifecycle.LOOK_S
 
-    patch.setattr(BucketLife, "__init__", init)
+    patch.setattr(BucketLifecycle, "__init__", init)
 
 
 def a_tip_is_read_before_its_hint_is_cleared(patch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,13 @@ import pytest
 from daemon.core.backlog.in_flight import InFlight
 from daemon.core.decisions import nack_decisions
 from daemon.core.decisions.claims import Ignored
-from daemon.core.decisions.nack_decisions import Redelivering
+from daemon.core.decisions.nack_decisions import NackDecisions
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index import indexes as batch_parts
 from daemon.errors import TarryError
 from daemon.topic.served_subscription import ServedSubscription
 from daemon.topic.served_topic import ServedTopic
-from daemon.topic.topic_acks import Acknowledging, TopicRedelivery
+from daemon.topic.topic_acks import AckRequests, NackRequests
 from tests._support.engine_fixture import EngineFixture
 from tests.daemon.topic import test_ack_timeouts as timeouts
 from tests.daemon.topic import test_nack_races as races
@@ -31,7 +31,7 @@ Story = Callable[[EngineFixture], Awaitable[None]]
 
 
 def nobody_waits_for_what_is_staged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Redelivering, "is_staged", lambda self, state, named, **_: False)
+    patch.setattr(NackDecisions, "is_staged", lambda self, state, named, **_: False)
 
 
 def the_wait_for_a_slot_has_no_end(patch: pytest.MonkeyPatch) -> None:
@@ -69,13 +69,13 @@ def messages_of_batches_are_shown_as_they_are_kept(patch: pytest.MonkeyPatch) ->
 
 
 def the_policy_is_asked_for_once(patch: pytest.MonkeyPatch) -> None:
-    terms, known = TopicRedelivery.terms, dict[int, Any]()
+    terms, known = NackRequests.terms, dict[int, Any]()
 
-    def first(self: TopicRedelivery, state: SubscriptionState) -> Any:
+    def first(self: NackRequests, state: SubscriptionState) -> Any:
         now = terms(self, state)
         return dataclasses.replace(known.setdefault(state.subscription_id, now), now_ms=now.now_ms)
 
-    patch.setattr(TopicRedelivery, "terms", first)
+    patch.setattr(NackRequests, "terms", first)
 
 
 def an_extension_moves_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -87,18 +87,18 @@ def time_outs_are_looked_for_everywhere(patch: pytest.MonkeyPatch) -> None:
         "daemon.topic.topic_acks._timeout_ms",
         lambda state: state.stored.policy.ack_timeout_ms or 1 << 40,
     )
-    patch.setattr(TopicRedelivery, "watch", lambda self, state: self._arm())
+    patch.setattr(NackRequests, "watch", lambda self, state: self._arm())
 
 
 def there_is_one_look_for_what_is_overdue(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TopicRedelivery, "_looked", lambda self, task: task.cancelled() or task.exception())
+    patch.setattr(NackRequests, "_looked", lambda self, task: task.cancelled() or task.exception())
 
 
 def what_was_ignored_is_said_without_asking_the_store(patch: pytest.MonkeyPatch) -> None:
-    async def at_once(self: Acknowledging, ignored: Ignored) -> None:
+    async def at_once(self: AckRequests, ignored: Ignored) -> None:
         return
 
-    patch.setattr(Acknowledging, "answerable", at_once)
+    patch.setattr(AckRequests, "answerable", at_once)
 
 
 PLANTED: tuple[tuple[Plant, Story], ...] = (

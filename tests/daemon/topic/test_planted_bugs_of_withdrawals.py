@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from daemon.core.decisions.withdrawal_decisions import Withdrawals
+from daemon.core.decisions.withdrawal_decisions import WithdrawalDecisions
 from daemon.errors import TarryError
-from daemon.group_commit.shard_slots import ShardStaging
+from daemon.group_commit.shard_slots import ShardSlots
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_gate import TopicGate
-from daemon.topic.topic_withdrawals import Withdrawing
+from daemon.topic.topic_withdrawals import TopicWithdrawals
 from tests._support.engine_fixture import EngineFixture
 from tests.daemon.topic import test_withdrawal_races as races
 from tests.daemon.topic import test_withdrawals as stories
@@ -24,11 +24,11 @@ Story = Callable[[EngineFixture], Awaitable[None]]
 
 
 def nobody_waits_for_what_is_staged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Withdrawals, "is_staged", lambda self, asked: False)
+    patch.setattr(WithdrawalDecisions, "is_staged", lambda self, asked: False)
 
 
 def adds_do_not_wait_for_what_is_leaving(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Withdrawals, "is_leaving", lambda self, asked: False)
+    patch.setattr(WithdrawalDecisions, "is_leaving", lambda self, asked: False)
 
 
 def what_is_due_is_not_passed_first(patch: pytest.MonkeyPatch) -> None:
@@ -65,28 +65,28 @@ def requests_pass_while_the_topic_is_trimmed(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_answer_does_not_wait_for_its_slot(patch: pytest.MonkeyPatch) -> None:
-    async def durable(self: Withdrawing, records: Any, *staged: Any) -> None:
+    async def durable(self: TopicWithdrawals, records: Any, *staged: Any) -> None:
         if records:
             slot = self._topic.shard.commits.stage(*records)
             for hears in staged:
                 hears(slot)
 
-    patch.setattr(Withdrawing, "_durable", durable)
+    patch.setattr(TopicWithdrawals, "_durable", durable)
 
 
 def that_there_is_nothing_is_said_without_asking_the_store(patch: pytest.MonkeyPatch) -> None:
-    durable = Withdrawing._durable
+    durable = TopicWithdrawals._durable
 
-    async def at_once(self: Withdrawing, records: Any, *staged: Any) -> None:
+    async def at_once(self: TopicWithdrawals, records: Any, *staged: Any) -> None:
         if records:
             await durable(self, records, *staged)
 
-    patch.setattr(Withdrawing, "_durable", at_once)
+    patch.setattr(TopicWithdrawals, "_durable", at_once)
 
 
 def the_wait_for_a_slot_has_no_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("daemon.topic.topic_withdrawals.STALL_ANSWER_S", 10_000.0)
-    patch.setattr(ShardStaging, "check_accepting", lambda self: None)
+    patch.setattr(ShardSlots, "check_accepting", lambda self: None)
 
 
 def the_daemon_does_not_wake_for_what_was_rescheduled(patch: pytest.MonkeyPatch) -> None:
@@ -96,12 +96,12 @@ def the_daemon_does_not_wake_for_what_was_rescheduled(patch: pytest.MonkeyPatch)
 def a_reschedule_is_two_slots(patch: pytest.MonkeyPatch) -> None:
     """The old rows are gone with the first; a crash between the two loses them."""
 
-    async def reschedule(self: Withdrawing, subscription: str | None, batch: Any) -> Any:
+    async def reschedule(self: TopicWithdrawals, subscription: str | None, batch: Any) -> Any:
         await self.cancel(subscription, batch.ledger_id, batch.entry_id)
         return await at_once(self, subscription, batch)
 
-    at_once = Withdrawing.reschedule
-    patch.setattr(Withdrawing, "reschedule", reschedule)
+    at_once = TopicWithdrawals.reschedule
+    patch.setattr(TopicWithdrawals, "reschedule", reschedule)
 
 
 PLANTED: tuple[tuple[Plant, Story], ...] = (

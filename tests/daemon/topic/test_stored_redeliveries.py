@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.errors import Corruption
 from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle, stored_topic
@@ -32,25 +32,25 @@ from tests.daemon.topic._support.redelivery_samples import (
 )
 
 
-def from_the_journal(stored: Stored) -> Topic:
+def from_the_journal(stored: Stored) -> TopicState:
     return stored.recovered()
 
 
-def from_a_seal(stored: Stored) -> Topic:
+def from_a_seal(stored: Stored) -> TopicState:
     stored.seal()
     return stored.recovered(truncated_to=len(stored.slots))
 
 
-def from_a_seal_with_an_object(stored: Stored) -> Topic:
+def from_a_seal_with_an_object(stored: Stored) -> TopicState:
     stored.seal(as_object=True)
     return stored.recovered(truncated_to=len(stored.slots))
 
 
-def from_a_checkpoint(stored: Stored) -> Topic:
+def from_a_checkpoint(stored: Stored) -> TopicState:
     return stored.recovered(stored.checkpoint(), truncated_to=len(stored.slots))
 
 
-def from_a_checkpoint_above_a_seal(stored: Stored) -> Topic:
+def from_a_checkpoint_above_a_seal(stored: Stored) -> TopicState:
     half = Stored(*EVERYTHING[:6])
     half.seal()
     for record in EVERYTHING[6:]:
@@ -58,17 +58,17 @@ def from_a_checkpoint_above_a_seal(stored: Stored) -> Topic:
     return half.recovered(half.checkpoint(), truncated_to=len(half.slots))
 
 
-def from_a_seal_above_a_checkpoint(stored: Stored) -> Topic:
+def from_a_seal_above_a_checkpoint(stored: Stored) -> TopicState:
     early = Stored(*EVERYTHING[:6]).checkpoint()
     stored.seal()
     return stored.recovered(early, truncated_to=6)
 
 
-def from_a_checkpoint_and_the_journal_above(stored: Stored) -> Topic:
+def from_a_checkpoint_and_the_journal_above(stored: Stored) -> TopicState:
     return stored.recovered(Stored(*EVERYTHING[:6]).checkpoint(), truncated_to=6)
 
 
-def from_a_checkpoint_of_a_topic_that_was_not_loaded(stored: Stored) -> Topic:
+def from_a_checkpoint_of_a_topic_that_was_not_loaded(stored: Stored) -> TopicState:
     """Two checkpoints carry it over, and what the journal says of it."""
     loaded = checkpoint_format.decode_checkpoint(Stored(*EVERYTHING[:4]).checkpoint())
     for slot in (9, len(stored.slots)):
@@ -80,7 +80,7 @@ def from_a_checkpoint_of_a_topic_that_was_not_loaded(stored: Stored) -> Topic:
     return stored.recovered(checkpoint_format.encode_checkpoint(loaded), truncated_to=len(stored.slots))
 
 
-def from_a_merge(stored: Stored) -> Topic:
+def from_a_merge(stored: Stored) -> TopicState:
     """The rows of the shared index are in a merged bucket that the last seal did not know."""
     stored.seal()
     merged = stored.store.merged("m", [stored.store.sealed("m1", range(10)), stored.store.sealed("m2", range(10, 30))])
@@ -89,7 +89,7 @@ def from_a_merge(stored: Stored) -> Topic:
     return stored.recovered(truncated_to=len(stored.slots))
 
 
-def from_a_recovery_of_a_recovery(stored: Stored) -> Topic:
+def from_a_recovery_of_a_recovery(stored: Stored) -> TopicState:
     stored.topic = from_a_checkpoint(stored)
     return from_a_seal(stored)
 
@@ -113,7 +113,7 @@ def test_what_was_decided_is_known() -> None:
 
 
 @pytest.mark.parametrize("recovered", WAYS, ids=lambda way: way.__name__)
-def test_everything_of_a_topic_survives(recovered: Callable[[Stored], Topic]) -> None:
+def test_everything_of_a_topic_survives(recovered: Callable[[Stored], TopicState]) -> None:
     holds_everything(recovered(Stored(*EVERYTHING)))
 
 
@@ -297,7 +297,7 @@ def keys_are_all_taken_for_those_of_the_shared_index(patch: pytest.MonkeyPatch) 
 def a_plane_takes_the_place_of_that_of_another_index(patch: pytest.MonkeyPatch) -> None:
     planes_of = stored_topic._planes_of
 
-    def last_ones(topic: Topic, stored: manifest.Redeliveries) -> object:
+    def last_ones(topic: TopicState, stored: manifest.Redeliveries) -> object:
         by_bit = {each.bit: each for each in stored.counts}
         return planes_of(topic, dataclasses.replace(stored, counts=tuple(by_bit.values())))
 
@@ -331,7 +331,7 @@ BUGS = [
 
 @pytest.mark.parametrize(("bug", "way"), BUGS, ids=lambda each: each.__name__)
 def test_a_planted_bug_is_found(
-    bug: Callable[[pytest.MonkeyPatch], None], way: Callable[[Stored], Topic], monkeypatch: pytest.MonkeyPatch
+    bug: Callable[[pytest.MonkeyPatch], None], way: Callable[[Stored], TopicState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
     with pytest.raises(AssertionError):

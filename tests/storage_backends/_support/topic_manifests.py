@@ -20,7 +20,7 @@ from storage_backends.formats.manifest import (
     TopicPolicy,
 )
 from storage_backends.topic_manifest import (
-    Claim,
+    ClaimTopic,
     Create,
     DeleteTopic,
     DropBuckets,
@@ -93,7 +93,7 @@ TIP = TopicManifest(
 )
 
 CREATE = Create(topic=TOPIC, topic_id=TOPIC_ID, epoch=EPOCH, applied=ShardSlot(50))
-CLAIM = Claim(epoch=EPOCH + 1)
+CLAIM = ClaimTopic(epoch=EPOCH + 1)
 SEAL = Seal(
     buckets=(bucket("b3"),),
     progress=progress("b1", "b3"),

@@ -176,7 +176,9 @@ def scene(daemons: Daemons, jobs: Jobs, root: Path, seed: int) -> Iterator[Scene
 def compact_here(root: Path) -> Summary:
     """A job as `tarry-spark compact` runs it, in this process."""
     found = job_settings.load(store=str(root), environment={})
-    environment = job.Environment(now_ms=live_topic.now_ms, elapsed_s=time.monotonic, new_id=lambda: str(ulid.ULID()))
+    environment = job.JobEnvironment(
+        now_ms=live_topic.now_ms, elapsed_s=time.monotonic, new_id=lambda: str(ulid.ULID())
+    )
     return job.compact(
         Root.open(store_of(found)),
         InProcess(),

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import pytest
 
 from batch.compaction import job, merge_task
-from batch.compaction.job import Environment, Options, Stop
+from batch.compaction.job import JobEnvironment, Options, Stop
 from batch.compaction.tally import Advance, Summary
 from batch.engine.engine_port import WorkFailed
 from batch.engine.job_settings import Settings
@@ -118,7 +118,7 @@ class World:
         return StoredTopic(self.memory, name)
 
     def compact(self, options: Options | None = None, *, dry_run: bool = False) -> Summary:
-        environment = Environment(
+        environment = JobEnvironment(
             now_ms=lambda: roots.NOW_MS,
             elapsed_s=self.time.elapsed_s,
             new_id=lambda: f"job{next(self._numbers)}",

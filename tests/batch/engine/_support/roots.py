@@ -25,7 +25,7 @@ from storage_backends.formats.manifest import (
 from storage_backends.formats.position_bitmap import PositionSet, position_bitmaps
 from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import ObjectStore
-from storage_backends.topic_manifest import Claim, Create, Quarantine, Seal
+from storage_backends.topic_manifest import ClaimTopic, Create, Quarantine, Seal
 
 HOUR_MS = 3_600_000
 NOW_MS = 4_000_000_000_000
@@ -69,7 +69,7 @@ class StoredTopic:
 
     def take_over(self) -> None:
         self.epoch += 1
-        self.commit(Claim(epoch=self.epoch))
+        self.commit(ClaimTopic(epoch=self.epoch))
 
     def seal(
         self, buckets: Sequence[LiveBucket] = (), *, gone: Mapping[str, Positions] | None = None, inline: bool = True

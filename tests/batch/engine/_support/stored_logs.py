@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from daemon.owner.own_log import Filling, OwnLog
+from daemon.owner.own_log import LogCursor, SlotDraft
 from daemon.shard import range_operations
 from daemon.shard.range_operations import OwnLogEnd
 from storage_backends import commit, log_fence, shard_manifests, topic_manifest
@@ -32,7 +32,7 @@ class LogDaemon:
         self.log_id = f"01KB2Q{next(self._numbers):020d}"
         self._logs = logs
         self._writer = Writer(name, f"{name}:1", "0.1.0")
-        self.own = OwnLog(self.log_id, self._writer)
+        self.own = LogCursor(self.log_id, self._writer)
         self._slots = logs.log(self.log_id)
         self._put(self.own.open())
 
@@ -41,7 +41,7 @@ class LogDaemon:
 
     # ---- the log
 
-    def _put(self, filling: Filling) -> int:
+    def _put(self, filling: SlotDraft) -> int:
         frozen = filling.freeze()
         assert frozen.slot is not None, frozen.unencodable
         self.own.frozen(frozen.slot)
@@ -92,7 +92,7 @@ class LogDaemon:
 
     def claim(self, shard: int, former: Fence | OwnLogEnd | None = None) -> None:
         tip = shard_log(self.store, shard).read_tip()
-        claim = range_operations.Claim(
+        claim = range_operations.ClaimShard(
             shard=shard,
             epoch=1 if tip is None else tip.manifest.epoch + 1,
             owner=self.name,

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from daemon.core.decisions.add_decisions import AddBatch, AddOutcome
-from daemon.core.decisions.claims import Claimed, HeldPositions, rows_claimed
+from daemon.core.decisions.claims import ClaimedRows, HeldPositions, rows_claimed
 from daemon.core.decisions.departures import Departure, LedgerRanges
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic_state import RedeliveryCut, Topic
+from daemon.core.decisions.topic_state import RedeliveryCut, TopicState
 from daemon.core.index.bucket import SealedBucket
 from daemon.core.index.index import BucketBits, SeenRows
 from daemon.core.index.mutable_bucket import MutableBucket
@@ -143,8 +143,8 @@ class JournaledTopic:
         self.tip = create.apply(None)
         self.core = self._new_core()
 
-    def _new_core(self) -> Topic:
-        return Topic(
+    def _new_core(self) -> TopicState:
+        return TopicState(
             self.tip.topic,
             self.tip.topic_id,
             self.tip.incarnation,
@@ -203,7 +203,7 @@ class JournaledTopic:
             self.load(missing)
         raise AssertionError("finding claimed rows in the backlog makes no progress")
 
-    def claimed(self, state: SubscriptionState, claims: HeldPositions) -> Claimed:
+    def claimed(self, state: SubscriptionState, claims: HeldPositions) -> ClaimedRows:
         """What a dispatcher that comes back may hold."""
         found = self.find_in_backlog(state, claims)
         return rows_claimed(self.core.indexes.serving(state.subscription_id), state, claims, found)

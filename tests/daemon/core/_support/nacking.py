@@ -14,7 +14,7 @@ import numpy as np
 
 from daemon.core.backlog.dead_letter_rows import DeadLetterRows
 from daemon.core.decisions.claims import Ignored, IgnoredReason
-from daemon.core.decisions.nack_decisions import NackBatch, Terms
+from daemon.core.decisions.nack_decisions import NackBatch, RedeliveryTerms
 from daemon.core.decisions.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import is_of_batch_parts
 from storage_backends.formats.row_columns import U32, U64, Rows
@@ -44,21 +44,21 @@ def column(values: Iterable[int]) -> U64:
 
 def terms(
     now_ms: int, *, delay_ms: int | Callable[[int], int] = 0, max_count: int | None = None, bits: int = 0
-) -> Terms:
+) -> RedeliveryTerms:
     """`delay_ms`: by the count, or always the same."""
 
     def delays(counts: U32) -> U64:
         each = [delay_ms if isinstance(delay_ms, int) else delay_ms(count) for count in counts.tolist()]
         return np.array(each, np.uint64)
 
-    return Terms(now_ms, delays, max_count, bits)
+    return RedeliveryTerms(now_ms, delays, max_count, bits)
 
 
 def stage_nack(
     topic: JournaledTopic,
     state: SubscriptionState,
     claims: Sequence[Claim],
-    on: Terms,
+    on: RedeliveryTerms,
     *,
     delay_ms: Sequence[int] | None = None,
     key_hash: Sequence[int] | None = None,
@@ -106,7 +106,9 @@ def nack(
     return decided
 
 
-def stage_overdue(topic: JournaledTopic, state: SubscriptionState, before_ms: int, on: Terms, limit: int) -> Decided:
+def stage_overdue(
+    topic: JournaledTopic, state: SubscriptionState, before_ms: int, on: RedeliveryTerms, limit: int
+) -> Decided:
     return _staged(topic, topic.core.redelivery.stage_overdue(state, before_ms, on, limit=limit))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from daemon.core.decisions.nack_decisions import Terms
+from daemon.core.decisions.nack_decisions import RedeliveryTerms
 from storage_backends.formats import index_ids
 from tests.daemon.core._support import nacking
 from tests.daemon.core._support.journaled_topic import Position, claims_of
@@ -280,7 +280,7 @@ class RedeliveryMachine(RedeliveryInvariants):
         reasons = [self.oracle.why_ignored(number, claim, rules.now_ms) for claim in expected.ignored]
         assert [reason.name for reason in decided.reasons] == reasons
 
-    def agreed(self, policy: Policy) -> tuple[Rules, Terms]:
+    def agreed(self, policy: Policy) -> tuple[Rules, RedeliveryTerms]:
         """The same for the oracle and for the topic."""
         now_ms = self.topic.now_ms
 

@@ -19,7 +19,6 @@ from daemon.core.index.index import Index
 from daemon.core.index.mutable_bucket import MutableBucket
 from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of
 from daemon.core.index.scan import (
-    Asked,
     Bars,
     Counts,
     Found,
@@ -28,6 +27,7 @@ from daemon.core.index.scan import (
     Part,
     PartCount,
     Place,
+    ScanFilter,
     SealedPart,
     part_of,
 )
@@ -129,14 +129,14 @@ class ViewedTopic(JournaledTopic):
 
     # ---- looking
 
-    def indexes(self, asked: Asked) -> list[Index]:
+    def indexes(self, asked: ScanFilter) -> list[Index]:
         if asked.subscription_id is None:
             return list(self.core.indexes.values())
         return self.core.indexes.serving(asked.subscription_id)
 
     def page(
         self,
-        asked: Asked,
+        asked: ScanFilter,
         after: Place | None = None,
         limit: int = 10,
         *,
@@ -163,7 +163,7 @@ class ViewedTopic(JournaledTopic):
                 break
         return scan.page()
 
-    def pages(self, asked: Asked, limit: int, meanwhile: Callable[[], object] = lambda: None) -> list[Found]:
+    def pages(self, asked: ScanFilter, limit: int, meanwhile: Callable[[], object] = lambda: None) -> list[Found]:
         """All pages, one after the other."""
         pages = []
         after = None
@@ -177,7 +177,7 @@ class ViewedTopic(JournaledTopic):
             after = page.next_after
             meanwhile()
 
-    def counts(self, asked: Asked, bars: Bars) -> Counts:
+    def counts(self, asked: ScanFilter, bars: Bars) -> Counts:
         counts = Counts.nothing(bars)
         for index in self.indexes(asked):
             for bucket in index.buckets:
@@ -206,7 +206,7 @@ class ViewedTopic(JournaledTopic):
 
     # ---- what it must find
 
-    def wanted(self, asked: Asked) -> list[Place]:
+    def wanted(self, asked: ScanFilter) -> list[Place]:
         """Every row that is asked for, in order: all rows of all buckets are looked at one by one."""
         places = []
         for index in self.indexes(asked):
@@ -234,7 +234,7 @@ class ViewedTopic(JournaledTopic):
             )
         ]
 
-    def _is_wanted(self, bucket: Bucket, key: int, place: Place, asked: Asked) -> bool:
+    def _is_wanted(self, bucket: Bucket, key: int, place: Place, asked: ScanFilter) -> bool:
         if not asked.first_ms <= place.deliver_at_ms <= asked.last_ms or key in self.leaving:
             return False
         if asked.ledgers is not None and not asked.ledgers[0] <= place.ledger_id <= asked.ledgers[1]:
@@ -246,7 +246,7 @@ class ViewedTopic(JournaledTopic):
                 return False
         return key in bucket.present and (key in bucket.passed) == asked.backlog
 
-    def counted(self, asked: Asked, bars: Bars) -> list[int]:
+    def counted(self, asked: ScanFilter, bars: Bars) -> list[int]:
         """What is before the first bar, in each, and behind the last."""
         counts = [0] * (bars.count + 2)
         for place in self.wanted(asked):

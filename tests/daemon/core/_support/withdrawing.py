@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from daemon.core.decisions.withdrawal_decisions import Asked, CancelOutcome, RescheduleOutcome
+from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleOutcome, WithdrawalTarget
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.slot_format import Record
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position
@@ -29,7 +29,7 @@ class Result:
     raised_deliver_at_ms: tuple[int, ...] = ()
 
 
-def decidable(topic: JournaledTopic, positions: Sequence[Position], subscription_id: int | None) -> Asked:
+def decidable(topic: JournaledTopic, positions: Sequence[Position], subscription_id: int | None) -> WithdrawalTarget:
     """The positions, when everything due has been passed and nothing that is staged names one of them."""
     topic.pass_all()
     ledgers, entries = (np.array(column, np.uint64) for column in zip(*positions, strict=True))

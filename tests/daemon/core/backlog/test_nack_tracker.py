@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from pyroaring import BitMap64
 
 from daemon.core.backlog import nack_tracker, packed_rows
-from daemon.core.backlog.nack_tracker import Departed, NackTracker, Run, rounded_up
+from daemon.core.backlog.nack_tracker import NackRun, NackTracker, StaleNacks, rounded_up
 from daemon.core.backlog.packed_rows import NackColumns, PackedRows, pack
 from daemon.core.index.position_keys import KeyedRows, PagePlaces, PageTable, bitmap_of
 from storage_backends.formats.index_ids import part_entry_id
@@ -425,25 +425,25 @@ def search() -> None:
 
 
 def an_entry_that_was_replaced_fires(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Departed, "still_there", lambda self, keys, born: None)
+    patch.setattr(StaleNacks, "still_there", lambda self, keys, born: None)
 
 
 def what_left_leaves_rows_that_come_later_too(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Departed, "birth", lambda self: self._generation)
+    patch.setattr(StaleNacks, "birth", lambda self: self._generation)
 
 
 def sets_that_somebody_has_are_changed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Departed, "freeze", lambda self: tuple(self._sets))
+    patch.setattr(StaleNacks, "freeze", lambda self: tuple(self._sets))
 
 
 def what_is_joined_touches_rows_that_come_later(patch: pytest.MonkeyPatch) -> None:
-    forget = Departed.forget
+    forget = StaleNacks.forget
 
-    def forgotten(self: Departed, births: object) -> None:
+    def forgotten(self: StaleNacks, births: object) -> None:
         forget(self, births)  # type: ignore[arg-type]
         self._sets = [(generation + 1, keys) for generation, keys in self._sets]
 
-    patch.setattr(Departed, "forget", forgotten)
+    patch.setattr(StaleNacks, "forget", forgotten)
 
 
 def rows_are_due_a_millisecond_early(patch: pytest.MonkeyPatch) -> None:
@@ -490,7 +490,7 @@ def a_run_that_was_emptied_is_not_looked_at_again(patch: pytest.MonkeyPatch) -> 
     """A merge may still put rows into it."""
     register = NackTracker._register
 
-    def registered(self: NackTracker, run: Run) -> None:
+    def registered(self: NackTracker, run: NackRun) -> None:
         if run.number == 0:
             register(self, run)
 
@@ -498,16 +498,16 @@ def a_run_that_was_emptied_is_not_looked_at_again(patch: pytest.MonkeyPatch) -> 
 
 
 def a_part_that_is_packed_anew_keeps_its_birth(patch: pytest.MonkeyPatch) -> None:
-    rewrite = Run.rewrite
+    rewrite = NackRun.rewrite
 
-    def rewritten(self: Run, index: int, places: PagePlaces, departed: Departed) -> tuple[int, int]:
+    def rewritten(self: NackRun, index: int, places: PagePlaces, departed: StaleNacks) -> tuple[int, int]:
         born = self.parts[index].born + 1 if self.parts else 0
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Departed, "still_there", lambda self, keys, _: _still_there(self, keys, born))
+            inner.setattr(StaleNacks, "still_there", lambda self, keys, _: _still_there(self, keys, born))
             return rewrite(self, index, places, departed)
 
-    _still_there = Departed.still_there
-    patch.setattr(Run, "rewrite", rewritten)
+    _still_there = StaleNacks.still_there
+    patch.setattr(NackRun, "rewrite", rewritten)
 
 
 def a_time_that_is_not_a_multiple_is_cut(patch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from daemon.core.decisions import feeding
 from daemon.core.decisions.add_decisions import AddBatch
 from daemon.core.decisions.claims import HeldPositions, Ignored
 from daemon.core.decisions.departures import LedgerRanges
-from daemon.core.decisions.nack_decisions import NackBatch, Terms
+from daemon.core.decisions.nack_decisions import NackBatch, RedeliveryTerms
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import SegmentCache
 from daemon.core.limits import RequestLimits
@@ -41,7 +41,7 @@ class One:
     """A topic with one subscription that one dispatcher listens to; slots are applied as they are staged."""
 
     def __init__(self, *, max_count: int | None = None, bits: int = 0, listens: bool = True) -> None:
-        self.topic = Topic(
+        self.topic = TopicState(
             "t",
             "id",
             1,
@@ -70,11 +70,11 @@ class One:
         records, _ = self.topic.stage_add(batch, now_ms=NOW_MS, request_limits=LIMITS)
         self.apply(records)
 
-    def terms(self, now_ms: int = NOW_MS) -> Terms:
+    def terms(self, now_ms: int = NOW_MS) -> RedeliveryTerms:
         def delays(counts: U32) -> U64:
             return counts.astype(np.uint64) * np.uint64(100)
 
-        return Terms(now_ms, delays, self.max_count, self.bits)
+        return RedeliveryTerms(now_ms, delays, self.max_count, self.bits)
 
     def claims(self, rows: Sequence[tuple[int, int | None, int]]) -> HeldPositions:
         entries, parts, times = zip(*rows, strict=True)

@@ -13,9 +13,9 @@ from pyroaring import BitMap, BitMap64
 
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.backlog.in_flight import InFlight, Mask
-from daemon.core.decisions.ack_decisions import Acknowledging
+from daemon.core.decisions.ack_decisions import AckDecisions
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic_state import RedeliveryCut, Topic
+from daemon.core.decisions.topic_state import RedeliveryCut, TopicState
 from daemon.core.index import entitlement
 from daemon.core.index.bucket import Bucket, GoneSet
 from daemon.core.index.index import BucketBits, Index
@@ -180,7 +180,7 @@ def the_head_of_a_sealed_bucket_stands_before_rows_that_are_passed(patch: pytest
 
 
 def pages_of_staged_rows_leave_with_their_bucket(patch: pytest.MonkeyPatch) -> None:
-    stage_add = Topic.stage_add
+    stage_add = TopicState.stage_add
 
     def staged(self, batch, **arguments):  # type: ignore[no-untyped-def]
         result = stage_add(self, batch, **arguments)
@@ -188,35 +188,37 @@ def pages_of_staged_rows_leave_with_their_bucket(patch: pytest.MonkeyPatch) -> N
         self.index.staged._held = BitMap()
         return result
 
-    patch.setattr(Topic, "stage_add", staged)
+    patch.setattr(TopicState, "stage_add", staged)
 
 
 def acknowledgements_of_a_deleted_subscription_are_not_replayed(patch: pytest.MonkeyPatch) -> None:
-    apply = Topic.apply
+    apply = TopicState.apply
 
-    def applied(self: Topic, record: Record, slot: int, *, elapsed_ms: int) -> None:
+    def applied(self: TopicState, record: Record, slot: int, *, elapsed_ms: int) -> None:
         if not isinstance(record, AcknowledgeRecord) or record.subscription_id in self.subscriptions:
             apply(self, record, slot, elapsed_ms=elapsed_ms)
 
-    patch.setattr(Topic, "apply", applied)
+    patch.setattr(TopicState, "apply", applied)
 
 
 def who_came_later_is_asked_for_its_acknowledgement_too(patch: pytest.MonkeyPatch) -> None:
     """Entitlement at replay is that of today, not that of the slot."""
-    acknowledged = Acknowledging.acknowledged
-    patch.setattr(Acknowledging, "acknowledged", lambda self, records, slot: acknowledged(self, records, 1 << 60))
+    acknowledged = AckDecisions.acknowledged
+    patch.setattr(AckDecisions, "acknowledged", lambda self, records, slot: acknowledged(self, records, 1 << 60))
 
 
 def a_subscription_is_created_before_what_has_been_passed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        Topic, "since_for_new_subscription", lambda self, now_ms: max(0, now_ms - 2_000) if self.subscriptions else 0
+        TopicState,
+        "since_for_new_subscription",
+        lambda self, now_ms: max(0, now_ms - 2_000) if self.subscriptions else 0,
     )
 
 
 def claims_of_a_deleted_subscription_stay(patch: pytest.MonkeyPatch) -> None:
-    gone_with = Topic.gone_with_subscription
+    gone_with = TopicState.gone_with_subscription
     patch.setattr(
-        Topic,
+        TopicState,
         "gone_with_subscription",
         lambda self, number: gone_with(self, number) if len(self.subscriptions) == 1 else [],
     )

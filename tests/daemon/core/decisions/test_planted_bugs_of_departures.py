@@ -12,11 +12,11 @@ from pyroaring import BitMap64
 
 from daemon.core.backlog.in_flight import InFlight, Mask
 from daemon.core.decisions import departures, feeding
-from daemon.core.decisions.ack_decisions import Acknowledging
-from daemon.core.decisions.dead_letter_decisions import DeadLettering
+from daemon.core.decisions.ack_decisions import AckDecisions
+from daemon.core.decisions.dead_letter_decisions import DeadLetterDecisions
 from daemon.core.decisions.departures import Departure, LedgerRanges
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index import bucket as quarantine
 from daemon.core.index import containment, entitlement, retention
 from daemon.core.index.bucket import Bucket, QuarantinedBucket
@@ -101,13 +101,13 @@ def only_what_is_due_is_waived(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_waive_is_forgotten_when_the_topic_is_sealed_or_replayed(patch: pytest.MonkeyPatch) -> None:
-    apply = Topic.apply
+    apply = TopicState.apply
 
-    def applied(self: Topic, record: Record, slot: int, *, elapsed_ms: int) -> None:
+    def applied(self: TopicState, record: Record, slot: int, *, elapsed_ms: int) -> None:
         if not isinstance(record, WaiveRecord) or self.indexes.passed_until_ms:
             apply(self, record, slot, elapsed_ms=elapsed_ms)
 
-    patch.setattr(Topic, "apply", applied)
+    patch.setattr(TopicState, "apply", applied)
 
 
 def what_was_waived_counts_when_it_comes_due(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def gone_rows_of_the_first_slot_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_that_nobody_is_owed_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Topic, "take_not_owed", lambda self: [])
+    patch.setattr(TopicState, "take_not_owed", lambda self: [])
 
 
 def a_row_is_gone_when_one_subscription_is_not_owed_it(patch: pytest.MonkeyPatch) -> None:
@@ -210,20 +210,20 @@ def what_is_added_again_is_still_missing(patch: pytest.MonkeyPatch) -> None:
 
 def what_leaves_is_still_missing(patch: pytest.MonkeyPatch) -> None:
     """Of a damaged bucket only what is added again is missing no longer."""
-    apply = Topic.apply
+    apply = TopicState.apply
 
-    def applied(self: Topic, record: Record, slot: int, *, elapsed_ms: int) -> None:
+    def applied(self: TopicState, record: Record, slot: int, *, elapsed_ms: int) -> None:
         quarantined = self.index.quarantined
         if isinstance(record, GoneRecord):
             self.index.quarantined = {}
         apply(self, record, slot, elapsed_ms=elapsed_ms)
         self.index.quarantined = quarantined
 
-    patch.setattr(Topic, "apply", applied)
+    patch.setattr(TopicState, "apply", applied)
 
 
 def acknowledgements_before_the_damage_are_not_replayed(patch: pytest.MonkeyPatch) -> None:
-    acknowledged = Acknowledging.acknowledged
+    acknowledged = AckDecisions.acknowledged
 
     def applied(self, records, slot):  # type: ignore[no-untyped-def]
         records = list(records)
@@ -234,7 +234,7 @@ def acknowledgements_before_the_damage_are_not_replayed(patch: pytest.MonkeyPatc
         for index_id, buckets in quarantined.items():
             self._indexes[index_id].quarantined = buckets
 
-    patch.setattr(Acknowledging, "acknowledged", applied)
+    patch.setattr(AckDecisions, "acknowledged", applied)
 
 
 def the_rows_of_a_damaged_bucket_stay_counted(patch: pytest.MonkeyPatch) -> None:
@@ -243,12 +243,12 @@ def the_rows_of_a_damaged_bucket_stay_counted(patch: pytest.MonkeyPatch) -> None
         for state in self.subscriptions.values():
             state.withdraw(bucket.present)
 
-    patch.setattr(Topic, "quarantine", leave)
+    patch.setattr(TopicState, "quarantine", leave)
 
 
 def a_reader_keeps_its_place_in_a_damaged_bucket(patch: pytest.MonkeyPatch) -> None:
     """And hands out what it finds there."""
-    leave = Topic.quarantine
+    leave = TopicState.quarantine
 
     def quarantined(self, live):  # type: ignore[no-untyped-def]
         held = [(state, list(state._ready)) for state in self.subscriptions.values()]
@@ -257,7 +257,7 @@ def a_reader_keeps_its_place_in_a_damaged_bucket(patch: pytest.MonkeyPatch) -> N
             state._ready.extend(ready)
             state.ready_rows += sum(map(len, ready))
 
-    patch.setattr(Topic, "quarantine", quarantined)
+    patch.setattr(TopicState, "quarantine", quarantined)
 
 
 def the_progress_of_damaged_buckets_is_not_stored(patch: pytest.MonkeyPatch) -> None:
@@ -273,13 +273,13 @@ def the_progress_of_damaged_buckets_is_not_stored(patch: pytest.MonkeyPatch) -> 
 
 
 def an_add_may_overtake_an_acknowledgement_of_a_damaged_bucket(patch: pytest.MonkeyPatch) -> None:
-    leave = Topic.quarantine
+    leave = TopicState.quarantine
 
     def quarantined(self, live):  # type: ignore[no-untyped-def]
         leave(self, live)
         self.index.acknowledging_lost = BitMap64()
 
-    patch.setattr(Topic, "quarantine", quarantined)
+    patch.setattr(TopicState, "quarantine", quarantined)
 
 
 def adds_before_the_damage_count_as_added_again(patch: pytest.MonkeyPatch) -> None:
@@ -334,25 +334,25 @@ def what_is_added_between_portions_is_trimmed(patch: pytest.MonkeyPatch) -> None
 
 
 def a_trim_lists_what_is_not_owed(patch: pytest.MonkeyPatch) -> None:
-    stage_trimmed = DeadLettering.stage_trimmed
+    stage_trimmed = DeadLetterDecisions.stage_trimmed
 
-    def everything(self: DeadLettering, state, departure, *, now_ms):  # type: ignore[no-untyped-def]
+    def everything(self: DeadLetterDecisions, state, departure, *, now_ms):  # type: ignore[no-untyped-def]
         for *records, listed in stage_trimmed(self, state, departure, now_ms=now_ms):
             keys = departure.gone | departure.waived | self._indexes.shared.mutable.present
             whole = dataclasses.replace(departure, waived=keys - departure.gone)
             ((*_, listed),) = stage_trimmed(self, state, whole, now_ms=now_ms)
             yield (*records, listed)
 
-    patch.setattr(DeadLettering, "stage_trimmed", everything)
+    patch.setattr(DeadLetterDecisions, "stage_trimmed", everything)
 
 
 def what_nobody_knows_becomes_dead_letters(patch: pytest.MonkeyPatch) -> None:
-    trim = Topic.trim
+    trim = TopicState.trim
 
     def with_stand_ins(self, ranges, subscription_id, *, dead_letter=False):  # type: ignore[no-untyped-def]
         return trim(self, ranges, subscription_id)
 
-    patch.setattr(Topic, "trim", with_stand_ins)
+    patch.setattr(TopicState, "trim", with_stand_ins)
 
 
 def own_indexes_need_nothing_of_the_log(patch: pytest.MonkeyPatch) -> None:

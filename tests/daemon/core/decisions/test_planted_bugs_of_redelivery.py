@@ -15,14 +15,14 @@ from daemon.core.backlog.in_flight import InFlight, Mask
 from daemon.core.backlog.nack_tracker import NackTracker
 from daemon.core.decisions import ack_decisions, nack_decisions, topic_state
 from daemon.core.decisions import topic_state as topic_module
-from daemon.core.decisions.ack_decisions import Acknowledging
-from daemon.core.decisions.claims import Claimed, HeldPositions, Ignored, IgnoredReason, rows_claimed
-from daemon.core.decisions.dead_letter_decisions import DeadLettering
+from daemon.core.decisions.ack_decisions import AckDecisions
+from daemon.core.decisions.claims import ClaimedRows, HeldPositions, Ignored, IgnoredReason, rows_claimed
+from daemon.core.decisions.dead_letter_decisions import DeadLetterDecisions
 from daemon.core.decisions.departures import LedgerRanges
-from daemon.core.decisions.nack_decisions import NackBatch, Redelivering, Terms
+from daemon.core.decisions.nack_decisions import NackBatch, NackDecisions, RedeliveryTerms
 from daemon.core.decisions.subscription_state import RedeliveryCounts, SubscriptionState
-from daemon.core.decisions.topic_state import SubscriptionCut, Topic
-from daemon.core.decisions.withdrawal_decisions import Withdrawals
+from daemon.core.decisions.topic_state import SubscriptionCut, TopicState
+from daemon.core.decisions.withdrawal_decisions import WithdrawalDecisions
 from daemon.core.index import entitlement
 from daemon.core.index.index import Index
 from daemon.core.index.position_keys import KeyedRows, PagePlaces, bitmap_of
@@ -58,13 +58,13 @@ def a_new_time_does_not_replace_the_old_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_redelivery_may_be_before_the_row_is_due(patch: pytest.MonkeyPatch) -> None:
-    nack = Redelivering._nack
+    nack = NackDecisions._nack
 
-    def at_any_time(self: Redelivering, state: SubscriptionState, index: Index, rows: Rows, *rest: Any, **named: Any):  # type: ignore[no-untyped-def]
+    def at_any_time(self: NackDecisions, state: SubscriptionState, index: Index, rows: Rows, *rest: Any, **named: Any):  # type: ignore[no-untyped-def]
         early = dataclasses.replace(rows, deliver_at_ms=np.zeros_like(rows.deliver_at_ms))
         return dataclasses.replace(nack(self, state, index, early, *rest, **named), rows=rows)
 
-    patch.setattr(Redelivering, "_nack", at_any_time)
+    patch.setattr(NackDecisions, "_nack", at_any_time)
 
 
 def what_is_in_flight_since_just_now_times_out(patch: pytest.MonkeyPatch) -> None:
@@ -77,10 +77,10 @@ def what_is_in_flight_since_just_now_times_out(patch: pytest.MonkeyPatch) -> Non
 
 
 def what_is_extended_is_there_since_it_was_handed_out(patch: pytest.MonkeyPatch) -> None:
-    extend = Redelivering.extend
+    extend = NackDecisions.extend
 
     def extended(
-        self: Redelivering,
+        self: NackDecisions,
         state: SubscriptionState,
         positions: HeldPositions,
         dispatchers: Collection[int],
@@ -89,12 +89,14 @@ def what_is_extended_is_there_since_it_was_handed_out(patch: pytest.MonkeyPatch)
     ) -> HeldPositions:
         return extend(self, state, positions, dispatchers, elapsed_ms=0)
 
-    patch.setattr(Redelivering, "extend", extended)
+    patch.setattr(NackDecisions, "extend", extended)
 
 
 def a_dead_letter_is_replayed_at_once(patch: pytest.MonkeyPatch) -> None:
-    stage = DeadLettering.stage_replay
-    patch.setattr(DeadLettering, "stage_replay", lambda self, state, rows, deliver_at_ms: stage(self, state, rows, 1))
+    stage = DeadLetterDecisions.stage_replay
+    patch.setattr(
+        DeadLetterDecisions, "stage_replay", lambda self, state, rows, deliver_at_ms: stage(self, state, rows, 1)
+    )
 
 
 # ---- in whose hand
@@ -127,7 +129,7 @@ def what_comes_due_while_there_is_no_room_is_dropped(patch: pytest.MonkeyPatch) 
 
 
 def a_request_does_not_wait_for_what_is_staged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Redelivering, "is_staged", lambda self, state, positions, **_: False)
+    patch.setattr(NackDecisions, "is_staged", lambda self, state, positions, **_: False)
 
 
 def what_is_staged_comes_back(patch: pytest.MonkeyPatch) -> None:
@@ -144,14 +146,14 @@ def what_is_staged_comes_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_ready_stays_so_when_it_is_nacked(patch: pytest.MonkeyPatch) -> None:
-    found = Redelivering.stage_found
+    found = NackDecisions.stage_found
 
-    def left_in_hand(self: Redelivering, state: SubscriptionState, *rest: Any) -> Any:
+    def left_in_hand(self: NackDecisions, state: SubscriptionState, *rest: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(SubscriptionState, "withdraw", lambda self, keys: None)
             return found(self, state, *rest)
 
-    patch.setattr(Redelivering, "stage_found", left_in_hand)
+    patch.setattr(NackDecisions, "stage_found", left_in_hand)
 
 
 def what_comes_back_is_handed_out_in_no_order(patch: pytest.MonkeyPatch) -> None:
@@ -200,7 +202,7 @@ def the_count_of_what_left_stays(patch: pytest.MonkeyPatch) -> None:
 
 
 def messages_do_not_leave_with_their_entry(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Acknowledging, "end_parts", lambda self, state, ledger_id, entry_id, counts=None: iter(()))
+    patch.setattr(AckDecisions, "end_parts", lambda self, state, ledger_id, entry_id, counts=None: iter(()))
 
 
 def a_trim_leaves_messages_of_batches(patch: pytest.MonkeyPatch) -> None:
@@ -208,7 +210,7 @@ def a_trim_leaves_messages_of_batches(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_handed_out_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Withdrawals, "_redelivered_among", lambda self, waiting: BitMap64())
+    patch.setattr(WithdrawalDecisions, "_redelivered_among", lambda self, waiting: BitMap64())
 
 
 def a_purge_is_not_kept(patch: pytest.MonkeyPatch) -> None:
@@ -219,15 +221,15 @@ def a_purge_is_not_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_message_takes_its_entry_along(patch: pytest.MonkeyPatch) -> None:
-    decide = Redelivering._decide_new_parts
+    decide = NackDecisions._decide_new_parts
 
     def both(
-        self: Redelivering, state: SubscriptionState, left: NackBatch, entries: KeyedRows, terms: Terms
+        self: NackDecisions, state: SubscriptionState, left: NackBatch, entries: KeyedRows, terms: RedeliveryTerms
     ) -> tuple[list[Record], NackBatch]:
         state.withdraw(bitmap_of(entries.keys))
         return decide(self, state, left, entries, terms)
 
-    patch.setattr(Redelivering, "_decide_new_parts", both)
+    patch.setattr(NackDecisions, "_decide_new_parts", both)
 
 
 def messages_of_an_entry_are_one(patch: pytest.MonkeyPatch) -> None:
@@ -246,15 +248,15 @@ def a_position_that_is_owed_is_added_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_that_waits_counts_again(patch: pytest.MonkeyPatch) -> None:
-    found = Redelivering.stage_found
+    found = NackDecisions.stage_found
 
-    def counted(self: Redelivering, state: SubscriptionState, *rest: Any) -> Any:
+    def counted(self: NackDecisions, state: SubscriptionState, *rest: Any) -> Any:
         nacks, state.nacks = state.nacks, NackTracker(PagePlaces())
         result = found(self, state, *rest)
         state.nacks = nacks
         return result
 
-    patch.setattr(Redelivering, "stage_found", counted)
+    patch.setattr(NackDecisions, "stage_found", counted)
 
 
 def a_closed_stream_counts(patch: pytest.MonkeyPatch) -> None:
@@ -310,7 +312,7 @@ def _last(rows: DeadLetterRows) -> int:
 
 
 def a_position_dies_one_time_too_early(patch: pytest.MonkeyPatch) -> None:
-    how = nack_decisions._How
+    how = nack_decisions._NackOptions
     are_dead = how.are_dead
 
     def early(self: Any, counts: U32, max_count: int | None) -> Mask:
@@ -320,46 +322,46 @@ def a_position_dies_one_time_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_replay_keeps_the_count(patch: pytest.MonkeyPatch) -> None:
-    replayed = DeadLettering.replayed
+    replayed = DeadLetterDecisions.replayed
 
-    def kept(self: DeadLettering, record: ReplayRecord, slot: int, *, elapsed_ms: int) -> None:
+    def kept(self: DeadLetterDecisions, record: ReplayRecord, slot: int, *, elapsed_ms: int) -> None:
         replayed(self, record, slot, elapsed_ms=elapsed_ms)
         keys = self._indexes.of(record.index_id).pages.keyed(record.rows).keys
         self._subscriptions[record.subscription_id].counts.set(keys, np.ones(len(keys), np.uint32))
 
-    patch.setattr(DeadLettering, "replayed", kept)
+    patch.setattr(DeadLetterDecisions, "replayed", kept)
 
 
 def a_dead_letter_is_replayed_over_a_row(patch: pytest.MonkeyPatch) -> None:
-    stage = DeadLettering._replay
+    stage = DeadLetterDecisions._replay
 
-    def over(self: DeadLettering, *rest: Any) -> ReplayRecord | None:
+    def over(self: DeadLetterDecisions, *rest: Any) -> ReplayRecord | None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(Index, "fresh_among", lambda self, keys, asked: None)
             return stage(self, *rest)
 
-    patch.setattr(DeadLettering, "_replay", over)
+    patch.setattr(DeadLetterDecisions, "_replay", over)
 
 
 def dead_letters_of_a_deleted_subscription_are_not_replayed(patch: pytest.MonkeyPatch) -> None:
-    apply = Topic.apply
+    apply = TopicState.apply
 
-    def applied(self: Topic, record: Record, slot: int, *, elapsed_ms: int) -> None:
+    def applied(self: TopicState, record: Record, slot: int, *, elapsed_ms: int) -> None:
         if not isinstance(record, DeadLetterRecord) or record.subscription_id in self.subscriptions:
             apply(self, record, slot, elapsed_ms=elapsed_ms)
 
-    patch.setattr(Topic, "apply", applied)
+    patch.setattr(TopicState, "apply", applied)
 
 
 def a_nack_is_applied_to_what_has_left(patch: pytest.MonkeyPatch) -> None:
-    nacked = Redelivering.nacked
+    nacked = NackDecisions.nacked
 
-    def anyway(self: Redelivering, record: NackRecord, slot: int, *, elapsed_ms: int) -> None:
+    def anyway(self: NackDecisions, record: NackRecord, slot: int, *, elapsed_ms: int) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(entitlement, "owed_among", lambda index, keys, number: keys)
             nacked(self, record, slot, elapsed_ms=elapsed_ms)
 
-    patch.setattr(Redelivering, "nacked", anyway)
+    patch.setattr(NackDecisions, "nacked", anyway)
 
 
 def what_is_ignored_is_said_not_to_be_there(patch: pytest.MonkeyPatch) -> None:
@@ -402,27 +404,29 @@ def what_failed_can_still_be_acknowledged(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_late_nack_does_not_wait_for_the_acknowledgement(patch: pytest.MonkeyPatch) -> None:
-    is_staged = Redelivering.is_staged
-    patch.setattr(Redelivering, "is_staged", lambda self, state, positions, **_: is_staged(self, state, positions))
+    is_staged = NackDecisions.is_staged
+    patch.setattr(NackDecisions, "is_staged", lambda self, state, positions, **_: is_staged(self, state, positions))
 
 
 def only_what_is_in_flight_is_nacked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Redelivering, "_decide_found", lambda self, state, index, left, found, terms: ([], left))
+    patch.setattr(NackDecisions, "_decide_found", lambda self, state, index, left, found, terms: ([], left))
 
 
 def another_hand_out_is_held(patch: pytest.MonkeyPatch) -> None:
     def without_counts(
         indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions, found: KeyedRows
-    ) -> Claimed:
+    ) -> ClaimedRows:
         return rows_claimed(indexes, state, dataclasses.replace(claims, redelivery_count=None), found)
 
     patch.setattr(journaled_topic, "rows_claimed", without_counts)
 
 
 def what_is_being_added_again_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    is_staged = Redelivering.is_staged
+    is_staged = NackDecisions.is_staged
 
-    def without_adds(self: Redelivering, state: SubscriptionState, *positions: Any, is_forwarded: bool = False) -> bool:
+    def without_adds(
+        self: NackDecisions, state: SubscriptionState, *positions: Any, is_forwarded: bool = False
+    ) -> bool:
         added = [(index, index.staged.keys) for index in self._indexes.of_entries(state.subscription_id)]
         for index, _ in added:
             index.staged.keys = BitMap64()
@@ -431,11 +435,11 @@ def what_is_being_added_again_is_not_waited_for(patch: pytest.MonkeyPatch) -> No
             index.staged.keys = keys
         return found
 
-    patch.setattr(Redelivering, "is_staged", without_adds)
+    patch.setattr(NackDecisions, "is_staged", without_adds)
 
 
 def a_part_counts_on_from_one_row_of_its_entry(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Redelivering, "_above", lambda self, state, parts: np.ones(len(parts), np.uint32))
+    patch.setattr(NackDecisions, "_above", lambda self, state, parts: np.ones(len(parts), np.uint32))
 
 
 def an_entry_takes_later_parts_along(patch: pytest.MonkeyPatch) -> None:
@@ -443,16 +447,16 @@ def an_entry_takes_later_parts_along(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_late_row_has_no_time(patch: pytest.MonkeyPatch) -> None:
-    decide = Redelivering._decide_strange
+    decide = NackDecisions._decide_strange
 
     def without_times(
-        self: Redelivering, state: SubscriptionState, strange: NackBatch, terms: Terms
+        self: NackDecisions, state: SubscriptionState, strange: NackBatch, terms: RedeliveryTerms
     ) -> Iterator[Record]:
         times_ms = np.zeros(len(strange), np.uint64)
         positions = dataclasses.replace(strange.positions, deliver_at_ms=times_ms)
         return decide(self, state, dataclasses.replace(strange, positions=positions), terms)
 
-    patch.setattr(Redelivering, "_decide_strange", without_times)
+    patch.setattr(NackDecisions, "_decide_strange", without_times)
 
 
 def a_late_row_begins_anew(patch: pytest.MonkeyPatch) -> None:

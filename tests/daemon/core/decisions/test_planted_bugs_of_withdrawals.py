@@ -10,7 +10,7 @@ from pyroaring import BitMap64
 
 from daemon.core.decisions import add_decisions, withdrawal_decisions
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.decisions.withdrawal_decisions import Withdrawals
+from daemon.core.decisions.withdrawal_decisions import WithdrawalDecisions
 from daemon.core.index import entitlement
 from daemon.core.index.bucket import Bucket
 from daemon.core.index.index import Index
@@ -25,23 +25,23 @@ from tests.planted import registry
 
 
 def a_reschedule_leaves_the_old_row_where_it_is(patch: pytest.MonkeyPatch) -> None:
-    def rescheduled(self: Withdrawals, index: Index, rows: Rows, *, elapsed_ms: int) -> None:
+    def rescheduled(self: WithdrawalDecisions, index: Index, rows: Rows, *, elapsed_ms: int) -> None:
         keyed = KeyedRows(rows, index.pages.intern(rows.ledger_id, rows.entry_id))
         keys = bitmap_of(keyed.keys)
         self._indexes.leaving -= keys
         index.mutable.add(keyed, keys, elapsed_ms=elapsed_ms)
 
-    patch.setattr(Withdrawals, "rescheduled", rescheduled)
+    patch.setattr(WithdrawalDecisions, "rescheduled", rescheduled)
 
 
 def a_reschedule_of_a_row_in_memory_keeps_its_time(patch: pytest.MonkeyPatch) -> None:
-    rescheduled = Withdrawals.rescheduled
+    rescheduled = WithdrawalDecisions.rescheduled
 
-    def only_sealed(self: Withdrawals, index: Index, rows: Rows, *, elapsed_ms: int) -> None:
+    def only_sealed(self: WithdrawalDecisions, index: Index, rows: Rows, *, elapsed_ms: int) -> None:
         if index.sealed:
             rescheduled(self, index, rows, elapsed_ms=elapsed_ms)
 
-    patch.setattr(Withdrawals, "rescheduled", only_sealed)
+    patch.setattr(WithdrawalDecisions, "rescheduled", only_sealed)
 
 
 def what_is_leaving_is_passed(patch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def what_is_leaving_is_passed(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_has_left_stays_leaving(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Withdrawals, "cancelled", lambda self, index, keys: index.remove(keys))
+    patch.setattr(WithdrawalDecisions, "cancelled", lambda self, index, keys: index.remove(keys))
 
 
 def what_is_due_is_cancelled_like_what_waits(patch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def what_is_being_acknowledged_counts_as_ready(patch: pytest.MonkeyPatch) -> Non
 
 def what_one_subscription_holds_is_seen_of_the_first_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        Withdrawals,
+        WithdrawalDecisions,
         "_held_among",
         lambda self, passed: (
             next(iter(self._subscriptions.values())).held_among(passed) if self._subscriptions else BitMap64()
@@ -82,35 +82,37 @@ def what_one_subscription_holds_is_seen_of_the_first_only(patch: pytest.MonkeyPa
 
 
 def a_position_leaves_where_it_waits_though_it_is_due_elsewhere(patch: pytest.MonkeyPatch) -> None:
-    decide = Withdrawals._decide
+    decide = WithdrawalDecisions._decide
 
     def each_index_alone(
-        self: Withdrawals, asked: withdrawal_decisions.Asked, rows_max: int | None
+        self: WithdrawalDecisions, asked: withdrawal_decisions.WithdrawalTarget, rows_max: int | None
     ) -> withdrawal_decisions._Decision:
         decisions = [decide(self, dataclasses.replace(asked, parts=(part,)), rows_max) for part in asked.parts]
         whole = decide(self, asked, rows_max)
         return dataclasses.replace(whole, leaves=tuple(leave for each in decisions for leave in each.leaves))
 
-    patch.setattr(Withdrawals, "_decide", each_index_alone)
+    patch.setattr(WithdrawalDecisions, "_decide", each_index_alone)
 
 
 def only_the_shared_index_is_asked(patch: pytest.MonkeyPatch) -> None:
-    asked = Withdrawals.asked
+    asked = WithdrawalDecisions.asked
 
     def of_all(
-        self: Withdrawals, ledger_id: U64, entry_id: U64, subscription_id: int | None
-    ) -> withdrawal_decisions.Asked:
+        self: WithdrawalDecisions, ledger_id: U64, entry_id: U64, subscription_id: int | None
+    ) -> withdrawal_decisions.WithdrawalTarget:
         found = asked(self, ledger_id, entry_id, subscription_id)
         if subscription_id is not None:
             return found
         return dataclasses.replace(found, parts=found.parts[:1])
 
-    patch.setattr(Withdrawals, "asked", of_all)
+    patch.setattr(WithdrawalDecisions, "asked", of_all)
 
 
 def a_subscription_takes_rows_out_of_the_shared_index_too(patch: pytest.MonkeyPatch) -> None:
-    asked = Withdrawals.asked
-    patch.setattr(Withdrawals, "asked", lambda self, ledger_id, entry_id, _: asked(self, ledger_id, entry_id, None))
+    asked = WithdrawalDecisions.asked
+    patch.setattr(
+        WithdrawalDecisions, "asked", lambda self, ledger_id, entry_id, _: asked(self, ledger_id, entry_id, None)
+    )
 
 
 def a_claim_that_was_trimmed_is_owed_again(patch: pytest.MonkeyPatch) -> None:
@@ -118,9 +120,11 @@ def a_claim_that_was_trimmed_is_owed_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_rescheduled_row_may_lie_before_a_subscription_was_created(patch: pytest.MonkeyPatch) -> None:
-    stage = Withdrawals.stage_reschedule
+    stage = WithdrawalDecisions.stage_reschedule
     patch.setattr(
-        Withdrawals, "stage_reschedule", lambda self, asked, rows, *, floor_ms: stage(self, asked, rows, floor_ms=0)
+        WithdrawalDecisions,
+        "stage_reschedule",
+        lambda self, asked, rows, *, floor_ms: stage(self, asked, rows, floor_ms=0),
     )
 
 
@@ -128,17 +132,17 @@ def own_rows_are_raised_too(patch: pytest.MonkeyPatch) -> None:
     def all_raised(self, asked, rows, *, floor_ms):  # type: ignore[no-untyped-def]
         return stage(self, asked, add_decisions.raised(rows, floor_ms)[0], floor_ms=floor_ms)
 
-    stage = Withdrawals.stage_reschedule
-    patch.setattr(Withdrawals, "stage_reschedule", all_raised)
+    stage = WithdrawalDecisions.stage_reschedule
+    patch.setattr(WithdrawalDecisions, "stage_reschedule", all_raised)
 
 
 def nothing_is_staged_for_others(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Withdrawals, "is_staged", lambda self, asked: False)
+    patch.setattr(WithdrawalDecisions, "is_staged", lambda self, asked: False)
 
 
 def only_adds_are_staged_for_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        Withdrawals,
+        WithdrawalDecisions,
         "is_staged",
         lambda self, asked: any(part.index.staged.keys.intersect(part.named) for part in asked.parts),
     )
@@ -183,9 +187,9 @@ def rows_of_damaged_buckets_are_found(patch: pytest.MonkeyPatch) -> None:
 
 
 def withdrawals_of_an_own_index_are_applied_to_the_shared_one(patch: pytest.MonkeyPatch) -> None:
-    cancelled = Withdrawals.cancelled
+    cancelled = WithdrawalDecisions.cancelled
     patch.setattr(
-        Withdrawals,
+        WithdrawalDecisions,
         "cancelled",
         lambda self, index, keys: cancelled(self, self._indexes[SHARED] if index.index_id else index, keys),
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from daemon.core.deletions import ledger_deletions
-from daemon.core.deletions.ledger_deletions import ALL, DeletionFilter, LedgerDeletions, ListedState
+from daemon.core.deletions.ledger_deletions import ALL, DeletionQuery, LedgerDeletions, ListedState
 from daemon.core.deletions.ledgers_in_use import InUse
 from storage_backends.formats.deletion_format import (
     AnswerDeletes,
@@ -116,7 +116,7 @@ def test_a_page_looks_at_a_bounded_number_and_says_where_to_go_on(monkeypatch: p
     deletions.apply(record(99, topic="rare"))
     pages, after_id = 0, None
     while True:
-        page, after_id = deletions.page(ListedState.PENDING, DeletionFilter(topic="rare"), after_id or 0, 5)
+        page, after_id = deletions.page(ListedState.PENDING, DeletionQuery(topic="rare"), after_id or 0, 5)
         pages += 1
         if after_id is None:
             break

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.core.deletions import ledger_metadata
-from daemon.core.deletions.ledger_metadata import KEYS, Identity, identify, mismatch, topic_of
+from daemon.core.deletions.ledger_metadata import KEYS, LedgerIdentity, identify, mismatch, topic_of
 from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, PendingDelete
 from storage_backends.object_store import check_metadata
 
@@ -170,12 +170,12 @@ def test_whoever_is_identified_has_a_record_that_matches(topic: str, cursor: str
 
 
 def test_a_ledger_is_identified_by_topic_component_and_cursor() -> None:
-    assert identify(TABLES[LEDGER]) == Identity(TOPIC, LedgerComponent.MANAGED_LEDGER)
-    assert identify({**TABLES[LEDGER], "pulsar/managed-ledger": TOPIC}) == Identity(
+    assert identify(TABLES[LEDGER]) == LedgerIdentity(TOPIC, LedgerComponent.MANAGED_LEDGER)
+    assert identify({**TABLES[LEDGER], "pulsar/managed-ledger": TOPIC}) == LedgerIdentity(
         TOPIC, LedgerComponent.MANAGED_LEDGER
     )
     cursor = {**TABLES[CURSOR], "pulsar/managed-ledger": "%C3%BC", "pulsar/cursor": "%C3%A4"}
-    assert identify(cursor) == Identity("ü", LedgerComponent.MANAGED_CURSOR, "ä")
+    assert identify(cursor) == LedgerIdentity("ü", LedgerComponent.MANAGED_CURSOR, "ä")
 
 
 def test_where_nothing_is_encoded_names_are_as_they_are() -> None:

@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from daemon.core.deletions import ledger_metadata as metadata_of_ledgers
 from daemon.core.deletions import orphans
 from daemon.core.deletions.ledger_metadata import OffloadedName
-from daemon.core.deletions.orphans import (
-    Claim,
-    Finding,
-    Guard,
-    ListedLedger,
-    ListedPage,
-    Pairing,
-    Tally,
-)
+from daemon.core.deletions.orphans import Finding, Guard, LedgerClaim, ListedLedger, ListedPage, Pairing, Tally
 from daemon.core.garbage_rules import ObjectCount
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, OffloadContext, PendingDelete
@@ -158,7 +150,7 @@ def test_a_claim_is_what_would_be_recorded() -> None:
     found = claim_of(WHOLE, topics_metadata(), topics_metadata())
 
     delete = PendingDelete(LedgerComponent.MANAGED_LEDGER, LedgerType.OFFLOADED_LEDGER, 7, offload_context=context)
-    assert found == Claim("t", delete)
+    assert found == LedgerClaim("t", delete)
 
 
 def test_the_ledger_of_a_cursor_is_claimed_as_such() -> None:
@@ -166,7 +158,7 @@ def test_the_ledger_of_a_cursor_is_claimed_as_such() -> None:
 
     found = claim_of(WHOLE, metadata, metadata)
 
-    assert isinstance(found, Claim)
+    assert isinstance(found, LedgerClaim)
     assert (found.pending_delete.component, found.pending_delete.cursor_name) == (
         LedgerComponent.MANAGED_CURSOR,
         "departures",
@@ -178,13 +170,13 @@ def test_a_ledger_under_pulsars_own_name_is_claimed_for_the_topic() -> None:
 
     found = claim_of(WHOLE, metadata, metadata)
 
-    assert isinstance(found, Claim)
+    assert isinstance(found, LedgerClaim)
     assert found.topic == "persistent://tenant/space/flights"
 
 
 def claim_of(
     ledger: ListedLedger, of_data: Mapping[str, str] | None, of_index: Mapping[str, str] | None
-) -> Claim | Finding:
+) -> LedgerClaim | Finding:
     return orphans.claim_of(ledger, of_data, of_index, PLACE, topic_bytes_max=1_024)
 
 
@@ -233,15 +225,15 @@ def test_objects_that_do_not_say_whose_they_are_are_not_identified(
 def test_whatever_somebody_wrote_into_metadata_is_a_claim_or_none(metadata: Mapping[str, str]) -> None:
     found = claim_of(WHOLE, metadata, metadata)
 
-    if isinstance(found, Claim):
+    if isinstance(found, LedgerClaim):
         assert metadata_of_ledgers.mismatch(found.topic, found.pending_delete, metadata) is None
     else:
         assert found is Finding.UNIDENTIFIED
 
 
 def test_an_object_without_its_other_half_is_claimed_by_what_it_says() -> None:
-    assert isinstance(claim_of(DATA_ALONE, topics_metadata(), None), Claim)
-    assert isinstance(claim_of(INDEX_ALONE, None, topics_metadata()), Claim)
+    assert isinstance(claim_of(DATA_ALONE, topics_metadata(), None), LedgerClaim)
+    assert isinstance(claim_of(INDEX_ALONE, None, topics_metadata()), LedgerClaim)
 
 
 def test_a_half_that_came_after_the_listing_makes_the_ledger_young() -> None:
@@ -252,7 +244,7 @@ def test_a_half_that_came_after_the_listing_makes_the_ledger_young() -> None:
 
 def test_what_vanished_since_the_listing_is_gone_and_half_of_it_is_what_is_left() -> None:
     assert claim_of(WHOLE, None, None) is Finding.GONE
-    assert isinstance(claim_of(WHOLE, topics_metadata(), None), Claim)
+    assert isinstance(claim_of(WHOLE, topics_metadata(), None), LedgerClaim)
 
 
 # ---- the guard

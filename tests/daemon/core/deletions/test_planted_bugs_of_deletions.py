@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from daemon.core.deletions import kept_deletions, ledger_deletions
-from daemon.core.deletions.kept_deletions import DeletionsByLedger, KeptDeletions, Kind, RecordedLedgers
-from daemon.core.deletions.ledger_deletions import DeletionCut, LedgerDeletions, State, Waiting
+from daemon.core.deletions.kept_deletions import DeletionKind, DeletionsByLedger, KeptDeletions, RecordedLedgers
+from daemon.core.deletions.ledger_deletions import DeletionCut, LedgerDeletions, RetryQueue, State
 from daemon.core.deletions.ledgers_in_use import InUse
 from daemon.core.deletions.sorted_keys import Mask
 from daemon.errors import InvariantViolated
@@ -67,13 +67,13 @@ def a_cut_sees_what_comes_after_it(patch: pytest.MonkeyPatch) -> None:
 
 def what_was_handed_out_is_not_due_after_a_restart(patch: pytest.MonkeyPatch) -> None:
     handed_out: dict[int, int] = {}
-    made = Waiting.__init__
+    made = RetryQueue.__init__
 
-    def remember(self: Waiting) -> None:
+    def remember(self: RetryQueue) -> None:
         made(self)
         self._handed_out = handed_out
 
-    patch.setattr(Waiting, "__init__", remember)
+    patch.setattr(RetryQueue, "__init__", remember)
 
 
 # ---- the life of a deletion
@@ -373,7 +373,7 @@ def what_ended_is_not_recorded_again(patch: pytest.MonkeyPatch) -> None:
 def the_driver_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     kind_of = kept_deletions.kind_of
 
-    def without_driver(topic: str, delete: PendingDelete) -> Kind:
+    def without_driver(topic: str, delete: PendingDelete) -> DeletionKind:
         kind = kind_of(topic, delete)
         return kind if kind.driver is None else kind._replace(driver=(kind.driver[0], ()))
 

@@ -10,7 +10,7 @@ from pyroaring import BitMap64
 
 from daemon.core import limits
 from daemon.core.decisions.add_decisions import AddBatch
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index import delay_levels
 from daemon.core.index.delay_levels import DelayLevels, LevelRows, parse
 from daemon.core.index.indexes import Indexes
@@ -127,8 +127,8 @@ def test_rows_without_a_level_leave_nothing_behind() -> None:
 # ---- requests
 
 
-def topic() -> Topic:
-    return Topic("t", "id", 1, [], now_ms=NOW_MS, cache=SegmentCache(1 << 20), ready_rows_max=100)
+def topic() -> TopicState:
+    return TopicState("t", "id", 1, [], now_ms=NOW_MS, cache=SegmentCache(1 << 20), ready_rows_max=100)
 
 
 def batch(*levels: int, return_already_due: bool = False) -> AddBatch:

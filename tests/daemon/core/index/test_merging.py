@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from daemon.core.index.merging import SOON_WEIGHT, STORED_ROWS_FACTOR, Candidate, chosen_run
+from daemon.core.index.merging import SOON_WEIGHT, STORED_ROWS_FACTOR, MergeCandidate, chosen_run
 from tests.daemon.core._support import merges
 from tests.daemon.core._support.journaled_topic import JournaledTopic, listed
 from tests.daemon.core.decisions.test_topic import NOW_MS, handed, opened, with_subscriptions
@@ -15,10 +15,10 @@ from tests.daemon.core.decisions.test_topic import NOW_MS, handed, opened, with_
 NO_LIMIT = 1 << 60
 
 
-def candidates(rows: Sequence[int], *, left_out: Sequence[int] = (), soon: Sequence[int] = ()) -> list[Candidate]:
+def candidates(rows: Sequence[int], *, left_out: Sequence[int] = (), soon: Sequence[int] = ()) -> list[MergeCandidate]:
     """One bucket a ledger; `left_out`, `soon`: the places of those that are."""
     return [
-        Candidate(
+        MergeCandidate(
             name=f"bucket-{place}",
             first_ledger_id=place,
             last_ledger_id=place,
@@ -32,7 +32,7 @@ def candidates(rows: Sequence[int], *, left_out: Sequence[int] = (), soon: Seque
 
 
 def chosen(
-    found: Sequence[Candidate], *, buckets_max: int, merge_buckets_max: int = 10, rows_max: int = NO_LIMIT
+    found: Sequence[MergeCandidate], *, buckets_max: int, merge_buckets_max: int = 10, rows_max: int = NO_LIMIT
 ) -> list[int]:
     """The ledgers of the run."""
     run = chosen_run(found, buckets_max=buckets_max, merge_buckets_max=merge_buckets_max, rows_max=rows_max)
@@ -64,10 +64,10 @@ def test_of_runs_with_as_many_rows_the_first_is_merged() -> None:
 
 
 def test_neighbours_are_those_in_the_order_of_first_and_last_ledger_and_name() -> None:
-    wide = Candidate("b", 0, 9, 1, 1)
-    narrow = Candidate("c", 0, 3, 8, 8)
-    same = Candidate("a", 0, 9, 1, 1)
-    late = Candidate("d", 5, 6, 8, 8)
+    wide = MergeCandidate("b", 0, 9, 1, 1)
+    narrow = MergeCandidate("c", 0, 3, 8, 8)
+    same = MergeCandidate("a", 0, 9, 1, 1)
+    late = MergeCandidate("d", 5, 6, 8, 8)
     run = chosen_run([late, wide, narrow, same], buckets_max=3, merge_buckets_max=10, rows_max=NO_LIMIT)
     assert [candidate.name for candidate in run] == ["a", "b"]
 
@@ -82,8 +82,8 @@ def test_nothing_is_merged_where_no_two_neighbours_have_few_enough_rows() -> Non
 
 
 def test_a_run_is_not_read_whose_objects_are_large_though_few_of_their_rows_are_left() -> None:
-    large = Candidate("large", 0, 0, 1, STORED_ROWS_FACTOR * 10)
-    others = [Candidate("b", 1, 1, 4, 4), Candidate("c", 2, 2, 4, 4)]
+    large = MergeCandidate("large", 0, 0, 1, STORED_ROWS_FACTOR * 10)
+    others = [MergeCandidate("b", 1, 1, 4, 4), MergeCandidate("c", 2, 2, 4, 4)]
     run = chosen_run([large, *others], buckets_max=2, merge_buckets_max=10, rows_max=10)
     assert [candidate.name for candidate in run] == ["b", "c"]
 
@@ -116,7 +116,7 @@ def test_500_buckets_of_one_row_each_end_at_the_limit(buckets_max: int, merge_bu
         copied_rows += rows
         place = found.index(run[0])
         assert found[place : place + len(run)] == run, "neighbours"
-        merged = Candidate(f"merged-{len(found)}", run[0].first_ledger_id, run[-1].last_ledger_id, rows, rows)
+        merged = MergeCandidate(f"merged-{len(found)}", run[0].first_ledger_id, run[-1].last_ledger_id, rows, rows)
         found[place : place + len(run)] = [merged]
     assert len(found) == buckets_max
     assert sum(candidate.live_rows for candidate in found) == 500

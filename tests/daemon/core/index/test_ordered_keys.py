@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.core.index.position_keys import KeyOrder
+from daemon.core.index.position_keys import KeyIndex
 
 
 @given(
@@ -18,7 +18,7 @@ from daemon.core.index.position_keys import KeyOrder
 def test_the_last_row_of_each_key_is_found_however_the_column_has_grown(
     batches: list[list[int]], asked: list[set[int]]
 ) -> None:
-    order = KeyOrder()
+    order = KeyIndex()
     column: list[int] = []
     for number, batch in enumerate(batches):
         column += batch

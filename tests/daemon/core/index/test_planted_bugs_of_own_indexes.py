@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from daemon.core.decisions import add_decisions, feeding
-from daemon.core.decisions.ack_decisions import Acknowledging
+from daemon.core.decisions.ack_decisions import AckDecisions
 from daemon.core.decisions.departures import Departure, LedgerRanges
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index import containment
 from daemon.core.index.containment import contained_in
 from daemon.core.index.index import BucketCounts, IndexCut
@@ -59,12 +59,12 @@ def own_rows_are_raised_above_the_creation_of_subscriptions(patch: pytest.Monkey
 
 
 def an_acknowledgement_names_the_shared_index_always(patch: pytest.MonkeyPatch) -> None:
-    leave = Acknowledging._leave
+    leave = AckDecisions._leave
 
     def of_the_shared_one(self, *rest):  # type: ignore[no-untyped-def]
         return (dataclasses.replace(record, index_id=0) for record in leave(self, *rest))
 
-    patch.setattr(Acknowledging, "_leave", of_the_shared_one)
+    patch.setattr(AckDecisions, "_leave", of_the_shared_one)
 
 
 def a_claim_is_for_the_own_index_first(patch: pytest.MonkeyPatch) -> None:
@@ -163,18 +163,20 @@ def rows_of_the_shared_index_alone_make_a_seal(patch: pytest.MonkeyPatch) -> Non
 
 
 def a_trim_leaves_own_indexes_alone(patch: pytest.MonkeyPatch) -> None:
-    trim = Topic.trim
-    patch.setattr(Topic, "trim", lambda self, *rest: (each for each in trim(self, *rest) if each and not each.index_id))
+    trim = TopicState.trim
+    patch.setattr(
+        TopicState, "trim", lambda self, *rest: (each for each in trim(self, *rest) if each and not each.index_id)
+    )
 
 
 def a_trim_for_one_subscription_takes_the_own_rows_of_all(patch: pytest.MonkeyPatch) -> None:
-    trim = Topic.trim
+    trim = TopicState.trim
 
-    def trimmed(self: Topic, ranges: LedgerRanges | None, number: int | None) -> Iterator[Departure]:
+    def trimmed(self: TopicState, ranges: LedgerRanges | None, number: int | None) -> Iterator[Departure]:
         yield from (each for each in trim(self, ranges, number) if each and not each.index_id)
         yield from (each for each in trim(self, ranges, None) if each and each.index_id)
 
-    patch.setattr(Topic, "trim", trimmed)
+    patch.setattr(TopicState, "trim", trimmed)
 
 
 def what_is_contained_is_what_the_shared_index_has(patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +184,7 @@ def what_is_contained_is_what_the_shared_index_has(patch: pytest.MonkeyPatch) ->
         number = None if state is None else state.subscription_id
         return contained_in([self.index], request, number, ranges_max=ranges_max)
 
-    patch.setattr(Topic, "contains", contains)
+    patch.setattr(TopicState, "contains", contains)
 
 
 def what_waits_in_one_index_waits_though_it_is_due_in_another(patch: pytest.MonkeyPatch) -> None:
@@ -201,7 +203,7 @@ def an_answer_over_indexes_goes_as_far_as_the_longest(patch: pytest.MonkeyPatch)
 
 
 def what_leaves_an_own_index_leaves_the_backlog_of_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Topic, "_served_by", lambda self, index: [*self.subscriptions.values()])
+    patch.setattr(TopicState, "_served_by", lambda self, index: [*self.subscriptions.values()])
 
 
 # ---- subscriptions that go
@@ -213,8 +215,8 @@ def an_own_index_outlives_its_subscription(patch: pytest.MonkeyPatch) -> None:
 
 def what_was_decided_for_an_own_index_brings_it_back(patch: pytest.MonkeyPatch) -> None:
     """When the journal is replayed after its subscription was deleted."""
-    patch.setattr(Topic, "_has_index", lambda self, number: True)
-    patch.setattr(Topic, "_served_by", lambda self, index: [])
+    patch.setattr(TopicState, "_has_index", lambda self, number: True)
+    patch.setattr(TopicState, "_served_by", lambda self, index: [])
 
 
 def segments_of_an_own_index_stay_in_memory(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.core.index import retention
-from daemon.core.index.retention import Survey
+from daemon.core.index.retention import RetentionScan
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position
 from tests.daemon.core._support.withdrawing import reschedule
 from tests.daemon.core.decisions.test_topic import NOW_MS, P, Q, R, all_of, handed, opened, with_subscriptions
@@ -41,7 +41,7 @@ def needed(topic: JournaledTopic, ledgers: Iterable[int] | None = None, *, most:
     return dict(zip(found.ledger_id.tolist(), found.lowest_entry_id.tolist(), strict=True))
 
 
-def survey(topic: JournaledTopic) -> Survey:
+def survey(topic: JournaledTopic) -> RetentionScan:
     return ended(retention.surveyed(topic.core.indexes))
 
 
@@ -64,7 +64,7 @@ def test_of_each_ledger_the_lowest_entry_is_found_whatever_bucket_has_it(
     assert needed(topic) == expected
     assert list(needed(topic)) == sorted(expected)
     assert needed(topic, [8, 4, 3]) == {each: expected[each] for each in (3, 8) if each in expected}
-    assert survey(topic) == Survey(min(expected.items(), default=None), len(expected))
+    assert survey(topic) == RetentionScan(min(expected.items(), default=None), len(expected))
 
 
 def test_due_rows_own_ones_and_messages_of_batches_are_needed_and_dead_letters_are_not() -> None:
@@ -77,7 +77,7 @@ def test_due_rows_own_ones_and_messages_of_batches_are_needed_and_dead_letters_a
     topic.acknowledge(one, all_of(handed(topic, one)))
     topic.trim_at_once(upto((7, 3)))
     assert needed(topic) == {}
-    assert survey(topic) == Survey(None, 0)
+    assert survey(topic) == RetentionScan(None, 0)
 
 
 def test_an_answer_has_at_most_as_many_ledgers_and_goes_on_behind_the_last() -> None:
@@ -122,7 +122,7 @@ def test_ledgers_of_damaged_buckets_are_uncertain_until_they_are_added_again() -
     topic.quarantine(name)
     assert retention.uncertain(topic.core.indexes) == [(P[0], Q[0])]
     assert needed(topic) == {R[0]: R[1]}
-    assert survey(topic) == Survey((P[0], 0), 1)
+    assert survey(topic) == RetentionScan((P[0], 0), 1)
     topic.add([P, Q], NOW_MS + 5)
     assert retention.uncertain(topic.core.indexes) == []
     assert survey(topic).lowest == P

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyroaring import BitMap64
 
 from daemon.core.decisions.departures import LedgerRanges
-from daemon.core.index.scan import BARS, LAST_MS, Asked, Bars, Place, round_width_ms
+from daemon.core.index.scan import BARS, LAST_MS, Bars, Place, ScanFilter, round_width_ms
 from tests._support import parts
 from tests.daemon.core._support.viewed_topic import Row, ViewedTopic, places_of
 
@@ -87,7 +87,7 @@ class Life:
 
     def acknowledge(self) -> None:
         number, state = self.chosen.choice(list(self.topic.core.subscriptions.items()))
-        backlog = self.topic.wanted(Asked(subscription_id=number, since_ms=state.stored.since_ms, backlog=True))
+        backlog = self.topic.wanted(ScanFilter(subscription_id=number, since_ms=state.stored.since_ms, backlog=True))
         few = [place for place in backlog if self.chosen.random() < 0.3]
         self.topic.acknowledge(state, [((place.ledger_id, place.entry_id), place.deliver_at_ms) for place in few])
 
@@ -111,14 +111,14 @@ class Life:
         if len(self.topic.core.subscriptions) < 3 and not self.topic.leaving:
             self.topic.create_subscription()
 
-    def asked(self, *, backlog: bool) -> Asked:
+    def asked(self, *, backlog: bool) -> ScanFilter:
         """Any question about what is pending, or about the backlog of a subscription."""
         number, state = self.chosen.choice(list(self.topic.core.subscriptions.items()))
         around_ms = self.topic.now_ms - 20
         first_ms = self.chosen.choice((0, 0, around_ms + self.chosen.randrange(70)))
         last_ms = self.chosen.choice((LAST_MS, LAST_MS, first_ms + self.chosen.randrange(30)))
         ledgers = sorted((self.chosen.choice(LEDGERS), self.chosen.choice(LEDGERS)))
-        asked = Asked(first_ms, last_ms, self.chosen.choice((None, None, (ledgers[0], ledgers[1]))))
+        asked = ScanFilter(first_ms, last_ms, self.chosen.choice((None, None, (ledgers[0], ledgers[1]))))
         if backlog or self.chosen.random() < 0.6:
             return dataclasses.replace(asked, subscription_id=number, since_ms=state.stored.since_ms, backlog=backlog)
         return asked
@@ -191,7 +191,7 @@ def test_every_row_that_stays_is_on_one_page_while_others_come_due_and_buckets_a
         put_many(topic, chosen.choice((0, 0, 1)), 60, seed=number)
         topic.seal_all()
     put_many(topic, 0, 60, seed=6)
-    before = topic.wanted(Asked())
+    before = topic.wanted(ScanFilter())
 
     def meanwhile() -> None:
         topic.now_ms += chosen.randrange(10)
@@ -201,9 +201,9 @@ def test_every_row_that_stays_is_on_one_page_while_others_come_due_and_buckets_a
         elif topic.begun and chosen.random() < 0.5:
             topic.finish()
 
-    shown = list(itertools.chain(*map(places_of, topic.pages(Asked(), 7, meanwhile))))
+    shown = list(itertools.chain(*map(places_of, topic.pages(ScanFilter(), 7, meanwhile))))
     assert shown == sorted(set(shown)), "each once, and in order"
-    stayed = set(topic.wanted(Asked()))
+    stayed = set(topic.wanted(ScanFilter()))
     assert stayed <= set(shown) <= set(before)
     assert len(before) > len(stayed) > 0, "some came due, others did not"
 
@@ -213,12 +213,12 @@ def test_a_page_reads_the_segments_that_begin_before_its_last_row_and_no_others(
     for number in range(1, 5):
         put_many(topic, 0, 1_000, seed=number)
         topic.seal_all()
-    page = topic.page(Asked(), limit=20, segments_a_round=1)
+    page = topic.page(ScanFilter(), limit=20, segments_a_round=1)
     last_ms = page.found.place(-1).deliver_at_ms
     needed = sum(int((bucket.table.min_ms <= last_ms + 3).sum()) for bucket in topic.core.indexes.sealed.values())
     assert 4 <= topic.reads <= needed
     topic.reads = 0
-    topic.page(Asked(), page.next_after, limit=20, segments_a_round=1)
+    topic.page(ScanFilter(), page.next_after, limit=20, segments_a_round=1)
     assert topic.reads <= needed + 4, "what was before is not read again"
 
 
@@ -227,9 +227,9 @@ def test_a_bucket_of_other_ledgers_is_not_read() -> None:
     for number in range(1, 5):
         put_many(topic, 0, 100, seed=number)
         topic.seal_all()
-    assert len(topic.page(Asked(ledgers=(3, 3)), limit=1_000).found) == 100
+    assert len(topic.page(ScanFilter(ledgers=(3, 3)), limit=1_000).found) == 100
     assert topic.reads == 10
-    assert not len(topic.page(Asked(ledgers=(5, 9)), limit=1_000).found)
+    assert not len(topic.page(ScanFilter(ledgers=(5, 9)), limit=1_000).found)
     assert topic.reads == 10
 
 
@@ -239,7 +239,7 @@ def test_rows_of_one_time_are_paged_by_their_positions_and_then_by_their_indexes
     for index_id in (1, 0):
         topic.put(index_id, [(ledger, entry, NOW_MS + 5) for ledger in (2, 1) for entry in range(10)])
         topic.seal_all()
-    shown = [places_of(found) for found in topic.pages(Asked(), 1)]
+    shown = [places_of(found) for found in topic.pages(ScanFilter(), 1)]
     assert [place for (place,) in shown] == [
         Place(NOW_MS + 5, ledger, entry, index_id) for ledger in (1, 2) for entry in range(10) for index_id in (0, 1)
     ]
@@ -254,13 +254,13 @@ def test_what_lies_in_one_bar_and_of_which_nothing_is_gone_is_not_read() -> None
         put_many(topic, 0, 1_000, seed=number)
         topic.seal_all()
     bars = Bars(NOW_MS, NOW_MS + 2_000, 2_000)
-    counts = topic.counts(Asked(), bars)
+    counts = topic.counts(ScanFilter(), bars)
     assert counts.rows.tolist() == [0, 4_000, 0]
     assert (topic.reads, counts.segments_read) == (0, 0)
     assert counts.segments_counted == sum(len(bucket.table) for bucket in topic.core.indexes.sealed.values())
     narrow = Bars(NOW_MS, NOW_MS + 2_000, 70)
-    counts = topic.counts(Asked(), narrow)
-    assert counts.rows.tolist() == topic.counted(Asked(), narrow)
+    counts = topic.counts(ScanFilter(), narrow)
+    assert counts.rows.tolist() == topic.counted(ScanFilter(), narrow)
     assert 0 < counts.segments_read == topic.reads
 
 
@@ -271,12 +271,12 @@ def test_of_buckets_with_rows_that_are_gone_only_what_lies_in_the_bars_is_read()
         topic.seal_all()
         topic.cancel(0, list(topic.core.indexes[0].sealed.values())[-1].present[10:20])
     bars = Bars(NOW_MS + 100, NOW_MS + 200, 10)
-    counts = topic.counts(Asked(), bars)
-    assert counts.rows.tolist() == topic.counted(Asked(), bars)
+    counts = topic.counts(ScanFilter(), bars)
+    assert counts.rows.tolist() == topic.counted(ScanFilter(), bars)
     assert 0 < topic.reads < 4 * 30, "a fifth, not all"
     topic.reads = 0
     late = Bars(NOW_MS + 900, NOW_MS + 1_100, 10)
-    assert topic.counts(Asked(), late).rows.tolist() == topic.counted(Asked(), late)
+    assert topic.counts(ScanFilter(), late).rows.tolist() == topic.counted(ScanFilter(), late)
     assert 0 < topic.reads < 4 * 20, "what lies before the bars is not read either"
 
 

@@ -8,7 +8,7 @@ import pytest
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.decisions.departures import LedgerRanges
 from daemon.core.index.position_keys import KeyedRows
-from daemon.core.key_shared.waiting_rows import LetGo
+from daemon.core.key_shared.waiting_rows import EvictedSlots
 from storage_backends.formats.manifest import KeySharedPolicy
 from tests.daemon.core._support.journaled_topic import Position
 from tests.daemon.core.key_shared._support.keyed import Keyed, entries, u16
@@ -26,7 +26,7 @@ def reader() -> BacklogReader:
 
 
 def test_a_slot_is_let_go_until_a_reader_that_seeks_it_is_at_the_end() -> None:
-    keyed, let_go = Keyed(), LetGo()
+    keyed, let_go = Keyed(), EvictedSlots()
     let_go.add(keyed.of_slots(0, 5, 6))
     assert let_go.are_let_go(u16(5, 6, 7)).tolist() == [True, True, False]
     assert let_go.first_ms == 1_000
@@ -42,7 +42,7 @@ def test_a_slot_is_let_go_until_a_reader_that_seeks_it_is_at_the_end() -> None:
 
 
 def test_a_slot_of_which_the_reader_passed_a_ready_row_over_is_sought_again() -> None:
-    keyed, let_go = Keyed(), LetGo()
+    keyed, let_go = Keyed(), EvictedSlots()
     let_go.add(keyed.of_slots(0, 5, 6))
     let_go.seek(able(5, 6), reader())
     let_go.found(KeyedRows.empty(), keyed.of_slots(9, 6))
@@ -51,7 +51,7 @@ def test_a_slot_of_which_the_reader_passed_a_ready_row_over_is_sought_again() ->
 
 
 def test_a_slot_that_is_evicted_while_it_is_sought_stays_let_go() -> None:
-    keyed, let_go = Keyed(), LetGo()
+    keyed, let_go = Keyed(), EvictedSlots()
     let_go.add(keyed.of_slots(0, 5))
     let_go.seek(able(5), reader())
     let_go.evict(keyed.of_slots(0, 5))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from daemon.core.deletions.ledger_deletions import DeletionFilter as ShardFilter
+from daemon.core.deletions.ledger_deletions import DeletionQuery as ShardFilter
 from daemon.core.deletions.ledger_deletions import ListedState
 from daemon.ledger_deletion import deletion_values
 from daemon.ledger_deletion.deletion_requests import DeletionRequests

@@ -25,7 +25,7 @@ from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_values import DeletionFilter, InUseRecorded, ListedDeletion
 from daemon.ledger_stores.ledger_owner import Owner
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from daemon.settings import Deletion, DeletionOwner
+from daemon.settings import DeletionOwner, DeletionSettings
 from storage_backends.formats import log_slot_format, slot_format
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType
 from storage_backends.memory_store import MemoryStore
@@ -52,7 +52,7 @@ LOOKS = 12_000
 class WatchedJournal(MemoryStore):
     """A root, and what its slots say of deletions. `on_breach`: is told of a rule that was broken."""
 
-    def __init__(self, settings: Deletion, on_breach: Callable[[str], None]) -> None:
+    def __init__(self, settings: DeletionSettings, on_breach: Callable[[str], None]) -> None:
         super().__init__()
         self.truth = ShardDeletions(settings, on_breach)
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from daemon.group_commit.slot_sender import LandedSlot, Section
-from daemon.owner.living_log import LivingLog
-from daemon.owner.takeover import Fences, Takeover, Won
+from daemon.owner.living_log import DaemonLog
+from daemon.owner.takeover import ClaimedShard, Fences, Takeover
 from daemon.shard import checkpointing
 from daemon.shard.range_operations import NeedLess, WriteCheckpoint
 from daemon.shard.recovery import ShardClaim
@@ -77,7 +77,7 @@ class LogOwner:
         return self.daemon.call(work)
 
     async def open(self) -> LogOwner:
-        self.living = await self.run(LivingLog.opened(self.logs, self.environment, lost=self.ended.append))
+        self.living = await self.run(DaemonLog.opened(self.logs, self.environment, lost=self.ended.append))
         self.takeover = Takeover(self.manifests, self.living, self.environment)
         return self
 
@@ -87,18 +87,18 @@ class LogOwner:
 
     # ---- shards
 
-    async def claim(self, shard: int, *, gone_owners: frozenset[str] = NOBODY) -> Won:
+    async def claim(self, shard: int, *, gone_owners: frozenset[str] = NOBODY) -> ClaimedShard:
         """Looks at it, and claims it by a fence of this attempt."""
         self.fences = Fences(self.logs, self.environment)
         return await self.claim_as_seen(shard, self.look(shard), gone_owners)
 
     async def claim_as_seen(
         self, shard: int, looked_at: commit.Tip[ShardManifest] | None, gone_owners: frozenset[str] = NOBODY
-    ) -> Won:
+    ) -> ClaimedShard:
         """Claims it by what a look has shown."""
         return await self.run(self.takeover.claim(shard, looked_at, self.fences, gone_owners))
 
-    async def claim_all(self, shards: Sequence[int], *, gone_owners: frozenset[str] = NOBODY) -> list[Won]:
+    async def claim_all(self, shards: Sequence[int], *, gone_owners: frozenset[str] = NOBODY) -> list[ClaimedShard]:
         """Claims several by the fences of one attempt, side by side."""
         self.fences = Fences(self.logs, self.environment)
         return await asyncio.gather(*(self.claim_as_seen(shard, self.look(shard), gone_owners) for shard in shards))
@@ -107,7 +107,7 @@ class LogOwner:
         """Claims them and reads them."""
         return self._served(await self.read(await self.claim_all(shards, gone_owners=gone_owners)))
 
-    async def read(self, won: Iterable[Won]) -> dict[int, ShardClaim | Exception]:
+    async def read(self, won: Iterable[ClaimedShard]) -> dict[int, ShardClaim | Exception]:
         return await self.run(self.takeover.read([*won]))
 
     def _served(self, found: dict[int, ShardClaim | Exception]) -> dict[int, ShardClaim]:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from daemon.errors import InvariantViolated
 from daemon.group_commit.log_truncation import LogTruncation
 from daemon.group_commit.slot_outcome import Certain, Decision, Lost, Next, SlotOutcome
-from daemon.owner.own_log import FrozenSlot, OwnLog
+from daemon.owner.own_log import FrozenSlot, LogCursor
 from daemon.shard import range_operations
 from storage_backends import commit, log_fence, object_store
 from storage_backends.formats import log_slot_format
@@ -71,7 +71,7 @@ class Daemon:
         self.pace = pace
         self.writer = Writer(self.name, "", "")
         log_id = f"{number:026d}"
-        self.own = OwnLog(log_id, self.writer)
+        self.own = LogCursor(log_id, self.writer)
         self.slots: ObjectLog = logs.log(log_id)
         self.truncation = LogTruncation(log_id)
         self.alive = True
@@ -276,7 +276,7 @@ class Walk:
 
     def _begin_claim(self, daemon: Daemon, shard: int, former: Fence | range_operations.OwnLogEnd | None) -> None:
         tip = self.tips[shard]
-        claim = range_operations.Claim(
+        claim = range_operations.ClaimShard(
             shard=shard,
             epoch=1 if tip is None else tip.epoch + 1,
             owner=daemon.name,
@@ -391,7 +391,7 @@ class Walk:
         tip = self.tips[shard]
         if tip is not None:
             daemon.truncation.learned(tip)
-        if isinstance(operation, range_operations.Claim):
+        if isinstance(operation, range_operations.ClaimShard):
             daemon.owned.pop(shard, None)
             if not committed:
                 daemon.truncation.claim_failed(shard)

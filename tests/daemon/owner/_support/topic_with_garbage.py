@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from daemon.core.garbage_rules import Limits, Summary
+from daemon.core.garbage_rules import CollectionLimits, Summary
 from daemon.owner import collection_pass
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
@@ -30,7 +30,7 @@ BODY = b"1234567"
 OBJECTS = names.buckets_prefix(SHARD, TOPIC_ID)
 MANIFESTS = names.topic_manifest_prefix(SHARD, TOPIC_ID)
 
-LIMITS = Limits(
+LIMITS = CollectionLimits(
     orphan_age_ms=24 * HOUR_MS,
     manifests_kept=1000,
     manifests_age_ms=24 * HOUR_MS,
@@ -112,7 +112,7 @@ class TopicWithGarbage:
 
     # ---- collectors
 
-    def tools(self, store: ObjectStore | None = None, limits: Limits = LIMITS) -> collection_pass.Tools:
+    def tools(self, store: ObjectStore | None = None, limits: CollectionLimits = LIMITS) -> collection_pass.Tools:
         return collection_pass.Tools(
             store=self.store if store is None else store,
             executor=InlineExecutor(),
@@ -122,7 +122,7 @@ class TopicWithGarbage:
         )
 
     def collector(
-        self, store: ObjectStore | None = None, limits: Limits = LIMITS
+        self, store: ObjectStore | None = None, limits: CollectionLimits = LIMITS
     ) -> collection_pass.Collector[TopicManifest]:
         return collection_pass.Collector(self.log(store), collection_pass.TOPIC, self.tools(store, limits))
 
@@ -131,7 +131,9 @@ class TopicWithGarbage:
         listing.add((self.store if store is None else store).list(names.shard_prefix(SHARD)))
         return listing.topics[TOPIC_ID]
 
-    def collect(self, store: ObjectStore | None = None, limits: Limits = LIMITS, *, dry_run: bool = False) -> Summary:
+    def collect(
+        self, store: ObjectStore | None = None, limits: CollectionLimits = LIMITS, *, dry_run: bool = False
+    ) -> Summary:
         """Everything, as the engine does it."""
         store = self.store if store is None else store
         collector, listed = self.collector(store, limits), self.listed(store)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from daemon.core.decisions.topic_state import Topic
+from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.position_keys import keys_of
 from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle
@@ -44,12 +44,12 @@ class Known:
 NOTHING = Known({}, {}, [], 0)
 
 
-def named(topic: Topic, keys: U64) -> list[tuple[int, int]]:
+def named(topic: TopicState, keys: U64) -> list[tuple[int, int]]:
     owners = topic.indexes.places.owners(keys).tolist()
     return list(zip(owners, topic.indexes.places.positions(keys)[1].tolist(), strict=True))
 
 
-def known(topic: Topic, subscription_id: int = 1) -> Known:
+def known(topic: TopicState, subscription_id: int = 1) -> Known:
     state = topic.subscriptions[subscription_id]
     rows, times = state.nacks.freeze().rows()
     times_of = zip(rows.rows.deliver_at_ms.tolist(), times.tolist(), strict=True)
@@ -68,7 +68,7 @@ def known(topic: Topic, subscription_id: int = 1) -> Known:
     )
 
 
-def levels_of(topic: Topic) -> dict[tuple[int, int], list[int]]:
+def levels_of(topic: TopicState) -> dict[tuple[int, int], list[int]]:
     """By (index, level), the entries."""
     found: dict[tuple[int, int], list[int]] = {}
     for number, index in topic.indexes.items():
@@ -156,7 +156,7 @@ OF_OTHER = Known(
 LEVELS = {(0, 3): list(range(20)), (2, 18): [0, 1, 2]}
 
 
-def holds_everything(topic: Topic) -> None:
+def holds_everything(topic: TopicState) -> None:
     assert known(topic, 1) == OF_FIRST
     assert known(topic, 2) == OF_OTHER
     assert levels_of(topic) == LEVELS
@@ -226,7 +226,7 @@ class Stored:
         value = checkpoint_format.Checkpoint(1, 1, ShardSlot(len(self.slots)), (bucket_lifecycle.checkpoint_part(cut),))
         return checkpoint_format.encode_checkpoint(value)
 
-    def recovered(self, written: bytes | None = None, *, truncated_to: int = 0) -> Topic:
+    def recovered(self, written: bytes | None = None, *, truncated_to: int = 0) -> TopicState:
         """From the manifest, a checkpoint and the slots above `truncated_to`."""
         loaded = None if written is None else checkpoint_format.decode_checkpoint(written)
         slots = map(slot_format.decode_slot, self.slots[truncated_to:])

@@ -19,7 +19,7 @@ from daemon.core.deletions.ledger_deletions import (
     Answered,
     Begun,
     DeletionCut,
-    DeletionFilter,
+    DeletionQuery,
     InUseChanged,
     LedgerDeletions,
     ListedState,
@@ -303,7 +303,7 @@ class DeletionsMachine(RuleBasedStateMachine):
     @rule(
         state=st.sampled_from(ListedState),
         wanted=st.builds(
-            DeletionFilter,
+            DeletionQuery,
             st.sampled_from(["", *TOPICS]),
             st.none() | components,
             st.none() | st.sampled_from(LedgerType),
@@ -312,7 +312,7 @@ class DeletionsMachine(RuleBasedStateMachine):
         ),
         limit=st.integers(1, 3),
     )
-    def list_all(self, state: ListedState, wanted: DeletionFilter, limit: int) -> None:
+    def list_all(self, state: ListedState, wanted: DeletionQuery, limit: int) -> None:
         pages: list[Deletion] = []
         after_id: int | None = 0
         while after_id is not None:
@@ -446,7 +446,7 @@ def check_counts(counts: ledger_deletions.DeletionCounts, told: list[Told]) -> N
         assert kind.held == sum(each.state == HELD for each in same)
 
 
-def is_wanted(told: Told, wanted: DeletionFilter) -> bool:
+def is_wanted(told: Told, wanted: DeletionQuery) -> bool:
     return (
         (not wanted.topic or told.topic == wanted.topic)
         and (wanted.component is None or told.delete.component is wanted.component)

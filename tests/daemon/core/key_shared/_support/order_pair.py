@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from daemon.core.decisions.departures import LedgerRanges
-from daemon.core.decisions.nack_decisions import Terms
+from daemon.core.decisions.nack_decisions import RedeliveryTerms
 from daemon.core.key_shared import key_shared_stats as key_shared_stats
 from storage_backends.formats.manifest import KeySharedPolicy, SubscriptionPolicy
 from tests.daemon.core._support import nacking
@@ -257,7 +257,7 @@ class OrderPair:
     def nack(
         self,
         items: Sequence[Item],
-        terms: Terms,
+        terms: RedeliveryTerms,
         *,
         delay_ms: Sequence[int] | None = None,
         reject: bool = False,
@@ -272,7 +272,7 @@ class OrderPair:
         if now:
             self.commit()
 
-    def time_out(self, before_ms: int, terms: Terms, limit: int) -> None:
+    def time_out(self, before_ms: int, terms: RedeliveryTerms, limit: int) -> None:
         """What is IN_FLIGHT for long is negatively acknowledged."""
         decided = nacking.stage_overdue(self.topic, self.topic.state, before_ms, terms, limit)
         places = decided.nacks.keys() | decided.dead.keys()
