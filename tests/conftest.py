@@ -163,6 +163,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _leave_other_long_parts(config, items)
     for item in items:
         item.add_marker(kinds.kind_of(item.nodeid.removeprefix("tests/"), getattr(item, "fixturenames", ())))
+        if "spark" in getattr(item, "fixturenames", ()):
+            # Java costs more than a hundred other tests: `make test` has one test with it, of a submitted job.
+            item.add_marker("long")
         _draw_by_part(item)
     yield
     # Of what the options have left: by its number each worker has its share.
