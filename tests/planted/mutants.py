@@ -17,6 +17,7 @@ import dataclasses
 import datetime
 import functools
 import importlib.util
+import math
 import os
 import queue
 import random
@@ -40,9 +41,8 @@ PLANTED = "test_planted_bugs*"
 MUTANTS = 300
 # The share of a day's mutants that must die.
 FLOOR = 0.0
-# A mutant that is still running has found a loop without an end.
-TIMEOUT_FACTOR = 3
-TIMEOUT_MIN_S = 60.0
+# A mutant that takes so many times the CPU of all suites has found a loop without an end.
+CPU_FACTOR = 2
 # Some loops fill the memory first.
 MEMORY_MAX_BYTES = 4 << 30
 MEMORY_ERROR = re.compile(rb"MemoryError|Unable to allocate|Cannot allocate memory")
@@ -205,18 +205,17 @@ class Copy:
         self._part = part
         shutil.copytree(repository, self.root, ignore=shutil.ignore_patterns(".*", *parts.MADE))
 
-    def run(self, suites: Sequence[str], timeout_s: float) -> int | None:
-        """Run suites until a test fails; return pytest's exit status, None if they have not ended in time."""
+    def run(self, suites: Sequence[str], cpu_max_s: int) -> int:
+        """Run suites until a test fails; return pytest's exit status, or the negative number of a signal."""
         arguments = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", f"--part={self._part}"]
         command = [sys.executable, "-m", "pytest", *arguments, *suites]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(command, cwd=self.root, env=environment, stdout=output, stderr=output)
             try:
+                resource.prlimit(process.pid, resource.RLIMIT_CPU, (cpu_max_s, cpu_max_s))
                 resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY_MAX_BYTES, MEMORY_MAX_BYTES))
-                status = process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                return None
+                status = process.wait()
             finally:
                 process.kill()
                 process.wait()
@@ -226,13 +225,13 @@ class Copy:
                 raise RuntimeError(f"pytest ended with {status}: {said.decode()}")
             return status
 
-    def lives(self, mutant: Mutant, suites: Sequence[Sequence[str]], timeout_s: float) -> bool:
+    def lives(self, mutant: Mutant, suites: Sequence[Sequence[str]], cpu_max_s: int) -> bool:
         """Tell whether the suites of a module pass with a mutant: the near ones, then the far ones."""
         path = self.root / mutant.path
         source = path.read_bytes()
         try:
             self._write(path, mutant.applied(source))
-            return all(self.run(each, timeout_s) == PASSED for each in suites if each)
+            return all(self.run(each, cpu_max_s) == PASSED for each in suites if each)
         finally:
             self._write(path, source)
 
@@ -259,7 +258,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         part = options.date.toordinal() % parts.PARTS
         made = [Copy(REPOSITORY, Path(folder) / str(number), part) for number in range(options.jobs)]
-        timeout_s = _timeout_s(made[0], suites)
+        cpu_max_s = _cpu_max_s(made[0], suites)
         copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for copy in made:
             copies.put(copy)
@@ -267,7 +266,7 @@ def main() -> int:
         def lives(mutant: Mutant) -> bool:
             copy = copies.get()
             try:
-                return copy.lives(mutant, suites[mutant.path], timeout_s)
+                return copy.lives(mutant, suites[mutant.path], cpu_max_s)
             finally:
                 copies.put(copy)
 
@@ -284,13 +283,13 @@ def main() -> int:
     return 0 if share >= options.floor else 1
 
 
-def _timeout_s(copy: Copy, suites: Mapping[str, Sequence[Sequence[str]]]) -> float:
-    """Return how long suites may take, of what all of them take. They pass without a mutant, else all would die."""
-    files = sorted({file for parts_of_suites in suites.values() for part in parts_of_suites for file in part})
-    begun_s = time.monotonic()
-    if copy.run(files, 3_600) != PASSED:
+def _cpu_max_s(copy: Copy, suites: Mapping[str, Sequence[Sequence[str]]]) -> int:
+    """Return how much CPU a mutant may take. The suites pass without one, else all would die."""
+    files = sorted({file for near_and_far in suites.values() for each in near_and_far for file in each})
+    if copy.run(files, resource.RLIM_INFINITY) != PASSED:
         raise RuntimeError("the suites fail without a mutant: run them, and mend that first")
-    return max(TIMEOUT_MIN_S, TIMEOUT_FACTOR * (time.monotonic() - begun_s))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return CPU_FACTOR * math.ceil(used.ru_utime + used.ru_stime)
 
 
 def say(text: str) -> None:
