@@ -39,8 +39,9 @@ SUITES = Path("tests") / CORE
 # Planted bugs patch what a mutant changes.
 PLANTED = "test_planted_bugs*"
 MUTANTS = 300
-# The share of a day's mutants that must die.
-FLOOR = 0.0
+# The share of a day's mutants that must die. Of a sample of 60 it was 51: 18 of 20 deleted statements, 16 of 16 emptied
+# results, 15 of 16 negated conditions, and 2 of 8 moved bounds, of which many change nothing.
+FLOOR = 0.75
 # A mutant that takes so many times the CPU of all suites has found a loop without an end.
 CPU_FACTOR = 2
 # Some loops fill the memory first.
