@@ -25,17 +25,27 @@ unexport PYTHONDONTWRITEBYTECODE
 KAFKA_JARS := .tools/kafka
 FETCH_KAFKA := test -e $(KAFKA_JARS)/.whole || { mvn -q -B -f tests/brokers/kafka.pom.xml dependency:copy-dependencies \
 	-DoutputDirectory=$(CURDIR)/$(KAFKA_JARS) && touch $(KAFKA_JARS)/.whole; }
+# What `make test-long` has beside `make test`.
+LONG := -m "long or not long" --timeout=3600
+LONG_PARTS := simulation brokers relay spark processes mutants rest
+# The newest Python that docs/INSTALL.md names.
+NEWEST_PYTHON := 3.13
 # Where `make dist` puts what it makes.
 DIST ?= dist
 # More arguments for test, run, bench, demo and spark-env: make test ARGS='-k journal'
 ARGS ?=
 
 # Another Python makes .venv anew.
+VENV := .venv
+ifneq ($(VENV),.venv)
+export UV_PROJECT_ENVIRONMENT := $(VENV)
+endif
 MADE_WITH := $(subst /,-,$(UV_PYTHON))
-SYNCED := .venv/.synced$(MADE_WITH)
+SYNCED := $(VENV)/.synced$(MADE_WITH)
 # Enough to serve and for the demo: a tenth of everything, unless that is there.
 RUNNABLE := $(if $(wildcard $(SYNCED)),$(SYNCED),.venv/.runnable-$(STORE)$(MADE_WITH))
 RUN := $(UV) run --no-sync
+PYTEST := $(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal
 # Of what the distributions need, with every extra; nothing of ours.
 CONSTRAINTS := --all-packages --all-extras --no-default-groups --no-emit-workspace --no-hashes --no-annotate --no-header
 
@@ -55,16 +65,40 @@ demo: $(RUNNABLE) ## real flights through a daemon that is killed twice; STORE=l
 
 .PHONY: test
 test: $(SYNCED) ## every test; ARGS goes to pytest
-	$(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
 
+# PART=name runs one part (tests/_support/long_parts.py); without it all run, and `make test` with the newest Python.
 .PHONY: test-long
-test-long: $(SYNCED) ## the same tests and those marked long, with a bigger budget: an hour or two; ARGS goes to pytest
-	$(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal -m "long or not long" --part=all --hypothesis-profile=search --timeout=3600 $(ARGS)
+ifdef PART
+test-long: long-$(PART)
+else
+test-long: $(SYNCED) ## all tests, with bigger budgets, and mutants of daemon/core; PART=name: one of simulation brokers relay spark processes mutants rest
+	@failed=; \
+	for part in $(LONG_PARTS) newest; do $(MAKE) --no-print-directory long-$$part || failed="$$failed $$part"; done; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+endif
+
+.PHONY: fetch-kafka
+fetch-kafka:
+	@$(FETCH_KAFKA) || echo "Kafka: not run, since its jars cannot be fetched with Maven; the other brokers are"
+
+long-brokers long-relay: fetch-kafka
+long-%: $(SYNCED)
+	$(PYTEST) $(LONG) --long-part=$* --part=all --hypothesis-profile=search $(ARGS)
+
+.PHONY: long-mutants
+long-mutants: $(SYNCED)
+	$(RUN) python -m tests.planted.mutants $(if $(PART),$(ARGS))
+
+.PHONY: long-newest
+long-newest: $(UV)
+	@if $(UV) python find $(NEWEST_PYTHON) > /dev/null 2>&1 || $(UV) python install --quiet $(NEWEST_PYTHON); \
+	then $(MAKE) --no-print-directory test UV_PYTHON=$(NEWEST_PYTHON) VENV=.tools/newest; \
+	else echo "Python $(NEWEST_PYTHON): not run, since it is not installed and uv cannot bring it"; fi
 
 .PHONY: test-brokers
-test-brokers: $(SYNCED) ## the tests with real brokers in their long forms, Kafka too, whose jars Maven brings; ARGS goes to pytest
-	@$(FETCH_KAFKA) || echo "Kafka: not run, since its jars cannot be fetched with Maven; the other brokers are"
-	$(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal -m "long or not long" --timeout=3600 tests/brokers tests/relay $(ARGS)
+test-brokers: $(SYNCED) fetch-kafka ## the tests with real brokers in their long forms, Kafka too, whose jars Maven brings; ARGS goes to pytest
+	$(PYTEST) $(LONG) tests/brokers tests/relay $(ARGS)
 
 .PHONY: simulate
 simulate: $(SYNCED) ## whole daemons under simulation; SEEDS=1000, FIRST=0; ARGS goes to python -m tests.simulation

@@ -28,7 +28,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 from examples import processes
-from tests._support import forked, kinds, parts
+from tests._support import forked, kinds, long_parts, parts
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -89,6 +89,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=[*map(str, parts.ALL), "all"],
         help="the part of the seeds, bounds and planted bugs; by default the content of the tree chooses it for a run "
         "of every test, and one of some of them has all",
+    )
+    parser.addoption(
+        "--long-part", choices=long_parts.NAMES, help="run the tests of one part of `make test-long` alone"
     )
 
 
@@ -157,8 +160,12 @@ def _import_in_own_order(number: int, workers: int) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     _leave_other_parts(config, items)
+    _leave_other_long_parts(config, items)
     for item in items:
         item.add_marker(kinds.kind_of(item.nodeid.removeprefix("tests/"), getattr(item, "fixturenames", ())))
+        if "spark" in getattr(item, "fixturenames", ()):
+            # Java costs more than a hundred other tests: `make test` has one test with it, of a submitted job.
+            item.add_marker("long")
         _draw_by_part(item)
     yield
     # Of what the options have left: by its number each worker has its share.
@@ -202,6 +209,18 @@ def _leave_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
         if not parts.has(name, places[name]):
             left.append(item)
         places[name] += 1
+    _deselect(config, items, left)
+
+
+def _leave_other_long_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.option.long_part
+    if part is not None:
+        _deselect(
+            config, items, [item for item in items if long_parts.part_of(item.nodeid.removeprefix("tests/")) != part]
+        )
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], left: list[pytest.Item]) -> None:
     if left:
         gone = set(left)
         items[:] = [item for item in items if item not in gone]

@@ -206,6 +206,13 @@ def test_make_takes_no_system_python_that_is_too_old() -> None:
     assert oldest.replace(", ", ".") == OLDEST_PYTHON
 
 
+def test_make_runs_the_tests_with_the_newest_python_that_the_pages_name() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    (newest,) = re.findall(r"^NEWEST_PYTHON := 3\.(\d+)$", makefile, re.MULTILINE)
+    said = re.findall(r"\b3\.(\d+)\b", (REPOSITORY / "docs" / "INSTALL.md").read_text(encoding="utf-8"))
+    assert max(map(int, said)) == int(newest)
+
+
 def test_the_image_and_the_archive_for_executors_get_each_package() -> None:
     packages = {path.name for path in packages_of_the_daemon_and_its_jobs()} | {"storage_backends"}
     copied = re.findall(r"^COPY (\w+) \1$", (REPOSITORY / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)

@@ -135,10 +135,12 @@ def daemon_and_clients_work(dist: Path, directory: Path, python: str) -> Path:
     return root
 
 
+@pytest.mark.long
 def test_daemon_command_and_library_work_where_there_is_no_checkout(dist: Path, place: Path) -> None:
     daemon_and_clients_work(dist, place, BARE_PYTHON)
 
 
+@pytest.mark.long
 def test_the_relay_works_where_there_is_no_checkout(dist: Path, place: Path) -> None:
     of_the_relay = installed(dist, place / "relay", BARE_PYTHON, "tarry-relay", "nats", "redis")
     version = project(REPOSITORY / "relay")["version"]

@@ -1,7 +1,11 @@
-"""Which part a run has is a matter of its files: neither of the commits before it, nor of the day or the machine."""
+"""Which part a run has is a matter of its files: neither of the commits before it, nor of the day or the machine. And
+the parts of `make test-long` are all of its tests, each once.
+"""
 
 from __future__ import annotations
 
+import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from examples import processes
-from tests._support import parts
+from tests._support import long_parts, parts
 from tests._support.processes import run_child
 
 CASES = """
@@ -122,3 +126,32 @@ def test_an_archive_in_a_repository_of_somebody_else_has_its_own_part(repository
         git(repository, "add", "other")
         git(repository, "commit", "--message", "m")
         assert parts.of_tree(inside) == part
+
+
+def collected(*arguments: str) -> list[str]:
+    """The tests that a run of this repository has."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "--part=all", "-m", "long or not long"]
+    run = run_child([*command, *arguments], cwd=processes.REPOSITORY)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return sorted(line for line in run.stdout.splitlines() if "::" in line)
+
+
+@pytest.mark.long
+def test_each_test_is_in_one_of_the_long_parts() -> None:
+    of_parts = [collected(f"--long-part={name}") for name in long_parts.NAMES]
+    assert all(of_parts)
+    assert sorted(itertools.chain.from_iterable(of_parts)) == collected()
+
+
+def test_each_long_part_has_files() -> None:
+    tests = processes.REPOSITORY / "tests"
+    files = [str(path.relative_to(tests)) for path in tests.rglob("test_*.py")]
+    assert {long_parts.part_of(file) for file in files} == set(long_parts.NAMES)
+    unknown = [place for places in long_parts.PLACES.values() for place in places if not any(tests.glob(f"{place}*"))]
+    assert unknown == [], "a place that is moved takes its tests to another part"
+
+
+def test_make_knows_each_long_part() -> None:
+    makefile = (processes.REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^LONG_PARTS := (.*)$", makefile, re.MULTILINE)
+    assert sorted(line.split()) == sorted((*long_parts.NAMES, "mutants"))

@@ -1,6 +1,6 @@
 """Each measurement in small: it runs, accounts for every row, and says what it compares with. No figure is judged.
 
-A run of every test has at most one of the dear ones, by its part; a run of this folder has all.
+`make test` has one of them, to show that they run at all, and `make test-long` the others.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from examples import processes
 from tests._support.processes import child, run_child
 from tests.brokers import redis_server
 
-# Those that take seconds of a core even in small: each is in one run of sixteen.
-DEAR = {"compaction", "positions", "service", "stored", "takeover", "tls", "topics"}
+SMOKE = "add"
 WITH_REDIS = ["add", "drain", "memory", "relays", "restart", "stored"]
 needs_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
 
@@ -64,7 +63,7 @@ def names(document: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     "measurement",
-    [pytest.param(name, marks=[pytest.mark.rotating] if name in DEAR else []) for name in MEASUREMENTS],
+    [pytest.param(name, marks=[] if name == SMOKE else [pytest.mark.long]) for name in MEASUREMENTS],
 )
 def test_a_measurement_accounts_for_every_row(measurement: str, tmp_path: Path) -> None:
     document = measure(tmp_path, measurement)
@@ -79,8 +78,8 @@ def test_a_measurement_accounts_for_every_row(measurement: str, tmp_path: Path) 
         assert workbench.MISSING not in result["notes"]
 
 
-def test_the_dear_measurements_are_measurements() -> None:
-    assert MEASUREMENTS.keys() > DEAR
+def test_make_test_has_a_measurement() -> None:
+    assert SMOKE in MEASUREMENTS
 
 
 @needs_redis
@@ -88,6 +87,7 @@ def test_the_measurements_above_had_their_rival() -> None:
     assert redis_server.find() is not None
 
 
+@pytest.mark.long
 def test_a_measurement_without_redis_says_so(tmp_path: Path) -> None:
     document = measure(tmp_path, "add", "--without-redis")
     assert document["results"][0]["notes"] == [workbench.LEFT_OUT]
@@ -134,6 +134,7 @@ def test_what_is_not_a_measurement_is_refused_by_name() -> None:
     assert "speed: no such measurement" in run.stderr
 
 
+@pytest.mark.long
 def test_a_run_that_is_told_to_end_leaves_no_server_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "lateness", "--quick", "--directory", str(tmp_path)]
     with child(command, cwd=processes.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
@@ -146,6 +147,7 @@ def test_a_run_that_is_told_to_end_leaves_no_server_behind(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_leaves_no_server_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "lateness", "--quick", "--directory", str(tmp_path)]
     with child(command, cwd=processes.REPOSITORY, stdout=subprocess.DEVNULL) as run:

@@ -70,6 +70,7 @@ def test_nothing_in_use_is_deleted_and_everything_recorded_is_though_the_owner_i
     assert any(raced), "no statement was too late: the test shows nothing"
 
 
+@pytest.mark.long
 def test_a_paused_owner_that_was_superseded_begins_no_deletion_when_it_goes_on(
     daemons: Daemons, tmp_path: Path
 ) -> None:

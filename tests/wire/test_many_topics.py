@@ -120,6 +120,7 @@ def quantile(of: Sequence[Timed], percent: int) -> float:
     return float(np.percentile([seconds(each) for each in of], percent))
 
 
+@pytest.mark.long
 def test_nobody_waits_for_topics_that_are_loaded_or_sealed_together_or_given_up(
     root: Path, tmp_path: Path, daemons: Daemons
 ) -> None:

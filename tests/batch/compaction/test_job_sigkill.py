@@ -27,15 +27,11 @@ DRIVER_POINTS = {
     # What was sealed meanwhile may have had a topic planned again.
     "compaction.before_summary": ((RUNS, 3 * RUNS), (RUNS, 3 * RUNS)),
 }
-SHORT = ("spark", "compaction.before_commit")
-CASES = [
-    pytest.param(engine, point, marks=() if (engine, point) == SHORT else pytest.mark.long, id=f"{engine}-{point}")
-    for engine in ENGINES
-    for point in (*DRIVER_POINTS, *TASK_POINTS)
-]
+CASES = [(engine, point) for engine in ENGINES for point in (*DRIVER_POINTS, *TASK_POINTS)]
 KILLED = -signal.SIGKILL
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("engine", "point"), CASES)
 def test_a_driver_that_is_killed_leaves_orphans_alone_and_a_later_job_does_the_rest(
     engine: str, point: str, daemons: Daemons, jobs: Jobs, root: Path

@@ -23,6 +23,7 @@ BEFORE_COMMIT = Action("compaction.before_commit", "stop")
 ENGINES = ["local", "spark"]
 
 
+@pytest.mark.long
 def test_a_job_that_is_overtaken_in_each_way_is_refused_and_harms_nothing(
     daemons: Daemons, jobs: Jobs, root: Path
 ) -> None:

@@ -27,7 +27,8 @@ SEED = 2026
 BUCKETS_PER_RUN_MIN = 4
 
 
-@pytest.mark.parametrize("engine", ["spark", pytest.param("local", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["spark", "local"])
 def test_a_job_merges_what_a_daemon_serves_and_no_row_is_lost_doubled_or_early(
     engine: str, daemons: Daemons, jobs: Jobs, root: Path
 ) -> None:

@@ -36,7 +36,7 @@ def submitted(jobs: Jobs, tmp_path: Path, *options: str, action: Action | None =
     return jobs.submit(*jobs.arguments(*options), spark_options=("--py-files", str(code)), action=action)
 
 
-@pytest.mark.long
+# The only test of `make test` with a Java.
 def test_a_job_that_is_done_ends_in_0_and_its_summary_stands_alone_on_standard_output(
     jobs: Jobs, tmp_path: Path, topic: StoredTopic
 ) -> None:
@@ -81,6 +81,7 @@ def test_a_root_that_is_not_there_ends_in_1(jobs: Jobs, tmp_path: Path, root: Pa
     assert not root.exists(), "a job made a root"
 
 
+@pytest.mark.long
 def test_a_wrong_option_ends_in_2(jobs: Jobs, tmp_path: Path, topic: StoredTopic) -> None:
     job = submitted(jobs, tmp_path, "--max-sources", "1")
     assert job.wait() == WRONG_OPTION

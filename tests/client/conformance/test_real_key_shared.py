@@ -20,6 +20,7 @@ from tests.client.conformance.conftest import Connect
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+FAR_MS = 3_600_000
 KEY = tarry.key_hash("N14228")
 BLOCKING = tarry.SubscriptionPolicy(
     nack_precision_bits=0, key_shared=tarry.KeySharedPolicy(nack_order=tarry.NackOrder.BLOCK_KEY)
@@ -60,11 +61,13 @@ async def test_equal_delays_keep_the_order_of_publication_at_one_consumer_for_ea
 
 
 async def test_a_delayed_message_takes_its_place_when_it_is_due(client: tarry.aio.Client, topic: str) -> None:
-    """m1 now, m2 in 300 ms, m3 now: m1, m3, m2."""
+    """m1 now, m2 later, m3 now: m1, m3, m2."""
     async with client.subscribe_key_shared(topic, "sub", consumers=[tarry.Consumer("a")], create=True) as subscription:
-        await client.add(topic, 7, 2, delay_ms=300, key_hash=KEY)
+        await client.add(topic, 7, 2, delay_ms=FAR_MS, key_hash=KEY)
         assert (await subscription.plan(7, [1, 3], KEY)).tolist() == [1, 1]
-        received = await batches(subscription, 3)
+        received = await batches(subscription, 2)
+        assert (await client.reschedule(topic, 7, 2, delay_ms=100)).rescheduled == 1
+        received += await batches(subscription, 1)
         assert entries(received) == [1, 3, 2]
         assert received[-1].lateness_ms[-1] >= 0
         for batch in received:
@@ -75,8 +78,10 @@ async def test_what_was_passed_on_and_failed_comes_again_with_its_key(client: ta
     await client.create_subscription(topic, "sub", BLOCKING)
     async with client.subscribe_key_shared(topic, "sub", consumers=[tarry.Consumer("a")]) as subscription:
         await client.add(topic, 7, range(2), deliver_at_ms=now_ms(), key_hash=KEY)
+        received = await batches(subscription, 2)
+        # While a row is READY every plan is HELD.
         assert (await subscription.plan(7, 5, KEY)).tolist() == [1]
-        received = await batches(subscription, 3)
+        received += await batches(subscription, 1)
         for batch in received:
             assert await subscription.ack(batch) == 0
         for batch in received:
@@ -95,7 +100,8 @@ async def test_later_messages_of_a_key_wait_for_the_nacked_one(client: tarry.aio
         await client.add(topic, 7, range(4), deliver_at_ms=now_ms(), key_hash=KEY)
         received = await batches(subscription, 4)
         assert entries(received) == [0, 1, 2, 3]
-        nacked = subscription.nack((7, 1, received[0].deliver_at_ms[0]), delay_ms=300)
+        second = 7, 1, received[0].deliver_at_ms[0]
+        nacked = subscription.nack(second, delay_ms=FAR_MS)
         taken: list[int] = []
         while len(taken) < 2:
             event = await subscription.receive(PATIENCE_S)
@@ -106,6 +112,7 @@ async def test_later_messages_of_a_key_wait_for_the_nacked_one(client: tarry.aio
         assert subscription.held == 1
         assert await subscription.ack((7, [2, 3], received[0].deliver_at_ms[0])) == 2
         assert await subscription.ack((7, 0, received[0].deliver_at_ms[0])) == 0
+        assert await subscription.nack(second, delay_ms=100) == nack_result(0, 0)
         again = await batches(subscription, 1)
         assert again[0].redelivery_count[0] == 1
         again += await batches(subscription, 3 - len(again[0]))

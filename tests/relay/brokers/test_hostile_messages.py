@@ -197,6 +197,7 @@ async def suite(broker: AnyBroker, directory: Path) -> AsyncIterator[Suite]:
                 yield Suite(broker, raw, daemon, relay, judgement)
 
 
+@pytest.mark.long
 async def test_no_message_stops_a_relay_through_kills(
     broker: AnyBroker, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

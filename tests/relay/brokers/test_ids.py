@@ -160,6 +160,7 @@ async def forget_readers(broker: Any, stream: str) -> None:
             each.result()
 
 
+@pytest.mark.long
 async def test_ids_of_a_relay_that_another_one_reads_in_one_retry_log_are_dead_letters(
     broker: AnyBroker, tmp_path: Path
 ) -> None:
@@ -200,6 +201,7 @@ async def test_ids_of_a_relay_that_another_one_reads_in_one_retry_log_are_dead_l
     assert set(of_one.values()).isdisjoint(of_two.values())
 
 
+@pytest.mark.long
 async def test_ids_of_before_the_source_was_made_anew_are_dead_letters(broker: AnyBroker, tmp_path: Path) -> None:
     """Where a position has another message now, and where it has none."""
     rows, fewer = 20, 10

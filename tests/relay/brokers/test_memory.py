@@ -127,6 +127,7 @@ async def test_messages_that_are_due_at_once_take_no_more_memory_than_the_file_s
     print(f"{broker.kind}, {rows} of {size} bytes, {small} small ones before: {told}")  # noqa: T201
 
 
+@pytest.mark.long
 async def test_few_large_messages_come_through_little_memory(
     broker: AnyBroker, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -106,6 +106,7 @@ def numbered(name: str, rows: int) -> set[str]:
 # An end that is silent.
 
 
+@pytest.mark.long
 async def test_a_broker_that_is_silent_makes_503_and_keeps_no_relay_from_ending(
     broker: AnyBroker, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ async def test_a_broker_that_is_silent_makes_503_and_keeps_no_relay_from_ending(
             broker.server.resume()
 
 
+@pytest.mark.long
 @two_brokers_that_hold
 async def test_a_relay_that_is_cut_off_from_its_daemon_holds_nothing(
     broker: AnyBroker, daemon: DaemonProcess, tmp_path: Path

@@ -6,6 +6,8 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
+
 from examples.processes import DaemonProcess, local_store
 from tests.relay.brokers._support.relay_process import RelayProcess
 from tests.relay.brokers._support.two_brokers import DUE, RESULTS, SOURCE, AnyBroker, configuration
@@ -23,6 +25,7 @@ async def bodies(broker: AnyBroker, stream: str, rows: int) -> list[str]:
     return sorted(each.body for each in found)
 
 
+@pytest.mark.long
 async def test_a_target_that_is_away_holds_up_no_other_through_an_end_of_the_daemon(
     broker: AnyBroker, tmp_path: Path
 ) -> None:

@@ -135,10 +135,6 @@ def rows_of_a_seal_in_a_checkpoint_are_left_out(patch: pytest.MonkeyPatch) -> No
     patch.setattr(recovery, "restore", restored)
 
 
-def catching_up_ignores_what_is_in_hand(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SubscriptionState, "in_hand_among", lambda self, keys: BitMap64())
-
-
 def catching_up_ignores_what_is_being_acknowledged(patch: pytest.MonkeyPatch) -> None:
     in_hand = SubscriptionState.in_hand
     patch.setattr(SubscriptionState, "in_hand", lambda self: in_hand(self) - self.acknowledging)
@@ -271,7 +267,6 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     rows_are_due_a_tick_early,
     acknowledgements_do_not_look_at_the_time,
     acknowledged_bits_survive_in_the_mutable_bucket,
-    catching_up_ignores_what_is_in_hand,
     catching_up_ignores_what_is_being_acknowledged,
     gone_positions_are_gone_from_later_buckets,
     pages_of_staged_rows_leave_with_their_bucket,

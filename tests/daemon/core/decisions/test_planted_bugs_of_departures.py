@@ -19,7 +19,7 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index import bucket as quarantine
 from daemon.core.index import containment, entitlement, retention
-from daemon.core.index.bucket import Bucket, QuarantinedBucket
+from daemon.core.index.bucket import Bucket
 from daemon.core.index.index import Index
 from daemon.core.index.position_keys import KeyedRows, PageTable
 from storage_backends.formats.row_columns import U64
@@ -35,14 +35,6 @@ from tests.planted import registry
 def what_is_trimmed_stays_in_hand(patch: pytest.MonkeyPatch) -> None:
     def drop(self: SubscriptionState, keys: BitMap64, *, backlog_rows: int) -> None:
         self.backlog -= backlog_rows
-
-    patch.setattr(SubscriptionState, "drop", drop)
-
-
-def what_is_trimmed_stays_counted(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: SubscriptionState, keys: BitMap64, *, backlog_rows: int) -> None:
-        self.forget(keys)
-        self.withdraw(keys)
 
     patch.setattr(SubscriptionState, "drop", drop)
 
@@ -132,10 +124,6 @@ def gone_rows_of_the_first_slot_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Departure, "slots", lambda self: iter(list(slots(self))[:1]))
 
 
-def rows_that_nobody_is_owed_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TopicState, "take_not_owed", lambda self: [])
-
-
 def a_row_is_gone_when_one_subscription_is_not_owed_it(patch: pytest.MonkeyPatch) -> None:
     feed = feeding.feed
 
@@ -202,10 +190,6 @@ def what_is_missing_is_still_a_duplicate(patch: pytest.MonkeyPatch) -> None:
 
 def what_was_merged_away_holds_up_no_key(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Index, "leave_to_merged", Index.leave_out)
-
-
-def what_is_added_again_is_still_missing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(quarantine, "added_again", lambda damaged, added, slot: None)
 
 
 def what_leaves_is_still_missing(patch: pytest.MonkeyPatch) -> None:
@@ -291,10 +275,6 @@ def what_left_before_the_restart_is_not_asked_of_pages_that_nobody_holds(patch: 
     patch.setattr(quarantine, "learns_positions", lambda damaged: False)
 
 
-def a_trim_does_not_take_what_nobody_knows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(QuarantinedBucket, "stand_in", lambda self: BitMap64())
-
-
 def a_trim_of_a_part_takes_all_that_nobody_knows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LedgerRanges, "cover", lambda self, first, last: True)
 
@@ -375,10 +355,6 @@ def a_look_at_the_log_goes_by_buckets(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(retention, "retained", those_before)
 
 
-def damage_makes_nothing_uncertain(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(retention, "uncertain", lambda indexes: [])
-
-
 BY_ANY_ORDER: tuple[Plant, ...] = (
     what_is_trimmed_stays_in_hand,
     a_trim_always_takes_lower_ledgers,
@@ -386,10 +362,6 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     the_rows_of_a_damaged_bucket_stay_counted,
 )
 BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
-    (
-        what_is_trimmed_stays_counted,
-        test_trimming.test_what_is_trimmed_leaves_every_hand_and_every_count_and_may_be_added_again,
-    ),
     (
         a_trim_takes_a_ledger_by_its_low_entry_bits,
         test_trimming.test_a_trim_drops_a_ledger_up_to_an_entry_and_lower_ledgers_only_on_request,
@@ -430,7 +402,6 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
         test_quarantine.test_a_bucket_that_was_merged_away_holds_up_keys_until_what_took_its_place_is_served,
     ),
     (what_is_missing_is_still_a_duplicate, test_quarantine.test_adding_the_range_again_heals_it_without_doubling),
-    (what_is_added_again_is_still_missing, test_quarantine.test_adding_the_range_again_heals_it_without_doubling),
     (
         the_progress_of_damaged_buckets_is_not_stored,
         test_quarantine.test_adding_the_range_again_heals_it_without_doubling,
@@ -450,7 +421,6 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     ),
     (acknowledged_rows_are_contained, test_containment.test_what_a_subscription_acknowledged_is_not_contained_for_it),
     (a_cut_answer_goes_on_behind_the_next_range, test_containment.test_an_answer_that_is_cut_goes_on_where_it_was_cut),
-    (rows_that_nobody_is_owed_stay, test_trimming.test_a_row_that_nobody_is_owed_when_it_comes_due_is_gone),
     (
         an_add_may_overtake_an_acknowledgement_of_a_damaged_bucket,
         test_quarantine.test_an_acknowledgement_that_is_staged_when_the_bucket_is_found_damaged_counts,
@@ -462,10 +432,6 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     (
         what_left_before_the_restart_is_not_asked_of_pages_that_nobody_holds,
         test_quarantine.test_what_left_in_a_page_of_which_nothing_is_stored_counts_for_rows_that_nobody_knows,
-    ),
-    (
-        a_trim_does_not_take_what_nobody_knows,
-        lambda: test_quarantine.test_a_trim_of_all_its_ledgers_takes_what_nobody_knows(None, True),
     ),
     (
         what_is_added_between_portions_is_trimmed,
@@ -486,10 +452,6 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     (
         a_look_at_the_log_goes_by_buckets,
         lambda: test_retention.rows_that_move_are_found("seal"),
-    ),
-    (
-        damage_makes_nothing_uncertain,
-        test_retention.test_ledgers_of_damaged_buckets_are_uncertain_until_they_are_added_again,
     ),
     (
         a_trim_of_a_part_takes_all_that_nobody_knows,

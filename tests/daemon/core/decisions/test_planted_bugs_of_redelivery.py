@@ -13,20 +13,19 @@ from pyroaring import BitMap64
 from daemon.core.backlog.dead_letter_rows import DeadLetterRows, DeadLetters
 from daemon.core.backlog.in_flight import InFlight, Mask
 from daemon.core.backlog.nack_tracker import NackTracker
-from daemon.core.decisions import ack_decisions, nack_decisions, topic_state
+from daemon.core.decisions import nack_decisions, topic_state
 from daemon.core.decisions import topic_state as topic_module
 from daemon.core.decisions.ack_decisions import AckDecisions
 from daemon.core.decisions.claims import ClaimedRows, HeldPositions, Ignored, IgnoredReason, rows_claimed
 from daemon.core.decisions.dead_letter_decisions import DeadLetterDecisions
 from daemon.core.decisions.departures import LedgerRanges
 from daemon.core.decisions.nack_decisions import NackBatch, NackDecisions, RedeliveryTerms
-from daemon.core.decisions.subscription_state import RedeliveryCounts, SubscriptionState
+from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.topic_state import SubscriptionCut, TopicState
-from daemon.core.decisions.withdrawal_decisions import WithdrawalDecisions
 from daemon.core.index import entitlement
 from daemon.core.index.index import Index
 from daemon.core.index.position_keys import KeyedRows, PagePlaces, bitmap_of
-from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.formats.slot_format import DeadLetterRecord, NackRecord, Record, ReplayRecord
 from tests.daemon.core._support import journaled_topic
 from tests.daemon.core._support.redelivery_machine import RedeliveryMachine
@@ -128,10 +127,6 @@ def what_comes_due_while_there_is_no_room_is_dropped(patch: pytest.MonkeyPatch) 
     patch.setattr(SubscriptionState, "redeliver", redelivered)
 
 
-def a_request_does_not_wait_for_what_is_staged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NackDecisions, "is_staged", lambda self, state, positions, **_: False)
-
-
 def what_is_staged_comes_back(patch: pytest.MonkeyPatch) -> None:
     """Its old time comes while the new one is not durable."""
 
@@ -182,39 +177,12 @@ def what_comes_back_is_handed_out_after_what_is_ready(patch: pytest.MonkeyPatch)
 # ---- what leaves
 
 
-def _forgetting(patch: pytest.MonkeyPatch, kept: str) -> None:
-    forget = SubscriptionState.forget
-
-    def all_but_one(self: SubscriptionState, keys: BitMap64) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(NackTracker if kept == "nacks" else RedeliveryCounts, "drop", lambda self, keys: None)
-            forget(self, keys)
-
-    patch.setattr(SubscriptionState, "forget", all_but_one)
-
-
-def an_acknowledgement_leaves_what_waits(patch: pytest.MonkeyPatch) -> None:
-    _forgetting(patch, "nacks")
-
-
-def the_count_of_what_left_stays(patch: pytest.MonkeyPatch) -> None:
-    _forgetting(patch, "counts")
-
-
 def messages_do_not_leave_with_their_entry(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AckDecisions, "end_parts", lambda self, state, ledger_id, entry_id, counts=None: iter(()))
 
 
 def a_trim_leaves_messages_of_batches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LedgerRanges, "of_batch_parts", lambda self: self)
-
-
-def what_was_handed_out_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WithdrawalDecisions, "_redelivered_among", lambda self, waiting: BitMap64())
-
-
-def a_purge_is_not_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DeadLetters, "remove", lambda self, ids: 0)
 
 
 # ---- messages of batches
@@ -311,16 +279,6 @@ def _last(rows: DeadLetterRows) -> int:
     return int(rows.dead_letter_id[-1]) if len(rows) else 0
 
 
-def a_position_dies_one_time_too_early(patch: pytest.MonkeyPatch) -> None:
-    how = nack_decisions._NackOptions
-    are_dead = how.are_dead
-
-    def early(self: Any, counts: U32, max_count: int | None) -> Mask:
-        return are_dead(self, counts, None if max_count is None else max(0, max_count - 1))
-
-    patch.setattr(how, "are_dead", early)
-
-
 def a_replay_keeps_the_count(patch: pytest.MonkeyPatch) -> None:
     replayed = DeadLetterDecisions.replayed
 
@@ -379,30 +337,18 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     what_waits_is_derived_by_readers,
     an_idle_subscription_loses_what_comes_due,
     what_comes_back_is_handed_out_in_no_order,
-    an_acknowledgement_leaves_what_waits,
-    the_count_of_what_left_stays,
     messages_do_not_leave_with_their_entry,
-    a_purge_is_not_kept,
     a_message_takes_its_entry_along,
     messages_of_an_entry_are_one,
     a_message_that_is_nacked_waits_for_the_head,
     a_closed_stream_counts,
     counts_are_lost_with_a_seal,
     dead_letters_are_lost_with_a_seal,
-    a_position_dies_one_time_too_early,
     a_replay_keeps_the_count,
 )
 
 
 # What takes a rare order of events.
-def an_acknowledgement_ends_any_hand_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SubscriptionState, "are_ended_by", lambda self, keys, counts: None)
-
-
-def what_failed_can_still_be_acknowledged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SubscriptionState, "given_up", lambda self, keys, counts: None)
-
-
 def a_late_nack_does_not_wait_for_the_acknowledgement(patch: pytest.MonkeyPatch) -> None:
     is_staged = NackDecisions.is_staged
     patch.setattr(NackDecisions, "is_staged", lambda self, state, positions, **_: is_staged(self, state, positions))
@@ -442,10 +388,6 @@ def a_part_counts_on_from_one_row_of_its_entry(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(NackDecisions, "_above", lambda self, state, parts: np.ones(len(parts), np.uint32))
 
 
-def an_entry_takes_later_parts_along(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ack_decisions, "_later", lambda state, parts, first_keys, counts: BitMap64())
-
-
 def a_late_row_has_no_time(patch: pytest.MonkeyPatch) -> None:
     decide = NackDecisions._decide_strange
 
@@ -471,10 +413,6 @@ def an_old_nack_hits_a_newer_hand_out(patch: pytest.MonkeyPatch) -> None:
         return take(state, index, dataclasses.replace(nack, positions=positions))
 
     patch.setattr(nack_decisions, "_take_in_flight", any_hand_out)
-
-
-def a_time_out_is_taken_for_a_failure(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SubscriptionState, "timed_out", lambda self, keys: None)
 
 
 BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
@@ -535,15 +473,6 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
         a_position_that_is_owed_is_added_again,
         test_redelivery.test_a_position_that_is_owed_as_a_row_is_not_one_that_never_was_added,
     ),
-    (a_request_does_not_wait_for_what_is_staged, test_redelivery.test_what_is_staged_is_in_no_hand),
-    (
-        an_acknowledgement_ends_any_hand_out,
-        every_order.test_h_n_a_the_row_waits_and_the_acknowledgement_is_of_another_delivery,
-    ),
-    (
-        what_failed_can_still_be_acknowledged,
-        every_order.test_h_x_h_n_a_newer_hand_out_is_out_and_the_old_one_ends_nothing_any_more,
-    ),
     (
         a_late_nack_does_not_wait_for_the_acknowledgement,
         every_order.test_h_a_n_while_the_acknowledgement_is_staged_the_nack_waits,
@@ -554,7 +483,6 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     ),
     (only_what_is_in_flight_is_nacked, every_order.test_h_s_n_what_is_ready_again_is_nacked),
     (another_hand_out_is_held, every_order.test_after_k_a_position_is_held_only_by_the_name_that_its_row_has),
-    (an_entry_takes_later_parts_along, every_order.test_entry_h_n_of_a_part_a_of_the_entry_the_part_stays),
     (
         a_part_counts_on_from_one_row_of_its_entry,
         every_order.test_entry_with_two_rows_n_of_a_part_of_one_a_of_the_other_the_part_stays,
@@ -568,7 +496,6 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
         an_old_nack_hits_a_newer_hand_out,
         every_order.test_h_x_h_n_a_newer_hand_out_is_out_and_the_old_one_ends_nothing_any_more,
     ),
-    (a_time_out_is_taken_for_a_failure, every_order.test_h_x_h_a_of_the_first_ends_it),
     (
         a_dead_letter_is_replayed_over_a_row,
         test_dead_letter_decisions.test_a_dead_letter_whose_position_has_a_row_stays,
@@ -576,10 +503,6 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     (
         a_redelivery_may_be_before_the_row_is_due,
         test_redelivery.test_a_redelivery_is_not_before_the_row_is_due,
-    ),
-    (
-        what_was_handed_out_is_withdrawn,
-        test_redelivery.test_what_waits_for_its_redelivery_cannot_be_withdrawn_by_setting_the_clock_back,
     ),
     (
         ids_begin_anew_after_a_crash,

@@ -48,10 +48,6 @@ def what_is_leaving_is_passed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Indexes, "_staying", lambda self, due: due)
 
 
-def what_has_left_stays_leaving(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WithdrawalDecisions, "cancelled", lambda self, index, keys: index.remove(keys))
-
-
 def what_is_due_is_cancelled_like_what_waits(patch: pytest.MonkeyPatch) -> None:
     states_of = withdrawal_decisions._states_of
 
@@ -60,11 +56,6 @@ def what_is_due_is_cancelled_like_what_waits(patch: pytest.MonkeyPatch) -> None:
         return waiting | due, BitMap64()
 
     patch.setattr(withdrawal_decisions, "_states_of", all_wait)
-
-
-def what_is_due_is_decided_before_it_is_passed(patch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the segments that are due."""
-    patch.setattr(Indexes, "wanted_segments", lambda self, now_ms, ahead_ms=0: [])
 
 
 def what_is_being_acknowledged_counts_as_ready(patch: pytest.MonkeyPatch) -> None:
@@ -136,10 +127,6 @@ def own_rows_are_raised_too(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WithdrawalDecisions, "stage_reschedule", all_raised)
 
 
-def nothing_is_staged_for_others(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WithdrawalDecisions, "is_staged", lambda self, asked: False)
-
-
 def only_adds_are_staged_for_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         WithdrawalDecisions,
@@ -199,9 +186,7 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     a_reschedule_leaves_the_old_row_where_it_is,
     a_reschedule_of_a_row_in_memory_keeps_its_time,
     what_is_leaving_is_passed,
-    what_has_left_stays_leaving,
     what_is_due_is_cancelled_like_what_waits,
-    what_is_due_is_decided_before_it_is_passed,
     what_is_being_acknowledged_counts_as_ready,
     what_one_subscription_holds_is_seen_of_the_first_only,
     a_position_leaves_where_it_waits_though_it_is_due_elsewhere,
@@ -223,10 +208,6 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
         lambda: test_withdrawal_decisions.test_a_claim_that_was_trimmed_is_not_owed_again_by_a_reschedule(
             test_withdrawal_decisions.in_the_mutable_bucket, test_withdrawal_decisions.nothing
         ),
-    ),
-    (
-        nothing_is_staged_for_others,
-        test_withdrawal_decisions.test_a_position_is_staged_by_an_add_a_cancellation_or_a_reschedule_until_that_is_applied,
     ),
     (
         only_adds_are_staged_for_others,

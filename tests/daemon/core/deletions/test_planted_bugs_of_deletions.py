@@ -188,10 +188,6 @@ def _change_answer(patch: pytest.MonkeyPatch, change: Callable[[Deletion, Deleti
 # ---- what is in use, and what comes too late
 
 
-def what_is_in_use_is_attempted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InUse, "is_in_use", lambda self, topic, delete: False)
-
-
 def a_ledger_whose_attempt_has_begun_is_used(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         ledger_deletions, "too_late_to_use", lambda deletion: _is_recorded(deletion) and deletion.maybe_deleted
@@ -452,7 +448,6 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     a_dead_letter_that_is_retried_keeps_its_failures,
     a_dead_letter_that_is_retried_is_as_new,
     a_dead_letter_that_is_purged_keeps_its_ledger,
-    what_is_in_use_is_attempted,
     a_ledger_whose_attempt_has_begun_is_used,
     a_ledger_that_may_be_deleted_in_part_is_used,
     a_dead_letter_that_may_be_deleted_in_part_is_used,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core.backlog.in_flight import Mask, Places
 from daemon.core.index.position_keys import KeyRange, PageTable
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import U16
@@ -58,17 +57,6 @@ def a_hash_that_kept_nothing_back_is_told(patch: pytest.MonkeyPatch) -> None:
         self.has_unblocked |= bool(len(slots))
 
     patch.setattr(DrainingHashes, "_free", told)
-
-
-def what_was_kept_back_counts_for_the_next_holder(patch: pytest.MonkeyPatch) -> None:
-    free = DrainingHashes._free
-
-    def kept(self: DrainingHashes, slots: U16) -> None:
-        attempts = self._attempts.copy()
-        free(self, slots)
-        self._attempts = attempts
-
-    patch.setattr(DrainingHashes, "_free", kept)
 
 
 def what_is_unblocked_is_forgotten_when_it_is_held_again(patch: pytest.MonkeyPatch) -> None:
@@ -130,25 +118,6 @@ def what_is_forgotten_counts_as_acknowledged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LastSentPosition, "forget", LastSentPosition.acknowledged)
 
 
-def what_is_acknowledged_before_it_was_sent_is_a_gap(patch: pytest.MonkeyPatch) -> None:
-    def flagged(self: LastSentPosition, places: Places) -> None:
-        self._is_acknowledged[places] = True
-        self._advance()
-
-    patch.setattr(LastSentPosition, "_acknowledge", flagged)
-
-
-def what_is_offered_again_stays_acknowledged(patch: pytest.MonkeyPatch) -> None:
-    offer = LastSentPosition.offer
-
-    def offered(self: LastSentPosition, ledger_id: U64, entry_id: U64) -> None:
-        before = self._is_acknowledged[: self._end].copy()
-        offer(self, ledger_id, entry_id)
-        self._is_acknowledged[: len(before)] = before
-
-    patch.setattr(LastSentPosition, "offer", offered)
-
-
 def a_mark_delete_takes_higher_entries_along(patch: pytest.MonkeyPatch) -> None:
     key_ranges = PageTable.key_ranges
 
@@ -176,17 +145,6 @@ def what_is_redelivered_is_not_outstanding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NackBlocks, "redelivered", NackBlocks.left)
 
 
-def a_hash_over_the_bound_never_blocks_again(patch: pytest.MonkeyPatch) -> None:
-    end = NackBlocks._end
-
-    def for_good(self: NackBlocks, nacked: BitMap64, outstanding: BitMap64) -> None:
-        before: Mask = self._is_bounded_out.copy()
-        end(self, nacked, outstanding)
-        self._is_bounded_out |= before
-
-    patch.setattr(NackBlocks, "_end", for_good)
-
-
 def the_bound_counts_from_the_last_nack(patch: pytest.MonkeyPatch) -> None:
     nacked = NackBlocks.nacked
 
@@ -195,11 +153,6 @@ def the_bound_counts_from_the_last_nack(patch: pytest.MonkeyPatch) -> None:
         self._since_ms[slots] = elapsed_ms
 
     patch.setattr(NackBlocks, "nacked", from_now)
-
-
-def the_bound_is_a_look_late(patch: pytest.MonkeyPatch) -> None:
-    expire = NackBlocks.expire
-    patch.setattr(NackBlocks, "expire", lambda self, *, elapsed_ms: expire(self, elapsed_ms=max(elapsed_ms - 1, 0)))
 
 
 def packing_mixes_up_slots(patch: pytest.MonkeyPatch) -> None:
@@ -217,7 +170,6 @@ OF_DRAINING_HASHES: tuple[Plant, ...] = (
     a_hash_that_is_named_twice_counts_once,
     anybody_settles,
     a_hash_that_kept_nothing_back_is_told,
-    what_was_kept_back_counts_for_the_next_holder,
     what_is_unblocked_is_forgotten_when_it_is_held_again,
 )
 
@@ -227,17 +179,13 @@ OF_THE_LAST_SENT_POSITION: tuple[Plant, ...] = (
     any_mark_delete_releases,
     what_was_pruned_does_not_count,
     what_is_forgotten_counts_as_acknowledged,
-    what_is_acknowledged_before_it_was_sent_is_a_gap,
-    what_is_offered_again_stays_acknowledged,
     a_mark_delete_takes_higher_entries_along,
 )
 
 OF_BLOCKED_HASHES: tuple[Plant, ...] = (
     one_that_is_nacked_again_counts_twice,
     what_is_redelivered_is_not_outstanding,
-    a_hash_over_the_bound_never_blocks_again,
     the_bound_counts_from_the_last_nack,
-    the_bound_is_a_look_late,
     packing_mixes_up_slots,
 )
 

@@ -10,17 +10,15 @@ import pytest
 from pyroaring import BitMap64
 
 from daemon.core.backlog.in_flight import Mask
-from daemon.core.decisions import key_shared_backlogs
-from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.position_keys import KeyedRows
 from daemon.core.key_shared import key_share as key_shared_module
 from daemon.core.key_shared.draining_hashes import DrainingHashes, HashHolds
 from daemon.core.key_shared.hash_slots import U16
 from daemon.core.key_shared.key_consumers import I64, Consumers
 from daemon.core.key_shared.key_planning import Planning
-from daemon.core.key_shared.key_share import KeyShared, PlannedPositions, Plans
+from daemon.core.key_shared.key_share import KeyShared, PlannedPositions
 from daemon.core.key_shared.last_sent_position import LastSentPosition
-from daemon.core.key_shared.nack_blocks import BlockingNacks, NackBlocks
+from daemon.core.key_shared.nack_blocks import BlockingNacks
 from daemon.core.key_shared.waiting_rows import WaitingRows
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import KeyOrder, NackOrder
@@ -54,14 +52,6 @@ def a_hash_is_free_before_its_acknowledgement_is_durable(patch: pytest.MonkeyPat
     patch.setattr(HashHolds, "claimed", HashHolds.returned)
 
 
-def what_a_consumer_held_that_left_is_held_by_it_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HashHolds, "returned", lambda self, rows, dispatchers: None)
-
-
-def nobody_hears_that_a_hash_is_free(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DrainingHashes, "blocked", lambda self, slots: None)
-
-
 def what_others_have_received_since_is_held_too(patch: pytest.MonkeyPatch) -> None:
     """After a takeover: a hash, by who declares to hold it."""
     hold = KeyShared.hold
@@ -72,10 +62,6 @@ def what_others_have_received_since_is_held_too(patch: pytest.MonkeyPatch) -> No
             return hold(self, rows, numbers, elapsed_ms=elapsed_ms)
 
     patch.setattr(KeyShared, "hold", blindly)
-
-
-def what_is_in_flight_elsewhere_is_held_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SubscriptionState, "held_among", lambda self, keys: BitMap64())
 
 
 # ---- the order of what waits
@@ -123,14 +109,6 @@ def keys_of_one_hash_do_not_wait_for_each_other(patch: pytest.MonkeyPatch) -> No
 # ---- permits
 
 
-def permits_are_not_used_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Consumers, "sent", lambda self, ordinals: None)
-
-
-def a_full_stream_goes_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Consumers, "set_full", lambda self, stream, is_full: None)
-
-
 def one_without_permits_holds_up_the_others(patch: pytest.MonkeyPatch) -> None:
     choose = Planning.choose
 
@@ -152,28 +130,8 @@ def nobody_hears_of_permits(patch: pytest.MonkeyPatch) -> None:
 # ---- negative acknowledgements
 
 
-def a_nack_blocks_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NackBlocks, "are_blocked", lambda self, slots: _all(slots, False))
-
-
 def nothing_is_taken_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockingNacks, "take_behind", lambda self, rows: (KeyedRows.empty(), np.empty(0, np.uint32)))
-
-
-def a_key_waits_for_ever_for_one_that_never_succeeds(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NackBlocks, "expire", lambda self, *, elapsed_ms: None)
-
-
-def what_waits_behind_a_nack_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockingNacks, "are_kept_back", lambda self, keys, slots: _all(slots, False))
-
-
-def a_hash_waits_for_one_that_came_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NackBlocks, "redelivered", lambda self, keys: None)
-
-
-def a_hash_waits_for_one_that_left(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NackBlocks, "left", lambda self, keys: None)
 
 
 def a_new_owner_knows_of_no_nacks(patch: pytest.MonkeyPatch) -> None:
@@ -181,14 +139,6 @@ def a_new_owner_knows_of_no_nacks(patch: pytest.MonkeyPatch) -> None:
 
 
 # ---- plans
-
-
-def what_has_a_row_is_planned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(key_shared_backlogs, "are_owed", lambda indexes, state, entries: _all(entries.ledger_id, False))
-
-
-def a_plan_outlives_its_stream(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PlannedPositions, "close", lambda self, stream: BitMap64())
 
 
 def a_plan_is_forgotten_when_another_stream_ends(patch: pytest.MonkeyPatch) -> None:
@@ -200,23 +150,11 @@ def a_plan_is_forgotten_when_another_stream_ends(patch: pytest.MonkeyPatch) -> N
     patch.setattr(PlannedPositions, "close", all_of_them)
 
 
-def a_mark_delete_forgets_who_waits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Plans, "mark_delete", lambda self, ledger_id, entry_id: None)
-
-
 # ---- the last sent position
 
 
 def who_joined_receives_what_is_behind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LastSentPosition, "may_receive", lambda self, ledger_id, entry_id, consumers: _all(consumers, True))
-
-
-def who_joined_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LastSentPosition, "acknowledged", lambda self, ledger_id, entry_id: None)
-
-
-def nobody_hears_that_who_joined_waits_no_more(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LastSentPosition, "take_released", lambda self: [])
 
 
 def delayed_rows_are_among_what_was_sent(patch: pytest.MonkeyPatch) -> None:
@@ -229,45 +167,22 @@ def delayed_rows_are_among_what_was_sent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KeyShared, "_sent", offered)
 
 
-# ---- rows that are let go
-
-
-def what_was_let_go_is_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KeyShared, "reads_on", property(lambda self: False))
-
-
 PLANTS: tuple[tuple[Plant, Profile], ...] = (
     (two_consumers_hold_one_key, DRAINING),
     (a_hash_is_free_before_its_acknowledgement_is_durable, DRAINING),
-    (what_a_consumer_held_that_left_is_held_by_it_for_ever, DRAINING),
-    (nobody_hears_that_a_hash_is_free, DRAINING),
     (what_others_have_received_since_is_held_too, DRAINING),
-    (what_is_in_flight_elsewhere_is_held_again, DRAINING),
     (later_rows_of_a_key_pass_those_that_wait, DRAINING),
     (what_comes_back_is_behind_what_is_new, DRAINING),
     (what_comes_back_is_in_no_order, DRAINING),
     (what_a_consumer_held_that_left_is_lost, DRAINING),
     (keys_of_one_hash_do_not_wait_for_each_other, DRAINING),
-    (permits_are_not_used_up, DRAINING),
-    (a_full_stream_goes_on, DRAINING),
     (one_without_permits_holds_up_the_others, DRAINING),
     (nobody_hears_of_permits, DRAINING),
-    (a_nack_blocks_nothing, BLOCKING),
     (nothing_is_taken_back, BLOCKING),
-    (a_key_waits_for_ever_for_one_that_never_succeeds, BLOCKING),
-    (what_waits_behind_a_nack_is_acknowledged, BLOCKING),
-    (a_hash_waits_for_one_that_came_back, BLOCKING),
-    (a_hash_waits_for_one_that_left, BLOCKING),
     (a_new_owner_knows_of_no_nacks, BLOCKING),
-    (what_has_a_row_is_planned, DRAINING),
-    (a_plan_outlives_its_stream, DRAINING),
     (a_plan_is_forgotten_when_another_stream_ends, DRAINING),
-    (a_mark_delete_forgets_who_waits, DRAINING),
     (who_joined_receives_what_is_behind, LAST_SENT),
-    (who_joined_waits_for_ever, LAST_SENT),
-    (nobody_hears_that_who_joined_waits_no_more, LAST_SENT),
     (delayed_rows_are_among_what_was_sent, LAST_SENT),
-    (what_was_let_go_is_lost, FEW_READY),
 )
 
 

@@ -12,7 +12,7 @@ from daemon.core.key_shared.hash_selectors import AutoSplit, ConsistentHashing, 
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, HashRange, Slots
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import HashSelector as Kind
-from tests.daemon.core.key_shared.test_selectors import Plant, crowd, few_slots, follow_any
+from tests.daemon.core.key_shared.test_selectors import Plant, few_slots, follow_any
 
 # ---- counts and ranges
 
@@ -62,10 +62,6 @@ def a_range_goes_to_the_consumer_above(patch: pytest.MonkeyPatch) -> None:
 
 
 # ---- CONSISTENT_HASHING
-
-
-def points_that_collide_stay_as_they_came(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ConsistentHashing, "_order_collisions", lambda self, places: None)
 
 
 def the_ring_is_open(patch: pytest.MonkeyPatch) -> None:
@@ -123,7 +119,6 @@ PLANTED: tuple[tuple[Plant, Kind, Plant | None], ...] = (
     (ranges_reach_over_the_slots_of_others, Kind.CONSISTENT_HASHING, None),
     (the_odd_slot_goes_to_who_joins, Kind.AUTO_SPLIT, few_slots),
     (a_range_goes_to_the_consumer_above, Kind.AUTO_SPLIT, None),
-    (points_that_collide_stay_as_they_came, Kind.CONSISTENT_HASHING, crowd),
     (the_ring_is_open, Kind.CONSISTENT_HASHING, None),
     (a_number_is_never_used_again, Kind.CONSISTENT_HASHING, None),
     (who_joins_before_a_refused_one_is_there, Kind.STICKY, None),
