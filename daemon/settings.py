@@ -454,7 +454,7 @@ class DeletionObjectStore(Section, frozen=True):
 
 
 class DeletionOwner(Section, frozen=True):
-    """An owner of ledgers, which the daemon asks by HTTP (`docs/LEDGER_OWNERS.md`); a table for each owner."""
+    """An owner of ledgers, which the daemon asks by HTTP (`docs/DELETION.md`); a table for each owner."""
 
     name: Annotated[str, Meta(pattern=_NAME, extra=_A_NAME, description="Names the owner, in messages; required.")]
     topic_prefixes: Annotated[
