@@ -39,24 +39,27 @@ class DeletionMetrics:
         self._attempted = counter("tarry_deletions_attempted", "Attempts to delete a ledger.")
         self._deleted = counter("tarry_deletions_deleted", "Attempts that deleted a ledger.", "ledger_type")
         self._failed = counter("tarry_deletions_failed", "Attempts to delete a ledger that failed.", "ledger_type")
-        self._ended = counter("tarry_deletions_ended", "Deletions of ledgers that are over, by outcome.", "outcome")
+        self._ended = counter("tarry_deletions_ended", "Deletions of ledgers that ended, by outcome.", "outcome")
         self._given_up = counter(
-            "tarry_deletions_given_up", "Deletions of ledgers that failed too often: dead letters."
+            "tarry_deletions_given_up", "Deletions of ledgers that failed too often and became dead letters."
         )
-        in_flight = gauge("tarry_deletions_in_flight", "Deletions of ledgers that are not over.", "component")
+        in_flight = gauge("tarry_deletions_in_flight", "Deletions of ledgers that have not ended.", "component")
         # Looked up once: they are set every second.
         self._in_flight = {component: in_flight.labels(_label(component)) for component in LedgerComponent}
-        self._dead = gauge("tarry_deletions_dead", "Deletions of ledgers that are dead letters now.")
+        self._dead = gauge("tarry_deletions_dead", "Deletions of ledgers that are dead letters.")
         self._held = gauge(
-            "tarry_deletions_held", "Deletions that ended because their ledger is in use, and come back when it is not."
+            "tarry_deletions_held",
+            "Deletions that ended because the ledger is in use, until its owner takes that back.",
         )
         self._oldest = gauge(
             "tarry_deletions_oldest_seconds",
-            "Age of the oldest deletion of a ledger that is not over; 0 when there is none.",
+            "Time since the oldest deletion in flight was recorded or retried; 0 if there is none.",
         )
         self._in_use = gauge("tarry_deletion_ledgers_in_use", "Ledgers that their owners state to be in use.")
         self._orphans = gauge(
-            "tarry_sweep_orphans", "Ledgers in an object store that nobody knows, as its last sweep found.", "store"
+            "tarry_sweep_orphans",
+            "Ledgers without a known owner that the last sweep of an object store found.",
+            "store",
         )
         for series in (self._recorded, self._deleted, self._failed):
             for ledger_type in LedgerType:

@@ -60,7 +60,7 @@ class Metrics:
         self.registry.register(self._redelivery_lateness)
         self._level_lateness = ArrayHistogram(
             "tarry_level_lateness_seconds",
-            "Time of the first hand-out since the topic was loaded, minus due time, of rows added by a delay level.",
+            "Delivery time minus due time, at the first delivery of rows added by a delay level.",
             LATENESS_BOUNDS_S,
             "topic",
             "level",
@@ -77,9 +77,7 @@ class Metrics:
                 "result",
             )
         )
-        self._late = counter(
-            "tarry_add_late_on_arrival_rows", "Added rows that were due already when they came.", "topic"
-        )
+        self._late = counter("tarry_add_late_on_arrival_rows", "Added rows that were already due.", "topic")
         self._acknowledged = _Children(
             counter(
                 "tarry_acknowledge_rows",
@@ -97,7 +95,7 @@ class Metrics:
             )
         )
         self._ack_timed_out = counter(
-            "tarry_ack_timeout_rows", "Rows IN_FLIGHT for longer than the ack time-out of their subscription.", "topic"
+            "tarry_ack_timeout_rows", "Rows IN_FLIGHT for longer than the ack timeout of their subscription.", "topic"
         )
         self._in_due_order = _Children(
             counter(
@@ -137,11 +135,9 @@ class Metrics:
             "reason",
         )
         self._dead_letters_replayed = counter(
-            "tarry_dead_letter_replayed_rows", "Dead letters that were replayed: they are delivered again.", "topic"
+            "tarry_dead_letter_replayed_rows", "Dead letters that were replayed.", "topic"
         )
-        self._dead_letters_purged = counter(
-            "tarry_dead_letter_purged_rows", "Dead letters that were purged: they are forgotten.", "topic"
-        )
+        self._dead_letters_purged = counter("tarry_dead_letter_purged_rows", "Dead letters that were purged.", "topic")
         self._planned = _Children(
             counter(
                 "tarry_key_shared_planned_rows",
@@ -153,7 +149,7 @@ class Metrics:
         self._key_blocked = _Children(
             counter(
                 "tarry_key_shared_blocked_rows",
-                "Times that a row was kept back because its hash was draining.",
+                "Times that a draining hash held back a row.",
                 "topic",
             )
         )
@@ -178,18 +174,18 @@ class Metrics:
     def _declare_storage(self) -> None:
         counter, histogram, gauge = self._counter, self._histogram, self._gauge
         self._slot_bytes = histogram(
-            "tarry_journal_slot_bytes", "Size of slots of the log of this daemon.", SLOT_BOUNDS_BYTES
+            "tarry_journal_slot_bytes", "Size of slots of the commit log of this daemon.", SLOT_BOUNDS_BYTES
         )
         self._slot_seconds = histogram(
             "tarry_journal_slot_seconds",
-            "Time from the first try to write a slot of the log of this daemon until it is durable.",
+            "Time from the first attempt to write a slot until it is durable.",
             SLOT_BOUNDS_S,
         )
-        self._log_slots = gauge("tarry_log_slots", "Slots of the log of this daemon that are not deleted.")
-        self._log_bytes = gauge("tarry_log_bytes", "Bytes of the log of this daemon that are not deleted.")
+        self._log_slots = gauge("tarry_log_slots", "Slots of the commit log of this daemon that are not deleted.")
+        self._log_bytes = gauge("tarry_log_bytes", "Bytes of the commit log of this daemon that are not deleted.")
         self._log_uncertain = gauge(
             "tarry_log_uncertain_seconds",
-            "For how long the slot has been on its way that every shard waits for; 0 without one.",
+            "How long the slot in flight has been pending; 0 if there is none.",
         )
         self._fences = counter(
             "tarry_log_fences", "Logs of former owners that this daemon has ended, or found ended, to take shards over."
@@ -198,7 +194,7 @@ class Metrics:
             "tarry_commits", "Manifest commits, by outcome: committed, refused or unknown.", "operation", "outcome"
         )
         self._conflicts = counter(
-            "tarry_commit_conflicts", "Manifest commits that were tried again on a newer manifest.", "operation"
+            "tarry_commit_conflicts", "Manifest commits that were retried on a newer manifest.", "operation"
         )
         self._store_errors = counter(
             "tarry_store_errors", "Requests to the object store that failed, by kind of failure.", "operation", "kind"
@@ -221,7 +217,7 @@ class Metrics:
         self._merges = counter(
             "tarry_merges", "Merges of buckets, by outcome: merged, refused, damaged, failed or given_up.", "outcome"
         )
-        self._merge_buckets = counter("tarry_merge_buckets", "Buckets whose place a merged bucket has taken.")
+        self._merge_buckets = counter("tarry_merge_buckets", "Buckets that a merged bucket has replaced.")
         self._merge_rows = counter("tarry_merge_rows", "Rows that merges have copied.")
         self._merge_bytes = counter(
             "tarry_merge_bytes", "Bytes that merges have transferred, by direction: read or written.", "direction"
@@ -236,7 +232,7 @@ class Metrics:
             "tarry_collected_bytes", "Bytes of the objects that collection has deleted, by kind.", "kind"
         )
         self._collection_failures = counter(
-            "tarry_collection_failures", "Objects that collection failed to delete, each try counted."
+            "tarry_collection_failures", "Deletions by collection that failed; each is retried."
         )
         self._given_up = counter("tarry_collection_given_up_objects", "Objects that collection has given up deleting.")
         self._orphans_refused = gauge(
@@ -252,33 +248,32 @@ class Metrics:
         )
         self._collection_age = gauge(
             "tarry_collection_age_seconds",
-            "Time since the last collection pass that worked, of the shard that has waited longest.",
+            "Time since the last successful collection pass, of the shard that has waited longest.",
         )
 
     def _declare_running(self) -> None:
         counter, histogram, gauge = self._counter, self._histogram, self._gauge
-        self._epoch = gauge("tarry_epoch", "Epoch under which a shard is owned; 0 when it is not.", "shard")
+        self._epoch = gauge("tarry_epoch", "Epoch under which this daemon owns a shard; 0 if it does not.", "shard")
         self._serving = gauge("tarry_serving", "1 while the daemon serves, 0 while it waits for something.")
         self._files_refused = gauge(
             "tarry_files_refused",
-            "1 while files of the daemon's door are wrong, and what they held before is in force; by kind: "
-            "certificates or identities.",
+            "1 while changed files are wrong and the former contents apply, by kind: certificates or identities.",
             "kind",
         )
         self._refused_callers = counter(
             "tarry_refused_callers",
-            "Calls, and requests of streams, that were refused for who makes them, by reason: unauthenticated or "
+            "Calls, and requests of streams, refused because of their caller, by reason: unauthenticated or "
             "permission_denied.",
             "reason",
         )
         self._loop_pause = histogram(
             "tarry_event_loop_pause_seconds",
-            "How late the event loop's heartbeat of every 10 ms came: for so long nothing was received or handed out.",
+            "How late the event loop's heartbeat (every 10 ms) came: the daemon did nothing for so long.",
             LOOP_PAUSE_BOUNDS_S,
         )
         self._tick = gauge(
             "tarry_tick_seconds",
-            "Time by which hand-outs are batched now where no tick_ms is set: longer while the daemon is busy.",
+            "Time by which deliveries are batched now in topics without tick_ms: longer while the daemon is busy.",
         )
         self._clock_steps = counter(
             "tarry_clock_step", "Times that the wall clock was set, by direction: forward or back.", "direction"
@@ -292,14 +287,14 @@ class Metrics:
             RECOVERY_BOUNDS_S,
         )
         self._rows_replayed = counter(
-            "tarry_recovery_rows_replayed", "Rows of journal records that were replayed when topics were loaded."
+            "tarry_recovery_rows_replayed", "Rows of records that were replayed when topics were loaded."
         )
 
         self._topics = gauge("tarry_topics", "Topics by state: loaded, loading or damaged.", "state")
         self._shards_damaged = gauge("tarry_shards_damaged", "Shards that cannot be served because of damage.")
         self._merged_away = counter(
             "tarry_merged_away_reads",
-            "Reads of buckets that another process had merged and whose objects were deleted since.",
+            "Reads of buckets that another process had merged and deleted.",
         )
         self._damage = counter(
             "tarry_damage_found", "Damage found, by kind: shard, checkpoint, topic or bucket; the log names it.", "kind"

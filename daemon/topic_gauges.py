@@ -121,9 +121,9 @@ _TOPIC_GAUGES = {
     "pending": ("tarry_pending_rows", "Rows that are not due yet."),
     "mutable_rows": ("tarry_mutable_rows", "Rows that are not due yet and in no sealed bucket yet."),
     "backlog": ("tarry_backlog_rows", "Rows that are due and not acknowledged, summed over subscriptions."),
-    "in_flight": ("tarry_in_flight_rows", "Rows at a dispatcher: handed out and not acknowledged."),
-    "leased": ("tarry_leased_rows", "Rows that are leased: handed out without a stream."),
-    "nacked": ("tarry_nacked_rows", "Rows that were negatively acknowledged and wait for redelivery."),
+    "in_flight": ("tarry_in_flight_rows", "Rows delivered and not acknowledged."),
+    "leased": ("tarry_leased_rows", "Leased rows; they are in flight as well."),
+    "nacked": ("tarry_nacked_rows", "Negatively acknowledged rows that wait for redelivery."),
     "dead_letters": ("tarry_dead_letter_rows", "Dead letters, summed over subscriptions."),
     "rebuild_needed": ("tarry_rebuild_needed_rows", "Rows that were lost with damaged buckets and not added again."),
     "key_shared_consumers": (
@@ -140,12 +140,12 @@ _TOPIC_GAUGES = {
     ),
     "nack_blocked_hashes": (
         "tarry_key_shared_nack_blocked_hashes",
-        "Hashes that wait for a row that was negatively acknowledged.",
+        "Hashes that wait for a negatively acknowledged row.",
     ),
-    "ledgers": ("tarry_retained_ledgers", "Ledgers of which there are rows, as of a minute ago at most."),
+    "ledgers": ("tarry_retained_ledgers", "Ledgers with waiting or due rows, at most a minute old."),
     "oldest_due_age_s": (
         "tarry_oldest_due_seconds",
-        "Age of the oldest row that is due, not handed out, and not waiting for redelivery; 0 when there is none.",
+        "Age of the oldest due and undelivered row that does not wait for redelivery; 0 if there is none.",
     ),
 }
 
@@ -154,9 +154,9 @@ _LEVELS = "pending_by_level"
 _LOWEST = {
     "lowest_ledger": (
         "tarry_retained_lowest_ledger",
-        "The lowest ledger of which the log is needed, as of a minute ago at most; topics with a label of their own.",
+        "Ledger of the lowest position that the topic needs of its log, at most a minute old.",
     ),
-    "lowest_entry": ("tarry_retained_lowest_entry", "The lowest entry of that ledger of which the log is needed."),
+    "lowest_entry": ("tarry_retained_lowest_entry", "Entry of the lowest position that the topic needs of its log."),
 }
 
 
