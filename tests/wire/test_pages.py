@@ -96,7 +96,7 @@ def test_the_session_of_the_first_page_prints_what_stands_there(tmp_path: Path) 
 
 @pytest.mark.long
 def test_the_tour_prints_what_stands_there(tmp_path: Path) -> None:
-    run_session("docs/TOUR.md", tmp_path, {"7463": str(processes.free_port())})
+    run_session("docs/TOUR.md", tmp_path, {})
 
 
 def test_the_session_with_redis_prints_what_stands_there(tmp_path: Path) -> None:
