@@ -7,6 +7,9 @@ Does not own: what may be deleted (`daemon.core.garbage_rules`) and in which ord
 Without a listing a pass looks at the checkpoints and at what served topics know of their tombstones: it asks the store
 nothing about topics that are at rest. With one it finds orphans, old manifests, and what is left of topics that were
 deleted or cannot be served.
+
+A pass that finds nothing commits nothing. This daemon learns of the commits of its own collector, so that none of its
+work is based on a manifest below the floor.
 """
 
 from __future__ import annotations

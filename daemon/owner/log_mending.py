@@ -9,6 +9,11 @@ pass over what is written under them.
 
 Owns: finding what is damaged or lost at the end of a log, and writing in its place.
 Does not own: whether to (the operator), the fence and the claims that follow (`fences`, `takeover`).
+
+The model of the log protocol found these limits. A fence, or the end of the command, may come between several slots
+that are written; a topic that was sealed as of a later number is then refused until other topics use up the numbers.
+Damage above a FENCE that is not the highest slot is counted from that FENCE. A shard that was reclaimed in the damaged
+log stays damaged if its last section before that is given up.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ longer tick, at the price of a lateness that is stated:
 | has work for most of the time | 10 |
 | hardly rests | 15 |
 | is behind: it has much to do, and comes to wake-ups later, on average, than the tick is long | 10 to 50, never more |
+
+The second line begins at 70 % of a busy loop. From 30 % on it saved little: 1,000 rows/s took 57 to 60 % of a core
+instead of 63 to 66 %, with a p50 of 10 to 12 ms instead of 5 (two cores, 20 topics).
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ Does not own: the rows themselves (`mutable_bucket`, `sealed_bucket`) and who is
 
 Invariants: `passed` and every `acknowledged` set are subsets of `present`; `waiting` = present - passed; a sealed
 bucket's rows are `present` and `gone` together; `gone` only grows.
+
+The `gone` set of a sealed bucket holds the rows that left since its seal. That of a quarantined one holds the rows that
+left or were added again; all its other rows are missing.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ The head is one place in every bucket. Everything before it is due or gone; it m
 hand-out order over all buckets. A sealed bucket whose next segment is not in memory is left out, the others go on.
 
 The keys of two indexes never collide: sets of keys may hold positions of all of them.
+
+A subscription index is made with its first row and goes with its subscription, which is owed those rows whatever its
+`since_ms` is. A position may have a row in each index, and is a duplicate only within one of them.
 """
 
 from __future__ import annotations

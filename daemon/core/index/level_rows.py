@@ -7,6 +7,9 @@ Does not own: what a level means (`delay_levels`), the rows (`bucket`), and what
 
 The buckets of the index say what is passed and what is gone. Of rows without a level nothing is known here: where no
 row has one, nothing is done.
+
+Sections store the level of an added row, and progress stores the sets, so that the counts are exact after a restart. A
+new table of levels moves no row: times are absolute.
 """
 
 from __future__ import annotations
