@@ -33,7 +33,7 @@ _MESSAGE_BYTES_LEAST = 1 << 20
 
 
 class Daemon(Section, frozen=True):
-    """Who this daemon is."""
+    """Identity, end and shards of the daemon."""
 
     id: (
         Annotated[
@@ -41,10 +41,10 @@ class Daemon(Section, frozen=True):
             Meta(
                 pattern=_NAME,
                 extra=_A_NAME,
-                description="Names this daemon among those that share a root; letters, digits, `.`, `_` and `-`. The "
-                "id must stay the same over restarts: a daemon takes its own shards back at once. No two daemons may "
-                "use one id at a time. Default: host name and port of `grpc.listen`. Set the id where the host name "
-                "changes with every start (containers) and where the port is 0.",
+                description="The name of this daemon among those that share a root: letters, digits, `.`, `_` and "
+                "`-`. Keep it over restarts, so that the daemon takes its own shards back at once. No two daemons "
+                "may use one id at a time. Default: host name and port of `grpc.listen`. Set the id if the host name "
+                "changes with every start (containers), or if the port is 0.",
             ),
         ]
         | None
@@ -55,8 +55,8 @@ class Daemon(Section, frozen=True):
             Meta(
                 pattern=ADDRESS,
                 extra=_AN_ADDRESS,
-                description="host:port at which clients and other daemons reach this daemon. Default: the address that "
-                "is bound, with the host name in place of `0.0.0.0` and `[::]`.",
+                description="The host:port at which clients and other daemons reach this daemon. Default: the bound "
+                "address, with the host name in place of `0.0.0.0` and `[::]`.",
             ),
         ]
         | None
@@ -64,8 +64,8 @@ class Daemon(Section, frozen=True):
     insecure: Annotated[
         bool,
         Meta(
-            description="Allow `grpc.listen` and `metrics.listen` on an address that is not loopback without TLS and "
-            "identities, where the network itself keeps strangers out.",
+            description="Allow `grpc.listen` and `metrics.listen` on addresses other than loopback without TLS and "
+            "identities. Use it only if the network itself keeps strangers out.",
         ),
     ] = False
     drain_s: Annotated[
@@ -73,9 +73,9 @@ class Daemon(Section, frozen=True):
         Meta(
             gt=0,
             le=3600,
-            description="Time for an orderly end: what is staged becomes durable, seals that are under way end, "
-            "checkpoints are written, shards are given up. After this time, or at a second signal, the daemon ends "
-            "with status 3 and says what was left.",
+            description="Time for a clean end: staged decisions become durable, seals in flight end, checkpoints are "
+            "written, and shards are given up. After this time, or at a second signal, the daemon reports what is "
+            "left and ends with status 3.",
         ),
     ] = 30.0
     shards: Annotated[
@@ -83,8 +83,8 @@ class Daemon(Section, frozen=True):
         Meta(
             ge=1,
             le=4096,
-            description="Shards of a new root. A shard has one owner and its checkpoints. An existing "
-            "root keeps its number.",
+            description="Shards of a new root. Each has one owner and its own checkpoints. An existing root keeps "
+            "its number.",
         ),
     ] = 16
 
@@ -94,7 +94,11 @@ class Grpc(Section, frozen=True):
 
     listen: Annotated[
         str,
-        Meta(pattern=ADDRESS, extra=_AN_ADDRESS, description="host:port; port 0 takes a free one. IPv6: `[::1]:7461`."),
+        Meta(
+            pattern=ADDRESS,
+            extra=_AN_ADDRESS,
+            description="The host:port to listen on; port 0 takes a free one. IPv6: `[::1]:7461`.",
+        ),
     ] = "127.0.0.1:7461"
     unix_socket: (
         Annotated[
@@ -102,43 +106,43 @@ class Grpc(Section, frozen=True):
             Meta(
                 pattern=_ABSOLUTE,
                 extra=_AN_ABSOLUTE_PATH,
-                description="Path of a Unix socket on which the daemon listens as well, without TLS, for clients of "
-                "its own user on its own machine: their address is `unix:` and the path. A socket that is there is "
-                "replaced: no two daemons may name one path. Default: none.",
+                description="Path of a Unix socket on which the daemon also listens, without TLS, for clients of its "
+                "own user and machine. Their address is `unix:` and the path. The daemon replaces an existing "
+                "socket, so no two daemons may name one path. Default: none.",
             ),
         ]
         | None
     ) = None
     concurrent_calls_per_connection_max: Annotated[
-        int, Meta(ge=1, le=1_000_000, description="Calls and streams that one connection may have open.")
+        int, Meta(ge=1, le=1_000_000, description="Open calls and streams of one connection, at most.")
     ] = 1000
     stream_requests_in_flight_max: Annotated[
         int,
         Meta(
             ge=1,
             le=100_000,
-            description="The daemon stops reading a stream that has more unanswered requests than this.",
+            description="The daemon stops reading a stream with more unanswered requests than this.",
         ),
     ] = 256
     stream_bytes_in_flight_max: Annotated[
         int,
-        Meta(
-            ge=1, description="The daemon stops reading a stream whose unanswered requests have more bytes than this."
-        ),
+        Meta(ge=1, description="The daemon stops reading a stream with more bytes of unanswered requests than this."),
     ] = 32 << 20
     keepalive_time_s: Annotated[
-        float, Meta(ge=1, le=7200, description="The daemon probes a connection after so long a silence.")
+        float, Meta(ge=1, le=7200, description="Silence after which the daemon probes a connection.")
     ] = 30.0
     keepalive_timeout_s: Annotated[
         float,
-        Meta(ge=1, le=600, description="The daemon closes a connection that has not answered the probe for so long."),
+        Meta(
+            ge=1, le=600, description="Time without an answer to the probe after which the daemon closes a connection."
+        ),
     ] = 10.0
     drain_s: Annotated[
         float,
         Meta(
             ge=0,
             le=600,
-            description="At shutdown open calls have so long to end by themselves; then they are cancelled.",
+            description="Time for open calls to end at shutdown; then the daemon cancels them.",
         ),
     ] = 5.0
 
@@ -147,11 +151,10 @@ class Metrics(Section, frozen=True):
     """The Prometheus endpoint."""
 
     listen: Annotated[
-        str, Meta(pattern=ADDRESS, extra=_AN_ADDRESS, description="host:port of `/metrics`; port 0 takes a free one.")
+        str,
+        Meta(pattern=ADDRESS, extra=_AN_ADDRESS, description="The host:port of `/metrics`; port 0 takes a free one."),
     ] = "127.0.0.1:7462"
-    tls: Annotated[
-        bool, Meta(description="Serve HTTPS with the certificate and key of section `tls`, and nothing else.")
-    ] = False
+    tls: Annotated[bool, Meta(description="Serve only HTTPS, with the certificate and key of section `tls`.")] = False
     tokens: Annotated[
         bool,
         Meta(
@@ -160,20 +163,22 @@ class Metrics(Section, frozen=True):
         ),
     ] = False
     per_topic: Annotated[
-        bool, Meta(description='Each topic has its own series. If false, all topics are counted under `topic="_all"`.')
+        bool, Meta(description='Each topic has its own series. If false, all topics count under `topic="_all"`.')
     ] = True
     per_topic_max: Annotated[
         int,
         Meta(
-            ge=0, le=1_000_000, description='Topics that have series of their own; all others share `topic="_other"`.'
+            ge=0,
+            le=1_000_000,
+            description='Topics with series of their own, at most; all others share `topic="_other"`.',
         ),
     ] = 1000
 
 
 class Tls(Section, frozen=True):
-    """TLS of the gRPC server, and of the metrics where `metrics.tls` is set. The files are PEM.
+    """TLS of the gRPC server, and of the metrics if `metrics.tls` is set. The files are PEM.
 
-    They are read again when they change; connections stay. Files that are wrong then change nothing.
+    The daemon reads changed files again and keeps connections. Wrong files change nothing.
     """
 
     cert_file: (
@@ -181,8 +186,8 @@ class Tls(Section, frozen=True):
             str,
             Meta(
                 min_length=1,
-                description="Certificate of the daemon with its chain; its names are those by which clients and other "
-                "daemons reach it. Default: no TLS.",
+                description="Certificate of the daemon with its chain. Its names must be those that clients and "
+                "other daemons use. Default: no TLS.",
             ),
         ]
         | None
@@ -196,8 +201,8 @@ class Tls(Section, frozen=True):
             str,
             Meta(
                 min_length=1,
-                description="Certificates of the CAs of clients. If set, each client needs a certificate of one of "
-                "them (mutual TLS), those that ask for health too. Default: none needs one.",
+                description="Certificates of the clients' CAs. If set, every client, health checks included, needs a "
+                "certificate of one of them (mutual TLS). Default: no client needs one.",
             ),
         ]
         | None
@@ -205,16 +210,16 @@ class Tls(Section, frozen=True):
 
 
 class Access(Section, frozen=True):
-    """Who may do what ([SECURITY.md](SECURITY.md))."""
+    """Rights of callers ([SECURITY.md](SECURITY.md))."""
 
     identities_file: (
         Annotated[
             str,
             Meta(
                 min_length=1,
-                description="TOML file of the identities: their tokens and certificates, scopes and topic prefixes. "
-                "It is read again when it changes; replace it in one step, by renaming. Default: whoever reaches the "
-                "port may do everything.",
+                description="TOML file of the identities: tokens, certificates, scopes and topic prefixes. The "
+                "daemon reads it again when it changes; replace it in one step, by renaming. Default: every caller "
+                "that reaches the port may do everything.",
             ),
         ]
         | None
@@ -222,10 +227,7 @@ class Access(Section, frozen=True):
     reflection: (
         Annotated[
             bool,
-            Meta(
-                description="gRPC reflection, which anybody may ask. Default: true where there are no identities, "
-                "else false."
-            ),
+            Meta(description="Serve gRPC reflection to every caller. Default: true without identities, else false."),
         ]
         | None
     ) = None
@@ -234,8 +236,8 @@ class Access(Section, frozen=True):
             str,
             Meta(
                 min_length=1,
-                description="File to which the audit log is appended, one JSON object a line. The file is opened again "
-                "when it was moved away. Default: the daemon's log where there are identities, else no audit log.",
+                description="File to which the daemon appends the audit log, one JSON object a line. It opens the "
+                "file again after a rename. Default: the daemon's log if there are identities, else no audit log.",
             ),
         ]
         | None
@@ -245,9 +247,9 @@ class Access(Section, frozen=True):
 class Log(Section, frozen=True):
     """The log, on standard error."""
 
-    level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="The lowest level that is written.")
-    ] = "info"
+    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="The lowest level to write.")] = (
+        "info"
+    )
     format: Annotated[Literal["text", "json"], Meta(description="Lines for people, or one JSON object a line.")] = (
         "text"
     )
@@ -262,8 +264,8 @@ class Journal(Section, frozen=True):
             Meta(
                 ge=0,
                 le=10_000,
-                description="How long a slot of the log waits for more decisions to join it, at most. It waits only "
-                "while others come, and not longer than the slot before it took; acknowledgements alone not longer "
+                description="Longest wait of a slot of the log for more decisions. A slot waits only while others "
+                "arrive, and no longer than the slot before it took. With acknowledgements alone, it waits no longer "
                 "than the tick, while that is longer than at rest. Default: 10 for a local directory, 50 for S3.",
             ),
         ]
@@ -274,29 +276,28 @@ class Journal(Section, frozen=True):
         Meta(
             ge=0,
             le=10_000,
-            description="Slots of the log leave at most this often: every one is a request to S3, and costs money. "
-            "Answers come later by as much. 0: as soon as they can.",
+            description="Shortest time between two slots of the log: each is a request to S3, and costs money. It "
+            "delays answers by as much. 0: none.",
         ),
     ] = 0
     slot_bytes_max: Annotated[
-        int, Meta(ge=64 << 10, le=64 << 20, description="What one shard has in a slot of the log, at most.")
+        int, Meta(ge=64 << 10, le=64 << 20, description="Bytes of one shard in a slot of the log, at most.")
     ] = 8 << 20
     checkpoint_bytes: Annotated[
-        int, Meta(ge=64 << 10, description="Bytes in the log after which a shard writes a checkpoint.")
+        int, Meta(ge=64 << 10, description="Bytes of a shard in the log after which it writes a checkpoint.")
     ] = 64 << 20
     checkpoint_slots: Annotated[
         int,
         Meta(
             ge=1,
-            description="Slots of the log with something of a shard after which it writes a checkpoint. A restart "
-            "reads the log from the oldest checkpoint on, so shards take turns sooner than that where it would take "
-            "long.",
+            description="Slots of the log with a section of a shard after which it writes a checkpoint. A restart "
+            "reads the log from the oldest checkpoint on, so shards take turns sooner if it would take long.",
         ),
     ] = 10_000
 
 
 class Delivery(Section, frozen=True):
-    """Loading ahead and handing out."""
+    """Loading ahead and delivery."""
 
     tick_ms: (
         Annotated[
@@ -304,38 +305,37 @@ class Delivery(Section, frozen=True):
             Meta(
                 ge=1,
                 le=500,
-                description="Hand-outs are batched by this time: a row may come later by as much, never earlier. "
-                "Default: 5, and while the daemon has much to do 10 or 15; while it comes to rows later than that, 25 "
-                "or 50.",
+                description="Deliveries are batched by this time: a row may come later by as much, never earlier. "
+                "Default: 5; under load 10 or 15; and 25 or 50 while the daemon is late by more than that.",
             ),
         ]
         | None
     ) = None
     lookahead_ms: Annotated[
-        int, Meta(ge=0, le=3_600_000, description="A segment is loaded so long before its first row is due.")
+        int, Meta(ge=0, le=3_600_000, description="Time from the loading of a segment until its first row is due.")
     ] = 30_000
-    segment_memory_bytes: Annotated[int, Meta(ge=1 << 20, description="Memory for loaded segments of all topics.")] = (
-        256 << 20
-    )
+    segment_memory_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="Memory for the loaded segments of all topics.")
+    ] = 256 << 20
     ready_rows_max: Annotated[
         int,
         Meta(
             ge=1,
-            description="Due rows of a subscription that wait in memory for permits, at most; further rows stay in "
+            description="Due rows of a subscription that wait in memory for permits, at most; other rows stay in "
             "their buckets.",
         ),
     ] = 200_000
 
 
 class Redelivery(Section, frozen=True):
-    """When negatively acknowledged positions come back, and the delay levels of topics without a table of their own."""
+    """Redelivery of negatively acknowledged positions, and delay levels for topics without a table of their own."""
 
     delay_ms: Annotated[
         int,
         Meta(
             ge=0,
             le=1 << 53,
-            description="Delay of a negative acknowledgement where neither the call nor the subscription's policy has "
+            description="Delay of a negative acknowledgement if neither the call nor the subscription's policy has "
             "one.",
         ),
     ] = 60_000
@@ -356,12 +356,12 @@ class Redelivery(Section, frozen=True):
         ),
     ] = DEFAULT_TABLE
     clamp_delay_level: Annotated[
-        bool, Meta(description="A level above the last one counts as the last one. If false, it is refused.")
+        bool, Meta(description="A level above the last counts as the last. If false, the daemon refuses it.")
     ] = True
 
 
 class Limits(Section, frozen=True):
-    """What a request may ask for. A refused request changes nothing."""
+    """Limits of requests. A refused request changes nothing."""
 
     rows_per_request_max: Annotated[int, Meta(ge=1, le=10_000_000, description="Rows of one request, at most.")] = (
         100_000
@@ -377,7 +377,7 @@ class Limits(Section, frozen=True):
     subscriptions_per_topic_max: Annotated[int, Meta(ge=1, description="Subscriptions of one topic.")] = 1000
     streams_per_subscription_max: Annotated[int, Meta(ge=1, description="Open streams of one subscription.")] = 10_000
     leases_per_subscription_max: Annotated[
-        int, Meta(ge=1, description="Leases of one subscription that hold positions.")
+        int, Meta(ge=1, description="Leases of one subscription with positions.")
     ] = 10_000
     consumers_per_subscription_max: Annotated[
         int, Meta(ge=1, le=60_000, description="Consumers of one KEY_SHARED subscription, of all its streams.")
@@ -398,8 +398,8 @@ class Limits(Section, frozen=True):
         Meta(
             ge=0,
             le=1 << 53,
-            description="Rows of one topic that may come due within one second, as a guard against a burst that is "
-            "planned by accident; 0: no limit. The policy of a topic may set another limit.",
+            description="Rows of one topic that may come due within one second, as a guard against an accidental "
+            "burst; 0: no limit. The policy of a topic may set another limit.",
         ),
     ] = 0
     client_rows_per_second_max: Annotated[
@@ -407,8 +407,9 @@ class Limits(Section, frozen=True):
         Meta(
             ge=0,
             le=1 << 53,
-            description="Rows that one client may add to one topic in a second; 0: no limit. A client is all callers "
-            "that send one `tarry-client-id`, or else one calling host. The policy of a topic may set another limit.",
+            description="Rows that one client may add to one topic in a second; 0: no limit. A client is an identity. "
+            "Without identities it is all callers with one `tarry-client-id`, or else all callers of one host. The "
+            "policy of a topic may set another limit.",
         ),
     ] = 0
     client_bytes_per_second_max: Annotated[
@@ -416,18 +417,18 @@ class Limits(Section, frozen=True):
         Meta(
             ge=0,
             le=1 << 53,
-            description="Bytes of requests with which one client may add to one topic in a second; 0: no limit. The "
-            "policy of a topic may set another limit.",
+            description="Bytes of requests by which one client may add to one topic in a second; 0: no limit. A client "
+            "is the same as for rows. The policy of a topic may set another limit.",
         ),
     ] = 0
 
 
 class Ownership(Section, frozen=True):
-    """How daemons that share a root watch each other."""
+    """Heartbeats, by which daemons that share a root watch each other."""
 
     heartbeat_interval_s: Annotated[float, Meta(gt=0, le=60, description="Time between two heartbeats.")] = 3.0
     misses_max: Annotated[
-        int, Meta(ge=2, le=1000, description="A daemon that has missed so many heartbeats is taken to be gone.")
+        int, Meta(ge=2, le=1000, description="Missed heartbeats after which a daemon is presumed dead.")
     ] = 3
 
 
@@ -435,18 +436,18 @@ Driver = Annotated[str, Meta(min_length=1, max_length=255)]
 
 
 class DeletionObjectStore(Section, frozen=True):
-    """A store with offloaded ledgers, which the daemon deletes itself; a table for each store.
+    """A store with offloaded ledgers that the daemon itself deletes; a table for each store.
 
-    A record belongs to the store that has its driver, and its bucket if it names one. A record reaches only stores that
-    have a table here. A local directory must be a store already, so that an unmounted one is not taken for empty.
+    A record belongs to the store with its driver, and with its bucket if it names one. It reaches only stores with a
+    table here. A local directory must already be a store, so that an unmounted one does not look empty.
     """
 
     name: Annotated[
-        str, Meta(pattern=_NAME, extra=_A_NAME, description="Names the store, for `tarry sweep`; required.")
+        str, Meta(pattern=_NAME, extra=_A_NAME, description="Name of the store, for `tarry sweep`; required.")
     ]
     drivers: Annotated[
         tuple[Driver, ...],
-        Meta(min_length=1, description="Names of drivers whose ledgers are here, such as `aws-s3`; required."),
+        Meta(min_length=1, description="Drivers whose ledgers are in this store, such as `aws-s3`; required."),
     ]
     kind: Annotated[Literal["local", "s3"], Meta(description="A local directory, or S3.")] = "s3"
     path: Annotated[str, Meta(description="The local directory; required when `kind` is `local`.")] = ""
@@ -454,14 +455,14 @@ class DeletionObjectStore(Section, frozen=True):
 
 
 class DeletionOwner(Section, frozen=True):
-    """An owner of ledgers, which the daemon asks by HTTP (`docs/DELETION.md`); a table for each owner."""
+    """An owner of ledgers that the daemon asks by HTTP (`docs/DELETION.md`); a table for each owner."""
 
-    name: Annotated[str, Meta(pattern=_NAME, extra=_A_NAME, description="Names the owner, in messages; required.")]
+    name: Annotated[str, Meta(pattern=_NAME, extra=_A_NAME, description="Name of the owner, for messages; required.")]
     topic_prefixes: Annotated[
         tuple[str, ...],
         Meta(
-            description="Prefixes of the owner's topics. A topic belongs to the owner with the longest prefix that "
-            "fits; an empty prefix fits every topic."
+            description="Prefixes of the owner's topics. A topic belongs to the owner with the longest matching "
+            "prefix; an empty prefix matches every topic."
         ),
     ] = ()
     drivers: Annotated[
@@ -477,7 +478,7 @@ class DeletionOwner(Section, frozen=True):
             Meta(
                 pattern=URL,
                 extra=_A_URL,
-                description="URL at which the owner is told to delete a ledger. Default: none.",
+                description="URL at which the daemon asks the owner to delete a ledger. Default: none.",
             ),
         ]
         | None
@@ -486,7 +487,9 @@ class DeletionOwner(Section, frozen=True):
         Annotated[
             str,
             Meta(
-                pattern=URL, extra=_A_URL, description="URL at which the owner is asked what is in use. Default: none."
+                pattern=URL,
+                extra=_A_URL,
+                description="URL at which the daemon asks the owner for ledgers in use. Default: none.",
             ),
         ]
         | None
@@ -496,22 +499,24 @@ class DeletionOwner(Section, frozen=True):
             str,
             Meta(
                 min_length=1,
-                description="File with the value of the `Authorization` header; it is read for each request, and goes "
-                "over https only.",
+                description="File with the value of the `Authorization` header. The daemon reads it for each "
+                "request, and sends it over https only.",
             ),
         ]
         | None
     ) = None
     insecure: Annotated[
         bool,
-        Meta(description="Send the authorization over http too, where the network itself keeps strangers out."),
+        Meta(
+            description="Send the authorization over http too. Use it only if the network itself keeps strangers out."
+        ),
     ] = False
     timeout_s: Annotated[
         float,
         Meta(
             gt=0,
             le=300,
-            description="Time to connect, again until the answer begins, and again until the answer is whole.",
+            description="Time to connect, then for the answer to begin, then for it to be complete, each.",
         ),
     ] = 10.0
 
@@ -519,29 +524,29 @@ class DeletionOwner(Section, frozen=True):
 class Deletion(Section, frozen=True):
     """Deletion of ledgers and offloaded objects of other systems, in two phases (names of PIP-186).
 
-    Without an object store or an owner nothing is deleted: records are retried, and become dead letters.
+    Without an object store or an owner, nothing is deleted: records are retried, and become dead letters.
     """
 
     two_phase_deletion_enabled: Annotated[
-        bool, Meta(description="Whether deletions are recorded. The policy of a topic may say otherwise.")
+        bool, Meta(description="Record deletions. The policy of a topic may differ.")
     ] = True
     parallelism: Annotated[
         int,
         Meta(
             ge=1,
             le=256,
-            description="Attempts at the same time, each in its own thread. Nothing else waits for these threads.",
+            description="Attempts at the same time, each in its own thread. No other work waits for these threads.",
         ),
     ] = 4
     reconsume_later_seconds: Annotated[
         int, Meta(ge=1, le=30 * 86_400, description="Time from a failed attempt to the next.")
     ] = 600
     max_retry_delete_count: Annotated[
-        int, Meta(ge=0, le=1000, description="Retries after the first attempt; then a record is a dead letter.")
+        int, Meta(ge=0, le=1000, description="Retries after the first attempt; then a record becomes a dead letter.")
     ] = 10
     jitter: Annotated[
         float,
-        Meta(ge=0, le=0.5, description="The time between attempts is longer or shorter by up to this part of it."),
+        Meta(ge=0, le=0.5, description="Random part by which the time between attempts is longer or shorter, at most."),
     ] = 0.1
     pending_max: Annotated[
         int,
@@ -549,22 +554,22 @@ class Deletion(Section, frozen=True):
     ] = 200_000
     in_use_max: Annotated[
         int,
-        Meta(ge=1, le=100_000_000, description="Ledgers of all topics that their owners state to be in use, at most."),
+        Meta(ge=1, le=100_000_000, description="Ledgers of all topics that owners state to be in use, at most."),
     ] = 1_000_000
     sweep_grace_s: Annotated[
         float,
-        Meta(ge=0, le=365 * 86_400, description="An offloaded ledger that nobody knows is an orphan from this age on."),
+        Meta(ge=0, le=365 * 86_400, description="Age from which on an unknown offloaded ledger is an orphan."),
     ] = 86_400.0
     guard_share: Annotated[
         float,
         Meta(
             ge=0,
             le=1,
-            description="Orphans that are more than this part of the listed bytes stay until `tarry sweep --force`.",
+            description="If orphans exceed this part of the listed bytes, they stay until `tarry sweep --force`.",
         ),
     ] = 0.2
     guard_bytes: Annotated[
-        int, Meta(ge=0, description="Orphans of up to so many bytes are deleted whatever part they are.")
+        int, Meta(ge=0, description="Orphans of up to this many bytes are deleted, whatever part they are.")
     ] = 64 << 20
     object_stores: tuple[DeletionObjectStore, ...] = ()
     owners: tuple[DeletionOwner, ...] = ()

@@ -48,101 +48,101 @@ class S3(Section, frozen=True):
     addressing: Annotated[
         Literal["auto", "path", "virtual"],
         Meta(
-            description="Where the bucket's name goes: into the path or the host name. `auto`: the path for an "
-            "`endpoint_url`, and what the AWS SDK chooses for AWS."
+            description="Place of the bucket's name: the path or the host name. `auto`: the path for an "
+            "`endpoint_url`, and the choice of the AWS SDK for AWS."
         ),
     ] = "auto"
     checksums: Annotated[
         Literal["auto", "when_supported", "when_required"],
         Meta(
-            description="Checksums that the AWS SDK adds and verifies. `auto`: `when_required` for an `endpoint_url`, "
-            "since many S3-compatible stores refuse the others, and `when_supported` for AWS."
+            description="Checksums that the AWS SDK adds and verifies. `auto`: `when_supported` for AWS, and "
+            "`when_required` for an `endpoint_url`, since many S3-compatible stores refuse others."
         ),
     ] = "auto"
-    connect_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time to connect, for each try.")] = 1.0
-    read_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time without a byte until a try fails.")] = 5.0
+    connect_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time to connect, for each attempt.")] = 1.0
+    read_timeout_s: Annotated[
+        float, Meta(gt=0, le=300, description="Time without a byte after which an attempt fails.")
+    ] = 5.0
     attempts: Annotated[
         int,
         Meta(
             ge=1,
             le=100,
-            description="Tries of a request, each later than the one before, and none more than 20 s after the first; "
-            "conditional writes have one.",
+            description="Attempts of a request, with growing delays, all within 20 s of the first; a conditional "
+            "write has one.",
         ),
     ] = 12
     connections_max: Annotated[
-        int, Meta(ge=1, le=1000, description="Connections kept open; as many requests can be under way.")
+        int, Meta(ge=1, le=1000, description="Connections kept open; as many requests can be in flight.")
     ] = 32
 
 
 class Store(Section, frozen=True):
-    """Where everything durable is."""
+    """The store of everything durable."""
 
     kind: Annotated[Literal["local", "s3"], Meta(description="A local directory, or S3.")] = "local"
-    path: Annotated[str, Meta(min_length=1, description="The local directory; made when it does not exist.")] = (
-        "./tarry-data"
-    )
+    path: Annotated[
+        str, Meta(min_length=1, description="The local directory; the daemon creates it if it does not exist.")
+    ] = "./tarry-data"
     log_form: Annotated[
         Literal["auto", "objects", "files"],
         Meta(
-            description="How the logs of daemons are stored; it counts when a root is made, and stays with the root. "
-            "`objects`: an object for each slot. `files`: files that are appended to, in a local directory that one "
-            "machine alone uses; while the process of a daemon lives, no other takes its shards. `auto`: files where "
-            "the file system of a local directory is known to be of one machine, else objects."
+            description="Form of the daemons' commit logs, fixed when a root is created. `objects`: an object for "
+            "each slot. `files`: appended files, in a local directory that only one machine uses; while a daemon's "
+            "process lives, no other takes its shards. `auto`: files if the local file system is known to belong to "
+            "one machine, else objects."
         ),
     ] = "auto"
     io_threads: Annotated[
         int,
-        Meta(
-            ge=1, le=256, description="Threads for all requests to the store that have no threads of their own below."
-        ),
+        Meta(ge=1, le=256, description="Threads for all requests to the store without threads of their own below."),
     ] = 16
     journal_threads: Annotated[
         int,
         Meta(
             ge=1,
             le=4096,
-            description="Threads of the daemon for slots of its log, heartbeats, and looks at the end of logs.",
+            description="Threads for slots of the daemon's log, heartbeats, and checks of the ends of logs.",
         ),
     ] = 32
     load_threads: Annotated[
-        int, Meta(ge=1, le=256, description="Topics that the daemon reads at the same time after taking shards over.")
+        int, Meta(ge=1, le=256, description="Topics that the daemon loads at the same time after a takeover.")
     ] = 16
     seal_threads: Annotated[
         int, Meta(ge=1, le=256, description="Topics whose buckets the daemon seals at the same time.")
     ] = 8
     collection_threads: Annotated[
         int,
-        Meta(ge=1, le=256, description="Threads of the daemon that delete objects and slots nobody needs."),
+        Meta(ge=1, le=256, description="Threads that delete unneeded objects and slots."),
     ] = 4
     s3: S3 = S3()
 
 
 class Bucket(Section, frozen=True):
-    """When the mutable bucket is sealed, and how a sealed one is cut and written (names of PIP-195)."""
+    """Sealing, segments and merging of buckets (names of PIP-195)."""
 
     min_index_count_per_bucket: Annotated[
         int,
         Meta(
             ge=1,
-            description="The mutable bucket is sealed when it has so many rows and a row of a higher ledger arrives.",
+            description="Rows at which the mutable bucket is sealed when a row of a higher ledger arrives.",
         ),
     ] = 50_000
     rows_max: Annotated[
-        int, Meta(ge=1, description="The mutable bucket is sealed at so many rows, whatever the ledger.")
+        int, Meta(ge=1, description="Rows at which the mutable bucket is sealed, whatever the ledger.")
     ] = 200_000
-    bytes_max: Annotated[int, Meta(ge=1 << 10, description="The mutable bucket is sealed at so many bytes.")] = 16 << 20
+    bytes_max: Annotated[int, Meta(ge=1 << 10, description="Bytes at which the mutable bucket is sealed.")] = 16 << 20
     age_max_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="The mutable bucket is sealed when its oldest row has this age. A topic seals up to a quarter "
-            "sooner, so that topics which began together do not seal together.",
+            description="Age of its oldest row at which the mutable bucket is sealed. A topic seals up to a quarter "
+            "sooner, so that topics do not all seal together.",
         ),
     ] = 1800.0
     form: Annotated[
         Literal["columnar", "compatible"],
-        Meta(description="`columnar` is small and fast; `compatible` is read in full by programs made from PIP-195."),
+        Meta(description="`columnar` is small and fast. Programs made from PIP-195 read `compatible` in full."),
     ] = "columnar"
     max_time_step_per_bucket_snapshot_segment_seconds: Annotated[
         int, Meta(ge=1, description="Span of the due times of one segment, at most.")
@@ -152,14 +152,13 @@ class Bucket(Section, frozen=True):
     ] = 5000
     min_indexes_per_bucket_snapshot_segment: Annotated[
         int,
-        Meta(ge=0, description="The span cuts a segment only when the segment has so many rows; 0: PIP-195's rule."),
+        Meta(ge=0, description="Rows from which on the span cuts a segment; 0: PIP-195's rule."),
     ] = 1000
     max_num_buckets: Annotated[
         int,
         Meta(
             ge=-1,
-            description="Neighbours are merged when one index has more sealed buckets than this; at least 1; -1: "
-            "never.",
+            description="Sealed buckets of one index above which neighbours are merged; at least 1; -1: never.",
         ),
     ] = 50
     merge_buckets_max: Annotated[int, Meta(ge=2, description="Buckets that one merge reads, at most.")] = 10
@@ -167,13 +166,13 @@ class Bucket(Section, frozen=True):
         int,
         Meta(
             ge=1,
-            description="Rows of a merged bucket, at most. Neighbours that together have more rows stay as they are.",
+            description="Rows of a merged bucket, at most. Neighbours with more rows together stay as they are.",
         ),
     ] = 2_000_000
 
 
 class Collection(Section, frozen=True):
-    """Deleting what no manifest needs any more."""
+    """Deletion of objects that no manifest needs."""
 
     interval_s: Annotated[
         float, Meta(gt=0, le=86_400, description="Time between two passes over a shard's tombstones and the log.")
@@ -191,8 +190,8 @@ class Collection(Section, frozen=True):
         Meta(
             ge=0,
             le=30 * 86_400,
-            description="How long an object stays after it left its manifest. Whoever reads by an older manifest is "
-            "done by then, or reads the newest manifest.",
+            description="Time that an object stays after it left its manifest. Readers of an older manifest finish "
+            "by then, or read the newest manifest.",
         ),
     ] = 3600.0
     orphan_age_s: Annotated[
@@ -200,20 +199,20 @@ class Collection(Section, frozen=True):
         Meta(
             ge=0,
             le=365 * 86_400,
-            description="How long an object may take from its beginning to the manifest that names it. Work that takes "
-            "longer is refused and begun again; no row is lost.",
+            description="Time from the start of an object to the manifest that names it, at most. Work that takes "
+            "longer is refused and starts over; no row is lost.",
         ),
     ] = 86_400.0
     manifests_kept: Annotated[
-        int, Meta(ge=1, description="Manifests of a shard or topic that are kept whatever their age.")
+        int, Meta(ge=1, description="Manifests of a shard or topic that are kept, whatever their age.")
     ] = 1000
     manifests_age_s: Annotated[
         float,
         Meta(
             ge=86_400,
             le=3650 * 86_400,
-            description="How long a manifest is kept after a later one exists. All but the last manifest of a deleted "
-            "topic go then.",
+            description="Time that a manifest is kept after a later one exists. After it, all but the last manifest "
+            "of a deleted topic are deleted.",
         ),
     ] = 86_400.0
     attempts_max: Annotated[
@@ -221,7 +220,8 @@ class Collection(Section, frozen=True):
         Meta(
             ge=1,
             le=1000,
-            description="An object whose deletion has failed so often is given up, and recorded under `dead_objects/`.",
+            description="Failed attempts after which the deletion of an object is given up, and recorded under "
+            "`dead_objects/`.",
         ),
     ] = 10
     guard_share: Annotated[
@@ -229,12 +229,12 @@ class Collection(Section, frozen=True):
         Meta(
             ge=0,
             le=1,
-            description="Orphans that are more than this part of a shard's bytes stay until `tarry gc --force`: so "
-            "many are more likely a mistake.",
+            description="If orphans exceed this part of a shard's bytes, they stay until `tarry gc --force`: so many "
+            "are likely a mistake.",
         ),
     ] = 0.2
     guard_bytes: Annotated[
-        int, Meta(ge=0, description="Orphans of up to so many bytes are deleted whatever part they are.")
+        int, Meta(ge=0, description="Orphans of up to this many bytes are deleted, whatever part they are.")
     ] = 64 << 20
 
 

@@ -131,7 +131,7 @@ def daemon_and_clients_work(dist: Path, directory: Path, python: str) -> Path:
     unit = of_the_daemon.folder / "share" / "tarryd" / "tarryd.service"
     assert unit.read_bytes() == (REPOSITORY / "deploy" / "tarryd.service").read_bytes()
     missing = of_the_daemon.run("tarry-spark", "--help", status=1)
-    assert missing.stderr.startswith("tarry-spark: click and rich missing: ")
+    assert missing.stderr.startswith("tarry-spark: click and rich missing; ")
     return root
 
 

@@ -49,15 +49,18 @@ def flaws_of_topic(manifest: TopicManifest, *, number: int, shards: int, shard: 
     """What a topic manifest says that it cannot. `commit_id`: what the store has as its metadata, "" without any."""
     yield from _flaws_of_head(manifest.head, number, commit_id)
     if manifest.topic_id != names.topic_id(manifest.topic):
-        yield _rule(f"topic {manifest.topic!r} has id {names.topic_id(manifest.topic)}, it says {manifest.topic_id}")
+        yield _rule(
+            f"topic {manifest.topic!r} has id {names.topic_id(manifest.topic)}, "
+            f"but the manifest says {manifest.topic_id}"
+        )
     elif names.shard_of(manifest.topic, shards) != shard:
-        yield _rule(f"topic {manifest.topic!r} is of shard {names.shard_of(manifest.topic, shards)} of {shards}")
+        yield _rule(f"topic {manifest.topic!r} belongs to shard {names.shard_of(manifest.topic, shards)} of {shards}")
     if manifest.deleted and (manifest.live or manifest.progress or manifest.beside_buckets or manifest.subscriptions):
-        yield _rule("the topic is deleted, and has buckets, progress, properties or subscriptions")
+        yield _rule("the topic is deleted, but has buckets, progress, properties or subscriptions")
     if manifest.properties_object is not None and not manifest.subscriptions:
-        yield _rule("it has properties of subscriptions, and no subscription")
+        yield _rule("it has properties of subscriptions, but no subscription")
     if manifest.progress is not None and manifest.progress_object is not None:
-        yield _rule("it has progress inline and as an object")
+        yield _rule("it has progress both inline and as an object")
     highest = max((each.subscription_id for each in manifest.subscriptions), default=0)
     if highest > manifest.last_subscription_id:
         yield _rule(f"subscription {highest} is above the last id {manifest.last_subscription_id}")
@@ -73,7 +76,7 @@ def flaws_of_shard(manifest: ShardManifest, *, number: int, commit_id: str) -> I
         yield _rule(f"epoch {manifest.settled_epoch} is settled, above the epoch {manifest.epoch}")
     newest, previous = manifest.checkpoint, manifest.previous_checkpoint
     if newest is None and previous is not None:
-        yield _rule("it has a checkpoint before the newest, and no newest")
+        yield _rule("it has a checkpoint before the newest, but no newest")
     if newest is not None and previous is not None and newest.slot < previous.slot:
         yield _rule(f"its checkpoint is of slot {newest.slot}, the one before of slot {previous.slot}")
     yield from _flaws_of_ranges(manifest)
@@ -85,24 +88,24 @@ def _flaws_of_ranges(manifest: ShardManifest) -> Iterator[Flaw]:
     """Every shard slot above the checkpoint before the newest is in one range; the last is open while it is owned."""
     owned = manifest.open_range
     if (owned is None) != (not manifest.owner):
-        yield _rule(f"its owner is {manifest.owner!r}, and its last range is {'closed' if owned is None else 'open'}")
+        yield _rule(f"its owner is {manifest.owner!r}, but its last range is {'closed' if owned is None else 'open'}")
     if owned is not None and owned.epoch != manifest.epoch:
-        yield _rule(f"its open range is of epoch {owned.epoch}, its epoch is {manifest.epoch}")
+        yield _rule(f"its open range has epoch {owned.epoch}, but its own epoch is {manifest.epoch}")
     first = manifest.previous_slot + 1
     if manifest.ranges and manifest.ranges[0].first_slot > first:
-        yield _rule(f"no range has shard slots {first} to {manifest.ranges[0].first_slot - 1}")
+        yield _rule(f"no range has sections {first} to {manifest.ranges[0].first_slot - 1}")
     for each in manifest.ranges:
         if not log_slot_format.is_log_id(each.log_id):
-            yield _rule(f"a range names log {each.log_id!r}, which is no ULID")
+            yield _rule(f"a range names log {each.log_id!r}, which is not a ULID")
         if each.last_slot is not None and (each.last_slot < each.first_slot or (each.through or 0) <= each.after):
-            yield _rule(f"the range of epoch {each.epoch} has nothing")
+            yield _rule(f"the range of epoch {each.epoch} is empty")
     for earlier, later in itertools.pairwise(manifest.ranges):
         if later.epoch <= earlier.epoch:
-            yield _rule(f"a range of epoch {later.epoch} is behind one of epoch {earlier.epoch}")
+            yield _rule(f"a range of epoch {later.epoch} follows one of epoch {earlier.epoch}")
         if earlier.last_slot is not None and later.first_slot != earlier.last_slot + 1:
             yield _rule(
-                f"the range of epoch {later.epoch} begins at shard slot {later.first_slot}, the one before it ends at "
-                f"{earlier.last_slot}"
+                f"the range of epoch {later.epoch} begins at section {later.first_slot}, "
+                f"but the one before it ends at {earlier.last_slot}"
             )
 
 
@@ -112,11 +115,11 @@ def _flaws_of_head(head: ManifestHead, number: int, commit_id: str) -> Iterator[
     if not head.lineage or head.lineage[-1] != head.commit_id:
         yield _broken(f"its lineage does not end with its own commit {head.commit_id}")
     elif len(head.lineage) != min(head.number, LINEAGE_MAX):
-        yield _broken(f"its lineage has {len(head.lineage)} commits, it should have {min(head.number, LINEAGE_MAX)}")
+        yield _broken(f"its lineage has {len(head.lineage)} commits, but should have {min(head.number, LINEAGE_MAX)}")
     if commit_id and commit_id != head.commit_id:
-        yield _broken(f"it was put as commit {commit_id}, and says that it is {head.commit_id}")
+        yield _broken(f"it was written as commit {commit_id}, but says {head.commit_id}")
     if head.number == 1 and head.previous_sha256:
-        yield _broken("it is the first one, and names one before it")
+        yield _broken("it is the first manifest, but names a previous one")
     if head.orphan_floor > head.number:
         yield _rule(f"its orphan floor {head.orphan_floor} is above its number")
 
@@ -130,12 +133,12 @@ def _flaws_of_objects(
             yield _rule(f"object {name} is named {count} times")
     for reference in references:
         if _base_of(reference.name) != reference.base or not reference.name.startswith(prefix):
-            yield _rule(f"object {reference.name} with base {reference.base} has a key of another place or base")
+            yield _rule(f"object {reference.name} with base {reference.base} has the key of another place or base")
         elif reference.base > head.number:
-            yield _rule(f"object {reference.name} was started from a manifest that came later")
+            yield _rule(f"object {reference.name} was started from a later manifest")
     for each in tombstones:
         if each.removed_in > head.number:
-            yield _rule(f"object {each.object.name} left in manifest {each.removed_in}, which came later")
+            yield _rule(f"object {each.object.name} left in manifest {each.removed_in}, which is later")
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -170,7 +173,7 @@ def flaws_of_following_topic(before: TopicManifest, after: TopicManifest) -> Ite
         yield from _never_falls(name, getattr(before, name), getattr(after, name))
     expected = before.incarnation + (1 if after.deleted and not before.deleted else 0)
     if after.incarnation != expected:
-        yield _rule(f"incarnation {before.incarnation} became {after.incarnation}, it should be {expected}")
+        yield _rule(f"incarnation {before.incarnation} became {after.incarnation}, but should be {expected}")
     yield from _flaws_of_live(before, after)
     leaving = [bucket.object for bucket in _not_in(before.live, after.live)]
     arriving = [bucket.object for bucket in _not_in(after.live, before.live)]
@@ -202,7 +205,7 @@ def flaws_of_dropped(before: TopicManifest, after: TopicManifest, progress: Prog
     staying = {bucket.object.name for bucket in after.live}
     gone = sum(position_bitmap.count_of(part.gone) for part in progress.buckets if part.bucket not in staying)
     if dropped > gone:
-        yield _rule(f"a merge did not copy {dropped} rows of its sources, and {gone} at most were gone")
+        yield _rule(f"a merge did not copy {dropped} rows of its sources, but at most {gone} were gone")
 
 
 def flaws_of_following_shard(before: ShardManifest, after: ShardManifest) -> Iterator[Flaw]:
@@ -210,14 +213,14 @@ def flaws_of_following_shard(before: ShardManifest, after: ShardManifest) -> Ite
     for name in ("epoch", "settled_epoch"):
         yield from _never_falls(name, getattr(before, name), getattr(after, name))
     if after.epoch > before.epoch + 1:
-        yield _rule(f"epoch rose from {before.epoch} to {after.epoch}: each owner takes the next one")
+        yield _rule(f"epoch rose from {before.epoch} to {after.epoch}: each owner takes the next epoch")
     yield from _flaws_of_following_ranges(before, after)
     old = [each for each in (before.checkpoint, before.previous_checkpoint) if each is not None]
     new = [each for each in (after.checkpoint, after.previous_checkpoint) if each is not None]
     arriving = [each.object for each in new if each not in old]
     leaving = [each.object for each in old if each not in new]
     if old and after.checkpoint is None:
-        yield _rule("its checkpoint vanished")
+        yield _rule("its checkpoint disappeared")
     else:
         yield from _never_falls("checkpoint.slot", before.checkpoint_slot, after.checkpoint_slot)
         if after.checkpoint == before.checkpoint:
@@ -226,7 +229,7 @@ def flaws_of_following_shard(before: ShardManifest, after: ShardManifest) -> Ite
             # An owner that hands the shard over brings in two at once.
             follows = after.previous_checkpoint == before.checkpoint or (len(arriving) == 2 and not after.owner)
         if not follows:
-            yield _rule("the checkpoint before the newest is not the one that was the newest")
+            yield _rule("the previous checkpoint is not the former newest one")
     yield from _flaws_of_change(before, after, leaving, arriving)
 
 
@@ -240,17 +243,17 @@ def _flaws_of_following_ranges(before: ShardManifest, after: ShardManifest) -> I
             covered = was.last_slot is not None and was.last_slot <= after.previous_slot
             left = was.last_slot is None and (after.epoch > before.epoch or not after.owner)
             if not covered and not left:
-                yield _rule(f"{what} left before its shard slots were covered")
+                yield _rule(f"{what} left before a checkpoint covered its sections")
             continue
         yield from _never_falls(f"{what}: after", was.after, now.after)
         if now.first_slot != was.first_slot:
-            yield _rule(f"{what} began at shard slot {was.first_slot}, and begins at {now.first_slot}")
+            yield _rule(f"{what} began at section {was.first_slot}, but now begins at {now.first_slot}")
         closed = was.through is None and after.epoch > before.epoch
         if not closed and (now.through, now.last_slot) != (was.through, was.last_slot):
-            yield _rule(f"{what} ended at slot {was.through}, and ends at {now.through}")
+            yield _rule(f"{what} ended at slot {was.through}, but now ends at {now.through}")
     for came in kept.values():
         if came.epoch != after.epoch or after.epoch == before.epoch or came.through is not None:
-            yield _rule(f"a range of epoch {came.epoch} in log {came.log_id} came in without a claim")
+            yield _rule(f"a range of epoch {came.epoch} in log {came.log_id} was added without a claim")
 
 
 def _never_falls(name: str, before: int, after: int) -> Iterator[Flaw]:
@@ -283,17 +286,17 @@ def _flaws_of_change(
     left = {each.object.name: each for each in after.tombstones}
     for reference in leaving:
         if reference.name not in left:
-            yield _rule(f"object {reference.name} left and became no tombstone")
+            yield _rule(f"object {reference.name} left without a tombstone")
     for reference in arriving:
         if reference.name in buried:
-            yield _rule(f"object {reference.name} had left, and came back")
+            yield _rule(f"object {reference.name} had left, but returned")
         elif reference.base < before.head.orphan_floor:
-            yield _rule(f"object {reference.name} came in from below the orphan floor {before.head.orphan_floor}")
+            yield _rule(f"object {reference.name} was added from below the orphan floor {before.head.orphan_floor}")
     for name, each in left.items():
         was = buried.get(name)
         if was is None:
             if each.removed_in != after.head.number:
-                yield _rule(f"object {name} is new among the tombstones, and left in manifest {each.removed_in}")
+                yield _rule(f"object {name} is a new tombstone, but left in manifest {each.removed_in}")
         elif each is not was and (
             dataclasses.replace(each, attempts=was.attempts) != was or each.attempts < was.attempts
         ):
@@ -305,19 +308,19 @@ def _flaws_of_merge(sources: Sequence[LiveBucket], merged: Sequence[LiveBucket])
     made = merged[0]
     name = made.object.name
     if len(merged) > 1:
-        yield _rule(f"{len(merged)} merged buckets came in at once")
+        yield _rule(f"{len(merged)} merged buckets were added at once")
         return
     if not sources or any(source.subscription_id != made.subscription_id for source in sources):
-        yield _rule(f"merged bucket {name} came in for no buckets of its index")
+        yield _rule(f"merged bucket {name} replaces no buckets of its index")
         return
     level = 1 + max(source.level for source in sources)
     if made.level != level:
-        yield _rule(f"merged bucket {name} has level {made.level}, its sources make it {level}")
+        yield _rule(f"merged bucket {name} has level {made.level}, but its sources require {level}")
     rows = sum(source.rows for source in sources)
     if made.rows > rows:
-        yield _rule(f"merged bucket {name} has {made.rows} rows, its sources had {rows}")
+        yield _rule(f"merged bucket {name} has {made.rows} rows, but its sources had {rows}")
     elif made.rows == rows and _hash_sum(sources) != (made.hash_low, made.hash_high):
-        yield _rule(f"merged bucket {name} has all {rows} rows of its sources, and not their hash")
+        yield _rule(f"merged bucket {name} has all {rows} rows of its sources, but not their hash")
     within = (
         made.first_ledger_id >= min(source.first_ledger_id for source in sources)
         and made.last_ledger_id <= max(source.last_ledger_id for source in sources)
@@ -325,7 +328,7 @@ def _flaws_of_merge(sources: Sequence[LiveBucket], merged: Sequence[LiveBucket])
         and made.max_deliver_at_ms <= max(source.max_deliver_at_ms for source in sources)
     )
     if not within:
-        yield _rule(f"merged bucket {name} has ledgers or times that its sources had not")
+        yield _rule(f"merged bucket {name} has ledgers or times that its sources did not have")
 
 
 def _hash_sum(sources: Iterable[LiveBucket]) -> tuple[int, int]:

@@ -72,7 +72,7 @@ def bucket_content(
         return BucketContent((named,), metadata, rows)
     flaws = [*_row_flaws(metadata, rows, positions), *_kept_flaws(metadata, positions, kept)]
     if topic and metadata.topic != topic:
-        flaws.append(_disagrees(f"it says that it is of topic {metadata.topic!r}"))
+        flaws.append(_disagrees(f"it names topic {metadata.topic!r}"))
     if live is not None:
         flaws += _live_flaws(live, metadata, rows, body)
     return BucketContent(tuple(flaws), metadata, rows)
@@ -81,7 +81,7 @@ def bucket_content(
 def _row_flaws(metadata: BucketMetadata, rows: Rows, positions: PositionSet) -> Iterator[Flaw]:
     """Rows against the metadata; `decode_bucket` has compared the hash, and that they are as many as the table says."""
     if len(rows) != metadata.rows:
-        yield _disagrees(f"it has {len(rows)} rows, its metadata says {metadata.rows}")
+        yield _disagrees(f"it has {len(rows)} rows, but its metadata says {metadata.rows}")
     held = PositionSet.of(position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id))
     if len(held) != len(rows):
         yield _disagrees(f"{len(rows) - len(held)} of its positions occur twice")
@@ -93,7 +93,7 @@ def _row_flaws(metadata: BucketMetadata, rows: Rows, positions: PositionSet) -> 
     if not position_bitmap.in_order(metadata.positions):
         yield _disagrees("the bitmaps of its positions do not ascend")
     if not _in_due_order(rows):
-        yield _disagrees("its rows of one time are not in the order of their positions")
+        yield _disagrees("its rows of one time are not ordered by position")
 
 
 def _in_due_order(rows: Rows) -> bool:
@@ -109,10 +109,10 @@ def _kept_flaws(metadata: BucketMetadata, positions: PositionSet, kept: Sequence
     copied = NO_POSITIONS
     for each, from_source in zip(metadata.kept, kept, strict=True):
         if not from_source <= positions:
-            yield _disagrees(f"{len(from_source - positions)} positions kept of {each.source} are not in it")
+            yield _disagrees(f"{len(from_source - positions)} positions kept from {each.source} are missing")
         copied |= from_source
     if kept and not positions <= copied:
-        yield _disagrees(f"{len(positions - copied)} of its positions are kept of no source")
+        yield _disagrees(f"{len(positions - copied)} of its positions are kept from no source")
 
 
 def _live_flaws(live: LiveBucket, metadata: BucketMetadata, rows: Rows, body: bytes) -> Iterator[Flaw]:
@@ -135,9 +135,9 @@ def _live_flaws(live: LiveBucket, metadata: BucketMetadata, rows: Rows, body: by
     for name, value in found.items():
         said = getattr(live, name)
         if said != value:
-            yield _disagrees(f"its {name} is {value}, the manifest says {said}")
+            yield _disagrees(f"its {name} is {value}, but the manifest says {said}")
     if bool(live.level) != bool(metadata.kept):
-        yield _disagrees(f"the manifest says level {live.level}, and it keeps rows of {len(metadata.kept)} sources")
+        yield _disagrees(f"the manifest says level {live.level}, but it keeps rows of {len(metadata.kept)} sources")
 
 
 def _segments(body: bytes) -> int:
@@ -192,7 +192,7 @@ def checkpoint_flaws(body: bytes, *, shard: int, reference: manifest.CheckpointC
         yield named
         return
     if found.shard != shard:
-        yield _disagrees(f"it says that it is of shard {found.shard}")
+        yield _disagrees(f"it names shard {found.shard}")
     if reference is not None and found.slot != reference.slot:
         yield _disagrees(f"it is of slot {found.slot}, the manifest says {reference.slot}")
     for part in found.topics:

@@ -53,7 +53,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 class UnknownTopic(Exception):
-    """A topic that was named has nothing in the root."""
+    """A topic that was named does not exist in the root."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ class _Audit:
         for name in self._request.topics:
             place = self._root.place_of(name)
             if place.shard == listed.shard and place.topic_id not in listed.listing.topics:
-                raise UnknownTopic(f"topic {name!r} has nothing in the root")
+                raise UnknownTopic(f"topic {name!r} does not exist in the root")
 
     # ---- for the waves
 
@@ -317,9 +317,9 @@ class _Wave:
         for listed in self._shards:
             place = Place(listed.shard)
             for key in listed.foreign:
-                self._audit.find(Kind.FOREIGN, Severity.INFO, key, "it is of nothing that a shard has", place=place)
+                self._audit.find(Kind.FOREIGN, Severity.INFO, key, "it is no object of a shard", place=place)
             for key in listed.astray:
-                detail = "it lies among manifests: the newest one is not read while it is there"
+                detail = "it is among manifests, and hides the newest one"
                 self._audit.find(Kind.FOREIGN, Severity.ERROR, key, detail, place=place)
 
     # ---- manifests
@@ -348,7 +348,7 @@ class _Wave:
             self._audit.tally.moved_on += max(found_later, 0)
             for number in lost:
                 key = names.numbered_key(place.manifest_prefix, number)
-                detail = f"it is one of the newest {kept}, which are kept; the newest is {newest}"
+                detail = f"it is one of the newest {kept}, which must be kept; the newest is {newest}"
                 self._audit.find(Kind.MANIFEST_MISSING, Severity.ERROR, key, detail, place=place, topic=topic)
             if isinstance(tip, ShardManifest):
                 self._audit.knows_shard(place.shard, tip)

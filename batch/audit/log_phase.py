@@ -143,7 +143,7 @@ def _numbers(logs: SlotLogs, log_id: str) -> list[int]:
 
 
 def _tell_astray(tally: Tally, error: object_store.Damaged) -> None:
-    detail = f"{error.reason}: the log is not read while it is there"
+    detail = f"{error.reason}: it stops the log from being read"
     tally.find(Finding(kind=Kind.FOREIGN, severity=Severity.ERROR, object=error.key, detail=detail))
 
 

@@ -126,7 +126,7 @@ def suspicions(
         found += _flaws_of_log(log, known, holes.get(log.log_id, []))
     for log_id in frozenset().union(*map(logs_of, known)) - logs.keys() - holes.keys():
         shards = frozenset(tip.shard for tip in known if log_id in logs_of(tip))
-        detail = f"log {log_id} has no slot, and is named by the manifests of shards {sorted(shards)}"
+        detail = f"log {log_id} has no slot, but is named by the manifests of shards {sorted(shards)}"
         finding = _finding(Kind.SLOT_MISSING, names.log_prefix(log_id), detail)
         found.append(Suspicion(finding, shards, frozenset({log_id})))
     return found
@@ -155,7 +155,7 @@ class _Hole:
     last: int
 
     def suspicion(self, tip: ShardManifest, log: ReadLog | None) -> Suspicion:
-        what = f"shard slot {self.first}" if self.first == self.last else f"shard slots {self.first} to {self.last}"
+        what = f"section {self.first}" if self.first == self.last else f"sections {self.first} to {self.last}"
         if log is None:
             where, key = f"log {self.log_id}, which has no slot", names.log_prefix(self.log_id)
         else:
@@ -164,7 +164,7 @@ class _Hole:
             damaged = [number for number in log.damaged if self.after < number < self.before]
             if damaged:
                 where += f"; slot {damaged[0]} is damaged"
-        detail = f"{what} of shard {tip.shard} in {where}: replay needs what is above shard slot {tip.previous_slot}"
+        detail = f"{what} of shard {tip.shard} in {where}: replay needs all above section {tip.previous_slot}"
         finding = _finding(Kind.SLOT_MISSING, key, detail, tip.shard)
         return Suspicion(finding, frozenset({tip.shard}), frozenset({self.log_id}))
 
@@ -225,7 +225,7 @@ def _twice(tip: ShardManifest, logs: Mapping[str, ReadLog]) -> Iterator[Suspicio
         for number, _, slot in np.asarray(rows).tolist():
             first = seen.setdefault(slot, number)
             if first != number and slot > tip.previous_slot:
-                detail = f"shard slot {slot} of shard {tip.shard} lies in slot {first} of the log, too"
+                detail = f"section {slot} of shard {tip.shard} is also in slot {first} of the log"
                 finding = _finding(Kind.LOG_RULE, names.log_slot_key(each.log_id, number), detail, tip.shard)
                 yield Suspicion(finding, frozenset({tip.shard}), frozenset({each.log_id}))
 
@@ -238,11 +238,11 @@ def _beyond(shard: int, tip: ShardManifest | None, epoch: int, logs: Mapping[str
     )
     section = f"there is a section of epoch {epoch} in slot {number} of log {log_id}"
     if tip is None:
-        detail = f"there is no manifest, and {section}: it was lost"
+        detail = f"there is no manifest, but {section}: the manifest was lost"
         finding = _finding(Kind.NO_MANIFEST, names.shard_manifest_prefix(shard), detail, shard)
     else:
         key = names.shard_manifest_key(shard, tip.head.number)
-        finding = _finding(Kind.BEYOND_LOG, key, f"its epoch is {tip.epoch}, and {section}", shard)
+        finding = _finding(Kind.BEYOND_LOG, key, f"its epoch is {tip.epoch}, but {section}", shard)
     return Suspicion(finding, frozenset({shard}), frozenset({log_id}))
 
 
@@ -256,7 +256,7 @@ def _ahead(tip: ShardManifest, logs: Mapping[str, ReadLog], topics: Sequence[App
         last = max(last, found)
     for each in topics:
         if each.applied > last:
-            detail = f"it has applied shard slot {each.applied}, and the sections of its shard end at {last}"
+            detail = f"it has applied section {each.applied}, but the sections of its shard end at {last}"
             finding = _finding(Kind.BEYOND_LOG, each.key, detail, tip.shard, each.topic)
             yield Suspicion(finding, frozenset({tip.shard}), logs_of(tip))
 
@@ -281,12 +281,12 @@ def _flaws_of_log(log: ReadLog, tips: Sequence[ShardManifest], holes: Sequence[t
         if any(after < first and last < before for after, before in holes):
             continue
         what = f"slot {first}" if first == last else f"slots {first} to {last}"
-        detail = f"{what} of log {log.log_id}: what is above slot {lowest} is kept for the shards that name it"
+        detail = f"{what} of log {log.log_id}: slots above {lowest} must be kept for the shards that name it"
         yield Suspicion(_finding(Kind.SLOT_MISSING, names.log_slot_key(log.log_id, first), detail), shards, logs)
     for end in log.ends:
         if lowest < end < log.highest:
             behind = int(log.numbers[log.numbers > end][0])
-            detail = f"it stands behind slot {end}, which is the end of the log"
+            detail = f"it stands behind slot {end}, the end of the log"
             yield Suspicion(_finding(Kind.LOG_RULE, names.log_slot_key(log.log_id, behind), detail), shards, logs)
 
 

@@ -194,14 +194,12 @@ def _flaws_of_section(slot: LogSlot, shard: int) -> Iterator[Flaw]:
         for record in stored.records:
             record.decoded()
     except format_errors.FormatError as error:
-        yield Flaw(Kind.DAMAGED, f"the section of shard {shard}, shard slot {head.last_slot}: {error}")
+        yield Flaw(Kind.DAMAGED, f"section {head.last_slot} of shard {shard}: {error}")
         return
     header = stored.header
     if (header.shard, header.epoch, header.slot) != (shard, *head):
-        said = f"shard slot {header.slot} of shard {header.shard}, epoch {header.epoch}"
-        yield Flaw(
-            Kind.LOG_RULE, f"its section of shard {shard}, shard slot {head.last_slot}, epoch {head.epoch}, is {said}"
-        )
+        said = f"section {header.slot} of shard {header.shard}, epoch {header.epoch}"
+        yield Flaw(Kind.LOG_RULE, f"its section {head.last_slot} of shard {shard}, epoch {head.epoch}, is {said}")
 
 
 def _flaws_of_following(before: LogSlotHeader, after: LogSlot) -> Iterator[tuple[int, str]]:
@@ -214,14 +212,14 @@ def _flaws_of_following(before: LogSlotHeader, after: LogSlot) -> Iterator[tuple
         elif shard not in here:
             if now != was:
                 what = f"it is a {kind.name}" if kind is not LogSlotKind.DATA else "it has no section of the shard"
-                yield shard, f"its head of shard {shard} is {_told(now)}, that before it {_told(was)}, and {what}"
+                yield shard, f"its head of shard {shard} is {_told(now)}, the one before it {_told(was)}, but {what}"
         elif was is not None and (
             now.epoch < was.epoch
             or now.last_slot <= was.last_slot
             or (now.epoch == was.epoch and now.last_slot != was.last_slot + 1)
         ):
-            yield shard, f"its section of shard {shard} is {_told(now)}, behind {_told(was)}"
+            yield shard, f"its section of shard {shard} is {_told(now)}, after {_told(was)}"
 
 
 def _told(head: log_slot_format.Head | None) -> str:
-    return "none" if head is None else f"shard slot {head.last_slot} of epoch {head.epoch}"
+    return "none" if head is None else f"section {head.last_slot} of epoch {head.epoch}"

@@ -157,11 +157,11 @@ class _Run:
         if self._place.topic_id:
             topic = self._decoder.decode(body)
             if topic.topic_id != self._place.topic_id:
-                raise format_errors.FormatError("topic manifest", 0, f"it is of topic {topic.topic!r}")
+                raise format_errors.FormatError("topic manifest", 0, f"it belongs to topic {topic.topic!r}")
             return topic
         shard = manifest.decode_shard_manifest(body)
         if shard.shard != self._place.shard:
-            raise format_errors.FormatError("shard manifest", 0, f"it is of shard {shard.shard}")
+            raise format_errors.FormatError("shard manifest", 0, f"it belongs to shard {shard.shard}")
         return shard
 
     def _own_flaws(self, number: int, decoded: Manifest, commit_id: str) -> Iterator[Flaw]:

@@ -107,7 +107,7 @@ class _Run:
         elif found.failure:
             self._find(item, Flaw(Kind.UNREADABLE, found.failure), Severity.ERROR)
         elif found.absent:
-            self._open[item.place].append((item, Flaw(Kind.MISSING, "it is not there")))
+            self._open[item.place].append((item, Flaw(Kind.MISSING, "it does not exist")))
         else:
             flaws = [Flaw(Kind.DAMAGED, found.damage)] if found.body is None else self._certain_flaws(item, found.body)
             self._open[item.place] += [(item, flaw) for flaw in flaws]
@@ -146,7 +146,7 @@ class _Run:
         try:
             table, metadata = bucket_reading.open_bucket(self._root.store, item.live)
         except object_store.NotFound:
-            self._open[item.place].append((item, Flaw(Kind.MISSING, "it is not there")))
+            self._open[item.place].append((item, Flaw(Kind.MISSING, "it does not exist")))
         except object_store.Damaged as error:
             self._open[item.place].append((item, Flaw(Kind.DAMAGED, error.reason)))
         except object_store.StoreError as error:
@@ -154,18 +154,18 @@ class _Run:
         else:
             self.tally.saw("bucket head", table.metadata.length)
             if item.topic_name and metadata.topic != item.topic_name:
-                flaw = Flaw(Kind.DISAGREES, f"it says that it is of topic {metadata.topic!r}")
+                flaw = Flaw(Kind.DISAGREES, f"it names topic {metadata.topic!r}")
                 self._open[item.place].append((item, flaw))
 
     def _take_quarantined(self, item: Item, live: LiveBucket, found: Read) -> None:
         if found.body is None:
-            state = found.damage or found.failure or "it is not there"
+            state = found.damage or found.failure or "it does not exist"
         else:
             flaws = self._flaws(item, found.body)
-            state = "it reads well" if not flaws else flaws[0].detail
+            state = "it is readable" if not flaws else flaws[0].detail
         detail = (
-            f"its {live.rows} rows are not served since slot {live.quarantined_slot}: {live.damage}; the object now: "
-            f"{state}"
+            f"its {live.rows} rows have not been served since section number {live.quarantined_slot}: "
+            f"{live.damage}; the object now: {state}"
         )
         self._find(item, Flaw(Kind.QUARANTINED, detail), Severity.ERROR)
 
@@ -190,7 +190,7 @@ class _Run:
         there = not audit_reading.read(self._root.store, record.object).absent
         detail = (
             f"{record.object} ({record.size_bytes} bytes) could not be deleted in {record.attempts} attempts: "
-            f"{record.error}; {'it is still there' if there else 'it is gone'}"
+            f"{record.error}; {'it still exists' if there else 'it is gone'}"
         )
         self._find(item, Flaw(Kind.GIVEN_UP, detail), Severity.WARNING if there else Severity.INFO)
 
@@ -198,7 +198,7 @@ class _Run:
         late_ms = self._run.clock.now_ms() - item.delete_after_ms - self._run.overdue_ms
         if item.role is Role.TOMBSTONE and late_ms > 0:
             hours = (self._run.clock.now_ms() - item.delete_after_ms) / 3_600_000
-            detail = f"its grace ended {hours:.1f} h ago, and it is still there: is there collection?"
+            detail = f"its grace ended {hours:.1f} h ago, but it still exists: check that collection runs"
             self._find(item, Flaw(Kind.TOMBSTONE_OVERDUE, detail), Severity.WARNING)
 
     # ---- how much it matters

@@ -242,7 +242,7 @@ class _Leftovers:
             kind, detail = Kind.ORPHAN, f"{age}; its base {each.base} is below the orphan floor {floor}"
         else:
             kind = Kind.UNNAMED
-            detail = f"{age}; its base {each.base} is not below the orphan floor {floor}: on its way, or abandoned"
+            detail = f"{age}; its base {each.base} is not below the orphan floor {floor}: it is in flight, or abandoned"
         if is_old:
             detail += "; garbage collection should have deleted it"
         severity = Severity.WARNING if is_old else Severity.INFO

@@ -38,27 +38,28 @@ _STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severi
     type=click.FloatRange(0, 1),
     default=1.0,
     show_default=True,
-    help="Part of the live buckets that is read in full. Of the other live buckets only table and entry 0 are read. "
+    help="Part of the live buckets to read in full. Of the others, only table and entry 0 are read. "
     "Everything else is read in full.",
 )
 @click.option(
     "--output",
     "output_file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The report as JSON into this file, too.",
+    help="Also write the report as JSON to this file.",
 )
 @click.pass_context
 def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Path | None) -> None:
-    """Check everything that is stored, while daemons serve from it; change nothing.
+    """Check everything in the store, while daemons serve from it; change nothing.
 
-    Every object is read and decoded. The audit checks hashes and checksums, each object against the manifest that names
-    it, each manifest and log slot against the one before it, and what is missing. It lists objects that no manifest
-    names, and looks for their rows elsewhere. With --topic only the manifests and objects of these topics are read.
+    The audit reads and decodes every object. It checks hashes and checksums, each object against the manifest that
+    names it, and each manifest and log slot against the one before it. It finds missing objects. It lists objects that
+    no manifest names, and searches for their rows elsewhere. With --topic it reads only manifests and objects of these
+    topics.
 
     \b
     Exit status:
       0    no errors; there may be warnings
-      1    errors were found, or the audit could not run: then a message says why, and there is no report
+      1    errors were found; or the audit could not run, and a message says why in place of a report
       2    a wrong option or setting
 
     \b
@@ -130,7 +131,7 @@ def _show(report: Report) -> None:
             soft_wrap=True,
         )
     if len(found) > SHOWN_MAX:
-        to.print(f"... and {len(found) - SHOWN_MAX:,} more: --json or --output has them")
+        to.print(f"... and {len(found) - SHOWN_MAX:,} more: see --json or --output")
     totals = f"{tally.objects.total():,} objects, {filesize.decimal(tally.size_bytes.total())}, {tally.rows:,} rows"
     outcome = f"{report.errors:,} errors, {report.count(Severity.WARNING):,} warnings"
     to.print(f"{outcome}; read {totals} in {report.seconds:.1f} s ({report.engine})", soft_wrap=True)

@@ -45,7 +45,7 @@ class Size(click.ParamType[int]):
             return value
         match = _SIZE.fullmatch(str(value).strip())
         if match is None or not int(match[1]):
-            self.fail(f"{value!r} is no size: 1000000, 64M, 2G", param, ctx)
+            self.fail(f"{value!r} is not a size such as 1000000, 64M or 2G", param, ctx)
         return int(match[1]) << 10 * " KMGT".index(match[2].upper() or " ")
 
 
@@ -59,7 +59,7 @@ class Duration(click.ParamType[float]):
             return value
         match = _DURATION.fullmatch(str(value).strip())
         if match is None:
-            self.fail(f"{value!r} is no duration: 90 (seconds), 15m, 2h", param, ctx)
+            self.fail(f"{value!r} is not a duration such as 90 (seconds), 15m or 2h", param, ctx)
         return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -70,47 +70,47 @@ class Duration(click.ParamType[float]):
     type=Size(),
     default="64M",
     show_default=True,
-    help="Size of a merged bucket, at most. Its rows are limited by bucket.merge_rows_max or the topic's policy.",
+    help="Largest size of a merged bucket. bucket.merge_rows_max or the topic's policy limits its rows.",
 )
 @click.option(
     "--max-sources",
     type=click.IntRange(min=2),
     default=plan.SOURCES_MAX,
     show_default=True,
-    help="Buckets that become one, at most; a worker holds their rows in memory.",
+    help="Most buckets to merge into one; a worker holds their rows in memory.",
 )
 @click.option(
     "--min-sources",
     type=click.IntRange(min=2),
     default=plan.SOURCES_MIN,
     show_default=True,
-    help="Buckets that become one, at least; fewer neighbours stay as they are.",
+    help="Fewest buckets to merge into one; fewer neighbours stay as they are.",
 )
 @click.option(
     "--soon",
     type=Duration(),
     default="5m",
     show_default=True,
-    help="Leave alone a bucket that is mostly handed out within this time.",
+    help="Skip a bucket whose rows are mostly due within this time.",
 )
 @click.option(
     "--max-bytes",
     type=Size(),
-    help="Bytes of buckets to read, at most. Merges that remove most buckets a byte come first.",
+    help="Most bytes of buckets to read. Merges that remove the most buckets per byte come first.",
 )
-@click.option("--deadline", type=Duration(), help="No wave of merges begins after this time: 90 (seconds), 15m, 2h.")
+@click.option("--deadline", type=Duration(), help="Start no wave of merges after this time: 90 (seconds), 15m, 2h.")
 @click.option(
     "--attempts",
     type=click.IntRange(min=1),
     default=job.ATTEMPTS_MAX,
     show_default=True,
-    help="How often a topic is planned, at most, when others change it meanwhile.",
+    help="How often to plan a topic, at most, if other processes change it meanwhile.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be merged; change nothing, start no engine.")
+@click.option("--dry-run", is_flag=True, help="Show the merges; change nothing, and start no engine.")
 @click.option(
     "--metrics-file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Metrics for the node exporter's textfile collector: a name that ends in .prom.",
+    help="Write metrics for the node exporter's textfile collector to this file; its name ends in .prom.",
 )
 @click.pass_context
 def compact(
@@ -129,17 +129,16 @@ def compact(
 ) -> None:
     """Merge small neighbouring buckets, while daemons serve from them.
 
-    Rows that are gone are dropped; all other rows are copied. Daemons take the merged buckets over without a restart. A
-    job may be killed at any time, and two jobs may run at once: nothing is lost, and the daemons delete what a job
-    wrote in vain.
+    The job copies all rows except gone ones. Daemons adopt the merged buckets without a restart. You may kill a job at
+    any time, and run two at once: no row is lost, and the daemons delete unused outputs.
 
     \b
     Exit status:
-      0    done; the summary says what --deadline or --max-bytes left
-      75   conflicts are left: others changed the topics meanwhile; run it again
-      1    an error: a bucket is damaged, a topic or the store cannot be read
+      0    done; the summary shows merges that --deadline or --max-bytes left
+      75   conflicts are left, because other processes changed the topics; run it again
+      1    an error: a bucket is damaged, or a topic or the store cannot be read
       2    a wrong option or setting
-      130, 143   ended by SIGINT or SIGTERM, after the commit under way
+      130, 143   ended by SIGINT or SIGTERM, after the commit in flight
 
     \b
     Examples:
@@ -233,7 +232,7 @@ def _write_metrics(path: Path, done: Summary | None) -> None:
         else:
             job_metrics.write(path, done)
     except OSError as error:
-        _log.warning("metrics are not written: %s: %s", path, error.strerror)
+        _log.warning("cannot write metrics to %s: %s", path, error.strerror)
 
 
 def _show(done: Summary, shared: Shared) -> None:

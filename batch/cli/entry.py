@@ -41,7 +41,7 @@ class Commands(click.Group):
             found: click.Command = getattr(importlib.import_module(_COMMANDS[cmd_name]), cmd_name)
         except ModuleNotFoundError as error:
             raise click.ClickException(
-                f"{error.name} is not installed: install tarryd with its extra, tarryd[spark]: docs/INSTALL.md"
+                f"{error.name} is not installed; install tarryd[spark] (docs/INSTALL.md)"
             ) from error
         return found
 
@@ -62,8 +62,8 @@ class Commands(click.Group):
 def cli() -> None:
     """Batch jobs on the object store of Tarry, while daemons serve from it.
 
-    They read the root that the daemons write, by the daemon's own configuration, and run on Spark (`--engine spark`,
-    also by spark-submit) or on the processes of this machine (`--engine local`).
+    They read the daemons' root with the daemon's configuration. They run on Spark (`--engine spark`, also through
+    spark-submit) or on processes of this machine (`--engine local`).
 
     \b
     Examples:

@@ -32,14 +32,14 @@ _STEPS_MS = {name: step_ms for step_ms, name in STEP_NAMES.items()}
 
 @click.command()
 @click.option(
-    "--days", type=click.IntRange(min=1), default=7, show_default=True, metavar="N", help="How far it looks ahead."
+    "--days", type=click.IntRange(min=1), default=7, show_default=True, metavar="N", help="Days to look ahead."
 )
 @click.option(
     "--step",
     type=click.Choice(["minute", "hour"]),
     default="hour",
     show_default=True,
-    help="What rows are counted by; steps begin at whole minutes or hours of UTC.",
+    help="Step of the counts; steps begin at whole minutes or hours of UTC.",
 )
 @click.option(
     "--parquet",
@@ -57,21 +57,21 @@ _STEPS_MS = {name: step_ms for step_ms, name in STEP_NAMES.items()}
     default=10,
     show_default=True,
     metavar="K",
-    help="How many of the busiest topics and steps are shown.",
+    help="Number of busiest topics and steps to show.",
 )
 @options.shared
 def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | None, png: Path | None, top: int) -> None:
-    """Say how many rows come due when: in the terminal, as Parquet, as a picture.
+    """Show how many rows come due when: in the terminal, as Parquet, or as a picture.
 
-    All times are UTC. The forecast reads what daemons have stored, and writes nothing to the store. It does not open a
-    bucket whose rows all come due within one step.
+    All times are UTC. The forecast reads the store and writes nothing to it. It does not open a bucket whose rows all
+    come due within one step.
 
     \b
     Exit status:
       0    done
-      1    an error; where something stored is damaged, the rest is counted and written
+      1    an error; if stored data is damaged, the rest is counted and written
       2    a wrong option or setting
-      143  ended by SIGTERM; no file is written then
+      143  ended by SIGTERM, without any file
 
     \b
     Examples:
@@ -95,7 +95,7 @@ def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | No
         forecast_text.print_forecast(found, top, terminal.results())
     damaged = [each for each in found.unread if each.damaged]
     if damaged:
-        raise click.ClickException(f"{len(damaged)} buckets or topics are damaged, and not in the forecast")
+        raise click.ClickException(f"{len(damaged)} damaged buckets or topics are missing from the forecast")
 
 
 @contextlib.contextmanager
@@ -117,8 +117,8 @@ def _steps(days: int, step_ms: int) -> Steps:
     if days * DAY_MS // step_ms > STEPS_MAX:
         unit = STEP_NAMES[step_ms]
         raise click.UsageError(
-            f"--days is {days}, the limit by the {unit} is {STEPS_MAX * step_ms // DAY_MS}"
-            + (f"; by the hour it is {STEPS_MAX * HOUR_MS // DAY_MS}" if step_ms == MINUTE_MS else "")
+            f"--days is {days}; by the {unit} it must be at most {STEPS_MAX * step_ms // DAY_MS}"
+            + (f"; by the hour, at most {STEPS_MAX * HOUR_MS // DAY_MS}" if step_ms == MINUTE_MS else "")
         )
     return Steps.of_days(time.time_ns() // 1_000_000, step_ms, days)
 
@@ -129,7 +129,7 @@ def _writers(
     """The files to be written, opened, so that one which cannot be written is refused before the work begins."""
     writers: list[tuple[OutputFile, Callable[[Forecast, Path], None]]] = []
     if parquet is not None and png is not None and parquet.absolute() == png.absolute():
-        raise click.UsageError(f"--parquet and --png are both {parquet}")
+        raise click.UsageError(f"--parquet and --png are both {parquet}; they must be different files")
     try:
         # Each takes as long to import as a small forecast takes.
         if parquet is not None:
@@ -158,5 +158,5 @@ def _forecast(shared: options.Shared, steps: Steps) -> tuple[Forecast, float]:
         seconds = time.monotonic() - begun_s
     absent = set(shared.topics) - {topic.topic for topic in found.topics} - {each.topic for each in found.unread}
     if absent:
-        raise click.ClickException(f"there is no topic {', '.join(map(repr, sorted(absent)))}")
+        raise click.ClickException(f"no such topic: {', '.join(map(repr, sorted(absent)))}")
     return found, seconds

@@ -57,7 +57,7 @@ _OPTIONS = (
     click.option(
         "--config",
         type=click.Path(path_type=Path, dir_okay=False, exists=True),
-        help="The daemon's own TOML file; its sections store, bucket and collection count. Without it: the defaults "
+        help="The daemon's TOML file; only its sections store, bucket and collection matter. Default: the defaults "
         "and TARRY_SECTION__KEY of the environment.",
     ),
     click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="A setting; repeatable."),
@@ -68,18 +68,18 @@ _OPTIONS = (
         type=click.Choice(["spark", "local"]),
         default="spark",
         show_default=True,
-        help="Spark, or processes of this machine; those need neither Spark nor Java.",
+        help="Spark, or processes of this machine, which need neither Spark nor Java.",
     ),
     click.option(
         "--master",
         metavar="URL",
-        help="Spark's master. Default: that of spark-submit or spark-defaults.conf; without any, local[*].",
+        help="Spark's master. Default: the one of spark-submit or spark-defaults.conf, else local[*].",
     ),
     click.option(
         "--parallelism",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Tasks at once. Default: the cores of this machine, with Spark those of its executors.",
+        help="Tasks at once. Default: the cores of this machine, or of Spark's executors.",
     ),
     click.option(
         "--nice",
@@ -88,8 +88,8 @@ _OPTIONS = (
         show_default=True,
         help="Niceness of the local engine's processes, so that a daemon on this machine comes first.",
     ),
-    click.option("--json", "as_json", is_flag=True, help="The result as JSON on standard output."),
-    click.option("--quiet", is_flag=True, help="No progress and no messages, only warnings and errors."),
+    click.option("--json", "as_json", is_flag=True, help="Write the result as JSON to standard output."),
+    click.option("--quiet", is_flag=True, help="Show only warnings and errors."),
 )
 
 
@@ -115,7 +115,7 @@ def shared(command: Callable[..., Any]) -> Callable[..., Any]:
         **others: Any,
     ) -> Any:
         if engine == "local" and master is not None:
-            raise click.UsageError("--master is Spark's: it goes with --engine spark")
+            raise click.UsageError("--master is for Spark; use it with --engine spark")
         terminal.configure(quiet=quiet)
         said = Shared(
             settings=job_settings.load(config, overrides, store=store),

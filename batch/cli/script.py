@@ -15,7 +15,7 @@ def main() -> None:
     missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         names = " and ".join(missing)
-        sys.exit(f"tarry-spark: {names} missing: install tarryd with its extra, tarryd[spark]: docs/INSTALL.md")
+        sys.exit(f"tarry-spark: {names} missing; install tarryd[spark] (docs/INSTALL.md)")
     from batch.cli import entry
 
     entry.main()

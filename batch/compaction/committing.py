@@ -54,7 +54,7 @@ class TopicCommits:
         """Reads the newest manifest. Raises Damaged and the store's errors."""
         found = self._log.read_tip(self.tip)
         if found is None:
-            raise Damaged(self._log.prefix, "it had manifests, and has none")
+            raise Damaged(self._log.prefix, "its manifests have disappeared")
         self.tip = found
 
     def verify(self, bucket: LiveBucket) -> None:
@@ -63,7 +63,7 @@ class TopicCommits:
         """
         size_bytes = self._store.head(bucket.object.name).size_bytes
         if size_bytes != bucket.object.size_bytes:
-            raise Damaged(bucket.object.name, f"it has {size_bytes} bytes; {bucket.object.size_bytes} were written")
+            raise Damaged(bucket.object.name, f"it has {size_bytes} bytes, but {bucket.object.size_bytes} were written")
         bucket_reading.open_bucket(self._store, bucket)
 
     def commit(self, written: WrittenMerge, *, now_ms: int, grace_ms: int) -> None:

@@ -233,7 +233,7 @@ class _Job:
             return
         if found is None:
             if self._options.topics is not None:
-                self._cannot_read(place, "there is no such topic")
+                self._cannot_read(place, "no such topic")
             return
         tip, runs = found
         self._tally.saw(place.shard, tip.manifest, has_runs=bool(runs))
@@ -246,7 +246,7 @@ class _Job:
         names = {self._root.place_of(name): name for name in self._options.topics or ()}
         known = self._topics.get(place)
         name = names.get(place, place.topic_id) if known is None else known.name
-        _log.error("topic %s is left as it is: %s", name, error)
+        _log.error("cannot plan topic %s, skipping it: %s", name, error)
         self._tally.failed_topic(place.shard, place.topic_id, name, str(error))
 
     def _plan_again(self, place: TopicPlace) -> None:
@@ -342,11 +342,11 @@ class _Job:
     def _leave_rest(self) -> None:
         """What was begun and not committed, and what was not begun."""
         for work in list(self._under_way):
-            self._end(work, Outcome.LEFT, "the job was asked to end before it was committed")
+            self._end(work, Outcome.LEFT, "the job ended before its commit")
         over_limit, waiting = self._waves.rest()
         for work in over_limit:
-            self._tally.ended(work, self._topics[work.topic].name, Outcome.LEFT, "the limit on bytes was reached")
-        reason = "the job was asked to end" if self._stop.signal_number else "the deadline was reached"
+            self._tally.ended(work, self._topics[work.topic].name, Outcome.LEFT, "--max-bytes was reached")
+        reason = "a signal ended the job" if self._stop.signal_number else "--deadline was reached"
         if self._engine is None:
             reason = "dry run"
         for work in waiting:
@@ -376,7 +376,9 @@ class _Job:
             with self._tally.timed("commit"):
                 merge_hints.leave(self._root.store, hints, value=self._environment.new_id())
         except StoreError as error:
-            _log.warning("%d topics were merged, and no hint says so; their owners see it later: %s", len(hints), error)
+            _log.warning(
+                "cannot write merge hints for %d topics, their owners adopt the merges later: %s", len(hints), error
+            )
         else:
             self._unhinted.clear()
 
@@ -454,15 +456,15 @@ class _Job:
         """
         again = self._waves.refused(work, read=read)
         name = self._topics[work.topic].name
-        what = "planned again" if again else "given up, attempts are used up"
-        _log.info("topic %s: a run is refused and %s: %s", name, what, reason)
+        what = "planned again" if again else "given up, no attempts are left"
+        _log.info("topic %s: a run was refused and is %s: %s", name, what, reason)
         self._under_way.remove(work)
         self._tally.ended(work, name, Outcome.REPLANNED if again else finally_, reason, written=written)
 
     def _give_up(self, work: Work, reason: str, *, left_out: Iterable[str], written: WrittenRun | None = None) -> None:
         """It failed, and no attempt of this job would do better."""
         topic = self._topics[work.topic]
-        _log.error("topic %s: buckets are not merged: %s", topic.name, reason)
+        _log.error("topic %s: cannot merge buckets: %s", topic.name, reason)
         topic.left_out.update(left_out)
         self._end(work, Outcome.FAILED, reason, written=written)
 

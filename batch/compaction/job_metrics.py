@@ -51,9 +51,9 @@ def _write(path: Path, ended_s: float, last_success_s: float | None, exit_status
     def gauge(name: str, help_text: str, value: float) -> None:
         prometheus_client.Gauge(name, help_text, registry=registry).set(value)
 
-    gauge(LAST_RUN, "When the last compaction ended, Unix time.", ended_s)
+    gauge(LAST_RUN, "End of the last compaction, in Unix time (seconds).", ended_s)
     if last_success_s is not None:
-        gauge(LAST_SUCCESS, "When the last compaction with exit status 0 ended, Unix time.", last_success_s)
+        gauge(LAST_SUCCESS, "End of the last compaction with exit status 0, in Unix time (seconds).", last_success_s)
     gauge(
         "tarry_compaction_exit_status",
         "Exit status of the last compaction: 0 done, 75 conflicts are left, 1 error.",
@@ -100,7 +100,7 @@ def _add(registry: prometheus_client.CollectorRegistry, summary: Summary) -> Non
         ),
         (
             "tarry_compaction_phase_seconds",
-            "Time of the last compaction by phase; worker_ phases are summed over the workers.",
+            "Time of the last compaction by phase (seconds); worker_ phases are sums over the workers.",
             "phase",
             {name: getattr(seconds, name) for name in seconds.__struct_fields__ if name != "total"},
         ),
@@ -110,8 +110,8 @@ def _add(registry: prometheus_client.CollectorRegistry, summary: Summary) -> Non
         for value_name, value in values.items():
             family.labels(value_name).set(value)
     for name, help_text, value in (
-        ("tarry_compaction_duration_seconds", "How long the last compaction took.", seconds.total),
-        ("tarry_compaction_topics", "Topics that the last compaction looked at.", summary.topics),
+        ("tarry_compaction_duration_seconds", "Duration of the last compaction (seconds).", seconds.total),
+        ("tarry_compaction_topics", "Topics that the last compaction read.", summary.topics),
         ("tarry_compaction_topics_unreadable", "Topics that the last compaction could not read.", _unreadable(summary)),
     ):
         prometheus_client.Gauge(name, help_text, registry=registry).set(value)

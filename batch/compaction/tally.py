@@ -146,12 +146,12 @@ class Tally:
             return Status.STOPPED, EXIT_SIGNAL_BASE + signal_number, f"signal {signal_number}"
         status, reason = Status.DONE, f"{counts.left} runs are left" if counts.left else ""
         if dry_run:
-            status, reason = Status.PLANNED, f"{counts.left} runs would be done"
+            status, reason = Status.PLANNED, f"{counts.left} runs would be merged"
         if counts.refused or counts.unknown:
             status = Status.CONFLICTS
             reason = (
-                f"{counts.refused} runs were refused at the last attempt, of {counts.unknown} it is not known whether "
-                "they are committed; run it again"
+                f"{counts.refused} runs were refused at the last attempt, and {counts.unknown} may "
+                "be committed; run it again"
             )
         if counts.failed or unread:
             status, reason = Status.ERROR, f"{counts.failed} runs failed, {unread} topics cannot be read"

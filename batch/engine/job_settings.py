@@ -51,10 +51,10 @@ def _place(store: str) -> tuple[str, ...]:
     parts = urlsplit(store)
     if parts.scheme == "s3":
         if not parts.netloc or parts.query or parts.fragment:
-            raise SettingsError(f"--store {store} is not s3://bucket/prefix")
+            raise SettingsError(f"--store is {store}; it must be a local path or s3://bucket/prefix")
         return "store.kind=s3", f"store.s3.bucket={parts.netloc}", f"store.s3.prefix={parts.path.strip('/')}"
     if "://" in store:
-        raise SettingsError(f"--store {store}: a store is a local path or s3://bucket/prefix")
+        raise SettingsError(f"--store is {store}; it must be a local path or s3://bucket/prefix")
     if not store:
-        raise SettingsError("--store is empty: a store is a local path or s3://bucket/prefix")
+        raise SettingsError("--store is empty; it must be a local path or s3://bucket/prefix")
     return "store.kind=local", f"store.path={store}"

@@ -158,7 +158,7 @@ class LocalEngine:
             _log.error("task %s failed\n%s", worker.place, result.trace)
             raise engine_port.WorkFailed(f"task {worker.place} failed: {result.trace.strip().splitlines()[-1]}")
         if worker.place is None:
-            raise engine_port.WorkFailed("a worker answered that had no task")
+            raise engine_port.WorkFailed("a worker without a task answered")
         return worker.place, result
 
     def _end_workers(self, *, at_once: bool) -> None:
@@ -170,7 +170,7 @@ class LocalEngine:
 def _lost(worker: _Worker) -> engine_port.WorkFailed:
     worker.process.join(_END_S)
     return engine_port.WorkFailed(
-        f"a worker process was lost in task {worker.place}, exit code {worker.process.exitcode} "
+        f"a worker process died in task {worker.place}, exit code {worker.process.exitcode} "
         "(-9: killed, perhaps for lack of memory; a lower --parallelism needs less)"
     )
 

@@ -43,10 +43,10 @@ def end_of(logs: SlotLogs, log_id: str) -> LogEnd:
     try:
         number = slots.highest()
         if number is None:
-            raise object_store.Damaged(names.log_prefix(log_id), "a manifest names the log, and it has no slot")
+            raise object_store.Damaged(names.log_prefix(log_id), "a manifest names the log, but the log has no slot")
         slot = log_fence.read_one(slots, number)
         if slot is None:
-            raise object_store.Damaged(names.log_slot_key(log_id, number), "the highest slot of the log is not there")
+            raise object_store.Damaged(names.log_slot_key(log_id, number), "the highest slot of the log is missing")
         return LogEnd(number, slot.header.heads)
     finally:
         slots.close()

@@ -23,7 +23,9 @@ from storage_backends.formats.manifest import RootFormat, ShardManifest, TopicMa
 from storage_backends.object_store import ObjectStore
 from storage_backends.slot_log import SlotLogs
 
-_ABSENT: Final = "there is no root: the object FORMAT is missing; a daemon creates it when it serves this store first"
+_ABSENT: Final = (
+    "the store has no root: the object FORMAT is missing; a daemon creates it when it first serves the store"
+)
 
 
 class RootAbsent(Exception):

@@ -73,7 +73,7 @@ def begin_together(root: Root, shards: Iterable[int], executor: concurrent.futur
     try:
         tails = log_tails.read_tails(root.logs(executor), ((tip, found.slot) for tip, found in loaded.values()))
     except StoreError as error:
-        log.info("shards are read one by one: %s", error)
+        log.info("reading shards one by one: %s", error)
         return {}
     return {shard: Beginning(*loaded[shard], tail) for shard, tail in tails.items() if isinstance(tail, ShardTail)}
 
@@ -132,11 +132,11 @@ class ShardReading:
                 self._read_on()
                 return found, self._by_topic()
             except _OvertakenError:
-                log.info("shard %d: its owner has gone on, or another one has come (reading %d)", self._shard, attempt)
+                log.info("shard %d changed while it was read (reading %d)", self._shard, attempt)
                 self._begun, self._more = None, []
         raise StoreUnavailable(
             names.shard_prefix(self._shard),
-            f"checkpoints are written faster than the sections can be read: tried {ATTEMPTS_MAX} times",
+            f"new checkpoints replaced the sections during each of {ATTEMPTS_MAX} readings; run it again",
         )
 
     def _tails(self) -> list[ShardTail]:

@@ -128,7 +128,7 @@ class SparkEngine:
             raise engine_port.WorkFailed(f"Spark returned {len(results)} results for {len(tasks)} tasks")
         done(len(tasks))
         for row in results:
-            _log.debug("task %d was attempt %d of Spark's tasks", row["place"], row["attempt"])
+            _log.debug("task %d took attempt %d of Spark", row["place"], row["attempt"])
             yield row["place"], pickle.loads(row["result"])
 
     def _forget(self) -> None:
@@ -199,7 +199,7 @@ class _Action:
             with contextlib.suppress(*spark_session.LOST):  # then the action ends by itself, and its result says so
                 self._context.cancelJobGroup(self._group)
             if not self._ended.wait(_CANCEL_SECONDS):
-                _log.warning("a cancelled action of Spark still runs after %d s", _CANCEL_SECONDS)
+                _log.warning("a cancelled Spark action still runs after %d s", _CANCEL_SECONDS)
 
     def result(self) -> pyarrow.Table:
         """
@@ -229,7 +229,7 @@ def _loss_said() -> Iterator[None]:
     try:
         yield
     except spark_session.LOST as failure:
-        raise engine_port.WorkFailed(f"Spark's Java is lost: {spark_session.first_line(failure)}") from failure
+        raise engine_port.WorkFailed(f"Spark's Java process died: {spark_session.first_line(failure)}") from failure
 
 
 def _failure(place: int, failure: Exception) -> _Failure:
@@ -239,6 +239,6 @@ def _failure(place: int, failure: Exception) -> _Failure:
 
 def _work_failed(failures: tuple[_Failure, ...]) -> engine_port.WorkFailed:
     first = failures[0]
-    _log.error("task %d failed in a worker of Spark:\n%s", first.place, first.trace)
+    _log.error("task %d failed in a Spark worker:\n%s", first.place, first.trace)
     others = f" (and {len(failures) - 1} more tasks failed)" if len(failures) > 1 else ""
     return engine_port.WorkFailed(f"task {first.place}: {first.summary}{others}")

@@ -93,8 +93,8 @@ def session(name: str, *, master: str | None = None, parallelism: int | None = N
     if parallelism is not None:
         if master is not None or spark_submit.submitted():
             raise SparkUnusable(
-                f"parallelism {parallelism} is for work on this machine alone: "
-                "how many tasks a master runs at once is said to Spark (spark.executor.cores, local[N])"
+                f"--parallelism {parallelism} applies to this machine alone; "
+                "set the tasks of a master in Spark (spark.executor.cores, local[N])"
             )
         master = f"local[{parallelism}]"
     with _as_before(), tempfile.TemporaryDirectory(prefix="tarry-java-") as directory:
@@ -109,7 +109,7 @@ def session(name: str, *, master: str | None = None, parallelism: int | None = N
             spark = _start(name, master)
         except (PySparkException, Py4JError) as failure:
             _end_java(started)
-            raise SparkUnusable(f"Spark does not start: {first_line(failure)}") from failure
+            raise SparkUnusable(f"cannot start Spark: {first_line(failure)}") from failure
         try:
             yield spark
         finally:
@@ -209,7 +209,7 @@ def _stop(spark: SparkSession) -> None:
             warnings.filterwarnings("ignore", "Unable to cleanly shutdown Spark JVM process", RuntimeWarning)
             spark.stop()
     except LOST as failure:
-        _log.warning("Spark's Java was lost before the session was stopped: %s", first_line(failure))
+        _log.warning("Spark's Java process died before the session stopped: %s", first_line(failure))
 
 
 def _end_java(started: bool) -> None:

@@ -30,6 +30,6 @@ def store_of(settings: Settings) -> ObjectStore:
         found = _opened.get((os.getpid(), place))
         if found is None:
             if place.kind == "local" and not Path(place.path).is_dir():
-                raise NotFound(place.path, "there is no such directory; --store or store.path names the daemon's")
+                raise NotFound(place.path, "the directory does not exist; set --store or store.path to the daemon's")
             found = _opened[os.getpid(), place] = store_opening.open_store(place)
         return found

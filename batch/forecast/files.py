@@ -36,7 +36,7 @@ class OutputFile:
         :raises Unwritable: no such file can be made there.
         """
         if self.path.is_dir():
-            raise Unwritable(f"{self.path} cannot be written: it is a directory")
+            raise Unwritable(f"cannot write {self.path}: it is a directory")
         with self._refusing():
             handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=self.path.suffix, dir=self.path.parent)
             os.close(handle)
@@ -65,7 +65,7 @@ class OutputFile:
         try:
             yield
         except OSError as error:
-            raise Unwritable(f"{self.path} cannot be written: {error.strerror or error}") from error
+            raise Unwritable(f"cannot write {self.path}: {error.strerror or error}") from error
 
 
 def _umask() -> int:

@@ -62,7 +62,7 @@ def run(
         if not job.again:
             break
         places, job.again = sorted(job.again), set()
-        _log.info("counting %d topics again: buckets were merged meanwhile", len(places))
+        _log.info("counting %d topics again, because buckets were merged meanwhile", len(places))
     return job.forecast()
 
 
@@ -146,12 +146,12 @@ class _Job:
             if each.failure is Failure.MISSING and not last:
                 self.again.add(topic.place)
             else:
-                _log.error("%s: %s; its %d rows are in no count", topic.name, each.reason, each.live.rows)
+                _log.error("%s: %s; its %d rows are not counted", topic.name, each.reason, each.live.rows)
                 topic.leave_out(each.live, each.reason, damaged=True)
         self._effort += result.effort
 
     def _cannot_be_read(self, place: TopicPlace, error: Exception) -> None:
-        _log.error("topic %s of shard %d cannot be read: %s", place.topic_id, place.shard, error)
+        _log.error("cannot read topic %s of shard %d: %s", place.topic_id, place.shard, error)
         self._unread[place] = Unread(place.topic_id, "", 0, str(error), damaged=True)
 
 

@@ -72,15 +72,15 @@ class TarryDataSource(DataSource):
         unknown = [name for name in given if name not in _OPTIONS and not name.startswith(_OVERRIDE)]
         if unknown:
             raise SettingsError(
-                f"option {unknown[0]} is not known: there are {', '.join(_OPTIONS)} and {_OVERRIDE}<section>.<key>"
+                f"option {unknown[0]} is unknown; the options are {', '.join(_OPTIONS)} and {_OVERRIDE}<section>.<key>"
             )
         self._table = given.get(_TABLE, "rows")
         if self._table not in tables.TABLES:
-            raise SettingsError(f"option {_TABLE} is {self._table}: there are {', '.join(tables.TABLES)}")
+            raise SettingsError(f"option {_TABLE} is {self._table}; it must be one of {', '.join(tables.TABLES)}")
         if "store" in given and "path" in given:
-            raise SettingsError("both option store and a path say where the root is")
+            raise SettingsError("option store and a path are both set; set only one")
         if "topic" in given and "topics" in given:
-            raise SettingsError("both option topic and option topics say which topics are read")
+            raise SettingsError("option topic and option topics are both set; set only one")
         self._prune = _flag(_PRUNE, given.get(_PRUNE, "false"))
         self._topics = (given["topic"],) if "topic" in given else _topics_of(given.get("topics"))
         self._settings = job_settings.load(
@@ -116,7 +116,7 @@ def register(spark: SparkSession) -> None:
 
 def _flag(name: str, value: str) -> bool:
     if value.lower() not in ("true", "false"):
-        raise SettingsError(f"option {name} is {value}: it is true or false")
+        raise SettingsError(f"option {name} is {value}; it must be true or false")
     return value.lower() == "true"
 
 
@@ -128,7 +128,7 @@ def _topics_of(listed: str | None) -> tuple[str, ...] | None:
     except ValueError:
         found = None
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise SettingsError(f"option topics is {listed}: it is a JSON list of names")
+        raise SettingsError(f"option topics is {listed}; it must be a JSON list of names")
     return tuple(found)
 
 

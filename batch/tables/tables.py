@@ -53,7 +53,7 @@ class Column:
 
 _TOPIC: Final = Column("topic", pa.string(), "The topic.")
 _SUBSCRIPTION: Final = Column(
-    "subscription", pa.string(), "Whose own index the rows are in; null: the shared index.", nullable=True
+    "subscription", pa.string(), "The subscription whose index has the rows; null: the shared index.", nullable=True
 )
 
 ROWS: Final = (
@@ -61,24 +61,24 @@ ROWS: Final = (
     _SUBSCRIPTION,
     Column("ledger_id", pa.int64(), "The ledger (u64, bit view)."),
     Column("entry_id", pa.int64(), "The entry (u64, bit view)."),
-    Column("batch_index", pa.int32(), "Which message of the entry; null: the entry as a whole.", nullable=True),
+    Column("batch_index", pa.int32(), "The message of the entry; null: the whole entry.", nullable=True),
     Column("deliver_at", _TIMESTAMP, "When it is due; null beyond the year 9999.", nullable=True),
     Column("deliver_at_ms", pa.int64(), "The same in ms since 1970 (u64, bit view)."),
     Column("key_hash", pa.int64(), "The hash of its key, 0 to 2^32 - 1; null: its bucket has none.", nullable=True),
-    Column("bucket", pa.string(), "The object that it is in; null: in no sealed bucket yet.", nullable=True),
+    Column("bucket", pa.string(), "The object that has it; null: no sealed bucket yet.", nullable=True),
 )
 
 BUCKETS: Final = (
     _TOPIC,
     _SUBSCRIPTION,
-    Column("batch_parts", pa.bool_(), "Whether its rows are messages of entries."),
+    Column("batch_parts", pa.bool_(), "True if its rows are messages of entries."),
     Column("bucket", pa.string(), "The key of the object."),
-    Column("base", pa.int64(), "The manifest that it was started from."),
+    Column("base", pa.int64(), "The manifest from which it was started."),
     Column("size_bytes", pa.int64(), "The size of the object."),
-    Column("sha256", pa.string(), "Of its bytes, in hexadecimal."),
-    Column("level", pa.int32(), "How often its rows were merged; 0: as they were sealed."),
+    Column("sha256", pa.string(), "The SHA-256 of its bytes, in hexadecimal."),
+    Column("level", pa.int32(), "How often its rows were merged; 0: as sealed."),
     Column("rows", pa.int64(), "Rows in the object."),
-    Column("gone_rows", pa.int64(), "Those of them that are gone, of a quarantined bucket as far as it is stored."),
+    Column("gone_rows", pa.int64(), "Those that are gone; in a quarantined bucket, as far as stored."),
     Column("segments", pa.int32(), "Segments in the object."),
     Column("first_ledger_id", pa.int64(), "The lowest ledger (u64, bit view)."),
     Column("last_ledger_id", pa.int64(), "The highest ledger (u64, bit view)."),
@@ -88,20 +88,20 @@ BUCKETS: Final = (
     Column("max_deliver_at_ms", pa.int64(), "The same in ms since 1970 (u64, bit view)."),
     Column("hash_low", pa.int64(), "The lower half of the hash of its rows (u64, bit view)."),
     Column("hash_high", pa.int64(), "The upper half of the hash of its rows (u64, bit view)."),
-    Column("compatible_form", pa.bool_(), "Whether it is in PIP-195's form."),
-    Column("quarantined", pa.bool_(), "Whether it is damaged: its rows are missing until they are added again."),
-    Column("damage", pa.string(), "What was found when it was quarantined.", nullable=True),
-    Column("quarantined_slot", pa.int64(), "The last slot that was applied then.", nullable=True),
+    Column("compatible_form", pa.bool_(), "True if it has PIP-195's form."),
+    Column("quarantined", pa.bool_(), "True if it is damaged: its rows are missing until they are added again."),
+    Column("damage", pa.string(), "The damage found at its quarantine.", nullable=True),
+    Column("quarantined_slot", pa.int64(), "The last section number applied at its quarantine.", nullable=True),
 )
 
 BACKLOG: Final = (
     _TOPIC,
     Column("subscription", pa.string(), "The subscription."),
-    Column("rows", pa.int64(), "Rows that it is owed, due or not, and has not acknowledged."),
-    Column("due_rows", pa.int64(), "Those of them that were due when the query was planned."),
+    Column("rows", pa.int64(), "Rows that it is owed, due or not."),
+    Column("due_rows", pa.int64(), "Those that were due when the query was planned."),
     Column("first_deliver_at", _TIMESTAMP, "When the first of them is due; null: there is none.", nullable=True),
     Column("last_deliver_at", _TIMESTAMP, "When the last of them is due; null: there is none.", nullable=True),
-    Column("nacked", pa.int64(), "Those that it negatively acknowledged and that come back later than that."),
+    Column("nacked", pa.int64(), "Those that it negatively acknowledged and that are redelivered later than that."),
     Column("dead_letters", pa.int64(), "Its dead letters."),
 )
 

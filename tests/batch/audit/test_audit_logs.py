@@ -248,8 +248,8 @@ def test_a_hole_is_told_by_log_number_shard_and_shard_slot(objects: Story) -> No
     (found,) = found_in(objects.store)
     assert (found.kind, found.object, found.shard) == (Kind.SLOT_MISSING, keys[0], 1)
     assert found.detail == (
-        f"shard slots 2 to 3 of shard 1 in log {objects.one.log_id}, behind slot 2 and before slot 5: "
-        "replay needs what is above shard slot 0"
+        f"sections 2 to 3 of shard 1 in log {objects.one.log_id}, behind slot 2 and before slot 5: "
+        "replay needs all above section 0"
     )
 
 
@@ -311,8 +311,8 @@ def test_heads_that_fall_are_found_and_so_is_a_section_that_is_another(objects: 
     found = [each for each in found_in(objects.store) if each.kind is Kind.LOG_RULE]
     assert {(each.object, each.shard) for each in found} == {(key, 0)}
     details = " / ".join(each.detail for each in found)
-    assert "is shard slot 9 of epoch 1, behind shard slot" in details
-    assert "its section of shard 0, shard slot 9, epoch 1, is shard slot" in details
+    assert "is section 9 of epoch 1, after section" in details
+    assert "its section 9 of shard 0, epoch 1, is section" in details
 
 
 def test_a_fence_with_other_heads_than_the_slot_before_it_is_found(objects: Story) -> None:
@@ -339,7 +339,7 @@ def test_a_slot_behind_the_end_of_a_log_is_found(objects: Story) -> None:
     objects.store.put(key, log_slot_format.encode_log_slot(later, {each: slot.section(each) for each in slot.shards}))
     (found,) = found_in(objects.store)
     assert (found.kind, found.object) == (Kind.LOG_RULE, key)
-    assert "behind slot 7, which is the end of the log" in found.detail
+    assert "behind slot 7, the end of the log" in found.detail
 
 
 def test_what_is_no_slot_among_slots_is_told(objects: Story) -> None:
@@ -377,7 +377,7 @@ def test_a_topic_that_has_applied_what_its_shard_never_had_is_found(objects: Sto
     applied(last + 1)
     (found,) = found_in(objects.store)
     assert (found.kind, found.topic) == (Kind.BEYOND_LOG, "t")
-    assert f"has applied shard slot {last + 1}, and the sections of its shard end at {last}" in found.detail
+    assert f"has applied section {last + 1}, but the sections of its shard end at {last}" in found.detail
 
 
 # ---- meanwhile

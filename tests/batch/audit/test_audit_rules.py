@@ -118,11 +118,11 @@ TOPIC_RULES: dict[str, tuple[ChangeTopic, str]] = {
     "applied falls": (lambda tip: replace(tip, applied=tip.applied - 1), "applied fell"),
     "the last subscription id falls": (lambda tip: replace(tip, last_subscription_id=0), "above the last id 0"),
     "the incarnation rises": (lambda tip: replace(tip, incarnation=2), "incarnation 1 became 2"),
-    "the name changes": (lambda tip: replace(tip, topic="u"), "it says"),
-    "a bucket vanishes": (without_first, "left and became no tombstone"),
-    "properties vanish": (lambda tip: replace(tip, properties_object=None), "left and became no tombstone"),
-    "properties of nobody": (lambda tip: replace(tip, subscriptions=()), "properties of subscriptions, and no sub"),
-    "a bucket comes back": (came_back, "had left, and came back"),
+    "the name changes": (lambda tip: replace(tip, topic="u"), "but the manifest says"),
+    "a bucket vanishes": (without_first, "left without a tombstone"),
+    "properties vanish": (lambda tip: replace(tip, properties_object=None), "left without a tombstone"),
+    "properties of nobody": (lambda tip: replace(tip, subscriptions=()), "properties of subscriptions, but no sub"),
+    "a bucket comes back": (came_back, "had left, but returned"),
     "an object is named twice": (twice_named, "is named 2 times"),
     "a live bucket changes": (other_level, "changed while it was live"),
     "a tombstone changes": (shorter_grace, "the tombstone of object"),
@@ -130,7 +130,7 @@ TOPIC_RULES: dict[str, tuple[ChangeTopic, str]] = {
     "a floor above the number": (lambda tip: head_of(tip, orphan_floor=1 << 40), "is above its number"),
     "a deleted topic has buckets": (
         lambda tip: replace(tip, deleted=True, incarnation=tip.incarnation + 1),
-        "the topic is deleted, and has buckets",
+        "the topic is deleted, but has buckets",
     ),
 }
 
@@ -170,21 +170,21 @@ def closed_before(tip: ShardManifest) -> LogRange:
 SHARD_RULES: dict[str, tuple[ChangeShard, str]] = {
     "the epoch falls": (lambda tip: replace(tip, epoch=1, settled_epoch=1), "epoch fell from 2 to 1"),
     "an epoch is left out": (lambda tip: replace(tip, epoch=4), "epoch rose from 2 to 4"),
-    "nobody owns an open range": (lambda tip: replace(tip, owner=""), "its owner is '', and its last range is open"),
+    "nobody owns an open range": (lambda tip: replace(tip, owner=""), "its owner is '', but its last range is open"),
     "a log is needed from further back": (lambda tip: of_range(tip, after=tip.ranges[-1].after - 1), ": after fell"),
     "a range begins elsewhere": (
         lambda tip: of_range(tip, first_slot=tip.ranges[-1].first_slot + 1),
-        "and begins at",
+        "but now begins at",
     ),
     "a range is closed without a claim": (
         lambda tip: of_range(tip, through=99, last_slot=99),
-        "ended at slot None, and ends at 99",
+        "ended at slot None, but now ends at 99",
     ),
-    "a range has nothing": (lambda tip: of_range(tip, through=0, last_slot=99), "has nothing"),
-    "a range vanishes": (lambda tip: replace(tip, ranges=()), "left before its shard slots were covered"),
+    "a range has nothing": (lambda tip: of_range(tip, through=0, last_slot=99), "is empty"),
+    "a range vanishes": (lambda tip: replace(tip, ranges=()), "left before a checkpoint covered its sections"),
     "a range comes in without a claim": (
         lambda tip: replace(tip, ranges=(replace(tip.ranges[-1], log_id=OTHER_LOG_ID),)),
-        "came in without a claim",
+        "was added without a claim",
     ),
     "ranges do not meet": (
         lambda tip: replace(tip, ranges=(closed_before(tip), *tip.ranges)),
@@ -192,19 +192,19 @@ SHARD_RULES: dict[str, tuple[ChangeShard, str]] = {
     ),
     "epochs of ranges fall": (
         lambda tip: replace(tip, ranges=(replace(closed_before(tip), epoch=7), *tip.ranges)),
-        "is behind one of epoch 7",
+        "follows one of epoch 7",
     ),
     "no range has what is needed": (
         lambda tip: of_range(tip, first_slot=tip.previous_slot + 2),
-        "no range has shard slots",
+        "no range has sections",
     ),
-    "a log has no id": (lambda tip: of_range(tip, log_id="mine"), "which is no ULID"),
+    "a log has no id": (lambda tip: of_range(tip, log_id="mine"), "which is not a ULID"),
     "an epoch is settled that nobody had": (lambda tip: replace(tip, settled_epoch=9), "above the epoch"),
     "the checkpoint before is another one": (
         lambda tip: replace(tip, previous_checkpoint=tip.checkpoint),
-        "is not the one that was the newest",
+        "is not the former newest one",
     ),
-    "the checkpoint vanishes": (lambda tip: replace(tip, checkpoint=None), "its checkpoint vanished"),
+    "the checkpoint vanishes": (lambda tip: replace(tip, checkpoint=None), "its checkpoint disappeared"),
 }
 
 
@@ -246,7 +246,7 @@ def test_a_manifest_of_another_topic_is_damage(store: MemoryStore) -> None:
     store.put(key, store.get(other), metadata=store.head(other).metadata)
     found = findings(audited(store))
     assert [(each.kind, each.object) for each in found] == [(Kind.DAMAGED, key)]
-    assert "it is of topic 'other'" in found[0].detail
+    assert "it belongs to topic 'other'" in found[0].detail
 
 
 def test_a_topic_that_is_ahead_of_its_shard_is_found(store: MemoryStore) -> None:
@@ -346,8 +346,8 @@ def test_kept_rows_that_are_not_those_of_the_bucket_are_found(store: MemoryStore
     other = position_bitmap.position_bitmaps(rows.ledger_id + 1, rows.entry_id)
     key = forged_bucket(store, rows, kept=[bucket_format.KeptRows(source="x", positions=other)])
     details = [each.detail for each in findings(audited(store)) if each.object == key]
-    assert any("positions kept of x are not in it" in detail for detail in details)
-    assert any("are kept of no source" in detail for detail in details)
+    assert any("positions kept from x are missing" in detail for detail in details)
+    assert any("are kept from no source" in detail for detail in details)
 
 
 def test_a_row_in_two_live_buckets_is_found(store: MemoryStore) -> None:
@@ -384,7 +384,7 @@ def test_a_merge_that_makes_more_rows_than_there_were_is_found(store: MemoryStor
     committed = follow(store, lambda tip: replace(tip, live=(*tip.live[:-1], live), tombstones=(*tip.tombstones, left)))
     found = findings(audited(store))
     assert {(each.kind, each.object) for each in found} == {(Kind.CHAIN_RULE, committed)}
-    assert any("has 40 rows, its sources had 20" in each.detail for each in found)
+    assert any("has 40 rows, but its sources had 20" in each.detail for each in found)
 
 
 def test_a_quarantined_bucket_is_told_with_what_is_the_matter(store: MemoryStore) -> None:
@@ -398,10 +398,10 @@ def test_a_quarantined_bucket_is_told_with_what_is_the_matter(store: MemoryStore
     (found,) = findings(audited(store))
     assert (found.kind, found.object) == (Kind.QUARANTINED, name)
     assert "hash differs" in found.detail
-    assert "it reads well" in found.detail
+    assert "it is readable" in found.detail
     store.delete(name)
     (found,) = findings(audited(store))
-    assert "the object now: it is not there" in found.detail
+    assert "the object now: it does not exist" in found.detail
 
 
 def merged_without(store: MemoryStore, rows_left: int) -> str:
@@ -429,7 +429,7 @@ def test_a_merge_that_drops_rows_that_are_not_gone_is_found(store: MemoryStore) 
     key = merged_without(store, 12)
     (found,) = findings(audited(store))
     assert (found.kind, found.object) == (Kind.CHAIN_RULE, key)
-    assert "a merge did not copy 8 rows of its sources, and 0 at most were gone" in found.detail
+    assert "a merge did not copy 8 rows of its sources, but at most 0 were gone" in found.detail
 
 
 def test_a_merge_may_drop_rows_that_are_gone(store: MemoryStore) -> None:

@@ -82,7 +82,7 @@ def test_errors_end_with_1_and_people_see_what_where_and_how_bad(place: Path) ->
     assert ended.returncode == 1
     assert key in ended.stdout
     assert "damaged" in ended.stdout
-    assert "its bytes are not what was written" in ended.stdout
+    assert "its bytes are not those written" in ended.stdout
     assert "1 errors" in ended.stdout
 
 
@@ -102,9 +102,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 def test_what_cannot_run_ends_with_1_and_says_why(command: Callable[..., Result], place: Path, tmp_path: Path) -> None:
     for arguments, text in (
-        (("--store", tmp_path / "nowhere"), "no such directory"),
+        (("--store", tmp_path / "nowhere"), "the directory does not exist"),
         (("--store", tmp_path), "FORMAT is missing"),
-        (("--store", place, "--topic", "nowhere"), "topic 'nowhere' has nothing in the root"),
+        (("--store", place, "--topic", "nowhere"), "topic 'nowhere' does not exist in the root"),
     ):
         ended = command(*arguments, "--json")
         assert ended.exit_code == 1

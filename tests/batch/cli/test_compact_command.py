@@ -93,7 +93,7 @@ def test_a_dry_run_shows_what_would_be_merged(tmp_path: Path, topic: StoredTopic
 def test_a_root_that_is_not_there_ends_in_1_and_says_what_to_do(tmp_path: Path) -> None:
     result = call(tmp_path, "--metrics-file", str(tmp_path / "compaction.prom"))
     assert result.exit_code == 1
-    assert "no such directory" in result.stderr
+    assert "the directory does not exist" in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert "tarry_compaction_exit_status 1.0" in (tmp_path / "compaction.prom").read_text()
     (tmp_path / "root").mkdir()
@@ -104,8 +104,8 @@ def test_a_root_that_is_not_there_ends_in_1_and_says_what_to_do(tmp_path: Path) 
     ("arguments", "said"),
     [
         (["--set", "store.paht=x"], "store.paht"),
-        (["--target-bytes", "much"], "no size"),
-        (["--deadline", "soon"], "no duration"),
+        (["--target-bytes", "much"], "is not a size such as"),
+        (["--deadline", "soon"], "is not a duration such as"),
         (["--max-sources", "1"], "--max-sources"),
         (["--min-sources", "9", "--max-sources", "8"], "--min-sources 9 is above"),
         (["--master", "local[2]"], "--engine spark"),

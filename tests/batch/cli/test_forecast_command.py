@@ -79,12 +79,16 @@ def test_json_is_alone_on_standard_output(store: LocalDirectory, root: Path) -> 
     ("arguments", "status", "said"),
     [
         (("--days", "0"), 2, "--days"),
-        (("--days", "732", "--step", "minute"), 2, "--days is 732, the limit by the minute is 731; by the hour it is"),
+        (
+            ("--days", "732", "--step", "minute"),
+            2,
+            "--days is 732; by the minute it must be at most 731; by the hour, at most",
+        ),
         (("--step", "second"), 2, "--step"),
         (("--parquet", "due", "--png", "due"), 2, "--parquet and --png are both due"),
-        (("--topic", "absent"), 1, "there is no topic 'absent'"),
-        (("--parquet", "absent/due.parquet"), 1, "absent/due.parquet cannot be written: No such file or directory"),
-        (("--png", "."), 1, ". cannot be written: it is a directory"),
+        (("--topic", "absent"), 1, "no such topic: 'absent'"),
+        (("--parquet", "absent/due.parquet"), 1, "cannot write absent/due.parquet: No such file or directory"),
+        (("--png", "."), 1, "cannot write .: it is a directory"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -121,7 +125,7 @@ def test_what_is_damaged_is_said_and_the_rest_is_written(store: LocalDirectory, 
     store.put(key, body[: -bucket_format.FOOTER_BYTES] + bytes(bucket_format.FOOTER_BYTES))
     found = run(root, "--parquet", str(tmp_path / "due.parquet"))
     assert found.exit_code == 1
-    assert "1 buckets or topics are damaged" in found.stderr
+    assert "1 damaged buckets or topics are missing" in found.stderr
     assert key in found.stderr
     assert "not counted" in found.stdout
     assert pyarrow.parquet.read_table(tmp_path / "due.parquet")["topic"].unique().to_pylist() == ["orders"]
@@ -157,7 +161,7 @@ def test_a_file_that_stands_in_the_way_is_an_error(
     monkeypatch.setattr(forecast_files.OutputFile, "__enter__", overtaken)
     found = run(root, "--png", str(path))
     assert found.exit_code == 1
-    assert "due.png cannot be written: Is a directory" in found.stderr
+    assert "due.png: Is a directory" in found.stderr
 
 
 def test_the_key_of_a_topic_that_cannot_be_read_is_named(store: LocalDirectory, root: Path) -> None:

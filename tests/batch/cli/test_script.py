@@ -15,9 +15,7 @@ def test_without_the_extra_the_command_is_one_sentence(monkeypatch: pytest.Monke
     with pytest.raises(SystemExit) as ended:
         script.main()
     # A text is printed by the interpreter, which ends with 1 then.
-    assert ended.value.code == (
-        "tarry-spark: click and rich missing: install tarryd with its extra, tarryd[spark]: docs/INSTALL.md"
-    )
+    assert ended.value.code == ("tarry-spark: click and rich missing; install tarryd[spark] (docs/INSTALL.md)")
 
 
 def test_a_command_whose_libraries_are_missing_says_which_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +25,4 @@ def test_a_command_whose_libraries_are_missing_says_which_and_what_to_install(mo
     monkeypatch.setattr(importlib, "import_module", missing)
     result = click.testing.CliRunner().invoke(entry.cli, ["forecast"])
     assert result.exit_code == 1
-    assert result.stderr == (
-        "Error: matplotlib is not installed: install tarryd with its extra, tarryd[spark]: docs/INSTALL.md\n"
-    )
+    assert result.stderr == ("Error: matplotlib is not installed; install tarryd[spark] (docs/INSTALL.md)\n")

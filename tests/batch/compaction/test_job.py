@@ -304,13 +304,13 @@ def test_workers_that_have_no_such_store_are_an_error_and_no_conflict(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nowhere(settings: Settings) -> ObjectStore:
-        raise NotFound(settings.store.path, "there is no such directory")
+        raise NotFound(settings.store.path, "the directory does not exist")
 
     world.topic().add(range(1, 5))
     monkeypatch.setattr(merge_task, "store_of", nowhere)
     summary = world.compact()
     assert (summary.status, summary.exit_status, summary.runs.failed) == (Status.ERROR, 1, 1)
-    assert "no such directory" in only(summary, Outcome.FAILED).reason
+    assert "the directory does not exist" in only(summary, Outcome.FAILED).reason
 
 
 def test_a_damaged_source_is_named_and_its_run_left_while_others_go_on(world: World) -> None:
@@ -480,9 +480,7 @@ def test_only_the_topics_that_were_named_are_merged_and_a_name_without_topic_is_
     other.add(range(1, 5))
     summary = world.compact(Options(topics=["asked", "nowhere"]))
     assert (len(asked.tip().live), len(other.tip().live)) == (1, 4)
-    assert [(each.topic, each.error) for each in summary.topic_results if each.error] == [
-        ("nowhere", "there is no such topic")
-    ]
+    assert [(each.topic, each.error) for each in summary.topic_results if each.error] == [("nowhere", "no such topic")]
     assert summary.exit_status == 1
 
 
@@ -580,7 +578,7 @@ def test_a_hint_that_cannot_be_left_is_a_warning_and_no_failure(world: World, ca
     with caplog.at_level(logging.WARNING):
         summary = world.compact()
     assert (summary.status, summary.exit_status, summary.runs.committed) == (Status.DONE, 0, 1)
-    assert "no hint says so" in caplog.text
+    assert "cannot write merge hints" in caplog.text
 
 
 def test_a_job_that_is_asked_to_end_leaves_hints_of_what_it_committed(world: World) -> None:

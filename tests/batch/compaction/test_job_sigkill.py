@@ -96,7 +96,7 @@ def test_a_job_whose_local_worker_is_killed_says_so_and_harms_nothing(
         job = jobs.compact("local", action=Action(point, "kill"))
         assert job.wait() == 1
         job.wait_until_nothing_is_left()
-        assert "worker process was lost" in job.log_text()
+        assert "worker process died" in job.log_text()
 
         left = scene.left_by_a_job()
         scene.collect(left.orphans)

@@ -47,7 +47,7 @@ def test_the_table_has_a_line_for_each_topic_with_something_to_merge_and_a_total
 def test_a_topic_that_cannot_be_read_is_in_the_table_with_the_reason(world: World) -> None:
     world.topic("flights").add(range(1, 5))
     done = world.compact(Options(topics=["flights", "nowhere"]))
-    assert cells(text(summary.table(done)), "nowhere")[-1] == "there is no such topic"
+    assert cells(text(summary.table(done)), "nowhere")[-1] == "no such topic"
     assert done.reason == "0 runs failed, 1 topics cannot be read"
 
 

@@ -61,6 +61,6 @@ def test_a_process_opens_a_store_once(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there_is_never_made(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no such directory"):
+    with pytest.raises(NotFound, match="the directory does not exist"):
         store_of(job_settings.load(store=str(tmp_path / "typo"), environment={}))
     assert not (tmp_path / "typo").exists()

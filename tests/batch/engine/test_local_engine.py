@@ -52,7 +52,7 @@ def test_a_task_that_raises_ends_the_run_and_says_what_it_raised(local: LocalEng
 
 
 def test_a_worker_that_dies_ends_the_run_and_its_exit_code_is_said(local: LocalEngine) -> None:
-    with pytest.raises(engine_port.WorkFailed, match="was lost in task 0, exit code 9"):
+    with pytest.raises(engine_port.WorkFailed, match="died in task 0, exit code 9"):
         list(local.run(os._exit, [9], no_matter))
     assert list(local.run(operator.neg, [1], no_matter)) == [(0, -1)]
 

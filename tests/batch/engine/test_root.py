@@ -18,7 +18,7 @@ def topics(store: MemoryStore, *topic_names: str) -> dict[str, TopicPlace]:
 
 def test_an_absent_root_is_refused_and_not_created() -> None:
     store = MemoryStore()
-    with pytest.raises(RootAbsent, match="there is no root: the object FORMAT is missing"):
+    with pytest.raises(RootAbsent, match="the store has no root: the object FORMAT is missing"):
         Root.open(store)
     assert list(store.list("")) == []
 

@@ -151,7 +151,7 @@ def test_these_masters_are_others(master: str) -> None:
 
 def test_a_parallelism_beside_a_master_is_refused() -> None:
     refused = spark_engine.SparkEngine("tests", master="spark://cluster:7077", parallelism=3)
-    with pytest.raises(engine_port.EngineUnusable, match="parallelism 3 is for work on this machine alone"), refused:
+    with pytest.raises(engine_port.EngineUnusable, match="--parallelism 3 applies to this machine alone"), refused:
         pass
 
 
@@ -197,8 +197,8 @@ def test_the_loss_of_java_is_said_in_one_line_and_the_job_goes_on_to_its_end(tmp
     )
     assert run.returncode == 0, run.stderr[-4000:]
     during, afterwards, same_cores = run.stdout.splitlines()
-    assert during.startswith(("Spark gave up: ", "Spark's Java is lost: "))
-    assert afterwards.startswith("Spark's Java is lost: ")
+    assert during.startswith(("Spark gave up: ", "Spark's Java process died: "))
+    assert afterwards.startswith("Spark's Java process died: ")
     assert same_cores == "True"
     assert "Traceback" not in run.stderr
 

@@ -427,7 +427,7 @@ def test_a_log_without_its_end_is_damaged(store: WatchedStore) -> None:
         state_of(store)
     for each in range(1, number + 1):
         store.delete(names.log_slot_key(shard.owner.log_id, each))
-    with pytest.raises(Damaged, match="a manifest names the log, and it has no slot"):
+    with pytest.raises(Damaged, match="a manifest names the log, but the log has no slot"):
         state_of(store)
 
 

@@ -214,12 +214,12 @@ def test_topics_can_be_named(registered: SparkSession, stored: Root) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tabel": "rows"}, "option tabel is not known"),
-        ({"table": "row"}, "option table is row: there are rows, buckets, backlog"),
-        ({"prune": "yes"}, "option prune is yes: it is true or false"),
-        ({"topics": "u"}, "option topics is u: it is a JSON list"),
-        ({"topic": "u", "topics": '["t"]'}, "both option topic and option topics"),
-        ({"store": "a", "path": "b"}, "both option store and a path"),
+        ({"tabel": "rows"}, "option tabel is unknown"),
+        ({"table": "row"}, "option table is row; it must be one of rows, buckets, backlog"),
+        ({"prune": "yes"}, "option prune is yes; it must be true or false"),
+        ({"topics": "u"}, "option topics is u; it must be a JSON list"),
+        ({"topic": "u", "topics": '["t"]'}, "option topic and option topics are both set"),
+        ({"store": "a", "path": "b"}, "option store and a path are both set"),
         ({"set.store.pth": "x"}, "store.pth"),
     ],
 )
@@ -229,7 +229,7 @@ def test_a_wrong_option_is_refused_by_name(options: dict[str, str], says: str) -
 
 
 def test_a_place_without_a_root_is_refused(registered: SparkSession, tmp_path: Path) -> None:
-    with pytest.raises(PySparkException, match="there is no root"):
+    with pytest.raises(PySparkException, match="the store has no root"):
         registered.read.format("tarry").load(str(tmp_path)).collect()
     assert not list(tmp_path.rglob("FORMAT*"))
 
