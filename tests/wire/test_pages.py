@@ -99,6 +99,10 @@ def test_the_tour_prints_what_stands_there(tmp_path: Path) -> None:
     run_session("docs/TOUR.md", tmp_path, {})
 
 
+def test_the_session_of_the_page_on_deletion_prints_what_stands_there(tmp_path: Path) -> None:
+    run_session("docs/DELETION.md", tmp_path, {"7463": str(processes.free_port())})
+
+
 def test_the_session_with_redis_prints_what_stands_there(tmp_path: Path) -> None:
     if (program := redis_server.find()) is None:
         pytest.skip(redis_server.MISSING)
