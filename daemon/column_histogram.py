@@ -101,7 +101,7 @@ class HandOutCounts(Collector):
         self._label = label
         self._lateness = ArrayHistogram(
             "tarry_lateness_seconds",
-            "Hand-out time minus due time, repeats included, of rows that were not negatively acknowledged.",
+            "Delivery time minus due time; repeated deliveries count, redeliveries do not.",
             bounds_s,
         )
         self._rows: collections.Counter[str] = collections.Counter()
@@ -132,7 +132,7 @@ class HandOutCounts(Collector):
     def collect(self) -> Iterator[metrics_core.Metric]:
         self._count()
         family = metrics_core.CounterMetricFamily(
-            "tarry_handed_out_rows", "Rows handed out to dispatchers, repeats included.", labels=["topic"]
+            "tarry_handed_out_rows", "Rows delivered to dispatchers, repeats included.", labels=["topic"]
         )
         with self._lock:
             for label, rows in self._rows.items():

@@ -63,24 +63,27 @@ class DeletionMetrics:
         self._attempted = counter("tarry_deletions_attempted", "Attempts to delete a ledger.")
         self._deleted = counter("tarry_deletions_deleted", "Attempts that deleted a ledger.", "ledger_type")
         self._failed = counter("tarry_deletions_failed", "Attempts to delete a ledger that failed.", "ledger_type")
-        self._ended = counter("tarry_deletions_ended", "Deletions of ledgers that are over, by outcome.", "outcome")
+        self._ended = counter("tarry_deletions_ended", "Deletions of ledgers that ended, by outcome.", "outcome")
         self._given_up = counter(
-            "tarry_deletions_given_up", "Deletions of ledgers that failed too often: dead letters."
+            "tarry_deletions_given_up", "Deletions of ledgers that failed too often and became dead letters."
         )
-        in_flight = gauge("tarry_deletions_in_flight", "Deletions of ledgers that are not over.", "component")
+        in_flight = gauge("tarry_deletions_in_flight", "Deletions of ledgers that have not ended.", "component")
         # Looked up once: they are set every second.
         self._in_flight = {component: in_flight.labels(_label(component)) for component in LedgerComponent}
-        self._dead = gauge("tarry_deletions_dead", "Deletions of ledgers that are dead letters now.")
+        self._dead = gauge("tarry_deletions_dead", "Deletions of ledgers that are dead letters.")
         self._held = gauge(
-            "tarry_deletions_held", "Deletions that ended because their ledger is in use, and come back when it is not."
+            "tarry_deletions_held",
+            "Deletions that ended because the ledger is in use, until its owner takes that back.",
         )
         self._oldest = gauge(
             "tarry_deletions_oldest_seconds",
-            "Age of the oldest deletion of a ledger that is not over; 0 when there is none.",
+            "Time since the oldest deletion in flight was recorded or retried; 0 if there is none.",
         )
         self._in_use = gauge("tarry_deletion_ledgers_in_use", "Ledgers that their owners state to be in use.")
         self._orphans = gauge(
-            "tarry_sweep_orphans", "Ledgers in an object store that nobody knows, as its last sweep found.", "store"
+            "tarry_sweep_orphans",
+            "Ledgers without a known owner that the last sweep of an object store found.",
+            "store",
         )
         for series in (self._recorded, self._deleted, self._failed):
             for ledger_type in LedgerType:
@@ -245,9 +248,9 @@ _TOPIC_GAUGES = {
     "pending": ("tarry_pending_rows", "Rows that are not due yet."),
     "mutable_rows": ("tarry_mutable_rows", "Rows that are not due yet and in no sealed bucket yet."),
     "backlog": ("tarry_backlog_rows", "Rows that are due and not acknowledged, summed over subscriptions."),
-    "in_flight": ("tarry_in_flight_rows", "Rows at a dispatcher: handed out and not acknowledged."),
-    "leased": ("tarry_leased_rows", "Rows that are leased: handed out without a stream."),
-    "nacked": ("tarry_nacked_rows", "Rows that were negatively acknowledged and wait for redelivery."),
+    "in_flight": ("tarry_in_flight_rows", "Rows delivered and not acknowledged."),
+    "leased": ("tarry_leased_rows", "Leased rows; they are in flight as well."),
+    "nacked": ("tarry_nacked_rows", "Negatively acknowledged rows that wait for redelivery."),
     "dead_letters": ("tarry_dead_letter_rows", "Dead letters, summed over subscriptions."),
     "rebuild_needed": ("tarry_rebuild_needed_rows", "Rows that were lost with damaged buckets and not added again."),
     "key_shared_consumers": (
@@ -264,12 +267,12 @@ _TOPIC_GAUGES = {
     ),
     "nack_blocked_hashes": (
         "tarry_key_shared_nack_blocked_hashes",
-        "Hashes that wait for a row that was negatively acknowledged.",
+        "Hashes that wait for a negatively acknowledged row.",
     ),
-    "ledgers": ("tarry_retained_ledgers", "Ledgers of which there are rows, as of a minute ago at most."),
+    "ledgers": ("tarry_retained_ledgers", "Ledgers with waiting or due rows, at most a minute old."),
     "oldest_due_age_s": (
         "tarry_oldest_due_seconds",
-        "Age of the oldest row that is due, not handed out, and not waiting for redelivery; 0 when there is none.",
+        "Age of the oldest due and undelivered row that does not wait for redelivery; 0 if there is none.",
     ),
 }
 
@@ -278,9 +281,9 @@ _LEVELS = "pending_by_level"
 _LOWEST = {
     "lowest_ledger": (
         "tarry_retained_lowest_ledger",
-        "The lowest ledger of which the log is needed, as of a minute ago at most; topics with a label of their own.",
+        "Ledger of the lowest position that the topic needs of its log, at most a minute old.",
     ),
-    "lowest_entry": ("tarry_retained_lowest_entry", "The lowest entry of that ledger of which the log is needed."),
+    "lowest_entry": ("tarry_retained_lowest_entry", "Entry of the lowest position that the topic needs of its log."),
 }
 
 
@@ -329,7 +332,7 @@ class Metrics:
         self.registry.register(self._redelivery_lateness)
         self._level_lateness = ArrayHistogram(
             "tarry_level_lateness_seconds",
-            "Time of the first hand-out since the topic was loaded, minus due time, of rows added by a delay level.",
+            "Delivery time minus due time, at the first delivery of rows added by a delay level.",
             LATENESS_BOUNDS_S,
             "topic",
             "level",
@@ -346,9 +349,7 @@ class Metrics:
                 "result",
             )
         )
-        self._late = counter(
-            "tarry_add_late_on_arrival_rows", "Added rows that were due already when they came.", "topic"
-        )
+        self._late = counter("tarry_add_late_on_arrival_rows", "Added rows that were already due.", "topic")
         self._acknowledged = _Children(
             counter(
                 "tarry_acknowledge_rows",
@@ -366,7 +367,7 @@ class Metrics:
             )
         )
         self._ack_timed_out = counter(
-            "tarry_ack_timeout_rows", "Rows IN_FLIGHT for longer than the ack time-out of their subscription.", "topic"
+            "tarry_ack_timeout_rows", "Rows IN_FLIGHT for longer than the ack timeout of their subscription.", "topic"
         )
         self._in_due_order = _Children(
             counter(
@@ -406,11 +407,9 @@ class Metrics:
             "reason",
         )
         self._dead_letters_replayed = counter(
-            "tarry_dead_letter_replayed_rows", "Dead letters that were replayed: they are delivered again.", "topic"
+            "tarry_dead_letter_replayed_rows", "Dead letters that were replayed.", "topic"
         )
-        self._dead_letters_purged = counter(
-            "tarry_dead_letter_purged_rows", "Dead letters that were purged: they are forgotten.", "topic"
-        )
+        self._dead_letters_purged = counter("tarry_dead_letter_purged_rows", "Dead letters that were purged.", "topic")
         self._planned = _Children(
             counter(
                 "tarry_key_shared_planned_rows",
@@ -422,7 +421,7 @@ class Metrics:
         self._key_blocked = _Children(
             counter(
                 "tarry_key_shared_blocked_rows",
-                "Times that a row was kept back because its hash was draining.",
+                "Times that a draining hash held back a row.",
                 "topic",
             )
         )
@@ -447,18 +446,18 @@ class Metrics:
     def _declare_storage(self) -> None:
         counter, histogram, gauge = self._counter, self._histogram, self._gauge
         self._slot_bytes = histogram(
-            "tarry_journal_slot_bytes", "Size of slots of the log of this daemon.", SLOT_BOUNDS_BYTES
+            "tarry_journal_slot_bytes", "Size of slots of the commit log of this daemon.", SLOT_BOUNDS_BYTES
         )
         self._slot_seconds = histogram(
             "tarry_journal_slot_seconds",
-            "Time from the first try to write a slot of the log of this daemon until it is durable.",
+            "Time from the first attempt to write a slot until it is durable.",
             SLOT_BOUNDS_S,
         )
-        self._log_slots = gauge("tarry_log_slots", "Slots of the log of this daemon that are not deleted.")
-        self._log_bytes = gauge("tarry_log_bytes", "Bytes of the log of this daemon that are not deleted.")
+        self._log_slots = gauge("tarry_log_slots", "Slots of the commit log of this daemon that are not deleted.")
+        self._log_bytes = gauge("tarry_log_bytes", "Bytes of the commit log of this daemon that are not deleted.")
         self._log_uncertain = gauge(
             "tarry_log_uncertain_seconds",
-            "For how long the slot has been on its way that every shard waits for; 0 without one.",
+            "How long the slot in flight has been pending; 0 if there is none.",
         )
         self._fences = counter(
             "tarry_log_fences", "Logs of former owners that this daemon has ended, or found ended, to take shards over."
@@ -467,7 +466,7 @@ class Metrics:
             "tarry_commits", "Manifest commits, by outcome: committed, refused or unknown.", "operation", "outcome"
         )
         self._conflicts = counter(
-            "tarry_commit_conflicts", "Manifest commits that were tried again on a newer manifest.", "operation"
+            "tarry_commit_conflicts", "Manifest commits that were retried on a newer manifest.", "operation"
         )
         self._store_errors = counter(
             "tarry_store_errors", "Requests to the object store that failed, by kind of failure.", "operation", "kind"
@@ -490,7 +489,7 @@ class Metrics:
         self._merges = counter(
             "tarry_merges", "Merges of buckets, by outcome: merged, refused, damaged, failed or given_up.", "outcome"
         )
-        self._merge_buckets = counter("tarry_merge_buckets", "Buckets whose place a merged bucket has taken.")
+        self._merge_buckets = counter("tarry_merge_buckets", "Buckets that a merged bucket has replaced.")
         self._merge_rows = counter("tarry_merge_rows", "Rows that merges have copied.")
         self._merge_bytes = counter(
             "tarry_merge_bytes", "Bytes that merges have transferred, by direction: read or written.", "direction"
@@ -505,7 +504,7 @@ class Metrics:
             "tarry_collected_bytes", "Bytes of the objects that collection has deleted, by kind.", "kind"
         )
         self._collection_failures = counter(
-            "tarry_collection_failures", "Objects that collection failed to delete, each try counted."
+            "tarry_collection_failures", "Deletions by collection that failed; each is retried."
         )
         self._given_up = counter("tarry_collection_given_up_objects", "Objects that collection has given up deleting.")
         self._orphans_refused = gauge(
@@ -521,33 +520,32 @@ class Metrics:
         )
         self._collection_age = gauge(
             "tarry_collection_age_seconds",
-            "Time since the last collection pass that worked, of the shard that has waited longest.",
+            "Time since the last successful collection pass, of the shard that has waited longest.",
         )
 
     def _declare_running(self) -> None:
         counter, histogram, gauge = self._counter, self._histogram, self._gauge
-        self._epoch = gauge("tarry_epoch", "Epoch under which a shard is owned; 0 when it is not.", "shard")
+        self._epoch = gauge("tarry_epoch", "Epoch under which this daemon owns a shard; 0 if it does not.", "shard")
         self._serving = gauge("tarry_serving", "1 while the daemon serves, 0 while it waits for something.")
         self._files_refused = gauge(
             "tarry_files_refused",
-            "1 while files of the daemon's door are wrong, and what they held before is in force; by kind: "
-            "certificates or identities.",
+            "1 while changed files are wrong and the former contents apply, by kind: certificates or identities.",
             "kind",
         )
         self._refused_callers = counter(
             "tarry_refused_callers",
-            "Calls, and requests of streams, that were refused for who makes them, by reason: unauthenticated or "
+            "Calls, and requests of streams, refused because of their caller, by reason: unauthenticated or "
             "permission_denied.",
             "reason",
         )
         self._loop_pause = histogram(
             "tarry_event_loop_pause_seconds",
-            "How late the event loop's heartbeat of every 10 ms came: for so long nothing was received or handed out.",
+            "How late the event loop's heartbeat (every 10 ms) came: the daemon did nothing for so long.",
             LOOP_PAUSE_BOUNDS_S,
         )
         self._tick = gauge(
             "tarry_tick_seconds",
-            "Time by which hand-outs are batched now where no tick_ms is set: longer while the daemon is busy.",
+            "Time by which deliveries are batched now in topics without tick_ms: longer while the daemon is busy.",
         )
         self._clock_steps = counter(
             "tarry_clock_step", "Times that the wall clock was set, by direction: forward or back.", "direction"
@@ -561,14 +559,14 @@ class Metrics:
             RECOVERY_BOUNDS_S,
         )
         self._rows_replayed = counter(
-            "tarry_recovery_rows_replayed", "Rows of journal records that were replayed when topics were loaded."
+            "tarry_recovery_rows_replayed", "Rows of records that were replayed when topics were loaded."
         )
 
         self._topics = gauge("tarry_topics", "Topics by state: loaded, loading or damaged.", "state")
         self._shards_damaged = gauge("tarry_shards_damaged", "Shards that cannot be served because of damage.")
         self._merged_away = counter(
             "tarry_merged_away_reads",
-            "Reads of buckets that another process had merged and whose objects were deleted since.",
+            "Reads of buckets that another process had merged and deleted.",
         )
         self._damage = counter(
             "tarry_damage_found", "Damage found, by kind: shard, checkpoint, topic or bucket; the log names it.", "kind"

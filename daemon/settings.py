@@ -407,9 +407,9 @@ class LimitsSettings(Section, frozen=True):
         Meta(
             ge=0,
             le=1 << 53,
-            description="Rows that one client may add to one topic in a second; 0: no limit. All callers with one "
-            "`tarry-client-id` are one client; without an id, all callers of one host are. The policy of a topic may "
-            "set another limit.",
+            description="Rows that one client may add to one topic in a second; 0: no limit. A client is an identity. "
+            "Without identities it is all callers with one `tarry-client-id`, or else all callers of one host. The "
+            "policy of a topic may set another limit.",
         ),
     ] = 0
     client_bytes_per_second_max: Annotated[
@@ -417,8 +417,8 @@ class LimitsSettings(Section, frozen=True):
         Meta(
             ge=0,
             le=1 << 53,
-            description="Bytes of requests by which one client may add to one topic in a second; 0: no limit. The "
-            "policy of a topic may set another limit.",
+            description="Bytes of requests by which one client may add to one topic in a second; 0: no limit. A client "
+            "is the same as for rows. The policy of a topic may set another limit.",
         ),
     ] = 0
 
@@ -455,7 +455,7 @@ class DeletionObjectStore(Section, frozen=True):
 
 
 class DeletionOwner(Section, frozen=True):
-    """An owner of ledgers that the daemon asks by HTTP (`docs/LEDGER_OWNERS.md`); a table for each owner."""
+    """An owner of ledgers that the daemon asks by HTTP (`docs/DELETION.md`); a table for each owner."""
 
     name: Annotated[str, Meta(pattern=_NAME, extra=_A_NAME, description="Name of the owner, for messages; required.")]
     topic_prefixes: Annotated[

@@ -1,4 +1,4 @@
-"""An owner of ledgers that deletes them when it is told, and says which are in use: docs/LEDGER_OWNERS.md as a program.
+"""An owner of ledgers that deletes them when it is told, and says which are in use: docs/DELETION.md as a program.
 
     python -m examples.ledger_owner --directory DIR [--port 0] [--authorization-file FILE]
 

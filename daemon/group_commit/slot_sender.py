@@ -3,6 +3,9 @@
 Owns: the loop that writes slot after slot, which of the shards have something for the next one, how long it waits for
 company, up to which slot the shards have what is theirs, and since when one is on its way.
 Does not own: what a shard has staged and who waits for it (`shard_staging`), the slot's bytes and its PUT (the log).
+
+Acknowledgements may wait for company, because they hold up only their own answers: while the tick is stretched, and if
+several came together before, for as long as a tick. They never wait where keys have an order.
 """
 
 from __future__ import annotations

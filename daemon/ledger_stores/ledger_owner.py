@@ -1,4 +1,4 @@
-"""An owner of ledgers who is asked by HTTP. `docs/LEDGER_OWNERS.md` says what it has to do.
+"""An owner of ledgers who is asked by HTTP. `docs/DELETION.md` says what it has to do.
 
 Owns: the requests, the reading of the answers, and which failures may have deleted something.
 Does not own: which owner is asked (`ledger_stores`), and what a ledger is compared with (`daemon.core.deletions`).

@@ -15,6 +15,10 @@ Does not own: the decisions (`daemon.core.decisions.nack_decisions`), the moment
 (`acknowledging`), what a policy and a level say (`daemon.core.decisions.redelivery_policy`,
 `daemon.core.index.delay_levels`), waking when a position comes back (`served_topic`), and dead letters that are there
 (`topic_dead_letters`).
+
+A topic has one timer for ack time-outs, set only while a row is IN_FLIGHT in a subscription that has a time-out.
+Overdue rows are nacked in portions, each after the one before is durable. A new policy applies to new negative
+acknowledgements; a NACKED row keeps its time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An owner of ledgers who is asked by HTTP, in a thread: it compares, and deletes what it has.
 
 Owns: the server, its ledgers, and which of its answers are lost.
-Does not own: what it must answer (`docs/LEDGER_OWNERS.md`), and its faults' effect; that is the test's to say.
+Does not own: what it must answer (`docs/DELETION.md`), and its faults' effect; that is the test's to say.
 """
 
 from __future__ import annotations

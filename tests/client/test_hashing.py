@@ -10,7 +10,7 @@ import pytest
 
 import tarry
 
-PROTOCOL = Path(__file__).resolve().parents[2] / "docs" / "PROTOCOL.md"
+KEYS = Path(__file__).resolve().parents[2] / "docs" / "KEYS.md"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_several_of_both_must_be_as_many(keys: int, ordering_keys: int) -> None:
 
 def documented() -> Iterator[tuple[str | None, str | bytes | None, bytes | None, int, int]]:
     """The test vectors: ordering key, key, what is hashed, hash, slot."""
-    _, _, behind = PROTOCOL.read_text(encoding="utf-8").partition("\n## Key hash\n")
+    _, _, behind = KEYS.read_text(encoding="utf-8").partition("\n## Key hash\n")
     section, _, _ = behind.partition("\n## ")
     lines = [line for line in section.splitlines() if line.startswith("|")]
     for line in lines[2:]:

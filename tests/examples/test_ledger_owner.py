@@ -1,4 +1,4 @@
-"""The example of an owner does what docs/LEDGER_OWNERS.md says, asked by the daemon's own code."""
+"""The example of an owner does what docs/DELETION.md says, asked by the daemon's own code."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ def as_run(code: str, daemon: processes.DaemonProcess) -> str:
     return re.sub(r"timeout_s=\d+", "timeout_s=300", code.replace(SHOWN_ADDRESS, daemon.address))
 
 
-def test_the_blocks_of_the_page_on_relays_are_a_program_that_prints_what_stands_below_them(
+def test_the_blocks_of_the_page_on_an_own_relay_are_a_program_that_prints_what_stands_below_them(
     daemon: processes.DaemonProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program: dict[str, Any] = {"__name__": "page"}
-    for number, block in enumerate(snippets.of(REPOSITORY / "docs" / "RELAYS.md"), 1):
+    for number, block in enumerate(snippets.of(REPOSITORY / "docs" / "how-to" / "own-relay.md"), 1):
         exec(compile(as_run(block.code, daemon), f"block {number}", "exec"), program)
         assert capsys.readouterr().out == (block.output or "")
     assert number >= 6
@@ -96,7 +96,11 @@ def test_the_session_of_the_first_page_prints_what_stands_there(tmp_path: Path) 
 
 @pytest.mark.long
 def test_the_tour_prints_what_stands_there(tmp_path: Path) -> None:
-    run_session("docs/TOUR.md", tmp_path, {"7463": str(processes.free_port())})
+    run_session("docs/TOUR.md", tmp_path, {})
+
+
+def test_the_session_of_the_page_on_deletion_prints_what_stands_there(tmp_path: Path) -> None:
+    run_session("docs/DELETION.md", tmp_path, {"7463": str(processes.free_port())})
 
 
 def test_the_session_with_redis_prints_what_stands_there(tmp_path: Path) -> None:
@@ -108,7 +112,7 @@ def test_the_session_with_redis_prints_what_stands_there(tmp_path: Path) -> None
         "redis-cli": f"redis-cli -p {port}",
         "redis_relay": f"redis_relay --redis redis://127.0.0.1:{port} --address $TARRY_ADDRESS",
     }
-    run_session("docs/RELAYS.md", tmp_path, instead, program.parent)
+    run_session("docs/how-to/own-relay.md", tmp_path, instead, program.parent)
 
 
 def test_a_line_that_a_session_does_not_print_is_told(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Owns: what of a message is hashed, its ordering key before its key, and the hash: Murmur3 32-bit, x86, with seed 0.
 Does not own: which keys a message has; which consumer gets a hash: the daemon divides the low 16 bits among them.
 
-`docs/PROTOCOL.md` has the rule and test vectors for other languages.
+`docs/KEYS.md` has the rule and test vectors for other languages.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 Owns: that a position that has a row is never planned, and that nothing is handed out before an earlier row that is due
 and not read.
 Does not own: who receives what (`key_share`), and streams (the engine).
+
+While a segment that is due is not in memory, rows are read from the backlog in due order instead of being fed, up to
+the first due row that the head has not passed. A merged-away bucket whose object is gone holds up the order, too, until
+the merged one is served; a damaged bucket does not.
 """
 
 from __future__ import annotations

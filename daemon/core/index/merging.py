@@ -7,6 +7,9 @@ Does not own: the merge itself (`storage_backends.formats.merge`), when it is ma
 A merged bucket holds, of each of its sources, the rows that were not gone when the merge was planned. Everything that
 was decided since was decided on the sources, so that what is true of their rows when the bucket is adopted is true of
 its own: a row that is not gone is in both, and a row of the merged bucket that is in no source any more is gone.
+
+Late rows lie before the head of the merged bucket and still wait: the clock was set back, or a source could not be
+read.
 """
 
 from __future__ import annotations

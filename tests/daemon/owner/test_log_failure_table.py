@@ -98,7 +98,7 @@ TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
         test_candidate.test_a_log_whose_end_nobody_can_know_costs_its_shards,
         test_log_mending.test_what_is_given_up_of_the_newest_slot_costs_that_slot_and_nothing_that_comes_later,
     ),
-    "slots lost that the daemon's heartbeat has told of": (
+    "slots lost that the daemon's heartbeat has reported": (
         test_log_fence.test_a_log_that_is_shorter_than_its_owner_has_told_is_damaged_and_not_fenced,
         test_candidate.test_a_log_that_is_shorter_than_its_daemon_has_told_is_not_taken_over,
         test_log_mending.test_every_lost_slot_may_have_had_a_section_of_each_shard,

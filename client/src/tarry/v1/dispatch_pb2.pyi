@@ -30,41 +30,41 @@ class _IgnoredReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ignored
     DESCRIPTOR: _descriptor.EnumDescriptor
     IGNORED_REASON_UNSPECIFIED: _IgnoredReason.ValueType  # 0
     IGNORED_REASON_NOT_THERE: _IgnoredReason.ValueType  # 1
-    """The subscription is owed no row of it."""
+    """The subscription is owed no row of it: acknowledged, dead, trimmed, cancelled, or never added."""
     IGNORED_REASON_NOT_DUE: _IgnoredReason.ValueType  # 2
-    """Its row is not due yet, by this daemon's clock: it comes by itself."""
+    """Its row is not due yet, by this daemon's clock; it comes anyway."""
     IGNORED_REASON_OTHER_TIME: _IgnoredReason.ValueType  # 3
     """Its row has another time."""
     IGNORED_REASON_OTHER_DELIVERY: _IgnoredReason.ValueType  # 4
-    """It is that row, and another hand-out of it."""
+    """Its row has another count: it was delivered again since, or is about to be."""
     IGNORED_REASON_TAKEN_BACK: _IgnoredReason.ValueType  # 5
-    """It was taken back: see `TakenBack`."""
+    """KEY_SHARED: it is behind a negatively acknowledged position of its key, and comes again; see `TakenBack`."""
     IGNORED_REASON_NOT_HELD: _IgnoredReason.ValueType  # 6
-    """Of an extension: it is not in flight at this stream, or not leased."""
+    """`Extend`, `ExtendLease`: it is not in flight at this stream, or not leased."""
 
 class IgnoredReason(_IgnoredReason, metaclass=_IgnoredReasonEnumTypeWrapper):
-    """Hand-outs by name. A hand-out of a position is named by (subscription, ledger, entry, batch index, deliver_at_ms,
-    redelivery count), as it came in `Messages`. Requests that name counts are about those hand-outs: a count for each
-    position, one for all, or none: any hand-out. 2^32 - 1 is no count. An acknowledgement ends the hand-out that it names, and
-    later ones that came of an ack time-out alone; a row that was negatively acknowledged since stays. PROTOCOL.md has every
-    order of events.
+    """Deliveries by name. A delivery of a position is named by (subscription, ledger, entry, batch index, deliver_at_ms,
+    redelivery count), as it came in `Messages`. Requests that name counts mean those deliveries. They have a count for each
+    position, one for all, or none, which means any delivery. 2^32 - 1 is no count. An acknowledgement ends the delivery that
+    it names, and later ones that only an ack timeout caused; a row that was negatively acknowledged since stays. "Deliveries
+    by name" of PROTOCOL.md has every order of events.
 
     Why nothing happened to a position that a request named.
     """
 
 IGNORED_REASON_UNSPECIFIED: IgnoredReason.ValueType  # 0
 IGNORED_REASON_NOT_THERE: IgnoredReason.ValueType  # 1
-"""The subscription is owed no row of it."""
+"""The subscription is owed no row of it: acknowledged, dead, trimmed, cancelled, or never added."""
 IGNORED_REASON_NOT_DUE: IgnoredReason.ValueType  # 2
-"""Its row is not due yet, by this daemon's clock: it comes by itself."""
+"""Its row is not due yet, by this daemon's clock; it comes anyway."""
 IGNORED_REASON_OTHER_TIME: IgnoredReason.ValueType  # 3
 """Its row has another time."""
 IGNORED_REASON_OTHER_DELIVERY: IgnoredReason.ValueType  # 4
-"""It is that row, and another hand-out of it."""
+"""Its row has another count: it was delivered again since, or is about to be."""
 IGNORED_REASON_TAKEN_BACK: IgnoredReason.ValueType  # 5
-"""It was taken back: see `TakenBack`."""
+"""KEY_SHARED: it is behind a negatively acknowledged position of its key, and comes again; see `TakenBack`."""
 IGNORED_REASON_NOT_HELD: IgnoredReason.ValueType  # 6
-"""Of an extension: it is not in flight at this stream, or not leased."""
+"""`Extend`, `ExtendLease`: it is not in flight at this stream, or not leased."""
 Global___IgnoredReason: _TypeAlias = IgnoredReason  # noqa: Y015
 
 class _SubscriptionType:
