@@ -530,7 +530,7 @@ class SubscriptionState:
     def withdraw(self, keys: BitMap64) -> None:
         """Takes positions out of READY and IN_FLIGHT: they left the backlog, or are not for the taking. O(READY)."""
         if self.key_shared is not None:
-            self.key_shared.waiting.remove(keys)
+            self.key_shared.withdraw(keys)
         self._returned = _without([self._returned], keys)[0]
         left = [*zip(_without(self._redelivered, keys), self._redelivered_ms, strict=True)]
         self._redelivered = collections.deque(rows for rows, _ in left if len(rows))

@@ -507,6 +507,14 @@ class KeyShared:
         of_streams = [(stream, streams == stream) for stream in np.unique(streams).tolist()]
         return [Assigned(stream, rows.take(mine), numbers[mine]) for stream, mine in of_streams]
 
+    def withdraw(self, keys: BitMap64) -> KeyedRows:
+        """Remove and return those of the positions that wait: they left the backlog, or somebody has them."""
+        rows = self.waiting.remove(keys)
+        if len(rows) and self.holds_joined_back and self.last_sent.has_recent:
+            # A later row of the hash slot may be one that a recent consumer may receive.
+            self._look_again = True
+        return rows
+
     def back(self, rows: KeyedRows) -> None:
         """Rows that were delivered before wait, before all others."""
         if len(rows):
@@ -709,7 +717,7 @@ class Plans:
                 kept_back = self._shared.waiting.where(elsewhere, self._shared.nacks.are_kept_back)
                 taken &= ~contained(keys, kept_back)
                 elsewhere -= kept_back
-            waited = self._shared.waiting.remove(elsewhere)
+            waited = self._shared.withdraw(elsewhere)
             here = contained(keys, bitmap_of(waited.keys))
             order = np.argsort(waited.keys)
             hashes[here] = waited.key_hash()[order[np.searchsorted(waited.keys, keys[here], sorter=order)]]

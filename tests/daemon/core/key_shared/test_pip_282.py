@@ -189,6 +189,30 @@ def test_a_consumer_that_joined_receives_delayed_positions_up_to_where_it_joined
     assert pair.round() == [(c2, (1, 7))]
 
 
+@pytest.mark.parametrize("way", ["plan acknowledged", "row acknowledged", "row trimmed"])
+def test_when_the_first_waiting_position_of_a_key_leaves_the_next_one_goes(way: str) -> None:
+    a, b = slots_of_owners(["c1"], ["c1", "c2"], ("c1", "c2"), ("c1", "c1"))
+    pair = shared(LAST_SENT)
+    stream, _ = pair.open()
+    c1 = pair.join(stream, "c1", permits=1)
+    assert pair.plan(stream, [((1, 1), b)]) == [c1]
+    c2 = pair.join(stream, "c2", permits=MANY)
+    if way == "plan acknowledged":
+        pair.plan(stream, [((2, 1), a)])
+    else:
+        pair.add([((2, 1), pair.topic.now_ms, a)])
+    assert not pair.round(), "c2 joined behind 1:1, which is not acknowledged"
+    pair.add([((1, 0), pair.topic.now_ms, a)])
+    assert not pair.round(), "2:1 waits in front of 1:0"
+    if way == "plan acknowledged":
+        pair.acknowledge_waiting(pair.oracle.ordinary[2, 1])
+    elif way == "row acknowledged":
+        pair.acknowledge_waiting(pair.oracle.rows[2, 1])
+    else:
+        pair.trim(2, 1)
+    assert pair.round() == [(c2, (1, 0))]
+
+
 def test_a_planned_position_that_waits_and_is_declared_to_be_held_was_sent() -> None:
     pair = shared(LAST_SENT)
     stream, (c1,) = pair.open(["c1"])
