@@ -24,8 +24,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from daemon.errors import Corruption, NotOwner, Unavailable
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.owner import heartbeat, standby
-from daemon.owner.living_log import DaemonLog
 from daemon.owner.standby import Wait
 from daemon.owner.takeover import ClaimedShard, Fences, LogMustClose, Takeover, check_readable
 from daemon.runtime.environment import Environment

@@ -26,12 +26,12 @@ from daemon.errors import (
     TarryError,
     Unavailable,
 )
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_workers import DeletionWorkers
 from daemon.owner.candidate import Candidate, ClaimedShards
 from daemon.owner.garbage_collection import Collection
 from daemon.owner.heartbeat import Heartbeat, HeartbeatLoop, read_heartbeat
-from daemon.owner.living_log import DaemonLog
 from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
 from daemon.owner.standby import Claimable, Wait

@@ -28,10 +28,10 @@ from daemon.call_values import GarbageProgress
 from daemon.core import garbage_rules
 from daemon.core.garbage_rules import NOTHING, ObjectCount, Summary
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.owner import collection_pass, heartbeat
 from daemon.owner.collection_pass import Halted, Pass, Wish
 from daemon.owner.heartbeat import Heartbeat
-from daemon.owner.living_log import DaemonLog
 from daemon.owner.takeover import Fences
 from daemon.runtime.environment import Environment
 from storage_backends import commit, log_fence, object_store

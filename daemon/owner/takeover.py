@@ -22,11 +22,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from daemon.errors import Corruption, NotOwner, Unavailable
-from daemon.owner.living_log import DaemonLog
+from daemon.group_commit.daemon_log import DaemonLog, OwnLogEnd
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.shard import checkpointing, range_operations, recovery
-from daemon.shard.range_operations import ClaimShard, GiveBack, OwnLogEnd, has_earlier_sections_in
+from daemon.shard.range_operations import ClaimShard, GiveBack, has_earlier_sections_in
 from daemon.shard.recovery import ShardClaim
 from daemon.topic import topic_manifests
 from storage_backends import checkpoints, commit, log_fence, object_store

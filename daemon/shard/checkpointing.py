@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from daemon.core.deletions.ledger_deletions import DeletionCut
 from daemon.errors import Corruption
-from daemon.group_commit.log_of_shards import LogOfShards
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.group_commit.shard_slots import Commits
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
@@ -149,13 +149,13 @@ class Checkpointing:
         claim: ShardClaim,
         tip: KnownTip,
         shard_log: commit.ManifestLog[manifest.ShardManifest],
-        log_of_shards: LogOfShards,
+        daemon_log: DaemonLog,
         environment: Environment,
     ) -> None:
         self._shard = shard
         self._tip = tip
         self._shard_log = shard_log
-        self._log = log_of_shards
+        self._log = daemon_log
         self._environment = environment
         self._bytes_since = 0
         self._sections_since = 0
@@ -165,7 +165,7 @@ class Checkpointing:
         self._written_at_s = environment.clock.elapsed_s()
         # When, and how long the log was, when the newest manifest said from where on the shard needs it.
         self._needs_since_s = environment.clock.elapsed_s()
-        self._needs_since_bytes = log_of_shards.bytes_written
+        self._needs_since_bytes = daemon_log.bytes_written
         self._work: asyncio.Task[None] | None = None
         # One checkpoint at a time.
         self._turn = asyncio.Lock()
@@ -381,7 +381,7 @@ class Checkpointing:
         # It may be committed, and have a successor's claim behind it.
         range_operations.check_owner(committed, epoch=self._shard.epoch)
         self._tip.saw(committed)
-        self._log.learned(committed.manifest)
+        self._log.manifest_committed(committed.manifest)
 
 
 def _part_of(cut: bucket_lifecycle.TopicCut) -> checkpoint_format.TopicPart:

@@ -19,7 +19,7 @@ from daemon.core.index.segments import SegmentCache
 from daemon.core.quotas import PendingRows
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from daemon.group_commit.confirmation import Confirmation
-from daemon.group_commit.log_of_shards import LogOfShards
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.group_commit.shard_slots import STALL_ANSWER_S, ShardSlots, TopicSlots
 from daemon.group_commit.slot_sender import LandedSection
 from daemon.ledger_deletion.shard_deletions import ShardDeletions
@@ -69,7 +69,7 @@ class ServedShard:
         self,
         claim: ShardClaim,
         shard_log: commit.ManifestLog[manifest.ShardManifest],
-        log_of_shards: LogOfShards,
+        daemon_log: DaemonLog,
         due_loop: DueLoop,
         cache: SegmentCache,
         pending: PendingRows,
@@ -104,8 +104,8 @@ class ServedShard:
         self._loaded_once = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.tip = KnownTip(claim.tip)
-        self._log = log_of_shards
-        self.confirmation: Confirmation = log_of_shards.confirmation
+        self._log = daemon_log
+        self.confirmation: Confirmation = daemon_log.confirmation
         self.loading = TopicLoading(
             shard=claim.shard,
             epoch=claim.epoch,
@@ -121,7 +121,7 @@ class ServedShard:
         self.changes = TopicChanges(self, environment)
         self.commits = ShardSlots(
             claim.shard,
-            log_of_shards.sender,
+            daemon_log.sender,
             self.confirmation,
             clock=environment.clock.elapsed_s,
             slot_bytes_max=environment.config.journal.slot_bytes_max,
@@ -129,7 +129,7 @@ class ServedShard:
             failed=self.lose,
         )
         self.deletions = ShardDeletions(self, claim.deletions, environment, changed=deletions_changed)
-        self.checkpoints = Checkpointing(self, claim, self.tip, shard_log, log_of_shards, environment)
+        self.checkpoints = Checkpointing(self, claim, self.tip, shard_log, daemon_log, environment)
 
     # ---- start and end
 
@@ -298,7 +298,7 @@ class ServedShard:
             again_after=commit.UNCERTAIN,
         )
         self.tip.saw(settled)
-        self._log.learned(settled.manifest)
+        self._log.manifest_committed(settled.manifest)
 
     # ---- slots
 

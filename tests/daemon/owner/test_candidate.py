@@ -21,8 +21,8 @@ from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import LogForm
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Call, Fault
-from tests.daemon.owner._support import log_owner
-from tests.daemon.owner._support.log_owner import SHARDS, LogOwner, owner_of
+from tests.daemon.group_commit._support import log_owner
+from tests.daemon.group_commit._support.log_owner import SHARDS, LogOwner, owner_of
 from tests.storage_backends._support import log_slots
 
 OPEN, FENCE, CLOSE = LogSlotKind.OPEN, LogSlotKind.FENCE, LogSlotKind.CLOSE
