@@ -245,7 +245,7 @@ class Engine:
     def left(self) -> list[str]:
         """What was not finished, for people."""
         left = [
-            f"shard {shard.number} has not ended, {shard.commits.staged_rows} of its rows are staged"
+            f"shard {shard.number} has not ended, {shard.slots.staged_rows} of its rows are staged"
             for shard in self._shards.values()
         ]
         if self._owned is not None:
@@ -492,7 +492,7 @@ class Engine:
             confirming.add_done_callback(functools.partial(_look_after_confirmed, shard))
 
     def _look_after_health(self) -> None:
-        stalled = [shard for shard in self._shards.values() if shard.commits.stalled_s > STALLED_S]
+        stalled = [shard for shard in self._shards.values() if shard.slots.stalled_s > STALLED_S]
         unconfirmed = [shard for shard in self._shards.values() if not shard.may_hand_out]
         if stalled or unconfirmed:
             shard = (stalled or unconfirmed)[0]

@@ -165,7 +165,7 @@ class Requests:
         shard = self._engine.shard_of(topic)
         served = await shard.topic(topic)
         if served is None:
-            await shard.commits.confirmed()
+            await shard.slots.confirmed()
             return _nothing()
         async with self._truthful(shard):
             return await served.contains(asked, subscription)
@@ -339,7 +339,7 @@ class Requests:
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             settings = served.settings
-            await shard.commits.confirmed()
+            await shard.slots.confirmed()
             return call_values.TopicPolicies(stored=settings.policy, effective=settings.effective)
 
     async def set_delay_levels(self, topic: str, table: call_values.TopicDelayLevels | None) -> call_values.DelayLevels:
@@ -361,7 +361,7 @@ class Requests:
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             found = topic_inspection.levels(served)
-            await shard.commits.confirmed()
+            await shard.slots.confirmed()
             return found
 
     async def seal(self, topic: str) -> call_values.Sealed:
@@ -532,7 +532,7 @@ class Requests:
         try:
             yield
         except (NotFound, AlreadyExists):
-            await shard.commits.confirmed()
+            await shard.slots.confirmed()
             raise
 
     async def _shown(self, topic: str) -> tuple[ServedShard, ServedTopic]:

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from daemon.core.deletions.ledger_deletions import DeletionCut
 from daemon.errors import Corruption
 from daemon.group_commit.daemon_log import DaemonLog
-from daemon.group_commit.shard_slots import Commits
+from daemon.group_commit.shard_slots import ShardSlots
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import range_operations, recovery
@@ -109,7 +109,7 @@ class ShardOfCheckpoints(Protocol):
     def applied_slot(self) -> ShardSlot: ...
 
     @property
-    def commits(self) -> Commits: ...
+    def slots(self) -> ShardSlots: ...
 
     @property
     def reloading(self) -> Collection[str]:
@@ -229,7 +229,7 @@ class Checkpointing:
         environment, shard = self._environment, self._shard
         # No slot of those is deleted meanwhile.
         async with self._turn:
-            await shard.commits.settled()
+            await shard.slots.settled()
             newest, until, end = self._tip.newest.manifest, shard.applied_slot, self._log.sender.applied
 
             def read() -> recovery.TopicTail:

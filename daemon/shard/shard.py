@@ -119,7 +119,7 @@ class ServedShard:
             lost=self.lose,
         )
         self.changes = TopicChanges(self, environment)
-        self.commits = ShardSlots(
+        self.slots = ShardSlots(
             claim.shard,
             daemon_log.sender,
             self.confirmation,
@@ -197,7 +197,7 @@ class ServedShard:
         the store.
         """
         self.begin_drain()
-        await self.commits.flush()
+        await self.slots.flush()
         for topic in self.topics.values():
             topic.served.end_streams(Unavailable("the daemon is stopping; try again"))
         await self.deletions.attempts_ended()
@@ -207,7 +207,7 @@ class ServedShard:
         """Everything that is in memory is in buckets and a checkpoint when this returns. What is in mutable buckets
         goes into the checkpoint: to seal it would be some requests for each topic, of which there may be thousands.
         """
-        await self.commits.flush()
+        await self.slots.flush()
         # What is under way ends; of seals that wait for their turn none begins.
         await asyncio.gather(*(topic.life.halt() for topic in self.topics.values()))
         await self.checkpoints.settled()
@@ -227,7 +227,7 @@ class ServedShard:
         self.loading.close()
         if not self._alone.done():
             self._alone.set_exception(error)
-        self.commits.end(error)
+        self.slots.end(error)
         self.checkpoints.close()
         self.deletions.close()
         for topic in self.topics.values():
@@ -349,7 +349,7 @@ class ServedShard:
         """Once a second: what depends on time alone, of some topics in each step. Between two steps others may have
         their turn, also such as end the shard: then no other step may follow.
         """
-        self.commits.answer_stalled()
+        self.slots.answer_stalled()
         self.checkpoints.look_after()
         topics = list(self.topics.items())
         for first in range(0, len(topics), TOPICS_A_STEP):
@@ -460,7 +460,7 @@ class ServedShard:
         topic = await self.topic(name)
         if topic is not None:
             return topic
-        self.commits.check_accepting()
+        self.slots.check_accepting()
         birth = self._births.get(name)
         if birth is None:
             birth = self._births[name] = asyncio.ensure_future(self._bear(name))
@@ -554,7 +554,7 @@ class ServedShard:
                 raise
             return self.topics[name].served
         # A successor that was before this has listed the topics and not seen it: it will, or this owner learns of it.
-        await self.commits.confirmed()
+        await self.slots.confirmed()
         if name in self.topics:
             # It was found by its first manifest before the commit of that had returned.
             return self.topics[name].served
@@ -569,7 +569,7 @@ class ShardOfTopic:
         self.number = shard.number
         self.epoch = shard.epoch
         self.pending = shard.pending
-        self.commits = TopicSlots(shard.commits)
+        self.commits = TopicSlots(shard.slots)
 
     @property
     def may_hand_out(self) -> bool:
