@@ -90,8 +90,8 @@ class ShardSlots:
             )
 
     def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
-        """Stage decisions. The future ends with the number of their slot, once that is durable and applied; never cancel
-        it.
+        """Stage decisions. The future ends with the number of their slot, once that is durable and applied. Never
+        cancel it.
 
         No caller waits for decisions that are not `awaited`: they ride with the next slot, or go within a second.
         `may_wait`: they may wait for company while the loop is busy; only the answer is delayed.

@@ -3,7 +3,7 @@
 Owns: standing by, then opening a log and claiming every shard for it, again and again until it succeeds; whom callers
 are sent to meanwhile.
 Does not own: looking and deciding (`daemon.owner.standby`), the claim of one shard (`daemon.owner.takeover`), the log
-(`daemon.owner.living_log`) and what is done with owned shards (`engine`).
+(`daemon.group_commit.daemon_log`) and what is done with owned shards (`engine`).
 
 One daemon owns all shards of a root; another one on the same root stands by. A shard that is damaged belongs to
 nobody: it is claimed again when it can be read. One that was lost while others are owned is waited for by itself: it is

@@ -43,6 +43,7 @@ from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import Failures, ProcessFailed, ShardLost, TopicFailed
 from daemon.shard.recovery import ShardClaim
 from daemon.shard.shard import ServedShard
+from daemon.shard.tail_bound import TailBound
 from storage_backends import commit, root_format, store_opening
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RootFormat, ShardManifest
@@ -86,6 +87,7 @@ class Engine:
         self._shards_total = 0
         self._due_loop = DueLoop(environment.clock, environment.busy_s, environment.metrics.set_tick)
         self._pending = PendingRows(environment.config.limits.pending_rows_max)
+        self._tail_bound = TailBound(environment.tail_work_max, environment.clock.elapsed_s)
         self._shards: dict[int, ServedShard] = {}
         self._damaged: dict[int, Corruption] = {}
         # Shards that were lost while others are served.
@@ -362,7 +364,7 @@ class Engine:
         self._away = {
             number: UnownedShard(f"it cannot be read: {error}", "", now_s) for number, error in claimed.unread.items()
         }
-        self._environment.tail_bound.new_log()
+        self._tail_bound.new_log()
         shards = [self._serve_shard(claim, claimed.takeover.living) for claim in claimed.claims]
         # What was read is kept nowhere: it is let go when the topics are loaded.
         self._owned = claimed.takeover
@@ -394,6 +396,7 @@ class Engine:
             self._due_loop,
             self._cache,
             self._pending,
+            self._tail_bound,
             self._environment,
             lost=self._shard_lost,
             deletions_changed=self._deletion_workers.look_at,

@@ -7,7 +7,7 @@ Does not own: a pass (`collection_pass`).
 Deleting slots of logs that no shard needs (L7, L12): of the own log, and of logs that have an end.
 
 Owns: which logs nothing names, which of those get an end, and what of the own log went in a pass.
-Does not own: up to which slot the own log goes (`log_truncation`), deleting (`slot_log`), fencing (`fences`), when
+Does not own: up to which slot the own log goes (`daemon_log`), deleting (`slot_log`), fencing (`fences`), when
 there is a pass (`garbage_collection`).
 
     the logs that have an end are found        a FENCE or CLOSE is their highest slot

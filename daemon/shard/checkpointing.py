@@ -35,6 +35,7 @@ from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import range_operations, recovery
 from daemon.shard.range_operations import KnownTip, NeedLess, WriteCheckpoint
 from daemon.shard.recovery import ShardClaim
+from daemon.shard.tail_bound import TailBound
 from daemon.topic import bucket_lifecycle, topic_manifests
 from storage_backends import checkpoints, commit, object_store
 from storage_backends.checkpoints import LoadedCheckpoint as LoadedCheckpoint
@@ -150,16 +151,18 @@ class Checkpointing:
         tip: KnownTip,
         shard_log: commit.ManifestLog[manifest.ShardManifest],
         daemon_log: DaemonLog,
+        tail_bound: TailBound,
         environment: Environment,
     ) -> None:
         self._shard = shard
         self._tip = tip
         self._shard_log = shard_log
         self._log = daemon_log
+        self._tail_bound = tail_bound
         self._environment = environment
         self._bytes_since = 0
         self._sections_since = 0
-        self._tail = environment.tail_bound.tail(self._begin)
+        self._tail = tail_bound.tail(self._begin)
         self._left_bytes = sum(section.size_bytes for section in claim.sections)
         self._left_sections = len(claim.sections)
         self._written_at_s = environment.clock.elapsed_s()
@@ -198,7 +201,7 @@ class Checkpointing:
 
     def look_after(self) -> None:
         """Begins a checkpoint of some shard where a successor would have to read much: also when no slot comes."""
-        self._environment.tail_bound.consider(self._log.work_written)
+        self._tail_bound.consider(self._log.work_written)
 
     # ---- what others ask for
 

@@ -8,7 +8,7 @@ An operation is frozen before its first try: what it carries says how its daemon
 
 What an owner is told when its shard has become another's.
 
-Owns: what the tip of its manifest says then; that its log was fenced says `log_writer`.
+Owns: what the tip of its manifest says then; that its log was fenced says `daemon_log`.
 Does not own: what follows; the engine drops the shard's state and answers with the new owner's address.
 
 The newest manifest of a shard, by which its owner learns that the shard has become another's.

@@ -2,7 +2,7 @@
 
 Owns: finding a topic, the birth of topics, applying sections to them, and saying whose the shard is when it is lost.
 Does not own: taking the shard over (`candidate`), loading topics (`topic_loading`), what is staged (`shard_staging`),
-the log (`living_log`), checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers
+the log (`daemon_log`), checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers
 (`shard_deletions`), a topic's requests (`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and
 going (`topic_changes`), and changes of a topic as a whole (`topic_changes`).
 """
@@ -31,6 +31,7 @@ from daemon.shard import range_operations, recovery
 from daemon.shard.checkpointing import Checkpointing, ShardState
 from daemon.shard.range_operations import KnownTip, Settle
 from daemon.shard.recovery import ShardClaim
+from daemon.shard.tail_bound import TailBound
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
 from daemon.topic import bucket_lifecycle, topic_manifests
@@ -73,6 +74,7 @@ class ServedShard:
         due_loop: DueLoop,
         cache: SegmentCache,
         pending: PendingRows,
+        tail_bound: TailBound,
         environment: Environment,
         *,
         lost: Callable[[int, BaseException], None],
@@ -129,7 +131,7 @@ class ServedShard:
             failed=self.lose,
         )
         self.deletions = ShardDeletions(self, claim.deletions, environment, changed=deletions_changed)
-        self.checkpoints = Checkpointing(self, claim, self.tip, shard_log, daemon_log, environment)
+        self.checkpoints = Checkpointing(self, claim, self.tip, shard_log, daemon_log, tail_bound, environment)
 
     # ---- start and end
 
