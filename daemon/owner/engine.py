@@ -325,7 +325,10 @@ class Engine:
                 if not isinstance(decision, Wait):
                     taking.append(self._take_one(owned, number, decision))
                 elif number in self._away:
-                    self._away[number] = self._away[number].waiting(decision.reason, self._recorded(number))
+                    recorded = self._candidate.recorded(number)
+                    if recorded is not None and recorded.owner == self._environment.config.daemon_id:
+                        recorded = None
+                    self._away[number] = self._away[number].waiting(decision.reason, recorded)
             await asyncio.gather(*taking)
             self._tell_which()
             if kept := self._kept_by_log:
@@ -350,10 +353,6 @@ class Engine:
         self._away.pop(number, None)
         self._damaged.pop(number, None)
         log.info("shard %d is served again", number)
-
-    def _recorded(self, number: int) -> ShardManifest | None:
-        recorded = self._candidate.recorded(number)
-        return None if recorded is None or recorded.owner == self._environment.config.daemon_id else recorded
 
     def _serve(self, claimed: ClaimedShards) -> list[ServedShard]:
         self._lost.clear()
@@ -443,13 +442,6 @@ class Engine:
             self._set_health(Health(serving=False, reason=f"the shards were lost: {error}"))
         self._lost.set()
 
-    def _drop_all(self, failed: ProcessFailed) -> None:
-        shards, self._shards = self._shards, {}
-        self._set_health(Health(serving=False, reason=str(failed)))
-        for shard in shards.values():
-            self._close(shard, Unavailable(str(failed)))
-        self._lost.set()
-
     def _close(self, shard: ServedShard, answer: TarryError) -> None:
         self._environment.metrics.set_epoch(shard.number, 0)
         shard.close(answer)
@@ -524,7 +516,11 @@ class Engine:
         log.critical("a task of the engine has ended: %r", error, exc_info=error)
         failed = ProcessFailed(f"a task of the engine has ended: {error!r}")
         failed.__cause__ = error
-        self._drop_all(failed)
+        shards, self._shards = self._shards, {}
+        self._set_health(Health(serving=False, reason=str(failed)))
+        for shard in shards.values():
+            self._close(shard, Unavailable(str(failed)))
+        self._lost.set()
         if not self.failed.done():
             self.failed.set_exception(failed)
 
@@ -610,16 +606,13 @@ class Engine:
                 f"shard {number}, which topic {topic} belongs to, cannot be served: {damage}", of_topic=True
             )
         shard = self._shards.get(number)
-        if shard is None:
-            raise self._not_here(number)
-        return shard
-
-    def _not_here(self, number: int) -> TarryError:
+        if shard is not None:
+            return shard
         away = self._away.get(number)
         reason = "it is being taken over" if away is None else away.reason
         if away is not None and away.owner_address:
-            return NotOwner(f"shard {number} is not served here: {reason}", owner_address=away.owner_address)
-        return Unavailable(f"shard {number} is not served now: {reason}", retry_after_ms=AWAY_RETRY_MS)
+            raise NotOwner(f"shard {number} is not served here: {reason}", owner_address=away.owner_address)
+        raise Unavailable(f"shard {number} is not served now: {reason}", retry_after_ms=AWAY_RETRY_MS)
 
     def location_of(self, topic: str) -> TopicLocation:
         """Who owns the topic's shard. Raises Unavailable while it is not known."""

@@ -311,16 +311,13 @@ class Checkpointing:
             now_s = self._environment.clock.elapsed_s()
             if now_s - self._written_at_s < IDLE_S or self._shard.reloading:
                 return
+            kept_bytes = self._log.bytes_written - self._needs_since_bytes
             if not self.covered_twice:
                 # Where a topic fails by it, the next pass asks again.
                 with contextlib.suppress(TopicFailed):
                     await self._write()
-            elif self._is_much_kept(now_s):
+            elif kept_bytes >= KEPT_BYTES_MAX or (kept_bytes > 0 and now_s - self._needs_since_s >= KEPT_S_MAX):
                 await self._need_less()
-
-    def _is_much_kept(self, now_s: float) -> bool:
-        kept_bytes = self._log.bytes_written - self._needs_since_bytes
-        return kept_bytes >= KEPT_BYTES_MAX or (kept_bytes > 0 and now_s - self._needs_since_s >= KEPT_S_MAX)
 
     async def _need_less(self) -> None:
         shard, written = self._shard, self._log.bytes_written
