@@ -80,7 +80,7 @@ class Candidate:
         # Shards that could not be read when they were claimed: they are claimed again only when they can be.
         self._damaged: dict[int, str] = {}
 
-    def look_at(self, shards: int, logs: SlotLogs, former: heartbeat.Heartbeat | None = None) -> None:
+    def configure(self, shards: int, logs: SlotLogs, former: heartbeat.Heartbeat | None = None) -> None:
         """The root has so many shards, and these logs. `former`: the last heartbeat of the process before this one."""
         environment = self._environment
         self._logs = logs

@@ -52,7 +52,7 @@ from storage_backends.slot_log import SlotLogs
 
 log = logging.getLogger(__name__)
 
-LOOK_AFTER_S = 1.0
+EVERY_S = 1.0
 # Whose rows are counted before others have their turn.
 TOPICS_A_TURN = 1_000
 # Whether a damaged shard was mended is looked at this often.
@@ -142,8 +142,8 @@ class Engine:
         """
         environment = self._environment
         self._shards_total, logs = await self._open_root()
-        self._candidate.look_at(self._shards_total, logs, await self._former_heartbeat())
-        self.collection.look_at(logs, self._candidate.shard_logs)
+        self._candidate.configure(self._shards_total, logs, await self._former_heartbeat())
+        self.collection.configure(logs, self._candidate.shard_logs)
         watch = ClockWatch(
             environment.clock,
             environment.store,
@@ -159,7 +159,7 @@ class Engine:
             self._merge_watch.run(),
             self._deletion_workers.run(),
         )
-        for work in (*serving, self._look_after(), watch.run(), self._heart.beats()):
+        for work in (*serving, self._every_second(), watch.run(), self._heart.beats()):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_ended)
             self._tasks.append(task)
@@ -446,20 +446,20 @@ class Engine:
         self._environment.metrics.set_epoch(shard.number, 0)
         shard.close(answer)
 
-    async def _look_after(self) -> None:
+    async def _every_second(self) -> None:
         while True:
-            await self._environment.sleep(LOOK_AFTER_S)
+            await self._environment.sleep(EVERY_S)
             for number, shard in list(self._shards.items()):
-                for _ in shard.look_after() if self._shards.get(number) is shard else ():
+                for _ in shard.every_second() if self._shards.get(number) is shard else ():
                     await asyncio.sleep(0)
                     if self._shards.get(number) is not shard:
                         break
             if self._pending.rows_max:
                 await self._count_pending()
             self._tell_progress()
-            self.collection.look_after()
+            self.collection.every_second()
             if self._health.serving or self._store_away:
-                self._look_after_health()
+                self._update_health()
 
     async def _count_pending(self) -> None:
         """Counts the pending rows of all topics, some at a time."""
@@ -477,16 +477,16 @@ class Engine:
         self._due_loop.look_again()
         self._deletion_workers.wake()
         for shard in list(self._shards.values()):
-            collections.deque(shard.look_after(), maxlen=0)
+            collections.deque(shard.every_second(), maxlen=0)
 
     def _resumed(self) -> None:
         """A successor may be serving: nothing is handed out before the epochs are confirmed, which is asked for now."""
         asked_s = self._environment.clock.elapsed_s()
         for shard in self._shards.values():
             confirming = asyncio.ensure_future(shard.confirmation.confirm_after(asked_s))
-            confirming.add_done_callback(functools.partial(_look_after_confirmed, shard))
+            confirming.add_done_callback(functools.partial(_when_confirmed, shard))
 
-    def _look_after_health(self) -> None:
+    def _update_health(self) -> None:
         stalled = [shard for shard in self._shards.values() if shard.slots.stalled_s > STALLED_S]
         unconfirmed = [shard for shard in self._shards.values() if not shard.may_hand_out]
         if stalled or unconfirmed:
@@ -508,7 +508,7 @@ class Engine:
         if self._owned is not None:
             living = self._owned.living
             self._environment.metrics.set_log(living.kept, uncertain_s=living.sender.stalled_s)
-        self._deletion_workers.tell_state()
+        self._deletion_workers.report_metrics()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
@@ -627,10 +627,10 @@ class Engine:
         return TopicLocation(number, recorded.address, recorded.owner, recorded.epoch, served_here=False)
 
 
-def _look_after_confirmed(shard: ServedShard, confirming: asyncio.Future[None]) -> None:
+def _when_confirmed(shard: ServedShard, confirming: asyncio.Future[None]) -> None:
     # That a shard is lost is told by its own tasks.
     if not confirming.cancelled() and confirming.exception() is None:
-        collections.deque(shard.look_after(), maxlen=0)
+        collections.deque(shard.every_second(), maxlen=0)
 
 
 def _stopped() -> Unavailable:

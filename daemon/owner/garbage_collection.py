@@ -204,7 +204,7 @@ class Collection:
             ),
         )
 
-    def look_at(self, logs: SlotLogs, manifests: Sequence[commit.ManifestLog[ShardManifest]]) -> None:
+    def configure(self, logs: SlotLogs, manifests: Sequence[commit.ManifestLog[ShardManifest]]) -> None:
         """The root has these logs, and these manifests of its shards."""
         self._log_collection = LogCollection(logs, manifests, self._living, self._environment)
 
@@ -238,8 +238,8 @@ class Collection:
         """No pass begins, and one that is under way ends with the step that it is at."""
         self._halted = True
 
-    def look_after(self) -> None:
-        """Once a second: how long ago the last passes worked."""
+    def every_second(self) -> None:
+        """Report how long ago the last passes worked."""
         now_s = self._environment.clock.elapsed_s()
         ages_s = (now_s - known.worked_s for known in self._known.values())
         self._environment.metrics.set_collection_age(max(ages_s, default=0.0))

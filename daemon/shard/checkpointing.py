@@ -121,7 +121,7 @@ class ShardOfCheckpoints(Protocol):
         """The shard as of `applied_slot`. Raises TopicFailed when a topic cannot be told: it is let go."""
         ...
 
-    def let_go(self, topic: str, error: BaseException) -> None:
+    def begin_reload(self, topic: str, error: BaseException) -> None:
         """A topic cannot be relied on any more."""
         ...
 
@@ -197,9 +197,9 @@ class Checkpointing:
         limits = self._environment.config.journal
         if self._bytes_since >= limits.checkpoint_bytes or self._sections_since >= limits.checkpoint_slots:
             self._begin()
-        self.look_after()
+        self._tail_bound.consider(self._log.work_written)
 
-    def look_after(self) -> None:
+    def every_second(self) -> None:
         """Begins a checkpoint of some shard where a successor would have to read much: also when no slot comes."""
         self._tail_bound.consider(self._log.work_written)
 
@@ -290,7 +290,7 @@ class Checkpointing:
         if (error := work.exception()) is not None:
             self._shard.lose(error)
         # Another shard may wait for its turn.
-        self.look_after()
+        self._tail_bound.consider(self._log.work_written)
 
     async def _try(self) -> None:
         try:
@@ -358,7 +358,7 @@ class Checkpointing:
         try:
             stored = await environment.run(write)
         except TopicFailed as failed:
-            shard.let_go(failed.topic, failed.__cause__ or failed)
+            shard.begin_reload(failed.topic, failed.__cause__ or failed)
             raise
         await self._commit(
             WriteCheckpoint(

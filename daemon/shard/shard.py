@@ -347,12 +347,12 @@ class ServedShard:
                 topic.served.failed(error)
         self.checkpoints.consider()
 
-    def look_after(self) -> Iterator[None]:
-        """Once a second: what depends on time alone, of some topics in each step. Between two steps others may have
-        their turn, also such as end the shard: then no other step may follow.
+    def every_second(self) -> Iterator[None]:
+        """Do what depends on time alone, for some topics in each step. Other work may run between two steps, and may
+        end the shard: then no other step may follow.
         """
         self.slots.answer_stalled()
-        self.checkpoints.look_after()
+        self.checkpoints.every_second()
         topics = list(self.topics.items())
         for first in range(0, len(topics), TOPICS_A_STEP):
             for name, topic in topics[first : first + TOPICS_A_STEP]:
@@ -465,7 +465,7 @@ class ServedShard:
         self.slots.check_accepting()
         birth = self._births.get(name)
         if birth is None:
-            birth = self._births[name] = asyncio.ensure_future(self._bear(name))
+            birth = self._births[name] = asyncio.ensure_future(self._create_topic(name))
             birth.add_done_callback(functools.partial(self._birth_ended, name))
         try:
             return await asyncio.wait_for(asyncio.shield(birth), STALL_ANSWER_S)
@@ -508,7 +508,7 @@ class ServedShard:
         self._environment.metrics.topic_failed()
         del self.topics[name], self._by_id[topic_id]
         owned.life.begin_close()
-        self.loading.let_go(topic_id)
+        self.loading.begin_reload(topic_id)
         self.reloading[topic_id] = asyncio.ensure_future(self._reload(owned))
         self.reloading[topic_id].add_done_callback(self._task_done)
         try:
@@ -516,7 +516,7 @@ class ServedShard:
         except Exception:
             log.exception("topic %s: what failed does not end in order either", name)
 
-    def let_go(self, topic: str, error: BaseException) -> None:
+    def begin_reload(self, topic: str, error: BaseException) -> None:
         """A topic cannot be relied on any more."""
         if (owned := self.topics.get(topic)) is not None:
             owned.served.failed(error)
@@ -543,7 +543,7 @@ class ServedShard:
             waiting=self._environment,
         )
 
-    async def _bear(self, name: str) -> ServedTopic:
+    async def _create_topic(self, name: str) -> ServedTopic:
         topic_id = names.topic_id(name)
         topic_log = topic_manifests.topic_log(self._environment, self.number, topic_id)
         create = topic_manifest.Create(topic=name, topic_id=topic_id, epoch=self.epoch, applied=self.applied_slot)

@@ -184,7 +184,7 @@ class TopicLoading:
         except TopicFailed as error:
             raise TopicFailed(name) from error
 
-    def let_go(self, topic_id: str) -> None:
+    def begin_reload(self, topic_id: str) -> None:
         """A topic that was served has failed: whoever asks for it waits until it is loaded again (`load_again`)."""
         self._put_off.add(topic_id)
 
