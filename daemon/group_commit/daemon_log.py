@@ -77,9 +77,10 @@ class OwnLogEnd:
 
 
 class LogCursor:
-    """One incarnation's log, from OPEN on. Used in one thread.
+    """One incarnation's log, from OPEN on: its next number, how far it is certain for each shard, and the slot in
+    flight with its shard slots (L1, L6). Used in one thread.
 
-    A log that has lost a number to a fence, or was closed, is never used again: the daemon comes back with another one.
+    A log that has lost a number to a fence, or was closed, is never used again: the daemon opens another one.
     """
 
     def __init__(self, log_id: str, owner: Writer) -> None:
@@ -281,7 +282,9 @@ Decision: TypeAlias = Certain | Lost | Next
 
 
 class SlotOutcome:
-    """One slot from its first copy to its outcome. Copies may be sent side by side: a hedge is one like any other."""
+    """One slot from its first copy to its outcome, by the table above. Copies may be sent side by side: a hedge is one
+    like any other.
+    """
 
     def __init__(self, log_id: str, number: int, identity: SlotIdentity) -> None:
         self._log_id = log_id
@@ -336,8 +339,10 @@ class SlotOutcome:
 
 
 class LogTruncation:
-    """What is needed of the log `log_id`: of each shard that was ever claimed for it and has not certainly been
-    released or given back, and of each claim that is under way.
+    """The number up to which the log `log_id` may be deleted, from this daemon's memory alone (L7).
+
+    Some of the log is needed for each shard that was ever claimed for it and has not certainly been released or given
+    back, and for each claim in flight.
     """
 
     def __init__(self, log_id: str) -> None:
@@ -366,7 +371,11 @@ class LogTruncation:
         self.manifest_committed(manifest)
 
     def manifest_committed(self, manifest: ShardManifest) -> None:
-        """A manifest of a shard that was claimed, at least as new as any before."""
+        """Take the needs of a shard that was claimed from its manifest, which is at least as new as any before.
+
+        A manifest of another epoch tells nothing: its owner has fenced the log, and its ranges, which no memory of this
+        daemon holds, may be the only ones that need the slots.
+        """
         shard = manifest.shard
         if self._epochs.get(shard) != manifest.epoch:
             return
