@@ -46,7 +46,7 @@ from daemon.shard.shard import ServedShard
 from daemon.shard.tail_bound import TailBound
 from storage_backends import commit, root_format, store_opening
 from storage_backends.formats import names
-from storage_backends.formats.manifest import RootFormat, ShardManifest
+from storage_backends.formats.manifest import ShardManifest
 from storage_backends.object_store import Damaged
 from storage_backends.slot_log import SlotLogs
 
@@ -169,10 +169,10 @@ class Engine:
         """How many shards the root has, and its logs."""
         environment = self._environment
 
-        def read_or_create() -> RootFormat:
+        def open_logs() -> tuple[int, SlotLogs]:
             config, store = environment.config, environment.store
             try:
-                return root_format.read_or_create(
+                found = root_format.read_or_create(
                     store,
                     shards=config.daemon.shards,
                     log_form=store_opening.form_of_new_root(store, config.store.log_form),
@@ -181,9 +181,6 @@ class Engine:
                 )
             except Damaged as error:
                 raise Corruption(f"the root cannot be served: {error}") from error
-
-        def open_logs() -> tuple[int, SlotLogs]:
-            found = read_or_create()
             return found.shards, environment.open_logs(found.log_form)
 
         return await backoff.until_answered(
