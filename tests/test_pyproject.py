@@ -18,7 +18,7 @@ PURE = (
     "tests/storage_backends/formats/test_row_columns.py",
 )
 IMPURE = (
-    "daemon/owner/living_log.py",
+    "daemon/group_commit/daemon_log.py",
     "storage_backends/s3.py",
     "tests/wire/test_daemon.py",
     "examples/flights.py",

@@ -1,13 +1,9 @@
-"""What is staged of one shard: its decisions on their way into slots, and who waits for them.
+"""Decisions on their way into slots: of one shard, and of one of its topics.
 
-Owns: the decisions that no slot holds yet and those whose slot is on its way, and when each waiting request hears of
-its slot.
+Owns: the decisions that no slot holds yet and those whose slot is in flight, when each waiting request is answered, and
+that a topic that has ended stages nothing more.
 Does not own: when a slot is written (`slot_sender`), what a decision is (`daemon.core.decisions.topic_state`), and what
 is done with a slot that is certain (`applied`, given by the shard).
-
-The decisions of one topic on their way into the slots of its shard.
-
-Owns: that a topic that has ended stages nothing more. Does not own: slots (`shard_staging`).
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import asyncio
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from daemon.errors import OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.group_commit.confirmation import Confirmation
@@ -27,85 +22,6 @@ from storage_backends.formats.slot_format import DeletionRecord, Record, SlotBui
 
 # After so long without an answer of the store a call is told that its outcome is not known, or to try again.
 STALL_ANSWER_S = 10.0
-
-
-class Commits(Protocol):
-    """The shard's slots, as its topics see them."""
-
-    def check_accepting(self) -> None:
-        """Raises what a request is answered with when nothing can be staged now."""
-        ...
-
-    def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
-        """The future ends with the number of the decisions' slot, once that is durable and applied. Never cancel it.
-
-        Nobody waits for what is not `awaited`: it rides with the next slot, or goes within a second. `may_wait`: for
-        company, while the loop has much to do; nothing is held up meanwhile but the answer.
-        """
-        ...
-
-    def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
-        """Stages decisions that stand in one slot. Never cancel the future: it ends when the slot is applied, however
-        long that takes.
-        """
-        ...
-
-    async def confirmed(self) -> None:
-        """Returns when everything that a request may have seen is durable and the epoch was confirmed after this call.
-
-        Raises Unavailable when the store does not answer.
-        """
-        ...
-
-    async def settled(self) -> None:
-        """Returns when everything that is staged now is durable and applied, however long that takes."""
-        ...
-
-
-class TopicSlots(Commits):
-    """`Commits` for one topic, until the topic ends.
-
-    What still runs for a topic that was let go must decide nothing: it has seen what counts no longer.
-    """
-
-    def __init__(self, commits: Commits) -> None:
-        self._commits = commits
-        self._ended: Exception | None = None
-
-    def end(self, error: Exception) -> None:
-        """Nothing more is staged; whoever tries gets the error. What is staged goes its way."""
-        if self._ended is None:
-            self._ended = error
-
-    @property
-    def ended(self) -> bool:
-        return self._ended is not None
-
-    def _check(self) -> None:
-        if self._ended is not None:
-            raise self._ended
-
-    def check_accepting(self) -> None:
-        self._check()
-        self._commits.check_accepting()
-
-    def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
-        self._check()
-        return self._commits.stage(*records, awaited=awaited, may_wait=may_wait)
-
-    def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
-        self._check()
-        return self._commits.stage_together(records)
-
-    async def confirmed(self) -> None:
-        self._check()
-        await self._commits.confirmed()
-
-    async def settled(self) -> None:
-        self._check()
-        await self._commits.settled()
-
-
 # What may wait for its slot before requests are refused; four full slots by default.
 STAGED_SLOTS_MAX = 4
 BACK_PRESSURE_RETRY_MS = 100
@@ -174,7 +90,12 @@ class ShardSlots:
             )
 
     def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
-        """The future ends with the number of the decisions' slot, once that is durable and applied. Never cancel it."""
+        """Stage decisions. The future ends with the number of their slot, once that is durable and applied. Never
+        cancel it.
+
+        No caller waits for decisions that are not `awaited`: they ride with the next slot, or go within a second.
+        `may_wait`: they may wait for company while the loop is busy; only the answer is delayed.
+        """
         slot = self._append(records)
         if not awaited:
             asyncio.get_running_loop().call_later(UNAWAITED_S, self._sender.send)
@@ -338,6 +259,50 @@ class ShardSlots:
                     future.set_exception(error)
         self._slots.clear()
         self._on_its_way = None
+
+
+class TopicSlots:
+    """The slots of a shard for one of its topics: the same until the topic ends.
+
+    What still runs for a topic that is loaded again must decide nothing: it has seen what no longer counts.
+    """
+
+    def __init__(self, slots: ShardSlots) -> None:
+        self._slots = slots
+        self._ended: Exception | None = None
+
+    def end(self, error: Exception) -> None:
+        """Nothing more is staged; whoever tries gets the error. What is staged goes its way."""
+        if self._ended is None:
+            self._ended = error
+
+    @property
+    def ended(self) -> bool:
+        return self._ended is not None
+
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
+    def check_accepting(self) -> None:
+        self._check()
+        self._slots.check_accepting()
+
+    def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
+        self._check()
+        return self._slots.stage(*records, awaited=awaited, may_wait=may_wait)
+
+    def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
+        self._check()
+        return self._slots.stage_together(records)
+
+    async def confirmed(self) -> None:
+        self._check()
+        await self._slots.confirmed()
+
+    async def settled(self) -> None:
+        self._check()
+        await self._slots.settled()
 
 
 def _future() -> asyncio.Future[int]:

@@ -174,13 +174,11 @@ class SlotSender:
                 continue
             took_s = await self._send_one()
             linger_s = min(took_s, self._linger_s)
-            if self._line and self._wanted.is_set() and linger_s > 0 and self._has_room:
+            if not self._line or not self._wanted.is_set() or linger_s <= 0:
+                continue
+            if all(staged.waiting_slots == 1 for staged in self._line):
+                # There is room: more would ride with what waits.
                 await self._sleep(linger_s)
-
-    @property
-    def _has_room(self) -> bool:
-        """Whether more would ride with what waits: then company is worth waiting for."""
-        return all(staged.waiting_slots == 1 for staged in self._line)
 
     async def _send_one(self) -> float:
         """Writes the next slot; how long that took, in seconds."""

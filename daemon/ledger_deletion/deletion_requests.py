@@ -137,7 +137,7 @@ class DeletionRequests:
         if settings is not None:
             enabled = bool(settings.effective.two_phase_deletion_enabled)
         if not enabled:
-            await shard.commits.confirmed()
+            await shard.slots.confirmed()
             return None
         self._check_pending(len(deletes))
         record = RecordDeletes(topic, self._environment.clock.now_ms(), deletes, by_sweeper)
@@ -282,7 +282,7 @@ class DeletionRequests:
                 yield tuple(ids)
             await asyncio.sleep(0)
         if not found:
-            await shard.commits.confirmed()
+            await shard.slots.confirmed()
 
     def _check_topic(self, topic: str) -> None:
         limits.check_name("topic", topic, self._environment.request_limits.topic_max_bytes)

@@ -82,7 +82,7 @@ class DeletionWorkers:
         """Attempts whose threads have not ended."""
         return len(self._made)
 
-    def tell_state(self) -> None:
+    def report_metrics(self) -> None:
         """Once a second: how many there are, of what, and since when."""
         in_flight: collections.Counter[LedgerComponent] = collections.Counter()
         dead = held = ledgers_in_use = 0

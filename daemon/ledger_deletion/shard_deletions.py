@@ -39,6 +39,7 @@ from daemon.core.deletions.ledger_deletions import (
     Retried,
 )
 from daemon.errors import InvariantViolated, TarryError
+from daemon.group_commit.shard_slots import ShardSlots
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from daemon.runtime.environment import Environment
 from daemon.topic.topic_settings import TopicSettings
@@ -205,24 +206,6 @@ class Attempt:
             raise DeletionFailed("the daemon does not know whether the shard is its own still", maybe_deleted=False)
 
 
-class DeletionCommits(Protocol):
-    """The slots of a shard, as its deletions see them."""
-
-    def check_accepting(self) -> None:
-        """Raises what a request is answered with when nothing can be staged now."""
-        ...
-
-    def stage_deletions(self, record: DeletionRecord, *, patient: bool = False) -> asyncio.Future[int]:
-        """The future ends with the number of the decision's slot, once that is durable and applied. `patient`: however
-        long that takes. Never cancel it.
-        """
-        ...
-
-    async def confirmed(self) -> None:
-        """Returns when what a request may have seen is durable and the epoch was confirmed after this call."""
-        ...
-
-
 class ShardOfDeletions(Protocol):
     """What the deletions of a shard ask of it."""
 
@@ -230,7 +213,7 @@ class ShardOfDeletions(Protocol):
     def number(self) -> int: ...
 
     @property
-    def commits(self) -> DeletionCommits: ...
+    def slots(self) -> ShardSlots: ...
 
     @property
     def is_confirmed(self) -> bool:
@@ -346,12 +329,12 @@ class ShardDeletions:
         """What a request's decision came to; it rides in a slot that is applied in a moment. Raises what the request is
         to be answered with when nothing can be staged.
         """
-        self._shard.commits.check_accepting()
+        self._shard.slots.check_accepting()
         while self._staged_cost and self._staged_cost + cost > STAGED_COST_MAX:
             if self._room is None or self._room.done():
                 self._room = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._room], timeout=ROOM_S)
-            self._shard.commits.check_accepting()
+            self._shard.slots.check_accepting()
         return await self._decided(record, kind, cost=cost)
 
     async def change_in_room(self, record: ChangeInUse, *, cost: int) -> InUseChanged:
@@ -361,7 +344,7 @@ class ShardDeletions:
     async def _decided(self, record: DeletionRecord, kind: type[R], *, cost: int = 0, patient: bool = False) -> R:
         """What the record came to, once it is durable and applied."""
         decision = _Decision(record, cost)
-        decision.slot = self._shard.commits.stage_deletions(record, patient=patient)
+        decision.slot = self._shard.slots.stage_deletions(record, patient=patient)
         self._staged.append(decision)
         self._staged_cost += cost
         await asyncio.shield(decision.slot)
@@ -420,7 +403,7 @@ class ShardDeletions:
         if self._beginning or not self.may_start:
             return False
         try:
-            self._shard.commits.check_accepting()
+            self._shard.slots.check_accepting()
         except TarryError:
             return False
         return True

@@ -3,7 +3,7 @@
 Owns: standing by, then opening a log and claiming every shard for it, again and again until it succeeds; whom callers
 are sent to meanwhile.
 Does not own: looking and deciding (`daemon.owner.standby`), the claim of one shard (`daemon.owner.takeover`), the log
-(`daemon.owner.living_log`) and what is done with owned shards (`engine`).
+(`daemon.group_commit.daemon_log`) and what is done with owned shards (`engine`).
 
 One daemon owns all shards of a root; another one on the same root stands by. A shard that is damaged belongs to
 nobody: it is claimed again when it can be read. One that was lost while others are owned is waited for by itself: it is
@@ -24,8 +24,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from daemon.errors import Corruption, NotOwner, Unavailable
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.owner import heartbeat, standby
-from daemon.owner.living_log import DaemonLog
 from daemon.owner.standby import Wait
 from daemon.owner.takeover import ClaimedShard, Fences, LogMustClose, Takeover, check_readable
 from daemon.runtime.environment import Environment
@@ -80,7 +80,7 @@ class Candidate:
         # Shards that could not be read when they were claimed: they are claimed again only when they can be.
         self._damaged: dict[int, str] = {}
 
-    def look_at(self, shards: int, logs: SlotLogs, former: heartbeat.Heartbeat | None = None) -> None:
+    def configure(self, shards: int, logs: SlotLogs, former: heartbeat.Heartbeat | None = None) -> None:
         """The root has so many shards, and these logs. `former`: the last heartbeat of the process before this one."""
         environment = self._environment
         self._logs = logs

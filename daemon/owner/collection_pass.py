@@ -146,7 +146,13 @@ class Collector(Generic[M]):
         batch = due[:BATCH]
         outcome = self._outcome(batch, self._delete([each.object.name for each in batch]))
         tip = self._drop(outcome, tip)
-        return Step(tip, _summary(batch, outcome), outcome.deleted, more=len(due) > len(batch))
+        by_name = {each.object.name: each for each in batch}
+        summary = Summary(
+            tombstones=garbage_rules.count(by_name[name] for name in outcome.deleted),
+            failed=garbage_rules.count(by_name[name] for name in outcome.failed),
+            given_up=garbage_rules.count(by_name[name] for name in outcome.given_up),
+        )
+        return Step(tip, summary, outcome.deleted, more=len(due) > len(batch))
 
     def _outcome(self, tombstones: Sequence[Tombstone], failures: Mapping[str, str]) -> Outcome:
         deleted, failed, given_up = set(), set(), set()
@@ -317,15 +323,6 @@ class Collector(Generic[M]):
             warm=tip,
             deadline_s=DEADLINE_S,
         )
-
-
-def _summary(batch: Iterable[Tombstone], outcome: Outcome) -> Summary:
-    by_name = {each.object.name: each for each in batch}
-    return Summary(
-        tombstones=garbage_rules.count(by_name[name] for name in outcome.deleted),
-        failed=garbage_rules.count(by_name[name] for name in outcome.failed),
-        given_up=garbage_rules.count(by_name[name] for name in outcome.given_up),
-    )
 
 
 def _count(objects: Iterable[tuple[str, int]]) -> ObjectCount:

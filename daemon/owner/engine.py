@@ -26,12 +26,12 @@ from daemon.errors import (
     TarryError,
     Unavailable,
 )
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_workers import DeletionWorkers
 from daemon.owner.candidate import Candidate, ClaimedShards
 from daemon.owner.garbage_collection import Collection
 from daemon.owner.heartbeat import Heartbeat, HeartbeatLoop, read_heartbeat
-from daemon.owner.living_log import DaemonLog
 from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
 from daemon.owner.standby import Claimable, Wait
@@ -43,15 +43,16 @@ from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import Failures, ProcessFailed, ShardLost, TopicFailed
 from daemon.shard.recovery import ShardClaim
 from daemon.shard.shard import ServedShard
+from daemon.shard.tail_bound import TailBound
 from storage_backends import commit, root_format, store_opening
 from storage_backends.formats import names
-from storage_backends.formats.manifest import RootFormat, ShardManifest
+from storage_backends.formats.manifest import ShardManifest
 from storage_backends.object_store import Damaged
 from storage_backends.slot_log import SlotLogs
 
 log = logging.getLogger(__name__)
 
-LOOK_AFTER_S = 1.0
+EVERY_S = 1.0
 # Whose rows are counted before others have their turn.
 TOPICS_A_TURN = 1_000
 # Whether a damaged shard was mended is looked at this often.
@@ -86,6 +87,7 @@ class Engine:
         self._shards_total = 0
         self._due_loop = DueLoop(environment.clock, environment.busy_s, environment.metrics.set_tick)
         self._pending = PendingRows(environment.config.limits.pending_rows_max)
+        self._tail_bound = TailBound(environment.tail_work_max, environment.clock.elapsed_s)
         self._shards: dict[int, ServedShard] = {}
         self._damaged: dict[int, Corruption] = {}
         # Shards that were lost while others are served.
@@ -140,8 +142,8 @@ class Engine:
         """
         environment = self._environment
         self._shards_total, logs = await self._open_root()
-        self._candidate.look_at(self._shards_total, logs, await self._former_heartbeat())
-        self.collection.look_at(logs, self._candidate.shard_logs)
+        self._candidate.configure(self._shards_total, logs, await self._former_heartbeat())
+        self.collection.configure(logs, self._candidate.shard_logs)
         watch = ClockWatch(
             environment.clock,
             environment.store,
@@ -157,7 +159,7 @@ class Engine:
             self._merge_watch.run(),
             self._deletion_workers.run(),
         )
-        for work in (*serving, self._look_after(), watch.run(), self._heart.beats()):
+        for work in (*serving, self._every_second(), watch.run(), self._heart.beats()):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_ended)
             self._tasks.append(task)
@@ -167,10 +169,10 @@ class Engine:
         """How many shards the root has, and its logs."""
         environment = self._environment
 
-        def read_or_create() -> RootFormat:
+        def open_logs() -> tuple[int, SlotLogs]:
             config, store = environment.config, environment.store
             try:
-                return root_format.read_or_create(
+                found = root_format.read_or_create(
                     store,
                     shards=config.daemon.shards,
                     log_form=store_opening.form_of_new_root(store, config.store.log_form),
@@ -179,9 +181,6 @@ class Engine:
                 )
             except Damaged as error:
                 raise Corruption(f"the root cannot be served: {error}") from error
-
-        def open_logs() -> tuple[int, SlotLogs]:
-            found = read_or_create()
             return found.shards, environment.open_logs(found.log_form)
 
         return await backoff.until_answered(
@@ -245,7 +244,7 @@ class Engine:
     def left(self) -> list[str]:
         """What was not finished, for people."""
         left = [
-            f"shard {shard.number} has not ended, {shard.commits.staged_rows} of its rows are staged"
+            f"shard {shard.number} has not ended, {shard.slots.staged_rows} of its rows are staged"
             for shard in self._shards.values()
         ]
         if self._owned is not None:
@@ -323,7 +322,10 @@ class Engine:
                 if not isinstance(decision, Wait):
                     taking.append(self._take_one(owned, number, decision))
                 elif number in self._away:
-                    self._away[number] = self._away[number].waiting(decision.reason, self._recorded(number))
+                    recorded = self._candidate.recorded(number)
+                    if recorded is not None and recorded.owner == self._environment.config.daemon_id:
+                        recorded = None
+                    self._away[number] = self._away[number].waiting(decision.reason, recorded)
             await asyncio.gather(*taking)
             self._tell_which()
             if kept := self._kept_by_log:
@@ -349,10 +351,6 @@ class Engine:
         self._damaged.pop(number, None)
         log.info("shard %d is served again", number)
 
-    def _recorded(self, number: int) -> ShardManifest | None:
-        recorded = self._candidate.recorded(number)
-        return None if recorded is None or recorded.owner == self._environment.config.daemon_id else recorded
-
     def _serve(self, claimed: ClaimedShards) -> list[ServedShard]:
         self._lost.clear()
         # Keys of segments that an earlier ownership loaded mean nothing now.
@@ -362,7 +360,7 @@ class Engine:
         self._away = {
             number: UnownedShard(f"it cannot be read: {error}", "", now_s) for number, error in claimed.unread.items()
         }
-        self._environment.tail_bound.new_log()
+        self._tail_bound.new_log()
         shards = [self._serve_shard(claim, claimed.takeover.living) for claim in claimed.claims]
         # What was read is kept nowhere: it is let go when the topics are loaded.
         self._owned = claimed.takeover
@@ -394,6 +392,7 @@ class Engine:
             self._due_loop,
             self._cache,
             self._pending,
+            self._tail_bound,
             self._environment,
             lost=self._shard_lost,
             deletions_changed=self._deletion_workers.look_at,
@@ -440,31 +439,24 @@ class Engine:
             self._set_health(Health(serving=False, reason=f"the shards were lost: {error}"))
         self._lost.set()
 
-    def _drop_all(self, failed: ProcessFailed) -> None:
-        shards, self._shards = self._shards, {}
-        self._set_health(Health(serving=False, reason=str(failed)))
-        for shard in shards.values():
-            self._close(shard, Unavailable(str(failed)))
-        self._lost.set()
-
     def _close(self, shard: ServedShard, answer: TarryError) -> None:
         self._environment.metrics.set_epoch(shard.number, 0)
         shard.close(answer)
 
-    async def _look_after(self) -> None:
+    async def _every_second(self) -> None:
         while True:
-            await self._environment.sleep(LOOK_AFTER_S)
+            await self._environment.sleep(EVERY_S)
             for number, shard in list(self._shards.items()):
-                for _ in shard.look_after() if self._shards.get(number) is shard else ():
+                for _ in shard.every_second() if self._shards.get(number) is shard else ():
                     await asyncio.sleep(0)
                     if self._shards.get(number) is not shard:
                         break
             if self._pending.rows_max:
                 await self._count_pending()
             self._tell_progress()
-            self.collection.look_after()
+            self.collection.every_second()
             if self._health.serving or self._store_away:
-                self._look_after_health()
+                self._update_health()
 
     async def _count_pending(self) -> None:
         """Counts the pending rows of all topics, some at a time."""
@@ -482,17 +474,17 @@ class Engine:
         self._due_loop.look_again()
         self._deletion_workers.wake()
         for shard in list(self._shards.values()):
-            collections.deque(shard.look_after(), maxlen=0)
+            collections.deque(shard.every_second(), maxlen=0)
 
     def _resumed(self) -> None:
         """A successor may be serving: nothing is handed out before the epochs are confirmed, which is asked for now."""
         asked_s = self._environment.clock.elapsed_s()
         for shard in self._shards.values():
             confirming = asyncio.ensure_future(shard.confirmation.confirm_after(asked_s))
-            confirming.add_done_callback(functools.partial(_look_after_confirmed, shard))
+            confirming.add_done_callback(functools.partial(_when_confirmed, shard))
 
-    def _look_after_health(self) -> None:
-        stalled = [shard for shard in self._shards.values() if shard.commits.stalled_s > STALLED_S]
+    def _update_health(self) -> None:
+        stalled = [shard for shard in self._shards.values() if shard.slots.stalled_s > STALLED_S]
         unconfirmed = [shard for shard in self._shards.values() if not shard.may_hand_out]
         if stalled or unconfirmed:
             shard = (stalled or unconfirmed)[0]
@@ -513,7 +505,7 @@ class Engine:
         if self._owned is not None:
             living = self._owned.living
             self._environment.metrics.set_log(living.kept, uncertain_s=living.sender.stalled_s)
-        self._deletion_workers.tell_state()
+        self._deletion_workers.report_metrics()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
@@ -521,7 +513,11 @@ class Engine:
         log.critical("a task of the engine has ended: %r", error, exc_info=error)
         failed = ProcessFailed(f"a task of the engine has ended: {error!r}")
         failed.__cause__ = error
-        self._drop_all(failed)
+        shards, self._shards = self._shards, {}
+        self._set_health(Health(serving=False, reason=str(failed)))
+        for shard in shards.values():
+            self._close(shard, Unavailable(str(failed)))
+        self._lost.set()
         if not self.failed.done():
             self.failed.set_exception(failed)
 
@@ -607,16 +603,13 @@ class Engine:
                 f"shard {number}, which topic {topic} belongs to, cannot be served: {damage}", of_topic=True
             )
         shard = self._shards.get(number)
-        if shard is None:
-            raise self._not_here(number)
-        return shard
-
-    def _not_here(self, number: int) -> TarryError:
+        if shard is not None:
+            return shard
         away = self._away.get(number)
         reason = "it is being taken over" if away is None else away.reason
         if away is not None and away.owner_address:
-            return NotOwner(f"shard {number} is not served here: {reason}", owner_address=away.owner_address)
-        return Unavailable(f"shard {number} is not served now: {reason}", retry_after_ms=AWAY_RETRY_MS)
+            raise NotOwner(f"shard {number} is not served here: {reason}", owner_address=away.owner_address)
+        raise Unavailable(f"shard {number} is not served now: {reason}", retry_after_ms=AWAY_RETRY_MS)
 
     def location_of(self, topic: str) -> TopicLocation:
         """Who owns the topic's shard. Raises Unavailable while it is not known."""
@@ -631,10 +624,10 @@ class Engine:
         return TopicLocation(number, recorded.address, recorded.owner, recorded.epoch, served_here=False)
 
 
-def _look_after_confirmed(shard: ServedShard, confirming: asyncio.Future[None]) -> None:
+def _when_confirmed(shard: ServedShard, confirming: asyncio.Future[None]) -> None:
     # That a shard is lost is told by its own tasks.
     if not confirming.cancelled() and confirming.exception() is None:
-        collections.deque(shard.look_after(), maxlen=0)
+        collections.deque(shard.every_second(), maxlen=0)
 
 
 def _stopped() -> Unavailable:

@@ -7,7 +7,7 @@ Does not own: a pass (`collection_pass`).
 Deleting slots of logs that no shard needs (L7, L12): of the own log, and of logs that have an end.
 
 Owns: which logs nothing names, which of those get an end, and what of the own log went in a pass.
-Does not own: up to which slot the own log goes (`log_truncation`), deleting (`slot_log`), fencing (`fences`), when
+Does not own: up to which slot the own log goes (`daemon_log`), deleting (`slot_log`), fencing (`fences`), when
 there is a pass (`garbage_collection`).
 
     the logs that have an end are found        a FENCE or CLOSE is their highest slot
@@ -28,10 +28,10 @@ from daemon.call_values import GarbageProgress
 from daemon.core import garbage_rules
 from daemon.core.garbage_rules import NOTHING, ObjectCount, Summary
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.owner import collection_pass, heartbeat
 from daemon.owner.collection_pass import Halted, Pass, Wish
 from daemon.owner.heartbeat import Heartbeat
-from daemon.owner.living_log import DaemonLog
 from daemon.owner.takeover import Fences
 from daemon.runtime.environment import Environment
 from storage_backends import commit, log_fence, object_store
@@ -204,7 +204,7 @@ class Collection:
             ),
         )
 
-    def look_at(self, logs: SlotLogs, manifests: Sequence[commit.ManifestLog[ShardManifest]]) -> None:
+    def configure(self, logs: SlotLogs, manifests: Sequence[commit.ManifestLog[ShardManifest]]) -> None:
         """The root has these logs, and these manifests of its shards."""
         self._log_collection = LogCollection(logs, manifests, self._living, self._environment)
 
@@ -238,8 +238,8 @@ class Collection:
         """No pass begins, and one that is under way ends with the step that it is at."""
         self._halted = True
 
-    def look_after(self) -> None:
-        """Once a second: how long ago the last passes worked."""
+    def every_second(self) -> None:
+        """Report how long ago the last passes worked."""
         now_s = self._environment.clock.elapsed_s()
         ages_s = (now_s - known.worked_s for known in self._known.values())
         self._environment.metrics.set_collection_age(max(ages_s, default=0.0))

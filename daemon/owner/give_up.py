@@ -82,10 +82,11 @@ class Loss:
             for shard, count in self.sections.items():
                 if place < count:
                     heads[shard] = Head(heads[shard].epoch, heads[shard].last_slot + 1)
-                    bodies[shard] = _without_records(shard, heads[shard])
+                    header = slot_format.SlotHeader(shard, heads[shard].epoch, ShardSlot(heads[shard].last_slot), 0)
+                    bodies[shard] = slot_format.encode_slot(header, ())
             number = self.highest + 1 + place
-            header = LogSlotHeader(log_id=self.log_id, number=number, kind=LogSlotKind.DATA, heads=dict(heads))
-            made.append((number, log_slot_format.encode_log_slot(header, bodies)))
+            whole = LogSlotHeader(log_id=self.log_id, number=number, kind=LogSlotKind.DATA, heads=dict(heads))
+            made.append((number, log_slot_format.encode_log_slot(whole, bodies)))
         return made
 
     def describe(self) -> str:
@@ -158,10 +159,6 @@ def _newest_whole(slots: SlotLog, numbers: Sequence[int]) -> LogSlot | None:
         if found is not None:
             return found
     return None
-
-
-def _without_records(shard: int, head: Head) -> bytes:
-    return slot_format.encode_slot(slot_format.SlotHeader(shard, head.epoch, ShardSlot(head.last_slot), 0), ())
 
 
 THREADS = 8

@@ -60,7 +60,7 @@ class MergeWatch:
         hints, foreign = await environment.run(lambda: merge_hints.listed(environment.store))
         if foreign:
             log.warning("%d keys among the hints of mergers are none, for instance %s", len(foreign), foreign[0])
-        ours = [hint for hint in hints if self._is_ours(hint)]
+        ours = [hint for hint in hints if hint.shard in self._shards()]
         ready = [hint for hint in ours if not self._may_come(hint)]
         for first in range(0, len(ready), PORTION_HINTS):
             await self._clear(ready[first : first + PORTION_HINTS])
@@ -68,9 +68,6 @@ class MergeWatch:
             log.info("others merged: hints=%d topics_to_be_loaded=%d", len(ready), len(ours) - len(ready))
         if len(ready) == len(ours):
             self._handled = value, shards
-
-    def _is_ours(self, hint: MergeHint) -> bool:
-        return hint.shard in self._shards()
 
     def _may_come(self, hint: MergeHint) -> bool:
         """Whether its topic is being loaded, or will be: what was read of it may be older than the merge."""

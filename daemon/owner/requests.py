@@ -165,8 +165,10 @@ class Requests:
         shard = self._engine.shard_of(topic)
         served = await shard.topic(topic)
         if served is None:
-            await shard.commits.confirmed()
-            return _nothing()
+            await shard.slots.confirmed()
+            nothing = np.empty(0, np.uint64)
+            ranges = call_values.EntryRanges(nothing, nothing, nothing)
+            return call_values.Contained(pending=ranges, due=ranges, continuation=None)
         async with self._truthful(shard):
             return await served.contains(asked, subscription)
 
@@ -184,8 +186,11 @@ class Requests:
         self._check_names(topic, subscription)
         if dead_letter and subscription is None:
             raise InvalidArgument("dead_letter is set, and subscription is empty; dead letters are of a subscription")
-        limits.check_rows("ledger_id", len(ranges.ledger_id), min(LEDGERS_MAX, self._limits.rows_max))
-        _check_ledgers(ranges)
+        ledgers = len(ranges.ledger_id)
+        limits.check_rows("ledger_id", ledgers, min(LEDGERS_MAX, self._limits.rows_max))
+        if ranges.all_lower_ledgers and ledgers != 1:
+            raise InvalidArgument(f"all_lower_ledgers is set, and ledger_id has {ledgers} ledgers; it must have 1")
+        _check_ledger_once(ranges.ledger_id)
         async with self._served(topic) as (shard, served):
             return await shard.changes.trim(served, subscription, ranges, dead_letter=dead_letter)
 
@@ -339,7 +344,7 @@ class Requests:
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             settings = served.settings
-            await shard.commits.confirmed()
+            await shard.slots.confirmed()
             return call_values.TopicPolicies(stored=settings.policy, effective=settings.effective)
 
     async def set_delay_levels(self, topic: str, table: call_values.TopicDelayLevels | None) -> call_values.DelayLevels:
@@ -361,7 +366,7 @@ class Requests:
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             found = topic_inspection.levels(served)
-            await shard.commits.confirmed()
+            await shard.slots.confirmed()
             return found
 
     async def seal(self, topic: str) -> call_values.Sealed:
@@ -532,7 +537,7 @@ class Requests:
         try:
             yield
         except (NotFound, AlreadyExists):
-            await shard.commits.confirmed()
+            await shard.slots.confirmed()
             raise
 
     async def _shown(self, topic: str) -> tuple[ServedShard, ServedTopic]:
@@ -580,12 +585,6 @@ class Requests:
             limits.check_name("subscription", subscription, self._limits.subscription_max_bytes)
 
 
-def _nothing() -> call_values.Contained:
-    nothing = np.empty(0, np.uint64)
-    ranges = call_values.EntryRanges(nothing, nothing, nothing)
-    return call_values.Contained(pending=ranges, due=ranges, continuation=None)
-
-
 def _no_topic(topic: str) -> NotFound:
     return NotFound(f"there is no topic {topic!r}")
 
@@ -598,13 +597,6 @@ def _check_ranges(asked: call_values.EntryRanges) -> None:
             f"last_entry_id[{row}] is {asked.last_entry_id[row]}, before entry_id[{row}], which is "
             f"{asked.first_entry_id[row]}"
         )
-
-
-def _check_ledgers(ranges: call_values.LedgerRanges) -> None:
-    ledgers = len(ranges.ledger_id)
-    if ranges.all_lower_ledgers and ledgers != 1:
-        raise InvalidArgument(f"all_lower_ledgers is set, and ledger_id has {ledgers} ledgers; it must have 1")
-    _check_ledger_once(ranges.ledger_id)
 
 
 def _check_ledger_once(ledger_id: U64) -> None:

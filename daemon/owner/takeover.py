@@ -22,11 +22,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from daemon.errors import Corruption, NotOwner, Unavailable
-from daemon.owner.living_log import DaemonLog
+from daemon.group_commit.daemon_log import DaemonLog, OwnLogEnd
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.shard import checkpointing, range_operations, recovery
-from daemon.shard.range_operations import ClaimShard, GiveBack, OwnLogEnd, has_earlier_sections_in
+from daemon.shard.range_operations import ClaimShard, GiveBack, has_earlier_sections_in
 from daemon.shard.recovery import ShardClaim
 from daemon.topic import topic_manifests
 from storage_backends import checkpoints, commit, log_fence, object_store
@@ -260,9 +260,13 @@ class Takeover:
         or the shards that need a log which cannot be read: Corruption when it cannot be served, NotOwner when it was
         claimed by another meanwhile, else the store's.
         """
-        living = self.living
-        ends = {living.log_id: LogEnd(living.last_certain, {each.shard: _own_head(each, living) for each in won})}
-        return await self._run(lambda: self._read([*won], ends))
+        living, won = self.living, [*won]
+        heads = {
+            each.shard: living.head(each.shard) or Head(each.tip.manifest.epoch, _last_slot(each.tip.manifest))
+            for each in won
+        }
+        ends = {living.log_id: LogEnd(living.last_certain, heads)}
+        return await self._run(lambda: self._read(won, ends))
 
     def _read(self, won: Sequence[ClaimedShard], ends: Mapping[str, LogEnd]) -> dict[int, ShardClaim | Exception]:
         found: dict[int, ShardClaim | Exception] = {}
@@ -357,10 +361,6 @@ def _last_slot(manifest: ShardManifest) -> int:
     if owned is None:
         raise Corruption(f"shard {manifest.shard}: its manifest {manifest.head.number} names no log of its owner")
     return owned.first_slot - 1
-
-
-def _own_head(won: ClaimedShard, living: DaemonLog) -> Head:
-    return living.head(won.shard) or Head(won.tip.manifest.epoch, _last_slot(won.tip.manifest))
 
 
 def _open_log(tip: Tip | None) -> str | None:

@@ -27,7 +27,6 @@ from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.metrics import Metrics
 from daemon.runtime import backoff
 from daemon.runtime.pools import Pools
-from daemon.runtime.tail_bound import TailBound
 from storage_backends.formats.manifest import LogForm
 from storage_backends.local_directory import LocalLocks
 from storage_backends.object_store import ObjectStore
@@ -143,11 +142,6 @@ class Environment:
     def merging_turn(self) -> asyncio.Lock:
         """Held while a merge is made: one at a time in the daemon."""
         return asyncio.Lock()
-
-    @functools.cached_property
-    def tail_bound(self) -> TailBound:
-        """The bound on what of the log a successor has to read."""
-        return TailBound(self.tail_work_max, self.clock.elapsed_s)
 
     @functools.cached_property
     def random(self) -> np.random.Generator:

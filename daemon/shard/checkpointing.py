@@ -28,13 +28,14 @@ from typing import Any, Protocol
 
 from daemon.core.deletions.ledger_deletions import DeletionCut
 from daemon.errors import Corruption
-from daemon.group_commit.log_of_shards import LogOfShards
-from daemon.group_commit.shard_slots import Commits
+from daemon.group_commit.daemon_log import DaemonLog
+from daemon.group_commit.shard_slots import ShardSlots
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import range_operations, recovery
 from daemon.shard.range_operations import KnownTip, NeedLess, WriteCheckpoint
 from daemon.shard.recovery import ShardClaim
+from daemon.shard.tail_bound import TailBound
 from daemon.topic import bucket_lifecycle, topic_manifests
 from storage_backends import checkpoints, commit, object_store
 from storage_backends.checkpoints import LoadedCheckpoint as LoadedCheckpoint
@@ -109,7 +110,7 @@ class ShardOfCheckpoints(Protocol):
     def applied_slot(self) -> ShardSlot: ...
 
     @property
-    def commits(self) -> Commits: ...
+    def slots(self) -> ShardSlots: ...
 
     @property
     def reloading(self) -> Collection[str]:
@@ -120,7 +121,7 @@ class ShardOfCheckpoints(Protocol):
         """The shard as of `applied_slot`. Raises TopicFailed when a topic cannot be told: it is let go."""
         ...
 
-    def let_go(self, topic: str, error: BaseException) -> None:
+    def begin_reload(self, topic: str, error: BaseException) -> None:
         """A topic cannot be relied on any more."""
         ...
 
@@ -149,23 +150,25 @@ class Checkpointing:
         claim: ShardClaim,
         tip: KnownTip,
         shard_log: commit.ManifestLog[manifest.ShardManifest],
-        log_of_shards: LogOfShards,
+        daemon_log: DaemonLog,
+        tail_bound: TailBound,
         environment: Environment,
     ) -> None:
         self._shard = shard
         self._tip = tip
         self._shard_log = shard_log
-        self._log = log_of_shards
+        self._log = daemon_log
+        self._tail_bound = tail_bound
         self._environment = environment
         self._bytes_since = 0
         self._sections_since = 0
-        self._tail = environment.tail_bound.tail(self._begin)
+        self._tail = tail_bound.tail(self._begin)
         self._left_bytes = sum(section.size_bytes for section in claim.sections)
         self._left_sections = len(claim.sections)
         self._written_at_s = environment.clock.elapsed_s()
         # When, and how long the log was, when the newest manifest said from where on the shard needs it.
         self._needs_since_s = environment.clock.elapsed_s()
-        self._needs_since_bytes = log_of_shards.bytes_written
+        self._needs_since_bytes = daemon_log.bytes_written
         self._work: asyncio.Task[None] | None = None
         # One checkpoint at a time.
         self._turn = asyncio.Lock()
@@ -194,11 +197,11 @@ class Checkpointing:
         limits = self._environment.config.journal
         if self._bytes_since >= limits.checkpoint_bytes or self._sections_since >= limits.checkpoint_slots:
             self._begin()
-        self.look_after()
+        self._tail_bound.consider(self._log.work_written)
 
-    def look_after(self) -> None:
+    def every_second(self) -> None:
         """Begins a checkpoint of some shard where a successor would have to read much: also when no slot comes."""
-        self._environment.tail_bound.consider(self._log.work_written)
+        self._tail_bound.consider(self._log.work_written)
 
     # ---- what others ask for
 
@@ -229,7 +232,7 @@ class Checkpointing:
         environment, shard = self._environment, self._shard
         # No slot of those is deleted meanwhile.
         async with self._turn:
-            await shard.commits.settled()
+            await shard.slots.settled()
             newest, until, end = self._tip.newest.manifest, shard.applied_slot, self._log.sender.applied
 
             def read() -> recovery.TopicTail:
@@ -287,7 +290,7 @@ class Checkpointing:
         if (error := work.exception()) is not None:
             self._shard.lose(error)
         # Another shard may wait for its turn.
-        self.look_after()
+        self._tail_bound.consider(self._log.work_written)
 
     async def _try(self) -> None:
         try:
@@ -308,16 +311,13 @@ class Checkpointing:
             now_s = self._environment.clock.elapsed_s()
             if now_s - self._written_at_s < IDLE_S or self._shard.reloading:
                 return
+            kept_bytes = self._log.bytes_written - self._needs_since_bytes
             if not self.covered_twice:
                 # Where a topic fails by it, the next pass asks again.
                 with contextlib.suppress(TopicFailed):
                     await self._write()
-            elif self._is_much_kept(now_s):
+            elif kept_bytes >= KEPT_BYTES_MAX or (kept_bytes > 0 and now_s - self._needs_since_s >= KEPT_S_MAX):
                 await self._need_less()
-
-    def _is_much_kept(self, now_s: float) -> bool:
-        kept_bytes = self._log.bytes_written - self._needs_since_bytes
-        return kept_bytes >= KEPT_BYTES_MAX or (kept_bytes > 0 and now_s - self._needs_since_s >= KEPT_S_MAX)
 
     async def _need_less(self) -> None:
         shard, written = self._shard, self._log.bytes_written
@@ -358,7 +358,7 @@ class Checkpointing:
         try:
             stored = await environment.run(write)
         except TopicFailed as failed:
-            shard.let_go(failed.topic, failed.__cause__ or failed)
+            shard.begin_reload(failed.topic, failed.__cause__ or failed)
             raise
         await self._commit(
             WriteCheckpoint(
@@ -381,7 +381,7 @@ class Checkpointing:
         # It may be committed, and have a successor's claim behind it.
         range_operations.check_owner(committed, epoch=self._shard.epoch)
         self._tip.saw(committed)
-        self._log.learned(committed.manifest)
+        self._log.manifest_committed(committed.manifest)
 
 
 def _part_of(cut: bucket_lifecycle.TopicCut) -> checkpoint_format.TopicPart:

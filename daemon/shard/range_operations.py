@@ -8,7 +8,7 @@ An operation is frozen before its first try: what it carries says how its daemon
 
 What an owner is told when its shard has become another's.
 
-Owns: what the tip of its manifest says then; that its log was fenced says `log_writer`.
+Owns: what the tip of its manifest says then; that its log was fenced says `daemon_log`.
 Does not own: what follows; the engine drops the shard's state and answers with the new owner's address.
 
 The newest manifest of a shard, by which its owner learns that the shard has become another's.
@@ -23,21 +23,13 @@ import dataclasses
 from typing import Protocol
 
 from daemon.errors import Corruption, NotOwner
+from daemon.group_commit.daemon_log import OwnLogEnd
 from storage_backends import commit
-from storage_backends.formats.log_slot_format import Head, Heads, LogSlotKind
+from storage_backends.formats.log_slot_format import Head, LogSlotKind
 from storage_backends.formats.manifest import CheckpointCut, LogRange, ShardManifest, Tombstone
 from storage_backends.log_fence import Fence
 
 NOBODY = "nobody ever owned the shard"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OwnLogEnd:
-    """How far the claimant's own log goes for certain, with no slot under way: its last number and the heads there."""
-
-    log_id: str
-    end: int
-    heads: Heads
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

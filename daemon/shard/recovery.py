@@ -350,18 +350,15 @@ def replay(topic: TopicState, tip: manifest.TopicManifest, tail: TopicTail, *, e
     Raises Corruption when one of them cannot be decoded.
     """
     rows = 0
-    decided = ((slot.slot, record) for slot in tail.slots_above(tip) for record in _decoded(slot))
-    for number, decision in _few(topic, decided):
+    decided: Iterable[Decided] = ((slot.slot, record) for slot in tail.slots_above(tip) for record in _decoded(slot))
+    if not any(index.quarantined for index in topic.indexes.values()):
+        created_slots = (each.stored.created_slot for each in topic.subscriptions.values())
+        decided = merged_runs(decided, created_slots=created_slots)
+    # Else what a damaged bucket has is told by the slot of each add.
+    for number, decision in decided:
         topic.apply(decision, number, elapsed_ms=elapsed_ms)
         rows += decision.row_count
     return rows
-
-
-def _few(topic: TopicState, decided: Iterable[Decided]) -> Iterable[Decided]:
-    if any(index.quarantined for index in topic.indexes.values()):
-        # What a damaged bucket has is told by the slot of each add.
-        return decided
-    return merged_runs(decided, created_slots=(each.stored.created_slot for each in topic.subscriptions.values()))
 
 
 def _decoded(slot: CarriedSlot) -> list[slot_format.Record]:

@@ -2,7 +2,7 @@
 
 Owns: finding a topic, the birth of topics, applying sections to them, and saying whose the shard is when it is lost.
 Does not own: taking the shard over (`candidate`), loading topics (`topic_loading`), what is staged (`shard_staging`),
-the log (`living_log`), checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers
+the log (`daemon_log`), checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers
 (`shard_deletions`), a topic's requests (`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and
 going (`topic_changes`), and changes of a topic as a whole (`topic_changes`).
 """
@@ -19,7 +19,7 @@ from daemon.core.index.segments import SegmentCache
 from daemon.core.quotas import PendingRows
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from daemon.group_commit.confirmation import Confirmation
-from daemon.group_commit.log_of_shards import LogOfShards
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.group_commit.shard_slots import STALL_ANSWER_S, ShardSlots, TopicSlots
 from daemon.group_commit.slot_sender import LandedSection
 from daemon.ledger_deletion.shard_deletions import ShardDeletions
@@ -31,6 +31,7 @@ from daemon.shard import range_operations, recovery
 from daemon.shard.checkpointing import Checkpointing, ShardState
 from daemon.shard.range_operations import KnownTip, Settle
 from daemon.shard.recovery import ShardClaim
+from daemon.shard.tail_bound import TailBound
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
 from daemon.topic import bucket_lifecycle, topic_manifests
@@ -69,10 +70,11 @@ class ServedShard:
         self,
         claim: ShardClaim,
         shard_log: commit.ManifestLog[manifest.ShardManifest],
-        log_of_shards: LogOfShards,
+        daemon_log: DaemonLog,
         due_loop: DueLoop,
         cache: SegmentCache,
         pending: PendingRows,
+        tail_bound: TailBound,
         environment: Environment,
         *,
         lost: Callable[[int, BaseException], None],
@@ -104,8 +106,8 @@ class ServedShard:
         self._loaded_once = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.tip = KnownTip(claim.tip)
-        self._log = log_of_shards
-        self.confirmation: Confirmation = log_of_shards.confirmation
+        self._log = daemon_log
+        self.confirmation: Confirmation = daemon_log.confirmation
         self.loading = TopicLoading(
             shard=claim.shard,
             epoch=claim.epoch,
@@ -119,9 +121,9 @@ class ServedShard:
             lost=self.lose,
         )
         self.changes = TopicChanges(self, environment)
-        self.commits = ShardSlots(
+        self.slots = ShardSlots(
             claim.shard,
-            log_of_shards.sender,
+            daemon_log.sender,
             self.confirmation,
             clock=environment.clock.elapsed_s,
             slot_bytes_max=environment.config.journal.slot_bytes_max,
@@ -129,7 +131,7 @@ class ServedShard:
             failed=self.lose,
         )
         self.deletions = ShardDeletions(self, claim.deletions, environment, changed=deletions_changed)
-        self.checkpoints = Checkpointing(self, claim, self.tip, shard_log, log_of_shards, environment)
+        self.checkpoints = Checkpointing(self, claim, self.tip, shard_log, daemon_log, tail_bound, environment)
 
     # ---- start and end
 
@@ -197,7 +199,7 @@ class ServedShard:
         the store.
         """
         self.begin_drain()
-        await self.commits.flush()
+        await self.slots.flush()
         for topic in self.topics.values():
             topic.served.end_streams(Unavailable("the daemon is stopping; try again"))
         await self.deletions.attempts_ended()
@@ -207,7 +209,7 @@ class ServedShard:
         """Everything that is in memory is in buckets and a checkpoint when this returns. What is in mutable buckets
         goes into the checkpoint: to seal it would be some requests for each topic, of which there may be thousands.
         """
-        await self.commits.flush()
+        await self.slots.flush()
         # What is under way ends; of seals that wait for their turn none begins.
         await asyncio.gather(*(topic.life.halt() for topic in self.topics.values()))
         await self.checkpoints.settled()
@@ -227,7 +229,7 @@ class ServedShard:
         self.loading.close()
         if not self._alone.done():
             self._alone.set_exception(error)
-        self.commits.end(error)
+        self.slots.end(error)
         self.checkpoints.close()
         self.deletions.close()
         for topic in self.topics.values():
@@ -298,7 +300,7 @@ class ServedShard:
             again_after=commit.UNCERTAIN,
         )
         self.tip.saw(settled)
-        self._log.learned(settled.manifest)
+        self._log.manifest_committed(settled.manifest)
 
     # ---- slots
 
@@ -345,12 +347,12 @@ class ServedShard:
                 topic.served.failed(error)
         self.checkpoints.consider()
 
-    def look_after(self) -> Iterator[None]:
-        """Once a second: what depends on time alone, of some topics in each step. Between two steps others may have
-        their turn, also such as end the shard: then no other step may follow.
+    def every_second(self) -> Iterator[None]:
+        """Do what depends on time alone, for some topics in each step. Other work may run between two steps, and may
+        end the shard: then no other step may follow.
         """
-        self.commits.answer_stalled()
-        self.checkpoints.look_after()
+        self.slots.answer_stalled()
+        self.checkpoints.every_second()
         topics = list(self.topics.items())
         for first in range(0, len(topics), TOPICS_A_STEP):
             for name, topic in topics[first : first + TOPICS_A_STEP]:
@@ -460,10 +462,10 @@ class ServedShard:
         topic = await self.topic(name)
         if topic is not None:
             return topic
-        self.commits.check_accepting()
+        self.slots.check_accepting()
         birth = self._births.get(name)
         if birth is None:
-            birth = self._births[name] = asyncio.ensure_future(self._bear(name))
+            birth = self._births[name] = asyncio.ensure_future(self._create_topic(name))
             birth.add_done_callback(functools.partial(self._birth_ended, name))
         try:
             return await asyncio.wait_for(asyncio.shield(birth), STALL_ANSWER_S)
@@ -506,7 +508,7 @@ class ServedShard:
         self._environment.metrics.topic_failed()
         del self.topics[name], self._by_id[topic_id]
         owned.life.begin_close()
-        self.loading.let_go(topic_id)
+        self.loading.begin_reload(topic_id)
         self.reloading[topic_id] = asyncio.ensure_future(self._reload(owned))
         self.reloading[topic_id].add_done_callback(self._task_done)
         try:
@@ -514,7 +516,7 @@ class ServedShard:
         except Exception:
             log.exception("topic %s: what failed does not end in order either", name)
 
-    def let_go(self, topic: str, error: BaseException) -> None:
+    def begin_reload(self, topic: str, error: BaseException) -> None:
         """A topic cannot be relied on any more."""
         if (owned := self.topics.get(topic)) is not None:
             owned.served.failed(error)
@@ -541,7 +543,7 @@ class ServedShard:
             waiting=self._environment,
         )
 
-    async def _bear(self, name: str) -> ServedTopic:
+    async def _create_topic(self, name: str) -> ServedTopic:
         topic_id = names.topic_id(name)
         topic_log = topic_manifests.topic_log(self._environment, self.number, topic_id)
         create = topic_manifest.Create(topic=name, topic_id=topic_id, epoch=self.epoch, applied=self.applied_slot)
@@ -554,7 +556,7 @@ class ServedShard:
                 raise
             return self.topics[name].served
         # A successor that was before this has listed the topics and not seen it: it will, or this owner learns of it.
-        await self.commits.confirmed()
+        await self.slots.confirmed()
         if name in self.topics:
             # It was found by its first manifest before the commit of that had returned.
             return self.topics[name].served
@@ -569,7 +571,7 @@ class ShardOfTopic:
         self.number = shard.number
         self.epoch = shard.epoch
         self.pending = shard.pending
-        self.commits = TopicSlots(shard.commits)
+        self.commits = TopicSlots(shard.slots)
 
     @property
     def may_hand_out(self) -> bool:

@@ -24,7 +24,7 @@ from daemon.core.decisions.departures import Departure, LedgerRanges
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.delay_levels import DelayLevels
 from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
-from daemon.group_commit.shard_slots import Commits
+from daemon.group_commit.shard_slots import ShardSlots
 from daemon.runtime import backoff
 from daemon.runtime.due_loop import FairShare
 from daemon.runtime.environment import Environment
@@ -65,7 +65,7 @@ class ShardOfChanges(Protocol):
     def applied_slot(self) -> ShardSlot: ...
 
     @property
-    def commits(self) -> Commits: ...
+    def slots(self) -> ShardSlots: ...
 
     @property
     def topics(self) -> Mapping[str, OwnedTopic]: ...
@@ -112,7 +112,7 @@ class TopicChanges:
         # A former owner may hand out what has left.
         await self._shard.alone()
         if not rows:
-            await self._shard.commits.confirmed()
+            await self._shard.slots.confirmed()
         return Trimmed(rows, dead_lettered=rows if dead_letter else 0, more=more)
 
     async def _drop(
@@ -123,11 +123,10 @@ class TopicChanges:
         dead_letter: bool,
     ) -> int | None:
         """Drops the next portion; how many rows, None when there is no more."""
-        commits = self._shard.commits
         if state is not None:
             topic.check_there(state)
         with topic.withholding(topic.core.subscriptions if state is None else (state.subscription_id,)):
-            commits.check_accepting()
+            self._shard.slots.check_accepting()
             departure = await self._next_of(portions)
             if departure is None:
                 return None
@@ -137,7 +136,7 @@ class TopicChanges:
                 slots = topic.core.dead_lettering.stage_trimmed(state, departure, now_ms=now_ms)
             for records in slots:
                 # Others of the slot wait for it too: it must not be cancelled with this.
-                await asyncio.shield(commits.stage_together(records))
+                await asyncio.shield(self._shard.slots.stage_together(records))
         metrics = self._environment.metrics
         if departure.rows:
             metrics.trimmed(topic.core.name, rows=departure.rows, of_subscription=state is not None)
@@ -160,7 +159,7 @@ class TopicChanges:
         topic.check_room()
         sealing = self._shard.topics[topic.core.name].life.seal(self._shard.applied_slot)
         if sealing is None:
-            await self._shard.commits.confirmed()
+            await self._shard.slots.confirmed()
             return Sealed(rows=0, bucket="")
         try:
             return await asyncio.wait_for(asyncio.shield(sealing), SEAL_ANSWER_S)
@@ -175,7 +174,7 @@ class TopicChanges:
         merging = self._shard.topics[topic.core.name].life.merging
         merged = await merging.merge(buckets_max or topic.settings.max_num_buckets)
         if not merged.merges:
-            await self._shard.commits.confirmed()
+            await self._shard.slots.confirmed()
         return merged
 
     async def set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> TopicPolicy:
@@ -256,7 +255,7 @@ class TopicChanges:
         topic = await self._shard.topic_to_write(name)
         created = await topic.gate.change(lambda: self._create_subscription(topic, subscription, policy, properties))
         if not created.created:
-            await self._shard.commits.confirmed()
+            await self._shard.slots.confirmed()
         return created
 
     async def _create_subscription(
@@ -330,7 +329,7 @@ class TopicChanges:
             await topic.settle_due()
             for record in topic.core.gone_with_subscription(deleted):
                 # Others of the slot wait for it too: it must not be cancelled with this.
-                await asyncio.shield(self._shard.commits.stage_together((record,)))
+                await asyncio.shield(self._shard.slots.stage_together((record,)))
             await self._set_subscriptions(
                 topic, lambda before: (each for each in before if each.subscription_id != deleted), properties_object
             )

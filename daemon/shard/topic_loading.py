@@ -184,7 +184,7 @@ class TopicLoading:
         except TopicFailed as error:
             raise TopicFailed(name) from error
 
-    def let_go(self, topic_id: str) -> None:
+    def begin_reload(self, topic_id: str) -> None:
         """A topic that was served has failed: whoever asks for it waits until it is loaded again (`load_again`)."""
         self._put_off.add(topic_id)
 
@@ -260,16 +260,13 @@ class TopicLoading:
             topic_id: numbers[topic_id] for topic_id in (*self._asked, *self._waiting) if topic_id in numbers
         }
         self._listed = True
-        self._settle_what_is_not_there(numbers)
-        self._some.set()
-        self._look_whether_ended()
-
-    def _settle_what_is_not_there(self, listed: Collection[str]) -> None:
-        """Whoever asked for a topic that does not exist waits for no turn to load."""
-        there = (listed, self._tails, self._born_since)
+        # A topic that does not exist waits for no turn to load.
+        there = (numbers, self._tails, self._born_since)
         for topic_id in [asked for asked in self._asked if not any(asked in ids for ids in there)]:
             del self._asked[topic_id]
             self._settle(topic_id)
+        self._some.set()
+        self._look_whether_ended()
 
     async def _until_listed(self) -> tuple[dict[str, int], float]:
         return await backoff.until_answered(
@@ -433,7 +430,10 @@ class TopicLoading:
         topic_log = topic_manifests.topic_log(self._environment, self._shard, topic_id)
         tail = self._tails.get(topic_id, recovery.NOTHING)
         try:
-            tip = tip or self._newest(topic_log, number)
+            if tip is None and number:
+                # The claim finds whether there are later ones.
+                tip = topic_log.read_at(number, self._listed_at_s)
+            tip = tip or topic_log.read_tip()
             if tip is None and tail is not recovery.NOTHING:
                 raise Corruption(f"its manifests are missing under {topic_log.prefix}, and the journal names it")
             if tip is None or tip.manifest.deleted:
@@ -449,11 +449,6 @@ class TopicLoading:
         except format_errors.FormatError as error:
             # Of what is decoded only where it is needed.
             raise Corruption(str(error)) from error
-
-    def _newest(self, topic_log: commit.ManifestLog[TopicManifest], number: int) -> commit.Tip[TopicManifest] | None:
-        """The newest manifest, or the newest that was listed: whether there are later ones the claim finds."""
-        tip = topic_log.read_at(number, self._listed_at_s) if number else None
-        return tip or topic_log.read_tip()
 
     def _restored(
         self, topic_log: commit.ManifestLog[TopicManifest], tip: commit.Tip[TopicManifest], tail: recovery.TopicTail

@@ -12,7 +12,7 @@ from typing import Protocol
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.segments import SegmentRange
-from daemon.group_commit.shard_slots import Commits
+from daemon.group_commit.shard_slots import TopicSlots
 from daemon.runtime.due_loop import Pace
 from daemon.topic.topic_settings import TopicSettings
 
@@ -27,7 +27,7 @@ class ShardPort(Protocol):
     def epoch(self) -> int: ...
 
     @property
-    def commits(self) -> Commits: ...
+    def commits(self) -> TopicSlots: ...
 
     @property
     def may_hand_out(self) -> bool:

@@ -176,7 +176,7 @@ async def test_no_slot_and_no_look_at_the_epoch_waits_behind(work: Work) -> None
         for entry in range(5):
             await add_patiently(engine, entry)
         for shard in engine.shards.values():
-            await shard.commits.confirmed()
+            await shard.slots.confirmed()
 
 
 async def test_an_add_that_comes_before_the_topics_are_listed_does_not_wait_behind_loads() -> None:

@@ -14,11 +14,8 @@ from daemon.core.decisions.claims import Ignored
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.group_commit import slot_sender
 from daemon.group_commit.confirmation import ProbedConfirmation
-from daemon.group_commit.log_truncation import LogTruncation
+from daemon.group_commit.daemon_log import Certain, CertainSlot, FrozenSlot, LogTruncation, LogWriter, SlotOutcome
 from daemon.group_commit.shard_slots import ShardSlots
-from daemon.group_commit.slot_outcome import Certain, SlotOutcome
-from daemon.owner.log_writer import CertainSlot, LogWriter
-from daemon.owner.own_log import FrozenSlot
 from daemon.shard.shard import ServedShard
 from daemon.topic.topic_acks import AckRequests
 from storage_backends import log_fence, object_store, topic_manifest
@@ -144,7 +141,7 @@ def the_next_slot_does_not_wait_for_the_last(patch: pytest.MonkeyPatch) -> None:
         if slot.number == 1:
             return await until_certain(self, slot, first)
         beside.append(asyncio.ensure_future(until_certain(self, slot, first)))
-        return CertainSlot(slot, first.sent_at_s, 1, 0.0)
+        return CertainSlot(slot, first[0], 1, 0.0)
 
     patch.setattr(LogWriter, "_until_certain", at_once)
 

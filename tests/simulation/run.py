@@ -293,7 +293,7 @@ class _Course:
             if daemon is not None and serves_all and daemon.engine.loaded:
                 try:
                     for shard in list(daemon.shards.values()):
-                        await daemon.call(shard.commits.flush())
+                        await daemon.call(shard.slots.flush())
                 except TarryError as error:
                     self._history.note(f"{daemon.name} answers {error}")
                 else:

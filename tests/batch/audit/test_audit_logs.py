@@ -24,7 +24,7 @@ from storage_backends.topic_manifest import ClaimTopic, Seal
 from tests.batch.audit._support.audits import audited, findings, kinds
 from tests.batch.engine._support.roots import NOW_MS, StoredTopic, make_root
 from tests.batch.engine._support.stored_logs import LogDaemon
-from tests.daemon.owner._support.log_walk import AtOnce
+from tests.daemon.group_commit._support.log_walk import AtOnce
 
 
 def found_in(store: ObjectStore) -> list[Finding]:

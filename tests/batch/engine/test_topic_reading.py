@@ -24,7 +24,7 @@ from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreE
 from storage_backends.topic_manifest import DeleteTopic, SetSubscriptions
 from tests.batch.engine._support.roots import NOW_MS, StoredTopic, make_root
 from tests.batch.engine._support.stored_logs import LogDaemon
-from tests.daemon.owner._support.log_walk import AtOnce
+from tests.daemon.group_commit._support.log_walk import AtOnce
 
 S, OTHER = 1, 2
 

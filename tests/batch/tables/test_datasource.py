@@ -29,7 +29,7 @@ from storage_backends.storage_settings import SettingsError
 from storage_backends.topic_manifest import SetSubscriptions
 from tests.batch.engine._support.roots import HOUR_MS, NOW_MS, StoredTopic, make_root
 from tests.batch.engine._support.stored_logs import LogDaemon
-from tests.daemon.owner._support.log_walk import AtOnce
+from tests.daemon.group_commit._support.log_walk import AtOnce
 
 PAGE = REPOSITORY / "docs" / "DATA_SOURCE.md"
 HIGH = (1 << 63) + 5

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from daemon.errors import InvariantViolated
-from daemon.group_commit.log_truncation import LogTruncation
+from daemon.group_commit.daemon_log import LogTruncation
 from storage_backends import commit
 from storage_backends.formats.manifest import LogRange, ShardManifest
 from tests.planted import registry
@@ -43,7 +43,7 @@ def test_the_last_certain_slot_stays() -> None:
 def test_what_a_shard_needs_stays() -> None:
     held = truncation(manifest(0, 1, (OWN, 4)), manifest(1, 1, (OTHER, 1), (OWN, 6)))
     assert held.bound(9) == 4
-    held.learned(manifest(0, 1, (OWN, 7)))
+    held.manifest_committed(manifest(0, 1, (OWN, 7)))
     assert held.bound(9) == 6
 
 
@@ -61,7 +61,7 @@ def test_what_a_claim_under_way_may_name_stays() -> None:
 
 def test_what_was_released_or_given_back_is_needed_no_more() -> None:
     held = truncation(manifest(0, 1, (OWN, 4)))
-    held.learned(manifest(0, 1))
+    held.manifest_committed(manifest(0, 1))
     assert held.bound(9) == 4, "whether it has landed, the owner has not heard"
     held.left(0)
     assert held.bound(9) == 8
@@ -69,14 +69,14 @@ def test_what_was_released_or_given_back_is_needed_no_more() -> None:
 
 def test_a_manifest_of_another_epoch_lets_nothing_go() -> None:
     held = truncation(manifest(0, 1, (OWN, 4)))
-    held.learned(manifest(0, 2, (OTHER, 1)))
-    held.learned(manifest(0, 2, (OWN, 7), (OTHER, 1)))
+    held.manifest_committed(manifest(0, 2, (OTHER, 1)))
+    held.manifest_committed(manifest(0, 2, (OWN, 7), (OTHER, 1)))
     assert held.bound(9) == 4
 
 
 def test_a_bound_never_falls() -> None:
     held = truncation(manifest(0, 1, (OWN, 6)))
-    held.learned(manifest(0, 1, (OWN, 3)))
+    held.manifest_committed(manifest(0, 1, (OWN, 3)))
     assert held.bound(9) == 6
 
 
@@ -97,24 +97,24 @@ def claims_under_way_hold_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_newest_manifest_counts_whatever_its_epoch(patch: pytest.MonkeyPatch) -> None:
-    learned = LogTruncation.learned
+    learned = LogTruncation.manifest_committed
 
     def whatever(self: LogTruncation, manifest: ShardManifest) -> None:
         self._epochs[manifest.shard] = manifest.epoch
         learned(self, manifest)
 
-    patch.setattr(LogTruncation, "learned", whatever)
+    patch.setattr(LogTruncation, "manifest_committed", whatever)
 
 
 def what_cannot_be_owned_is_let_go(patch: pytest.MonkeyPatch) -> None:
-    learned = LogTruncation.learned
+    learned = LogTruncation.manifest_committed
 
     def unnamed(self: LogTruncation, manifest: ShardManifest) -> None:
         learned(self, manifest)
         if manifest.lowest_after(OWN) is None:
             self._needs.pop(manifest.shard)
 
-    patch.setattr(LogTruncation, "learned", unnamed)
+    patch.setattr(LogTruncation, "manifest_committed", unnamed)
 
 
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], Callable[[], None]] = {

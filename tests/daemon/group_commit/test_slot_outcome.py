@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from daemon.errors import Corruption
-from daemon.group_commit.slot_outcome import Certain, Lost, Next, SlotOutcome
+from daemon.group_commit.daemon_log import Certain, Lost, Next, SlotOutcome
 from storage_backends.formats.log_slot_format import LogSlotKind, SlotIdentity
 from tests.planted import registry
 

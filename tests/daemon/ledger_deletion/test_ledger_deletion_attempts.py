@@ -325,7 +325,7 @@ async def test_a_shard_whose_slots_are_stalled_begins_nothing(machines: EngineFi
     adding = one.add("t", 1, [1], delay_ms=900_000)
     await held.reached()
     await asyncio.sleep(9)
-    assert len(one.shards[0].commits._slots) == 0
+    assert len(one.shards[0].slots._slots) == 0
     assert len(stores.asked) == 1
     held.release()
     await adding

@@ -21,8 +21,8 @@ from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import LogForm
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Call, Fault
-from tests.daemon.owner._support import log_owner
-from tests.daemon.owner._support.log_owner import SHARDS, LogOwner, owner_of
+from tests.daemon.group_commit._support import log_owner
+from tests.daemon.group_commit._support.log_owner import SHARDS, LogOwner, owner_of
 from tests.storage_backends._support import log_slots
 
 OPEN, FENCE, CLOSE = LogSlotKind.OPEN, LogSlotKind.FENCE, LogSlotKind.CLOSE
@@ -39,7 +39,7 @@ class Standing:
         self.candidate = Candidate(
             daemon.environment, waiting=self.reasons.append, log_lost=self.lost.append, company_s=lambda: 0.0
         )
-        self.candidate.look_at(SHARDS, daemon.environment.open_logs(LogForm.OBJECTS), former)
+        self.candidate.configure(SHARDS, daemon.environment.open_logs(LogForm.OBJECTS), former)
 
     def become_owner(self) -> asyncio.Task[ClaimedShards]:
         return self.daemon.call(self.candidate.become_owner())
@@ -135,7 +135,7 @@ async def test_a_candidate_waits_for_an_owner_whose_log_a_living_process_holds_a
     holder.create(1, log_slots.opening(north.log_id))
     north.daemon.kill()
     south = Standing(machines.daemon("south"))
-    south.candidate.look_at(SHARDS, FileLogs(tmp_path))
+    south.candidate.configure(SHARDS, FileLogs(tmp_path))
     becoming = south.become_owner()
     try:
         await south.daemon.until(south.waits_for(f"process {os.getpid()}"))

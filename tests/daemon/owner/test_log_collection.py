@@ -18,8 +18,8 @@ from storage_backends.formats import names
 from storage_backends.formats.log_slot_format import LogSlotKind
 from tests._support.engine_fixture import EngineFixture
 from tests._support.fault_store import Fault
-from tests.daemon.owner._support import log_owner
-from tests.daemon.owner._support.log_owner import LogOwner, owner_of
+from tests.daemon.group_commit._support import log_owner
+from tests.daemon.group_commit._support.log_owner import LogOwner, owner_of
 from tests.planted import registry
 from tests.storage_backends._support import log_slots
 

@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.contract import test_slot_log
-from tests.daemon.group_commit import test_log_truncation, test_slot_outcome
+from tests.daemon.group_commit import (
+    test_daemon_log,
+    test_log_cursor,
+    test_log_truncation,
+    test_log_walks,
+    test_log_writer,
+    test_slot_outcome,
+)
 from tests.daemon.owner import (
     test_candidate,
     test_fences,
-    test_living_log,
     test_log_collection,
     test_log_mending,
-    test_log_walks,
-    test_log_writer,
-    test_own_log,
     test_standby,
     test_takeover,
 )
@@ -39,7 +42,7 @@ TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
     "owner's slot and the fence race for *n*": (
         test_log_fence.test_a_slot_that_lands_between_list_and_fence_is_before_the_fence,
         test_log_writer.test_the_owner_meets_a_fence_in_the_place_of_its_slot,
-        test_living_log.test_a_fence_is_found_by_a_slot_and_told_once,
+        test_daemon_log.test_a_fence_is_found_by_a_slot_and_told_once,
     ),
     "PUT of *n* timed out, lands an hour later": (
         test_log_fence.test_a_slot_that_lands_between_list_and_fence_is_before_the_fence,
@@ -52,7 +55,7 @@ TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
     "fencer dies after the fence": (
         test_log_writer.test_a_probe_confirms_and_a_fence_ends_it,
         test_slot_log.test_a_log_that_is_fenced_twice_has_one_fence,
-        test_living_log.test_a_fence_is_found_by_a_probe_of_an_idle_log_and_told_once,
+        test_daemon_log.test_a_fence_is_found_by_a_probe_of_an_idle_log_and_told_once,
         test_standby.test_after_a_missed_beat_a_log_with_an_end_is_claimed_at_once,
     ),
     "claimant dies after 3 of 16 claims": (
@@ -88,9 +91,9 @@ TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
         IN_ANY_ORDER,
     ),
     "one slot uncertain for minutes": (
-        test_own_log.test_while_a_slot_is_under_way_this_is_refused,
+        test_log_cursor.test_while_a_slot_is_under_way_this_is_refused,
         test_log_writer.test_no_probe_counts_while_a_slot_is_uncertain,
-        test_living_log.test_while_a_slot_is_uncertain_nothing_confirms_and_nobody_asks,
+        test_daemon_log.test_while_a_slot_is_uncertain_nothing_confirms_and_nobody_asks,
     ),
     "newest slot damaged before the fence": (
         test_log_fence.test_where_the_newest_slot_is_damaged_nobody_can_fence,

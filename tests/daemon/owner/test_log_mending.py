@@ -14,8 +14,8 @@ from storage_backends import log_fence, object_store
 from storage_backends.formats import log_slot_format, names
 from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, Writer
 from tests._support.engine_fixture import Daemon, EngineFixture
-from tests.daemon.owner._support import log_owner
-from tests.daemon.owner._support.log_owner import owner_of
+from tests.daemon.group_commit._support import log_owner
+from tests.daemon.group_commit._support.log_owner import owner_of
 
 SHARDS = 4
 SEVERAL = (f"daemon.shards={SHARDS}", "collection.interval_s=86400")

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from daemon.errors import Corruption, Unavailable
-from daemon.owner.log_writer import LogLost
+from daemon.group_commit.daemon_log import LogLost
 from daemon.owner.takeover import Takeover, check_readable
 from daemon.shard import range_operations
 from daemon.shard.recovery import ShardClaim
@@ -21,8 +21,8 @@ from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import ShardManifest
 from tests._support.engine_fixture import EngineFixture
 from tests._support.fault_store import Call, Fault, Pause
-from tests.daemon.owner._support import log_owner
-from tests.daemon.owner._support.log_owner import LogOwner, known_by, owner_of
+from tests.daemon.group_commit._support import log_owner
+from tests.daemon.group_commit._support.log_owner import LogOwner, known_by, owner_of
 from tests.planted import registry
 
 DATA, FENCE, CLOSE = LogSlotKind.DATA, LogSlotKind.FENCE, LogSlotKind.CLOSE

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.owner.candidate import Candidate, ClaimedShards
-from daemon.owner.living_log import DaemonLog
 from daemon.owner.takeover import Fences, Takeover
 from daemon.shard.recovery import ShardClaim
 from storage_backends.formats import names

@@ -12,8 +12,8 @@ import pytest
 
 from daemon.core.decisions.topic_state import TopicState
 from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.owner import heartbeat
-from daemon.owner.living_log import DaemonLog
 from daemon.owner.takeover import Fences, Takeover
 from daemon.runtime import due_loop
 from daemon.runtime.failure_scope import Failures, ShardLost, TopicFailed

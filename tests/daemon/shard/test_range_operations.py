@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from daemon.shard.range_operations import ClaimShard, GiveBack, NeedLess, OwnLogEnd, Release, WriteCheckpoint
+from daemon.group_commit.daemon_log import OwnLogEnd
+from daemon.shard.range_operations import ClaimShard, GiveBack, NeedLess, Release, WriteCheckpoint
 from storage_backends import commit, log_fence
 from storage_backends.formats.log_slot_format import Head, Heads, LogSlotKind
 from storage_backends.formats.manifest import CheckpointCut, LogRange, ObjectReference, ShardManifest

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from daemon.runtime import tail_bound
-from daemon.runtime.tail_bound import AT_ONCE, BEGIN_AT, RETRY_S, Tail, TailBound
+from daemon.shard import tail_bound
+from daemon.shard.tail_bound import AT_ONCE, BEGIN_AT, RETRY_S, Tail, TailBound
 from storage_backends.formats import log_slot_format
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Fault

@@ -8,9 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from daemon.owner.own_log import LogCursor, SlotDraft
+from daemon.group_commit.daemon_log import LogCursor, OwnLogEnd, SlotDraft
 from daemon.shard import range_operations
-from daemon.shard.range_operations import OwnLogEnd
 from storage_backends import commit, log_fence, shard_manifests, topic_manifest
 from storage_backends.formats import checkpoint_format, names, slot_format
 from storage_backends.formats.log_slot_format import Head, ShardSlot, Writer

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from daemon.group_commit.daemon_log import DaemonLog
 from daemon.group_commit.slot_sender import LandedSlot, Section
-from daemon.owner.living_log import DaemonLog
 from daemon.owner.takeover import ClaimedShard, Fences, Takeover
 from daemon.shard import checkpointing
 from daemon.shard.range_operations import NeedLess, WriteCheckpoint
@@ -168,7 +168,7 @@ class LogOwner:
             return (await self.environment.run(lambda: self._commit(shard, operation))).manifest
 
         manifest = await self.run(in_thread())
-        self.living.learned(manifest)
+        self.living.manifest_committed(manifest)
         return manifest
 
     def _commit(self, shard: int, operation: commit.Operation[ShardManifest]) -> commit.Tip[ShardManifest]:

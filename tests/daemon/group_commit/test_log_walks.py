@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 
 from daemon.errors import TarryError
-from daemon.group_commit.log_truncation import LogTruncation
-from daemon.group_commit.slot_outcome import Certain, SlotOutcome
-from daemon.owner.own_log import FrozenSlot, LogCursor
+from daemon.group_commit.daemon_log import Certain, FrozenSlot, LogCursor, LogTruncation, OwnLogEnd, SlotOutcome
 from daemon.shard import range_operations
-from daemon.shard.range_operations import ClaimShard, GiveBack, NeedLess, OwnLogEnd, Release, WriteCheckpoint
+from daemon.shard.range_operations import ClaimShard, GiveBack, NeedLess, Release, WriteCheckpoint
 from storage_backends import log_fence
 from storage_backends.formats.log_slot_format import Head, LogSlotKind, SlotIdentity
 from storage_backends.formats.manifest import LogRange, ShardManifest
 from storage_backends.log_fence import Fence
 from tests._support import parts
-from tests.daemon.owner._support.log_walk import Broken, walk
+from tests.daemon.group_commit._support.log_walk import Broken, walk
 from tests.planted import registry
 
 STEPS = 250
@@ -259,23 +257,23 @@ def a_fence_in_the_way_is_taken_for_the_own_slot(patch: pytest.MonkeyPatch) -> N
 
 
 def another_epoch_lets_go_of_a_shard(patch: pytest.MonkeyPatch) -> None:
-    learned = LogTruncation.learned
+    learned = LogTruncation.manifest_committed
 
     def letting_go(self: LogTruncation, manifest: ShardManifest) -> None:
         learned(self, manifest)
         if self._epochs.get(manifest.shard, manifest.epoch) < manifest.epoch:
             self._needs[manifest.shard] = 10**6
 
-    patch.setattr(LogTruncation, "learned", letting_go)
+    patch.setattr(LogTruncation, "manifest_committed", letting_go)
 
 
 def only_the_open_range_is_needed(patch: pytest.MonkeyPatch) -> None:
-    learned = LogTruncation.learned
+    learned = LogTruncation.manifest_committed
 
     def of_open(self: LogTruncation, manifest: ShardManifest) -> None:
         learned(self, dataclasses.replace(manifest, ranges=manifest.ranges[-1:]))
 
-    patch.setattr(LogTruncation, "learned", of_open)
+    patch.setattr(LogTruncation, "manifest_committed", of_open)
 
 
 def the_highest_slot_goes(patch: pytest.MonkeyPatch) -> None:

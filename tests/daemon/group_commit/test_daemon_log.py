@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
+from daemon.group_commit import daemon_log
+from daemon.group_commit.daemon_log import CertainSlot, DaemonLog, FrozenSlot, LogCursor, LogLost, LogWriter
 from daemon.group_commit.shard_slots import ShardSlots
 from daemon.group_commit.slot_sender import LandedSection, Section
-from daemon.owner import living_log
-from daemon.owner.living_log import DaemonLog
-from daemon.owner.log_writer import CertainSlot, LogLost, LogWriter
-from daemon.owner.own_log import FrozenSlot, LogCursor
 from storage_backends import object_store
 from storage_backends.formats.log_slot_format import Head, LogSlotKind
 from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record
 from tests._support.engine_fixture import EngineFixture
 from tests._support.fault_store import Fault
-from tests.daemon.owner._support import log_owner
-from tests.daemon.owner._support.log_owner import LogOwner, owner_of
+from tests.daemon.group_commit._support import log_owner
+from tests.daemon.group_commit._support.log_owner import LogOwner, owner_of
 from tests.planted import registry
 
 OPEN, DATA, FENCE, CLOSE = LogSlotKind.OPEN, LogSlotKind.DATA, LogSlotKind.FENCE, LogSlotKind.CLOSE
@@ -94,7 +92,7 @@ async def test_a_log_that_cannot_be_opened_in_time_leaves_nothing_running(machin
     before = asyncio.all_tasks()
     with pytest.raises(object_store.StoreUnavailable, match=r"OPEN is not certain after 30 s"):
         await owner.open()
-    assert machines.loop.time() - begin_s == pytest.approx(living_log.DEADLINE_S, abs=1.0)
+    assert machines.loop.time() - begin_s == pytest.approx(daemon_log.DEADLINE_S, abs=1.0)
     await turns()
     assert asyncio.all_tasks() <= before
     calls = len(owner.daemon.store.calls)
@@ -419,7 +417,7 @@ def a_log_is_used_before_its_open_is_certain(patch: pytest.MonkeyPatch) -> None:
 
     async def at_once(self: LogWriter, slot: FrozenSlot, first: Any) -> CertainSlot:
         beside.append(asyncio.ensure_future(until_certain(self, slot, first)))
-        return CertainSlot(slot, first.sent_at_s, 1, 0.0)
+        return CertainSlot(slot, first[0], 1, 0.0)
 
     patch.setattr(LogWriter, "_until_certain", at_once)
 

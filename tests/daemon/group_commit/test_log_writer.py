@@ -10,14 +10,13 @@ from typing import TypeVar
 import pytest
 
 from daemon.errors import Corruption, InvariantViolated, OutcomeUnknown, Unavailable
-from daemon.owner.log_writer import LogLost, LogWriter, Written
-from daemon.owner.own_log import LogCursor, SlotDraft
+from daemon.group_commit.daemon_log import CertainSlot, Encoded, LogCursor, LogLost, LogWriter, SlotDraft
 from storage_backends import crash_points, log_fence
 from storage_backends.formats.log_slot_format import Head
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLog
 from tests._support.fault_store import Fault, FaultStore, Script
-from tests.daemon.owner._support.log_walk import AtOnce
+from tests.daemon.group_commit._support.log_walk import AtOnce
 from tests.storage_backends._support import log_slots
 from tests.storage_backends._support.log_slots import FENCER, LOG_ID, OWNER
 
@@ -66,7 +65,7 @@ class Daemon:
     def filling(self) -> SlotDraft:
         return self.own.fill({SHARD: lambda head: f"section {head.last_slot}".encode()})
 
-    async def write(self) -> Written:
+    async def write(self) -> Encoded[CertainSlot]:
         return await self.writer.write(self.filling())
 
     def fence(self) -> None:
@@ -96,10 +95,10 @@ async def test_a_crash_around_the_put_leaves_the_slot_or_none_and_the_fence_tell
 async def test_slots_are_written_one_behind_the_other() -> None:
     daemon = await Daemon().open()
     first, second = await daemon.write(), await daemon.write()
-    assert first.certain is not None
-    assert second.certain is not None
-    assert [first.certain.slot.number, second.certain.slot.number] == [2, 3]
-    assert (second.certain.copies, daemon.slept) == (1, 0)
+    assert first.slot is not None
+    assert second.slot is not None
+    assert [first.slot.slot.number, second.slot.slot.number] == [2, 3]
+    assert (second.slot.copies, daemon.slept) == (1, 0)
     assert daemon.own.last_certain == daemon.other.highest() == 3
 
 
@@ -108,7 +107,7 @@ async def test_a_slot_whose_answer_is_lost_is_certain_once_and_confirms_no_later
     daemon = await Daemon().open()
     daemon.script.plan("put_if_absent", fault)
     begun_at_s = next(daemon.ticks)
-    certain = (await daemon.write()).certain
+    certain = (await daemon.write()).slot
     assert certain is not None
     assert certain.confirmed_at_s > begun_at_s
     assert certain.copies == (1 if fault is Fault.FAIL_AFTER else 2)
@@ -120,7 +119,7 @@ async def test_a_slot_that_is_found_confirms_the_time_of_its_first_copy() -> Non
     daemon = await Daemon().open()
     daemon.script.plan("put_if_absent", Fault.FAIL_AFTER)
     daemon.script.plan("head", Fault.FAIL_BEFORE, times=3)
-    certain = (await daemon.write()).certain
+    certain = (await daemon.write()).slot
     assert certain is not None
     assert daemon.slept == 3
     assert certain.confirmed_at_s < next(daemon.ticks) - certain.seconds / 2
@@ -167,9 +166,9 @@ async def test_a_slot_of_which_nothing_can_be_encoded_is_not_sent() -> None:
         raise OverflowError(f"shard slot {head.last_slot}")
 
     written = await daemon.writer.write(daemon.own.fill({SHARD: refuse}))
-    assert written.certain is None
+    assert written.slot is None
     assert list(written.unencodable) == [SHARD]
-    assert (await daemon.write()).certain is not None
+    assert (await daemon.write()).slot is not None
 
 
 async def test_a_probe_confirms_and_a_fence_ends_it() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from daemon.errors import InvariantViolated
-from daemon.owner.own_log import Frozen, LogCursor, SlotDraft
+from daemon.group_commit.daemon_log import Encoded, FrozenSlot, LogCursor, SlotDraft
 from storage_backends.formats import log_slot_format
 from storage_backends.formats.log_slot_format import Head, LogSlotKind
 from tests.storage_backends._support.log_slots import LOG_ID, OWNER
@@ -21,7 +21,7 @@ def refuse(head: Head) -> bytes:
     raise OverflowError(f"shard slot {head.last_slot} cannot be encoded")
 
 
-def frozen(log: LogCursor, filling: SlotDraft) -> Frozen:
+def frozen(log: LogCursor, filling: SlotDraft) -> Encoded[FrozenSlot]:
     made = filling.freeze()
     log.frozen(made.slot)
     return made

@@ -18,9 +18,17 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
 from daemon.errors import InvariantViolated
-from daemon.group_commit.log_truncation import LogTruncation
-from daemon.group_commit.slot_outcome import Certain, Decision, Lost, Next, SlotOutcome
-from daemon.owner.own_log import FrozenSlot, LogCursor
+from daemon.group_commit.daemon_log import (
+    Certain,
+    Decision,
+    FrozenSlot,
+    LogCursor,
+    LogTruncation,
+    Lost,
+    Next,
+    OwnLogEnd,
+    SlotOutcome,
+)
 from daemon.shard import range_operations
 from storage_backends import commit, log_fence, object_store
 from storage_backends.formats import log_slot_format
@@ -274,7 +282,7 @@ class Walk:
             former = daemon.fences.get(opened.log_id) or next(iter(daemon.fences.values()), None)
         self._begin_claim(daemon, shard, former)
 
-    def _begin_claim(self, daemon: Daemon, shard: int, former: Fence | range_operations.OwnLogEnd | None) -> None:
+    def _begin_claim(self, daemon: Daemon, shard: int, former: Fence | OwnLogEnd | None) -> None:
         tip = self.tips[shard]
         claim = range_operations.ClaimShard(
             shard=shard,
@@ -390,7 +398,7 @@ class Walk:
     def _hear(self, daemon: Daemon, shard: int, operation: Any, *, committed: bool) -> None:
         tip = self.tips[shard]
         if tip is not None:
-            daemon.truncation.learned(tip)
+            daemon.truncation.manifest_committed(tip)
         if isinstance(operation, range_operations.ClaimShard):
             daemon.owned.pop(shard, None)
             if not committed:
