@@ -124,7 +124,7 @@ class Requests:
         self._check_topic(topic)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
         owned = self._engine.shard_of(topic).topics.get(topic)
-        return None if owned is None else owned.served.adding.add_at_once(batch, caller)
+        return None if owned is None else owned.adding.add_at_once(batch, caller)
 
     def add_row(
         self, topic: str, row: call_values.AddRow, caller: call_values.Caller
@@ -132,7 +132,7 @@ class Requests:
         """Adds a row, as `add_at_once` does, together with others that come at about the same time."""
         self._check_topic(topic)
         owned = self._engine.shard_of(topic).topics.get(topic)
-        return None if owned is None else owned.served.adding.add_row(row, caller)
+        return None if owned is None else owned.adding.add_row(row, caller)
 
     async def cancel(
         self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64
@@ -401,7 +401,7 @@ class Requests:
         found: dict[str, ServedTopic] = {}
         for shard in list(self._engine.shards.values()):
             beyond = (name for name in shard.topics if name > after and name.startswith(prefixes))
-            found |= {name: shard.topics[name].served for name in heapq.nsmallest(size + 1, beyond)}
+            found |= {name: shard.topics[name] for name in heapq.nsmallest(size + 1, beyond)}
             await asyncio.sleep(0)
         page, next_after = topic_inspection.page_after(found, str, size, after)
         return call_values.TopicPage(
@@ -415,8 +415,8 @@ class Requests:
     async def topic_stats(self, topic: str) -> call_values.TopicStats:
         """Counts of one topic. Raises NotFound."""
         shard, served = await self._shown(topic)
-        applied_slot = shard.topics[topic].commits.manifest.applied
-        merges = int(shard.topics[topic].life.merging.under_way)
+        applied_slot = shard.topics[topic].manifests.manifest.applied
+        merges = int(shard.topics[topic].buckets.merging.under_way)
         now_ms = self._environment.clock.now_ms()
         survey = await served.retention.survey(served.last_changed_slot)
         return topic_inspection.stats(served, survey, applied_slot=applied_slot, merges=merges, now_ms=now_ms)
@@ -496,7 +496,7 @@ class Requests:
 
     async def _topic_numbers(self) -> list[TopicNumbers]:
         now_ms = self._environment.clock.now_ms()
-        topics = [topic.served for shard in self._engine.shards.values() for topic in shard.topics.values()]
+        topics = [topic for shard in self._engine.shards.values() for topic in shard.topics.values()]
         numbers = []
         for count, topic in enumerate(topics, 1):
             survey = await topic.retention.glance(topic.last_changed_slot)

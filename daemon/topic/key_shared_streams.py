@@ -276,7 +276,7 @@ class KeySharedStream(OpenStream):
         self._sharing.check_plan(positions)
         async with self._in_order:
             # A former owner may still hand out by key.
-            await self._topic.shard.alone()
+            await self._topic.alone()
             await self._passed()
             sent = self._sharing.plan(self, request_id, positions)
         await sent
@@ -301,7 +301,7 @@ class KeySharedStream(OpenStream):
             self._check_open()
             self.outbox.pass_marks()
             # What a successor may have handed out since waits here.
-            if self.outbox and self._topic.shard.may_hand_out and self.outlet.takes(self):
+            if self.outbox and self._topic.may_send and self.outlet.takes(self):
                 outgoing = self._take()
                 if outgoing is not None:
                     return outgoing

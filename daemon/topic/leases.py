@@ -174,7 +174,7 @@ class Leases:
         acknowledging.check(claims)
         await acknowledging.decidable(self._state, claims)
         ignored = self._moved(claims, lease_ms=lease_ms)
-        await self._topic.shard.commits.confirmed()
+        await self._topic.slots.confirmed()
         return ignored
 
     def _moved(self, claims: HeldPositions, *, lease_ms: int) -> Ignored:

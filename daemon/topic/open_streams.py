@@ -154,7 +154,7 @@ class OpenStream:
     """
 
     def __init__(self, subscription: SubscriptionOfStreams) -> None:
-        self.epoch = subscription.topic.shard.epoch
+        self.epoch = subscription.topic.epoch
         self.held = 0
         self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self.rebuild_needed: tuple[RebuildNeeded, ...] = ()

@@ -204,7 +204,7 @@ class ServedSubscription:
     def handed_out(self, taken: KeyedRows) -> HandedOut:
         """Rows that were handed out, as their dispatcher sees them."""
         rows, batch_index = indexes.unpacked(taken, self.topic.core.indexes, self.state.subscription_id)
-        return HandedOut(self.topic.shard.epoch, rows, taken.redelivery_count, batch_index)
+        return HandedOut(self.topic.epoch, rows, taken.redelivery_count, batch_index)
 
     def count_handed_out(self, rows: KeyedRows) -> None:
         """Counts rows that were handed out in the metrics."""
@@ -352,7 +352,7 @@ class StreamOpening:
         _check_holders(held, consumers)
         if state.key_shared is None and (state.acknowledging or state.nacking):
             # Of those who had it open before: until that is durable nobody else gets rows of their hashes.
-            await topic.shard.commits.settled()
+            await topic.slots.settled()
         claimed = await self._find(state, claims)
         served = self._checked(state, key_shared=True)
         stream = KeySharedStream(served)

@@ -94,14 +94,14 @@ class AckRequests:
         return task
 
     def _decide(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> Awaitable[Ignored]:
-        topic, commits = self._topic, self._topic.shard.commits
-        commits.check_accepting()
+        topic, slots = self._topic, self._topic.slots
+        slots.check_accepting()
         records, rest = topic.core.acknowledging.stage(state, claims)
         # What comes behind by its key waits until this is durable.
-        slot = commits.stage(*records, awaited=awaited, may_wait=not state.is_by_key) if records else None
+        slot = slots.stage(*records, awaited=awaited, may_wait=not state.is_by_key) if records else None
         # There may be room IN_FLIGHT again.
         topic.notify(state)
-        if slot is None or len(rest) or topic.shard.alone_in_s:
+        if slot is None or len(rest) or topic.alone_in_s:
             return self._decide_rest(state, claims, rest, slot, awaited=awaited)
         return self._answer_with(slot, len(claims))
 
@@ -115,13 +115,13 @@ class AckRequests:
         awaited: bool,
     ) -> Ignored:
         """Looks in the backlog for what is in nobody's hand. `slot`: of what was; None where nothing was."""
-        core, commits = self._topic.core, self._topic.shard.commits
+        core, slots = self._topic.core, self._topic.slots
         ignored = Ignored.nothing()
         if len(rest):
             found = await self.find(state, rest, rest)
             records, rest = core.acknowledging.stage_found(state, rest, found)
             if records:
-                slot = commits.stage(*records, awaited=awaited)
+                slot = slots.stage(*records, awaited=awaited)
             ignored = core.why_ignored(state, rest, found, now_ms=self._environment.clock.now_ms())
         if slot is not None:
             await asyncio.shield(slot)
@@ -164,7 +164,7 @@ class AckRequests:
 
     async def _extended(self, ignored: Ignored) -> Ignored:
         # Under another owner the positions are due again.
-        await self._topic.shard.commits.confirmed()
+        await self._topic.slots.confirmed()
         return ignored
 
     def check(self, claims: HeldPositions) -> None:
@@ -186,7 +186,7 @@ class AckRequests:
             return False
         async with self._in_time("a slot that names the positions was not durable"):
             while topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
-                await topic.shard.commits.settled()
+                await topic.slots.settled()
                 await topic.gate.passed()
                 topic.check_there(state)
         return True
@@ -227,8 +227,8 @@ class AckRequests:
         """Returns when a request that ignored these positions, and whose slots are durable, may be answered."""
         if len(ignored):
             # What was not in the backlog may have left it by a decision of a later slot.
-            await self._topic.shard.commits.confirmed()
-        await self._topic.shard.alone()
+            await self._topic.slots.confirmed()
+        await self._topic.alone()
 
 
 log = logging.getLogger(__name__)
@@ -288,14 +288,14 @@ class NackRequests:
     def _decide(
         self, state: SubscriptionState, batch: NackBatch, *, is_forwarded: bool, awaited: bool
     ) -> Awaitable[NackOutcome]:
-        topic, redelivery, commits = self._topic, self._topic.core.redelivery, self._topic.shard.commits
-        commits.check_accepting()
+        topic, redelivery, slots = self._topic, self._topic.core.redelivery, self._topic.slots
+        slots.check_accepting()
         if batch.positions.batch_index is not None or is_forwarded:
             # They may be rows of their own.
             topic.check_room()
         records, left = redelivery.stage(state, batch, self.terms(state))
         topic.take_back(state)
-        slot = commits.stage(*records, awaited=awaited) if records else None
+        slot = slots.stage(*records, awaited=awaited) if records else None
         # There may be room IN_FLIGHT again.
         topic.notify(state)
         return self._decide_rest(state, batch, left, records, slot, is_forwarded=is_forwarded, awaited=awaited)
@@ -312,7 +312,7 @@ class NackRequests:
         awaited: bool,
     ) -> NackOutcome:
         """Looks in the backlog for what is `left` in nobody's hand. `records`, `slot`: of what was."""
-        topic, redelivery, commits = self._topic, self._topic.core.redelivery, self._topic.shard.commits
+        topic, redelivery, slots = self._topic, self._topic.core.redelivery, self._topic.slots
         acknowledging = topic.acknowledging
         ignored = Ignored.nothing()
         if len(left.positions):
@@ -322,7 +322,7 @@ class NackRequests:
             found_records, ignored = redelivery.stage_found(state, left, found, self.terms(state))
             topic.take_back(state)
             if found_records:
-                slot = commits.stage(*found_records, awaited=awaited)
+                slot = slots.stage(*found_records, awaited=awaited)
             records = (*records, *found_records)
         if slot is not None:
             await asyncio.shield(slot)
@@ -417,18 +417,18 @@ class NackRequests:
 
     async def _nack_portion(self, state: SubscriptionState) -> bool:
         """Whether something was overdue."""
-        topic, commits = self._topic, self._topic.shard.commits
+        topic, slots = self._topic, self._topic.slots
         await topic.gate.passed()
         timeout_ms = _timeout_ms(state)
         if timeout_ms is None or not topic.is_there(state):
             return False
-        commits.check_accepting()
+        slots.check_accepting()
         before_ms = self._environment.elapsed_ms() - timeout_ms
         records = topic.core.redelivery.stage_overdue(state, before_ms, self.terms(state), limit=topic.pace.rows)
         topic.take_back(state)
         if not records:
             return False
-        slot = commits.stage(*records)
+        slot = slots.stage(*records)
         topic.notify(state)
         await asyncio.shield(slot)
         rows = [len(record.rows) for record in records if isinstance(record, NackRecord | DeadLetterRecord)]

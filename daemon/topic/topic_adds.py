@@ -116,8 +116,8 @@ class TopicAdds:
     def _decide(self, batch: AddBatch, subscription: str | None, caller: Caller | None) -> asyncio.Future[AddOutcome]:
         topic = self._topic
         subscription_id = 0 if subscription is None else topic.subscription(subscription).subscription_id
-        commits = topic.shard.commits
-        commits.check_accepting()
+        slots = topic.slots
+        slots.check_accepting()
         topic.check_room()
         now_ms = self._environment.clock.now_ms()
         admission = topic.quotas.admission(caller, now_ms=now_ms)
@@ -130,7 +130,7 @@ class TopicAdds:
             levels=topic.settings.levels,
             admit=admission.admit,
         )
-        slot = commits.stage(*records) if records else None
+        slot = slots.stage(*records) if records else None
         admission.staged(slot, rows=len(batch.entry_id) - len(outcome.refused))
         answer: asyncio.Future[AddOutcome] = self._loop.create_future()
         self._answer_with(slot, [_Decided(outcome, answer)])
@@ -203,11 +203,11 @@ class TopicAdds:
 
     def _stage_rows(self, waiting: Sequence[_Waiting]) -> None:
         topic = self._topic
-        commits = topic.shard.commits
-        commits.check_accepting()
+        slots = topic.slots
+        slots.check_accepting()
         topic.check_room()
         record, accepted = topic.core.stage_rows(_rows_of(waiting))
-        self._rows_slot = None if record is None else commits.stage(record)
+        self._rows_slot = None if record is None else slots.stage(record)
         self._answer_with(
             self._rows_slot,
             [
@@ -231,7 +231,7 @@ class TopicAdds:
     def _answer_with(self, slot: asyncio.Future[int] | None, decided: Sequence[_Decided]) -> None:
         """Whoever waits hears of it when the slot is durable. None: nothing was staged, and what was there is."""
         if slot is None:
-            confirming = asyncio.ensure_future(self._topic.shard.commits.confirmed())
+            confirming = asyncio.ensure_future(self._topic.slots.confirmed())
             confirming.add_done_callback(functools.partial(self._durable, decided))
             return
         if slot is not self._slot:

@@ -151,7 +151,7 @@ class TopicDeadLetters:
             skipped_rows += skipped
             self._environment.metrics.dead_letters_left(topic.core.name, "replayed", rows=len(letters) - skipped)
         if not replayed_rows:
-            await topic.shard.commits.confirmed()
+            await topic.slots.confirmed()
         return Replayed(replayed_rows, skipped_rows)
 
     async def _purge(self, state: SubscriptionState, asked: DeadLetterFilter) -> int:
@@ -167,7 +167,7 @@ class TopicDeadLetters:
             purged_rows += len(letters)
             self._environment.metrics.dead_letters_left(topic.core.name, "purged", rows=len(letters))
         if not purged_rows:
-            await topic.shard.commits.confirmed()
+            await topic.slots.confirmed()
         return purged_rows
 
     async def _portion(
@@ -183,13 +183,13 @@ class TopicDeadLetters:
             await topic.gate.passed()
             topic.check_there(state)
             try:
-                topic.shard.commits.check_accepting()
+                topic.slots.check_accepting()
                 check_room()
                 break
             except (QuotaExceeded, Unavailable):
                 if not left.begun:
                     raise
-            await topic.shard.commits.settled()
+            await topic.slots.settled()
             await self._environment.sleep(ROOM_S)
         found = state.dead_letters.page(left.asked, left.after_id or 0, rows_max)
         is_last = found.next_after is None or found.next_after >= left.last_id
@@ -206,7 +206,7 @@ class TopicDeadLetters:
         staged: Callable[[asyncio.Future[int] | None], object] = lambda slot: None,
     ) -> None:
         """`staged` hears of the slot of the records, None when there is none."""
-        slot = self._topic.shard.commits.stage_together(records) if records else None
+        slot = self._topic.slots.stage_together(records) if records else None
         staged(slot)
         if slot is not None:
             await asyncio.shield(slot)

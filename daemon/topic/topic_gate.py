@@ -28,9 +28,9 @@ class TopicGate:
     for messages.
     """
 
-    def __init__(self, topic: str, commits: TopicSlots) -> None:
+    def __init__(self, topic: str, slots: TopicSlots) -> None:
         self._topic = topic
-        self._commits = commits
+        self._slots = slots
         self._open = asyncio.Event()
         self._open.set()
         self._turn = asyncio.Lock()
@@ -103,7 +103,7 @@ class TopicGate:
             if closed:
                 self._open.clear()
                 async with asyncio.timeout(STALL_ANSWER_S):
-                    await self._commits.settled()
+                    await self._slots.settled()
             if self._ended is not None:
                 raise self._ended
         except BaseException as error:

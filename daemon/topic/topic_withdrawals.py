@@ -97,7 +97,7 @@ class TopicWithdrawals:
             return
         async with self._in_time():
             while withdrawals.is_leaving(withdrawals.asked(ledger_id, entry_id, None)):
-                await self._topic.shard.commits.settled()
+                await self._topic.slots.settled()
                 await self._topic.gate.passed()
 
     def _asked(self, subscription: str | None, ledger_id: U64, entry_id: U64) -> WithdrawalTarget:
@@ -109,30 +109,30 @@ class TopicWithdrawals:
         topic = self._topic
         # A former owner that was paused may wake and hand out what is due by then: whatever is decided before may be
         # untrue before it is answered.
-        await topic.shard.alone()
+        await topic.alone()
         async with self._in_time():
             while True:
                 await topic.gate.passed()
                 await topic.settle_due()
                 if not topic.gate.is_open:
                     continue
-                topic.shard.commits.check_accepting()
+                topic.slots.check_accepting()
                 asked = find()
                 if not topic.core.withdrawals.is_staged(asked):
                     return asked
-                await topic.shard.commits.settled()
+                await topic.slots.settled()
 
     async def _durable(
         self, records: Sequence[Record], staged: Callable[[asyncio.Future[int]], object] = lambda slot: None
     ) -> None:
         """`staged` hears of the slot of the records."""
-        commits = self._topic.shard.commits
+        slots = self._topic.slots
         if records:
-            slot = commits.stage(*records)
+            slot = slots.stage(*records)
             staged(slot)
             await asyncio.shield(slot)
         else:
-            await commits.confirmed()
+            await slots.confirmed()
 
     def _count(
         self, result: Literal["cancelled", "rescheduled"], rows: int, outcome: CancelOutcome | RescheduleOutcome

@@ -128,7 +128,7 @@ def a_nack_is_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> No
     async def at_once(self: NackRequests, *arguments: Any, **options: Any) -> Any:
         async def answerable(ignored: Ignored) -> None:
             if len(ignored):
-                await self._topic.shard.commits.confirmed()
+                await self._topic.slots.confirmed()
 
         self._topic.acknowledging.answerable = answerable  # type: ignore[method-assign]
         try:

@@ -67,7 +67,7 @@ def requests_pass_while_the_topic_is_trimmed(patch: pytest.MonkeyPatch) -> None:
 def the_answer_does_not_wait_for_its_slot(patch: pytest.MonkeyPatch) -> None:
     async def durable(self: TopicWithdrawals, records: Any, *staged: Any) -> None:
         if records:
-            slot = self._topic.shard.commits.stage(*records)
+            slot = self._topic.slots.stage(*records)
             for hears in staged:
                 hears(slot)
 
