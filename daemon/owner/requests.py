@@ -103,7 +103,7 @@ class Requests:
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
         if subscription is not None:
             async with self._served(topic) as (_, served):
-                return await served.adding.add(batch, subscription, caller)
+                return await served.adds.add(batch, subscription, caller)
         shard = self._engine.shard_of(topic)
         if await shard.topic(topic) is None:
             # What is refused bears no topic.
@@ -113,7 +113,7 @@ class Requests:
             shard.pending.check(len(batch.entry_id) - len(refused))
         served = await shard.topic_to_write(topic)
         with served.failing(InvariantViolated):
-            return await served.adding.add(batch, None, caller)
+            return await served.adds.add(batch, None, caller)
 
     def add_at_once(
         self, topic: str, batch: call_values.AddBatch, caller: call_values.Caller
@@ -124,7 +124,7 @@ class Requests:
         self._check_topic(topic)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
         owned = self._engine.shard_of(topic).topics.get(topic)
-        return None if owned is None else owned.adding.add_at_once(batch, caller)
+        return None if owned is None else owned.adds.add_at_once(batch, caller)
 
     def add_row(
         self, topic: str, row: call_values.AddRow, caller: call_values.Caller
@@ -132,7 +132,7 @@ class Requests:
         """Adds a row, as `add_at_once` does, together with others that come at about the same time."""
         self._check_topic(topic)
         owned = self._engine.shard_of(topic).topics.get(topic)
-        return None if owned is None else owned.adding.add_row(row, caller)
+        return None if owned is None else owned.adds.add_row(row, caller)
 
     async def cancel(
         self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64
@@ -142,7 +142,7 @@ class Requests:
         """
         self._check_positions(topic, subscription, ledger_id, entry_id)
         async with self._served(topic) as (_, served):
-            return await served.withdrawing.cancel(subscription, ledger_id, entry_id)
+            return await served.withdrawals.cancel(subscription, ledger_id, entry_id)
 
     async def reschedule(
         self, topic: str, subscription: str | None, batch: call_values.RescheduleBatch
@@ -150,7 +150,7 @@ class Requests:
         """Gives positions other times before they are due; the same. Raises NotFound, DelayTooLong."""
         self._check_positions(topic, subscription, batch.ledger_id, batch.entry_id)
         async with self._served(topic) as (_, served):
-            return await served.withdrawing.reschedule(subscription, batch)
+            return await served.withdrawals.reschedule(subscription, batch)
 
     async def contains(
         self, topic: str, asked: call_values.EntryRanges, subscription: str | None
@@ -244,7 +244,7 @@ class Requests:
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
             state = served.subscription(subscription)
-            return await served.acknowledging.acknowledge(state, claims, awaited=True)
+            return await served.acks.acknowledge(state, claims, awaited=True)
 
     async def negative_acknowledge(
         self, topic: str, subscription: str, nack: call_values.Nack
@@ -254,7 +254,7 @@ class Requests:
         """
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
-            return await served.redelivery.negative_acknowledge(served.subscription(subscription), nack, awaited=True)
+            return await served.nacks.negative_acknowledge(served.subscription(subscription), nack, awaited=True)
 
     async def extend_lease(
         self, topic: str, subscription: str, claims: call_values.HeldPositions, lease_ms: int

@@ -308,7 +308,7 @@ class TopicChanges:
             properties_object,
         )
         state.stored, state.properties = stored, properties
-        topic.redelivery.watch(state)
+        topic.nacks.watch(state)
         topic.notify(state)
 
     async def delete_subscription(self, topic: ServedTopic, subscription: str) -> int:

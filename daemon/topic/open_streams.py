@@ -80,44 +80,73 @@ IN_PASS_ROWS_MAX = 500
 PERMITS_MAX = (1 << 32) - 1
 
 
-class TopicOfStreams(TopicPort, Protocol):
-    """What a stream asks of its topic beside."""
+class SubscriptionPort(Protocol):
+    """A subscription as its streams, its leases and its sharing by key see it; `served_subscription` fills it."""
 
     @property
-    def acknowledging(self) -> AckRequests: ...
-
-    @property
-    def redelivery(self) -> NackRequests: ...
-
-
-class SubscriptionOfStreams(Protocol):
-    """What a stream asks of its subscription: `daemon.topic.served_subscription`."""
-
-    @property
-    def topic(self) -> TopicOfStreams: ...
+    def topic(self) -> TopicPort: ...
 
     @property
     def state(self) -> SubscriptionState: ...
 
     @property
+    def acks(self) -> AckRequests: ...
+
+    @property
+    def nacks(self) -> NackRequests: ...
+
+    @property
     def line(self) -> WaitingLine:
-        """The line of those who wait for rows."""
+        """The line of streams and pullers that wait for rows."""
         ...
+
+    @property
+    def may_hand_out(self) -> bool:
+        """Whether rows may be delivered now."""
+        ...
+
+    def check_mode(self, *, key_shared: bool) -> None:
+        """Raise Conflict if the subscription is open in another mode."""
+        ...
+
+    # ---- dispatchers
 
     def next_dispatcher(self) -> int:
-        """A number for a stream, that no other one has."""
+        """Return a number that no other stream, consumer or lease has."""
         ...
 
-    def hand_out(self, dispatcher: int, limit: int) -> KeyedRows:
-        """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
-        ...
-
-    def handed_out(self, taken: KeyedRows) -> HandedOut:
-        """Rows that were handed out, as their dispatcher sees them."""
+    def listen(self, dispatcher: int) -> None:
+        """Keep READY for a dispatcher that holds no rows itself."""
         ...
 
     def close_stream(self, stream: OpenStream) -> None:
-        """What the stream holds is READY again; it listens no more."""
+        """Close a stream; the rows that it holds are READY again."""
+        ...
+
+    # ---- rows
+
+    def hand_out(self, dispatcher: int, limit: int) -> KeyedRows:
+        """Take at most `limit` rows, IN_FLIGHT at the dispatcher from now on. Empty if none may be delivered now."""
+        ...
+
+    def handed_out(self, taken: KeyedRows) -> HandedOut:
+        """Return delivered rows as their dispatcher sees them."""
+        ...
+
+    def count_handed_out(self, rows: KeyedRows) -> None:
+        """Count delivered rows in the metrics."""
+        ...
+
+    def notify(self) -> None:
+        """Wake streams and pullers, since rows may be ready."""
+        ...
+
+    def refill(self) -> None:
+        """Fill READY, since it may have room."""
+        ...
+
+    async def settle_ready(self) -> None:
+        """Wait until there are READY rows, or no row that is due now is left to become READY."""
         ...
 
 
@@ -153,7 +182,7 @@ class OpenStream:
     Close it always; what it holds is READY again then.
     """
 
-    def __init__(self, subscription: SubscriptionOfStreams) -> None:
+    def __init__(self, subscription: SubscriptionPort) -> None:
         self.epoch = subscription.topic.epoch
         self.held = 0
         self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
@@ -190,17 +219,17 @@ class OpenStream:
         to which nothing happened.
         """
         self._check_open()
-        return self._topic.acknowledging.acknowledge(self.state, claims, awaited=awaited)
+        return self._subscription.acks.acknowledge(self.state, claims, awaited=awaited)
 
     def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> Awaitable[NackOutcome]:
         """Has positions come back later, or makes them dead letters; what it returns ends when that is durable."""
         self._check_open()
-        return self._topic.redelivery.negative_acknowledge(self.state, nack, awaited=awaited)
+        return self._subscription.nacks.negative_acknowledge(self.state, nack, awaited=awaited)
 
     def extend(self, claims: HeldPositions) -> Awaitable[Ignored]:
         """The ack time-out of positions begins anew; those that are not IN_FLIGHT at this stream."""
         self._check_open()
-        return self._topic.acknowledging.extend(self.state, claims, self.holders)
+        return self._subscription.acks.extend(self.state, claims, self.holders)
 
     def _check_open(self) -> None:
         if self._ended is not None:
@@ -230,7 +259,7 @@ class OpenStream:
 class DispatchStream(OpenStream):
     """A SHARED stream. See `OpenStream`."""
 
-    def __init__(self, subscription: SubscriptionOfStreams) -> None:
+    def __init__(self, subscription: SubscriptionPort) -> None:
         super().__init__(subscription)
         self.permits = 0
         # Sends what was handed out and waits for nothing; None: only who waits for `next_messages` can.

@@ -190,13 +190,13 @@ class ServedTopic:
         self.settings = topic_settings.settings_of(environment, policy, delay_levels)
         self.quotas = TopicQuotas(topic, self.settings.quota_limits, shard.pending, environment, settled=slots.settled)
         self.gate = TopicGate(topic.name, slots)
-        self.opening = StreamOpening(self, environment)
-        self.acknowledging = AckRequests(self, environment)
-        self.redelivery = NackRequests(self, environment)
-        self.withdrawing = TopicWithdrawals(self, environment)
+        self.acks = AckRequests(self, environment)
+        self.nacks = NackRequests(self, self.acks, environment)
+        self.opening = StreamOpening(self, self.acks, self.served_subscription, environment)
+        self.withdrawals = TopicWithdrawals(self, environment)
         self.dead_letters = TopicDeadLetters(self, environment)
         self.retention = TopicRetention(topic, environment)
-        self.adding = TopicAdds(self, environment)
+        self.adds = TopicAdds(self, self.withdrawals, environment)
         self.wake_at_ms: int | None = None
         # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
         self.last_changed_slot = 0
@@ -317,7 +317,9 @@ class ServedTopic:
         """Who listens to a subscription, and in which mode it is."""
         served = self._served.get(state.subscription_id)
         if served is None:
-            served = self._served[state.subscription_id] = ServedSubscription(self, state, self._environment)
+            served = self._served[state.subscription_id] = ServedSubscription(
+                self, state, self.acks, self.nacks, self._environment
+            )
         return served
 
     @property
@@ -545,7 +547,7 @@ class ServedTopic:
         self.slots.end(error)
         self.gate.end(error)
         self.quotas.close()
-        self.redelivery.close()
+        self.nacks.close()
         for served in self._served.values():
             served.close(error)
         self._loader.close()

@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from daemon.call_values import Nack, NackOutcome
 from daemon.core import limits
@@ -240,26 +240,12 @@ LOOK_LEAST_S = 0.05
 LOOK_MOST_S = 1.0
 
 
-class TopicOfNacks(TopicPort, Protocol):
-    """What negative acknowledgements ask of their topic beside."""
-
-    @property
-    def acknowledging(self) -> AckRequests: ...
-
-    def take_back(self, state: SubscriptionState) -> None:
-        """Rows may have come to be NACKED: what is behind them of their keys is at nobody from now on."""
-        ...
-
-    def is_there(self, state: SubscriptionState) -> bool:
-        """Whether the subscription was not deleted."""
-        ...
-
-
 class NackRequests:
     """Redelivery in one topic: what dispatchers negatively acknowledge, and what is IN_FLIGHT for too long."""
 
-    def __init__(self, topic: TopicOfNacks, environment: Environment) -> None:
+    def __init__(self, topic: TopicPort, acks: AckRequests, environment: Environment) -> None:
         self._topic = topic
+        self._acks = acks
         self._environment = environment
         self._default = RedeliveryPolicy(
             kind=RedeliveryKind.CONSTANT, initial_ms=environment.config.redelivery.delay_ms
@@ -278,7 +264,7 @@ class NackRequests:
         """
         batch = self._checked(nack)
         is_forwarded = bool(batch.may_get_rows.any())
-        return self._topic.acknowledging.decided(
+        return self._acks.decided(
             state,
             batch.positions,
             lambda: self._decide(state, batch, is_forwarded=is_forwarded, awaited=awaited),
@@ -313,10 +299,9 @@ class NackRequests:
     ) -> NackOutcome:
         """Looks in the backlog for what is `left` in nobody's hand. `records`, `slot`: of what was."""
         topic, redelivery, slots = self._topic, self._topic.core.redelivery, self._topic.slots
-        acknowledging = topic.acknowledging
         ignored = Ignored.nothing()
         if len(left.positions):
-            found = await acknowledging.find(
+            found = await self._acks.find(
                 state, redelivery.sought(state, left), left.positions, is_forwarded=is_forwarded
             )
             found_records, ignored = redelivery.stage_found(state, left, found, self.terms(state))
@@ -326,7 +311,7 @@ class NackRequests:
             records = (*records, *found_records)
         if slot is not None:
             await asyncio.shield(slot)
-        await acknowledging.answerable(ignored)
+        await self._acks.answerable(ignored)
         outcome = NackOutcome(ignored, self._count_dead_letters(records))
         self._environment.metrics.nacked(
             topic.core.name,
@@ -339,7 +324,7 @@ class NackRequests:
     def _checked(self, nack: Nack) -> NackBatch:
         """The request with absolute delays. Raises InvalidArgument, DelayTooLong."""
         positions = nack.positions
-        self._topic.acknowledging.check(positions)
+        self._acks.check(positions)
         limits.check_distinct(positions.ledger_id, positions.entry_id, positions.batch_index)
         size_bytes = len(nack.text.encode())
         if size_bytes > TEXT_MAX_BYTES:

@@ -17,7 +17,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.errors import DelayTooLong, InvalidArgument, OutcomeUnknown, QuotaExceeded, TarryError, Unavailable
 from daemon.runtime.environment import Environment
 from daemon.topic.topic_port import TopicPort
-from daemon.topic.topic_quotas import TopicQuotas
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.slot_format import Record
 
@@ -44,13 +43,6 @@ ANSWER_S = 60.0
 LOOK_S = 30.0
 # What has begun, and finds no room for more, looks again after so long.
 ROOM_S = 0.2
-
-
-class TopicOfDeadLetters(TopicPort, Protocol):
-    """What dead letters ask of their topic beside."""
-
-    @property
-    def quotas(self) -> TopicQuotas: ...
 
 
 def check_filter(asked: DeadLetterFilter, *, ids_max: int) -> None:
@@ -86,7 +78,7 @@ class _Left:
 class TopicDeadLetters:
     """The dead letters of one topic. Called on the loop."""
 
-    def __init__(self, topic: TopicOfDeadLetters, environment: Environment) -> None:
+    def __init__(self, topic: TopicPort, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
         self._turn = asyncio.Lock()

@@ -15,10 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from daemon.core import limits
-from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.withdrawal_decisions import (
     CancelOutcome,
     RescheduleBatch,
@@ -29,26 +28,14 @@ from daemon.errors import Unavailable
 from daemon.group_commit.shard_slots import STALL_ANSWER_S
 from daemon.runtime.environment import Environment
 from daemon.topic.topic_port import TopicPort
-from daemon.topic.topic_quotas import TopicQuotas
 from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.formats.slot_format import Record
-
-
-class TopicOfWithdrawals(TopicPort, Protocol):
-    """What cancellations and reschedules ask of their topic beside."""
-
-    @property
-    def quotas(self) -> TopicQuotas: ...
-
-    def subscription(self, name: str) -> SubscriptionState:
-        """The state of a subscription. Raises NotFound when it does not exist."""
-        ...
 
 
 class TopicWithdrawals:
     """The cancellations and reschedules of one topic."""
 
-    def __init__(self, topic: TopicOfWithdrawals, environment: Environment) -> None:
+    def __init__(self, topic: TopicPort, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
 
