@@ -92,6 +92,7 @@ class ServedShard:
         self._alone.add_done_callback(lambda done: done.cancelled() or done.exception())
         if claim.settled:
             self._alone.set_result(None)
+        self.is_alone = claim.settled
         self._lost = lost
         self._by_id: dict[str, ServedTopic] = {}
         self._releasing = False
@@ -238,7 +239,7 @@ class ServedShard:
 
     @property
     def may_hand_out(self) -> bool:
-        return not self._releasing and self.is_confirmed
+        return not self._releasing and self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
 
     @property
     def is_confirmed(self) -> bool:
@@ -261,6 +262,7 @@ class ServedShard:
         while (wait_s := self.alone_in_s) > 0:
             await self._environment.sleep(wait_s)
         self._alone.set_result(None)
+        self.is_alone = True
         settled = await backoff.until_answered(
             lambda: self._environment.pools.journal.run(
                 lambda: topic_manifests.commit_once(

@@ -63,7 +63,8 @@ class WaitingLine:
         """The waiter has taken, or waits no longer: the next one has its turn. May be called more than once."""
         if waiter in self._waiters:
             del self._waiters[waiter]
-            self.notify()
+            if self._waiters:
+                self.notify()
 
     def notify(self) -> None:
         """There may be something to take."""
@@ -193,7 +194,8 @@ class OpenStream:
         self.dispatcher = subscription.next_dispatcher()
         self._subscription = subscription
         self._topic = subscription.topic
-        # Whoever takes out what is handed out, while it waits.
+        self._loop = asyncio.get_running_loop()
+        # For whoever takes out what is handed out; done unless it waits now.
         self._waiting: asyncio.Future[None] | None = None
         self._ended: Exception | None = None
 
@@ -201,11 +203,6 @@ class OpenStream:
         """There may be something to hand out."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
-
-    @property
-    def _waits(self) -> bool:
-        """Whether somebody waits for something to hand out, and was not told that there may be."""
-        return self._waiting is not None and not self._waiting.done()
 
     @property
     def holders(self) -> Collection[int]:
@@ -218,7 +215,8 @@ class OpenStream:
         `awaited`: whether anybody waits for it; else it may ride along with the next slot. Answers with the positions
         to which nothing happened.
         """
-        self._check_open()
+        if self._ended is not None:
+            raise self._ended
         return self._subscription.acks.acknowledge(self.state, claims, awaited=awaited)
 
     def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> Awaitable[NackOutcome]:
@@ -235,13 +233,10 @@ class OpenStream:
         if self._ended is not None:
             raise self._ended
 
-    async def _change(self) -> None:
-        """Returns when there may be something to hand out since the call. One may wait at a time."""
-        self._waiting = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiting
-        finally:
-            self._waiting = None
+    def _change(self) -> asyncio.Future[None]:
+        """Return a future that ends when there may be something to deliver. One caller may wait at a time."""
+        self._waiting = self._loop.create_future()
+        return self._waiting
 
     def end(self, error: Exception) -> None:
         """The topic is served here no longer."""
@@ -276,7 +271,9 @@ class DispatchStream(OpenStream):
         """Hands out a portion of what came due, and sends it, where nobody has to wait for that. Whether nothing is
         left for who waits for `next_messages`. Call when nobody else waits in the line.
         """
-        if self.send is None or not self.permits or not self._waits or not self.outlet.takes(self):
+        if self.send is None or not self.permits or self._waiting is None or self._waiting.done():
+            return False
+        if self.outlet is not UNBOUNDED and not self.outlet.takes(self):
             return False
         limit = min(self.permits, IN_PASS_ROWS_MAX)
         try:
@@ -298,17 +295,18 @@ class DispatchStream(OpenStream):
         Raises NotOwner or Unavailable when the shard is lost, NotFound when the topic or the subscription is deleted,
         StreamClosed after `close`.
         """
-        line = self._subscription.line
+        line, state = self._subscription.line, self.state
         try:
             while True:
-                self._check_open()
+                if self._ended is not None:
+                    raise self._ended
                 if self._took_many:
                     self._took_many = False
                     await self._topic.pace.give_way()
                     continue
-                if self.permits and not self.outlet.takes(self):
+                if self.permits and self.outlet is not UNBOUNDED and not self.outlet.takes(self):
                     line.leave(self)
-                elif self.permits and line.is_turn_of(self):
+                elif self.permits and line.is_turn_of(self) and state.ready_rows:
                     limit = min(self.permits, MESSAGES_ROWS_MAX, self._topic.pace.rows)
                     rows = self._subscription.hand_out(self.dispatcher, limit)
                     if len(rows):

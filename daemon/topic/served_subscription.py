@@ -167,14 +167,15 @@ class ServedSubscription:
         Raises TopicFailed when something goes wrong: rows that were taken out of READY would be nowhere.
         """
         state = self.state
-        if not state.available_rows or not self.may_hand_out:
+        if not state.ready_rows or not self.topic.may_hand_out(state):
             return KeyedRows.empty()
         try:
             rows = state.hand_out(dispatcher, limit, elapsed_ms=self._environment.elapsed_ms())
             if len(rows):
                 self.count_handed_out(rows)
-                self.nacks.watch(state)
-            self.refill()
+                if state.stored.policy.ack_timeout_ms is not None:
+                    self.nacks.watch(state)
+                self.refill()
         except Exception as error:
             self.topic.failed(error)
             raise TopicFailed(self.topic.core.name) from error
@@ -202,17 +203,22 @@ class ServedSubscription:
 
     def notify(self) -> None:
         """There may be something to hand out."""
-        self.key_sharing.notify()
-        if self.state.available_rows:
+        if self.state.key_shared is not None:
+            self.key_sharing.notify()
+        if self.state.ready_rows and self.state.in_flight_room:
             self.line.notify()
 
     def passed(self) -> None:
         """Rows came due. Where one stream waits for them it has them before this returns, if it can."""
-        self.key_sharing.notify()
-        if self.state.available_rows:
+        state = self.state
+        if state.key_shared is not None:
+            self.key_sharing.notify()
+        if state.ready_rows and state.in_flight_room:
             waiter = self.line.only
             if not (isinstance(waiter, DispatchStream) and waiter.hand_out_in_pass()):
                 self.line.notify()
+        if state.reader is not None or state.key_shared is not None:
+            self.read_on()
 
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
@@ -224,12 +230,14 @@ class ServedSubscription:
 
     def refill(self) -> None:
         """There may be room in READY: for what is redelivered, and for what was not read."""
-        self._redeliver_on()
-        self.read_on()
+        if len(self.state.nacks):
+            self._redeliver_on()
+        if self.state.reader is not None or self.state.key_shared is not None:
+            self.read_on()
 
     def _redeliver_on(self) -> None:
         """Nacked rows whose time has come may have had no room until now."""
-        if len(self.state.nacks) and self.topic.core.takes_redeliveries(self.state):
+        if self.topic.core.takes_redeliveries(self.state):
             self.topic.wake_at(self.state.nacks.next_due_ms())
 
     async def settle_ready(self) -> None:

@@ -143,6 +143,8 @@ class ShardPort(Protocol):
     epoch: int
     applied_slot: ShardSlot
     pending: PendingRows
+    # Whether it is known that no former owner acts any longer.
+    is_alone: bool
 
     @property
     def may_hand_out(self) -> bool:
@@ -200,6 +202,8 @@ class ServedTopic:
         self.wake_at_ms: int | None = None
         # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
         self.last_changed_slot = 0
+        # How much is done before others have their turn.
+        self.pace: Pace = due_loop.pace
         self._due_loop = due_loop
         self._environment = environment
         self.buckets = BucketLifecycle(
@@ -284,7 +288,7 @@ class ServedTopic:
         """Raises NotFound, and what ended the topic."""
         if self._ended is not None:
             raise self._ended
-        if not self.is_there(state):
+        if self.core.subscriptions.get(state.subscription_id) is not state:
             raise NotFound(f"subscription {state.stored.name!r} of topic {self.core.name} was deleted")
 
     @contextlib.contextmanager
@@ -344,10 +348,12 @@ class ServedTopic:
 
     def may_hand_out(self, state: SubscriptionState) -> bool:
         """Whether anything may be handed out to the subscription now."""
-        if state.is_by_key and self.shard.alone_in_s:
+        if self._ended is not None or state.subscription_id in self._withheld:
+            return False
+        if not self.shard.is_alone and state.is_by_key and self.shard.alone_in_s:
             # A former owner may hand a key to another consumer.
             return False
-        return state.subscription_id not in self._withheld and self.may_send
+        return self.shard.may_hand_out
 
     @property
     def may_send(self) -> bool:
@@ -357,7 +363,7 @@ class ServedTopic:
     @property
     def alone_in_s(self) -> float:
         """Seconds until no former owner acts any longer; 0.0 if none does."""
-        return self.shard.alone_in_s
+        return 0.0 if self.shard.is_alone else self.shard.alone_in_s
 
     async def alone(self) -> None:
         """Wait until no former owner acts any longer. Raises the error that ended the shard before."""
@@ -380,7 +386,8 @@ class ServedTopic:
     def _notify_sharing(self) -> None:
         """What rows had to wait for by key may be gone."""
         for served in self._served.values():
-            served.key_sharing.notify()
+            if served.state.key_shared is not None:
+                served.key_sharing.notify()
 
     # ---- due rows
 
@@ -388,11 +395,6 @@ class ServedTopic:
     def tick_ms(self) -> int | None:
         """Wake-ups are batched by as much; None: as the daemon is busy."""
         return self.settings.tick_ms
-
-    @property
-    def pace(self) -> Pace:
-        """How much is done before others have their turn."""
-        return self._due_loop.pace
 
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
@@ -407,7 +409,11 @@ class ServedTopic:
         """
         if self._ended is None:
             self._notify_sharing()
-            self._count_order()
+            # Those of the journal when the topic was loaded included.
+            in_order, others = self.core.in_due_order_rows, self.core.out_of_order_rows
+            if in_order or others:
+                self.core.in_due_order_rows = self.core.out_of_order_rows = 0
+                self._environment.metrics.added_in_order(self.core.name, in_due_order=in_order, others=others)
             next_due_ms = self.core.indexes.next_due_of_memory_buckets_ms()
             self._settled_until_ms = earliest(self._settled_until_ms, next_due_ms) or 0
             self._due_loop.schedule(self, earliest(next_due_ms, self.core.next_redelivery_ms()))
@@ -416,16 +422,8 @@ class ServedTopic:
         """Acknowledgements of a slot were applied: what waited for them may be handed out, and nothing comes sooner."""
         if self._ended is None:
             self._notify_sharing()
-            self._due_loop.schedule(self, self.core.next_redelivery_ms())
-
-    def _count_order(self) -> None:
-        """Counts rows that entered the index in the metrics, those of the journal when the topic
-        was loaded included.
-        """
-        in_order, others = self.core.in_due_order_rows, self.core.out_of_order_rows
-        if in_order or others:
-            self.core.in_due_order_rows = self.core.out_of_order_rows = 0
-            self._environment.metrics.added_in_order(self.core.name, in_due_order=in_order, others=others)
+            if (redeliver_at_ms := self.core.next_redelivery_ms()) is not None:
+                self._due_loop.schedule(self, redeliver_at_ms)
 
     def changed(self) -> None:
         """Segments were loaded, or buckets sealed or dropped: the next wake-up may be sooner."""
@@ -439,10 +437,7 @@ class ServedTopic:
         if self._ended is not None:
             return None
         self.pass_due(now_ms)
-        if self.core.indexes.readable:
-            ahead_ms = self._environment.config.delivery.lookahead_ms
-            self._loader.start(self.core.indexes.wanted_segments(now_ms, ahead_ms))
-        return self._next_wake_ms()
+        return self._next_wake_ms(load_from_ms=now_ms)
 
     def pass_due(self, now_ms: int) -> int:
         """Passes rows that are due and in memory, and takes back what is to be redelivered, some portions of them; how
@@ -454,7 +449,6 @@ class ServedTopic:
         else:
             for served in tuple(self._served.values()):
                 served.passed()
-                served.read_on()
             for record in self.core.take_not_owed():
                 _ = self.slots.stage(record, awaited=False)
             redeliver_at_ms = self.core.take_redelivered()
@@ -466,12 +460,17 @@ class ServedTopic:
         """The topic wakes then, if it would not sooner. Unix time in ms; None: it need not."""
         self._due_loop.schedule(self, at_ms)
 
-    def _next_wake_ms(self) -> int | None:
-        """Rows whose segment is not in memory wake nobody: the end of its loading does."""
+    def _next_wake_ms(self, *, load_from_ms: int | None = None) -> int | None:
+        """Rows whose segment is not in memory wake nobody: the end of its loading does. `load_from_ms`: begin to load
+        the segments that are wanted from then on, if given.
+        """
         indexes = self.core.indexes
         if not indexes.readable:
             return earliest(indexes.next_due_of_memory_buckets_ms(), self.core.next_redelivery_ms())
-        next_load_ms = indexes.next_load_ms(self._environment.config.delivery.lookahead_ms, self._loader.reads)
+        ahead_ms = self._environment.config.delivery.lookahead_ms
+        if load_from_ms is not None:
+            self._loader.start(indexes.wanted_segments(load_from_ms, ahead_ms))
+        next_load_ms = indexes.next_load_ms(ahead_ms, self._loader.reads)
         return earliest(indexes.next_due_in_memory_ms(), next_load_ms, self.core.next_redelivery_ms())
 
     # ---- buckets

@@ -62,7 +62,9 @@ class AckRequests:
         refuses the request, at once or when it is awaited.
         """
         self.check(claims)
-        return self.decided(state, claims, lambda: self._decide(state, claims, awaited=awaited))
+        if self._is_now(state, claims):
+            return self._decide(state, claims, awaited=awaited)
+        return self._in_turn(state, claims, lambda: self._decide(state, claims, awaited=awaited))
 
     def decided(
         self,
@@ -75,11 +77,29 @@ class AckRequests:
         """Has a request that names positions decided: now, where it need not wait for its moment and none that came
         before it does; what comes of it. `decide`: decides before it awaits anything. `is_forwarded`: see `decidable`.
         """
-        topic = self._topic
-        is_now = topic.gate.is_open and not self._undecided
-        if is_now and not topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
-            topic.check_there(state)
+        if self._is_now(state, named, is_forwarded=is_forwarded):
             return decide()
+        return self._in_turn(state, named, decide, is_forwarded=is_forwarded)
+
+    def _is_now(self, state: SubscriptionState, named: HeldPositions, *, is_forwarded: bool = False) -> bool:
+        """Return whether a request may be decided at once. Raises NotFound, and the error that ended the topic."""
+        topic = self._topic
+        if not topic.gate.is_open or self._undecided:
+            return False
+        if topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
+            return False
+        topic.check_there(state)
+        return True
+
+    def _in_turn(
+        self,
+        state: SubscriptionState,
+        named: HeldPositions,
+        decide: Callable[[], Awaitable[T]],
+        *,
+        is_forwarded: bool = False,
+    ) -> Awaitable[T]:
+        """Decide a request in its turn; return what comes of it."""
         turn = object()
         self._undecided.add(turn)
 
@@ -170,7 +190,8 @@ class AckRequests:
     def check(self, claims: HeldPositions) -> None:
         """Checks how many positions are named and that batch indexes fit their entries. Raises InvalidArgument."""
         limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
-        limits.check_batch_index(claims.entry_id, claims.batch_index)
+        if claims.batch_index is not None:
+            limits.check_batch_index(claims.entry_id, claims.batch_index)
 
     async def decidable(self, state: SubscriptionState, named: HeldPositions, *, is_forwarded: bool = False) -> bool:
         """Returns when requests pass and nothing that is staged names the positions: decide before awaiting anything.

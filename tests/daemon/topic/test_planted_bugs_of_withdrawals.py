@@ -61,7 +61,7 @@ def requests_pass_while_the_topic_is_trimmed(patch: pytest.MonkeyPatch) -> None:
         return
 
     patch.setattr(TopicGate, "passed", passed)
-    patch.setattr(TopicGate, "is_open", property(lambda self: True))
+    patch.setattr(TopicGate, "is_open", property(lambda self: True, lambda self, value: None), raising=False)
 
 
 def the_answer_does_not_wait_for_its_slot(patch: pytest.MonkeyPatch) -> None:
