@@ -215,7 +215,7 @@ class ServedSubscription:
             self.key_sharing.notify()
         if state.ready_rows and state.in_flight_room:
             waiter = self.line.only
-            if not (isinstance(waiter, DispatchStream) and waiter.hand_out_in_pass()):
+            if not (isinstance(waiter, DispatchStream) and waiter.send is not None and waiter.hand_out_in_pass()):
                 self.line.notify()
         if state.reader is not None or state.key_shared is not None:
             self.read_on()

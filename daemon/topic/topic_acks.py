@@ -119,8 +119,9 @@ class AckRequests:
         records, rest = topic.core.acknowledging.stage(state, claims)
         # What comes behind by its key waits until this is durable.
         slot = slots.stage(*records, awaited=awaited, may_wait=not state.is_by_key) if records else None
-        # There may be room IN_FLIGHT again.
-        topic.notify(state)
+        if state.ready_rows or state.key_shared is not None:
+            # There may be room IN_FLIGHT again.
+            topic.notify(state)
         if slot is None or len(rest) or topic.alone_in_s:
             return self._decide_rest(state, claims, rest, slot, awaited=awaited)
         return self._answer_with(slot, len(claims))
