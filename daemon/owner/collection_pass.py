@@ -500,13 +500,13 @@ class Pass:
         self._add(Summary(waiting=self._kept(tip.manifest)))
 
     async def _look_at_topics(self) -> AsyncIterator[None]:
-        served = {topic.topic_id: name for name, topic in self._shard.topics.items()}
+        served = {topic.core.topic_id: name for name, topic in self._shard.topics.items()}
         listed = {} if self._listing is None else self._listing.topics
         topic_ids = list(dict.fromkeys((*served, *listed, *self._unserved)))
         self.topics = len(topic_ids)
         for start in range(0, len(topic_ids), TOPICS_AT_ONCE):
             known = {
-                topic_id: topic.commits.manifest
+                topic_id: topic.manifests.manifest
                 if (topic := self._shard.topics.get(served.get(topic_id, ""))) is not None
                 else None
                 for topic_id in topic_ids[start : start + TOPICS_AT_ONCE]
@@ -522,14 +522,14 @@ class Pass:
 
     async def _look_at_topic(self, topic_id: str, name: str, listed: Listed | None) -> None:
         topic = self._shard.topics.get(name)
-        commits = None if topic is None else topic.commits
-        tip = await self._collect_topic(topic_id, listed, None if commits is None else commits.tip)
-        if commits is None:
+        manifests = None if topic is None else topic.manifests
+        tip = await self._collect_topic(topic_id, listed, None if manifests is None else manifests.tip)
+        if manifests is None:
             self._remember(topic_id, tip)
         else:
             self._unserved.pop(topic_id, None)
             if tip is not None:
-                commits.saw(tip)
+                manifests.saw(tip)
         if tip is not None:
             self._add(Summary(waiting=self._kept(tip.manifest)))
 

@@ -461,7 +461,7 @@ class Engine:
     async def _count_pending(self) -> None:
         """Counts the pending rows of all topics, some at a time."""
         self._pending.begin_count()
-        topics = [topic.served for shard in self._shards.values() for topic in shard.topics.values()]
+        topics = [topic for shard in self._shards.values() for topic in shard.topics.values()]
         rows = 0
         for count, topic in enumerate(topics, 1):
             rows += topic.quotas.pending_rows

@@ -103,7 +103,7 @@ class Requests:
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
         if subscription is not None:
             async with self._served(topic) as (_, served):
-                return await served.adding.add(batch, subscription, caller)
+                return await served.adds.add(batch, subscription, caller)
         shard = self._engine.shard_of(topic)
         if await shard.topic(topic) is None:
             # What is refused bears no topic.
@@ -113,7 +113,7 @@ class Requests:
             shard.pending.check(len(batch.entry_id) - len(refused))
         served = await shard.topic_to_write(topic)
         with served.failing(InvariantViolated):
-            return await served.adding.add(batch, None, caller)
+            return await served.adds.add(batch, None, caller)
 
     def add_at_once(
         self, topic: str, batch: call_values.AddBatch, caller: call_values.Caller
@@ -124,7 +124,7 @@ class Requests:
         self._check_topic(topic)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
         owned = self._engine.shard_of(topic).topics.get(topic)
-        return None if owned is None else owned.served.adding.add_at_once(batch, caller)
+        return None if owned is None else owned.adds.add_at_once(batch, caller)
 
     def add_row(
         self, topic: str, row: call_values.AddRow, caller: call_values.Caller
@@ -132,7 +132,7 @@ class Requests:
         """Adds a row, as `add_at_once` does, together with others that come at about the same time."""
         self._check_topic(topic)
         owned = self._engine.shard_of(topic).topics.get(topic)
-        return None if owned is None else owned.served.adding.add_row(row, caller)
+        return None if owned is None else owned.adds.add_row(row, caller)
 
     async def cancel(
         self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64
@@ -142,7 +142,7 @@ class Requests:
         """
         self._check_positions(topic, subscription, ledger_id, entry_id)
         async with self._served(topic) as (_, served):
-            return await served.withdrawing.cancel(subscription, ledger_id, entry_id)
+            return await served.withdrawals.cancel(subscription, ledger_id, entry_id)
 
     async def reschedule(
         self, topic: str, subscription: str | None, batch: call_values.RescheduleBatch
@@ -150,7 +150,7 @@ class Requests:
         """Gives positions other times before they are due; the same. Raises NotFound, DelayTooLong."""
         self._check_positions(topic, subscription, batch.ledger_id, batch.entry_id)
         async with self._served(topic) as (_, served):
-            return await served.withdrawing.reschedule(subscription, batch)
+            return await served.withdrawals.reschedule(subscription, batch)
 
     async def contains(
         self, topic: str, asked: call_values.EntryRanges, subscription: str | None
@@ -249,7 +249,7 @@ class Requests:
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
             state = served.subscription(subscription)
-            return await served.acknowledging.acknowledge(state, claims, awaited=True)
+            return await served.acks.acknowledge(state, claims, awaited=True)
 
     async def negative_acknowledge(
         self, topic: str, subscription: str, nack: call_values.Nack
@@ -259,7 +259,7 @@ class Requests:
         """
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
-            return await served.redelivery.negative_acknowledge(served.subscription(subscription), nack, awaited=True)
+            return await served.nacks.negative_acknowledge(served.subscription(subscription), nack, awaited=True)
 
     async def extend_lease(
         self, topic: str, subscription: str, claims: call_values.HeldPositions, lease_ms: int
@@ -406,7 +406,7 @@ class Requests:
         found: dict[str, ServedTopic] = {}
         for shard in list(self._engine.shards.values()):
             beyond = (name for name in shard.topics if name > after and name.startswith(prefixes))
-            found |= {name: shard.topics[name].served for name in heapq.nsmallest(size + 1, beyond)}
+            found |= {name: shard.topics[name] for name in heapq.nsmallest(size + 1, beyond)}
             await asyncio.sleep(0)
         page, next_after = topic_inspection.page_after(found, str, size, after)
         return call_values.TopicPage(
@@ -420,8 +420,8 @@ class Requests:
     async def topic_stats(self, topic: str) -> call_values.TopicStats:
         """Counts of one topic. Raises NotFound."""
         shard, served = await self._shown(topic)
-        applied_slot = shard.topics[topic].commits.manifest.applied
-        merges = int(shard.topics[topic].life.merging.under_way)
+        applied_slot = shard.topics[topic].manifests.manifest.applied
+        merges = int(shard.topics[topic].buckets.merging.under_way)
         now_ms = self._environment.clock.now_ms()
         survey = await served.retention.survey(served.last_changed_slot)
         return topic_inspection.stats(served, survey, applied_slot=applied_slot, merges=merges, now_ms=now_ms)
@@ -501,7 +501,7 @@ class Requests:
 
     async def _topic_numbers(self) -> list[TopicNumbers]:
         now_ms = self._environment.clock.now_ms()
-        topics = [topic.served for shard in self._engine.shards.values() for topic in shard.topics.values()]
+        topics = [topic for shard in self._engine.shards.values() for topic in shard.topics.values()]
         numbers = []
         for count, topic in enumerate(topics, 1):
             survey = await topic.retention.glance(topic.last_changed_slot)

@@ -280,7 +280,7 @@ class DueLoop:
                     # It has waited for its tick already.
                     wait_ms = max(1, round(MORE_AFTER * 1000 * (ended_s - began_s)))
                     self._push(sleeper, self._clock.now_ms() + wait_ms)
-                else:
+                elif again_ms is not None:
                     self.schedule(sleeper, again_ms)
                 began_s = ended_s
                 if ended_s - turn_began_s >= TURN_S:

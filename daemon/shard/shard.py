@@ -35,9 +35,7 @@ from daemon.shard.tail_bound import TailBound
 from daemon.shard.topic_changes import TopicChanges
 from daemon.shard.topic_loading import LoadedTopic, TopicLoading
 from daemon.topic import bucket_lifecycle, topic_manifests
-from daemon.topic.bucket_lifecycle import BucketLifecycle
-from daemon.topic.merged_buckets import Adoption
-from daemon.topic.served_topic import OwnedTopic, ServedTopic
+from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_manifests import TopicManifests, commit_until_certain
 from daemon.topic.topic_settings import TopicSettings
 from storage_backends import commit, topic_manifest
@@ -82,7 +80,7 @@ class ServedShard:
     ) -> None:
         self.number = claim.shard
         self.epoch = claim.epoch
-        self.topics: dict[str, OwnedTopic] = {}
+        self.topics: dict[str, ServedTopic] = {}
         self.applied_slot = claim.last_slot
         self._shard_log = shard_log
         self.pending = pending
@@ -96,8 +94,9 @@ class ServedShard:
         self._alone.add_done_callback(lambda done: done.cancelled() or done.exception())
         if claim.settled:
             self._alone.set_result(None)
+        self.is_alone = claim.settled
         self._lost = lost
-        self._by_id: dict[str, OwnedTopic] = {}
+        self._by_id: dict[str, ServedTopic] = {}
         self._releasing = False
         self._losing: asyncio.Task[BaseException] | None = None
         self._births: dict[str, asyncio.Task[ServedTopic]] = {}
@@ -191,7 +190,7 @@ class ServedShard:
         self.loading.close()
         self.deletions.begin_drain()
         for topic in self.topics.values():
-            topic.life.merging.close()
+            topic.buckets.merging.close()
 
     async def drain(self) -> None:
         """Orderly end: what is staged becomes durable and is answered, streams and attempts to delete end, and the
@@ -201,7 +200,7 @@ class ServedShard:
         self.begin_drain()
         await self.slots.flush()
         for topic in self.topics.values():
-            topic.served.end_streams(Unavailable("the daemon is stopping; try again"))
+            topic.end_streams(Unavailable("the daemon is stopping; try again"))
         await self.deletions.attempts_ended()
         await self._keep()
 
@@ -211,7 +210,7 @@ class ServedShard:
         """
         await self.slots.flush()
         # What is under way ends; of seals that wait for their turn none begins.
-        await asyncio.gather(*(topic.life.halt() for topic in self.topics.values()))
+        await asyncio.gather(*(topic.buckets.halt() for topic in self.topics.values()))
         await self.checkpoints.settled()
         while self.reloading:
             await asyncio.wait(self.reloading.values())
@@ -242,30 +241,12 @@ class ServedShard:
 
     @property
     def may_hand_out(self) -> bool:
-        return not self._releasing and self.is_confirmed
+        return not self._releasing and self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
 
     @property
     def is_confirmed(self) -> bool:
         """Whether no successor acts yet. May be asked in any thread."""
         return self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
-
-    def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None:
-        """What was read of a topic's bucket is damaged. Who reads may be late: the topic may have been deleted."""
-        if (owned := self.topics.get(topic)) is not None:
-            owned.life.quarantine(bucket, damage)
-
-    async def bucket_is_live(self, topic: str, bucket: str) -> bool:
-        """Whether the newest manifest names a bucket, the object of which is missing. False when nothing is served any
-        more: the shard was lost, or the topic deleted.
-        """
-        owned = self.topics.get(topic)
-        if owned is None:
-            return False
-        try:
-            return await owned.life.is_live(bucket)
-        except commit.Refused as refused:
-            await self.superseded(refused)
-            return False
 
     @property
     def alone_in_s(self) -> float:
@@ -283,6 +264,7 @@ class ServedShard:
         while (wait_s := self.alone_in_s) > 0:
             await self._environment.sleep(wait_s)
         self._alone.set_result(None)
+        self.is_alone = True
         settled = await backoff.until_answered(
             lambda: self._environment.pools.journal.run(
                 lambda: topic_manifests.commit_once(
@@ -313,13 +295,13 @@ class ServedShard:
         elapsed_ms = self._environment.elapsed_ms()
         for record in records:
             if isinstance(record, AddRecord) and (adding := self._by_id.get(record.topic_id)) is not None:
-                with adding.served.contained():
-                    adding.life.before_rows(int(record.rows.ledger_id.max()), self.applied_slot)
+                with adding.contained():
+                    adding.buckets.before_rows(int(record.rows.ledger_id.max()), self.applied_slot)
         decided: dict[str, list[Record]] = {}
         for record in records:
             decided.setdefault(record.topic_id, []).append(record)
         # Of each topic, whether anything but acknowledgements was applied to it.
-        touched: dict[OwnedTopic, bool] = {}
+        touched: dict[ServedTopic, bool] = {}
         for topic_id, of_topic in decided.items():
             topic = self._by_id.get(topic_id)
             if topic is None:
@@ -327,24 +309,24 @@ class ServedShard:
                 # loaded again from this slot too.
                 continue
             try:
-                touched[topic] = topic.served.core.apply_all(of_topic, slot, elapsed_ms=elapsed_ms)
+                touched[topic] = topic.core.apply_all(of_topic, slot, elapsed_ms=elapsed_ms)
             except Exception as error:  # noqa: BLE001 - it is told with the topic
-                topic.served.failed(error)
+                topic.failed(error)
         self.deletions.apply(deletion_records)
         self.applied_slot = slot
         for topic, has_more_rows in touched.items():
-            topic.served.last_changed_slot = slot
-            if self._by_id.get(topic.topic_id) is not topic:
+            topic.last_changed_slot = slot
+            if self._by_id.get(topic.core.topic_id) is not topic:
                 continue
             try:
                 if has_more_rows:
-                    topic.life.after_slot(slot)
-                    topic.served.rows_added()
+                    topic.buckets.after_slot(slot)
+                    topic.rows_added()
                 else:
-                    topic.life.rows_left(slot)
-                    topic.served.rows_left()
+                    topic.buckets.rows_left(slot)
+                    topic.rows_left()
             except Exception as error:  # noqa: BLE001 - it is told with the topic
-                topic.served.failed(error)
+                topic.failed(error)
         self.checkpoints.consider()
 
     def every_second(self) -> Iterator[None]:
@@ -358,9 +340,9 @@ class ServedShard:
             for name, topic in topics[first : first + TOPICS_A_STEP]:
                 if self._releasing or self.topics.get(name) is not topic:
                     continue
-                with topic.served.contained():
-                    topic.life.look_after(self.applied_slot)
-                    topic.served.look_after()
+                with topic.contained():
+                    topic.buckets.look_after(self.applied_slot)
+                    topic.look_after()
             yield
 
     def may_load(self, topic_id: str) -> bool:
@@ -371,7 +353,7 @@ class ServedShard:
         """Another process may have merged buckets of the topic, if it is served."""
         topic = self._by_id.get(topic_id)
         if topic is not None:
-            topic.life.look_for_merges()
+            topic.buckets.look_for_merges()
 
     def state(self) -> ShardState:
         """What a checkpoint of now holds. Raises TopicFailed when a topic cannot be told: it is let go."""
@@ -384,7 +366,7 @@ class ServedShard:
                 try:
                     cuts.append(topic.cut())
                 except Exception as error:
-                    topic.served.failed(error)
+                    topic.failed(error)
                     raise TopicFailed(name) from error
         return cuts
 
@@ -417,24 +399,15 @@ class ServedShard:
     ) -> ServedTopic:
         served = ServedTopic(
             topic,
-            ShardOfTopic(self),
+            self,
+            TopicSlots(self.slots),
+            TopicManifests(topic_log, tip, self._environment, shard=self.number, epoch=self.epoch),
             self._due_loop,
             self._environment,
             policy=tip.manifest.policy,
             delay_levels=tip.manifest.delay_levels,
         )
-        commits = TopicManifests(topic_log, tip, self._environment, shard=self.number, epoch=self.epoch)
-        life = BucketLifecycle(
-            topic,
-            commits,
-            self._environment,
-            slot=self.applied_slot,
-            settings=lambda: served.settings,
-            adopt=Adoption(served, commits, self._environment, slot=lambda: self.applied_slot).adopt,
-            failed=served.failed,
-            changed=served.changed,
-        )
-        self.topics[topic.name] = self._by_id[topic.topic_id] = OwnedTopic(served, life, commits)
+        self.topics[topic.name] = self._by_id[topic.topic_id] = served
         return served
 
     async def topic(self, name: str) -> ServedTopic | None:
@@ -444,13 +417,13 @@ class ServedShard:
         """
         topic = self.topics.get(name)
         if topic is not None:
-            return topic.served
+            return topic
         topic_id = names.topic_id(name)
         while (topic := self.topics.get(name)) is None:
             await self.loading.settled(topic_id, name)
             if name not in self.topics and not self.loading.knows(topic_id):
                 return None
-        return topic.served
+        return topic
 
     async def settings_of(self, topic: str) -> TopicSettings | None:
         """What is in force for a topic; None when there is none. Raises as `topic`."""
@@ -487,8 +460,8 @@ class ServedShard:
     def forget_topic(self, name: str, error: Exception) -> None:
         """The topic was deleted; whoever waits for it gets the error."""
         topic = self.topics.pop(name)
-        del self._by_id[topic.topic_id]
-        self.loading.deleted(topic.topic_id)
+        del self._by_id[topic.core.topic_id]
+        self.loading.deleted(topic.core.topic_id)
         topic.close(error)
 
     # ---- topics that fail
@@ -498,8 +471,7 @@ class ServedShard:
         again. When the topic's epoch is over, the shard is another's.
         """
         name, topic_id = topic.core.name, topic.core.topic_id
-        owned = self.topics.get(name)
-        if owned is None or owned.served is not topic:
+        if self.topics.get(name) is not topic:
             return
         if isinstance(error, commit.Refused | NotOwner):
             self.lose(error)
@@ -507,9 +479,9 @@ class ServedShard:
         log.error("shard %d: topic %s has failed and is loaded again: %r", self.number, name, error, exc_info=error)
         self._environment.metrics.topic_failed()
         del self.topics[name], self._by_id[topic_id]
-        owned.life.begin_close()
+        topic.buckets.begin_close()
         self.loading.begin_reload(topic_id)
-        self.reloading[topic_id] = asyncio.ensure_future(self._reload(owned))
+        self.reloading[topic_id] = asyncio.ensure_future(self._reload(topic))
         self.reloading[topic_id].add_done_callback(self._task_done)
         try:
             topic.abandon(TopicFailed(name))
@@ -519,17 +491,17 @@ class ServedShard:
     def begin_reload(self, topic: str, error: BaseException) -> None:
         """A topic cannot be relied on any more."""
         if (owned := self.topics.get(topic)) is not None:
-            owned.served.failed(error)
+            owned.failed(error)
 
-    async def _reload(self, topic: OwnedTopic) -> None:
+    async def _reload(self, topic: ServedTopic) -> None:
         """What is under way for the topic ends before it is read, so that nothing of it lands behind that."""
-        topic_id = topic.topic_id
+        topic_id = topic.core.topic_id
         try:
-            await topic.life.halt()
-            await topic.commits.settled()
+            await topic.buckets.halt()
+            await topic.manifests.settled()
         finally:
-            topic.life.close()
-            topic.commits.close()
+            topic.buckets.close()
+            topic.manifests.close()
         tail, slot = await self._tail_of(topic_id)
         del self.reloading[topic_id]
         self.loading.load_again(topic_id, tail, slot)
@@ -554,41 +526,10 @@ class ServedShard:
             await self.loading.found(topic_id)
             if name not in self.topics:
                 raise
-            return self.topics[name].served
+            return self.topics[name]
         # A successor that was before this has listed the topics and not seen it: it will, or this owner learns of it.
         await self.slots.confirmed()
         if name in self.topics:
             # It was found by its first manifest before the commit of that had returned.
-            return self.topics[name].served
+            return self.topics[name]
         return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)
-
-
-class ShardOfTopic:
-    """What one topic sees of its shard, until the topic is let go."""
-
-    def __init__(self, shard: ServedShard) -> None:
-        self._shard = shard
-        self.number = shard.number
-        self.epoch = shard.epoch
-        self.pending = shard.pending
-        self.commits = TopicSlots(shard.slots)
-
-    @property
-    def may_hand_out(self) -> bool:
-        return not self.commits.ended and self._shard.may_hand_out
-
-    @property
-    def alone_in_s(self) -> float:
-        return self._shard.alone_in_s
-
-    async def alone(self) -> None:
-        await self._shard.alone()
-
-    def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None:
-        self._shard.bucket_damaged(topic, bucket, damage)
-
-    async def bucket_is_live(self, topic: str, bucket: str) -> bool:
-        return await self._shard.bucket_is_live(topic, bucket)
-
-    def topic_failed(self, topic: ServedTopic, error: BaseException) -> None:
-        self._shard.topic_failed(topic, error)

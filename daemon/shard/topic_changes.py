@@ -29,7 +29,7 @@ from daemon.runtime import backoff
 from daemon.runtime.due_loop import FairShare
 from daemon.runtime.environment import Environment
 from daemon.topic import stored_topic, topic_settings
-from daemon.topic.served_topic import OwnedTopic, ServedTopic
+from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_manifests import Operation
 from storage_backends import commit
 from storage_backends.formats import names
@@ -68,7 +68,7 @@ class ShardOfChanges(Protocol):
     def slots(self) -> ShardSlots: ...
 
     @property
-    def topics(self) -> Mapping[str, OwnedTopic]: ...
+    def topics(self) -> Mapping[str, ServedTopic]: ...
 
     async def topic_to_write(self, name: str) -> ServedTopic:
         """The topic, which is born if there is none."""
@@ -157,7 +157,7 @@ class TopicChanges:
         """Seals the mutable bucket; returns when that is committed."""
         await topic.gate.passed()
         topic.check_room()
-        sealing = self._shard.topics[topic.core.name].life.seal(self._shard.applied_slot)
+        sealing = topic.buckets.seal(self._shard.applied_slot)
         if sealing is None:
             await self._shard.slots.confirmed()
             return Sealed(rows=0, bucket="")
@@ -171,7 +171,7 @@ class TopicChanges:
     async def merge(self, topic: ServedTopic, buckets_max: int) -> Merged:
         """Merges until no index has more than `buckets_max` buckets, 0: than the policy says, or none may be merged."""
         await topic.gate.passed()
-        merging = self._shard.topics[topic.core.name].life.merging
+        merging = topic.buckets.merging
         merged = await merging.merge(buckets_max or topic.settings.max_num_buckets)
         if not merged.merges:
             await self._shard.slots.confirmed()
@@ -183,12 +183,12 @@ class TopicChanges:
         return topic.settings.effective
 
     async def _set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> None:
-        await self._commit(topic.core.name, lambda tip: SetPolicy(policy=policy, epoch=self._shard.epoch))
+        await self._commit(topic, lambda tip: SetPolicy(policy=policy, epoch=self._shard.epoch))
         topic.settings = topic_settings.settings_of(self._environment, policy, topic.settings.delay_levels)
         topic.quotas.set_limits(topic.settings.quota_limits)
         await topic.quotas.counted()
         topic.changed()
-        self._shard.topics[topic.core.name].life.after_slot(self._shard.applied_slot)
+        topic.buckets.after_slot(self._shard.applied_slot)
 
     async def set_delay_levels(self, topic: ServedTopic, table: TopicDelayLevels | None) -> DelayLevels:
         """Replaces the delay levels, None: by the daemon's; what is in force when this returns. Rows keep their times.
@@ -200,7 +200,7 @@ class TopicChanges:
         return topic.settings.levels
 
     async def _set_delay_levels(self, topic: ServedTopic, table: TopicDelayLevels | None) -> None:
-        await self._commit(topic.core.name, lambda tip: SetDelayLevels(levels=table, epoch=self._shard.epoch))
+        await self._commit(topic, lambda tip: SetDelayLevels(levels=table, epoch=self._shard.epoch))
         topic.settings = topic_settings.settings_of(self._environment, topic.settings.policy, table)
 
     async def delete(self, topic: ServedTopic) -> TopicDeleted:
@@ -211,22 +211,22 @@ class TopicChanges:
 
     async def _delete(self, topic: ServedTopic) -> TopicDeleted:
         core, shard = topic.core, self._shard
-        life = shard.topics[core.name].life
+        buckets = topic.buckets
         with topic.withholding(core.subscriptions):
             # No seal may follow. What is decided without a request from here on names an incarnation that is no more.
-            await life.halt()
+            await buckets.halt()
             try:
                 lost_rows = sum(needed.rows for needed in core.rebuild_needed())
                 rows = core.indexes.present_rows + lost_rows
                 delete_after_ms = self._environment.clock.now_ms() + self._environment.grace_ms
                 await self._commit(
-                    core.name,
+                    topic,
                     lambda tip: DeleteTopic(
                         slot=shard.applied_slot, epoch=shard.epoch, delete_after_ms=delete_after_ms
                     ),
                 )
             except BaseException:
-                life.go_on()
+                buckets.go_on()
                 raise
             self._forget(topic)
         self._environment.metrics.topic_deleted()
@@ -273,7 +273,7 @@ class TopicChanges:
                 f"topic {name} has {count} subscriptions, the limit is {count_max}",
                 retry_after_ms=SUBSCRIPTIONS_RETRY_MS,
             )
-        subscription_id = self._shard.topics[name].commits.manifest.last_subscription_id + 1
+        subscription_id = topic.manifests.manifest.last_subscription_id + 1
         properties_object = await self._properties_object(topic, subscription_id, properties)
         stored = Subscription(
             subscription_id=subscription_id,
@@ -307,7 +307,7 @@ class TopicChanges:
             properties_object,
         )
         state.stored, state.properties = stored, properties
-        topic.redelivery.watch(state)
+        topic.nacks.watch(state)
         topic.notify(state)
 
     async def delete_subscription(self, topic: ServedTopic, subscription: str) -> int:
@@ -336,7 +336,7 @@ class TopicChanges:
             topic.core.remove_subscription(deleted)
             gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
             topic.end_streams(gone, subscription_id=deleted)
-        self._shard.topics[name].life.after_slot(self._shard.applied_slot)
+        topic.buckets.after_slot(self._shard.applied_slot)
         dead_letters = len(state.dead_letters)
         if dead_letters:
             log.warning("topic %s: %d dead letters left with subscription %r", name, dead_letters, subscription)
@@ -349,14 +349,14 @@ class TopicChanges:
         is there: the one that the manifest names, or one that is written now.
         """
         before = {state.subscription_id: state.properties for state in topic.core.subscriptions.values()}
-        commits, environment = self._shard.topics[topic.core.name].commits, self._environment
+        manifests, environment = topic.manifests, self._environment
         if before.get(subscription_id, ()) == properties:
-            return commits.manifest.properties_object
+            return manifests.manifest.properties_object
         after = {number: named for number, named in {**before, subscription_id: properties}.items() if named}
         if not after:
             return None
-        base = commits.number
-        key = names.properties_key(commits.shard, topic.core.topic_id, base, environment.new_id())
+        base = manifests.number
+        key = names.properties_key(manifests.shard, topic.core.topic_id, base, environment.new_id())
         return await backoff.until_answered(
             lambda: environment.run(
                 lambda: stored_topic.write_properties(environment.store, after, key=key, base=base)
@@ -385,10 +385,10 @@ class TopicChanges:
                 delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
             )
 
-        await self._commit(topic.core.name, operation)
+        await self._commit(topic, operation)
 
-    async def _commit(self, name: str, operation: Callable[[TopicManifest], Operation]) -> None:
+    async def _commit(self, topic: ServedTopic, operation: Callable[[TopicManifest], Operation]) -> None:
         try:
-            await self._shard.topics[name].commits.commit(operation)
+            await topic.manifests.commit(operation)
         except commit.Refused as refused:
             raise await self._shard.superseded(refused) from refused

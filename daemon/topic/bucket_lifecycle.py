@@ -192,7 +192,7 @@ class BucketLifecycle:
     def __init__(
         self,
         topic: TopicState,
-        commits: TopicManifests,
+        manifests: TopicManifests,
         environment: Environment,
         *,
         slot: ShardSlot,
@@ -204,7 +204,7 @@ class BucketLifecycle:
         self._topic = topic
         self._settings = settings
         self._adopt = adopt
-        self._commits = commits
+        self._manifests = manifests
         self._environment = environment
         self._failed = failed
         self._changed = changed
@@ -213,7 +213,7 @@ class BucketLifecycle:
         self._damaged: dict[str, str] = {}
         self._slot = slot
         # Every merged bucket of this manifest, and of those before it, is served.
-        self._learned = commits.number
+        self._learned = manifests.number
         self._learners: list[asyncio.Future[None]] = []
         self._older = AGE_SPREAD * environment.jitter()
         # At first of each topic another time: they are not all looked at together.
@@ -225,7 +225,7 @@ class BucketLifecycle:
         self._closed = False
         self.merging = BucketMerging(
             topic,
-            commits,
+            manifests,
             environment,
             settings=settings,
             learn=self.learn,
@@ -254,7 +254,7 @@ class BucketLifecycle:
     def rows_left(self, slot: ShardSlot) -> None:
         """Everything up to `slot` is applied, which brought no rows: buckets may be dropped."""
         self._slot = slot
-        if self._topic.indexes.has_droppable or self._commits.number != self._learned:
+        if self._topic.indexes.has_droppable or self._manifests.number != self._learned:
             self._start()
 
     def look_after(self, slot: ShardSlot) -> None:
@@ -262,7 +262,7 @@ class BucketLifecycle:
         self.after_slot(slot)
         self.merging.consider()
         elapsed_s = self._environment.clock.elapsed_s()
-        if elapsed_s - max(self._looked_at_s, self._commits.read_at_s) < self._look_in_s:
+        if elapsed_s - max(self._looked_at_s, self._manifests.read_at_s) < self._look_in_s:
             return
         self._looked_at_s, self._look_in_s = elapsed_s, LOOK_S
         if sum(len(index.sealed) for index in self._topic.indexes.values()) >= MERGEABLE_BUCKETS:
@@ -281,7 +281,7 @@ class BucketLifecycle:
         indexes = self._topic.indexes
         if not indexes.has_mutable_rows:
             return None
-        base = self._commits.number
+        base = self._manifests.number
         taken, redelivery = dict(indexes.cut()), self._topic.redelivery_cut()
         begun = indexes.begin_seal(lambda _: self._new_key(base), now_ms=self._environment.clock.now_ms())
         committed: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
@@ -307,12 +307,14 @@ class BucketLifecycle:
         return committed
 
     def _new_key(self, base: int) -> str:
-        return names.bucket_key(self._commits.shard, self._topic.topic_id, base, self._environment.new_id())
+        return names.bucket_key(self._manifests.shard, self._topic.topic_id, base, self._environment.new_id())
 
     def quarantine(self, bucket: str, damage: str) -> None:
         """The object of a sealed bucket is damaged. It is read no more, and when that is in the manifest, what it held
-        may be added again.
+        may be added again. Nothing happens when the topic has ended.
         """
+        if self._closed:
+            return
         index = self._topic.indexes.holding(bucket)
         if index is not None and bucket not in self._damaged:
             log.error("topic %s: a bucket is quarantined, the others are served: %s", self._topic.name, damage)
@@ -323,11 +325,13 @@ class BucketLifecycle:
 
     async def is_live(self, bucket: str) -> bool:
         """Whether the newest manifest names a bucket, the object of which is missing. If not, it was merged away, and
-        what it held is served from the bucket that took its place when this returns.
+        what it held is served from the bucket that took its place when this returns. False when the topic has ended.
 
         Raises Corruption when the manifest is damaged, commit.Refused when the epoch is over.
         """
-        tip = await self._commits.newest()
+        if self._closed:
+            return False
+        tip = await self._manifests.newest()
         if any(live.object.name == bucket for live in tip.live):
             return True
         index = self._topic.indexes.holding(bucket)
@@ -406,7 +410,7 @@ class BucketLifecycle:
         while not self._halted:
             if self._look_wanted:
                 await self._look()
-            elif self._commits.number != self._learned:
+            elif self._manifests.number != self._learned:
                 await self._learn()
             elif self._damaged:
                 await self._quarantine(next(iter(self._damaged)))
@@ -425,17 +429,19 @@ class BucketLifecycle:
     async def _look(self) -> None:
         self._look_wanted = False
         try:
-            await self._commits.read()
+            await self._manifests.read()
         except StoreError as error:
             log.info("topic %s: what others merged is looked at later: %s", self._topic.name, error)
             self._looked_at_s, self._look_in_s = self._environment.clock.elapsed_s(), LOOK_AGAIN_S
 
     async def _learn(self) -> None:
         """The newest manifest that is known: its merged buckets take the place of their sources."""
-        newest = self._commits.manifest
-        if newest.owner_epoch != self._commits.epoch:
+        newest = self._manifests.manifest
+        if newest.owner_epoch != self._manifests.epoch:
             # A merge is committed whoever owns the topic.
-            raise commit.Refused(f"owner epoch is {newest.owner_epoch}, not {self._commits.epoch}", self._commits.tip)
+            raise commit.Refused(
+                f"owner epoch is {newest.owner_epoch}, not {self._manifests.epoch}", self._manifests.tip
+            )
         if self._names_unknown(newest):
             await self._adopt(newest)
             self._changed()
@@ -463,14 +469,14 @@ class BucketLifecycle:
         started_s = environment.clock.elapsed_s()
         written = await self._write(seal)
         progress, progress_object = await self._progress(seal)
-        await self._commits.commit(
+        await self._manifests.commit(
             lambda tip: topic_manifest.Seal(
                 buckets=tuple(each.live for each in written if each is not None),
                 progress=progress,
                 progress_object=progress_object,
                 slot_from=tip.applied,
                 slot_to=seal.slot,
-                epoch=self._commits.epoch,
+                epoch=self._manifests.epoch,
                 replaced_delete_after_ms=environment.clock.now_ms() + environment.grace_ms,
             ),
             run=environment.pools.seals.run,
@@ -533,7 +539,7 @@ class BucketLifecycle:
         if len(encoded) <= INLINE_PROGRESS_BYTES:
             return progress, None
         base = seal.cuts[0].base
-        key = names.progress_key(self._commits.shard, self._topic.topic_id, base, self._environment.new_id())
+        key = names.progress_key(self._manifests.shard, self._topic.topic_id, base, self._environment.new_id())
         await self._until_written(lambda: self._environment.store.put(key, encoded))
         return None, topic_manifest.reference_to(key, base, encoded)
 
@@ -543,9 +549,9 @@ class BucketLifecycle:
         if self._topic.indexes.holding(bucket) is not None:
             slot, damage = self._slot, self._damaged[bucket][: topic_manifests.DAMAGE_CHARACTERS_MAX]
             try:
-                committed = await self._commits.commit(
+                committed = await self._manifests.commit(
                     lambda tip: topic_manifest.Quarantine(
-                        bucket=bucket, damage=damage, slot=slot, epoch=self._commits.epoch
+                        bucket=bucket, damage=damage, slot=slot, epoch=self._manifests.epoch
                     )
                 )
             except topic_manifests.Overtaken as overtaken:
@@ -559,9 +565,9 @@ class BucketLifecycle:
     async def _drop(self) -> None:
         empty = [bucket.name for bucket in self._topic.indexes.droppable()]
         now_ms = self._environment.clock.now_ms()
-        await self._commits.commit(
+        await self._manifests.commit(
             lambda tip: topic_manifest.DropBuckets(
-                buckets=tuple(empty), epoch=self._commits.epoch, delete_after_ms=now_ms + self._environment.grace_ms
+                buckets=tuple(empty), epoch=self._manifests.epoch, delete_after_ms=now_ms + self._environment.grace_ms
             )
         )
         # Of one that was merged before only memory says that its rows are gone: the merged bucket takes that over.

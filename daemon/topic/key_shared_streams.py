@@ -27,7 +27,7 @@ import asyncio
 import collections
 import dataclasses
 from collections.abc import Awaitable, Collection, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -40,7 +40,8 @@ from daemon.core.key_shared.key_consumers import Joining
 from daemon.core.key_shared.key_share import KeyShared
 from daemon.errors import InvalidArgument, InvariantViolated, QuotaExceeded, TarryError, Unavailable
 from daemon.runtime.environment import Environment
-from daemon.topic.open_streams import MESSAGES_ROWS_MAX, OpenStream, SubscriptionOfStreams
+from daemon.topic.leases import Leases
+from daemon.topic.open_streams import MESSAGES_ROWS_MAX, OpenStream, SubscriptionPort
 from storage_backends.formats.row_columns import U32, U64, Rows
 
 # With as many rows the stream is full until they were taken; nor are more of them one message.
@@ -171,41 +172,14 @@ def _end(waited_for: asyncio.Future[None], error: Exception | None = None) -> No
 Outgoing: TypeAlias = HandedOut | Planned | TakenBack
 
 
-class Sharing(Protocol):
-    """The sharing of keys, as a stream sees it: `daemon.topic.key_shared_streams.KeySharing`."""
-
-    def join(self, stream: KeySharedStream, consumers: Sequence[Consumer]) -> None: ...
-
-    def leave(self, stream: KeySharedStream, number: int) -> None: ...
-
-    def grant(self, stream: KeySharedStream, number: int, permits: int) -> None: ...
-
-    def set_full(self, stream: KeySharedStream, *, is_full: bool) -> None: ...
-
-    def check_plan(self, positions: Rows) -> None: ...
-
-    def plan(self, stream: KeySharedStream, request_id: int, positions: Rows) -> asyncio.Future[None]: ...
-
-    def mark(self, stream: KeySharedStream) -> asyncio.Future[None]: ...
-
-    def mark_delete(self, stream: KeySharedStream, ledger_id: int, entry_id: int) -> None: ...
-
-
-class SubscriptionOfKeySharedStreams(SubscriptionOfStreams, Protocol):
-    """What a KEY_SHARED stream asks of its subscription beside."""
-
-    @property
-    def key_sharing(self) -> Sharing: ...
-
-
 class KeySharedStream(OpenStream):
     """A stream that hands a KEY_SHARED subscription's rows to consumers. What they hold is READY again when it is
     closed.
     """
 
-    def __init__(self, subscription: SubscriptionOfKeySharedStreams) -> None:
+    def __init__(self, subscription: SubscriptionPort, sharing: SharingRounds) -> None:
         super().__init__(subscription)
-        self._sharing = subscription.key_sharing
+        self._sharing = sharing
         self.outbox = KeySharedOutbox()
         # Of each consumer its dispatcher number, and back.
         self._numbers: dict[int, int] = {}
@@ -276,7 +250,7 @@ class KeySharedStream(OpenStream):
         self._sharing.check_plan(positions)
         async with self._in_order:
             # A former owner may still hand out by key.
-            await self._topic.shard.alone()
+            await self._topic.alone()
             await self._passed()
             sent = self._sharing.plan(self, request_id, positions)
         await sent
@@ -301,7 +275,7 @@ class KeySharedStream(OpenStream):
             self._check_open()
             self.outbox.pass_marks()
             # What a successor may have handed out since waits here.
-            if self.outbox and self._topic.shard.may_hand_out and self.outlet.takes(self):
+            if self.outbox and self._topic.may_send and self.outlet.takes(self):
                 outgoing = self._take()
                 if outgoing is not None:
                     return outgoing
@@ -379,34 +353,6 @@ PLAN_ROWS_MAX = MESSAGES_ROWS_MAX
 CONSUMERS_RETRY_MS = 5_000
 
 
-class Leasing(Protocol):
-    """The leases of the subscription, as the sharing of keys sees them."""
-
-    def stop_listening(self) -> None:
-        """READY is not kept for pullers any longer."""
-        ...
-
-
-class SubscriptionOfSharing(SubscriptionOfKeySharedStreams, Protocol):
-    """What the sharing of keys asks of its subscription beside."""
-
-    @property
-    def leases(self) -> Leasing: ...
-
-    @property
-    def may_hand_out(self) -> bool:
-        """Whether anything may be handed out now."""
-        ...
-
-    def refill(self) -> None:
-        """There may be room in READY."""
-        ...
-
-    def count_handed_out(self, rows: KeyedRows) -> None:
-        """Counts rows that were handed out in the metrics."""
-        ...
-
-
 @dataclasses.dataclass(eq=False, slots=True)
 class _Shared:
     """From the first KEY_SHARED stream to the last. `consumers`: by their numbers, on which stream each is."""
@@ -422,8 +368,9 @@ class _Shared:
 class SharingRounds:
     """The sharing of one subscription by key: consumers come and go, and in rounds what may be sent is shared out."""
 
-    def __init__(self, subscription: SubscriptionOfSharing, environment: Environment) -> None:
+    def __init__(self, subscription: SubscriptionPort, leases: Leases, environment: Environment) -> None:
         self._subscription = subscription
+        self._leases = leases
         self._topic = subscription.topic
         self._state = subscription.state
         self._environment = environment
@@ -442,7 +389,7 @@ class SharingRounds:
         """A stream listens. The first one begins the sharing."""
         core, state = self._topic.core, self._state
         # Nobody but KEY_SHARED streams listens now.
-        self._subscription.leases.stop_listening()
+        self._leases.stop_listening()
         frozen = (
             core.key_sharing.begin(state, elapsed_ms=self._environment.elapsed_ms())
             if state.key_shared is None
@@ -596,7 +543,7 @@ class SharingRounds:
         sent_rows = int(np.count_nonzero(numbers))
         self._environment.metrics.planned(topic.core.name, sent=sent_rows, held=len(numbers) - sent_rows)
         self._count_blocked(shared)
-        topic.redelivery.watch(state)
+        self._subscription.nacks.watch(state)
         # Others may have a consumer for what this stream has none for.
         self._ask(shared)
         return sent
@@ -681,7 +628,7 @@ class SharingRounds:
                     key_shared.set_full(sent.stream, True)
             if assigned:
                 self._subscription.count_handed_out(KeyedRows.concat([sent.rows for sent in assigned]))
-                topic.redelivery.watch(self._state)
+                self._subscription.nacks.watch(self._state)
             self._count_blocked(shared)
         self._subscription.refill()
         return key_shared.may_hand_out

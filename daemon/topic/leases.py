@@ -12,17 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 from daemon.core.decisions.claims import HeldPositions, Ignored, IgnoredReason
-from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.position_keys import KeyedRows
 from daemon.errors import InvalidArgument, QuotaExceeded
 from daemon.runtime.environment import Environment
-from daemon.topic.open_streams import WaitingLine
-from daemon.topic.topic_acks import AckRequests
-from daemon.topic.topic_port import TopicPort
+from daemon.topic.open_streams import SubscriptionPort
 from daemon.topic.topic_settings import LEASE_MAX_MS
 
 GET_ROWS_MAX = 10_000
@@ -37,56 +32,6 @@ LISTEN_S = 30.0
 SWEEP_S = 10.0
 # The two clocks may disagree by a rounding.
 TIMER_LEAST_S = 0.001
-
-
-class TopicOfLeases(TopicPort, Protocol):
-    """What leases ask of their topic beside."""
-
-    @property
-    def acknowledging(self) -> AckRequests: ...
-
-    def contained(self) -> AbstractContextManager[None]:
-        """What goes wrong inside is the topic's failure."""
-        ...
-
-
-class SubscriptionOfLeases(Protocol):
-    """What leases ask of their subscription: `daemon.topic.served_subscription`."""
-
-    @property
-    def topic(self) -> TopicOfLeases: ...
-
-    @property
-    def state(self) -> SubscriptionState: ...
-
-    @property
-    def line(self) -> WaitingLine:
-        """The line of those who wait for rows."""
-        ...
-
-    def check_mode(self, *, key_shared: bool) -> None:
-        """Raises Conflict when the subscription is open in another way."""
-        ...
-
-    def next_dispatcher(self) -> int:
-        """A number for a lease, that no other lease, stream or consumer has."""
-        ...
-
-    def listen(self, dispatcher: int) -> None:
-        """READY is kept for a dispatcher that holds nothing itself."""
-        ...
-
-    def hand_out(self, dispatcher: int, limit: int) -> KeyedRows:
-        """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
-        ...
-
-    def notify(self) -> None:
-        """There may be something to hand out."""
-        ...
-
-    async def settle_ready(self) -> None:
-        """Returns when there are READY rows, or nothing that is due now is left to be READY."""
-        ...
 
 
 class _Puller:
@@ -111,7 +56,7 @@ class _Puller:
 class Leases:
     """The leases of one subscription."""
 
-    def __init__(self, subscription: SubscriptionOfLeases, environment: Environment) -> None:
+    def __init__(self, subscription: SubscriptionPort, environment: Environment) -> None:
         self._subscription = subscription
         self._topic = subscription.topic
         self._state = subscription.state
@@ -170,11 +115,11 @@ class Leases:
 
     async def extend(self, claims: HeldPositions, *, lease_ms: int) -> Ignored:
         """Moves the end of leases; the positions that were not leased with that time."""
-        acknowledging = self._topic.acknowledging
-        acknowledging.check(claims)
-        await acknowledging.decidable(self._state, claims)
+        acks = self._subscription.acks
+        acks.check(claims)
+        await acks.decidable(self._state, claims)
         ignored = self._moved(claims, lease_ms=lease_ms)
-        await self._topic.shard.commits.confirmed()
+        await self._topic.slots.confirmed()
         return ignored
 
     def _moved(self, claims: HeldPositions, *, lease_ms: int) -> Ignored:

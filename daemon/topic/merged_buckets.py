@@ -30,7 +30,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from daemon.call_values import Merged
 from daemon.core.decisions.topic_state import TopicState
@@ -46,6 +46,7 @@ from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.topic import bucket_reads, stored_topic, topic_manifests
 from daemon.topic.topic_manifests import TopicManifests
+from daemon.topic.topic_port import TopicPort
 from daemon.topic.topic_settings import TopicSettings
 from storage_backends import bucket_merging, topic_manifest
 from storage_backends.bucket_merging import MergePlan, WrittenMerge
@@ -54,9 +55,6 @@ from storage_backends.formats.bucket_format import BucketMetadata, BucketTable
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.object_store import StoreError
-
-if TYPE_CHECKING:
-    from daemon.topic.served_topic import ServedTopic
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +88,7 @@ class BucketMerging:
     def __init__(
         self,
         topic: TopicState,
-        commits: TopicManifests,
+        manifests: TopicManifests,
         environment: Environment,
         *,
         settings: Callable[[], TopicSettings],
@@ -101,7 +99,7 @@ class BucketMerging:
     ) -> None:
         self._topic = topic
         self._settings = settings
-        self._commits = commits
+        self._manifests = manifests
         self._environment = environment
         self._learn = learn
         self._is_live = is_live
@@ -206,7 +204,7 @@ class BucketMerging:
         soon_ms = self._environment.clock.now_ms() + self._environment.config.delivery.lookahead_ms
         mergeable = {bucket.name: bucket for bucket in index.readable if bucket.name not in self._unmergeable}
         found = []
-        for live in self._commits.manifest.live:
+        for live in self._manifests.manifest.live:
             if live.subscription_id != index.index_id or live.quarantined:
                 continue
             bucket = mergeable.get(live.object.name)
@@ -233,7 +231,7 @@ class BucketMerging:
             if outcome is None:
                 return
             if outcome in ("merged", "refused"):
-                await asyncio.shield(self._learn(self._commits.manifest))
+                await asyncio.shield(self._learn(self._manifests.manifest))
             if outcome == "merged":
                 delays_s = backoff.delays_s(self._environment.jitter)
             else:
@@ -307,7 +305,7 @@ class BucketMerging:
 
     def _plan(self, run: Sequence[str]) -> MergePlan:
         """From the newest manifest that is known: every bucket of the run is live there."""
-        tip, shard = self._commits.manifest, self._commits.shard
+        tip, shard = self._manifests.manifest, self._manifests.shard
         live = {bucket.object.name: bucket for bucket in tip.live}
         key = names.bucket_key(shard, tip.topic_id, tip.head.number, self._environment.new_id())
         return MergePlan(tip, tuple(live[name] for name in run), key)
@@ -353,7 +351,7 @@ class BucketMerging:
             )
         )
         try:
-            await self._commits.commit(lambda tip: written.operation)
+            await self._manifests.commit(lambda tip: written.operation)
         except topic_manifests.Overtaken as refused:
             log.info("topic %s: a merge is refused, its output is not used: %s", self._topic.name, refused.reason)
             return "refused"
@@ -389,10 +387,10 @@ class Adoption:
     """Merged buckets of one topic. `slot`: the last one that is applied."""
 
     def __init__(
-        self, topic: ServedTopic, commits: TopicManifests, environment: Environment, *, slot: Callable[[], ShardSlot]
+        self, topic: TopicPort, manifests: TopicManifests, environment: Environment, *, slot: Callable[[], ShardSlot]
     ) -> None:
         self._topic = topic
-        self._commits = commits
+        self._manifests = manifests
         self._environment = environment
         self._slot = slot
 
@@ -411,7 +409,7 @@ class Adoption:
                     await self._take_over(fresh[0])
                 except Corruption as error:
                     damaged[fresh[0].object.name] = str(error)
-                manifest = self._commits.manifest
+                manifest = self._manifests.manifest
             elif not unknown:
                 self._forget_merged_away(manifest)
                 return
@@ -419,7 +417,7 @@ class Adoption:
                 self._lose(unknown[0], manifest)
             else:
                 await self._quarantine(unknown[0].object.name, damaged[unknown[0].object.name])
-                manifest = self._commits.manifest
+                manifest = self._manifests.manifest
 
     def _unknown(self, manifest: TopicManifest) -> list[LiveBucket]:
         """The buckets of the manifest that are not served here."""
@@ -531,16 +529,16 @@ class Adoption:
 
     async def _quarantine(self, bucket: str, damage: str) -> None:
         """A merged bucket cannot be read, unless it was missing since it is merged itself by now."""
-        manifest = await self._commits.newest()
+        manifest = await self._manifests.newest()
         if all(live.object.name != bucket for live in manifest.live):
             return
         try:
-            await self._commits.commit(
+            await self._manifests.commit(
                 lambda tip: topic_manifest.Quarantine(
                     bucket=bucket,
                     damage=damage[: topic_manifests.DAMAGE_CHARACTERS_MAX],
                     slot=self._slot(),
-                    epoch=self._commits.epoch,
+                    epoch=self._manifests.epoch,
                 )
             )
         except topic_manifests.Overtaken:

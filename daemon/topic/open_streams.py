@@ -63,7 +63,8 @@ class WaitingLine:
         """The waiter has taken, or waits no longer: the next one has its turn. May be called more than once."""
         if waiter in self._waiters:
             del self._waiters[waiter]
-            self.notify()
+            if self._waiters:
+                self.notify()
 
     def notify(self) -> None:
         """There may be something to take."""
@@ -80,44 +81,73 @@ IN_PASS_ROWS_MAX = 500
 PERMITS_MAX = (1 << 32) - 1
 
 
-class TopicOfStreams(TopicPort, Protocol):
-    """What a stream asks of its topic beside."""
+class SubscriptionPort(Protocol):
+    """A subscription as its streams, its leases and its sharing by key see it; `served_subscription` fills it."""
 
     @property
-    def acknowledging(self) -> AckRequests: ...
-
-    @property
-    def redelivery(self) -> NackRequests: ...
-
-
-class SubscriptionOfStreams(Protocol):
-    """What a stream asks of its subscription: `daemon.topic.served_subscription`."""
-
-    @property
-    def topic(self) -> TopicOfStreams: ...
+    def topic(self) -> TopicPort: ...
 
     @property
     def state(self) -> SubscriptionState: ...
 
     @property
+    def acks(self) -> AckRequests: ...
+
+    @property
+    def nacks(self) -> NackRequests: ...
+
+    @property
     def line(self) -> WaitingLine:
-        """The line of those who wait for rows."""
+        """The line of streams and pullers that wait for rows."""
         ...
+
+    @property
+    def may_hand_out(self) -> bool:
+        """Whether rows may be delivered now."""
+        ...
+
+    def check_mode(self, *, key_shared: bool) -> None:
+        """Raise Conflict if the subscription is open in another mode."""
+        ...
+
+    # ---- dispatchers
 
     def next_dispatcher(self) -> int:
-        """A number for a stream, that no other one has."""
+        """Return a number that no other stream, consumer or lease has."""
         ...
 
-    def hand_out(self, dispatcher: int, limit: int) -> KeyedRows:
-        """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
-        ...
-
-    def handed_out(self, taken: KeyedRows) -> HandedOut:
-        """Rows that were handed out, as their dispatcher sees them."""
+    def listen(self, dispatcher: int) -> None:
+        """Keep READY for a dispatcher that holds no rows itself."""
         ...
 
     def close_stream(self, stream: OpenStream) -> None:
-        """What the stream holds is READY again; it listens no more."""
+        """Close a stream; the rows that it holds are READY again."""
+        ...
+
+    # ---- rows
+
+    def hand_out(self, dispatcher: int, limit: int) -> KeyedRows:
+        """Take at most `limit` rows, IN_FLIGHT at the dispatcher from now on. Empty if none may be delivered now."""
+        ...
+
+    def handed_out(self, taken: KeyedRows) -> HandedOut:
+        """Return delivered rows as their dispatcher sees them."""
+        ...
+
+    def count_handed_out(self, rows: KeyedRows) -> None:
+        """Count delivered rows in the metrics."""
+        ...
+
+    def notify(self) -> None:
+        """Wake streams and pullers, since rows may be ready."""
+        ...
+
+    def refill(self) -> None:
+        """Fill READY, since it may have room."""
+        ...
+
+    async def settle_ready(self) -> None:
+        """Wait until there are READY rows, or no row that is due now is left to become READY."""
         ...
 
 
@@ -153,8 +183,8 @@ class OpenStream:
     Close it always; what it holds is READY again then.
     """
 
-    def __init__(self, subscription: SubscriptionOfStreams) -> None:
-        self.epoch = subscription.topic.shard.epoch
+    def __init__(self, subscription: SubscriptionPort) -> None:
+        self.epoch = subscription.topic.epoch
         self.held = 0
         self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self.rebuild_needed: tuple[RebuildNeeded, ...] = ()
@@ -164,7 +194,8 @@ class OpenStream:
         self.dispatcher = subscription.next_dispatcher()
         self._subscription = subscription
         self._topic = subscription.topic
-        # Whoever takes out what is handed out, while it waits.
+        self._loop = asyncio.get_running_loop()
+        # For whoever takes out what is handed out; done unless it waits now.
         self._waiting: asyncio.Future[None] | None = None
         self._ended: Exception | None = None
 
@@ -172,11 +203,6 @@ class OpenStream:
         """There may be something to hand out."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
-
-    @property
-    def _waits(self) -> bool:
-        """Whether somebody waits for something to hand out, and was not told that there may be."""
-        return self._waiting is not None and not self._waiting.done()
 
     @property
     def holders(self) -> Collection[int]:
@@ -189,30 +215,28 @@ class OpenStream:
         `awaited`: whether anybody waits for it; else it may ride along with the next slot. Answers with the positions
         to which nothing happened.
         """
-        self._check_open()
-        return self._topic.acknowledging.acknowledge(self.state, claims, awaited=awaited)
+        if self._ended is not None:
+            raise self._ended
+        return self._subscription.acks.acknowledge(self.state, claims, awaited=awaited)
 
     def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> Awaitable[NackOutcome]:
         """Has positions come back later, or makes them dead letters; what it returns ends when that is durable."""
         self._check_open()
-        return self._topic.redelivery.negative_acknowledge(self.state, nack, awaited=awaited)
+        return self._subscription.nacks.negative_acknowledge(self.state, nack, awaited=awaited)
 
     def extend(self, claims: HeldPositions) -> Awaitable[Ignored]:
         """The ack time-out of positions begins anew; those that are not IN_FLIGHT at this stream."""
         self._check_open()
-        return self._topic.acknowledging.extend(self.state, claims, self.holders)
+        return self._subscription.acks.extend(self.state, claims, self.holders)
 
     def _check_open(self) -> None:
         if self._ended is not None:
             raise self._ended
 
-    async def _change(self) -> None:
-        """Returns when there may be something to hand out since the call. One may wait at a time."""
-        self._waiting = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiting
-        finally:
-            self._waiting = None
+    def _change(self) -> asyncio.Future[None]:
+        """Return a future that ends when there may be something to deliver. One caller may wait at a time."""
+        self._waiting = self._loop.create_future()
+        return self._waiting
 
     def end(self, error: Exception) -> None:
         """The topic is served here no longer."""
@@ -230,7 +254,7 @@ class OpenStream:
 class DispatchStream(OpenStream):
     """A SHARED stream. See `OpenStream`."""
 
-    def __init__(self, subscription: SubscriptionOfStreams) -> None:
+    def __init__(self, subscription: SubscriptionPort) -> None:
         super().__init__(subscription)
         self.permits = 0
         # Sends what was handed out and waits for nothing; None: only who waits for `next_messages` can.
@@ -247,7 +271,9 @@ class DispatchStream(OpenStream):
         """Hands out a portion of what came due, and sends it, where nobody has to wait for that. Whether nothing is
         left for who waits for `next_messages`. Call when nobody else waits in the line.
         """
-        if self.send is None or not self.permits or not self._waits or not self.outlet.takes(self):
+        if self.send is None or not self.permits or self._waiting is None or self._waiting.done():
+            return False
+        if self.outlet is not UNBOUNDED and not self.outlet.takes(self):
             return False
         limit = min(self.permits, IN_PASS_ROWS_MAX)
         try:
@@ -269,17 +295,18 @@ class DispatchStream(OpenStream):
         Raises NotOwner or Unavailable when the shard is lost, NotFound when the topic or the subscription is deleted,
         StreamClosed after `close`.
         """
-        line = self._subscription.line
+        line, state = self._subscription.line, self.state
         try:
             while True:
-                self._check_open()
+                if self._ended is not None:
+                    raise self._ended
                 if self._took_many:
                     self._took_many = False
                     await self._topic.pace.give_way()
                     continue
-                if self.permits and not self.outlet.takes(self):
+                if self.permits and self.outlet is not UNBOUNDED and not self.outlet.takes(self):
                     line.leave(self)
-                elif self.permits and line.is_turn_of(self):
+                elif self.permits and line.is_turn_of(self) and state.ready_rows:
                     limit = min(self.permits, MESSAGES_ROWS_MAX, self._topic.pace.rows)
                     rows = self._subscription.hand_out(self.dispatcher, limit)
                     if len(rows):

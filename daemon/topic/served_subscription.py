@@ -20,9 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -39,7 +37,9 @@ from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.topic.key_shared_streams import KeySharedStream, SharingRounds
 from daemon.topic.leases import Leases
-from daemon.topic.open_streams import DispatchStream, OpenStream, TopicOfStreams, WaitingLine
+from daemon.topic.open_streams import DispatchStream, OpenStream, WaitingLine
+from daemon.topic.topic_acks import AckRequests, NackRequests
+from daemon.topic.topic_port import TopicPort
 from storage_backends.formats.row_columns import Rows
 
 # Portions that a backlog is read again by.
@@ -59,31 +59,6 @@ class Mode(enum.Enum):
     KEY_SHARED = "key-shared"
 
 
-class TopicOfSubscription(TopicOfStreams, Protocol):
-    """What a subscription asks of its topic beside."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the topic is served here no longer."""
-        ...
-
-    def may_hand_out(self, state: SubscriptionState) -> bool:
-        """Whether anything may be handed out to the subscription now."""
-        ...
-
-    def pass_due(self, now_ms: int) -> int:
-        """Passes some portions of what is due and in memory; how many rows."""
-        ...
-
-    def wake_at(self, at_ms: int | None) -> None:
-        """The topic wakes then, if it would not sooner. Unix time in ms; None: it need not."""
-        ...
-
-    def contained(self) -> AbstractContextManager[None]:
-        """What goes wrong inside is the topic's failure, and nobody else's."""
-        ...
-
-
 class ServedSubscription:
     """A subscription that somebody listens to, or has listened to since its topic is served here.
 
@@ -98,13 +73,22 @@ class ServedSubscription:
     stream or a lease holds when it ends is READY again.
     """
 
-    def __init__(self, topic: TopicOfSubscription, state: SubscriptionState, environment: Environment) -> None:
+    def __init__(
+        self,
+        topic: TopicPort,
+        state: SubscriptionState,
+        acks: AckRequests,
+        nacks: NackRequests,
+        environment: Environment,
+    ) -> None:
         self.topic = topic
         self.state = state
+        self.acks = acks
+        self.nacks = nacks
         self.streams: dict[int, OpenStream] = {}
         self.line = WaitingLine()
         self.leases = Leases(self, environment)
-        self.key_sharing = SharingRounds(self, environment)
+        self.key_sharing = SharingRounds(self, self.leases, environment)
         self._environment = environment
         self._behind: asyncio.Task[None] | None = None
         self._last_dispatcher = 0
@@ -183,14 +167,15 @@ class ServedSubscription:
         Raises TopicFailed when something goes wrong: rows that were taken out of READY would be nowhere.
         """
         state = self.state
-        if not state.available_rows or not self.may_hand_out:
+        if not state.ready_rows or not self.topic.may_hand_out(state):
             return KeyedRows.empty()
         try:
             rows = state.hand_out(dispatcher, limit, elapsed_ms=self._environment.elapsed_ms())
             if len(rows):
                 self.count_handed_out(rows)
-                self.topic.redelivery.watch(state)
-            self.refill()
+                if state.stored.policy.ack_timeout_ms is not None:
+                    self.nacks.watch(state)
+                self.refill()
         except Exception as error:
             self.topic.failed(error)
             raise TopicFailed(self.topic.core.name) from error
@@ -204,7 +189,7 @@ class ServedSubscription:
     def handed_out(self, taken: KeyedRows) -> HandedOut:
         """Rows that were handed out, as their dispatcher sees them."""
         rows, batch_index = indexes.unpacked(taken, self.topic.core.indexes, self.state.subscription_id)
-        return HandedOut(self.topic.shard.epoch, rows, taken.redelivery_count, batch_index)
+        return HandedOut(self.topic.epoch, rows, taken.redelivery_count, batch_index)
 
     def count_handed_out(self, rows: KeyedRows) -> None:
         """Counts rows that were handed out in the metrics."""
@@ -218,17 +203,22 @@ class ServedSubscription:
 
     def notify(self) -> None:
         """There may be something to hand out."""
-        self.key_sharing.notify()
-        if self.state.available_rows:
+        if self.state.key_shared is not None:
+            self.key_sharing.notify()
+        if self.state.ready_rows and self.state.in_flight_room:
             self.line.notify()
 
     def passed(self) -> None:
         """Rows came due. Where one stream waits for them it has them before this returns, if it can."""
-        self.key_sharing.notify()
-        if self.state.available_rows:
+        state = self.state
+        if state.key_shared is not None:
+            self.key_sharing.notify()
+        if state.ready_rows and state.in_flight_room:
             waiter = self.line.only
-            if not (isinstance(waiter, DispatchStream) and waiter.hand_out_in_pass()):
+            if not (isinstance(waiter, DispatchStream) and waiter.send is not None and waiter.hand_out_in_pass()):
                 self.line.notify()
+        if state.reader is not None or state.key_shared is not None:
+            self.read_on()
 
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
@@ -240,12 +230,14 @@ class ServedSubscription:
 
     def refill(self) -> None:
         """There may be room in READY: for what is redelivered, and for what was not read."""
-        self._redeliver_on()
-        self.read_on()
+        if len(self.state.nacks):
+            self._redeliver_on()
+        if self.state.reader is not None or self.state.key_shared is not None:
+            self.read_on()
 
     def _redeliver_on(self) -> None:
         """Nacked rows whose time has come may have had no room until now."""
-        if len(self.state.nacks) and self.topic.core.takes_redeliveries(self.state):
+        if self.topic.core.takes_redeliveries(self.state):
             self.topic.wake_at(self.state.nacks.next_due_ms())
 
     async def settle_ready(self) -> None:
@@ -303,23 +295,23 @@ class ServedSubscription:
 STREAMS_RETRY_MS = 5_000
 
 
-class TopicOfOpening(TopicOfStreams, Protocol):
-    """What opening a stream asks of its topic beside."""
-
-    def subscription(self, name: str) -> SubscriptionState:
-        """The state of a subscription. Raises NotFound when it does not exist."""
-        ...
-
-    def served_subscription(self, state: SubscriptionState) -> ServedSubscription:
-        """Who listens to a subscription, and in which mode it is."""
-        ...
-
-
 class StreamOpening:
-    """Opens streams on the subscriptions of one topic, with the positions that a dispatcher holds already."""
+    """Opens streams on the subscriptions of one topic, with the positions that a dispatcher holds already.
 
-    def __init__(self, topic: TopicOfOpening, environment: Environment) -> None:
+    `served` finds a subscription by its state. It is called again after each await, since the subscription may have
+    been deleted meanwhile.
+    """
+
+    def __init__(
+        self,
+        topic: TopicPort,
+        acks: AckRequests,
+        served: Callable[[SubscriptionState], ServedSubscription],
+        environment: Environment,
+    ) -> None:
         self._topic = topic
+        self._acks = acks
+        self._served = served
         self._environment = environment
         self._streams_max = environment.config.limits.streams_per_subscription_max
 
@@ -352,10 +344,10 @@ class StreamOpening:
         _check_holders(held, consumers)
         if state.key_shared is None and (state.acknowledging or state.nacking):
             # Of those who had it open before: until that is durable nobody else gets rows of their hashes.
-            await topic.shard.commits.settled()
+            await topic.slots.settled()
         claimed = await self._find(state, claims)
         served = self._checked(state, key_shared=True)
-        stream = KeySharedStream(served)
+        stream = KeySharedStream(served, served.key_sharing)
         served.key_sharing.open(stream)
         with self._beginning(served, stream):
             served.key_sharing.join(stream, consumers)
@@ -365,7 +357,7 @@ class StreamOpening:
     def _checked(self, state: SubscriptionState, *, key_shared: bool) -> ServedSubscription:
         """The subscription, which a stream may listen to. Raises NotFound, Conflict, QuotaExceeded."""
         self._topic.check_there(state)
-        served = self._topic.served_subscription(state)
+        served = self._served(state)
         served.check_mode(key_shared=key_shared)
         if len(served.streams) >= self._streams_max:
             raise QuotaExceeded(
@@ -380,7 +372,7 @@ class StreamOpening:
         if not len(held):
             return rows_claimed((), state, held, KeyedRows.empty())
         await self._topic.settle_due()
-        found = await self._topic.acknowledging.find(state, held, held)
+        found = await self._acks.find(state, held, held)
         return rows_claimed(self._topic.core.indexes.serving(state.subscription_id), state, held, found)
 
     def _hold(self, stream: KeySharedStream, held: HeldByConsumers, claimed: ClaimedRows) -> Mask:
@@ -414,7 +406,7 @@ class StreamOpening:
             stream.close()
             raise
         stream.rebuild_needed = topic.core.rebuild_needed()
-        topic.redelivery.watch(served.state)
+        served.nacks.watch(served.state)
         served.refill()
         served.notify()
 

@@ -11,17 +11,12 @@ What one topic needs of its log, for who cuts the log and for who watches the to
 
 Owns: turns of the event loop between the steps of a look, pages of ledgers, and the last look at the topic as a whole.
 Does not own: what is looked at (`daemon.core.index.retention`).
-
-A topic of a shard that is owned: all that the shard has of it.
-
-Owns: that its parts belong together, and end together. Does not own: any of them, and which topics there are (`shard`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Generator, Iterable, Iterator
 from typing import Protocol, TypeVar
@@ -38,14 +33,15 @@ from daemon.core.index.retention import RetentionScan
 from daemon.core.index.runs import earliest
 from daemon.core.index.segments import SegmentRange
 from daemon.core.quotas import PendingRows
-from daemon.errors import NotFound, QuotaExceeded
+from daemon.errors import NotFound, NotOwner, QuotaExceeded
 from daemon.group_commit.shard_slots import TopicSlots
 from daemon.runtime.due_loop import DueLoop, FairShare, Pace
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
-from daemon.topic import bucket_lifecycle, topic_settings
-from daemon.topic.bucket_lifecycle import BucketLifecycle
+from daemon.topic import topic_settings
+from daemon.topic.bucket_lifecycle import BucketLifecycle, TopicCut
 from daemon.topic.bucket_reads import SegmentLoader
+from daemon.topic.merged_buckets import Adoption
 from daemon.topic.open_streams import OpenStream
 from daemon.topic.served_subscription import ServedSubscription, StreamOpening
 from daemon.topic.topic_acks import AckRequests, NackRequests
@@ -55,6 +51,8 @@ from daemon.topic.topic_gate import TopicGate
 from daemon.topic.topic_manifests import TopicManifests
 from daemon.topic.topic_quotas import TopicQuotas
 from daemon.topic.topic_withdrawals import TopicWithdrawals
+from storage_backends import commit
+from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U64
 
@@ -138,27 +136,37 @@ SEALING_RETRY_MS = 200
 CONTAINED_RANGES_MAX = 100_000
 
 
-class Owned(Protocol):
-    """What a topic sees of its shard."""
+class ShardPort(Protocol):
+    """The shard of a topic as the topic sees it."""
 
     number: int
     epoch: int
-    commits: TopicSlots
+    applied_slot: ShardSlot
     pending: PendingRows
+    # Whether it is known that no former owner acts any longer.
+    is_alone: bool
 
     @property
-    def may_hand_out(self) -> bool: ...
+    def may_hand_out(self) -> bool:
+        """Whether the epoch is confirmed, and the shard is not being released."""
+        ...
 
     @property
-    def alone_in_s(self) -> float: ...
+    def alone_in_s(self) -> float:
+        """Seconds until no former owner acts any longer; 0.0 if none does."""
+        ...
 
-    async def alone(self) -> None: ...
+    async def alone(self) -> None:
+        """Wait until no former owner acts any longer. Raises the error that ended the shard before."""
+        ...
 
-    def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None: ...
+    def topic_failed(self, topic: ServedTopic, error: BaseException) -> None:
+        """Stop serving a topic that can no longer be relied on, and load it again."""
+        ...
 
-    async def bucket_is_live(self, topic: str, bucket: str) -> bool: ...
-
-    def topic_failed(self, topic: ServedTopic, error: BaseException) -> None: ...
+    async def superseded(self, refused: commit.Refused) -> NotOwner:
+        """Lose the shard, since a commit was refused; return the answer for the caller."""
+        ...
 
 
 class ServedTopic:
@@ -167,7 +175,9 @@ class ServedTopic:
     def __init__(
         self,
         topic: TopicState,
-        shard: Owned,
+        shard: ShardPort,
+        slots: TopicSlots,
+        manifests: TopicManifests,
         due_loop: DueLoop,
         environment: Environment,
         *,
@@ -176,25 +186,38 @@ class ServedTopic:
     ) -> None:
         self.core = topic
         self.shard = shard
+        self.epoch = shard.epoch
+        self.slots = slots
+        self.manifests = manifests
         self.settings = topic_settings.settings_of(environment, policy, delay_levels)
-        self.quotas = TopicQuotas(
-            topic, self.settings.quota_limits, shard.pending, environment, settled=shard.commits.settled
-        )
-        self.gate = TopicGate(topic.name, shard.commits)
-        self.opening = StreamOpening(self, environment)
-        self.acknowledging = AckRequests(self, environment)
-        self.redelivery = NackRequests(self, environment)
-        self.withdrawing = TopicWithdrawals(self, environment)
+        self.quotas = TopicQuotas(topic, self.settings.quota_limits, shard.pending, environment, settled=slots.settled)
+        self.gate = TopicGate(topic.name, slots)
+        self.acks = AckRequests(self, environment)
+        self.nacks = NackRequests(self, self.acks, environment)
+        self.opening = StreamOpening(self, self.acks, self.served_subscription, environment)
+        self.withdrawals = TopicWithdrawals(self, environment)
         self.dead_letters = TopicDeadLetters(self, environment)
         self.retention = TopicRetention(topic, environment)
-        self.adding = TopicAdds(self, environment)
+        self.adds = TopicAdds(self, self.withdrawals, environment)
         self.wake_at_ms: int | None = None
         # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
         self.last_changed_slot = 0
+        # How much is done before others have their turn.
+        self.pace: Pace = due_loop.pace
         self._due_loop = due_loop
         self._environment = environment
+        self.buckets = BucketLifecycle(
+            topic,
+            manifests,
+            environment,
+            slot=shard.applied_slot,
+            settings=lambda: self.settings,
+            adopt=Adoption(self, manifests, environment, slot=lambda: shard.applied_slot).adopt,
+            failed=self.failed,
+            changed=self.changed,
+        )
         self._loader = SegmentLoader(
-            topic, environment, self._segments_loaded, self._bucket_damaged, self._bucket_is_live, self.failed
+            topic, environment, self.changed, self.buckets.quarantine, self.bucket_is_live, self.failed
         )
         # By subscription id, those that were ever listened to.
         self._served: dict[int, ServedSubscription] = {}
@@ -222,7 +245,7 @@ class ServedTopic:
         # What is due counts as due from its time on.
         self.pass_due(self._environment.clock.now_ms())
         found = self.core.contains(asked, state, ranges_max=CONTAINED_RANGES_MAX)
-        await self.shard.commits.confirmed()
+        await self.slots.confirmed()
         return found
 
     async def retained(self, ledger_ids: U64 | None, page_size: int, after: int | None) -> RetentionPage:
@@ -230,7 +253,7 @@ class ServedTopic:
         if self._ended is not None:
             raise self._ended
         page = await self.retention.page(ledger_ids, page_size, after)
-        await self.shard.commits.confirmed()
+        await self.slots.confirmed()
         return page
 
     async def get_scheduled(self, state: SubscriptionState, *, max_rows: int, lease_ms: int, wait_ms: int) -> KeyedRows:
@@ -239,7 +262,7 @@ class ServedTopic:
         self.check_there(state)
         rows = await self.served_subscription(state).leases.get(max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
         if not len(rows):
-            await self.shard.commits.confirmed()
+            await self.slots.confirmed()
         return rows
 
     async def load(self, wanted: Iterable[SegmentRange]) -> None:
@@ -265,7 +288,7 @@ class ServedTopic:
         """Raises NotFound, and what ended the topic."""
         if self._ended is not None:
             raise self._ended
-        if not self.is_there(state):
+        if self.core.subscriptions.get(state.subscription_id) is not state:
             raise NotFound(f"subscription {state.stored.name!r} of topic {self.core.name} was deleted")
 
     @contextlib.contextmanager
@@ -298,7 +321,9 @@ class ServedTopic:
         """Who listens to a subscription, and in which mode it is."""
         served = self._served.get(state.subscription_id)
         if served is None:
-            served = self._served[state.subscription_id] = ServedSubscription(self, state, self._environment)
+            served = self._served[state.subscription_id] = ServedSubscription(
+                self, state, self.acks, self.nacks, self._environment
+            )
         return served
 
     @property
@@ -323,10 +348,26 @@ class ServedTopic:
 
     def may_hand_out(self, state: SubscriptionState) -> bool:
         """Whether anything may be handed out to the subscription now."""
-        if state.is_by_key and self.shard.alone_in_s:
+        if self._ended is not None or state.subscription_id in self._withheld:
+            return False
+        if not self.shard.is_alone and state.is_by_key and self.shard.alone_in_s:
             # A former owner may hand a key to another consumer.
             return False
-        return state.subscription_id not in self._withheld and self.shard.may_hand_out
+        return self.shard.may_hand_out
+
+    @property
+    def may_send(self) -> bool:
+        """Whether delivered rows may leave now: the epoch is confirmed, and the topic has not ended."""
+        return self._ended is None and self.shard.may_hand_out
+
+    @property
+    def alone_in_s(self) -> float:
+        """Seconds until no former owner acts any longer; 0.0 if none does."""
+        return 0.0 if self.shard.is_alone else self.shard.alone_in_s
+
+    async def alone(self) -> None:
+        """Wait until no former owner acts any longer. Raises the error that ended the shard before."""
+        await self.shard.alone()
 
     def take_back(self, state: SubscriptionState) -> None:
         """Rows may have come to be NACKED: what is behind them of their keys is at nobody from now on."""
@@ -345,7 +386,8 @@ class ServedTopic:
     def _notify_sharing(self) -> None:
         """What rows had to wait for by key may be gone."""
         for served in self._served.values():
-            served.key_sharing.notify()
+            if served.state.key_shared is not None:
+                served.key_sharing.notify()
 
     # ---- due rows
 
@@ -353,11 +395,6 @@ class ServedTopic:
     def tick_ms(self) -> int | None:
         """Wake-ups are batched by as much; None: as the daemon is busy."""
         return self.settings.tick_ms
-
-    @property
-    def pace(self) -> Pace:
-        """How much is done before others have their turn."""
-        return self._due_loop.pace
 
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
@@ -372,7 +409,11 @@ class ServedTopic:
         """
         if self._ended is None:
             self._notify_sharing()
-            self._count_order()
+            # Those of the journal when the topic was loaded included.
+            in_order, others = self.core.in_due_order_rows, self.core.out_of_order_rows
+            if in_order or others:
+                self.core.in_due_order_rows = self.core.out_of_order_rows = 0
+                self._environment.metrics.added_in_order(self.core.name, in_due_order=in_order, others=others)
             next_due_ms = self.core.indexes.next_due_of_memory_buckets_ms()
             self._settled_until_ms = earliest(self._settled_until_ms, next_due_ms) or 0
             self._due_loop.schedule(self, earliest(next_due_ms, self.core.next_redelivery_ms()))
@@ -381,16 +422,8 @@ class ServedTopic:
         """Acknowledgements of a slot were applied: what waited for them may be handed out, and nothing comes sooner."""
         if self._ended is None:
             self._notify_sharing()
-            self._due_loop.schedule(self, self.core.next_redelivery_ms())
-
-    def _count_order(self) -> None:
-        """Counts rows that entered the index in the metrics, those of the journal when the topic
-        was loaded included.
-        """
-        in_order, others = self.core.in_due_order_rows, self.core.out_of_order_rows
-        if in_order or others:
-            self.core.in_due_order_rows = self.core.out_of_order_rows = 0
-            self._environment.metrics.added_in_order(self.core.name, in_due_order=in_order, others=others)
+            if (redeliver_at_ms := self.core.next_redelivery_ms()) is not None:
+                self._due_loop.schedule(self, redeliver_at_ms)
 
     def changed(self) -> None:
         """Segments were loaded, or buckets sealed or dropped: the next wake-up may be sooner."""
@@ -404,10 +437,7 @@ class ServedTopic:
         if self._ended is not None:
             return None
         self.pass_due(now_ms)
-        if self.core.indexes.readable:
-            ahead_ms = self._environment.config.delivery.lookahead_ms
-            self._loader.start(self.core.indexes.wanted_segments(now_ms, ahead_ms))
-        return self._next_wake_ms()
+        return self._next_wake_ms(load_from_ms=now_ms)
 
     def pass_due(self, now_ms: int) -> int:
         """Passes rows that are due and in memory, and takes back what is to be redelivered, some portions of them; how
@@ -419,9 +449,8 @@ class ServedTopic:
         else:
             for served in tuple(self._served.values()):
                 served.passed()
-                served.read_on()
             for record in self.core.take_not_owed():
-                _ = self.shard.commits.stage(record, awaited=False)
+                _ = self.slots.stage(record, awaited=False)
             redeliver_at_ms = self.core.take_redelivered()
             if len(redeliver_at_ms):
                 self._environment.metrics.redelivered(now_ms - redeliver_at_ms.astype(np.int64))
@@ -431,22 +460,40 @@ class ServedTopic:
         """The topic wakes then, if it would not sooner. Unix time in ms; None: it need not."""
         self._due_loop.schedule(self, at_ms)
 
-    def _next_wake_ms(self) -> int | None:
-        """Rows whose segment is not in memory wake nobody: the end of its loading does."""
+    def _next_wake_ms(self, *, load_from_ms: int | None = None) -> int | None:
+        """Rows whose segment is not in memory wake nobody: the end of its loading does. `load_from_ms`: begin to load
+        the segments that are wanted from then on, if given.
+        """
         indexes = self.core.indexes
         if not indexes.readable:
             return earliest(indexes.next_due_of_memory_buckets_ms(), self.core.next_redelivery_ms())
-        next_load_ms = indexes.next_load_ms(self._environment.config.delivery.lookahead_ms, self._loader.reads)
+        ahead_ms = self._environment.config.delivery.lookahead_ms
+        if load_from_ms is not None:
+            self._loader.start(indexes.wanted_segments(load_from_ms, ahead_ms))
+        next_load_ms = indexes.next_load_ms(ahead_ms, self._loader.reads)
         return earliest(indexes.next_due_in_memory_ms(), next_load_ms, self.core.next_redelivery_ms())
 
-    def _bucket_damaged(self, bucket: str, damage: str) -> None:
-        self.shard.bucket_damaged(self.core.name, bucket, damage)
+    # ---- buckets
 
-    async def _bucket_is_live(self, bucket: str) -> bool:
-        return await self.shard.bucket_is_live(self.core.name, bucket)
+    @property
+    def is_in_manifest(self) -> bool:
+        """Whether the newest manifest holds all of the topic."""
+        return self.last_changed_slot <= self.manifests.manifest.applied
 
-    def _segments_loaded(self) -> None:
-        self.changed()
+    def cut(self) -> TopicCut:
+        """Return the topic as it is now, for a checkpoint."""
+        return self.buckets.cut()
+
+    async def bucket_is_live(self, bucket: str) -> bool:
+        """Return whether the newest manifest names a bucket whose object is missing; see `BucketLifecycle.is_live`.
+
+        Returns False if nothing is served any longer: the topic has ended, or the shard was lost.
+        """
+        try:
+            return await self.buckets.is_live(bucket)
+        except commit.Refused as refused:
+            await self.shard.superseded(refused)
+            return False
 
     # ---- the end
 
@@ -480,52 +527,28 @@ class ServedTopic:
             raise TopicFailed(self.core.name) from error
 
     def abandon(self, error: Exception) -> None:
-        """Closes a topic that cannot be relied on: of its streams none is asked to give anything back."""
+        """End a topic that can no longer be relied on, without asking its streams to give rows back. Its buckets and
+        manifests go on until `close`.
+        """
         for served in self._served.values():
             served.abandon(error)
-        self.close(error)
+        self._end(error)
 
     def close(self, error: Exception) -> None:
-        """The topic is served here no longer: it neither wakes nor loads, and takes no stream."""
+        """End the topic, its buckets and its manifests."""
+        self.buckets.close()
+        self._end(error)
+        self.manifests.close()
+
+    def _end(self, error: Exception) -> None:
+        """Neither wake, load nor open streams any longer."""
         self._ended = error
-        self.shard.commits.end(error)
+        self.slots.end(error)
         self.gate.end(error)
         self.quotas.close()
-        self.redelivery.close()
+        self.nacks.close()
         for served in self._served.values():
             served.close(error)
         self._loader.close()
         # Keys of its segments mean nothing to who serves the topic next, here as well.
         self.core.indexes.release_segments()
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class OwnedTopic:
-    """`served`: its rows and subscriptions, as requests see it. `life`: its buckets. `commits`: its manifests."""
-
-    served: ServedTopic
-    life: BucketLifecycle
-    commits: TopicManifests
-
-    @property
-    def name(self) -> str:
-        return self.served.core.name
-
-    @property
-    def topic_id(self) -> str:
-        return self.served.core.topic_id
-
-    @property
-    def is_in_manifest(self) -> bool:
-        """Whether its newest manifest says all of it."""
-        return self.served.last_changed_slot <= self.commits.manifest.applied
-
-    def cut(self) -> bucket_lifecycle.TopicCut:
-        """The topic as it is now, for a checkpoint."""
-        return self.life.cut()
-
-    def close(self, error: Exception) -> None:
-        """The topic is served here no longer."""
-        self.life.close()
-        self.served.close(error)
-        self.commits.close()

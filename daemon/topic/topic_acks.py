@@ -27,7 +27,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from daemon.call_values import Nack, NackOutcome
 from daemon.core import limits
@@ -66,7 +66,9 @@ class AckRequests:
         refuses the request, at once or when it is awaited.
         """
         self.check(claims)
-        return self.decided(state, claims, lambda: self._decide(state, claims, awaited=awaited))
+        if self._is_now(state, claims):
+            return self._decide(state, claims, awaited=awaited)
+        return self._in_turn(state, claims, lambda: self._decide(state, claims, awaited=awaited))
 
     def decided(
         self,
@@ -79,11 +81,29 @@ class AckRequests:
         """Has a request that names positions decided: now, where it need not wait for its moment and none that came
         before it does; what comes of it. `decide`: decides before it awaits anything. `is_forwarded`: see `decidable`.
         """
-        topic = self._topic
-        is_now = topic.gate.is_open and not self._undecided
-        if is_now and not topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
-            topic.check_there(state)
+        if self._is_now(state, named, is_forwarded=is_forwarded):
             return decide()
+        return self._in_turn(state, named, decide, is_forwarded=is_forwarded)
+
+    def _is_now(self, state: SubscriptionState, named: HeldPositions, *, is_forwarded: bool = False) -> bool:
+        """Return whether a request may be decided at once. Raises NotFound, and the error that ended the topic."""
+        topic = self._topic
+        if not topic.gate.is_open or self._undecided:
+            return False
+        if topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
+            return False
+        topic.check_there(state)
+        return True
+
+    def _in_turn(
+        self,
+        state: SubscriptionState,
+        named: HeldPositions,
+        decide: Callable[[], Awaitable[T]],
+        *,
+        is_forwarded: bool = False,
+    ) -> Awaitable[T]:
+        """Decide a request in its turn; return what comes of it."""
         turn = object()
         self._undecided.add(turn)
 
@@ -98,14 +118,15 @@ class AckRequests:
         return task
 
     def _decide(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> Awaitable[Ignored]:
-        topic, commits = self._topic, self._topic.shard.commits
-        commits.check_accepting()
+        topic, slots = self._topic, self._topic.slots
+        slots.check_accepting()
         records, rest = topic.core.acknowledging.stage(state, claims)
         # What comes behind by its key waits until this is durable.
-        slot = commits.stage(*records, awaited=awaited, may_wait=not state.is_by_key) if records else None
-        # There may be room IN_FLIGHT again.
-        topic.notify(state)
-        if slot is None or len(rest) or topic.shard.alone_in_s:
+        slot = slots.stage(*records, awaited=awaited, may_wait=not state.is_by_key) if records else None
+        if state.ready_rows or state.key_shared is not None:
+            # There may be room IN_FLIGHT again.
+            topic.notify(state)
+        if slot is None or len(rest) or topic.alone_in_s:
             return self._decide_rest(state, claims, rest, slot, awaited=awaited)
         return self._answer_with(slot, len(claims))
 
@@ -119,13 +140,13 @@ class AckRequests:
         awaited: bool,
     ) -> Ignored:
         """Looks in the backlog for what is in nobody's hand. `slot`: of what was; None where nothing was."""
-        core, commits = self._topic.core, self._topic.shard.commits
+        core, slots = self._topic.core, self._topic.slots
         ignored = Ignored.nothing()
         if len(rest):
             found = await self.find(state, rest, rest)
             records, rest = core.acknowledging.stage_found(state, rest, found)
             if records:
-                slot = commits.stage(*records, awaited=awaited)
+                slot = slots.stage(*records, awaited=awaited)
             ignored = core.why_ignored(state, rest, found, now_ms=self._environment.clock.now_ms())
         if slot is not None:
             await asyncio.shield(slot)
@@ -168,13 +189,14 @@ class AckRequests:
 
     async def _extended(self, ignored: Ignored) -> Ignored:
         # Under another owner the positions are due again.
-        await self._topic.shard.commits.confirmed()
+        await self._topic.slots.confirmed()
         return ignored
 
     def check(self, claims: HeldPositions) -> None:
         """Checks how many positions are named and that batch indexes fit their entries. Raises InvalidArgument."""
         limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
-        limits.check_batch_index(claims.entry_id, claims.batch_index)
+        if claims.batch_index is not None:
+            limits.check_batch_index(claims.entry_id, claims.batch_index)
 
     async def decidable(self, state: SubscriptionState, named: HeldPositions, *, is_forwarded: bool = False) -> bool:
         """Returns when requests pass and nothing that is staged names the positions: decide before awaiting anything.
@@ -190,7 +212,7 @@ class AckRequests:
             return False
         async with self._in_time("a slot that names the positions was not durable"):
             while topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
-                await topic.shard.commits.settled()
+                await topic.slots.settled()
                 await topic.gate.passed()
                 topic.check_there(state)
         return True
@@ -231,8 +253,8 @@ class AckRequests:
         """Returns when a request that ignored these positions, and whose slots are durable, may be answered."""
         if len(ignored):
             # What was not in the backlog may have left it by a decision of a later slot.
-            await self._topic.shard.commits.confirmed()
-        await self._topic.shard.alone()
+            await self._topic.slots.confirmed()
+        await self._topic.alone()
 
 
 log = logging.getLogger(__name__)
@@ -244,26 +266,12 @@ LOOK_LEAST_S = 0.05
 LOOK_MOST_S = 1.0
 
 
-class TopicOfNacks(TopicPort, Protocol):
-    """What negative acknowledgements ask of their topic beside."""
-
-    @property
-    def acknowledging(self) -> AckRequests: ...
-
-    def take_back(self, state: SubscriptionState) -> None:
-        """Rows may have come to be NACKED: what is behind them of their keys is at nobody from now on."""
-        ...
-
-    def is_there(self, state: SubscriptionState) -> bool:
-        """Whether the subscription was not deleted."""
-        ...
-
-
 class NackRequests:
     """Redelivery in one topic: what dispatchers negatively acknowledge, and what is IN_FLIGHT for too long."""
 
-    def __init__(self, topic: TopicOfNacks, environment: Environment) -> None:
+    def __init__(self, topic: TopicPort, acks: AckRequests, environment: Environment) -> None:
         self._topic = topic
+        self._acks = acks
         self._environment = environment
         self._default = RedeliveryPolicy(
             kind=RedeliveryKind.CONSTANT, initial_ms=environment.config.redelivery.delay_ms
@@ -282,7 +290,7 @@ class NackRequests:
         """
         batch = self._checked(nack)
         is_forwarded = bool(batch.may_get_rows.any())
-        return self._topic.acknowledging.decided(
+        return self._acks.decided(
             state,
             batch.positions,
             lambda: self._decide(state, batch, is_forwarded=is_forwarded, awaited=awaited),
@@ -292,14 +300,14 @@ class NackRequests:
     def _decide(
         self, state: SubscriptionState, batch: NackBatch, *, is_forwarded: bool, awaited: bool
     ) -> Awaitable[NackOutcome]:
-        topic, redelivery, commits = self._topic, self._topic.core.redelivery, self._topic.shard.commits
-        commits.check_accepting()
+        topic, redelivery, slots = self._topic, self._topic.core.redelivery, self._topic.slots
+        slots.check_accepting()
         if batch.positions.batch_index is not None or is_forwarded:
             # They may be rows of their own.
             topic.check_room()
         records, left = redelivery.stage(state, batch, self.terms(state))
         topic.take_back(state)
-        slot = commits.stage(*records, awaited=awaited) if records else None
+        slot = slots.stage(*records, awaited=awaited) if records else None
         # There may be room IN_FLIGHT again.
         topic.notify(state)
         return self._decide_rest(state, batch, left, records, slot, is_forwarded=is_forwarded, awaited=awaited)
@@ -316,21 +324,20 @@ class NackRequests:
         awaited: bool,
     ) -> NackOutcome:
         """Looks in the backlog for what is `left` in nobody's hand. `records`, `slot`: of what was."""
-        topic, redelivery, commits = self._topic, self._topic.core.redelivery, self._topic.shard.commits
-        acknowledging = topic.acknowledging
+        topic, redelivery, slots = self._topic, self._topic.core.redelivery, self._topic.slots
         ignored = Ignored.nothing()
         if len(left.positions):
-            found = await acknowledging.find(
+            found = await self._acks.find(
                 state, redelivery.sought(state, left), left.positions, is_forwarded=is_forwarded
             )
             found_records, ignored = redelivery.stage_found(state, left, found, self.terms(state))
             topic.take_back(state)
             if found_records:
-                slot = commits.stage(*found_records, awaited=awaited)
+                slot = slots.stage(*found_records, awaited=awaited)
             records = (*records, *found_records)
         if slot is not None:
             await asyncio.shield(slot)
-        await acknowledging.answerable(ignored)
+        await self._acks.answerable(ignored)
         outcome = NackOutcome(ignored, self._count_dead_letters(records))
         self._environment.metrics.nacked(
             topic.core.name,
@@ -343,7 +350,7 @@ class NackRequests:
     def _checked(self, nack: Nack) -> NackBatch:
         """The request with absolute delays. Raises InvalidArgument, DelayTooLong."""
         positions = nack.positions
-        self._topic.acknowledging.check(positions)
+        self._acks.check(positions)
         limits.check_distinct(positions.ledger_id, positions.entry_id, positions.batch_index)
         size_bytes = len(nack.text.encode())
         if size_bytes > TEXT_MAX_BYTES:
@@ -421,18 +428,18 @@ class NackRequests:
 
     async def _nack_portion(self, state: SubscriptionState) -> bool:
         """Whether something was overdue."""
-        topic, commits = self._topic, self._topic.shard.commits
+        topic, slots = self._topic, self._topic.slots
         await topic.gate.passed()
         timeout_ms = _timeout_ms(state)
         if timeout_ms is None or not topic.is_there(state):
             return False
-        commits.check_accepting()
+        slots.check_accepting()
         before_ms = self._environment.elapsed_ms() - timeout_ms
         records = topic.core.redelivery.stage_overdue(state, before_ms, self.terms(state), limit=topic.pace.rows)
         topic.take_back(state)
         if not records:
             return False
-        slot = commits.stage(*records)
+        slot = slots.stage(*records)
         topic.notify(state)
         await asyncio.shield(slot)
         rows = [len(record.rows) for record in records if isinstance(record, NackRecord | DeadLetterRecord)]

@@ -21,18 +21,16 @@ import asyncio
 import functools
 import logging
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from daemon.core.decisions.add_decisions import ACCEPTED, DUPLICATE, AddBatch, AddOutcome, AddRow
-from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.quotas import Caller
 from daemon.errors import InvariantViolated, TarryError
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.topic.topic_port import TopicPort
-from daemon.topic.topic_quotas import TopicQuotas
 from daemon.topic.topic_withdrawals import TopicWithdrawals
 from storage_backends.formats.row_columns import Rows
 
@@ -41,20 +39,6 @@ log = logging.getLogger(__name__)
 # Whether more rows come is looked at this often, and so many times.
 LOOK_S = 0.001
 LOOKS_MAX = 10
-
-
-class TopicOfAdds(TopicPort, Protocol):
-    """What adds ask of their topic beside."""
-
-    @property
-    def quotas(self) -> TopicQuotas: ...
-
-    @property
-    def withdrawing(self) -> TopicWithdrawals: ...
-
-    def subscription(self, name: str) -> SubscriptionState:
-        """The state of a subscription. Raises NotFound when it does not exist."""
-        ...
 
 
 class _Waiting(NamedTuple):
@@ -76,8 +60,9 @@ class _Decided(NamedTuple):
 class TopicAdds:
     """The adds of one topic. Futures that it gives may be cancelled: what was to be added is added all the same."""
 
-    def __init__(self, topic: TopicOfAdds, environment: Environment) -> None:
+    def __init__(self, topic: TopicPort, withdrawals: TopicWithdrawals, environment: Environment) -> None:
         self._topic = topic
+        self._withdrawals = withdrawals
         self._environment = environment
         self._loop = asyncio.get_running_loop()
         # The slot that was staged last, until it is durable, and what is answered with it.
@@ -98,7 +83,7 @@ class TopicAdds:
         topic = self._topic
         await topic.quotas.counted()
         await topic.gate.passed()
-        await topic.withdrawing.none_leaving(batch.ledger_id, batch.entry_id)
+        await self._withdrawals.none_leaving(batch.ledger_id, batch.entry_id)
         return await self._decide(batch, subscription, caller)
 
     def add_at_once(self, batch: AddBatch, caller: Caller | None) -> asyncio.Future[AddOutcome] | None:
@@ -116,8 +101,8 @@ class TopicAdds:
     def _decide(self, batch: AddBatch, subscription: str | None, caller: Caller | None) -> asyncio.Future[AddOutcome]:
         topic = self._topic
         subscription_id = 0 if subscription is None else topic.subscription(subscription).subscription_id
-        commits = topic.shard.commits
-        commits.check_accepting()
+        slots = topic.slots
+        slots.check_accepting()
         topic.check_room()
         now_ms = self._environment.clock.now_ms()
         admission = topic.quotas.admission(caller, now_ms=now_ms)
@@ -130,7 +115,7 @@ class TopicAdds:
             levels=topic.settings.levels,
             admit=admission.admit,
         )
-        slot = commits.stage(*records) if records else None
+        slot = slots.stage(*records) if records else None
         admission.staged(slot, rows=len(batch.entry_id) - len(outcome.refused))
         answer: asyncio.Future[AddOutcome] = self._loop.create_future()
         self._answer_with(slot, [_Decided(outcome, answer)])
@@ -203,11 +188,11 @@ class TopicAdds:
 
     def _stage_rows(self, waiting: Sequence[_Waiting]) -> None:
         topic = self._topic
-        commits = topic.shard.commits
-        commits.check_accepting()
+        slots = topic.slots
+        slots.check_accepting()
         topic.check_room()
         record, accepted = topic.core.stage_rows(_rows_of(waiting))
-        self._rows_slot = None if record is None else commits.stage(record)
+        self._rows_slot = None if record is None else slots.stage(record)
         self._answer_with(
             self._rows_slot,
             [
@@ -231,7 +216,7 @@ class TopicAdds:
     def _answer_with(self, slot: asyncio.Future[int] | None, decided: Sequence[_Decided]) -> None:
         """Whoever waits hears of it when the slot is durable. None: nothing was staged, and what was there is."""
         if slot is None:
-            confirming = asyncio.ensure_future(self._topic.shard.commits.confirmed())
+            confirming = asyncio.ensure_future(self._topic.slots.confirmed())
             confirming.add_done_callback(functools.partial(self._durable, decided))
             return
         if slot is not self._slot:

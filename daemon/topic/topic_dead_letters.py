@@ -17,7 +17,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.errors import DelayTooLong, InvalidArgument, OutcomeUnknown, QuotaExceeded, TarryError, Unavailable
 from daemon.runtime.environment import Environment
 from daemon.topic.topic_port import TopicPort
-from daemon.topic.topic_quotas import TopicQuotas
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.slot_format import Record
 
@@ -44,13 +43,6 @@ ANSWER_S = 60.0
 LOOK_S = 30.0
 # What has begun, and finds no room for more, looks again after so long.
 ROOM_S = 0.2
-
-
-class TopicOfDeadLetters(TopicPort, Protocol):
-    """What dead letters ask of their topic beside."""
-
-    @property
-    def quotas(self) -> TopicQuotas: ...
 
 
 def check_filter(asked: DeadLetterFilter, *, ids_max: int) -> None:
@@ -86,7 +78,7 @@ class _Left:
 class TopicDeadLetters:
     """The dead letters of one topic. Called on the loop."""
 
-    def __init__(self, topic: TopicOfDeadLetters, environment: Environment) -> None:
+    def __init__(self, topic: TopicPort, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
         self._turn = asyncio.Lock()
@@ -151,7 +143,7 @@ class TopicDeadLetters:
             skipped_rows += skipped
             self._environment.metrics.dead_letters_left(topic.core.name, "replayed", rows=len(letters) - skipped)
         if not replayed_rows:
-            await topic.shard.commits.confirmed()
+            await topic.slots.confirmed()
         return Replayed(replayed_rows, skipped_rows)
 
     async def _purge(self, state: SubscriptionState, asked: DeadLetterFilter) -> int:
@@ -167,7 +159,7 @@ class TopicDeadLetters:
             purged_rows += len(letters)
             self._environment.metrics.dead_letters_left(topic.core.name, "purged", rows=len(letters))
         if not purged_rows:
-            await topic.shard.commits.confirmed()
+            await topic.slots.confirmed()
         return purged_rows
 
     async def _portion(
@@ -183,13 +175,13 @@ class TopicDeadLetters:
             await topic.gate.passed()
             topic.check_there(state)
             try:
-                topic.shard.commits.check_accepting()
+                topic.slots.check_accepting()
                 check_room()
                 break
             except (QuotaExceeded, Unavailable):
                 if not left.begun:
                     raise
-            await topic.shard.commits.settled()
+            await topic.slots.settled()
             await self._environment.sleep(ROOM_S)
         found = state.dead_letters.page(left.asked, left.after_id or 0, rows_max)
         is_last = found.next_after is None or found.next_after >= left.last_id
@@ -206,7 +198,7 @@ class TopicDeadLetters:
         staged: Callable[[asyncio.Future[int] | None], object] = lambda slot: None,
     ) -> None:
         """`staged` hears of the slot of the records, None when there is none."""
-        slot = self._topic.shard.commits.stage_together(records) if records else None
+        slot = self._topic.slots.stage_together(records) if records else None
         staged(slot)
         if slot is not None:
             await asyncio.shield(slot)

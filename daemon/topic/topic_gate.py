@@ -28,19 +28,16 @@ class TopicGate:
     for messages.
     """
 
-    def __init__(self, topic: str, commits: TopicSlots) -> None:
+    def __init__(self, topic: str, slots: TopicSlots) -> None:
         self._topic = topic
-        self._commits = commits
+        self._slots = slots
+        # Whether requests pass now.
+        self.is_open = True
         self._open = asyncio.Event()
         self._open.set()
         self._turn = asyncio.Lock()
         self._change: asyncio.Task[Any] | None = None
         self._ended: Exception | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether requests pass now."""
-        return self._open.is_set() and self._ended is None
 
     async def passed(self) -> None:
         """Returns when requests pass; without awaiting anything when they pass now.
@@ -86,6 +83,7 @@ class TopicGate:
         if self._ended is not None:
             return
         self._ended = error
+        self.is_open = False
         self._open.set()
         # A deletion ends its own topic.
         if self._change is not None and self._change is not asyncio.current_task():
@@ -101,9 +99,10 @@ class TopicGate:
             if self._ended is not None:
                 raise self._ended
             if closed:
+                self.is_open = False
                 self._open.clear()
                 async with asyncio.timeout(STALL_ANSWER_S):
-                    await self._commits.settled()
+                    await self._slots.settled()
             if self._ended is not None:
                 raise self._ended
         except BaseException as error:
@@ -113,6 +112,7 @@ class TopicGate:
             raise
 
     def _leave(self) -> None:
+        self.is_open = self._ended is None
         self._open.set()
         self._turn.release()
 

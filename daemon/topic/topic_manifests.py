@@ -110,34 +110,24 @@ class TopicManifests:
     ) -> None:
         self.shard = shard
         self.epoch = epoch
+        # The newest manifest that is known: a warm start for another commit.
+        self.tip = tip
+        self.manifest = tip.manifest
+        self.number = tip.number
         self._manifests = manifests
-        self._tip = tip
         self._environment = environment
         self._turn = asyncio.Lock()
         self._under_way: set[asyncio.Task[TopicManifest]] = set()
 
-    @property
-    def manifest(self) -> TopicManifest:
-        return self._tip.manifest
-
-    @property
-    def number(self) -> int:
-        return self._tip.number
-
-    @property
-    def tip(self) -> commit.Tip[TopicManifest]:
-        """The newest manifest that is known: a warm start for another commit."""
-        return self._tip
-
     def saw(self, tip: commit.Tip[TopicManifest]) -> None:
         """Something else in this process has read or committed it. What is begun from here on is based on it."""
-        if tip.number >= self._tip.number:
-            self._tip = tip
+        if tip.number >= self.number:
+            self.tip, self.manifest, self.number = tip, tip.manifest, tip.number
 
     @property
     def read_at_s(self) -> float:
         """When the newest manifest that is known was the tip for certain, by the clock that never steps."""
-        return self._tip.read_at
+        return self.tip.read_at
 
     async def commit(
         self, operation: Callable[[TopicManifest], Operation], *, run: backoff.Run | None = None
@@ -151,7 +141,7 @@ class TopicManifests:
         means for an owner that the epoch is over; Corruption when the tip is damaged.
         """
         async with self._turn:
-            made = operation(self._tip.manifest)
+            made = operation(self.tip.manifest)
             committing = asyncio.ensure_future(self._commit(made, run))
             self._under_way.add(committing)
             committing.add_done_callback(self._over)
@@ -159,7 +149,7 @@ class TopicManifests:
 
     async def _commit(self, made: Operation, run: backoff.Run | None) -> TopicManifest:
         try:
-            tip = await commit_until_certain(self._environment, self._manifests, made, warm=self._tip, run=run)
+            tip = await commit_until_certain(self._environment, self._manifests, made, warm=self.tip, run=run)
         except commit.Refused as refused:
             found = overtaken(refused, epoch=self.epoch)
             if found is None or found.tip is None:
@@ -203,11 +193,11 @@ class TopicManifests:
         """
         async with self._turn:
             try:
-                tip = await self._environment.run(lambda: self._manifests.read_tip(self._tip))
+                tip = await self._environment.run(lambda: self._manifests.read_tip(self.tip))
             except Damaged as error:
                 raise Corruption(f"manifest {error}") from error
             if tip is None:
-                raise Corruption(f"manifest {self._manifests.key(self._tip.number)}: the object is missing")
+                raise Corruption(f"manifest {self._manifests.key(self.tip.number)}: the object is missing")
             if tip.manifest.owner_epoch != self.epoch:
                 raise commit.Refused(f"owner epoch is {tip.manifest.owner_epoch}, not {self.epoch}", tip)
             self.saw(tip)

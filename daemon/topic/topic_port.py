@@ -1,12 +1,12 @@
-"""What the parts of a topic see of it: ports, so that none of them knows the whole.
+"""The port through which the parts of a topic use it, so that no part knows the whole.
 
-Owns: what every part may ask of its topic and of the topic's shard. What one part alone asks stands beside that part.
-Does not own: who answers (`served_topic`, `shard`).
+`daemon.topic.served_topic` fills it. A part is given its siblings by its constructor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from daemon.core.decisions.subscription_state import SubscriptionState
@@ -14,85 +14,118 @@ from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.segments import SegmentRange
 from daemon.group_commit.shard_slots import TopicSlots
 from daemon.runtime.due_loop import Pace
+from daemon.topic.topic_gate import TopicGate
+from daemon.topic.topic_quotas import TopicQuotas
 from daemon.topic.topic_settings import TopicSettings
 
 
-class ShardPort(Protocol):
-    """The shard of a topic."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def commits(self) -> TopicSlots: ...
-
-    @property
-    def may_hand_out(self) -> bool:
-        """Whether the epoch is confirmed, and the topic has not ended."""
-        ...
-
-    @property
-    def alone_in_s(self) -> float:
-        """When no former owner acts any more; 0.0 when that is so."""
-        ...
-
-    async def alone(self) -> None:
-        """Returns when no former owner acts any more. Raises what ended the shard before."""
-        ...
-
-
-class Gate(Protocol):
-    """Where requests wait while the topic changes as a whole."""
-
-    @property
-    def is_open(self) -> bool: ...
-
-    async def passed(self) -> None:
-        """Returns when requests may be decided. Raises Unavailable, and what ended the topic."""
-        ...
-
-
 class TopicPort(Protocol):
-    """A topic, for its parts."""
+    """A topic as its parts see it."""
 
     @property
     def core(self) -> TopicState: ...
 
     @property
-    def shard(self) -> ShardPort: ...
+    def slots(self) -> TopicSlots: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def gate(self) -> TopicGate: ...
+
+    @property
+    def quotas(self) -> TopicQuotas: ...
 
     @property
     def settings(self) -> TopicSettings: ...
 
     @property
-    def gate(self) -> Gate: ...
-
-    @property
     def pace(self) -> Pace: ...
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the topic is no longer served here."""
+        ...
+
+    # ---- former owners
+
+    @property
+    def alone_in_s(self) -> float:
+        """Seconds until no former owner acts any longer; 0.0 if none does."""
+        ...
+
+    async def alone(self) -> None:
+        """Wait until no former owner acts any longer. Raises the error that ended the shard before."""
+        ...
+
+    @property
+    def may_send(self) -> bool:
+        """Whether delivered rows may leave now: the epoch is confirmed, and the topic has not ended."""
+        ...
+
+    def may_hand_out(self, state: SubscriptionState) -> bool:
+        """Return whether rows may be delivered to the subscription now."""
+        ...
+
+    # ---- requests
+
+    def subscription(self, name: str) -> SubscriptionState:
+        """Return the state of a subscription. Raises NotFound if it does not exist."""
+        ...
+
+    def is_there(self, state: SubscriptionState) -> bool:
+        """Return whether the subscription still exists."""
+        ...
+
     def check_there(self, state: SubscriptionState) -> None:
-        """Raises NotFound when the subscription was deleted, and what ended the topic."""
+        """Raise NotFound if the subscription was deleted, or the error that ended the topic."""
         ...
 
     def check_room(self) -> None:
-        """Raises QuotaExceeded when too many buckets wait to be sealed for more rows to come."""
+        """Raise QuotaExceeded if too many buckets wait for their seal to accept more rows."""
         ...
 
+    # ---- rows
+
     def notify(self, state: SubscriptionState) -> None:
-        """There may be something to hand out."""
+        """Wake the subscription's streams and pullers, since rows may be ready."""
+        ...
+
+    def take_back(self, state: SubscriptionState) -> None:
+        """Take back what consumers have behind a nacked row of its key. Call it whenever rows may be NACKED."""
+        ...
+
+    def pass_due(self, now_ms: int) -> int:
+        """Pass some portions of the rows that are due and in memory; return how many."""
         ...
 
     async def settle_due(self) -> None:
-        """Returns when every row that is due now has been passed."""
+        """Wait until every row that is due now has been passed."""
         ...
 
     async def load(self, wanted: Iterable[SegmentRange]) -> None:
-        """Returns when the segments are in memory, or cannot be."""
+        """Wait until the segments are in memory, or cannot be loaded."""
         ...
 
+    def wake_at(self, at_ms: int | None) -> None:
+        """Wake the topic at this time (Unix ms) unless it wakes earlier. None changes nothing."""
+        ...
+
+    def wake(self, now_ms: int) -> int | None:
+        """Pass what is due and start loading; return the time of the next wake-up (Unix ms)."""
+        ...
+
+    def changed(self) -> None:
+        """Schedule the next wake-up again, since segments were loaded or buckets changed."""
+        ...
+
+    # ---- failure
+
     def failed(self, error: BaseException) -> None:
-        """The topic cannot be relied on any more."""
+        """End the topic, since it can no longer be relied on."""
+        ...
+
+    def contained(self) -> AbstractContextManager[None]:
+        """Turn errors inside into this topic's failure."""
         ...

@@ -15,10 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from daemon.core import limits
-from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.withdrawal_decisions import (
     CancelOutcome,
     RescheduleBatch,
@@ -29,26 +28,14 @@ from daemon.errors import Unavailable
 from daemon.group_commit.shard_slots import STALL_ANSWER_S
 from daemon.runtime.environment import Environment
 from daemon.topic.topic_port import TopicPort
-from daemon.topic.topic_quotas import TopicQuotas
 from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.formats.slot_format import Record
-
-
-class TopicOfWithdrawals(TopicPort, Protocol):
-    """What cancellations and reschedules ask of their topic beside."""
-
-    @property
-    def quotas(self) -> TopicQuotas: ...
-
-    def subscription(self, name: str) -> SubscriptionState:
-        """The state of a subscription. Raises NotFound when it does not exist."""
-        ...
 
 
 class TopicWithdrawals:
     """The cancellations and reschedules of one topic."""
 
-    def __init__(self, topic: TopicOfWithdrawals, environment: Environment) -> None:
+    def __init__(self, topic: TopicPort, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
 
@@ -97,7 +84,7 @@ class TopicWithdrawals:
             return
         async with self._in_time():
             while withdrawals.is_leaving(withdrawals.asked(ledger_id, entry_id, None)):
-                await self._topic.shard.commits.settled()
+                await self._topic.slots.settled()
                 await self._topic.gate.passed()
 
     def _asked(self, subscription: str | None, ledger_id: U64, entry_id: U64) -> WithdrawalTarget:
@@ -109,30 +96,30 @@ class TopicWithdrawals:
         topic = self._topic
         # A former owner that was paused may wake and hand out what is due by then: whatever is decided before may be
         # untrue before it is answered.
-        await topic.shard.alone()
+        await topic.alone()
         async with self._in_time():
             while True:
                 await topic.gate.passed()
                 await topic.settle_due()
                 if not topic.gate.is_open:
                     continue
-                topic.shard.commits.check_accepting()
+                topic.slots.check_accepting()
                 asked = find()
                 if not topic.core.withdrawals.is_staged(asked):
                     return asked
-                await topic.shard.commits.settled()
+                await topic.slots.settled()
 
     async def _durable(
         self, records: Sequence[Record], staged: Callable[[asyncio.Future[int]], object] = lambda slot: None
     ) -> None:
         """`staged` hears of the slot of the records."""
-        commits = self._topic.shard.commits
+        slots = self._topic.slots
         if records:
-            slot = commits.stage(*records)
+            slot = slots.stage(*records)
             staged(slot)
             await asyncio.shield(slot)
         else:
-            await commits.confirmed()
+            await slots.confirmed()
 
     def _count(
         self, result: Literal["cancelled", "rescheduled"], rows: int, outcome: CancelOutcome | RescheduleOutcome

@@ -275,20 +275,19 @@ class Viewing:
                 continue
             if _leaving(topic, state):
                 # What is on its way out is not shown any more: so it must be out when this is answered.
-                await topic.shard.commits.confirmed()
+                await topic.slots.confirmed()
             return looked
 
     async def _read(self, topic: ServedTopic, bucket: Bucket, work: Callable[[], T]) -> T:
         try:
             return await self._run(work)
         except Corruption as error:
-            name = topic.core.name
             # Others may have merged it, and collection deleted it, before this owner has looked at the manifest.
             missing = isinstance(error, bucket_reads.BucketMissing)
-            gone = missing and not await topic.shard.bucket_is_live(name, bucket.name)
+            gone = missing and not await topic.bucket_is_live(bucket.name)
             if gone or topic.core.indexes.bucket(bucket.name) is not bucket:
                 raise _LeftError(f"bucket {bucket.name} was merged or dropped while it was looked at") from error
-            topic.shard.bucket_damaged(name, bucket.name, str(error))
+            topic.buckets.quarantine(bucket.name, str(error))
             raise
         except StoreError as error:
             raise Unavailable(f"bucket {bucket.name} cannot be read, try again: {error}") from error

@@ -244,7 +244,7 @@ class Daemon(Process):
         return self.metrics.registry.get_sample_value("tarry_damage_found_total", {"kind": kind}) or 0.0
 
     def topic(self, name: str) -> ServedTopic:
-        return next(shard.topics[name].served for shard in self.shards.values() if name in shard.topics)
+        return next(shard.topics[name] for shard in self.shards.values() if name in shard.topics)
 
     def add(
         self,

@@ -154,7 +154,7 @@ def a_cancellation_is_answered_before_its_slot(patch: pytest.MonkeyPatch) -> Non
         staged: Callable[[asyncio.Future[int]], object] = lambda _: None,
     ) -> None:
         if records:
-            staged(self._topic.shard.commits.stage(*records))
+            staged(self._topic.slots.stage(*records))
 
     patch.setattr(TopicWithdrawals, "_durable", at_once)
 
@@ -165,7 +165,7 @@ def that_rows_leave_is_decided_at_once_after_a_takeover(patch: pytest.MonkeyPatc
 
     async def later(self: TopicWithdrawals, *arguments: Any) -> None:
         await durable(self, *arguments)
-        await self._topic.shard.alone()
+        await self._topic.alone()
 
     patch.setattr(TopicWithdrawals, "_decidable", _decidable_at_once)
     patch.setattr(TopicWithdrawals, "_durable", later)
@@ -184,7 +184,7 @@ async def _decidable_at_once(self: TopicWithdrawals, find: Callable[[], Any]) ->
             asked = find()
             if self._topic.gate.is_open and not self._topic.core.withdrawals.is_staged(asked):
                 return asked
-            await self._topic.shard.commits.settled()
+            await self._topic.slots.settled()
 
 
 # ---- own indexes

@@ -128,13 +128,13 @@ def a_nack_is_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> No
     async def at_once(self: NackRequests, *arguments: Any, **options: Any) -> Any:
         async def answerable(ignored: Ignored) -> None:
             if len(ignored):
-                await self._topic.shard.commits.confirmed()
+                await self._topic.slots.confirmed()
 
-        self._topic.acknowledging.answerable = answerable  # type: ignore[method-assign]
+        self._acks.answerable = answerable  # type: ignore[method-assign]
         try:
             return await negative_acknowledge(self, *arguments, **options)
         finally:
-            del self._topic.acknowledging.answerable
+            del self._acks.answerable
 
     patch.setattr(NackRequests, "negative_acknowledge", at_once)
 

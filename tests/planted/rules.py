@@ -183,7 +183,7 @@ def slots_are_answered_however_old_the_confirmation(patch: pytest.MonkeyPatch) -
 def acknowledgements_are_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:
     async def at_once(self: AckRequests, ignored: Ignored) -> None:
         if ignored:
-            await self._topic.shard.commits.confirmed()
+            await self._topic.slots.confirmed()
 
     patch.setattr(AckRequests, "answerable", at_once)
 

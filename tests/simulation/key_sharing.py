@@ -20,6 +20,7 @@ from daemon.call_values import Consumer, HandedOut, HeldByConsumers, Subscriptio
 from daemon.errors import TarryError
 from daemon.topic.key_shared_streams import KeySharedStream
 from daemon.topic.open_streams import StreamClosed
+from storage_backends.formats import names
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
 from storage_backends.formats.row_columns import U32
 from tests._support.engine_fixture import Daemon
@@ -169,7 +170,8 @@ class KeySharing:
     def _joined(
         daemon: Daemon, topic: str, stream: KeySharedStream, dispatcher: _Dispatcher, consumer: Consumer
     ) -> OpenStream:
-        shard, number = stream._topic.shard.number, stream.state.subscription_id
+        shard = names.shard_of(topic, daemon.engine._shards_total)
+        number = stream.state.subscription_id
         view = dispatcher.consumers[consumer.consumer_id] = OpenStream(daemon, topic, shard, number, stream.epoch)
         return view
 

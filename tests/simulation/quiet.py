@@ -91,9 +91,7 @@ async def _compare(daemon: Daemon, truth: TopicTruth, oracle: Oracle, history: H
 
 def _served(daemon: Daemon, truth: TopicTruth) -> ServedTopic | None:
     """The topic as the daemon serves it now."""
-    return next(
-        (shard.topics[truth.name].served for shard in daemon.shards.values() if truth.name in shard.topics), None
-    )
+    return next((shard.topics[truth.name] for shard in daemon.shards.values() if truth.name in shard.topics), None)
 
 
 def _breach(history: History, topic: str, text: str) -> None:

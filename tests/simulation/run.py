@@ -25,6 +25,7 @@ from daemon.call_values import DeadLetterFilter, HandedOut
 from daemon.errors import InvariantViolated, NotOwner, OutcomeUnknown, TarryError, Unavailable
 from storage_backends import crash_points
 from storage_backends.commit import CommitOutcomeUnknown, Refused
+from storage_backends.formats import names
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from storage_backends.object_store import StoreError
 from tests._support.engine_fixture import Daemon, Killed
@@ -358,7 +359,8 @@ class _Course:
         await daemon.call(requests.update_subscription(topic, stored.name, SubscriptionPolicy()))
         await self._replay(daemon, topic, stored.name)
         stream = await daemon.call(requests.open_dispatch(topic, stored.name, held_positions(())))
-        view = OpenStream(daemon, topic, stream._topic.shard.number, number, stream.epoch)
+        shard = names.shard_of(topic, daemon.engine._shards_total)
+        view = OpenStream(daemon, topic, shard, number, stream.epoch)
         stream.grant(1_000_000)
         deadline_s = daemon.elapsed_s() + DRAIN_S
         receiving: asyncio.Task[HandedOut] | None = None

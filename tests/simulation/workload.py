@@ -347,7 +347,7 @@ class Clients:
         view = OpenStream(
             daemon=daemon,
             topic=topic,
-            shard=stream._topic.shard.number,
+            shard=names.shard_of(topic, daemon.engine._shards_total),
             subscription_id=stream.state.subscription_id,
             epoch=stream.epoch,
         )

@@ -36,7 +36,7 @@ async def test_seals_that_wait_for_the_store_say_so_now_and_then(
     one.store.go_down()
     with caplog.at_level(logging.INFO):
         for topic in range(10):
-            one.engine.shard_of(f"t{topic}").topics[f"t{topic}"].life.seal(ShardSlot(1))
+            one.engine.shard_of(f"t{topic}").topics[f"t{topic}"].buckets.seal(ShardSlot(1))
         await asyncio.sleep(OUTAGE_S)
     waiting = [line for line in caplog.messages if "trying again" in line]
     assert any("seals cannot be written" in line for line in waiting)

@@ -222,7 +222,7 @@ async def test_what_was_staged_when_a_topic_failed_is_answered_and_there_when_it
     topic = one.topic(failing)
     one.context.run(topic.failed, InvariantViolated("a row is waiting twice"))
     with pytest.raises(TopicFailed):
-        topic.shard.commits.check_accepting()
+        topic.slots.check_accepting()
     held.release()
     assert (await adding).accepted == 5
     await one.until(lambda: failing in one.shards[1].topics)

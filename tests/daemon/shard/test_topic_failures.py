@@ -82,11 +82,11 @@ async def test_a_deletion_that_is_under_way_when_its_topic_fails_does_not_bring_
     held = one.pause("put_if_absent", MANIFESTS)
     deleting = delete_topic(one, FAILING)
     await held.reached()
-    life = one.shards[SHARD].topics[FAILING].life
+    buckets = one.shards[SHARD].topics[FAILING].buckets
     fail(one)
     with pytest.raises(TopicFailed):
         await deleting
-    life.seal(one.shards[SHARD].applied_slot)
+    buckets.seal(one.shards[SHARD].applied_slot)
     await asyncio.sleep(1)
     held.release()
     await one.until(lambda: not one.shards[SHARD].reloading)
@@ -176,10 +176,10 @@ async def test_a_birth_that_fails_when_its_caller_has_gone_is_told_and_is_no_unh
 def cutting(patch: pytest.MonkeyPatch) -> None:
     cut = BucketLifecycle.cut
 
-    def broken(life: BucketLifecycle) -> bucket_lifecycle.TopicCut:
-        if life._topic.name == FAILING:
+    def broken(buckets: BucketLifecycle) -> bucket_lifecycle.TopicCut:
+        if buckets._topic.name == FAILING:
             raise InvariantViolated("what cannot be cut")
-        return cut(life)
+        return cut(buckets)
 
     patch.setattr(BucketLifecycle, "cut", broken)
 

@@ -67,17 +67,17 @@ async def test_where_no_subscription_has_a_time_out_nothing_is_looked_for(machin
     listener = await dispatcher(one)
     await one.add("t", 1, range(3), delay_ms=0)
     await listener.next(3)
-    redelivery = one.topic("t").redelivery
-    assert redelivery._timer is None
-    assert redelivery._looking is None
+    nacks = one.topic("t").nacks
+    assert nacks._timer is None
+    assert nacks._looking is None
     timed = await dispatcher(one, subscription="timed", policy=TIMED)
-    assert redelivery._timer is None, "nothing is in flight there"
+    assert nacks._timer is None, "nothing is in flight there"
     await one.add("t", 2, range(3), delay_ms=100)
     rows = await timed.next(3)
-    assert redelivery._timer is not None
+    assert nacks._timer is not None
     await timed.acknowledge(rows)
     await asyncio.sleep(3)
-    assert redelivery._timer is None, "nothing is in flight there any more"
+    assert nacks._timer is None, "nothing is in flight there any more"
 
 
 async def test_a_time_out_begins_anew_with_an_extension(machines: EngineFixture) -> None:
@@ -214,8 +214,8 @@ async def test_a_topic_that_is_deleted_looks_for_nothing(machines: EngineFixture
     listener = await dispatcher(one, policy=TIMED)
     await one.add("t", 1, range(5), delay_ms=0)
     await listener.next(5)
-    redelivery = one.topic("t").redelivery
+    nacks = one.topic("t").nacks
     await delete_topic(one)
-    assert redelivery._timer is None
+    assert nacks._timer is None
     await asyncio.sleep(30)
     assert timed_out(one) == 0

@@ -199,7 +199,7 @@ def staged_row(machines: EngineFixture, one: Daemon, entry: int) -> asyncio.Futu
     limits = one.engine._environment.request_limits
     (record,), _ = topic.core.stage_add(batch, now_ms=machines.now_ms(), request_limits=limits)
     assert record is not None
-    return topic.shard.commits.stage(record, awaited=False)
+    return topic.slots.stage(record, awaited=False)
 
 
 async def test_a_record_that_nobody_awaits_rides_with_the_next_slot(machines: EngineFixture) -> None:

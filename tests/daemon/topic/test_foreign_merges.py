@@ -514,7 +514,7 @@ async def test_a_merge_behind_the_claim_of_another_owner_tells_the_former_one_th
     machines: EngineFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = await with_two_buckets(machines)
-    commits, epoch = one.shards[0].topics["t"].commits, one.shards[0].epoch
+    commits, epoch = one.shards[0].topics["t"].manifests, one.shards[0].epoch
     claim = ClaimTopic(epoch=epoch + 1)
     commit.commit(commits._manifests, claim, writer="other", created_ms=0, deadline_s=1.0)
     other = MergingProcess(machines.store)

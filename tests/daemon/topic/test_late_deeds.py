@@ -138,6 +138,6 @@ async def test_a_bucket_of_a_topic_that_was_deleted_meanwhile_may_turn_out_to_be
     await one.until(lambda: len(one.topic("t").core.index.sealed) == 1)
     late, (bucket,) = one.topic("t"), one.topic("t").core.index.sealed
     await delete_topic(one)
-    late._bucket_damaged(bucket, "read by who was late")
-    assert not await one.call(late._bucket_is_live(bucket))
+    late.buckets.quarantine(bucket, "read by who was late")
+    assert not await one.call(late.bucket_is_live(bucket))
     assert one.engine.health.serving

@@ -61,13 +61,13 @@ def requests_pass_while_the_topic_is_trimmed(patch: pytest.MonkeyPatch) -> None:
         return
 
     patch.setattr(TopicGate, "passed", passed)
-    patch.setattr(TopicGate, "is_open", property(lambda self: True))
+    patch.setattr(TopicGate, "is_open", property(lambda self: True, lambda self, value: None), raising=False)
 
 
 def the_answer_does_not_wait_for_its_slot(patch: pytest.MonkeyPatch) -> None:
     async def durable(self: TopicWithdrawals, records: Any, *staged: Any) -> None:
         if records:
-            slot = self._topic.shard.commits.stage(*records)
+            slot = self._topic.slots.stage(*records)
             for hears in staged:
                 hears(slot)
 
