@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from daemon import call_values, config
 from daemon.core.index import delay_levels
-from daemon.grpc_services import row_answers, unary, value_messages
+from daemon.grpc_services import row_requests, unary, value_messages
 from tarry.v1 import admin_pb2 as pb
 
 if TYPE_CHECKING:
@@ -77,13 +77,13 @@ class Admin:
 
     async def _replay_dead_letters(self, request: pb.ReplayDeadLettersRequest) -> pb.ReplayDeadLettersResponse:
         replayed = await self._requests.replay_dead_letters(
-            request.topic, request.subscription, row_answers.dead_letter_filter(request.filter), request.delay_ms
+            request.topic, request.subscription, row_requests.dead_letter_filter(request.filter), request.delay_ms
         )
         return value_messages.as_message(pb.ReplayDeadLettersResponse, replayed)
 
     async def _purge_dead_letters(self, request: pb.PurgeDeadLettersRequest) -> pb.PurgeDeadLettersResponse:
         purged = await self._requests.purge_dead_letters(
-            request.topic, request.subscription, row_answers.dead_letter_filter(request.filter)
+            request.topic, request.subscription, row_requests.dead_letter_filter(request.filter)
         )
         return pb.PurgeDeadLettersResponse(purged=purged)
 

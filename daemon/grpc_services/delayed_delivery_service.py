@@ -2,7 +2,7 @@
 
 Owns: both ways to call the engine's `add`, one request at a time and pipelined, and the requests and answers of
 cancelling, of rescheduling, and of what a log's cursor and its trimming ask.
-Does not own: the decision about the rows (engine) and the form of columns and errors (`wire_columns`, `status`).
+Does not own: the decision about the rows (engine) and the form of columns and errors (`row_requests`, `row_answers`, `status`).
 """
 
 from __future__ import annotations
@@ -49,56 +49,41 @@ class DelayedDelivery:
         }
 
     async def _add(self, data: bytes, context: Context) -> bytes:
-        plain = row_requests.add(data) if len(data) <= self._size_bytes_max else None
-        if plain is None:
-            return await self._add_unusual(data, context)
-        topic, subscription, rows = plain
-        context.check_named(topic, subscription or "")
+        topic, subscription, rows = row_requests.add(
+            data, size_bytes_max=self._size_bytes_max, check=context.check_named
+        )
         caller = admission.caller_of(context, len(data))
+        requests = self._engine.requests
+        answer: Awaitable[call_values.AddOutcome] | None
         if isinstance(rows, call_values.AddRow):
-            answer = self._engine.requests.add_row(topic, rows, caller)
+            answer = requests.add_row(topic, rows, caller)
             if answer is not None:
                 return row_answers.add_response(await answer)
             rows = rows.batch()
-        return await self._add_batch(topic, rows, subscription, caller)
-
-    async def _add_unusual(self, data: bytes, context: Context) -> bytes:
-        """A request that the runtime has to read, or that is refused."""
-        request = parsing.parse(pb.AddMessagesRequest, data, size_bytes_max=self._size_bytes_max)
-        context.check(request)
-        caller = admission.caller_of(context, len(data))
-        batch = row_answers.add_batch(request)
-        return await self._add_batch(request.topic, batch, request.subscription or None, caller)
-
-    async def _add_batch(
-        self, topic: str, batch: call_values.AddBatch, subscription: str | None, caller: call_values.Caller
-    ) -> bytes:
-        requests = self._engine.requests
-        answer: Awaitable[call_values.AddOutcome] | None
-        answer = requests.add_at_once(topic, batch, caller) if subscription is None else None
+        answer = requests.add_at_once(topic, rows, caller) if subscription is None else None
         if answer is None:
-            answer = unary.unbroken(requests.add(topic, batch, subscription, caller))
+            answer = unary.unbroken(requests.add(topic, rows, subscription, caller))
         return row_answers.add_response(await answer)
 
     async def _cancel(self, request: pb.CancelMessagesRequest) -> pb.CancelMessagesResponse:
-        ledger_id, entry_id = row_answers.positions(request)
+        ledger_id, entry_id = row_requests.positions(request)
         return row_answers.cancel_response(
             await self._engine.requests.cancel(request.topic, request.subscription or None, ledger_id, entry_id)
         )
 
     async def _reschedule(self, request: pb.RescheduleMessagesRequest) -> pb.RescheduleMessagesResponse:
-        batch = row_answers.reschedule_batch(request)
+        batch = row_requests.reschedule_batch(request)
         return row_answers.reschedule_response(
             await self._engine.requests.reschedule(request.topic, request.subscription or None, batch)
         )
 
     async def _contains(self, request: pb.ContainsMessagesRequest) -> bytes:
-        ranges = row_answers.entry_ranges(request)
+        ranges = row_requests.entry_ranges(request)
         contained = await self._engine.requests.contains(request.topic, ranges, request.subscription or None)
         return row_answers.contains_response(contained)
 
     async def _trim(self, request: pb.TrimMessagesRequest) -> pb.TrimMessagesResponse:
-        ranges = row_answers.ledger_ranges(request)
+        ranges = row_requests.ledger_ranges(request)
         trimmed = await self._engine.requests.trim(
             request.topic, request.subscription or None, ranges, dead_letter=request.dead_letter
         )
@@ -162,25 +147,15 @@ class _AddStream:
 
     def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[call_values.AddOutcome]]]:
         """The request's id and its work. Raises `InvalidArgument` when there is no id by which to refuse it."""
-        plain = row_requests.stream_add(data) if len(data) <= self._size_bytes_max else None
-        caller = call_values.Caller(self._client, len(data))
-        if plain is not None:
-            plain_id, topic, subscription, batch = plain
-            return plain_id, functools.partial(self._add, topic, lambda: batch, subscription, caller)
         try:
-            request = parsing.parse(pb.StreamAddMessagesRequest, data, size_bytes_max=self._size_bytes_max)
+            request_id, topic, subscription, rows = row_requests.stream_add(data, size_bytes_max=self._size_bytes_max)
         except errors.InvalidArgument as error:
-            request_id = parsing.leading_number(data)
-            if request_id is None:
+            refused_id = parsing.leading_number(data)
+            if refused_id is None:
                 raise
-            return request_id, functools.partial(_refuse, error)
-        return request.request_id, functools.partial(
-            self._add,
-            request.add.topic,
-            functools.partial(row_answers.add_batch, request.add),
-            request.add.subscription or None,
-            caller,
-        )
+            return refused_id, functools.partial(_refuse, error)
+        caller = call_values.Caller(self._client, len(data))
+        return request_id, functools.partial(self._add, topic, rows, subscription, caller)
 
     def _add(
         self,

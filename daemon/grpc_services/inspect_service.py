@@ -18,7 +18,7 @@ import numpy as np
 
 from daemon import call_values, config
 from daemon.core.key_shared.key_shared_stats import ConsumerAfterMarkDelete
-from daemon.grpc_services import page_tokens, row_answers, unary, value_messages
+from daemon.grpc_services import page_tokens, row_answers, row_requests, unary, value_messages
 from daemon.grpc_services.admission import Context
 from tarry.v1 import inspect_pb2 as pb
 from tarry.v1 import policy_pb2
@@ -189,7 +189,7 @@ class Inspect:
         page = await self._requests.list_dead_letters(
             request.topic,
             request.subscription,
-            row_answers.dead_letter_filter(request.filter),
+            row_requests.dead_letter_filter(request.filter),
             request.page_size,
             place[0] if place else 0,
         )

@@ -1,7 +1,7 @@
 """The engine's records as messages that have fields of the same names.
 
 Owns: that correspondence.
-Does not own: what the fields mean (the contract's comments) and columns (`wire_columns`).
+Does not own: what the fields mean (the contract's comments) and columns (`row_requests`, `row_answers`).
 
 Policies of the wire to those that are stored, and back.
 
