@@ -2,7 +2,8 @@
 
 Owns: both ways to call the engine's `add`, one request at a time and pipelined, and the requests and answers of
 cancelling, of rescheduling, and of what a log's cursor and its trimming ask.
-Does not own: the decision about the rows (engine) and the form of columns and errors (`row_requests`, `row_answers`, `status`).
+Does not own: the decision about the rows (engine) and the form of columns and errors (`row_requests`, `row_answers`,
+`status`).
 """
 
 from __future__ import annotations

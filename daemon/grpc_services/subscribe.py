@@ -3,8 +3,8 @@
 Owns: the order of messages on it, that the engine's stream is closed however the call ends, and which request goes
 where.
 Does not own: permits, backlog and what is handed out (engine), requests in flight (`pipeline`), what only KEY_SHARED
-streams have (`key_shared_messages`), the form of columns and errors (`row_requests`, `row_answers`, `status`), and what carries the
-stream: a call of its own (`dispatch_service`) or a lane (`subscribe_many`).
+streams have (`key_shared_messages`), the form of columns and errors (`row_requests`, `row_answers`, `status`), and what
+carries the stream: a call of its own (`dispatch_service`) or a lane (`subscribe_many`).
 
 A stream is one reader (Open, then Flow, Acknowledge and the like) and two writers, of what is done and of what is due,
 which take turns: a `Done` waits for at most one `Messages`.
