@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from daemon import call_values, config
 from daemon.core.index import delay_levels
+from daemon.core.index.delay_levels import DelayLevels
 from daemon.grpc_services import row_requests, unary, value_messages
+from storage_backends.formats.manifest import TopicDelayLevels
 from tarry.v1 import admin_pb2 as pb
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ class Admin:
         table = None
         if request.HasField("levels"):
             clamp = given.clamp if given.HasField("clamp") else True
-            table = call_values.TopicDelayLevels(table=given.table, clamp=clamp)
+            table = TopicDelayLevels(table=given.table, clamp=clamp)
         levels = await self._requests.set_delay_levels(request.topic, table)
         return pb.SetDelayLevelsResponse(levels=_levels(levels), warnings=delay_levels.warnings(levels))
 
@@ -106,7 +108,7 @@ class Admin:
                 yield _progress(progress)
 
 
-def _levels(levels: call_values.DelayLevels) -> pb.DelayLevels:
+def _levels(levels: DelayLevels) -> pb.DelayLevels:
     return pb.DelayLevels(table=levels.table, clamp=levels.clamp)
 
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from daemon import call_values, config, errors
+from daemon import config, errors
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome, AddRow
+from daemon.core.quotas import Caller
 from daemon.grpc_services import admission, parsing, pipeline, row_answers, row_requests, status, unary
 from daemon.grpc_services.admission import Context
 from tarry.v1 import delayed_delivery_pb2 as pb
@@ -55,8 +57,8 @@ class DelayedDelivery:
         )
         caller = admission.caller_of(context, len(data))
         requests = self._engine.requests
-        answer: Awaitable[call_values.AddOutcome] | None
-        if isinstance(rows, call_values.AddRow):
+        answer: Awaitable[AddOutcome] | None
+        if isinstance(rows, AddRow):
             answer = requests.add_row(topic, rows, caller)
             if answer is not None:
                 return row_answers.add_response(await answer)
@@ -146,7 +148,7 @@ class _AddStream:
             self._pipeline.submit(len(data), work, functools.partial(_answer, request_id))
             await self._pipeline.room()
 
-    def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[call_values.AddOutcome]]]:
+    def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[AddOutcome]]]:
         """The request's id and its work. Raises `InvalidArgument` when there is no id by which to refuse it."""
         try:
             request_id, topic, subscription, rows = row_requests.stream_add(data, size_bytes_max=self._size_bytes_max)
@@ -155,27 +157,27 @@ class _AddStream:
             if refused_id is None:
                 raise
             return refused_id, functools.partial(_refuse, error)
-        caller = call_values.Caller(self._client, len(data))
+        caller = Caller(self._client, len(data))
         return request_id, functools.partial(self._add, topic, rows, subscription, caller)
 
     def _add(
         self,
         topic: str,
-        batch: Callable[[], call_values.AddBatch],
+        batch: Callable[[], AddBatch],
         subscription: str | None,
-        caller: call_values.Caller,
-    ) -> Awaitable[call_values.AddOutcome]:
+        caller: Caller,
+    ) -> Awaitable[AddOutcome]:
         self._context.check_topic(topic)
         requests, rows = self._engine.requests, batch()
         answer = requests.add_at_once(topic, rows, caller) if subscription is None else None
         return requests.add(topic, rows, subscription, caller) if answer is None else answer
 
 
-def _refuse(error: errors.InvalidArgument) -> Awaitable[call_values.AddOutcome]:
+def _refuse(error: errors.InvalidArgument) -> Awaitable[AddOutcome]:
     raise error
 
 
-def _answer(request_id: int, outcome: call_values.AddOutcome | Exception) -> bytes:
+def _answer(request_id: int, outcome: AddOutcome | Exception) -> bytes:
     if isinstance(outcome, Exception):
         return pb.StreamAddMessagesResponse(request_id=request_id, error=status.refusal(outcome)).SerializeToString()
     return row_answers.stream_add_response(request_id, outcome)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from daemon import call_values, config, errors
+from daemon.core.decisions.claims import HeldPositions
 from daemon.grpc_services import row_answers, row_requests, status, subscribe, subscribe_many, unary, value_messages
 from daemon.grpc_services.admission import Context
 from daemon.topic import leases
@@ -83,7 +84,7 @@ class Leasing:
             self._returning.add(task)
             task.add_done_callback(self._returning.discard)
 
-    async def _end_lease(self, topic: str, subscription: str, held: call_values.HeldPositions) -> None:
+    async def _end_lease(self, topic: str, subscription: str, held: HeldPositions) -> None:
         try:
             await self._requests.extend_lease(topic, subscription, held, 0)
         except errors.TarryError as error:

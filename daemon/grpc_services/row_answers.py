@@ -12,6 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon import call_values
+from daemon.core.decisions.add_decisions import AddOutcome
+from daemon.core.decisions.claims import Ignored
+from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleOutcome
+from daemon.core.index.containment import Contained, EntryRanges
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import Rows
 from tarry.packed_fields import Piece, nested, pack, tag_bytes, varint
@@ -42,7 +46,7 @@ TellsIgnored: TypeAlias = (
 )
 
 
-def fill_ignored(response: TellsIgnored, ignored: call_values.Ignored) -> None:
+def fill_ignored(response: TellsIgnored, ignored: Ignored) -> None:
     """How many positions were ignored, which, and why."""
     if len(ignored):
         response.ignored = len(ignored)
@@ -56,7 +60,7 @@ def _one_where_alike(reasons: npt.NDArray[np.uint8]) -> Any:
     return (reasons[:1] if (reasons == reasons[0]).all() else reasons).tolist()
 
 
-def add_response(outcome: call_values.AddOutcome) -> bytes:
+def add_response(outcome: AddOutcome) -> bytes:
     """An encoded `AddMessagesResponse`."""
     encoded = _ADDED["accepted"] + varint(outcome.accepted) if outcome.accepted else b""
     if outcome.duplicates:
@@ -75,20 +79,20 @@ def add_response(outcome: call_values.AddOutcome) -> bytes:
     return encoded + columns.SerializeToString()
 
 
-def stream_add_response(request_id: int, outcome: call_values.AddOutcome) -> bytes:
+def stream_add_response(request_id: int, outcome: AddOutcome) -> bytes:
     """An encoded `StreamAddMessagesResponse`."""
     return b"".join(
         (_STREAM_ADDED["request_id"], varint(request_id), nested(_STREAM_ADDED["added"], add_response(outcome)))
     )
 
 
-def cancel_response(outcome: call_values.CancelOutcome) -> delayed_delivery_pb2.CancelMessagesResponse:
+def cancel_response(outcome: CancelOutcome) -> delayed_delivery_pb2.CancelMessagesResponse:
     response = delayed_delivery_pb2.CancelMessagesResponse(cancelled=outcome.cancelled)
     _fill_refused(response, outcome)
     return response
 
 
-def reschedule_response(outcome: call_values.RescheduleOutcome) -> delayed_delivery_pb2.RescheduleMessagesResponse:
+def reschedule_response(outcome: RescheduleOutcome) -> delayed_delivery_pb2.RescheduleMessagesResponse:
     response = delayed_delivery_pb2.RescheduleMessagesResponse(rescheduled=outcome.rescheduled)
     _fill_refused(response, outcome)
     if len(outcome.raised_index):
@@ -99,7 +103,7 @@ def reschedule_response(outcome: call_values.RescheduleOutcome) -> delayed_deliv
 
 def _fill_refused(
     response: delayed_delivery_pb2.CancelMessagesResponse | delayed_delivery_pb2.RescheduleMessagesResponse,
-    outcome: call_values.CancelOutcome | call_values.RescheduleOutcome,
+    outcome: CancelOutcome | RescheduleOutcome,
 ) -> None:
     for field, index in (
         (response.not_found_index, outcome.not_found),
@@ -134,7 +138,7 @@ def leased_response(leased: call_values.Leased, rest: dispatch_pb2.GetScheduledM
     return nested(_LEASED["messages"], _messages(leased.handed_out, slice(None))) + rest.SerializeToString()
 
 
-def contains_response(contained: call_values.Contained) -> bytes:
+def contains_response(contained: Contained) -> bytes:
     """An encoded `ContainsMessagesResponse`."""
     encoded = nested(_CONTAINED["pending"], _entry_ranges(contained.pending)) + nested(
         _CONTAINED["due"], _entry_ranges(contained.due)
@@ -210,7 +214,7 @@ def _rows(rows: Rows) -> bytes:
     return b"".join(fields)
 
 
-def _entry_ranges(ranges: call_values.EntryRanges) -> bytes:
+def _entry_ranges(ranges: EntryRanges) -> bytes:
     fields: list[Piece] = []
     pack(fields, _RANGES["ledger_id"], ranges.ledger_id, "<u8")
     pack(fields, _RANGES["first_entry_id"], ranges.first_entry_id, "<u8")

@@ -20,6 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon import call_values, errors
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
+from daemon.core.decisions.add_decisions import AddBatch, AddRow
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.departures import LedgerRanges
+from daemon.core.decisions.withdrawal_decisions import RescheduleBatch
+from daemon.core.index.containment import EntryRanges
 from daemon.grpc_services import parsing
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from tarry.packed_fields import Fields, NotPlainError, scan, tags
@@ -83,7 +89,7 @@ class Acknowledged:
     """An acknowledgement on a stream. `positions` raises `InvalidArgument`."""
 
     request_id: int
-    positions: Callable[[], call_values.HeldPositions]
+    positions: Callable[[], HeldPositions]
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,7 +103,7 @@ class NegativelyAcknowledged:
 # ---- adds
 
 
-def stream_add(data: bytes, *, size_bytes_max: int) -> tuple[int, str, str | None, Callable[[], call_values.AddBatch]]:
+def stream_add(data: bytes, *, size_bytes_max: int) -> tuple[int, str, str | None, Callable[[], AddBatch]]:
     """Read request_id, topic, subscription and rows of a `StreamAddMessagesRequest`.
 
     The subscription is None if the request names none. Raises `InvalidArgument` if the request cannot be parsed, and
@@ -119,7 +125,7 @@ def stream_add(data: bytes, *, size_bytes_max: int) -> tuple[int, str, str | Non
 
 def add(
     data: bytes, *, size_bytes_max: int, check: Callable[[str, str], None]
-) -> tuple[str, str | None, call_values.AddRow | call_values.AddBatch]:
+) -> tuple[str, str | None, AddRow | AddBatch]:
     """Read topic, subscription and rows of an `AddMessagesRequest`, the rows as an `AddRow` if they can be one.
 
     The subscription is None if the request names none. Calls `check` with both names, "" for none, before it refuses
@@ -146,7 +152,7 @@ def _names_of_add(data: bytes, fields: Fields) -> tuple[str, str | None]:
     return _text(data, fields[_TOPIC]), subscription
 
 
-def _add_row(data: bytes, fields: Fields) -> call_values.AddRow | None:
+def _add_row(data: bytes, fields: Fields) -> AddRow | None:
     """The one row of an add; None where the columns do not fit together."""
     by_delay = _DELAY_MS in fields
     key_hash = fields.get(_KEY_HASH)
@@ -154,7 +160,7 @@ def _add_row(data: bytes, fields: Fields) -> call_values.AddRow | None:
     if (by_delay and _DELIVER_AT_MS in fields) or ledger_id[1] != 8 or time[1] != 8 or (key_hash and key_hash[1] != 4):
         return None
     time_ms = _ONE_U64(data, time[0])[0]
-    return call_values.AddRow(
+    return AddRow(
         _ONE_U64(data, ledger_id[0])[0],
         _ONE_U64(data, fields[_ENTRY_ID][0])[0],
         None if by_delay else time_ms,
@@ -163,11 +169,11 @@ def _add_row(data: bytes, fields: Fields) -> call_values.AddRow | None:
     )
 
 
-def _plain_batch(data: bytes, fields: Fields) -> call_values.AddBatch:
+def _plain_batch(data: bytes, fields: Fields) -> AddBatch:
     rows = fields[_ENTRY_ID][1] >> 3
     if len(_TIMES & fields.keys()) != 1:
         raise NotPlainError
-    return call_values.AddBatch(
+    return AddBatch(
         ledger_id=_u64(data, fields[_LEDGER_ID], rows),
         entry_id=_u64(data, fields[_ENTRY_ID], rows),
         deliver_at_ms=_u64(data, fields[_DELIVER_AT_MS], rows) if _DELIVER_AT_MS in fields else None,
@@ -179,7 +185,7 @@ def _plain_batch(data: bytes, fields: Fields) -> call_values.AddBatch:
     )
 
 
-def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> call_values.AddBatch:
+def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> AddBatch:
     """The request's rows. Raises `InvalidArgument`."""
     if request.already_due:
         parsing.require_known("already_due", request.already_due, delayed_delivery_pb2.AlreadyDue.DESCRIPTOR)
@@ -189,7 +195,7 @@ def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> call_values.A
     rows = len(entry_id)
     _require_one_of({name: len(getattr(request, name)) for name in ("deliver_at_ms", "delay_ms", "delay_level")})
     deliver_at_ms, delay_ms = _times(request, rows)
-    return call_values.AddBatch(
+    return AddBatch(
         ledger_id=ledger_id,
         entry_id=entry_id,
         deliver_at_ms=deliver_at_ms,
@@ -201,12 +207,12 @@ def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> call_values.A
     )
 
 
-def reschedule_batch(request: delayed_delivery_pb2.RescheduleMessagesRequest) -> call_values.RescheduleBatch:
+def reschedule_batch(request: delayed_delivery_pb2.RescheduleMessagesRequest) -> RescheduleBatch:
     """The request's positions and their new times. Raises `InvalidArgument`."""
     ledger_id, entry_id = positions(request)
     _require_one_of({name: len(getattr(request, name)) for name in ("deliver_at_ms", "delay_ms")})
     deliver_at_ms, delay_ms = _times(request, len(entry_id))
-    return call_values.RescheduleBatch(
+    return RescheduleBatch(
         ledger_id=ledger_id,
         entry_id=entry_id,
         deliver_at_ms=deliver_at_ms,
@@ -265,7 +271,7 @@ def _plain_acknowledge(data: bytes) -> Acknowledged:
     start, size = scan(data, 0, len(data), _ACKNOWLEDGE_ALONE)[_ACKNOWLEDGE]
     fields = scan(data, start, start + size, _ACK_FIELDS)
     rows = fields[_ACKED_ENTRY_ID][1] >> 3
-    positions = call_values.HeldPositions(
+    positions = HeldPositions(
         _u64(data, fields[_ACKED_LEDGER_ID], rows),
         _u64(data, fields[_ACKED_ENTRY_ID], rows),
         _u64(data, fields[_ACKED_DELIVER_AT_MS], rows),
@@ -279,7 +285,7 @@ def _plain_nack(data: bytes) -> NegativelyAcknowledged:
     fields = scan(data, start, start + size, _NACK_FIELDS)
     rows = fields[_NACKED_ENTRY_ID][1] >> 3
     times = fields.get(_NACKED_DELIVER_AT_MS)
-    positions = call_values.HeldPositions(
+    positions = HeldPositions(
         _u64(data, fields[_NACKED_LEDGER_ID], rows),
         _u64(data, fields[_NACKED_ENTRY_ID], rows),
         np.zeros(rows, np.uint64) if times is None else _u64(data, times, rows),
@@ -290,15 +296,15 @@ def _plain_nack(data: bytes) -> NegativelyAcknowledged:
     return NegativelyAcknowledged(fields[_NACKED_ID][1] if _NACKED_ID in fields else 0, lambda: nack)
 
 
-def handed_out(request: Handed) -> call_values.HeldPositions:
+def handed_out(request: Handed) -> HeldPositions:
     """Positions to acknowledge, or whose lease or time-out is moved. Raises `InvalidArgument`."""
     ledger_id, entry_id = positions(request)
     rows = len(entry_id)
     deliver_at_ms = row_column("deliver_at_ms", request.deliver_at_ms, rows, np.uint64)
-    return call_values.HeldPositions(ledger_id, entry_id, deliver_at_ms, _batch_index(request.batch_index, rows))
+    return HeldPositions(ledger_id, entry_id, deliver_at_ms, _batch_index(request.batch_index, rows))
 
 
-def acknowledged(request: Acknowledge) -> call_values.HeldPositions:
+def acknowledged(request: Acknowledge) -> HeldPositions:
     """Hand-outs to acknowledge. Raises `InvalidArgument`."""
     positions = handed_out(request)
     counts = redelivery_count("redelivery_count", request.redelivery_count, len(positions))
@@ -330,7 +336,7 @@ def nack(request: NegativeAcknowledge) -> call_values.Nack:
     times = request.deliver_at_ms
     deliver_at_ms = row_column("deliver_at_ms", times, rows, np.uint64) if times else np.zeros(rows, np.uint64)
     return call_values.Nack(
-        call_values.HeldPositions(
+        HeldPositions(
             ledger_id,
             entry_id,
             deliver_at_ms,
@@ -368,7 +374,7 @@ def held_by_consumers(request: dispatch_pb2.Open) -> call_values.HeldByConsumers
     return call_values.HeldByConsumers(positions, np.array(request.held_consumer_id, np.uint32), key_hash)
 
 
-def held(request: dispatch_pb2.Open, *further: str) -> call_values.HeldPositions:
+def held(request: dispatch_pb2.Open, *further: str) -> HeldPositions:
     """The positions that the dispatcher still holds, maybe none. `further`: columns that each of them stands in.
 
     Raises `InvalidArgument`.
@@ -381,7 +387,7 @@ def held(request: dispatch_pb2.Open, *further: str) -> call_values.HeldPositions
     if len(set(lengths.values())) != 1:
         given = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise errors.InvalidArgument(f"held columns: {given} values; they must be of one length")
-    return call_values.HeldPositions(
+    return HeldPositions(
         ledger_id=np.array(request.held_ledger_id, np.uint64),
         entry_id=np.array(request.held_entry_id, np.uint64),
         deliver_at_ms=np.array(request.held_deliver_at_ms, np.uint64),
@@ -395,38 +401,38 @@ def held(request: dispatch_pb2.Open, *further: str) -> call_values.HeldPositions
 # ---- what others ask
 
 
-def entry_ranges(request: delayed_delivery_pb2.ContainsMessagesRequest) -> call_values.EntryRanges:
+def entry_ranges(request: delayed_delivery_pb2.ContainsMessagesRequest) -> EntryRanges:
     """What is asked for; a position is a range of one entry. Raises `InvalidArgument`."""
     rows = _row_count("entry_id", request.entry_id)
     ledger_id = row_column("ledger_id", request.ledger_id, rows, np.uint64)
     first = np.array(request.entry_id, np.uint64)
     if not request.last_entry_id:
-        return call_values.EntryRanges(ledger_id, first, first)
+        return EntryRanges(ledger_id, first, first)
     last = np.array(request.last_entry_id, np.uint64)
     if len(last) != rows:
         raise errors.InvalidArgument(
             f"last_entry_id: {len(last)} values for {rows} ranges (entry_id); give {rows}, or none for positions"
         )
-    return call_values.EntryRanges(ledger_id, first, last)
+    return EntryRanges(ledger_id, first, last)
 
 
-def ledger_ranges(request: delayed_delivery_pb2.TrimMessagesRequest) -> call_values.LedgerRanges:
+def ledger_ranges(request: delayed_delivery_pb2.TrimMessagesRequest) -> LedgerRanges:
     """What is trimmed. Raises `InvalidArgument`."""
     rows = _row_count("ledger_id", request.ledger_id)
     if len(request.entry_id) != rows:
         raise errors.InvalidArgument(
             f"entry_id: {len(request.entry_id)} values for {rows} ledgers (ledger_id); give {rows}"
         )
-    return call_values.LedgerRanges(
+    return LedgerRanges(
         np.array(request.ledger_id, np.uint64), np.array(request.entry_id, np.uint64), request.all_lower_ledgers
     )
 
 
-def dead_letter_filter(request: inspect_pb2.DeadLetterFilter) -> call_values.DeadLetterFilter:
+def dead_letter_filter(request: inspect_pb2.DeadLetterFilter) -> DeadLetterFilter:
     """Reads the filter of a request. Raises `InvalidArgument` for a reason that is not known."""
     parsing.require_known("reason", request.reason, inspect_pb2.DeadLetterReason.DESCRIPTOR)
     ledgers = request.ledgers
-    return call_values.DeadLetterFilter(
+    return DeadLetterFilter(
         ids=np.array(request.dead_letter_id, np.uint64) if request.dead_letter_id else None,
         ledgers=(ledgers.first_ledger_id, ledgers.last_ledger_id) if request.HasField("ledgers") else None,
         reason=request.reason or None,

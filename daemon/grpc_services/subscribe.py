@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from daemon import call_values, config, errors
+from daemon.core.decisions.claims import Ignored
+from daemon.core.key_shared.hash_slots import HashRange
 from daemon.grpc_services import parsing, pipeline, row_answers, row_requests, status, value_messages
 from daemon.topic.key_shared_streams import KeySharedStream
 from daemon.topic.open_streams import UNBOUNDED, Outlet
@@ -47,7 +49,7 @@ def consumer(given: pb.Consumer) -> call_values.Consumer:
         name=given.name,
         address=given.address,
         permits=given.permits,
-        hash_ranges=tuple(call_values.HashRange(each.first, each.last) for each in given.hash_ranges),
+        hash_ranges=tuple(HashRange(each.first, each.last) for each in given.hash_ranges),
     )
 
 
@@ -58,7 +60,7 @@ def plan_request(stream: KeySharedStream, request: pb.PlanDispatch) -> Awaitable
     return stream.plan(request.request_id, *row_requests.planned(request))
 
 
-def consumer_change(stream: KeySharedStream, request: pb.SubscribeRequest) -> Awaitable[call_values.Ignored]:
+def consumer_change(stream: KeySharedStream, request: pb.SubscribeRequest) -> Awaitable[Ignored]:
     """The others, answered by `Done`. Raises `InvalidArgument`.
 
     A consumer has joined, or left, when this returns: what the caller sent next finds it so.
@@ -76,10 +78,10 @@ def consumer_change(stream: KeySharedStream, request: pb.SubscribeRequest) -> Aw
     return _none_ignored()
 
 
-async def _none_ignored(done: Awaitable[None] | None = None) -> call_values.Ignored:
+async def _none_ignored(done: Awaitable[None] | None = None) -> Ignored:
     if done is not None:
         await done
-    return call_values.Ignored.nothing()
+    return Ignored.nothing()
 
 
 def key_shared_responses(outgoing: Outgoing) -> Iterator[bytes]:
@@ -94,7 +96,7 @@ def key_shared_responses(outgoing: Outgoing) -> Iterator[bytes]:
 
 
 # Of a request: which positions were ignored, and of a negative acknowledgement more.
-_Outcome: TypeAlias = call_values.Ignored | call_values.NackOutcome
+_Outcome: TypeAlias = Ignored | call_values.NackOutcome
 _Work: TypeAlias = Callable[[], Awaitable[_Outcome]]
 _Opened: TypeAlias = "DispatchStream | KeySharedStream"
 
@@ -319,7 +321,7 @@ class SubscribeStream:
         self._pipeline.submit(size_bytes, work, answer)
 
     def _refuse(self, stream: _Opened, size_bytes: int, text: str, request_id: int = 0) -> None:
-        def work() -> Awaitable[call_values.Ignored]:
+        def work() -> Awaitable[Ignored]:
             raise errors.InvalidArgument(text)
 
         self._pipeline.submit(size_bytes, work, functools.partial(_done, stream.epoch, request_id, answered=True))

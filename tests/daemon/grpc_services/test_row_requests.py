@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon import call_values, errors
+from daemon.core.decisions.add_decisions import AddBatch, AddRow
+from daemon.core.decisions.claims import HeldPositions
 from daemon.grpc_services import parsing, row_requests
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
@@ -141,10 +143,10 @@ def unary_add_by_bytes(data: bytes, request_id: int) -> Read | None:
         topic, subscription, rows = read_add(data)
     except errors.InvalidArgument:
         return None
-    return of_add(request_id, topic, subscription, rows.batch() if isinstance(rows, call_values.AddRow) else rows)
+    return of_add(request_id, topic, subscription, rows.batch() if isinstance(rows, AddRow) else rows)
 
 
-def read_add(data: bytes) -> tuple[str, str | None, call_values.AddRow | call_values.AddBatch]:
+def read_add(data: bytes) -> tuple[str, str | None, AddRow | AddBatch]:
     """The parts of an add that is a call of its own; its names are checked once."""
     checked: list[tuple[str, str]] = []
     topic, subscription, rows = row_requests.add(
@@ -154,7 +156,7 @@ def read_add(data: bytes) -> tuple[str, str | None, call_values.AddRow | call_va
     return topic, subscription, rows
 
 
-def of_add(request_id: int, topic: str, subscription: str | None, batch: call_values.AddBatch) -> Read:
+def of_add(request_id: int, topic: str, subscription: str | None, batch: AddBatch) -> Read:
     columns = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.delay_level, batch.key_hash)
     returns = (batch.return_already_due, batch.return_invalid)
     return Read(request_id, topic, subscription, listed(*columns), returns)
@@ -181,7 +183,7 @@ def acknowledge_by_bytes(data: bytes) -> Read | None:
     return None
 
 
-def of_positions(positions: call_values.HeldPositions) -> list[list[int] | None]:
+def of_positions(positions: HeldPositions) -> list[list[int] | None]:
     return listed(*(getattr(positions, each.name) for each in dataclasses.fields(positions)))
 
 
@@ -253,7 +255,7 @@ def test_an_add_of_one_row_is_read_as_numbers(time: str, key_hash: int | None) -
     add = delayed_delivery_pb2.AddMessagesRequest(topic="é", ledger_id=[3], entry_id=[(1 << 64) - 1], **fields)
     read = read_add(add.SerializeToString())
     deliver_at_ms, delay_ms = (1 << 40, None) if time == "deliver_at_ms" else (None, 1 << 40)
-    assert read == ("é", None, call_values.AddRow(3, (1 << 64) - 1, deliver_at_ms, delay_ms, key_hash))
+    assert read == ("é", None, AddRow(3, (1 << 64) - 1, deliver_at_ms, delay_ms, key_hash))
 
 
 @pytest.mark.usefixtures("plain_only")
@@ -261,7 +263,7 @@ def test_an_add_of_one_row_is_read_as_numbers(time: str, key_hash: int | None) -
 def test_an_add_of_which_more_may_have_to_be_said_is_read_as_columns(fields: dict[str, Any]) -> None:
     given_fields: dict[str, Any] = {"ledger_id": [1], "entry_id": [1], "delay_ms": [5]} | fields
     read = read_add(delayed_delivery_pb2.AddMessagesRequest(topic="t", **given_fields).SerializeToString())
-    assert isinstance(read[2], call_values.AddBatch)
+    assert isinstance(read[2], AddBatch)
 
 
 @given(request=ACKNOWLEDGEMENTS, splice=SPLICES, cut=st.integers(0, 3))
