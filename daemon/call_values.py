@@ -12,85 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.core import garbage_rules
-from daemon.core.backlog.dead_letter_rows import DeadLetterFilter, DeadLetterRows
-from daemon.core.decisions.add_decisions import AddBatch, AddOutcome, AddRow, Refused, RefusedReason
-from daemon.core.decisions.claims import HeldPositions, Ignored, IgnoredReason
-from daemon.core.decisions.departures import LedgerRanges
-from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.core.backlog.dead_letter_rows import DeadLetterRows
+from daemon.core.decisions.claims import HeldPositions, Ignored
 from daemon.core.index.bucket import RebuildNeeded
-from daemon.core.index.containment import Contained, EntryRanges
 from daemon.core.index.delay_levels import DelayLevels
 from daemon.core.index.retention import RetentionScan
 from daemon.core.index.scan import Place
 from daemon.core.key_shared.hash_slots import HashRange
 from daemon.core.key_shared.key_shared_stats import ConsumerStats, KeySharedStats
-from daemon.core.quotas import Caller
-from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicDelayLevels, TopicPolicy
+from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicPolicy
 from storage_backends.formats.row_columns import U32, U64, Rows
-
-__all__ = [
-    "AddBatch",
-    "AddOutcome",
-    "AddRow",
-    "BacklogPage",
-    "BucketPage",
-    "BucketSummary",
-    "Caller",
-    "CancelOutcome",
-    "Consumer",
-    "ConsumerPage",
-    "ConsumerSummary",
-    "Contained",
-    "DeadLetterFilter",
-    "DeadLetterPage",
-    "DeadLetterRows",
-    "DelayLevels",
-    "EntryRanges",
-    "GarbageProgress",
-    "HandedOut",
-    "HashRange",
-    "Health",
-    "HeldByConsumers",
-    "HeldPositions",
-    "Histogram",
-    "Ignored",
-    "IgnoredReason",
-    "KeySharedStats",
-    "Leased",
-    "LedgerRanges",
-    "Merged",
-    "Nack",
-    "NackOutcome",
-    "NamedValues",
-    "Place",
-    "Planned",
-    "RebuildNeeded",
-    "Refused",
-    "RefusedReason",
-    "Replayed",
-    "RescheduleBatch",
-    "RescheduleOutcome",
-    "RetentionPage",
-    "RetentionScan",
-    "ScheduledPage",
-    "Sealed",
-    "SubscriptionCreated",
-    "SubscriptionPage",
-    "SubscriptionPolicy",
-    "SubscriptionStats",
-    "TakenBack",
-    "TopicDelayLevels",
-    "TopicDeleted",
-    "TopicLevels",
-    "TopicLocation",
-    "TopicPage",
-    "TopicPolicies",
-    "TopicPolicy",
-    "TopicStats",
-    "TopicSummary",
-    "Trimmed",
-    "View",
-]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What a request may ask for.
 
 Owns: the limits of requests and the checks that need nothing but the request, the limits and the time.
-Does not own: the shape of columns (`daemon.grpc_services.row_answers`) and where the numbers come from
+Does not own: the shape of columns (`daemon.grpc_services.row_requests`) and where the numbers come from
 (`daemon.settings`).
 """
 

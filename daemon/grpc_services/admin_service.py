@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from daemon import call_values, config
 from daemon.core.index import delay_levels
-from daemon.grpc_services import row_answers, unary, value_messages
+from daemon.core.index.delay_levels import DelayLevels
+from daemon.grpc_services import row_requests, unary, value_messages
+from storage_backends.formats.manifest import TopicDelayLevels
 from tarry.v1 import admin_pb2 as pb
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ class Admin:
         table = None
         if request.HasField("levels"):
             clamp = given.clamp if given.HasField("clamp") else True
-            table = call_values.TopicDelayLevels(table=given.table, clamp=clamp)
+            table = TopicDelayLevels(table=given.table, clamp=clamp)
         levels = await self._requests.set_delay_levels(request.topic, table)
         return pb.SetDelayLevelsResponse(levels=_levels(levels), warnings=delay_levels.warnings(levels))
 
@@ -77,13 +79,13 @@ class Admin:
 
     async def _replay_dead_letters(self, request: pb.ReplayDeadLettersRequest) -> pb.ReplayDeadLettersResponse:
         replayed = await self._requests.replay_dead_letters(
-            request.topic, request.subscription, row_answers.dead_letter_filter(request.filter), request.delay_ms
+            request.topic, request.subscription, row_requests.dead_letter_filter(request.filter), request.delay_ms
         )
         return value_messages.as_message(pb.ReplayDeadLettersResponse, replayed)
 
     async def _purge_dead_letters(self, request: pb.PurgeDeadLettersRequest) -> pb.PurgeDeadLettersResponse:
         purged = await self._requests.purge_dead_letters(
-            request.topic, request.subscription, row_answers.dead_letter_filter(request.filter)
+            request.topic, request.subscription, row_requests.dead_letter_filter(request.filter)
         )
         return pb.PurgeDeadLettersResponse(purged=purged)
 
@@ -106,7 +108,7 @@ class Admin:
                 yield _progress(progress)
 
 
-def _levels(levels: call_values.DelayLevels) -> pb.DelayLevels:
+def _levels(levels: DelayLevels) -> pb.DelayLevels:
     return pb.DelayLevels(table=levels.table, clamp=levels.clamp)
 
 

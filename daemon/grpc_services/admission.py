@@ -29,9 +29,10 @@ import grpc.aio
 from google.protobuf import message
 from google.protobuf.descriptor import MethodDescriptor
 
-from daemon import call_values, errors
+from daemon import errors
 from daemon.audit_log import AuditLog
 from daemon.auth import EVERY_TOPIC, Door, Identities, Identity, Scope, bearer_of
+from daemon.core.quotas import Caller
 from daemon.grpc_services import status
 from tarry.v1 import access_pb2
 
@@ -362,6 +363,6 @@ def host_of(peer: str) -> str:
     return host.removeprefix("[").removesuffix("]")
 
 
-def caller_of(context: Context, size_bytes: int) -> call_values.Caller:
+def caller_of(context: Context, size_bytes: int) -> Caller:
     """The caller of one request of that size. Raises `InvalidArgument`."""
-    return call_values.Caller(client_of(context), size_bytes)
+    return Caller(client_of(context), size_bytes)

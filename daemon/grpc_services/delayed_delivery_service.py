@@ -2,7 +2,8 @@
 
 Owns: both ways to call the engine's `add`, one request at a time and pipelined, and the requests and answers of
 cancelling, of rescheduling, and of what a log's cursor and its trimming ask.
-Does not own: the decision about the rows (engine) and the form of columns and errors (`wire_columns`, `status`).
+Does not own: the decision about the rows (engine) and the form of columns and errors (`row_requests`, `row_answers`,
+`status`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from daemon import call_values, config, errors
+from daemon import config, errors
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome, AddRow
+from daemon.core.quotas import Caller
 from daemon.grpc_services import admission, parsing, pipeline, row_answers, row_requests, status, unary
 from daemon.grpc_services.admission import Context
 from tarry.v1 import delayed_delivery_pb2 as pb
@@ -49,56 +52,41 @@ class DelayedDelivery:
         }
 
     async def _add(self, data: bytes, context: Context) -> bytes:
-        plain = row_requests.add(data) if len(data) <= self._size_bytes_max else None
-        if plain is None:
-            return await self._add_unusual(data, context)
-        topic, subscription, rows = plain
-        context.check_named(topic, subscription or "")
+        topic, subscription, rows = row_requests.add(
+            data, size_bytes_max=self._size_bytes_max, check=context.check_named
+        )
         caller = admission.caller_of(context, len(data))
-        if isinstance(rows, call_values.AddRow):
-            answer = self._engine.requests.add_row(topic, rows, caller)
+        requests = self._engine.requests
+        answer: Awaitable[AddOutcome] | None
+        if isinstance(rows, AddRow):
+            answer = requests.add_row(topic, rows, caller)
             if answer is not None:
                 return row_answers.add_response(await answer)
             rows = rows.batch()
-        return await self._add_batch(topic, rows, subscription, caller)
-
-    async def _add_unusual(self, data: bytes, context: Context) -> bytes:
-        """A request that the runtime has to read, or that is refused."""
-        request = parsing.parse(pb.AddMessagesRequest, data, size_bytes_max=self._size_bytes_max)
-        context.check(request)
-        caller = admission.caller_of(context, len(data))
-        batch = row_answers.add_batch(request)
-        return await self._add_batch(request.topic, batch, request.subscription or None, caller)
-
-    async def _add_batch(
-        self, topic: str, batch: call_values.AddBatch, subscription: str | None, caller: call_values.Caller
-    ) -> bytes:
-        requests = self._engine.requests
-        answer: Awaitable[call_values.AddOutcome] | None
-        answer = requests.add_at_once(topic, batch, caller) if subscription is None else None
+        answer = requests.add_at_once(topic, rows, caller) if subscription is None else None
         if answer is None:
-            answer = unary.unbroken(requests.add(topic, batch, subscription, caller))
+            answer = unary.unbroken(requests.add(topic, rows, subscription, caller))
         return row_answers.add_response(await answer)
 
     async def _cancel(self, request: pb.CancelMessagesRequest) -> pb.CancelMessagesResponse:
-        ledger_id, entry_id = row_answers.positions(request)
+        ledger_id, entry_id = row_requests.positions(request)
         return row_answers.cancel_response(
             await self._engine.requests.cancel(request.topic, request.subscription or None, ledger_id, entry_id)
         )
 
     async def _reschedule(self, request: pb.RescheduleMessagesRequest) -> pb.RescheduleMessagesResponse:
-        batch = row_answers.reschedule_batch(request)
+        batch = row_requests.reschedule_batch(request)
         return row_answers.reschedule_response(
             await self._engine.requests.reschedule(request.topic, request.subscription or None, batch)
         )
 
     async def _contains(self, request: pb.ContainsMessagesRequest) -> bytes:
-        ranges = row_answers.entry_ranges(request)
+        ranges = row_requests.entry_ranges(request)
         contained = await self._engine.requests.contains(request.topic, ranges, request.subscription or None)
         return row_answers.contains_response(contained)
 
     async def _trim(self, request: pb.TrimMessagesRequest) -> pb.TrimMessagesResponse:
-        ranges = row_answers.ledger_ranges(request)
+        ranges = row_requests.ledger_ranges(request)
         trimmed = await self._engine.requests.trim(
             request.topic, request.subscription or None, ranges, dead_letter=request.dead_letter
         )
@@ -160,46 +148,36 @@ class _AddStream:
             self._pipeline.submit(len(data), work, functools.partial(_answer, request_id))
             await self._pipeline.room()
 
-    def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[call_values.AddOutcome]]]:
+    def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[AddOutcome]]]:
         """The request's id and its work. Raises `InvalidArgument` when there is no id by which to refuse it."""
-        plain = row_requests.stream_add(data) if len(data) <= self._size_bytes_max else None
-        caller = call_values.Caller(self._client, len(data))
-        if plain is not None:
-            plain_id, topic, subscription, batch = plain
-            return plain_id, functools.partial(self._add, topic, lambda: batch, subscription, caller)
         try:
-            request = parsing.parse(pb.StreamAddMessagesRequest, data, size_bytes_max=self._size_bytes_max)
+            request_id, topic, subscription, rows = row_requests.stream_add(data, size_bytes_max=self._size_bytes_max)
         except errors.InvalidArgument as error:
-            request_id = parsing.leading_number(data)
-            if request_id is None:
+            refused_id = parsing.leading_number(data)
+            if refused_id is None:
                 raise
-            return request_id, functools.partial(_refuse, error)
-        return request.request_id, functools.partial(
-            self._add,
-            request.add.topic,
-            functools.partial(row_answers.add_batch, request.add),
-            request.add.subscription or None,
-            caller,
-        )
+            return refused_id, functools.partial(_refuse, error)
+        caller = Caller(self._client, len(data))
+        return request_id, functools.partial(self._add, topic, rows, subscription, caller)
 
     def _add(
         self,
         topic: str,
-        batch: Callable[[], call_values.AddBatch],
+        batch: Callable[[], AddBatch],
         subscription: str | None,
-        caller: call_values.Caller,
-    ) -> Awaitable[call_values.AddOutcome]:
+        caller: Caller,
+    ) -> Awaitable[AddOutcome]:
         self._context.check_topic(topic)
         requests, rows = self._engine.requests, batch()
         answer = requests.add_at_once(topic, rows, caller) if subscription is None else None
         return requests.add(topic, rows, subscription, caller) if answer is None else answer
 
 
-def _refuse(error: errors.InvalidArgument) -> Awaitable[call_values.AddOutcome]:
+def _refuse(error: errors.InvalidArgument) -> Awaitable[AddOutcome]:
     raise error
 
 
-def _answer(request_id: int, outcome: call_values.AddOutcome | Exception) -> bytes:
+def _answer(request_id: int, outcome: AddOutcome | Exception) -> bytes:
     if isinstance(outcome, Exception):
         return pb.StreamAddMessagesResponse(request_id=request_id, error=status.refusal(outcome)).SerializeToString()
     return row_answers.stream_add_response(request_id, outcome)

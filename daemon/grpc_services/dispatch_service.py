@@ -2,7 +2,7 @@
 
 Owns: the requests and answers of the calls without a stream, and the status with which a stream ends.
 Does not own: streams (`subscribe`, `subscribe_many`), what the calls do (engine), the form of columns and errors
-(`wire_columns`, `status`), and callers that wait for a lease (`leasing`).
+(`row_requests`, `row_answers`, `status`), and callers that wait for a lease (`leasing`).
 
 `GetScheduledMessages`: leases due rows for a caller that is still there to receive them.
 
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from daemon import call_values, config, errors
-from daemon.grpc_services import row_answers, status, subscribe, subscribe_many, unary, value_messages
+from daemon.core.decisions.claims import HeldPositions
+from daemon.grpc_services import row_answers, row_requests, status, subscribe, subscribe_many, unary, value_messages
 from daemon.grpc_services.admission import Context
 from daemon.topic import leases
 from tarry.v1 import dispatch_pb2 as pb
@@ -83,7 +84,7 @@ class Leasing:
             self._returning.add(task)
             task.add_done_callback(self._returning.discard)
 
-    async def _end_lease(self, topic: str, subscription: str, held: call_values.HeldPositions) -> None:
+    async def _end_lease(self, topic: str, subscription: str, held: HeldPositions) -> None:
         try:
             await self._requests.extend_lease(topic, subscription, held, 0)
         except errors.TarryError as error:
@@ -164,21 +165,21 @@ class Dispatch:
         return pb.DeleteSubscriptionResponse(dead_letters=dead_letters)
 
     async def _acknowledge(self, request: pb.AcknowledgeRequest) -> pb.AcknowledgeResponse:
-        positions = row_answers.acknowledged(request)
+        positions = row_requests.acknowledged(request)
         ignored = await self._engine.requests.acknowledge(request.topic, request.subscription, positions)
         response = pb.AcknowledgeResponse()
         row_answers.fill_ignored(response, ignored)
         return response
 
     async def _negative_acknowledge(self, request: pb.NegativeAcknowledgeRequest) -> pb.NegativeAcknowledgeResponse:
-        nack = row_answers.nack(request)
+        nack = row_requests.nack(request)
         outcome = await self._engine.requests.negative_acknowledge(request.topic, request.subscription, nack)
         response = pb.NegativeAcknowledgeResponse(dead_lettered=outcome.dead_lettered)
         row_answers.fill_ignored(response, outcome.ignored)
         return response
 
     async def _extend_lease(self, request: pb.ExtendLeaseRequest) -> pb.ExtendLeaseResponse:
-        positions = row_answers.handed_out(request)
+        positions = row_requests.handed_out(request)
         ignored = await self._engine.requests.extend_lease(
             request.topic, request.subscription, positions, request.lease_ms
         )

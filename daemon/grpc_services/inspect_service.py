@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from daemon import call_values, config
-from daemon.core.key_shared.key_shared_stats import ConsumerAfterMarkDelete
-from daemon.grpc_services import page_tokens, row_answers, unary, value_messages
+from daemon.core.index.scan import Place
+from daemon.core.key_shared.key_shared_stats import ConsumerAfterMarkDelete, KeySharedStats
+from daemon.grpc_services import page_tokens, row_answers, row_requests, unary, value_messages
 from daemon.grpc_services.admission import Context
 from tarry.v1 import inspect_pb2 as pb
 from tarry.v1 import policy_pb2
@@ -49,7 +50,7 @@ def _consumer(summary: call_values.ConsumerSummary) -> pb.ConsumerStats:
     )
 
 
-def _key_shared(stats: call_values.KeySharedStats) -> pb.KeySharedStats:
+def _key_shared(stats: KeySharedStats) -> pb.KeySharedStats:
     return value_messages.as_message(
         pb.KeySharedStats,
         stats,
@@ -189,7 +190,7 @@ class Inspect:
         page = await self._requests.list_dead_letters(
             request.topic,
             request.subscription,
-            row_answers.dead_letter_filter(request.filter),
+            row_requests.dead_letter_filter(request.filter),
             request.page_size,
             place[0] if place else 0,
         )
@@ -233,11 +234,11 @@ def _page_size(request: page_tokens.Paged) -> int:
     return page_tokens.page_size(request, default=PAGE_SIZE_MAX, most=PAGE_SIZE_MAX)
 
 
-def _row_token(after: call_values.Place | None, request: _Placed, of: page_tokens.List) -> str:
+def _row_token(after: Place | None, request: _Placed, of: page_tokens.List) -> str:
     return page_tokens.of_place(after, request, of, _ROW)
 
 
-def _row_after(request: _Placed, of: page_tokens.List) -> call_values.Place | None:
+def _row_after(request: _Placed, of: page_tokens.List) -> Place | None:
     """Raises `InvalidArgument`, also for a token of another request."""
     place = page_tokens.place_in(request, request.page_token, of, _ROW)
-    return call_values.Place(*place) if place else None
+    return Place(*place) if place else None

@@ -26,7 +26,7 @@ from daemon import config, errors
 from daemon.core import limits
 from daemon.core.deletions import deletion_checks
 from daemon.core.deletions.ledger_deletions import ListedState
-from daemon.grpc_services import page_tokens, parsing, row_answers, unary, value_messages
+from daemon.grpc_services import page_tokens, parsing, row_requests, unary, value_messages
 from daemon.grpc_services.admission import Context
 from daemon.ledger_deletion import deletion_values
 from storage_backends.formats import deletion_format as stored
@@ -113,10 +113,10 @@ def ledgers(given: Ledgers) -> stored.InUseLedgers:
     return stored.InUseLedgers(ledger_type, np.array(given.ledger_id, np.uint64), **halves)
 
 
-def _half(name: str, given: Sequence[int], rows: int) -> row_answers.U64:
+def _half(name: str, given: Sequence[int], rows: int) -> row_requests.U64:
     if not given:
         return np.zeros(rows, np.uint64)
-    return row_answers.row_column(name, given, rows, np.uint64, rows_of="ledger_id")
+    return row_requests.row_column(name, given, rows, np.uint64, rows_of="ledger_id")
 
 
 def deletion_query(given: pb.DeletionFilter) -> deletion_values.DeletionFilter:

@@ -2,7 +2,7 @@
 
 Owns: the limit on a message's size, and naming the field that does not parse. gRPC's own parsing would end the call
 with INTERNAL for a name that is not UTF-8; here it is INVALID_ARGUMENT and names the field.
-Does not own: the meaning of the fields (`wire_columns`, the services, `daemon.core.limits`).
+Does not own: the meaning of the fields (`row_requests`, the services, `daemon.core.limits`).
 """
 
 from __future__ import annotations

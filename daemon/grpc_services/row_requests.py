@@ -1,34 +1,55 @@
-"""Requests that carry rows, read from their bytes: adds, and of streams acknowledgements and negative ones, as clients
-send them.
+"""Reads the requests that carry rows: from the bytes if they are plain, else from the parsed message.
 
-Owns: the way past the protobuf runtime. Between other work, with cold caches, the runtime and its way to numpy take
-30 us for an add of 1,000 rows; this takes 15.
-Does not own: refusals, and whatever is not the plain form: each field known, packed and at most once, columns that fit.
-For anything else this module answers None (`parsing` and `wire_columns` read it), and what it reads they would read.
+A plain request has each field at most once, packed columns of lengths that fit, and only fields that most clients send.
+Between other work, with cold caches, the runtime and its way to numpy take 30 us for an add of 1,000 rows; the bytes
+take 15. Both ways read the same, and all refusals come from the parsed message.
+
+A column of length 1 applies to all rows. Exactly one column says when rows are due. `daemon.core.limits` limits rows,
+names and delays; the engine judges what columns say together.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import struct
-from typing import Final, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from daemon import call_values
-from daemon.grpc_services import row_answers
-from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
+from daemon import call_values, errors
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
+from daemon.core.decisions.add_decisions import AddBatch, AddRow
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.departures import LedgerRanges
+from daemon.core.decisions.withdrawal_decisions import RescheduleBatch
+from daemon.core.index.containment import EntryRanges
+from daemon.grpc_services import parsing
+from storage_backends.formats.index_ids import NO_BATCH_INDEX
+from tarry.packed_fields import Fields, NotPlainError, scan, tags
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+
+# A count of redeliveries that no hand-out has.
+COUNT_NONE = (1 << 32) - 1
 
 U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
-# By its tag: where a field's bytes begin, and how many there are; of a varint, its value.
-Fields: TypeAlias = dict[int, tuple[int, int]]
+T = TypeVar("T", bound=np.generic)
 
-_VARINT: Final = 0
-_LENGTH_DELIMITED: Final = 2
-# Of 63 bits; longer ones are left to the runtime.
-_SHIFT_MAX = 56
+# Requests that name positions with the times that they were handed out with.
+Handed: TypeAlias = (
+    dispatch_pb2.Acknowledge | dispatch_pb2.AcknowledgeRequest | dispatch_pb2.Extend | dispatch_pb2.ExtendLeaseRequest
+)
+Acknowledge: TypeAlias = dispatch_pb2.Acknowledge | dispatch_pb2.AcknowledgeRequest
+NegativeAcknowledge: TypeAlias = dispatch_pb2.NegativeAcknowledge | dispatch_pb2.NegativeAcknowledgeRequest
+Timed: TypeAlias = delayed_delivery_pb2.AddMessagesRequest | delayed_delivery_pb2.RescheduleMessagesRequest
+Entries: TypeAlias = (
+    Handed | NegativeAcknowledge | Timed | delayed_delivery_pb2.CancelMessagesRequest | dispatch_pb2.PlanDispatch
+)
+
 # The largest and the longest varint of a sint32.
 _LEVEL_FOLDED_MAX = (1 << 32) - 1
 _LEVEL_BYTES_MAX = 5
@@ -36,83 +57,94 @@ _LEVEL_BYTES_MAX = 5
 _ONE_U64 = struct.Struct("<Q").unpack_from
 _ONE_U32 = struct.Struct("<I").unpack_from
 
-_StreamAdd = delayed_delivery_pb2.StreamAddMessagesRequest
-_Add = delayed_delivery_pb2.AddMessagesRequest
-_Acknowledge = dispatch_pb2.Acknowledge
-_Nack = dispatch_pb2.NegativeAcknowledge
-
-_REQUEST_ID = _StreamAdd.REQUEST_ID_FIELD_NUMBER << 3 | _VARINT
-_ADD = _StreamAdd.ADD_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_TOPIC = _Add.TOPIC_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_LEDGER_ID = _Add.LEDGER_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_ENTRY_ID = _Add.ENTRY_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_DELIVER_AT_MS = _Add.DELIVER_AT_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_DELAY_MS = _Add.DELAY_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_KEY_HASH = _Add.KEY_HASH_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_SUBSCRIPTION = _Add.SUBSCRIPTION_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_DELAY_LEVEL = _Add.DELAY_LEVEL_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_ALREADY_DUE = _Add.ALREADY_DUE_FIELD_NUMBER << 3 | _VARINT
+_REQUEST_ID, _ADD = tags(delayed_delivery_pb2.StreamAddMessagesRequest, "request_id", "add")
+_STREAM_ADD_FIELDS = frozenset((_REQUEST_ID, _ADD))
+_TOPIC, _LEDGER_ID, _ENTRY_ID, _DELIVER_AT_MS, _DELAY_MS, _KEY_HASH = _ADD_ROW = tags(
+    delayed_delivery_pb2.AddMessagesRequest, "topic", "ledger_id", "entry_id", "deliver_at_ms", "delay_ms", "key_hash"
+)
+_SUBSCRIPTION, _DELAY_LEVEL, _ALREADY_DUE, _ON_INVALID = _ADD_MORE = tags(
+    delayed_delivery_pb2.AddMessagesRequest, "subscription", "delay_level", "already_due", "on_invalid"
+)
+_TIMES = frozenset((_DELIVER_AT_MS, _DELAY_MS, _DELAY_LEVEL))
+_ADD_ROW_FIELDS = frozenset(_ADD_ROW)
+_ADD_FIELDS = frozenset(_ADD_ROW + _ADD_MORE)
 _ALREADY_DUE_KNOWN = frozenset(delayed_delivery_pb2.AlreadyDue.values())
 _ALREADY_DUE_RETURN = delayed_delivery_pb2.ALREADY_DUE_RETURN
-_ON_INVALID = _Add.ON_INVALID_FIELD_NUMBER << 3 | _VARINT
 _ON_INVALID_KNOWN = frozenset(delayed_delivery_pb2.OnInvalid.values())
 _ON_INVALID_RETURN = delayed_delivery_pb2.ON_INVALID_RETURN
-_STREAM_ADD_FIELDS = frozenset((_REQUEST_ID, _ADD))
-_TIMES = frozenset((_DELIVER_AT_MS, _DELAY_MS, _DELAY_LEVEL))
-_ADD_ROW_FIELDS = frozenset((_TOPIC, _LEDGER_ID, _ENTRY_ID, _DELIVER_AT_MS, _DELAY_MS, _KEY_HASH))
-_ADD_FIELDS = _TIMES | {_TOPIC, _LEDGER_ID, _ENTRY_ID, _KEY_HASH, _SUBSCRIPTION, _ALREADY_DUE, _ON_INVALID}
 
-_OF_SUBSCRIBE = dispatch_pb2.SubscribeRequest.ACKNOWLEDGE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_ACKNOWLEDGED_ID = _Acknowledge.REQUEST_ID_FIELD_NUMBER << 3 | _VARINT
-_ACKNOWLEDGED = (
-    _Acknowledge.LEDGER_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
-    _Acknowledge.ENTRY_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
-    _Acknowledge.DELIVER_AT_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
+_ACKNOWLEDGE, _NACK = tags(dispatch_pb2.SubscribeRequest, "acknowledge", "negative_acknowledge")
+_POSITIONS = ("request_id", "ledger_id", "entry_id", "deliver_at_ms", "redelivery_count")
+_ACKED = tags(dispatch_pb2.Acknowledge, *_POSITIONS)
+_ACKED_ID, _ACKED_LEDGER_ID, _ACKED_ENTRY_ID, _ACKED_DELIVER_AT_MS, _ACKED_COUNT = _ACKED
+_NACKED_ID, _NACKED_LEDGER_ID, _NACKED_ENTRY_ID, _NACKED_DELIVER_AT_MS, _NACKED_COUNT, _NACKED_DELAY_MS = _NACKED = (
+    tags(dispatch_pb2.NegativeAcknowledge, *_POSITIONS, "delay_ms")
 )
-_ACKNOWLEDGED_COUNT = _Acknowledge.REDELIVERY_COUNT_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_ACKNOWLEDGE_FIELDS = frozenset((_ACKNOWLEDGED_ID, *_ACKNOWLEDGED, _ACKNOWLEDGED_COUNT))
-
-_NACK_OF_SUBSCRIBE = dispatch_pb2.SubscribeRequest.NEGATIVE_ACKNOWLEDGE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_NACKED_ID = _Nack.REQUEST_ID_FIELD_NUMBER << 3 | _VARINT
-_NACKED = (
-    _Nack.LEDGER_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
-    _Nack.ENTRY_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
-)
-_NACKED_DELIVER_AT_MS = _Nack.DELIVER_AT_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_NACKED_DELAY_MS = _Nack.DELAY_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_NACKED_COUNT = _Nack.REDELIVERY_COUNT_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_NACK_FIELDS = frozenset((_NACKED_ID, *_NACKED, _NACKED_DELIVER_AT_MS, _NACKED_DELAY_MS, _NACKED_COUNT))
+_ACKNOWLEDGE_ALONE, _NACK_ALONE = frozenset((_ACKNOWLEDGE,)), frozenset((_NACK,))
+_ACK_FIELDS, _NACK_FIELDS = frozenset(_ACKED), frozenset(_NACKED)
 
 
-class NotPlainError(Exception):
-    """The bytes are for the runtime to read."""
+@dataclasses.dataclass(slots=True)
+class Acknowledged:
+    """An acknowledgement on a stream. `positions` raises `InvalidArgument`."""
+
+    request_id: int
+    positions: Callable[[], HeldPositions]
 
 
-def stream_add(data: bytes) -> tuple[int, str, str | None, call_values.AddBatch] | None:
-    """request_id, topic, subscription and rows of a `StreamAddMessagesRequest`; None: it is for the runtime to read.
+@dataclasses.dataclass(slots=True)
+class NegativelyAcknowledged:
+    """A negative acknowledgement on a stream. `nack` raises `InvalidArgument`."""
 
-    The subscription is None where the request names none.
+    request_id: int
+    nack: Callable[[], call_values.Nack]
+
+
+# ---- adds
+
+
+def stream_add(data: bytes, *, size_bytes_max: int) -> tuple[int, str, str | None, Callable[[], AddBatch]]:
+    """Read request_id, topic, subscription and rows of a `StreamAddMessagesRequest`.
+
+    The subscription is None if the request names none. Raises `InvalidArgument` if the request cannot be parsed, and
+    when the rows are called for.
     """
-    try:
-        outer = scan(data, 0, len(data), _STREAM_ADD_FIELDS)
-        start, size = outer[_ADD]
-        fields = scan(data, start, start + size, _ADD_FIELDS)
-        return outer[_REQUEST_ID][1], *_names_of_add(data, fields), _add_batch(data, fields)
-    except (NotPlainError, KeyError, IndexError, UnicodeDecodeError):
-        return None
+    if len(data) <= size_bytes_max:
+        try:
+            outer = scan(data, 0, len(data), _STREAM_ADD_FIELDS)
+            start, size = outer[_ADD]
+            fields = scan(data, start, start + size, _ADD_FIELDS)
+            batch = _plain_batch(data, fields)
+            return outer[_REQUEST_ID][1], *_names_of_add(data, fields), lambda: batch
+        except (NotPlainError, KeyError, IndexError, UnicodeDecodeError):
+            pass
+    request = parsing.parse(delayed_delivery_pb2.StreamAddMessagesRequest, data, size_bytes_max=size_bytes_max)
+    add = request.add
+    return request.request_id, add.topic, add.subscription or None, functools.partial(add_batch, add)
 
 
-def add(data: bytes) -> tuple[str, str | None, call_values.AddRow | call_values.AddBatch] | None:
-    """Topic, subscription and rows of an `AddMessagesRequest`; None: it is for the runtime to read.
+def add(
+    data: bytes, *, size_bytes_max: int, check: Callable[[str, str], None]
+) -> tuple[str, str | None, AddRow | AddBatch]:
+    """Read topic, subscription and rows of an `AddMessagesRequest`, the rows as an `AddRow` if they can be one.
 
-    The subscription is None where the request names none. The rows are an `AddRow` where they can be one.
+    The subscription is None if the request names none. Calls `check` with both names, "" for none, before it refuses
+    the rows. Raises what `check` raises, and `InvalidArgument`.
     """
-    try:
-        fields = scan(data, 0, len(data), _ADD_FIELDS)
-        row = _add_row(data, fields) if fields[_ENTRY_ID][1] == 8 and fields.keys() <= _ADD_ROW_FIELDS else None
-        return *_names_of_add(data, fields), _add_batch(data, fields) if row is None else row
-    except (NotPlainError, KeyError, IndexError, UnicodeDecodeError):
-        return None
+    if len(data) <= size_bytes_max:
+        try:
+            fields = scan(data, 0, len(data), _ADD_FIELDS)
+            row = _add_row(data, fields) if fields[_ENTRY_ID][1] == 8 and fields.keys() <= _ADD_ROW_FIELDS else None
+            rows = _plain_batch(data, fields) if row is None else row
+            topic, subscription = _names_of_add(data, fields)
+        except (NotPlainError, KeyError, IndexError, UnicodeDecodeError):
+            pass
+        else:
+            check(topic, subscription or "")
+            return topic, subscription, rows
+    request = parsing.parse(delayed_delivery_pb2.AddMessagesRequest, data, size_bytes_max=size_bytes_max)
+    check(request.topic, request.subscription)
+    return request.topic, request.subscription or None, add_batch(request)
 
 
 def _names_of_add(data: bytes, fields: Fields) -> tuple[str, str | None]:
@@ -120,7 +152,7 @@ def _names_of_add(data: bytes, fields: Fields) -> tuple[str, str | None]:
     return _text(data, fields[_TOPIC]), subscription
 
 
-def _add_row(data: bytes, fields: Fields) -> call_values.AddRow | None:
+def _add_row(data: bytes, fields: Fields) -> AddRow | None:
     """The one row of an add; None where the columns do not fit together."""
     by_delay = _DELAY_MS in fields
     key_hash = fields.get(_KEY_HASH)
@@ -128,7 +160,7 @@ def _add_row(data: bytes, fields: Fields) -> call_values.AddRow | None:
     if (by_delay and _DELIVER_AT_MS in fields) or ledger_id[1] != 8 or time[1] != 8 or (key_hash and key_hash[1] != 4):
         return None
     time_ms = _ONE_U64(data, time[0])[0]
-    return call_values.AddRow(
+    return AddRow(
         _ONE_U64(data, ledger_id[0])[0],
         _ONE_U64(data, fields[_ENTRY_ID][0])[0],
         None if by_delay else time_ms,
@@ -137,11 +169,11 @@ def _add_row(data: bytes, fields: Fields) -> call_values.AddRow | None:
     )
 
 
-def _add_batch(data: bytes, fields: Fields) -> call_values.AddBatch:
+def _plain_batch(data: bytes, fields: Fields) -> AddBatch:
     rows = fields[_ENTRY_ID][1] >> 3
     if len(_TIMES & fields.keys()) != 1:
         raise NotPlainError
-    return call_values.AddBatch(
+    return AddBatch(
         ledger_id=_u64(data, fields[_LEDGER_ID], rows),
         entry_id=_u64(data, fields[_ENTRY_ID], rows),
         deliver_at_ms=_u64(data, fields[_DELIVER_AT_MS], rows) if _DELIVER_AT_MS in fields else None,
@@ -153,90 +185,294 @@ def _add_batch(data: bytes, fields: Fields) -> call_values.AddBatch:
     )
 
 
-def acknowledge(data: bytes) -> tuple[int, call_values.HeldPositions] | None:
-    """request_id and positions of a `SubscribeRequest` that acknowledges; None when it is for the runtime to read."""
+def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> AddBatch:
+    """The request's rows. Raises `InvalidArgument`."""
+    if request.already_due:
+        parsing.require_known("already_due", request.already_due, delayed_delivery_pb2.AlreadyDue.DESCRIPTOR)
+    if request.on_invalid:
+        parsing.require_known("on_invalid", request.on_invalid, delayed_delivery_pb2.OnInvalid.DESCRIPTOR)
+    ledger_id, entry_id = positions(request)
+    rows = len(entry_id)
+    _require_one_of({name: len(getattr(request, name)) for name in ("deliver_at_ms", "delay_ms", "delay_level")})
+    deliver_at_ms, delay_ms = _times(request, rows)
+    return AddBatch(
+        ledger_id=ledger_id,
+        entry_id=entry_id,
+        deliver_at_ms=deliver_at_ms,
+        delay_ms=delay_ms,
+        key_hash=row_column("key_hash", request.key_hash, rows, np.uint32) if request.key_hash else None,
+        return_already_due=request.already_due == _ALREADY_DUE_RETURN,
+        delay_level=row_column("delay_level", request.delay_level, rows, np.int32) if request.delay_level else None,
+        return_invalid=request.on_invalid == _ON_INVALID_RETURN,
+    )
+
+
+def reschedule_batch(request: delayed_delivery_pb2.RescheduleMessagesRequest) -> RescheduleBatch:
+    """The request's positions and their new times. Raises `InvalidArgument`."""
+    ledger_id, entry_id = positions(request)
+    _require_one_of({name: len(getattr(request, name)) for name in ("deliver_at_ms", "delay_ms")})
+    deliver_at_ms, delay_ms = _times(request, len(entry_id))
+    return RescheduleBatch(
+        ledger_id=ledger_id,
+        entry_id=entry_id,
+        deliver_at_ms=deliver_at_ms,
+        delay_ms=delay_ms,
+        key_hash=row_column("key_hash", request.key_hash, len(entry_id), np.uint32) if request.key_hash else None,
+    )
+
+
+def _require_one_of(lengths: Mapping[str, int]) -> None:
+    """`lengths`: of columns of which exactly one is given, by their names."""
+    given = {name: length for name, length in lengths.items() if length}
+    if not given:
+        raise errors.InvalidArgument(f"{', '.join(lengths)}: none is given; give exactly one")
+    if len(given) > 1:
+        values = " and ".join(map(str, given.values()))
+        which = "both" if len(given) == 2 else "all"
+        raise errors.InvalidArgument(f"{', '.join(given)}: {which} are given, {values} values; give exactly one")
+
+
+def _times(request: Timed, rows: int) -> tuple[U64 | None, U64 | None]:
+    """deliver_at_ms and delay_ms, of which at most one is given."""
+    deliver_at_ms, delay_ms = request.deliver_at_ms, request.delay_ms
+    return (
+        row_column("deliver_at_ms", deliver_at_ms, rows, np.uint64) if deliver_at_ms else None,
+        row_column("delay_ms", delay_ms, rows, np.uint64) if delay_ms else None,
+    )
+
+
+# ---- what dispatchers send
+
+
+def subscribe(
+    data: bytes, *, size_bytes_max: int
+) -> Acknowledged | NegativelyAcknowledged | dispatch_pb2.SubscribeRequest:
+    """Read a `SubscribeRequest`. Raises `InvalidArgument` if it cannot be parsed."""
     try:
-        fields = _fields_of(data, _OF_SUBSCRIBE, _ACKNOWLEDGE_FIELDS)
-        if fields is None:
-            return None
-        ledger_id, entry_id, deliver_at_ms = (fields[tag] for tag in _ACKNOWLEDGED)
-        rows = entry_id[1] >> 3
-        positions = call_values.HeldPositions(
-            _u64(data, ledger_id, rows),
-            _u64(data, entry_id, rows),
-            _u64(data, deliver_at_ms, rows),
-            redelivery_count=_counts(data, fields.get(_ACKNOWLEDGED_COUNT), rows),
-        )
+        if data and len(data) <= size_bytes_max:
+            if data[0] == _ACKNOWLEDGE:
+                return _plain_acknowledge(data)
+            if data[0] == _NACK:
+                return _plain_nack(data)
     except (NotPlainError, KeyError, IndexError):
+        pass
+    request = parsing.parse(dispatch_pb2.SubscribeRequest, data, size_bytes_max=size_bytes_max)
+    match request.WhichOneof("request"):
+        case "acknowledge":
+            given = request.acknowledge
+            return Acknowledged(given.request_id, functools.partial(acknowledged, given))
+        case "negative_acknowledge":
+            nacked = request.negative_acknowledge
+            return NegativelyAcknowledged(nacked.request_id, functools.partial(nack, nacked))
+    return request
+
+
+def _plain_acknowledge(data: bytes) -> Acknowledged:
+    start, size = scan(data, 0, len(data), _ACKNOWLEDGE_ALONE)[_ACKNOWLEDGE]
+    fields = scan(data, start, start + size, _ACK_FIELDS)
+    rows = fields[_ACKED_ENTRY_ID][1] >> 3
+    positions = HeldPositions(
+        _u64(data, fields[_ACKED_LEDGER_ID], rows),
+        _u64(data, fields[_ACKED_ENTRY_ID], rows),
+        _u64(data, fields[_ACKED_DELIVER_AT_MS], rows),
+        redelivery_count=_counts(data, fields.get(_ACKED_COUNT), rows),
+    )
+    return Acknowledged(fields[_ACKED_ID][1] if _ACKED_ID in fields else 0, lambda: positions)
+
+
+def _plain_nack(data: bytes) -> NegativelyAcknowledged:
+    start, size = scan(data, 0, len(data), _NACK_ALONE)[_NACK]
+    fields = scan(data, start, start + size, _NACK_FIELDS)
+    rows = fields[_NACKED_ENTRY_ID][1] >> 3
+    times = fields.get(_NACKED_DELIVER_AT_MS)
+    positions = HeldPositions(
+        _u64(data, fields[_NACKED_LEDGER_ID], rows),
+        _u64(data, fields[_NACKED_ENTRY_ID], rows),
+        np.zeros(rows, np.uint64) if times is None else _u64(data, times, rows),
+        redelivery_count=_counts(data, fields.get(_NACKED_COUNT), rows),
+    )
+    delay_ms = _u64(data, fields[_NACKED_DELAY_MS], rows) if _NACKED_DELAY_MS in fields else None
+    nack = call_values.Nack(positions, delay_ms=delay_ms)
+    return NegativelyAcknowledged(fields[_NACKED_ID][1] if _NACKED_ID in fields else 0, lambda: nack)
+
+
+def handed_out(request: Handed) -> HeldPositions:
+    """Positions to acknowledge, or whose lease or time-out is moved. Raises `InvalidArgument`."""
+    ledger_id, entry_id = positions(request)
+    rows = len(entry_id)
+    deliver_at_ms = row_column("deliver_at_ms", request.deliver_at_ms, rows, np.uint64)
+    return HeldPositions(ledger_id, entry_id, deliver_at_ms, _batch_index(request.batch_index, rows))
+
+
+def acknowledged(request: Acknowledge) -> HeldPositions:
+    """Hand-outs to acknowledge. Raises `InvalidArgument`."""
+    positions = handed_out(request)
+    counts = redelivery_count("redelivery_count", request.redelivery_count, len(positions))
+    return dataclasses.replace(positions, redelivery_count=counts)
+
+
+def redelivery_count(field: str, values: Sequence[int], rows: int) -> U32 | None:
+    """Which hand-outs are named; None: any. Raises `InvalidArgument`."""
+    if not values:
         return None
-    return fields.get(_ACKNOWLEDGED_ID, (0, 0))[1], positions
+    counts = row_column(field, values, rows, np.uint32)
+    strange = np.flatnonzero(counts == COUNT_NONE)
+    if len(strange):
+        raise errors.InvalidArgument(
+            f"{field}[{strange[0]}]: {COUNT_NONE}; it must be at most {COUNT_NONE - 1}, as handed out"
+        )
+    return counts
 
 
-def negative_acknowledge(data: bytes) -> tuple[int, call_values.Nack] | None:
-    """request_id and rows of a `SubscribeRequest` that acknowledges negatively, with one delay or one for each row or
-    none; None when it is for the runtime to read.
+def nack(request: NegativeAcknowledge) -> call_values.Nack:
+    """Positions to redeliver or to reject. Raises `InvalidArgument`."""
+    ledger_id, entry_id = positions(request)
+    rows = len(entry_id)
+    given = [name for name in ("delay_ms", "delay_level", "reject") if getattr(request, name)]
+    if len(given) > 1:
+        raise errors.InvalidArgument(
+            f"delay_ms, delay_level, reject: {' and '.join(given)} are given; give at most one of them"
+        )
+    times = request.deliver_at_ms
+    deliver_at_ms = row_column("deliver_at_ms", times, rows, np.uint64) if times else np.zeros(rows, np.uint64)
+    return call_values.Nack(
+        HeldPositions(
+            ledger_id,
+            entry_id,
+            deliver_at_ms,
+            _batch_index(request.batch_index, rows),
+            redelivery_count("redelivery_count", request.redelivery_count, rows),
+        ),
+        delay_ms=row_column("delay_ms", request.delay_ms, rows, np.uint64) if request.delay_ms else None,
+        delay_level=row_column("delay_level", request.delay_level, rows, np.int32) if request.delay_level else None,
+        reject=request.reject,
+        text=request.reason,
+        key_hash=row_column("key_hash", request.key_hash, rows, np.uint32) if request.key_hash else None,
+        forwarded=request.forwarded,
+    )
+
+
+def planned(request: dispatch_pb2.PlanDispatch) -> tuple[U64, U64, U32 | None]:
+    """ledger_id, entry_id and hashes of the positions to plan. Raises `InvalidArgument`."""
+    ledger_id, entry_id = positions(request)
+    key_hash = row_column("key_hash", request.key_hash, len(entry_id), np.uint32) if request.key_hash else None
+    return ledger_id, entry_id, key_hash
+
+
+def _batch_index(values: Sequence[int], rows: int) -> U32 | None:
+    """None when all rows are entries as a whole."""
+    if not values:
+        return None
+    column = row_column("batch_index", values, rows, np.uint32)
+    return None if (column == NO_BATCH_INDEX).all() else column
+
+
+def held_by_consumers(request: dispatch_pb2.Open) -> call_values.HeldByConsumers:
+    """The positions that the dispatcher's consumers still hold, maybe none. Raises `InvalidArgument`."""
+    positions = held(request, "held_consumer_id")
+    key_hash = np.array(request.held_key_hash, np.uint32) if request.held_key_hash else None
+    return call_values.HeldByConsumers(positions, np.array(request.held_consumer_id, np.uint32), key_hash)
+
+
+def held(request: dispatch_pb2.Open, *further: str) -> HeldPositions:
+    """The positions that the dispatcher still holds, maybe none. `further`: columns that each of them stands in.
+
+    Raises `InvalidArgument`.
     """
-    try:
-        fields = _fields_of(data, _NACK_OF_SUBSCRIBE, _NACK_FIELDS)
-        if fields is None:
-            return None
-        ledger_id, entry_id = (fields[tag] for tag in _NACKED)
-        rows = entry_id[1] >> 3
-        times = fields.get(_NACKED_DELIVER_AT_MS)
-        positions = call_values.HeldPositions(
-            _u64(data, ledger_id, rows),
-            _u64(data, entry_id, rows),
-            _u64(data, times, rows) if times is not None else np.zeros(rows, np.uint64),
-            redelivery_count=_counts(data, fields.get(_NACKED_COUNT), rows),
+    always = ("held_ledger_id", "held_entry_id", "held_deliver_at_ms", *further)
+    lengths = {name: len(getattr(request, name)) for name in always}
+    columns = ("held_batch_index", "held_key_hash", "held_redelivery_count")
+    optional = {name: len(getattr(request, name)) for name in columns}
+    lengths |= {name: length for name, length in optional.items() if length}
+    if len(set(lengths.values())) != 1:
+        given = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise errors.InvalidArgument(f"held columns: {given} values; they must be of one length")
+    return HeldPositions(
+        ledger_id=np.array(request.held_ledger_id, np.uint64),
+        entry_id=np.array(request.held_entry_id, np.uint64),
+        deliver_at_ms=np.array(request.held_deliver_at_ms, np.uint64),
+        batch_index=_batch_index(request.held_batch_index, len(request.held_entry_id)),
+        redelivery_count=redelivery_count(
+            "held_redelivery_count", request.held_redelivery_count, len(request.held_entry_id)
+        ),
+    )
+
+
+# ---- what others ask
+
+
+def entry_ranges(request: delayed_delivery_pb2.ContainsMessagesRequest) -> EntryRanges:
+    """What is asked for; a position is a range of one entry. Raises `InvalidArgument`."""
+    rows = _row_count("entry_id", request.entry_id)
+    ledger_id = row_column("ledger_id", request.ledger_id, rows, np.uint64)
+    first = np.array(request.entry_id, np.uint64)
+    if not request.last_entry_id:
+        return EntryRanges(ledger_id, first, first)
+    last = np.array(request.last_entry_id, np.uint64)
+    if len(last) != rows:
+        raise errors.InvalidArgument(
+            f"last_entry_id: {len(last)} values for {rows} ranges (entry_id); give {rows}, or none for positions"
         )
-        delay_ms = _u64(data, fields[_NACKED_DELAY_MS], rows) if _NACKED_DELAY_MS in fields else None
-    except (NotPlainError, KeyError, IndexError):
-        return None
-    return fields.get(_NACKED_ID, (0, 0))[1], call_values.Nack(positions, delay_ms=delay_ms)
+    return EntryRanges(ledger_id, first, last)
 
 
-def _fields_of(data: bytes, request: int, known: frozenset[int]) -> Fields | None:
-    """The fields of a `SubscribeRequest`'s request of that tag; None when it is another one."""
-    if not data or data[0] != request:
-        return None
-    start, size = scan(data, 0, len(data), frozenset((request,)))[request]
-    return scan(data, start, start + size, known)
+def ledger_ranges(request: delayed_delivery_pb2.TrimMessagesRequest) -> LedgerRanges:
+    """What is trimmed. Raises `InvalidArgument`."""
+    rows = _row_count("ledger_id", request.ledger_id)
+    if len(request.entry_id) != rows:
+        raise errors.InvalidArgument(
+            f"entry_id: {len(request.entry_id)} values for {rows} ledgers (ledger_id); give {rows}"
+        )
+    return LedgerRanges(
+        np.array(request.ledger_id, np.uint64), np.array(request.entry_id, np.uint64), request.all_lower_ledgers
+    )
 
 
-def scan(data: bytes, place: int, end: int, known: frozenset[int]) -> Fields:
-    """The fields of the message in data[place:end]. Raises NotPlainError, IndexError: it is for the runtime to read."""
-    fields: Fields = {}
-    while place < end:
-        tag, number = data[place], data[place + 1]
-        place += 2
-        if number > 0x7F:
-            number, place = varint_at(data, place - 1)
-        if tag not in known or tag in fields:
-            raise NotPlainError
-        fields[tag] = (place, number)
-        if tag & 7 == _LENGTH_DELIMITED:
-            place += number
-    if place != end:
-        raise NotPlainError
-    return fields
+def dead_letter_filter(request: inspect_pb2.DeadLetterFilter) -> DeadLetterFilter:
+    """Reads the filter of a request. Raises `InvalidArgument` for a reason that is not known."""
+    parsing.require_known("reason", request.reason, inspect_pb2.DeadLetterReason.DESCRIPTOR)
+    ledgers = request.ledgers
+    return DeadLetterFilter(
+        ids=np.array(request.dead_letter_id, np.uint64) if request.dead_letter_id else None,
+        ledgers=(ledgers.first_ledger_id, ledgers.last_ledger_id) if request.HasField("ledgers") else None,
+        reason=request.reason or None,
+        from_ms=request.from_ms or None,
+        until_ms=request.until_ms or None,
+    )
 
 
-def varint_at(data: bytes, place: int) -> tuple[int, int]:
-    """The number that begins there, and the place behind it. Raises NotPlainError: it is too long; IndexError."""
-    number = data[place]
-    place += 1
-    if number > 0x7F:
-        number &= 0x7F
-        shift = 7
-        while (byte := data[place]) > 0x7F:
-            number |= (byte & 0x7F) << shift
-            place += 1
-            shift += 7
-            if shift > _SHIFT_MAX:
-                raise NotPlainError
-        number |= byte << shift
-        place += 1
-    return number, place
+# ---- columns of a parsed message
+
+
+def positions(request: Entries) -> tuple[U64, U64]:
+    """ledger_id and entry_id of the request's rows. Raises `InvalidArgument`."""
+    rows = _row_count("entry_id", request.entry_id)
+    return row_column("ledger_id", request.ledger_id, rows, np.uint64), np.array(request.entry_id, np.uint64)
+
+
+def _row_count(field: str, values: Sequence[int]) -> int:
+    if not values:
+        raise errors.InvalidArgument(f"{field}: 0 rows; a request has at least 1")
+    return len(values)
+
+
+def row_column(
+    field: str, values: Sequence[int], rows: int, dtype: type[T], *, rows_of: str = "entry_id"
+) -> npt.NDArray[T]:
+    """A value for each row; a column of length 1 applies to all. `rows_of`: the column whose length is that of the
+    rows. Raises `InvalidArgument`.
+    """
+    given = len(values)
+    if given == rows:
+        return np.array(values, dtype)
+    if given == 1:
+        column = np.empty(rows, dtype)
+        column.fill(values[0])
+        return column
+    raise errors.InvalidArgument(f"{field}: {given} values for {rows} rows ({rows_of}); give {rows}, or 1 for all")
+
+
+# ---- columns of bytes
 
 
 def _enum(fields: Fields, tag: int, known: frozenset[int]) -> int:
@@ -299,14 +535,14 @@ def _counts(data: bytes, field: tuple[int, int] | None, rows: int) -> U32 | None
     start, size = field
     if size == 4:
         count = int.from_bytes(data[start : start + 4], "little")
-        if count == row_answers.COUNT_NONE:
+        if count == COUNT_NONE:
             raise NotPlainError
         counts = np.zeros(rows, np.uint32)
         if count:
             counts.fill(count)
         return counts
     counts = _u32(data, field, rows)
-    if (counts == row_answers.COUNT_NONE).any():
+    if (counts == COUNT_NONE).any():
         raise NotPlainError
     return counts
 

@@ -3,8 +3,8 @@
 Owns: the order of messages on it, that the engine's stream is closed however the call ends, and which request goes
 where.
 Does not own: permits, backlog and what is handed out (engine), requests in flight (`pipeline`), what only KEY_SHARED
-streams have (`key_shared_messages`), the form of columns and errors (`wire_columns`, `status`), and what carries the
-stream: a call of its own (`dispatch_service`) or a lane (`subscribe_many`).
+streams have (`key_shared_messages`), the form of columns and errors (`row_requests`, `row_answers`, `status`), and what
+carries the stream: a call of its own (`dispatch_service`) or a lane (`subscribe_many`).
 
 A stream is one reader (Open, then Flow, Acknowledge and the like) and two writers, of what is done and of what is due,
 which take turns: a `Done` waits for at most one `Messages`.
@@ -12,7 +12,7 @@ which take turns: a `Done` waits for at most one `Messages`.
 Requests and answers that only KEY_SHARED streams have.
 
 Owns: consumers as the contract writes them, and which call of the engine each of these requests is.
-Does not own: streams (`subscribe`), the form of columns (`wire_columns`), and what the requests do (engine).
+Does not own: streams (`subscribe`), the form of columns (`row_requests`), and what the requests do (engine).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from daemon import call_values, config, errors
+from daemon.core.decisions.claims import Ignored
+from daemon.core.key_shared.hash_slots import HashRange
 from daemon.grpc_services import parsing, pipeline, row_answers, row_requests, status, value_messages
 from daemon.topic.key_shared_streams import KeySharedStream
 from daemon.topic.open_streams import UNBOUNDED, Outlet
@@ -47,7 +49,7 @@ def consumer(given: pb.Consumer) -> call_values.Consumer:
         name=given.name,
         address=given.address,
         permits=given.permits,
-        hash_ranges=tuple(call_values.HashRange(each.first, each.last) for each in given.hash_ranges),
+        hash_ranges=tuple(HashRange(each.first, each.last) for each in given.hash_ranges),
     )
 
 
@@ -55,10 +57,10 @@ def plan_request(stream: KeySharedStream, request: pb.PlanDispatch) -> Awaitable
     """Answered by `Planned`, in order with what else goes out. Raises `InvalidArgument`."""
     if not request.request_id:
         raise errors.InvalidArgument("request_id: 0; it must be at least 1, since Planned answers by it")
-    return stream.plan(request.request_id, *row_answers.planned(request))
+    return stream.plan(request.request_id, *row_requests.planned(request))
 
 
-def consumer_change(stream: KeySharedStream, request: pb.SubscribeRequest) -> Awaitable[call_values.Ignored]:
+def consumer_change(stream: KeySharedStream, request: pb.SubscribeRequest) -> Awaitable[Ignored]:
     """The others, answered by `Done`. Raises `InvalidArgument`.
 
     A consumer has joined, or left, when this returns: what the caller sent next finds it so.
@@ -76,10 +78,10 @@ def consumer_change(stream: KeySharedStream, request: pb.SubscribeRequest) -> Aw
     return _none_ignored()
 
 
-async def _none_ignored(done: Awaitable[None] | None = None) -> call_values.Ignored:
+async def _none_ignored(done: Awaitable[None] | None = None) -> Ignored:
     if done is not None:
         await done
-    return call_values.Ignored.nothing()
+    return Ignored.nothing()
 
 
 def key_shared_responses(outgoing: Outgoing) -> Iterator[bytes]:
@@ -94,7 +96,7 @@ def key_shared_responses(outgoing: Outgoing) -> Iterator[bytes]:
 
 
 # Of a request: which positions were ignored, and of a negative acknowledgement more.
-_Outcome: TypeAlias = call_values.Ignored | call_values.NackOutcome
+_Outcome: TypeAlias = Ignored | call_values.NackOutcome
 _Work: TypeAlias = Callable[[], Awaitable[_Outcome]]
 _Opened: TypeAlias = "DispatchStream | KeySharedStream"
 
@@ -195,10 +197,10 @@ class SubscribeStream:
         match request.type:
             case pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED:
                 require_none(request)
-                return await requests.open_dispatch(*names, row_answers.held(request))
+                return await requests.open_dispatch(*names, row_requests.held(request))
             case pb.SubscriptionType.SUBSCRIPTION_TYPE_KEY_SHARED:
                 consumers = [consumer(each) for each in request.consumers]
-                return await requests.open_key_shared(*names, consumers, row_answers.held_by_consumers(request))
+                return await requests.open_key_shared(*names, consumers, row_requests.held_by_consumers(request))
         name = pb.SubscriptionType.Name(request.type)
         raise errors.InvalidArgument(
             f"type: {name}; it must be SUBSCRIPTION_TYPE_SHARED or SUBSCRIPTION_TYPE_KEY_SHARED"
@@ -251,34 +253,32 @@ class SubscribeStream:
 
     def _take(self, stream: _Opened, data: bytes) -> None:
         size_bytes = len(data)
-        if size_bytes <= self._size_bytes_max:
-            if (acknowledged := row_requests.acknowledge(data)) is not None:
-                request_id, positions = acknowledged
-                self._answer(stream, size_bytes, request_id, _acknowledge(stream, request_id, lambda: positions))
+        request = row_requests.subscribe(data, size_bytes_max=self._size_bytes_max)
+        match request:
+            case row_requests.Acknowledged(request_id, positions):
+                self._answer(
+                    stream,
+                    size_bytes,
+                    request_id,
+                    lambda: stream.acknowledge(positions(), awaited=request_id != 0),
+                )
                 return
-            if (nacked := row_requests.negative_acknowledge(data)) is not None:
-                request_id, nack = nacked
-                self._answer(stream, size_bytes, request_id, _nack(stream, request_id, lambda: nack))
+            case row_requests.NegativelyAcknowledged(request_id, nack):
+                self._answer(
+                    stream,
+                    size_bytes,
+                    request_id,
+                    lambda: stream.negative_acknowledge(nack(), awaited=request_id != 0),
+                )
                 return
-        request = parsing.parse(pb.SubscribeRequest, data, size_bytes_max=self._size_bytes_max)
         kind = request.WhichOneof("request")
         match kind:
             case "flow":
                 self._flow(stream, size_bytes, request.flow)
-            case "acknowledge":
-                request_id = request.acknowledge.request_id
-                work: _Work = _acknowledge(
-                    stream, request_id, functools.partial(row_answers.acknowledged, request.acknowledge)
-                )
-                self._answer(stream, size_bytes, request_id, work)
-            case "negative_acknowledge":
-                request_id = request.negative_acknowledge.request_id
-                work = _nack(stream, request_id, functools.partial(row_answers.nack, request.negative_acknowledge))
-                self._answer(stream, size_bytes, request_id, work)
             case "extend":
                 extend = request.extend
                 self._answer(
-                    stream, size_bytes, extend.request_id, lambda: stream.extend(row_answers.handed_out(extend))
+                    stream, size_bytes, extend.request_id, lambda: stream.extend(row_requests.handed_out(extend))
                 )
             case "open":
                 raise errors.InvalidArgument(
@@ -321,7 +321,7 @@ class SubscribeStream:
         self._pipeline.submit(size_bytes, work, answer)
 
     def _refuse(self, stream: _Opened, size_bytes: int, text: str, request_id: int = 0) -> None:
-        def work() -> Awaitable[call_values.Ignored]:
+        def work() -> Awaitable[Ignored]:
             raise errors.InvalidArgument(text)
 
         self._pipeline.submit(size_bytes, work, functools.partial(_done, stream.epoch, request_id, answered=True))
@@ -340,18 +340,6 @@ def _not_planned(epoch: int, request_id: int, outcome: Exception | None) -> byte
 def _close_unused(opening: asyncio.Future[_Opened]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
-
-
-def _acknowledge(
-    stream: _Opened, request_id: int, given: Callable[[], call_values.HeldPositions]
-) -> Callable[[], Awaitable[call_values.Ignored]]:
-    return lambda: stream.acknowledge(given(), awaited=request_id != 0)
-
-
-def _nack(
-    stream: _Opened, request_id: int, given: Callable[[], call_values.Nack]
-) -> Callable[[], Awaitable[call_values.NackOutcome]]:
-    return lambda: stream.negative_acknowledge(given(), awaited=request_id != 0)
 
 
 def _done(epoch: int, request_id: int, outcome: _Outcome | Exception, *, answered: bool) -> bytes | None:

@@ -25,36 +25,29 @@ import asyncio
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pyroaring
 from google.rpc import status_pb2
 
 from daemon import config, errors
-from daemon.grpc_services import parsing, pipeline, row_requests, status, subscribe
+from daemon.grpc_services import parsing, pipeline, status, subscribe
 from daemon.grpc_services.admission import Context
-from daemon.grpc_services.row_answers import nested, varint
 from daemon.topic.open_streams import Waiter
+from tarry.packed_fields import NotPlainError, nested, scan_each, tag_bytes, tags, varint
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
     from daemon.owner.engine import Engine
 
-_VARINT: Final = 0
-_LENGTH_DELIMITED: Final = 2
-
-_REQUESTS = pb.SubscribeManyRequest.REQUESTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_LANE = pb.LaneRequest.LANE_FIELD_NUMBER << 3 | _VARINT
-_REQUEST = pb.LaneRequest.REQUEST_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_CLOSE = pb.LaneRequest.CLOSE_FIELD_NUMBER << 3 | _VARINT
-_FIELDS = frozenset((_LANE, _REQUEST, _CLOSE))
+(_REQUESTS,) = tags(pb.SubscribeManyRequest, "requests")
+_LANE, _REQUEST, _CLOSE = _FIELDS = tags(pb.LaneRequest, "lane", "request", "close")
+_KNOWN = frozenset(_FIELDS)
 _LANE_MAX = (1 << 32) - 1
 
-_RESPONSES = bytes([pb.SubscribeManyResponse.RESPONSES_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
-_RESPONSE_LANE = bytes([pb.LaneResponse.LANE_FIELD_NUMBER << 3 | _VARINT])
-_RESPONSE = bytes([pb.LaneResponse.RESPONSE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
-_ENDED = bytes([pb.LaneResponse.ENDED_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_RESPONSES = tag_bytes(pb.SubscribeManyResponse)["responses"]
+_RESPONSE = tag_bytes(pb.LaneResponse)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,43 +61,35 @@ class LaneRequest:
 
 def lane_requests(data: bytes, *, size_bytes_max: int) -> list[LaneRequest]:
     """What a `SubscribeManyRequest` holds. Raises `InvalidArgument`."""
+    requests: list[LaneRequest] = []
     try:
-        return list(_plain(data))
-    except (row_requests.NotPlainError, IndexError):
+        for fields in scan_each(data, _REQUESTS, _KNOWN):
+            lane = fields[_LANE][1] if _LANE in fields else 0
+            if lane > _LANE_MAX:
+                raise NotPlainError
+            request = None
+            if _REQUEST in fields:
+                start, size = fields[_REQUEST]
+                request = data[start : start + size]
+            requests.append(LaneRequest(lane, request, bool(fields[_CLOSE][1]) if _CLOSE in fields else False))
+    except (NotPlainError, IndexError):
         message = parsing.parse(pb.SubscribeManyRequest, data, size_bytes_max=size_bytes_max)
         return [
             LaneRequest(each.lane, each.request.SerializeToString() if each.HasField("request") else None, each.close)
             for each in message.requests
         ]
+    return requests
 
 
 def lane_response(lane: int, encoded: bytes) -> bytes:
     """An encoded `SubscribeManyResponse` with one `SubscribeResponse`. Several in a row are one message."""
-    return nested(_RESPONSES, b"".join((_RESPONSE_LANE, varint(lane), nested(_RESPONSE, encoded))))
+    return nested(_RESPONSES, b"".join((_RESPONSE["lane"], varint(lane), nested(_RESPONSE["response"], encoded))))
 
 
 def lane_ended(lane: int, status: status_pb2.Status) -> bytes:
     """An encoded `SubscribeManyResponse` that tells the end of a lane."""
-    return nested(_RESPONSES, b"".join((_RESPONSE_LANE, varint(lane), nested(_ENDED, status.SerializeToString()))))
-
-
-def _plain(data: bytes) -> Iterator[LaneRequest]:
-    """Each field known and at most once. Raises NotPlainError, IndexError: it is for the runtime to read."""
-    place = 0
-    while place < len(data):
-        if data[place] != _REQUESTS:
-            raise row_requests.NotPlainError
-        size, place = row_requests.varint_at(data, place + 1)
-        fields = row_requests.scan(data, place, place + size, _FIELDS)
-        place += size
-        lane = fields.get(_LANE, (0, 0))[1]
-        if lane > _LANE_MAX:
-            raise row_requests.NotPlainError
-        start, length = fields.get(_REQUEST, (0, 0))
-        request = data[start : start + length] if _REQUEST in fields else None
-        yield LaneRequest(lane, request, bool(fields.get(_CLOSE, (0, 0))[1]))
-    if place != len(data):
-        raise row_requests.NotPlainError
+    ended = nested(_RESPONSE["ended"], status.SerializeToString())
+    return nested(_RESPONSES, b"".join((_RESPONSE["lane"], varint(lane), ended)))
 
 
 # A message is full with so many bytes, but for one answer that is larger by itself.

@@ -5,7 +5,7 @@ Does not own: what a call does (`admin_service`, `inspect_service` ...) and call
 (`pipeline`).
 
 Handlers take and give bytes, so that a request that does not parse is refused by name (`parsing`), and so that an
-answer may be encoded by hand (`wire_columns`).
+answer may be encoded by hand (`row_answers`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine's records as messages that have fields of the same names.
 
 Owns: that correspondence.
-Does not own: what the fields mean (the contract's comments) and columns (`wire_columns`).
+Does not own: what the fields mean (the contract's comments) and columns (`row_requests`, `row_answers`).
 
 Policies of the wire to those that are stored, and back.
 
@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 from google.protobuf import message
 
 from daemon import call_values, errors
+from daemon.core.index.bucket import RebuildNeeded
 from daemon.grpc_services import parsing
 from storage_backends.formats import manifest
 from tarry.v1 import inspect_pb2
@@ -188,7 +189,7 @@ def as_message(message_type: type[M], record: object, **others: Any) -> M:
     return message_type(**{name: getattr(record, name) for name in names if name not in others}, **others)
 
 
-def rebuild_needed(ranges: Iterable[call_values.RebuildNeeded]) -> list[inspect_pb2.RebuildNeeded]:
+def rebuild_needed(ranges: Iterable[RebuildNeeded]) -> list[inspect_pb2.RebuildNeeded]:
     return [as_message(inspect_pb2.RebuildNeeded, each) for each in ranges]
 
 

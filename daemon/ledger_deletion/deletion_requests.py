@@ -166,14 +166,14 @@ class DeletionRequests:
         replaced = in_use.ledgers_of(topic, ledgers.ledger_type) if replace else 0
         self._check_in_use(len(ledgers) - replaced)
         change = InUseChange.REPLACE if replace else InUseChange.RECORD
-        changed = await shard.deletions.in_use.change(ChangeInUse(topic, change, ledgers))
+        changed = await shard.deletions.change_in_use(ChangeInUse(topic, change, ledgers))
         return InUseRecorded(len(ledgers) - len(changed.being_deleted), changed.being_deleted)
 
     async def forget_in_use(self, topic: str, ledgers: InUseLedgers) -> int:
         """Ledgers are in use no longer; how many were. Raises InvalidArgument."""
         self._check_ledgers(topic, ledgers, least=1)
         shard = self._engine.shard_of(topic)
-        changed = await shard.deletions.in_use.change(ChangeInUse(topic, InUseChange.FORGET, ledgers))
+        changed = await shard.deletions.change_in_use(ChangeInUse(topic, InUseChange.FORGET, ledgers))
         return changed.changed
 
     def _check_ledgers(self, topic: str, ledgers: InUseLedgers, *, least: int) -> None:
@@ -184,7 +184,7 @@ class DeletionRequests:
 
     def _check_in_use(self, ledgers: int) -> None:
         shards, in_use_max = self._engine.shards.values(), self._settings.in_use_max
-        in_use = sum(shard.deletions.in_use.ledgers for shard in shards)
+        in_use = sum(shard.deletions.ledgers_in_use for shard in shards)
         if ledgers > 0 and in_use + ledgers > in_use_max:
             raise QuotaExceeded(
                 f"deletion.in_use_max is {in_use_max}; {in_use} ledgers are in use, and the request has {ledgers} more",

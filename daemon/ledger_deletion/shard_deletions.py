@@ -2,18 +2,11 @@
 
 Owns: staging decisions and giving each what it came to, so that memory never holds what is not durable; that no slot
 holds more of them than the loop can apply in a moment; writing begins and answers in batches; what an attempt's end
-means; the attempts that are under way, and their end.
-Does not own: what a decision comes to (`daemon.core.deletions`), the portions of what is said to be in use
-(`in_use_changing`), when an attempt begins and its thread (`deletion_workers`), what it does (`daemon.ledger_stores`),
-the slots (`shard_staging`) and the checkpoint (`checkpointing`).
-
-What owners say is in use, of the topics of one shard, in portions that the loop applies in a moment.
-
-Owns: the portions, and that nobody says anything of a topic while all that it uses is being replaced.
-Does not own: what a statement comes to (`daemon.core.deletions`), and how it becomes durable (`shard_deletions`).
-
-A long REPLACE is written as what is in use, then as what is in use no longer, as of its beginning, and then that this
-was all. What it names is never out of use meanwhile; what it does not name may be so until it is answered.
+means; the attempts that are under way, and their end. Changes of what is in use go in portions, too, and nobody changes
+a topic while all that it uses is being replaced.
+Does not own: what a decision comes to (`daemon.core.deletions`), when an attempt begins and its thread
+(`deletion_workers`), what it does (`daemon.ledger_stores`), the slots (`daemon.group_commit`) and the checkpoint
+(`checkpointing`).
 """
 
 from __future__ import annotations
@@ -67,90 +60,8 @@ HELD_FEW = 100
 FORGOTTEN_A_DECISION = 256
 
 
-class Deciding(Protocol):
-    """The deletions of the shard, as changes of what is in use see them."""
-
-    @property
-    def state(self) -> LedgerDeletions: ...
-
-    async def change_in_room(self, record: ChangeInUse, *, cost: int) -> InUseChanged:
-        """What a decision came to, in a slot that is applied in a moment. Raises what the request is answered with when
-        nothing can be staged.
-        """
-        ...
-
-
-class InUseChanging:
-    """The requests that change what is in use in one shard. Used on one event loop."""
-
-    def __init__(self, deletions: Deciding, environment: Environment) -> None:
-        self._deletions = deletions
-        self._environment = environment
-        # Of requests that are under way.
-        self._ledgers_to_come = 0
-        # Topics of which a long REPLACE is under way; the future ends with it.
-        self._replacing: dict[str, asyncio.Future[None]] = {}
-
-    @property
-    def ledgers(self) -> int:
-        """Ledgers in use, those included that are being recorded."""
-        return self._deletions.state.in_use.ledgers + self._ledgers_to_come
-
-    async def change(self, record: ChangeInUse) -> InUseChanged:
-        """What it came to, when that is durable. Raises as `ShardDeletions.record`."""
-        while (replacing := self._replacing.get(record.topic)) is not None:
-            await asyncio.wait([replacing])
-        to_come = len(record.ledgers) if record.change is not InUseChange.FORGET else 0
-        self._ledgers_to_come += to_come
-        try:
-            if record.change is InUseChange.REPLACE and self._is_long(record):
-                return await self._replace(record)
-            return await self._in_portions(record)
-        finally:
-            self._ledgers_to_come -= to_come
-
-    def _is_long(self, record: ChangeInUse) -> bool:
-        there = self._deletions.state.in_use.ledgers_of(record.topic, record.ledgers.ledger_type)
-        return max(there, len(record.ledgers)) > self._portion_rows(record.change)
-
-    def _portion_rows(self, change: InUseChange) -> int:
-        none_or_few = change is InUseChange.RECORD or self._deletions.state.counts.held <= HELD_FEW
-        return LEDGERS_A_DECISION if none_or_few else FORGOTTEN_A_DECISION
-
-    async def _replace(self, record: ChangeInUse) -> InUseChanged:
-        ledgers = record.ledgers
-        over = self._replacing[record.topic] = asyncio.get_running_loop().create_future()
-        try:
-            before = self._deletions.state.in_use.of(record.topic, ledgers.ledger_type)
-            others = await self._environment.run(lambda: before.beside(ledgers))
-            recorded = await self._in_portions(dataclasses.replace(record, change=InUseChange.RECORD))
-            forgotten = await self._in_portions(dataclasses.replace(record, change=InUseChange.FORGET, ledgers=others))
-            nothing = rows_of(ledgers, slice(0))
-            await self._in_portions(dataclasses.replace(record, change=InUseChange.COMPLETE, ledgers=nothing))
-        finally:
-            del self._replacing[record.topic]
-            over.set_result(None)
-        return InUseChanged(
-            recorded.changed + forgotten.changed, recorded.being_deleted, recorded.revived + forgotten.revived
-        )
-
-    async def _in_portions(self, record: ChangeInUse) -> InUseChanged:
-        changed = revived = 0
-        being_deleted: tuple[int, ...] = ()
-        rows = self._portion_rows(record.change)
-        ledgers_a_delete = LEDGERS_A_DELETE if rows == LEDGERS_A_DECISION else 1
-        for first in range(0, max(1, len(record.ledgers)), rows):
-            portion = rows_of(record.ledgers, slice(first, first + rows))
-            decided = await self._deletions.change_in_room(
-                dataclasses.replace(record, ledgers=portion), cost=math.ceil(len(portion) / ledgers_a_delete)
-            )
-            changed, revived = changed + decided.changed, revived + decided.revived
-            being_deleted += tuple(first + place for place in decided.being_deleted)
-        return InUseChanged(changed, being_deleted, revived)
-
-
 def rows_of(ledgers: InUseLedgers, rows: slice) -> InUseLedgers:
-    """Some of them."""
+    """Return some of them."""
     return InUseLedgers(ledgers.ledger_type, ledgers.ledger_id[rows], ledgers.uuid_msb[rows], ledgers.uuid_lsb[rows])
 
 
@@ -206,8 +117,8 @@ class Attempt:
             raise DeletionFailed("the daemon does not know whether the shard is its own still", maybe_deleted=False)
 
 
-class ShardOfDeletions(Protocol):
-    """What the deletions of a shard ask of it."""
+class DeletingShard(Protocol):
+    """A shard, as its deletions see it, and those who make deletions and ask for them."""
 
     @property
     def number(self) -> int: ...
@@ -229,10 +140,6 @@ class ShardOfDeletions(Protocol):
         """The shard cannot be served any more."""
         ...
 
-
-class DeletingShard(ShardOfDeletions, Protocol):
-    """A shard that is served, for those who make deletions and ask for them."""
-
     @property
     def deletions(self) -> ShardDeletions: ...
 
@@ -246,7 +153,7 @@ class ShardDeletions:
 
     def __init__(
         self,
-        shard: ShardOfDeletions,
+        shard: DeletingShard,
         state: LedgerDeletions,
         environment: Environment,
         *,
@@ -262,11 +169,13 @@ class ShardDeletions:
             max_retry_delete_count=settings.max_retry_delete_count,
             jitter=settings.jitter,
         )
-        self.in_use = InUseChanging(self, environment)
         self._staged: collections.deque[_Decision] = collections.deque()
         self._staged_cost = 0
         # What requests that are under way have not recorded yet.
         self._deletes_to_come = 0
+        self._ledgers_to_come = 0
+        # Topics of which a long REPLACE is under way; the future ends with it.
+        self._replacing: dict[str, asyncio.Future[None]] = {}
         self._room: asyncio.Future[None] | None = None
         # Attempts of a former owner that have no answer.
         self._begun_before = collections.deque(state.begun_before())
@@ -337,10 +246,6 @@ class ShardDeletions:
             self._shard.slots.check_accepting()
         return await self._decided(record, kind, cost=cost)
 
-    async def change_in_room(self, record: ChangeInUse, *, cost: int) -> InUseChanged:
-        """Changes what is in use; returns what that came to. Raises what the request is to be answered with."""
-        return await self.decided_in_room(record, InUseChanged, cost=cost)
-
     async def _decided(self, record: DeletionRecord, kind: type[R], *, cost: int = 0, patient: bool = False) -> R:
         """What the record came to, once it is durable and applied."""
         decision = _Decision(record, cost)
@@ -371,7 +276,73 @@ class ShardDeletions:
             case _:
                 return
 
+    # ---- what is in use
+
+    async def change_in_use(self, record: ChangeInUse) -> InUseChanged:
+        """Change what is in use, portion by portion; returns when that is durable. Raises as `record`."""
+        while (replacing := self._replacing.get(record.topic)) is not None:
+            await asyncio.wait([replacing])
+        to_come = len(record.ledgers) if record.change is not InUseChange.FORGET else 0
+        self._ledgers_to_come += to_come
+        try:
+            if record.change is not InUseChange.REPLACE:
+                return await self._change_in_portions(record)
+            there = self.state.in_use.ledgers_of(record.topic, record.ledgers.ledger_type)
+            if max(there, len(record.ledgers)) <= self._ledgers_a_portion(record.change):
+                return await self._change_in_portions(record)
+            return await self._replace_in_use(record)
+        finally:
+            self._ledgers_to_come -= to_come
+
+    async def _replace_in_use(self, record: ChangeInUse) -> InUseChanged:
+        """Record what is in use, then forget what was in use at the beginning and is not named, then say that is all.
+
+        What the record names is never out of use meanwhile; what it does not name may be so until it is answered.
+        """
+        ledgers = record.ledgers
+        over = self._replacing[record.topic] = asyncio.get_running_loop().create_future()
+        try:
+            before = self.state.in_use.of(record.topic, ledgers.ledger_type)
+            others = await self._environment.run(lambda: before.beside(ledgers))
+            recorded = await self._change_in_portions(dataclasses.replace(record, change=InUseChange.RECORD))
+            forgotten = await self._change_in_portions(
+                dataclasses.replace(record, change=InUseChange.FORGET, ledgers=others)
+            )
+            nothing = rows_of(ledgers, slice(0))
+            await self._change_in_portions(dataclasses.replace(record, change=InUseChange.COMPLETE, ledgers=nothing))
+        finally:
+            del self._replacing[record.topic]
+            over.set_result(None)
+        return InUseChanged(
+            recorded.changed + forgotten.changed, recorded.being_deleted, recorded.revived + forgotten.revived
+        )
+
+    async def _change_in_portions(self, record: ChangeInUse) -> InUseChanged:
+        changed = revived = 0
+        being_deleted: tuple[int, ...] = ()
+        rows = self._ledgers_a_portion(record.change)
+        ledgers_a_delete = LEDGERS_A_DELETE if rows == LEDGERS_A_DECISION else 1
+        for first in range(0, max(1, len(record.ledgers)), rows):
+            portion = rows_of(record.ledgers, slice(first, first + rows))
+            decided = await self.decided_in_room(
+                dataclasses.replace(record, ledgers=portion),
+                InUseChanged,
+                cost=math.ceil(len(portion) / ledgers_a_delete),
+            )
+            changed, revived = changed + decided.changed, revived + decided.revived
+            being_deleted += tuple(first + place for place in decided.being_deleted)
+        return InUseChanged(changed, being_deleted, revived)
+
+    def _ledgers_a_portion(self, change: InUseChange) -> int:
+        none_or_few = change is InUseChange.RECORD or self.state.counts.held <= HELD_FEW
+        return LEDGERS_A_DECISION if none_or_few else FORGOTTEN_A_DECISION
+
     # ---- what the state takes of room
+
+    @property
+    def ledgers_in_use(self) -> int:
+        """Ledgers in use, those included that are being recorded."""
+        return self.state.in_use.ledgers + self._ledgers_to_come
 
     @property
     def kept(self) -> int:

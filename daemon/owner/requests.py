@@ -18,7 +18,16 @@ import numpy as np
 
 from daemon import call_values
 from daemon.core import limits
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
 from daemon.core.decisions import add_decisions
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome, AddRow, Refused
+from daemon.core.decisions.claims import HeldPositions, Ignored
+from daemon.core.decisions.departures import LedgerRanges
+from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.core.index.containment import Contained, EntryRanges
+from daemon.core.index.delay_levels import DelayLevels
+from daemon.core.index.scan import Place
+from daemon.core.quotas import Caller
 from daemon.errors import AlreadyExists, InvalidArgument, InvariantViolated, NotFound, TarryError
 from daemon.metrics import TopicNumbers
 from daemon.owner import topic_inspection
@@ -29,6 +38,7 @@ from daemon.topic.key_shared_streams import KeySharedStream
 from daemon.topic.open_streams import DispatchStream
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.viewing import Viewing
+from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U64
 
 if TYPE_CHECKING:
@@ -40,7 +50,7 @@ LEDGERS_MAX = 1_000
 TOPICS_A_TURN = 20
 # A scrape that takes longer than this, in seconds, fails.
 SNAPSHOT_S = 10.0
-NO_POLICY = call_values.SubscriptionPolicy()
+NO_POLICY = SubscriptionPolicy()
 
 
 class Shards(Protocol):
@@ -92,10 +102,10 @@ class Requests:
     async def add(
         self,
         topic: str,
-        batch: call_values.AddBatch,
+        batch: AddBatch,
         subscription: str | None = None,
-        caller: call_values.Caller | None = None,
-    ) -> call_values.AddOutcome:
+        caller: Caller | None = None,
+    ) -> AddOutcome:
         """Adds positions to a topic, or to the own index of one subscription; returns when they are durable. See
         `daemon.core.decisions.topic_state`. Raises NotFound when there is no such subscription, QuotaExceeded.
         """
@@ -109,15 +119,13 @@ class Requests:
             # What is refused bears no topic.
             refused = self._refused_of_new_topic(batch)
             if len(refused) == len(batch.entry_id):
-                return call_values.AddOutcome.nothing(refused)
+                return AddOutcome.nothing(refused)
             shard.pending.check(len(batch.entry_id) - len(refused))
         served = await shard.topic_to_write(topic)
         with served.failing(InvariantViolated):
             return await served.adds.add(batch, None, caller)
 
-    def add_at_once(
-        self, topic: str, batch: call_values.AddBatch, caller: call_values.Caller
-    ) -> asyncio.Future[call_values.AddOutcome] | None:
+    def add_at_once(self, topic: str, batch: AddBatch, caller: Caller) -> asyncio.Future[AddOutcome] | None:
         """Adds positions to a topic that is there. The future ends as `add` does; it may be cancelled: they are added
         all the same. None: they are for `add`. Raises QuotaExceeded.
         """
@@ -126,17 +134,13 @@ class Requests:
         owned = self._engine.shard_of(topic).topics.get(topic)
         return None if owned is None else owned.adds.add_at_once(batch, caller)
 
-    def add_row(
-        self, topic: str, row: call_values.AddRow, caller: call_values.Caller
-    ) -> asyncio.Future[call_values.AddOutcome] | None:
+    def add_row(self, topic: str, row: AddRow, caller: Caller) -> asyncio.Future[AddOutcome] | None:
         """Adds a row, as `add_at_once` does, together with others that come at about the same time."""
         self._check_topic(topic)
         owned = self._engine.shard_of(topic).topics.get(topic)
         return None if owned is None else owned.adds.add_row(row, caller)
 
-    async def cancel(
-        self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64
-    ) -> call_values.CancelOutcome:
+    async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> CancelOutcome:
         """Takes positions out before they are due, of every index or of a subscription's own one; returns when that is
         durable. See `daemon.core.decisions.withdrawal_decisions`. Raises NotFound.
         """
@@ -144,17 +148,13 @@ class Requests:
         async with self._served(topic) as (_, served):
             return await served.withdrawals.cancel(subscription, ledger_id, entry_id)
 
-    async def reschedule(
-        self, topic: str, subscription: str | None, batch: call_values.RescheduleBatch
-    ) -> call_values.RescheduleOutcome:
+    async def reschedule(self, topic: str, subscription: str | None, batch: RescheduleBatch) -> RescheduleOutcome:
         """Gives positions other times before they are due; the same. Raises NotFound, DelayTooLong."""
         self._check_positions(topic, subscription, batch.ledger_id, batch.entry_id)
         async with self._served(topic) as (_, served):
             return await served.withdrawals.reschedule(subscription, batch)
 
-    async def contains(
-        self, topic: str, asked: call_values.EntryRanges, subscription: str | None
-    ) -> call_values.Contained:
+    async def contains(self, topic: str, asked: EntryRanges, subscription: str | None) -> Contained:
         """What of the ranges is in the index, or is owed to one subscription; a topic that is not there has nothing.
 
         Raises NotFound when the topic has no such subscription.
@@ -167,8 +167,8 @@ class Requests:
         if served is None:
             await shard.slots.confirmed()
             nothing = np.empty(0, np.uint64)
-            ranges = call_values.EntryRanges(nothing, nothing, nothing)
-            return call_values.Contained(pending=ranges, due=ranges, continuation=None)
+            ranges = EntryRanges(nothing, nothing, nothing)
+            return Contained(pending=ranges, due=ranges, continuation=None)
         async with self._truthful(shard):
             return await served.contains(asked, subscription)
 
@@ -176,7 +176,7 @@ class Requests:
         self,
         topic: str,
         subscription: str | None,
-        ranges: call_values.LedgerRanges,
+        ranges: LedgerRanges,
         *,
         dead_letter: bool = False,
     ) -> call_values.Trimmed:
@@ -202,7 +202,7 @@ class Requests:
 
     # ---- dispatch
 
-    async def open_dispatch(self, topic: str, subscription: str, held: call_values.HeldPositions) -> DispatchStream:
+    async def open_dispatch(self, topic: str, subscription: str, held: HeldPositions) -> DispatchStream:
         """Opens a dispatcher's stream; it may hold as many positions as one message can name. Raises NotFound, and
         Conflict while the subscription is open as KEY_SHARED.
         """
@@ -242,9 +242,7 @@ class Requests:
                 served.served_subscription(state).handed_out(rows), lease_ms, served.core.rebuild_needed()
             )
 
-    async def acknowledge(
-        self, topic: str, subscription: str, claims: call_values.HeldPositions
-    ) -> call_values.Ignored:
+    async def acknowledge(self, topic: str, subscription: str, claims: HeldPositions) -> Ignored:
         """Acknowledges positions of streams or leases, durably; how many were not in the backlog with that time."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
@@ -261,9 +259,7 @@ class Requests:
         async with self._served(topic) as (_, served):
             return await served.nacks.negative_acknowledge(served.subscription(subscription), nack, awaited=True)
 
-    async def extend_lease(
-        self, topic: str, subscription: str, claims: call_values.HeldPositions, lease_ms: int
-    ) -> call_values.Ignored:
+    async def extend_lease(self, topic: str, subscription: str, claims: HeldPositions, lease_ms: int) -> Ignored:
         """Positions stay leased for `lease_ms` from now on, 0 ends it; those that were not leased with that time."""
         self._check_names(topic, subscription)
         leases.check_lease(lease_ms)
@@ -277,8 +273,8 @@ class Requests:
         self,
         topic: str,
         subscription: str,
-        policy: call_values.SubscriptionPolicy = NO_POLICY,
-        properties: call_values.NamedValues = (),
+        policy: SubscriptionPolicy = NO_POLICY,
+        properties: NamedValues = (),
     ) -> call_values.SubscriptionCreated:
         """Creates a subscription, and the topic if it is new. Raises AlreadyExists, QuotaExceeded."""
         self._check_names(topic, subscription)
@@ -291,8 +287,8 @@ class Requests:
         self,
         topic: str,
         subscription: str,
-        policy: call_values.SubscriptionPolicy,
-        properties: call_values.NamedValues = (),
+        policy: SubscriptionPolicy,
+        properties: NamedValues = (),
     ) -> None:
         """Replaces a subscription's policy and properties; they count when this returns."""
         self._check_names(topic, subscription)
@@ -309,7 +305,7 @@ class Requests:
     # ---- dead letters
 
     async def list_dead_letters(
-        self, topic: str, subscription: str, asked: call_values.DeadLetterFilter, page_size: int, after_id: int
+        self, topic: str, subscription: str, asked: DeadLetterFilter, page_size: int, after_id: int
     ) -> call_values.DeadLetterPage:
         """Dead letters with ids above `after_id`, `next_after` of the page before. See `dead_letters`."""
         self._check_dead_letters(topic, subscription, asked)
@@ -317,14 +313,14 @@ class Requests:
             return await served.dead_letters.page(served.subscription(subscription), asked, page_size, after_id)
 
     async def replay_dead_letters(
-        self, topic: str, subscription: str, asked: call_values.DeadLetterFilter, delay_ms: int
+        self, topic: str, subscription: str, asked: DeadLetterFilter, delay_ms: int
     ) -> call_values.Replayed:
         """Has dead letters delivered again, `delay_ms` from now; returns when that is durable. See `dead_letters`."""
         self._check_dead_letters(topic, subscription, asked)
         async with self._served(topic) as (_, served):
             return await served.dead_letters.replay(served.subscription(subscription), asked, delay_ms=delay_ms)
 
-    async def purge_dead_letters(self, topic: str, subscription: str, asked: call_values.DeadLetterFilter) -> int:
+    async def purge_dead_letters(self, topic: str, subscription: str, asked: DeadLetterFilter) -> int:
         """Forgets dead letters; how many, when that is durable. See `dead_letters`."""
         self._check_dead_letters(topic, subscription, asked)
         async with self._served(topic) as (_, served):
@@ -332,7 +328,7 @@ class Requests:
 
     # ---- topics
 
-    async def set_topic_policy(self, topic: str, policy: call_values.TopicPolicy) -> call_values.TopicPolicy:
+    async def set_topic_policy(self, topic: str, policy: TopicPolicy) -> TopicPolicy:
         """Replaces a topic's policy, and creates the topic if it is new; what is in force when this returns."""
         self._check_topic(topic)
         topic_settings.check_topic_policy(policy)
@@ -347,7 +343,7 @@ class Requests:
             await shard.slots.confirmed()
             return call_values.TopicPolicies(stored=settings.policy, effective=settings.effective)
 
-    async def set_delay_levels(self, topic: str, table: call_values.TopicDelayLevels | None) -> call_values.DelayLevels:
+    async def set_delay_levels(self, topic: str, table: TopicDelayLevels | None) -> DelayLevels:
         """Replaces a topic's delay levels, None: by the daemon's, and creates the topic if it is new; what is in force
         when this returns. What is pending keeps its time. Raises InvalidArgument with the place: the old ones stay.
         """
@@ -467,7 +463,7 @@ class Requests:
         )
 
     async def list_scheduled(
-        self, topic: str, view: call_values.View, page_size: int, after: call_values.Place | None
+        self, topic: str, view: call_values.View, page_size: int, after: Place | None
     ) -> call_values.ScheduledPage:
         """Rows that are not due yet, after the place `after`, `next_after` of the page before. See `viewing`."""
         self._check_names(topic, view.subscription)
@@ -486,7 +482,7 @@ class Requests:
         subscription: str,
         ledgers: tuple[int, int] | None,
         page_size: int,
-        after: call_values.Place | None,
+        after: Place | None,
     ) -> call_values.BacklogPage:
         """What a subscription is owed that is due and not acknowledged, after the place `after`. See `viewing`."""
         self._check_names(topic, subscription)
@@ -548,7 +544,7 @@ class Requests:
             raise _no_topic(topic)
         return shard, served
 
-    def _refused_of_new_topic(self, batch: call_values.AddBatch) -> call_values.Refused:
+    def _refused_of_new_topic(self, batch: AddBatch) -> Refused:
         """The rows that a topic would return which has the daemon's own settings. Raises as an add to it would."""
         environment = self._environment
         now_ms, levels = environment.clock.now_ms(), environment.delay_levels
@@ -559,8 +555,8 @@ class Requests:
 
     def _check_policy(
         self,
-        policy: call_values.SubscriptionPolicy,
-        properties: call_values.NamedValues,
+        policy: SubscriptionPolicy,
+        properties: NamedValues,
         served: ServedTopic | None,
     ) -> None:
         request_limits = self._limits if served is None else served.settings.request_limits
@@ -572,7 +568,7 @@ class Requests:
         limits.check_rows("entry_id", len(entry_id), self._limits.rows_max)
         limits.check_distinct(ledger_id, entry_id)
 
-    def _check_dead_letters(self, topic: str, subscription: str, asked: call_values.DeadLetterFilter) -> None:
+    def _check_dead_letters(self, topic: str, subscription: str, asked: DeadLetterFilter) -> None:
         self._check_names(topic, subscription)
         topic_dead_letters.check_filter(asked, ids_max=self._limits.rows_max)
 
@@ -589,7 +585,7 @@ def _no_topic(topic: str) -> NotFound:
     return NotFound(f"there is no topic {topic!r}")
 
 
-def _check_ranges(asked: call_values.EntryRanges) -> None:
+def _check_ranges(asked: EntryRanges) -> None:
     backwards = np.flatnonzero(asked.last_entry_id < asked.first_entry_id)
     if len(backwards):
         row = int(backwards[0])

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from daemon import config, metrics
-from daemon.call_values import AddBatch, AddOutcome, HeldPositions
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome
+from daemon.core.decisions.claims import HeldPositions
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.owner.engine import Engine
 from daemon.runtime.environment import TAIL_WORK_MAX, Environment

@@ -16,6 +16,7 @@ import numpy as np
 
 from daemon import call_values, config, errors
 from daemon.core import limits
+from daemon.core.decisions.claims import HeldPositions, Ignored, IgnoredReason
 from daemon.topic import leases
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import Rows
@@ -38,16 +39,14 @@ class FakeClaims(abc.ABC):
     @abc.abstractmethod
     async def _begin(self) -> int: ...
 
-    async def acknowledge(
-        self, topic: str, subscription: str, claims: call_values.HeldPositions
-    ) -> call_values.Ignored:
+    async def acknowledge(self, topic: str, subscription: str, claims: HeldPositions) -> Ignored:
         self.check_claims(claims)
         now_ms = await self._begin()
         known = self.find(topic, subscription)
         claimed = rows_of(claims)
         owed = set(self.topics[topic].backlog(known, now_ms)).intersection(claimed)
         known.acknowledge(owed)
-        return ignored(claims, [row not in owed for row in claimed], call_values.IgnoredReason.NOT_THERE)
+        return ignored(claims, [row not in owed for row in claimed], IgnoredReason.NOT_THERE)
 
     async def negative_acknowledge(
         self, topic: str, subscription: str, nack: call_values.Nack
@@ -77,7 +76,7 @@ class FakeClaims(abc.ABC):
                 )
                 known.bury(letter)
         known.wake()
-        reason = call_values.IgnoredReason.NOT_THERE
+        reason = IgnoredReason.NOT_THERE
         return call_values.NackOutcome(ignored(nack.positions, left, reason), dead_lettered)
 
     def _check_nack(self, known: Subscription, nack: call_values.Nack) -> list[int]:
@@ -98,25 +97,23 @@ class FakeClaims(abc.ABC):
         given: list[int] = delay_ms.tolist()
         return given
 
-    def check_claims(self, claims: call_values.HeldPositions, *, least: int = 1) -> None:
+    def check_claims(self, claims: HeldPositions, *, least: int = 1) -> None:
         if least or len(claims):
             limits.check_rows("entry_id", len(claims), self.settings.limits.rows_per_request_max)
         limits.check_batch_index(claims.entry_id, claims.batch_index)
 
     async def held_by(
-        self, topic: str, subscription: str, holder: FakeDispatchStream, claims: call_values.HeldPositions
-    ) -> call_values.Ignored:
+        self, topic: str, subscription: str, holder: FakeDispatchStream, claims: HeldPositions
+    ) -> Ignored:
         """The positions that a stream does not hold."""
         self.check_claims(claims)
         await self._begin()
         known = self.find(topic, subscription)
         owed = set(self.topics[topic].backlog(known, self.now_ms()))
         left = [row not in owed or known.in_flight.get(row[1:]) is not holder for row in rows_of(claims)]
-        return ignored(claims, left, call_values.IgnoredReason.NOT_HELD)
+        return ignored(claims, left, IgnoredReason.NOT_HELD)
 
-    async def extend_lease(
-        self, topic: str, subscription: str, claims: call_values.HeldPositions, lease_ms: int
-    ) -> call_values.Ignored:
+    async def extend_lease(self, topic: str, subscription: str, claims: HeldPositions, lease_ms: int) -> Ignored:
         self.check_claims(claims)
         leases.check_lease(lease_ms)
         await self._begin()
@@ -127,7 +124,7 @@ class FakeClaims(abc.ABC):
         lease = Lease()
         known.in_flight.update({row[1:]: lease for row in moved})
         self.end_later(known, lease, lease_ms)
-        return ignored(claims, [row not in moved for row in rows], call_values.IgnoredReason.NOT_HELD)
+        return ignored(claims, [row not in moved for row in rows], IgnoredReason.NOT_HELD)
 
     def handed_out(self, topic: str, subscription: Subscription, rows: list[Row]) -> call_values.HandedOut:
         due, ledger_id, entry_id = zip(*(row[:3] for row in rows), strict=True) if rows else ((), (), ())
@@ -157,13 +154,11 @@ class FakeClaims(abc.ABC):
             end()
 
 
-def ignored(
-    claims: call_values.HeldPositions, left: Sequence[bool], reason: call_values.IgnoredReason
-) -> call_values.Ignored:
-    return call_values.Ignored.all_of(claims.take(np.flatnonzero(left)), reason)
+def ignored(claims: HeldPositions, left: Sequence[bool], reason: IgnoredReason) -> Ignored:
+    return Ignored.all_of(claims.take(np.flatnonzero(left)), reason)
 
 
-def rows_of(claims: call_values.HeldPositions) -> list[Row]:
+def rows_of(claims: HeldPositions) -> list[Row]:
     """Of one message of a batch with its batch index."""
     columns = (claims.deliver_at_ms.tolist(), claims.ledger_id.tolist(), claims.entry_id.tolist())
     rows: list[Row] = list(zip(*columns, strict=True))

@@ -9,6 +9,7 @@ import numpy as np
 
 from daemon import call_values, config, errors
 from daemon.core import limits
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter, DeadLetterRows
 from daemon.topic import topic_dead_letters
 from tests._support.fake_topic import DeadLetter, Subscription
 
@@ -26,7 +27,7 @@ class FakeDeadLetters(abc.ABC):
     async def _begin(self) -> int: ...
 
     async def list_dead_letters(
-        self, topic: str, subscription: str, asked: call_values.DeadLetterFilter, page_size: int, after_id: int
+        self, topic: str, subscription: str, asked: DeadLetterFilter, page_size: int, after_id: int
     ) -> call_values.DeadLetterPage:
         now_ms = await self._begin()
         known, chosen = self._chosen(topic, subscription, asked)
@@ -40,7 +41,7 @@ class FakeDeadLetters(abc.ABC):
         )
 
     async def replay_dead_letters(
-        self, topic: str, subscription: str, asked: call_values.DeadLetterFilter, delay_ms: int
+        self, topic: str, subscription: str, asked: DeadLetterFilter, delay_ms: int
     ) -> call_values.Replayed:
         now_ms = await self._begin()
         known, chosen = self._chosen(topic, subscription, asked)
@@ -51,22 +52,20 @@ class FakeDeadLetters(abc.ABC):
         known.wake()
         return call_values.Replayed(replayed, len(chosen) - replayed)
 
-    async def purge_dead_letters(self, topic: str, subscription: str, asked: call_values.DeadLetterFilter) -> int:
+    async def purge_dead_letters(self, topic: str, subscription: str, asked: DeadLetterFilter) -> int:
         await self._begin()
         known, chosen = self._chosen(topic, subscription, asked)
         for number in chosen:
             del known.dead_letters[number]
         return len(chosen)
 
-    def _chosen(
-        self, topic: str, subscription: str, asked: call_values.DeadLetterFilter
-    ) -> tuple[Subscription, list[int]]:
+    def _chosen(self, topic: str, subscription: str, asked: DeadLetterFilter) -> tuple[Subscription, list[int]]:
         topic_dead_letters.check_filter(asked, ids_max=self.settings.limits.rows_per_request_max)
         known = self.find(topic, subscription)
         return known, [number for number, letter in known.dead_letters.items() if _is_asked_for(asked, number, letter)]
 
 
-def _is_asked_for(asked: call_values.DeadLetterFilter, number: int, letter: DeadLetter) -> bool:
+def _is_asked_for(asked: DeadLetterFilter, number: int, letter: DeadLetter) -> bool:
     first, last = asked.ledgers or (0, (1 << 64) - 1)
     return (
         (asked.ids is None or number in asked.ids.tolist())
@@ -77,9 +76,9 @@ def _is_asked_for(asked: call_values.DeadLetterFilter, number: int, letter: Dead
     )
 
 
-def _columns(letters: dict[int, DeadLetter]) -> call_values.DeadLetterRows:
+def _columns(letters: dict[int, DeadLetter]) -> DeadLetterRows:
     texts = sorted({"", *(letter.text for letter in letters.values())})
-    return call_values.DeadLetterRows(
+    return DeadLetterRows(
         dead_letter_id=np.array([*letters], np.uint64),
         ledger_id=np.array([letter.row[1] for letter in letters.values()], np.uint64),
         entry_id=np.array([letter.row[2] for letter in letters.values()], np.uint64),

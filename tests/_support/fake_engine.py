@@ -19,7 +19,15 @@ import numpy as np
 
 from daemon import call_values, config, errors
 from daemon.core import limits
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome, AddRow
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.departures import LedgerRanges
+from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.core.index.bucket import RebuildNeeded
+from daemon.core.index.containment import Contained, EntryRanges
+from daemon.core.quotas import Caller
 from daemon.topic import leases, topic_settings
+from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U32, U64
 from tests._support.fake_claims import FakeClaims, rows_of
 from tests._support.fake_dead_letters import FakeDeadLetters
@@ -30,7 +38,7 @@ from tests._support.fake_views import FakeViews
 
 OWNER = "fake"
 ADDRESS = "127.0.0.1:1"
-DEFAULT_POLICY = call_values.TopicPolicy(
+DEFAULT_POLICY = TopicPolicy(
     delay_max_ms=315_360_000_000,
     min_index_count_per_bucket=50_000,
     bucket_rows_max=200_000,
@@ -63,13 +71,13 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         self.settings = settings
         self.now_ms = now_ms
         self.topics: dict[str, Topic] = {}
-        self.tables: dict[str, call_values.TopicDelayLevels] = {}
-        self.rebuild_needed: tuple[call_values.RebuildNeeded, ...] = ()
+        self.tables: dict[str, TopicDelayLevels] = {}
+        self.rebuild_needed: tuple[RebuildNeeded, ...] = ()
         self.fail_with: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.former_owner_s = 0.0
         self.calls_begun = 0
-        self.callers: list[call_values.Caller | None] = []
+        self.callers: list[Caller | None] = []
         """Of each add."""
         self.streams_opened = 0
         self._happened = asyncio.Event()
@@ -86,10 +94,10 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
     async def add(
         self,
         topic: str,
-        batch: call_values.AddBatch,
+        batch: AddBatch,
         subscription: str | None = None,
-        caller: call_values.Caller | None = None,
-    ) -> call_values.AddOutcome:
+        caller: Caller | None = None,
+    ) -> AddOutcome:
         self.callers.append(caller)
         now_ms = await self._begin()
         request_limits = self.settings.limits
@@ -97,7 +105,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         limits.check_rows("entry_id", len(batch.entry_id), request_limits.rows_per_request_max)
         refused = self.refused_of(topic, batch, now_ms)
         if len(refused) == len(batch.entry_id):
-            return call_values.AddOutcome.nothing(refused)
+            return AddOutcome.nothing(refused)
         places = refused.others(len(batch.entry_id))
         batch = batch.take(places)
         times = limits.absolute_times(
@@ -121,7 +129,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             accepted += 1
         for each in self.topics[topic].subscriptions.values():
             each.wake()
-        return call_values.AddOutcome(
+        return AddOutcome(
             accepted=accepted,
             duplicates=len(times) - accepted - len(returned),
             returned_index=np.array(returned, np.uint32),
@@ -130,15 +138,13 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             raised_deliver_at_ms=np.empty(0, np.uint64),
         ).placed(places, refused)
 
-    def add_at_once(self, topic: str, batch: call_values.AddBatch, caller: call_values.Caller) -> None:
+    def add_at_once(self, topic: str, batch: AddBatch, caller: Caller) -> None:
         """Nothing is known at once."""
 
-    def add_row(self, topic: str, row: call_values.AddRow, caller: call_values.Caller) -> None:
+    def add_row(self, topic: str, row: AddRow, caller: Caller) -> None:
         """Each row goes by itself."""
 
-    async def cancel(
-        self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64
-    ) -> call_values.CancelOutcome:
+    async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> CancelOutcome:
         now_ms = await self._begin()
         self._check_positions(topic, subscription, ledger_id, entry_id)
         known = self._topic(topic)
@@ -148,16 +154,14 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         for position, tables in zip(positions, found, strict=True):
             for table in tables:
                 del table[position]
-        return call_values.CancelOutcome(
+        return CancelOutcome(
             cancelled=sum(map(bool, found)),
             not_found=_column(refused["not_found"]),
             already_due=_column(refused["already_due"]),
             in_flight=_column(refused["in_flight"]),
         )
 
-    async def reschedule(
-        self, topic: str, subscription: str | None, batch: call_values.RescheduleBatch
-    ) -> call_values.RescheduleOutcome:
+    async def reschedule(self, topic: str, subscription: str | None, batch: RescheduleBatch) -> RescheduleOutcome:
         now_ms = await self._begin()
         self._check_positions(topic, subscription, batch.ledger_id, batch.entry_id)
         times = limits.absolute_times(
@@ -173,7 +177,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
                 table[position] = (due, key_hash)
         for each in known.subscriptions.values():
             each.wake()
-        return call_values.RescheduleOutcome(
+        return RescheduleOutcome(
             rescheduled=sum(map(bool, found)),
             not_found=_column(refused["not_found"]),
             already_due=_column(refused["already_due"]),
@@ -187,9 +191,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         limits.check_rows("entry_id", len(entry_id), self.settings.limits.rows_per_request_max)
         limits.check_distinct(ledger_id, entry_id)
 
-    async def contains(
-        self, topic: str, asked: call_values.EntryRanges, subscription: str | None
-    ) -> call_values.Contained:
+    async def contains(self, topic: str, asked: EntryRanges, subscription: str | None) -> Contained:
         now_ms = await self._begin()
         self._check_names(topic, subscription)
         limits.check_rows("entry_id", len(asked.ledger_id), self.settings.limits.rows_per_request_max)
@@ -209,7 +211,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         self,
         topic: str,
         subscription: str | None,
-        ranges: call_values.LedgerRanges,
+        ranges: LedgerRanges,
         *,
         dead_letter: bool = False,
     ) -> call_values.Trimmed:
@@ -248,8 +250,8 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         self,
         topic: str,
         subscription: str,
-        policy: call_values.SubscriptionPolicy,
-        properties: call_values.NamedValues,
+        policy: SubscriptionPolicy,
+        properties: NamedValues,
     ) -> call_values.SubscriptionCreated:
         now_ms = await self._begin()
         self._check_names(topic, subscription)
@@ -276,8 +278,8 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         self,
         topic: str,
         subscription: str,
-        policy: call_values.SubscriptionPolicy,
-        properties: call_values.NamedValues,
+        policy: SubscriptionPolicy,
+        properties: NamedValues,
     ) -> None:
         await self._begin()
         topic_settings.check_subscription_policy(policy, delay_max_ms=self.settings.limits.delay_max_ms)
@@ -291,7 +293,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         del self.topics[topic].subscriptions[subscription]
         return dead_letters
 
-    async def open_dispatch(self, topic: str, subscription: str, held: call_values.HeldPositions) -> FakeDispatchStream:
+    async def open_dispatch(self, topic: str, subscription: str, held: HeldPositions) -> FakeDispatchStream:
         await self._begin()
         known = self.find(topic, subscription)
         backlog = set(self.topics[topic].backlog(known, self.now_ms()))
@@ -344,7 +346,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(changed.wait(), (next_due_ms - self.now_ms()) / 1000 if next_due_ms else None)
 
-    async def set_topic_policy(self, topic: str, policy: call_values.TopicPolicy) -> call_values.TopicPolicy:
+    async def set_topic_policy(self, topic: str, policy: TopicPolicy) -> TopicPolicy:
         await self._begin()
         self._check_names(topic)
         topic_settings.check_topic_policy(policy)
@@ -446,7 +448,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         return self.now_ms()
 
 
-def _effective(policy: call_values.TopicPolicy) -> call_values.TopicPolicy:
+def _effective(policy: TopicPolicy) -> TopicPolicy:
     given = {name: value for name, value in dataclasses.asdict(policy).items() if value is not None}
     return dataclasses.replace(DEFAULT_POLICY, **given)
 

@@ -7,7 +7,10 @@ import abc
 from daemon import call_values, config
 from daemon.core import limits
 from daemon.core.decisions import add_decisions
+from daemon.core.decisions.add_decisions import AddBatch, Refused
 from daemon.core.index import delay_levels
+from daemon.core.index.delay_levels import DelayLevels
+from storage_backends.formats.manifest import TopicDelayLevels
 from storage_backends.formats.row_columns import U64
 from tests._support.fake_topic import Topic
 
@@ -17,7 +20,7 @@ class FakeLevels(abc.ABC):
 
     settings: config.Config
     topics: dict[str, Topic]
-    tables: dict[str, call_values.TopicDelayLevels]
+    tables: dict[str, TopicDelayLevels]
 
     @abc.abstractmethod
     def _topic(self, topic: str) -> Topic: ...
@@ -31,15 +34,15 @@ class FakeLevels(abc.ABC):
     @abc.abstractmethod
     async def _begin(self) -> int: ...
 
-    def levels_of(self, topic: str) -> call_values.DelayLevels:
+    def levels_of(self, topic: str) -> DelayLevels:
         return self._read(self.tables.get(topic))
 
-    def _read(self, table: call_values.TopicDelayLevels | None) -> call_values.DelayLevels:
+    def _read(self, table: TopicDelayLevels | None) -> DelayLevels:
         if table is None:
             return self.settings.read_delay_levels()
         return delay_levels.parse(table.table, clamp=table.clamp, delay_max_ms=self.settings.limits.delay_max_ms)
 
-    def delays_of(self, topic: str, batch: call_values.AddBatch) -> U64 | None:
+    def delays_of(self, topic: str, batch: AddBatch) -> U64 | None:
         """The delays of a request to add, None where it has none."""
         if batch.delay_level is None:
             return batch.delay_ms
@@ -47,10 +50,10 @@ class FakeLevels(abc.ABC):
         limits.check_delay("the delay of delay_level", delay_ms, self.settings.limits.delay_max_ms)
         return delay_ms
 
-    def refused_of(self, topic: str, batch: call_values.AddBatch, now_ms: int) -> call_values.Refused:
+    def refused_of(self, topic: str, batch: AddBatch, now_ms: int) -> Refused:
         """The rows of a request to add that it has returned since they are invalid."""
         if not batch.return_invalid:
-            return call_values.Refused.nothing()
+            return Refused.nothing()
         return add_decisions.refused_rows(
             batch.deliver_at_ms,
             batch.delay_ms,
@@ -60,7 +63,7 @@ class FakeLevels(abc.ABC):
             levels=self.levels_of(topic),
         )
 
-    async def set_delay_levels(self, topic: str, table: call_values.TopicDelayLevels | None) -> call_values.DelayLevels:
+    async def set_delay_levels(self, topic: str, table: TopicDelayLevels | None) -> DelayLevels:
         await self._begin()
         self._check_names(topic)
         levels = self._read(table)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon import call_values
+from daemon.core.decisions.claims import HeldPositions, Ignored
 from daemon.topic.open_streams import UNBOUNDED, Outlet
 from tests._support.fake_topic import EPOCH, Subscription
 
@@ -49,13 +50,13 @@ class FakeDispatchStream:
         self.lost = error
         self.changed.set()
 
-    async def acknowledge(self, claims: call_values.HeldPositions, *, awaited: bool = True) -> call_values.Ignored:
+    async def acknowledge(self, claims: HeldPositions, *, awaited: bool = True) -> Ignored:
         return await self._engine.acknowledge(self._topic, self._name, claims)
 
     async def negative_acknowledge(self, nack: call_values.Nack, *, awaited: bool = True) -> call_values.NackOutcome:
         return await self._engine.negative_acknowledge(self._topic, self._name, nack)
 
-    async def extend(self, claims: call_values.HeldPositions) -> call_values.Ignored:
+    async def extend(self, claims: HeldPositions) -> Ignored:
         return await self._engine.held_by(self._topic, self._name, self, claims)
 
     async def next_messages(self) -> call_values.HandedOut:

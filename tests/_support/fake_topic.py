@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from daemon import call_values
+from daemon.core.index.containment import Contained, EntryRanges
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
+from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicPolicy
 
 if TYPE_CHECKING:
     from tests._support.fake_stream import FakeDispatchStream
@@ -53,8 +55,8 @@ class Subscription:
 
     subscription_id: int
     since_ms: int
-    policy: call_values.SubscriptionPolicy
-    properties: call_values.NamedValues
+    policy: SubscriptionPolicy
+    properties: NamedValues
     acknowledged: set[Row] = dataclasses.field(default_factory=set)
     own: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
     in_flight: dict[Position, FakeDispatchStream | Lease] = dataclasses.field(default_factory=dict)
@@ -146,7 +148,7 @@ class Topic:
 
     rows: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
     subscriptions: dict[str, Subscription] = dataclasses.field(default_factory=dict)
-    policy: call_values.TopicPolicy = dataclasses.field(default_factory=call_values.TopicPolicy)
+    policy: TopicPolicy = dataclasses.field(default_factory=TopicPolicy)
     buckets: dict[str, frozenset[Position]] = dataclasses.field(default_factory=dict)
     incarnation: int = 1
 
@@ -235,9 +237,7 @@ class Topic:
     def mutable(self) -> frozenset[Position]:
         return frozenset(self.rows).difference(*self.buckets.values())
 
-    def contains(
-        self, asked: call_values.EntryRanges, owed: Callable[[Row], bool], now_ms: int
-    ) -> call_values.Contained:
+    def contains(self, asked: EntryRanges, owed: Callable[[Row], bool], now_ms: int) -> Contained:
         pending: list[Row] = []
         due: list[Row] = []
         rows = 0
@@ -249,9 +249,9 @@ class Topic:
                     continue
                 rows += 1
                 if rows > CONTAINED_MAX:
-                    return call_values.Contained(_ranges(pending), _ranges(due), (index, position[1]))
+                    return Contained(_ranges(pending), _ranges(due), (index, position[1]))
                 _extend(pending if deliver_at_ms > now_ms else due, position, first)
-        return call_values.Contained(_ranges(pending), _ranges(due), None)
+        return Contained(_ranges(pending), _ranges(due), None)
 
     def drop(self, subscription: Subscription | None, chosen: Callable[[Position], bool]) -> int:
         """For the whole topic, or what one subscription is owed."""
@@ -332,6 +332,6 @@ def _extend(ranges: list[Row], position: Position, first_entry_id: int) -> None:
         ranges.append((ledger_id, entry_id, entry_id))
 
 
-def _ranges(ranges: list[Row]) -> call_values.EntryRanges:
+def _ranges(ranges: list[Row]) -> EntryRanges:
     ledger_id, first, last = np.array(ranges, np.uint64).reshape(-1, 3).T
-    return call_values.EntryRanges(ledger_id, first, last)
+    return EntryRanges(ledger_id, first, last)

@@ -14,7 +14,9 @@ import numpy as np
 
 from daemon import call_values, errors
 from daemon.core import limits
+from daemon.core.index.bucket import RebuildNeeded
 from daemon.core.index.retention import RetentionScan
+from daemon.core.index.scan import Place
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import U64, Rows
 from tests._support.fake_topic import EPOCH, Subscription, Topic
@@ -29,7 +31,7 @@ class FakeViews(abc.ABC):
     """The calls that only look."""
 
     topics: dict[str, Topic]
-    rebuild_needed: tuple[call_values.RebuildNeeded, ...]
+    rebuild_needed: tuple[RebuildNeeded, ...]
     now_ms: Callable[[], int]
 
     @abc.abstractmethod
@@ -132,7 +134,7 @@ class FakeViews(abc.ABC):
         )
 
     async def list_scheduled(
-        self, topic: str, view: call_values.View, page_size: int, after: call_values.Place | None
+        self, topic: str, view: call_values.View, page_size: int, after: Place | None
     ) -> call_values.ScheduledPage:
         self._check_names(topic, view.subscription)
         known = self._topic(topic)
@@ -180,7 +182,7 @@ class FakeViews(abc.ABC):
         subscription: str,
         ledgers: tuple[int, int] | None,
         page_size: int,
-        after: call_values.Place | None,
+        after: Place | None,
     ) -> call_values.BacklogPage:
         self._check_names(topic, subscription)
         known = self._topic(topic)
@@ -220,14 +222,12 @@ def _within(view: call_values.View, rows: Iterable[Shown]) -> list[Shown]:
     return [row for row in rows if view.from_ms <= row[0] < until_ms and first <= row[1] <= last]
 
 
-def _rows_after(
-    rows: Iterable[Shown], page_size: int, after: call_values.Place | None
-) -> tuple[list[Shown], call_values.Place | None]:
+def _rows_after(rows: Iterable[Shown], page_size: int, after: Place | None) -> tuple[list[Shown], Place | None]:
     if page_size > PAGE_MAX:
         raise errors.InvalidArgument(f"page_size: {page_size}, the limit is {PAGE_MAX}")
     size = page_size or PAGE_DEFAULT
     rest = sorted(row for row in rows if after is None or row > tuple(after))
-    return rest[:size], call_values.Place(*rest[size - 1]) if len(rest) > size else None
+    return rest[:size], Place(*rest[size - 1]) if len(rest) > size else None
 
 
 def _columns(known: Topic, rows: list[Shown]) -> Rows:

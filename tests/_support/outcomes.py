@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from daemon.call_values import Ignored, NackOutcome
+from daemon.call_values import NackOutcome
+from daemon.core.decisions.claims import Ignored
 from tarry.results import Ignored as IgnoredPositions
 from tarry.results import Nacked
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from daemon import call_values
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome
+from daemon.core.index.containment import EntryRanges
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicManifest, decode_topic_manifest
 from tests._support.engine_fixture import Daemon, EngineFixture
@@ -37,10 +39,10 @@ def sealed_at(rows: int, *, rows_of_segment: int | None = None) -> tuple[str, ..
 
 def add(
     daemon: Daemon, rows: Sequence[Row], *, topic: str = "t", return_already_due: bool = False
-) -> asyncio.Task[call_values.AddOutcome]:
+) -> asyncio.Task[AddOutcome]:
     """Adds rows in one request, in their order."""
     columns = [np.array([row[index] for row in rows], np.uint64) for index in range(3)]
-    batch = call_values.AddBatch(
+    batch = AddBatch(
         ledger_id=columns[0],
         entry_id=columns[1],
         deliver_at_ms=columns[2],
@@ -61,7 +63,7 @@ async def add_one_by_one(daemon: Daemon, rows: Sequence[Row], *, topic: str = "t
 async def contained(daemon: Daemon, rows: Sequence[Row], *, topic: str = "t") -> set[tuple[int, int]]:
     """Which of the rows' positions the index has, pending or due."""
     ledger_id, entry_id = (np.array([row[index] for row in rows], np.uint64) for index in range(2))
-    asked = call_values.EntryRanges(ledger_id, entry_id, entry_id)
+    asked = EntryRanges(ledger_id, entry_id, entry_id)
     found = await daemon.call(daemon.engine.requests.contains(topic, asked, None))
     assert found.continuation is None
     return {

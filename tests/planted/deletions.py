@@ -14,7 +14,7 @@ from daemon.core.deletions import ledger_deletions, ledger_metadata
 from daemon.core.deletions.kept_deletions import DeletionsByLedger
 from daemon.core.deletions.ledger_deletions import DeletionCut, LedgerDeletions, Recorded, RetryQueue
 from daemon.core.deletions.ledgers_in_use import InUse
-from daemon.ledger_deletion.shard_deletions import Attempt, InUseChanging, ShardDeletions
+from daemon.ledger_deletion.shard_deletions import Attempt, ShardDeletions
 from daemon.ledger_stores import offloaded_ledgers
 from storage_backends.formats import slot_format
 from storage_backends.formats.deletion_format import (
@@ -46,12 +46,12 @@ def a_deletion_is_answered_before_it_is_durable(patch: pytest.MonkeyPatch) -> No
 
 
 def what_is_in_use_is_answered_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
-    async def change(self: InUseChanging, record: ChangeInUse) -> ledger_deletions.InUseChanged:
+    async def change(self: ShardDeletions, record: ChangeInUse) -> ledger_deletions.InUseChanged:
         _unheard(asyncio.ensure_future(durably(self, record)))
         return ledger_deletions.InUseChanged(len(record.ledgers), (), 0)
 
-    durably = InUseChanging.change
-    patch.setattr(InUseChanging, "change", change)
+    durably = ShardDeletions.change_in_use
+    patch.setattr(ShardDeletions, "change_in_use", change)
 
 
 def an_attempt_does_not_wait_for_its_begin(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from daemon.call_values import AddBatch, EntryRanges, HandedOut, HeldPositions
+from daemon.call_values import HandedOut
+from daemon.core.decisions.add_decisions import AddBatch
+from daemon.core.decisions.claims import HeldPositions
+from daemon.core.index.containment import EntryRanges
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import U32, U64, Rows
 from tests.simulation.positions import Position, named, part_of

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from daemon.call_values import Consumer, HandedOut, HeldByConsumers, SubscriptionPolicy, TakenBack
+from daemon.call_values import Consumer, HandedOut, HeldByConsumers, TakenBack
 from daemon.errors import TarryError
 from daemon.topic.key_shared_streams import KeySharedStream
 from daemon.topic.open_streams import StreamClosed
 from storage_backends.formats import names
-from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
+from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder, SubscriptionPolicy
 from storage_backends.formats.row_columns import U32
 from tests._support.engine_fixture import Daemon
 from tests._support.outcomes import ignored_by

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from daemon.call_values import DeadLetterFilter, Nack, SubscriptionPolicy, TopicDelayLevels
+from daemon.call_values import Nack
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
 from daemon.topic.open_streams import DispatchStream
 from daemon.topic.open_streams import OpenStream as OpenDispatch
 from storage_backends.formats import names
-from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
+from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy, SubscriptionPolicy, TopicDelayLevels
 from tests._support.engine_fixture import Daemon
 from tests._support.outcomes import Counts, counts_of, ignored_by
 from tests.simulation.columns import held_positions

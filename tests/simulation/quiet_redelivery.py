@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Set
 
 import numpy as np
 
-from daemon.call_values import BacklogPage, DeadLetterFilter
+from daemon.call_values import BacklogPage
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index import delay_levels

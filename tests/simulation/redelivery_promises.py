@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from daemon.call_values import DeadLetterFilter, DeadLetterRows, Replayed
+from daemon.call_values import Replayed
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter, DeadLetterRows
 from daemon.core.decisions import redelivery_policy
 from daemon.settings import RedeliverySettings
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy, SubscriptionPolicy

@@ -21,7 +21,8 @@ from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
 from daemon import config
-from daemon.call_values import DeadLetterFilter, HandedOut
+from daemon.call_values import HandedOut
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
 from daemon.errors import InvariantViolated, NotOwner, OutcomeUnknown, TarryError, Unavailable
 from storage_backends import crash_points
 from storage_backends.commit import CommitOutcomeUnknown, Refused

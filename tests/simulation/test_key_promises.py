@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.call_values import SubscriptionPolicy
-from storage_backends.formats.manifest import KeySharedPolicy
+from storage_backends.formats.manifest import KeySharedPolicy, SubscriptionPolicy
 from tests.simulation import key_sharing
 from tests.simulation.run import run
 

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from daemon.call_values import EntryRanges, LedgerRanges
+from daemon.core.decisions.departures import LedgerRanges
 from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.core.index.containment import EntryRanges
 from daemon.errors import InvariantViolated, TarryError
 from daemon.topic.open_streams import DispatchStream, StreamClosed
 from storage_backends.formats import names

@@ -1,45 +1,59 @@
-"""Columns to and from the wire, without a Python object for each row.
+"""Encodes requests with columns and decodes answers with columns, without a Python object for each row.
 
-Owns: the bytes of the requests that carry many rows: adds, acknowledgements, negative ones too, leases, what is asked
-of `contains`. A packed column of fixed-width numbers is its little-endian memory, so `tobytes` replaces a loop over
-rows (measured: 2 us instead of 95 us for 1,000 rows of 3 columns). Also owns the way back, to arrays.
-Does not own: the messages themselves; the generated code in `tarry.v1` is the contract that this is tested against.
+The generated code in `tarry.v1` is the contract that this module is tested against; `tarry.packed_fields` has the form
+of a single field.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from google.rpc import status_pb2
 from numpy.typing import NDArray
 
 from tarry import columns, errors
-from tarry.v1 import dispatch_pb2
-
-_LENGTH_DELIMITED = 2
-_VARINT = 0
-
-# Of `SubscribeResponse.messages`, and of the fields of `Messages`.
-_MESSAGES_TAG = 2 << 3 | _LENGTH_DELIMITED
-_EPOCH_TAG = 1 << 3 | _VARINT
-_POSITION_TAGS = tuple(number << 3 | _LENGTH_DELIMITED for number in (2, 3, 4))
-# Key hash, redelivery count, batch index, consumer.
-_OTHER_TAGS = tuple(number << 3 | _LENGTH_DELIMITED for number in (5, 6, 7, 8))
-_MESSAGES_COLUMNS = dict.fromkeys(_POSITION_TAGS, np.dtype("<u8")) | dict.fromkeys(_OTHER_TAGS, np.dtype("<u4"))
-# Of `SubscribeManyResponse.responses`, and of the fields of `LaneResponse`.
-_RESPONSES_TAG = 1 << 3 | _LENGTH_DELIMITED
-_LANE_TAG = 1 << 3 | _VARINT
-_RESPONSE_TAG = 2 << 3 | _LENGTH_DELIMITED
-_NO_ROWS = np.empty(0, dtype=np.uint64)
+from tarry.packed_fields import NotPlainError, Piece, nested, pack, scan, scan_each, tag_bytes, tags, varint, varint_at
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 U64Column = NDArray[np.uint64]
 U32Column = NDArray[np.uint32]
 I32Column = NDArray[np.int32]
-_Piece: TypeAlias = bytes | memoryview
-"""A part of a message; the parts are joined once, so that columns are copied once."""
+Field: TypeAlias = int | bytes | NDArray[Any] | None
+T = TypeVar("T", np.uint64, np.uint32)
+
+_ADD = tag_bytes(delayed_delivery_pb2.AddMessagesRequest)
+_STREAM_ADD = tag_bytes(delayed_delivery_pb2.StreamAddMessagesRequest)
+_CANCEL = tag_bytes(delayed_delivery_pb2.CancelMessagesRequest)
+_RESCHEDULE = tag_bytes(delayed_delivery_pb2.RescheduleMessagesRequest)
+_CONTAINS = tag_bytes(delayed_delivery_pb2.ContainsMessagesRequest)
+_SUBSCRIBE = tag_bytes(dispatch_pb2.SubscribeRequest)
+_OPEN = tag_bytes(dispatch_pb2.Open)
+_FLOW = tag_bytes(dispatch_pb2.Flow)
+_ACKNOWLEDGE = tag_bytes(dispatch_pb2.Acknowledge)
+_NACK = tag_bytes(dispatch_pb2.NegativeAcknowledge)
+_EXTEND = tag_bytes(dispatch_pb2.Extend)
+_ADD_CONSUMER = tag_bytes(dispatch_pb2.AddConsumer)
+_REMOVE_CONSUMER = tag_bytes(dispatch_pb2.RemoveConsumer)
+_PLAN = tag_bytes(dispatch_pb2.PlanDispatch)
+_MARK_DELETE = tag_bytes(dispatch_pb2.MarkDelete)
+_SUBSCRIBE_MANY = tag_bytes(dispatch_pb2.SubscribeManyRequest)
+_LANE = tag_bytes(dispatch_pb2.LaneRequest)
+_NACK_REQUEST = tag_bytes(dispatch_pb2.NegativeAcknowledgeRequest)
+_ACKNOWLEDGE_REQUEST = tag_bytes(dispatch_pb2.AcknowledgeRequest)
+_EXTEND_LEASE = tag_bytes(dispatch_pb2.ExtendLeaseRequest)
+
+(_MESSAGES,) = tags(dispatch_pb2.SubscribeResponse, "messages")
+(_EPOCH,) = tags(dispatch_pb2.Messages, "epoch")
+_POSITION_COLUMNS = tags(dispatch_pb2.Messages, "ledger_id", "entry_id", "deliver_at_ms")
+_OTHER_COLUMNS = tags(dispatch_pb2.Messages, "key_hash", "redelivery_count", "batch_index", "consumer_id")
+_U64, _U32 = np.dtype("<u8"), np.dtype("<u4")
+_MESSAGES_FIELDS = frozenset((_EPOCH, *_POSITION_COLUMNS, *_OTHER_COLUMNS))
+(_RESPONSES,) = tags(dispatch_pb2.SubscribeManyResponse, "responses")
+_RESPONSE_LANE, _RESPONSE = tags(dispatch_pb2.LaneResponse, "lane", "response")
+_RESPONSE_FIELDS = frozenset((_RESPONSE_LANE, _RESPONSE))
 
 
 def utf8(name: str, text: str) -> bytes:
@@ -53,47 +67,44 @@ def utf8(name: str, text: str) -> bytes:
 def encode_add(
     topic: bytes, rows: columns.AddColumns, already_due: int, subscription: bytes = b"", on_invalid: int = 0
 ) -> bytes:
-    """The bytes of an `AddMessagesRequest`. Both names are UTF-8; `already_due` and `on_invalid` are numbers of the
-    enums.
-    """
-    pieces = [*_field(1, topic), *_column(2, rows.ledger_id), *_column(3, rows.entry_id)]
-    if rows.deliver_at_ms is not None:
-        pieces += _column(4, rows.deliver_at_ms)
-    if rows.delay_ms is not None:
-        pieces += _column(5, rows.delay_ms)
-    if rows.key_hash is not None:
-        pieces += _column(6, rows.key_hash)
-    if already_due:
-        pieces.append(_number(7, already_due))
-    if subscription:
-        pieces += _field(8, subscription)
-    if rows.delay_level is not None:
-        pieces += _signed_column(9, rows.delay_level)
-    if on_invalid:
-        pieces.append(_number(10, on_invalid))
-    return b"".join(pieces)
+    """Encode an `AddMessagesRequest`. Both names are UTF-8; `already_due` and `on_invalid` are numbers of the enums."""
+    return _encoded(
+        _ADD,
+        topic=topic,
+        ledger_id=rows.ledger_id,
+        entry_id=rows.entry_id,
+        deliver_at_ms=rows.deliver_at_ms,
+        delay_ms=rows.delay_ms,
+        key_hash=rows.key_hash,
+        already_due=already_due,
+        subscription=subscription,
+        delay_level=_signed(rows.delay_level),
+        on_invalid=on_invalid,
+    )
 
 
 def encode_cancel(topic: bytes, subscription: bytes, rows: columns.EntryColumns) -> bytes:
-    """The bytes of a `CancelMessagesRequest`; both names are UTF-8, `subscription` empty for every index."""
-    pieces = [*_field(1, topic), *_column(2, rows.ledger_id), *_column(3, rows.entry_id)]
-    if subscription:
-        pieces += _field(4, subscription)
-    return b"".join(pieces)
+    """Encode a `CancelMessagesRequest`. Both names are UTF-8; `subscription` is empty for every index."""
+    return _encoded(_CANCEL, topic=topic, subscription=subscription, ledger_id=rows.ledger_id, entry_id=rows.entry_id)
 
 
 def encode_reschedule(topic: bytes, subscription: bytes, rows: columns.AddColumns) -> bytes:
-    """The bytes of a `RescheduleMessagesRequest`; names as in `encode_cancel`."""
-    # Columns have the numbers that they have where rows are added.
-    pieces: list[_Piece] = [encode_add(topic, rows, 0)]
-    if subscription:
-        pieces += _field(7, subscription)
-    return b"".join(pieces)
+    """Encode a `RescheduleMessagesRequest`; names as in `encode_cancel`."""
+    return _encoded(
+        _RESCHEDULE,
+        topic=topic,
+        subscription=subscription,
+        ledger_id=rows.ledger_id,
+        entry_id=rows.entry_id,
+        deliver_at_ms=rows.deliver_at_ms,
+        delay_ms=rows.delay_ms,
+        key_hash=rows.key_hash,
+    )
 
 
 def encode_stream_add(request_id: int, add: bytes) -> bytes:
-    """The bytes of a `StreamAddMessagesRequest`; `add` comes from `encode_add`."""
-    return b"".join((_number(1, request_id), *_field(2, add)))
+    """Encode a `StreamAddMessagesRequest`; `add` comes from `encode_add`."""
+    return _encoded(_STREAM_ADD, request_id=request_id, add=add)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -109,106 +120,165 @@ class OpenConsumers:
 def encode_open(
     topic: bytes, subscription: bytes, kind: int, held: columns.Positions, by_key: OpenConsumers | None = None
 ) -> bytes:
-    """The bytes of a `SubscribeRequest` that holds an `Open`; both names are UTF-8, `kind` is the enum's number."""
-    pieces = [*_field(1, topic), *_field(2, subscription), _number(3, kind)]
-    pieces += _positions(4, held)
-    if held.redelivery_count is not None:
-        pieces += _column(11, held.redelivery_count)
-    if by_key is not None:
-        for consumer in by_key.consumers:
-            pieces += _field(8, consumer.SerializeToString())
-        pieces += _column(9, by_key.held_consumer_id)
-        if by_key.held_key_hash is not None:
-            pieces += _column(10, by_key.held_key_hash)
-    return _message(1, pieces)
+    """Encode a `SubscribeRequest` with an `Open`. Both names are UTF-8; `kind` is the number of the enum."""
+    consumers = () if by_key is None else by_key.consumers
+    body = _encoded(
+        _OPEN,
+        topic=topic,
+        subscription=subscription,
+        type=kind,
+        held_ledger_id=held.ledger_id,
+        held_entry_id=held.entry_id,
+        held_deliver_at_ms=held.deliver_at_ms,
+        held_batch_index=held.batch_index,
+        held_redelivery_count=held.redelivery_count,
+        held_consumer_id=None if by_key is None else by_key.held_consumer_id,
+        held_key_hash=None if by_key is None else by_key.held_key_hash,
+    )
+    joined = (nested(_OPEN["consumers"], consumer.SerializeToString()) for consumer in consumers)
+    return nested(_SUBSCRIBE["open"], b"".join((body, *joined)))
 
 
 def encode_flow(permits: int, consumer_id: int = 0) -> bytes:
-    """The bytes of a `SubscribeRequest` that holds a `Flow`; `consumer_id` 0: of a SHARED subscription."""
-    pieces: list[_Piece] = [_number(1, permits)]
-    if consumer_id:
-        pieces.append(_number(2, consumer_id))
-    return _message(2, pieces)
+    """Encode a `SubscribeRequest` with a `Flow`; a SHARED subscription has `consumer_id` 0."""
+    return nested(_SUBSCRIBE["flow"], _encoded(_FLOW, permits=permits, consumer_id=consumer_id))
 
 
 def encode_acknowledge(request_id: int, positions: columns.Positions) -> bytes:
-    """The bytes of a `SubscribeRequest` that holds an `Acknowledge`."""
-    return _message(3, [*_request_id(request_id), *_positions(2, positions), *_counts(6, positions)])
+    """Encode a `SubscribeRequest` with an `Acknowledge`."""
+    return nested(_SUBSCRIBE["acknowledge"], _positions(_ACKNOWLEDGE, positions, request_id=request_id))
 
 
 def encode_nack(request_id: int, nack: columns.NackColumns) -> bytes:
-    """The bytes of a `SubscribeRequest` that holds a `NegativeAcknowledge`."""
-    return _message(4, [*_request_id(request_id), *_nack(2, nack)])
+    """Encode a `SubscribeRequest` with a `NegativeAcknowledge`."""
+    return nested(_SUBSCRIBE["negative_acknowledge"], _nack(_NACK, nack, request_id=request_id))
 
 
 def encode_extend(request_id: int, positions: columns.Positions) -> bytes:
-    """The bytes of a `SubscribeRequest` that holds an `Extend`."""
-    return _message(5, [*_request_id(request_id), *_positions(2, positions)])
+    """Encode a `SubscribeRequest` with an `Extend`."""
+    positions = positions._replace(redelivery_count=None)
+    return nested(_SUBSCRIBE["extend"], _positions(_EXTEND, positions, request_id=request_id))
 
 
 def encode_add_consumer(request_id: int, consumer: dispatch_pb2.Consumer) -> bytes:
-    """The bytes of a `SubscribeRequest` that holds an `AddConsumer`."""
-    return _message(6, [*_request_id(request_id), *_field(2, consumer.SerializeToString())])
+    """Encode a `SubscribeRequest` with an `AddConsumer`."""
+    joined = nested(_ADD_CONSUMER["consumer"], consumer.SerializeToString())
+    return nested(_SUBSCRIBE["add_consumer"], _encoded(_ADD_CONSUMER, request_id=request_id) + joined)
 
 
 def encode_remove_consumer(request_id: int, consumer_id: int) -> bytes:
-    """The bytes of a `SubscribeRequest` that holds a `RemoveConsumer`."""
-    return _message(7, [*_request_id(request_id), _number(2, consumer_id)])
+    """Encode a `SubscribeRequest` with a `RemoveConsumer`."""
+    body = _encoded(_REMOVE_CONSUMER, request_id=request_id, consumer_id=consumer_id)
+    return nested(_SUBSCRIBE["remove_consumer"], body)
 
 
 def encode_plan(request_id: int, plan: columns.PlanColumns) -> bytes:
-    """The bytes of a `SubscribeRequest` that holds a `PlanDispatch`."""
-    pieces = [*_request_id(request_id), *_column(2, plan.ledger_id), *_column(3, plan.entry_id)]
-    if plan.key_hash is not None:
-        pieces += _column(4, plan.key_hash)
-    return _message(8, pieces)
+    """Encode a `SubscribeRequest` with a `PlanDispatch`."""
+    body = _encoded(
+        _PLAN, request_id=request_id, ledger_id=plan.ledger_id, entry_id=plan.entry_id, key_hash=plan.key_hash
+    )
+    return nested(_SUBSCRIBE["plan_dispatch"], body)
 
 
 def encode_mark_delete(request_id: int, position: tuple[int, int]) -> bytes:
-    """The bytes of a `SubscribeRequest` that holds a `MarkDelete`."""
+    """Encode a `SubscribeRequest` with a `MarkDelete`."""
     ledger_id, entry_id = position
-    numbers = [_number(field, value) for field, value in ((2, ledger_id), (3, entry_id)) if value]
-    return _message(9, [*_request_id(request_id), *numbers])
+    body = _encoded(_MARK_DELETE, request_id=request_id, ledger_id=ledger_id, entry_id=entry_id)
+    return nested(_SUBSCRIBE["mark_delete"], body)
 
 
 def encode_lane(lane: int, request: bytes) -> bytes:
-    """The bytes of a `SubscribeManyRequest` that holds one `SubscribeRequest`; several in a row are one message."""
-    return _message(1, [_number(1, lane), *_field(2, request)])
+    """Encode a `SubscribeManyRequest` with one `SubscribeRequest`. Several in a row are one message."""
+    return nested(_SUBSCRIBE_MANY["requests"], _encoded(_LANE, lane=lane, request=request))
 
 
 def encode_lane_close(lane: int) -> bytes:
-    """The bytes of a `SubscribeManyRequest` that closes a lane."""
-    return _message(1, [_number(1, lane), _number(3, 1)])
+    """Encode a `SubscribeManyRequest` that closes a lane."""
+    return nested(_SUBSCRIBE_MANY["requests"], _encoded(_LANE, lane=lane, close=True))
 
 
 def encode_nack_request(topic: bytes, subscription: bytes, nack: columns.NackColumns) -> bytes:
-    """The bytes of a `NegativeAcknowledgeRequest`; both names are UTF-8."""
-    return b"".join((*_field(1, topic), *_field(2, subscription), *_nack(3, nack)))
+    """Encode a `NegativeAcknowledgeRequest`. Both names are UTF-8."""
+    return _nack(_NACK_REQUEST, nack, topic=topic, subscription=subscription)
 
 
 def encode_contains(topic: bytes, subscription: bytes, rows: columns.EntryColumns) -> bytes:
-    """The bytes of a `ContainsMessagesRequest`; both names are UTF-8, `subscription` empty for any."""
-    pieces = [*_field(1, topic), *_column(2, rows.ledger_id), *_column(3, rows.entry_id)]
-    if rows.last_entry_id is not None:
-        pieces += _column(4, rows.last_entry_id)
-    if subscription:
-        pieces += _field(5, subscription)
-    return b"".join(pieces)
+    """Encode a `ContainsMessagesRequest`. Both names are UTF-8; `subscription` is empty for any."""
+    return _encoded(
+        _CONTAINS,
+        topic=topic,
+        ledger_id=rows.ledger_id,
+        entry_id=rows.entry_id,
+        last_entry_id=rows.last_entry_id,
+        subscription=subscription,
+    )
 
 
 def encode_acknowledge_request(topic: bytes, subscription: bytes, positions: columns.Positions) -> bytes:
-    """The bytes of an `AcknowledgeRequest`; both names are UTF-8."""
-    return b"".join((*_field(1, topic), *_field(2, subscription), *_positions(3, positions), *_counts(7, positions)))
+    """Encode an `AcknowledgeRequest`. Both names are UTF-8."""
+    return _positions(_ACKNOWLEDGE_REQUEST, positions, topic=topic, subscription=subscription)
 
 
 def encode_extend_lease(topic: bytes, subscription: bytes, positions: columns.Positions, lease_ms: int) -> bytes:
-    """The bytes of an `ExtendLeaseRequest`; both names are UTF-8."""
-    pieces = [*_field(1, topic), *_field(2, subscription), *_positions(3, positions._replace(batch_index=None))]
-    if lease_ms:
-        pieces.append(_number(6, lease_ms))
-    if positions.batch_index is not None:
-        pieces += _column(7, positions.batch_index)
+    """Encode an `ExtendLeaseRequest`. Both names are UTF-8."""
+    positions = positions._replace(redelivery_count=None)
+    return _positions(_EXTEND_LEASE, positions, topic=topic, subscription=subscription, lease_ms=lease_ms)
+
+
+def _positions(tag: Mapping[str, bytes], positions: columns.Positions, **others: Field) -> bytes:
+    """Encode a message with columns of positions; one redelivery count where all rows have the same."""
+    counts = positions.redelivery_count
+    if counts is not None and len(counts) and (counts == counts[0]).all():
+        counts = counts[:1]
+    return _encoded(
+        tag,
+        **others,
+        ledger_id=positions.ledger_id,
+        entry_id=positions.entry_id,
+        deliver_at_ms=positions.deliver_at_ms,
+        batch_index=positions.batch_index,
+        redelivery_count=counts,
+    )
+
+
+def _nack(tag: Mapping[str, bytes], nack: columns.NackColumns, **others: Field) -> bytes:
+    """Encode a negative acknowledgement, of a stream or a call of its own."""
+    return _positions(
+        tag,
+        nack.positions,
+        **others,
+        delay_ms=nack.delay_ms,
+        delay_level=_signed(nack.delay_level),
+        reject=nack.reject,
+        reason=utf8("reason", nack.reason),
+        key_hash=nack.key_hash,
+        forwarded=nack.forwarded,
+    )
+
+
+def _encoded(tag: Mapping[str, bytes], **fields: Field) -> bytes:
+    """Encode a message with these fields. None, 0 and what is empty are left out."""
+    pieces: list[Piece] = []
+    for name, value in fields.items():
+        if isinstance(value, np.ndarray):
+            pack(pieces, tag[name], value, value.dtype.newbyteorder("<"))
+        elif not value:
+            continue
+        elif isinstance(value, bytes):
+            pieces += (tag[name], varint(len(value)), value)
+        else:
+            pieces += (tag[name], varint(value))
     return b"".join(pieces)
+
+
+def _signed(column: I32Column | None) -> bytes | None:
+    """Encode a column of `sint32`: numbers of varying length."""
+    if column is None:
+        return None
+    # So that small numbers of either sign are short.
+    zigzag = (column.astype(np.int64) << 1) ^ (column.astype(np.int64) >> 31)
+    short = not len(zigzag) or zigzag.max() < 0x80
+    return zigzag.astype(np.uint8).tobytes() if short else b"".join(map(varint, zigzag.tolist()))
 
 
 def decode_u64(field: Sequence[int]) -> U64Column:
@@ -264,37 +334,31 @@ def messages_columns(messages: dispatch_pb2.Messages) -> MessagesColumns:
 
 
 def decode_messages(response: bytes) -> MessagesColumns | None:
-    """The columns of the bytes of a `SubscribeResponse` that holds a `Messages`.
+    """Decode a `SubscribeResponse` that holds a `Messages`: 17 us for 1,000 rows, instead of 44 by the generated code.
 
-    None when it holds something else, or is not written as every writer of packed columns does: the generated code is
-    to read it then. Measured for 1,000 rows: 17 us, instead of 44 with protobuf 7 and 440 before.
+    Returns None if it holds something else, or if the generated code has to read it.
     """
     try:
-        if response[0] != _MESSAGES_TAG:
+        if response[0] != _MESSAGES:
             return None
-        size, at = _read_varint(response, 1)
+        size, at = varint_at(response, 1)
         if at + size != len(response):
             return None
-        epoch = 0
-        columns_read: dict[int, NDArray[Any]] = {}
-        while at < len(response):
-            tag = response[at]
-            number, at = _read_varint(response, at + 1)
-            if tag == _EPOCH_TAG:
-                epoch = number
-                continue
-            dtype = _MESSAGES_COLUMNS.get(tag)
-            if dtype is None or tag in columns_read or number % dtype.itemsize or at + number > len(response):
-                return None
-            columns_read[tag] = np.frombuffer(response, dtype, number // dtype.itemsize, at).astype(
-                dtype.newbyteorder("=")
-            )
-            at += number
-    except (IndexError, OverflowError):
+        fields = scan(response, at, len(response), _MESSAGES_FIELDS)
+        ledger_id, entry_id, deliver_at_ms = (
+            _column(response, fields.get(tag, (0, 0)), _U64) for tag in _POSITION_COLUMNS
+        )
+        others = [_column(response, fields[tag], _U32) if tag in fields else None for tag in _OTHER_COLUMNS]
+    except (NotPlainError, IndexError):
         return None
-    ledger_id, entry_id, deliver_at_ms = (columns_read.get(tag, _NO_ROWS) for tag in _POSITION_TAGS)
-    others = (columns_read.get(tag) for tag in _OTHER_TAGS)
-    return MessagesColumns(epoch, ledger_id, entry_id, deliver_at_ms, *others)
+    return MessagesColumns(fields.get(_EPOCH, (0, 0))[1], ledger_id, entry_id, deliver_at_ms, *others)
+
+
+def _column(data: bytes, field: tuple[int, int], form: np.dtype[T]) -> NDArray[T]:
+    at, size = field
+    if size % form.itemsize:
+        raise NotPlainError
+    return np.frombuffer(data, form, size // form.itemsize, at).astype(form.newbyteorder("="))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -307,138 +371,17 @@ class LaneResponse:
 
 
 def decode_lanes(message: bytes) -> list[LaneResponse]:
-    """What a `SubscribeManyResponse` holds; what a lane carries stays bytes."""
+    """Decode a `SubscribeManyResponse`; what a lane carries stays bytes."""
     responses: list[LaneResponse] = []
-    at = 0
     try:
-        while at < len(message):
-            if message[at] != _RESPONSES_TAG:
-                return _lane_responses(message)
-            size, at = _read_varint(message, at + 1)
-            end = at + size
-            lane, response = 0, None
-            while at < end:
-                tag = message[at]
-                number, at = _read_varint(message, at + 1)
-                if tag == _LANE_TAG:
-                    lane = number
-                elif tag == _RESPONSE_TAG and response is None:
-                    response = message[at : at + number]
-                    at += number
-                else:
-                    return _lane_responses(message)
-            if at != end or response is None:
-                return _lane_responses(message)
-            responses.append(LaneResponse(lane, response, None))
-    except (IndexError, OverflowError):
-        return _lane_responses(message)
-    return responses if at == len(message) else _lane_responses(message)
-
-
-def _lane_responses(message: bytes) -> list[LaneResponse]:
-    """The answers of a message in whatever form, which the generated code reads."""
-    read = dispatch_pb2.SubscribeManyResponse.FromString(message)
-    return [
-        LaneResponse(each.lane, each.response.SerializeToString(), each.ended if each.HasField("ended") else None)
-        for each in read.responses
-    ]
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and the place after it. Raises IndexError, OverflowError."""
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            break
-        shift += 7
-    if value >> 64:
-        raise OverflowError(f"a varint holds {value}")
-    return value, at
-
-
-def _column(number: int, column: U64Column | U32Column) -> tuple[_Piece, ...]:
-    """A packed field: what stands before the numbers, and their memory. No numbers, no field."""
-    if not len(column):
-        return ()
-    # Copied only when its memory is not what is sent.
-    memory = np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<"))
-    return _head(number, memory.nbytes), memory.data
-
-
-def _signed_column(number: int, column: I32Column) -> tuple[_Piece, ...]:
-    """A packed field of `sint32`: numbers of varying length."""
-    # So that small numbers of either sign are short.
-    zigzag = (column.astype(np.int64) << 1) ^ (column.astype(np.int64) >> 31)
-    short = not len(zigzag) or zigzag.max() < 0x80
-    data = zigzag.astype(np.uint8).tobytes() if short else b"".join(map(_varint, zigzag.tolist()))
-    return (_head(number, len(data)), data) if data else ()
-
-
-def _positions(first: int, positions: columns.Positions) -> list[_Piece]:
-    """Their columns, as fields from that number on."""
-    pieces: list[_Piece] = []
-    for number, column in enumerate(positions[:4], start=first):
-        if column is not None:
-            pieces += _column(number, column)
-    return pieces
-
-
-def _counts(number: int, positions: columns.Positions) -> tuple[_Piece, ...]:
-    """Which hand-outs they are: one count where all have the same."""
-    counts = positions.redelivery_count
-    if counts is None or not len(counts):
-        return ()
-    return _column(number, counts[:1] if (counts == counts[0]).all() else counts)
-
-
-def _nack(first: int, nack: columns.NackColumns) -> list[_Piece]:
-    """The fields that the stream's and the single negative acknowledgement have alike, from that number on."""
-    pieces = _positions(first, nack.positions)
-    if nack.delay_ms is not None:
-        pieces += _column(first + 4, nack.delay_ms)
-    if nack.delay_level is not None:
-        pieces += _signed_column(first + 5, nack.delay_level)
-    if nack.reject:
-        pieces.append(_number(first + 6, 1))
-    if nack.reason:
-        pieces += _field(first + 7, utf8("reason", nack.reason))
-    if nack.key_hash is not None:
-        pieces += _column(first + 8, nack.key_hash)
-    pieces += _counts(first + 9, nack.positions)
-    if nack.forwarded:
-        pieces.append(_number(first + 10, 1))
-    return pieces
-
-
-def _request_id(request_id: int) -> tuple[_Piece, ...]:
-    return (_number(1, request_id),) if request_id else ()
-
-
-def _field(number: int, data: bytes) -> tuple[_Piece, ...]:
-    return _head(number, len(data)), data
-
-
-def _message(number: int, pieces: list[_Piece]) -> bytes:
-    """A message that holds one message, whose fields the pieces are."""
-    size = sum(len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in pieces)
-    return b"".join((_head(number, size), *pieces))
-
-
-def _head(number: int, size: int) -> bytes:
-    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
-
-
-def _number(number: int, value: int) -> bytes:
-    return _varint(number << 3 | _VARINT) + _varint(value)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
+        for fields in scan_each(message, _RESPONSES, _RESPONSE_FIELDS):
+            at, size = fields[_RESPONSE]
+            lane = fields[_RESPONSE_LANE][1] if _RESPONSE_LANE in fields else 0
+            responses.append(LaneResponse(lane, message[at : at + size], None))
+    except (NotPlainError, IndexError, KeyError):
+        read = dispatch_pb2.SubscribeManyResponse.FromString(message)
+        return [
+            LaneResponse(each.lane, each.response.SerializeToString(), each.ended if each.HasField("ended") else None)
+            for each in read.responses
+        ]
+    return responses

@@ -12,7 +12,7 @@ Does not own: who should have which slot (`auto_split`, `consistent_hashing`, `s
 AUTO_SPLIT: every consumer has one range of hash slots, and all slots are in one (as Pulsar's HashRangeAutoSplit).
 
 Owns: which range is split when a consumer joins, and who has a range when its consumer leaves.
-Does not own: the column of owners and the counts (`slot_owners`).
+Does not own: the column of owners and the counts (`HashSelector`).
 
 Who joins has the upper half of the largest range, the lowest of several; of an odd number of slots the lower half keeps
 one more. Who leaves gives its range to the nearest consumer below, or, where there is none, to the lowest one: joining
@@ -23,7 +23,7 @@ CONSISTENT_HASHING: every consumer has points on a ring, and the hash slots just
 ConsistentHashingStickyKeyConsumerSelector).
 
 Owns: the points, their order on the ring, and which slots lie before each.
-Does not own: the column of owners and the counts (`slot_owners`).
+Does not own: the column of owners and the counts (`HashSelector`).
 
 The ring has 2^32 places and slot s stands at s << 16; a slot belongs to the first point at or after it. Where the
 points of a consumer lie depends on its name and its instance number alone; of points at one place that of the first
@@ -34,18 +34,18 @@ one has none: with many consumers, or few points, a consumer may have no slot at
 
 STICKY: every consumer has the hash slots that it says (as Pulsar's HashRangeExclusive).
 
-Owns: that no slot has two consumers. Does not own: the column of owners and the counts (`slot_owners`).
+Owns: that no slot has two consumers. Does not own: the column of owners and the counts (`HashSelector`).
 
 Slots that nobody has said are nobody's: positions there wait for a consumer.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import hashlib
 import heapq
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -72,24 +72,38 @@ class Joiner:
     hash_ranges: tuple[HashRange, ...] = ()
 
 
-class SlotOwners:
-    """`owners`: u16[65536], the ordinal of each slot's consumer, 0 where there is none. It is changed in place: whoever
-    needs it as it is now, after a change, copies it.
+class HashSelector(abc.ABC):
+    """Which consumer has each hash slot, and the counts; a subclass divides the slots.
+
+    `owners` is u16[65536]: the ordinal of each slot's consumer, 0 if it has none. It is changed in place: copy it to
+    keep it as it is now. A refused change changes nothing.
     """
 
     def __init__(self) -> None:
         self.owners: U16 = np.zeros(HASH_SLOTS, np.uint16)
         self._slots: dict[int, int] = {}
 
+    @abc.abstractmethod
+    def join(self, joiners: Sequence[Joiner]) -> None:
+        """Add consumers, all or none.
+
+        Raises InvalidArgument for ranges where the selector takes none, no ranges where it needs some, and ranges that
+        overlap; InvariantViolated for an ordinal that has joined.
+        """
+
+    @abc.abstractmethod
+    def leave(self, ordinals: Collection[int]) -> None:
+        """Remove consumers, all or none. Raises InvariantViolated for an ordinal that has not joined."""
+
     def slots_of_consumer(self, ordinal: int) -> int:
-        """How many slots a consumer has."""
+        """Return how many slots a consumer has, maybe none; O(1). Raises InvariantViolated if it has not joined."""
         slots = self._slots.get(ordinal)
         if slots is None:
             raise InvariantViolated(f"consumer {ordinal} has not joined")
         return slots
 
     def ranges_of(self, ordinal: int) -> list[HashRange]:
-        """The slots that a consumer has, ascending; no two ranges touch."""
+        """Return the slots of a consumer, ascending; no two ranges touch. Raises as `slots_of_consumer`."""
         return ranges_where(self.owners, ordinal) if self.slots_of_consumer(ordinal) else []
 
     def check_new(self, joiners: Sequence[Joiner]) -> None:
@@ -137,7 +151,7 @@ def refuse_ranges(joiners: Sequence[Joiner], selector: str) -> None:
             )
 
 
-class AutoSplit(SlotOwners):
+class AutoSplit(HashSelector):
     """Few consumers are touched by a change, one or two, and none has more than twice what another one has, until some
     leave. The cost of a change is that of a pass over the consumers.
     """
@@ -223,7 +237,7 @@ class _Instances:
         return len(self.free) == self.end
 
 
-class ConsistentHashing(SlotOwners):
+class ConsistentHashing(HashSelector):
     """A change moves the slots of who comes or goes, and no others: 1 in n, some of everybody's. Its cost is that of
     inserting into, or deleting from, two columns of all points, 6 bytes each.
     """
@@ -314,7 +328,7 @@ class ConsistentHashing(SlotOwners):
             self._ordinals[first:end] = shared
 
 
-class Sticky(SlotOwners):
+class Sticky(HashSelector):
     """Nothing moves: a consumer's slots are its own until it leaves, and nobody's then."""
 
     def __init__(self) -> None:
@@ -359,29 +373,6 @@ class Sticky(SlotOwners):
 
 def _overlapping(other: Joiner, wanted: HashRange) -> HashRange:
     return next(each for each in other.hash_ranges if each.first <= wanted.last and each.last >= wanted.first)
-
-
-class HashSelector(Protocol):
-    """`owners`: u16[65536], the ordinal of the consumer that has each slot, 0 = none. It is changed in place.
-
-    A refused change, or one that is a bug, changes nothing.
-    """
-
-    owners: U16
-
-    def slots_of_consumer(self, ordinal: int) -> int:
-        """How many slots a consumer has, which may be none; O(1). InvariantViolated when it has not joined."""
-
-    def ranges_of(self, ordinal: int) -> list[HashRange]:
-        """The slots of a consumer, ascending; no two ranges touch. InvariantViolated when it has not joined."""
-
-    def join(self, joiners: Sequence[Joiner]) -> None:
-        """All or none. InvalidArgument: ranges where the selector takes none, none where it needs some, and those that
-        overlap. InvariantViolated: an ordinal that has joined.
-        """
-
-    def leave(self, ordinals: Collection[int]) -> None:
-        """All or none. InvariantViolated: an ordinal that has not joined."""
 
 
 def selector_of(kind: HashSelectorKind, points_per_consumer: int) -> HashSelector:

@@ -21,7 +21,7 @@ import pytest
 from batch.audit.driver import Limits
 from batch.audit.findings import Kind
 from daemon import config
-from daemon.call_values import AddBatch
+from daemon.core.decisions.add_decisions import AddBatch
 from daemon.errors import QuotaExceeded
 from daemon.owner.engine import Engine
 from storage_backends.formats import names

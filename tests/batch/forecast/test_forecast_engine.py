@@ -25,7 +25,9 @@ from batch.forecast import forecast_job
 from batch.forecast.result import Forecast, TopicForecast
 from batch.forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, Counts, Steps
 from daemon import call_values, config
+from daemon.core.decisions.add_decisions import AddBatch
 from daemon.core.decisions.claims import HeldPositions
+from daemon.core.decisions.withdrawal_decisions import RescheduleBatch
 from daemon.owner.engine import Engine
 from storage_backends.formats import bucket_format, index_ids
 from storage_backends.formats.manifest import LiveBucket
@@ -107,7 +109,7 @@ def forecast(
 
 
 async def add(engine: Engine, topic: str, rows: Rows, subscription: str | None = None) -> None:
-    batch = call_values.AddBatch(
+    batch = AddBatch(
         ledger_id=rows.ledger_id,
         entry_id=rows.entry_id,
         deliver_at_ms=rows.deliver_at_ms,
@@ -180,7 +182,7 @@ async def lived(engine: Engine, topic: str, subscriptions: Sequence[str], seed: 
                 await engine.requests.reschedule(
                     topic,
                     None,
-                    call_values.RescheduleBatch(
+                    RescheduleBatch(
                         ledger_id=ledgers, entry_id=entry_id, deliver_at_ms=to, delay_ms=None, key_hash=None
                     ),
                 )

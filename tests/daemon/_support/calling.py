@@ -10,10 +10,12 @@ import numpy as np
 from daemon import call_values
 from daemon.core.decisions.claims import HeldPositions
 from daemon.core.decisions.departures import LedgerRanges
+from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleBatch, RescheduleOutcome
+from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy
 from tests._support.engine_fixture import Daemon
 from tests._support.outcomes import ignored_by
 
-NO_POLICY = call_values.SubscriptionPolicy()
+NO_POLICY = SubscriptionPolicy()
 Row = tuple[int, int, int]
 """ledger, entry, deliver_at_ms"""
 
@@ -62,7 +64,7 @@ def clear(daemon: Daemon, *, topic: str = "t", subscription: str | None = None) 
 
 def cancel(
     daemon: Daemon, ledger_id: int, entries: Sequence[int], *, topic: str = "t", subscription: str | None = None
-) -> asyncio.Task[call_values.CancelOutcome]:
+) -> asyncio.Task[CancelOutcome]:
     ledgers, entry_id = np.full(len(entries), ledger_id, np.uint64), np.array(entries, np.uint64)
     return daemon.call(daemon.engine.requests.cancel(topic, subscription, ledgers, entry_id))
 
@@ -75,10 +77,10 @@ def reschedule(
     *,
     topic: str = "t",
     subscription: str | None = None,
-) -> asyncio.Task[call_values.RescheduleOutcome]:
+) -> asyncio.Task[RescheduleOutcome]:
     """To times that are as far from now, by absolute times; they may be past."""
     rows = len(entries)
-    batch = call_values.RescheduleBatch(
+    batch = RescheduleBatch(
         ledger_id=np.full(rows, ledger_id, np.uint64),
         entry_id=np.array(entries, np.uint64),
         deliver_at_ms=np.full(rows, daemon.now_ms() + delay_ms, np.uint64),
@@ -89,10 +91,10 @@ def reschedule(
 
 
 def results(
-    outcome: call_values.CancelOutcome | call_values.RescheduleOutcome,
+    outcome: CancelOutcome | RescheduleOutcome,
 ) -> tuple[int, list[int], list[int], list[int]]:
     """(cancelled or rescheduled, then the rows that are not found, already due, in flight)."""
-    left = outcome.cancelled if isinstance(outcome, call_values.CancelOutcome) else outcome.rescheduled
+    left = outcome.cancelled if isinstance(outcome, CancelOutcome) else outcome.rescheduled
     return left, outcome.not_found.tolist(), outcome.already_due.tolist(), outcome.in_flight.tolist()
 
 
@@ -125,8 +127,8 @@ def create(
     subscription: str = "s",
     *,
     topic: str = "t",
-    policy: call_values.SubscriptionPolicy = NO_POLICY,
-    properties: call_values.NamedValues = (),
+    policy: SubscriptionPolicy = NO_POLICY,
+    properties: NamedValues = (),
 ) -> asyncio.Task[call_values.SubscriptionCreated]:
     return daemon.call(daemon.engine.requests.create_subscription(topic, subscription, policy, properties))
 

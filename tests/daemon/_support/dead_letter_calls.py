@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from daemon import call_values
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
 from daemon.core.decisions.claims import HeldPositions
 from tests._support.engine_fixture import Daemon
 from tests._support.outcomes import Counts, counts_of
 from tests.daemon._support.calling import Row, get, rows_of
 
-ALL = call_values.DeadLetterFilter()
+ALL = DeadLetterFilter()
 
 
 def nack(
@@ -61,7 +62,7 @@ async def buried(
 
 def listed(
     daemon: Daemon,
-    asked: call_values.DeadLetterFilter = ALL,
+    asked: DeadLetterFilter = ALL,
     page_size: int = 0,
     after_id: int = 0,
     *,
@@ -71,17 +72,17 @@ def listed(
 
 
 def replay(
-    daemon: Daemon, asked: call_values.DeadLetterFilter = ALL, delay_ms: int = 0, *, subscription: str = "s"
+    daemon: Daemon, asked: DeadLetterFilter = ALL, delay_ms: int = 0, *, subscription: str = "s"
 ) -> asyncio.Task[call_values.Replayed]:
     return daemon.call(daemon.engine.requests.replay_dead_letters("t", subscription, asked, delay_ms))
 
 
-def purge(daemon: Daemon, asked: call_values.DeadLetterFilter = ALL, *, subscription: str = "s") -> asyncio.Task[int]:
+def purge(daemon: Daemon, asked: DeadLetterFilter = ALL, *, subscription: str = "s") -> asyncio.Task[int]:
     return daemon.call(daemon.engine.requests.purge_dead_letters("t", subscription, asked))
 
 
-def with_ids(*ids: int) -> call_values.DeadLetterFilter:
-    return call_values.DeadLetterFilter(ids=np.array(ids, np.uint64))
+def with_ids(*ids: int) -> DeadLetterFilter:
+    return DeadLetterFilter(ids=np.array(ids, np.uint64))
 
 
 def ids_of(page: call_values.DeadLetterPage) -> list[int]:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from daemon import call_values
+from daemon.core.decisions.add_decisions import AddBatch
+from daemon.core.key_shared.hash_slots import HashRange
 from daemon.topic.key_shared_streams import KeySharedStream
-from storage_backends.formats.manifest import HashSelector, KeySharedPolicy
+from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, SubscriptionPolicy
 from tests._support.engine_fixture import TIMEOUT_S, Daemon
 from tests._support.outcomes import Counts, counts_of, ignored_by
 from tests.daemon._support.nacking import Claim, HandOut, claims, hand_outs, nack_of
@@ -45,13 +47,13 @@ def planned(ledger: int, entries: Sequence[int]) -> list[Claim]:
     return [(ledger, entry, 0) for entry in entries]
 
 
-def sticky(**fields: Any) -> call_values.SubscriptionPolicy:
+def sticky(**fields: Any) -> SubscriptionPolicy:
     """Consumers say which hashes they have."""
     return by_key(selector=HashSelector.STICKY, **fields)
 
 
-def by_key(**fields: Any) -> call_values.SubscriptionPolicy:
-    return call_values.SubscriptionPolicy(nack_precision_bits=0, key_shared=KeySharedPolicy(**fields))
+def by_key(**fields: Any) -> SubscriptionPolicy:
+    return SubscriptionPolicy(nack_precision_bits=0, key_shared=KeySharedPolicy(**fields))
 
 
 def consumer(
@@ -62,7 +64,7 @@ def consumer(
         name or f"consumer-{consumer_id}",
         address,
         permits,
-        tuple(call_values.HashRange(first, last) for first, last in ranges),
+        tuple(HashRange(first, last) for first, last in ranges),
     )
 
 
@@ -159,7 +161,7 @@ async def open_by_key(
     daemon: Daemon,
     consumers: Sequence[call_values.Consumer],
     *,
-    policy: call_values.SubscriptionPolicy | None = None,
+    policy: SubscriptionPolicy | None = None,
     held: Sequence[tuple[int, Claim, int]] = (),
     topic: str = "t",
     subscription: str = "s",
@@ -191,7 +193,7 @@ async def add(
 ) -> None:
     """Entries with the hashes of their keys."""
     count = len(entries)
-    batch = call_values.AddBatch(
+    batch = AddBatch(
         ledger_id=np.full(count, ledger, np.uint64),
         entry_id=np.array(entries, np.uint64),
         deliver_at_ms=np.full(count, daemon.now_ms() + delay_ms, np.uint64),

@@ -13,11 +13,11 @@ from daemon.call_values import Nack
 from daemon.core.decisions.claims import HeldPositions
 from daemon.topic.open_streams import DispatchStream
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
+from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy, SubscriptionPolicy
 from tests._support.engine_fixture import TIMEOUT_S, Daemon, EngineFixture, no_positions
 from tests._support.outcomes import Counts, counts_of, ignored_by
 
-EXACT = call_values.SubscriptionPolicy(nack_precision_bits=0)
+EXACT = SubscriptionPolicy(nack_precision_bits=0)
 MINUTE_MS = 60_000
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
@@ -40,10 +40,10 @@ class HandOut(NamedTuple):
     at_ms: int
 
 
-def constant(delay_ms: int, **fields: Any) -> call_values.SubscriptionPolicy:
+def constant(delay_ms: int, **fields: Any) -> SubscriptionPolicy:
     """Exact, with that delay."""
     redelivery = RedeliveryPolicy(kind=RedeliveryKind.CONSTANT, initial_ms=delay_ms)
-    return call_values.SubscriptionPolicy(redelivery=redelivery, nack_precision_bits=0, **fields)
+    return SubscriptionPolicy(redelivery=redelivery, nack_precision_bits=0, **fields)
 
 
 def claims(rows: Sequence[Claim]) -> HeldPositions:
@@ -159,7 +159,7 @@ async def dispatcher(
     *,
     topic: str = "t",
     subscription: str = "s",
-    policy: call_values.SubscriptionPolicy | None = EXACT,
+    policy: SubscriptionPolicy | None = EXACT,
     permits: int = 1_000_000,
     held: Sequence[Claim] = (),
 ) -> Dispatcher:
@@ -177,7 +177,7 @@ async def with_rows(
     machines: EngineFixture,
     count: int,
     *settings: str,
-    policy: call_values.SubscriptionPolicy = EXACT,
+    policy: SubscriptionPolicy = EXACT,
     permits: int = 1_000_000,
 ) -> tuple[Daemon, Dispatcher, list[HandOut]]:
     """A daemon, a dispatcher, and as many rows that it was handed out."""
@@ -201,5 +201,5 @@ def assert_back_after(rows: Sequence[HandOut], since_ms: int, delay_ms: int, *, 
         assert since_ms + delay_ms <= row.at_ms <= since_ms + delay_ms + late_ms, (row, row.at_ms - since_ms)
 
 
-async def update(daemon: Daemon, policy: call_values.SubscriptionPolicy, subscription: str = "s") -> None:
+async def update(daemon: Daemon, policy: SubscriptionPolicy, subscription: str = "s") -> None:
     await daemon.call(daemon.engine.requests.update_subscription("t", subscription, policy))

@@ -11,7 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from daemon import call_values, config, errors
+from daemon import config, errors
+from daemon.core.index.bucket import RebuildNeeded
+from storage_backends.formats.manifest import SubscriptionPolicy
 from tarry.v1 import delayed_delivery_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
 from tests._support.fake_engine import FakeEngine
@@ -255,7 +257,7 @@ async def test_what_is_known_of_acknowledgements_comes_before_the_end(
 
 
 async def test_a_stream_names_the_ranges_that_need_a_rebuild_when_it_opens(edge: Edge) -> None:
-    edge.engine.rebuild_needed = (call_values.RebuildNeeded(3, 5, 17, "bucket", "no checksum", True),)
+    edge.engine.rebuild_needed = (RebuildNeeded(3, 5, 17, "bucket", "no checksum", True),)
     _, answer = await opened(edge)
     (rebuild,) = answer.rebuild_needed
     assert (rebuild.first_ledger_id, rebuild.last_ledger_id, rebuild.rows, rebuild.damage) == (3, 5, 17, "no checksum")
@@ -274,7 +276,7 @@ async def test_a_subscription_has_the_policy_that_it_was_created_with_until_it_g
     other = policy_pb2.SubscriptionPolicy(lease_ms=5)
     update = pb.UpdateSubscriptionRequest(topic="t", subscription="s", policy=other)
     assert (await edge.caller.unary("Dispatch/UpdateSubscription", update)).policy == other
-    assert edge.engine.topics["t"].subscriptions["s"].policy == call_values.SubscriptionPolicy(lease_ms=5)
+    assert edge.engine.topics["t"].subscriptions["s"].policy == SubscriptionPolicy(lease_ms=5)
 
 
 async def test_a_failure_of_the_hand_out_ends_the_stream_with_its_status(edge: Edge) -> None:

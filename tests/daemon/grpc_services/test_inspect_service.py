@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from daemon import call_values
+from daemon.core.index.bucket import RebuildNeeded
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, policy_pb2
 from tests.daemon.grpc_services.conftest import Edge
 
@@ -100,7 +100,7 @@ async def test_the_token_of_one_list_turns_no_pages_of_another(edge: Edge, topic
 
 
 async def test_stats_name_the_ranges_that_need_a_rebuild(edge: Edge, topics: list[str]) -> None:
-    edge.engine.rebuild_needed = (call_values.RebuildNeeded(3, 5, 17, "bucket", "no checksum", False),)
+    edge.engine.rebuild_needed = (RebuildNeeded(3, 5, 17, "bucket", "no checksum", False),)
     stats = await edge.caller.unary("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest(topic=topics[0]))
     expected = inspect_pb2.RebuildNeeded(
         first_ledger_id=3, last_ledger_id=5, rows=17, bucket="bucket", damage="no checksum", positions_known=False

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from daemon import call_values, config
+from daemon.core.index.bucket import RebuildNeeded
 from daemon.owner.engine import Engine
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
@@ -234,7 +235,7 @@ class TestRowsThatNobodyReceived:
         await engine.until(lambda: not subscription.in_flight)
 
     async def test_the_epoch_and_what_needs_a_rebuild_come_along(self, subscribed: Edge) -> None:
-        subscribed.engine.rebuild_needed = (call_values.RebuildNeeded(3, 5, 17, "bucket", "no checksum", True),)
+        subscribed.engine.rebuild_needed = (RebuildNeeded(3, 5, 17, "bucket", "no checksum", True),)
         answer = await get(subscribed)
         assert answer.messages.epoch == EPOCH
         (rebuild,) = answer.rebuild_needed

@@ -1,4 +1,4 @@
-"""Requests read from their bytes are read as the runtime reads them, or left to it."""
+"""Requests are read as the generated code reads them, plain ones without it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon import call_values, errors
-from daemon.grpc_services import row_answers, row_requests
+from daemon.core.decisions.add_decisions import AddBatch, AddRow
+from daemon.core.decisions.claims import HeldPositions
+from daemon.grpc_services import parsing, row_requests
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 U64 = st.integers(0, (1 << 64) - 1)
 COLUMN = st.lists(U64, max_size=4)
 NO_LEVELS: list[int] = []
 LEVELS = st.just(NO_LEVELS) | st.lists(st.integers(-70, 70) | st.integers(-(1 << 31), (1 << 31) - 1), max_size=4)
+SIZE_BYTES_MAX = 1 << 20
 HASHES = st.lists(st.integers(0, (1 << 32) - 1), max_size=4)
 
 ADDS = st.builds(
@@ -109,7 +112,7 @@ def listed(*columns_read: Any) -> list[list[int] | None]:
 def add_by_runtime(data: bytes) -> Read | None:
     try:
         request = delayed_delivery_pb2.StreamAddMessagesRequest.FromString(data)
-        batch = row_answers.add_batch(request.add)
+        batch = row_requests.add_batch(request.add)
     except (message.DecodeError, errors.InvalidArgument):
         return None
     assert batch.return_already_due == (request.add.already_due == delayed_delivery_pb2.ALREADY_DUE_RETURN)
@@ -120,30 +123,40 @@ def add_by_runtime(data: bytes) -> Read | None:
 def unary_add_by_runtime(data: bytes, request_id: int) -> Read | None:
     try:
         request = delayed_delivery_pb2.AddMessagesRequest.FromString(data)
-        batch = row_answers.add_batch(request)
+        batch = row_requests.add_batch(request)
     except (message.DecodeError, errors.InvalidArgument):
         return None
     return of_add(request_id, request.topic, request.subscription or None, batch)
 
 
 def add_by_bytes(data: bytes) -> Read | None:
-    read = row_requests.stream_add(data)
-    if read is None:
+    try:
+        request_id, topic, subscription, rows = row_requests.stream_add(data, size_bytes_max=SIZE_BYTES_MAX)
+        return of_add(request_id, topic, subscription, rows())
+    except errors.InvalidArgument:
         return None
-    request_id, topic, subscription, batch = read
-    return of_add(request_id, topic, subscription, batch)
 
 
 def unary_add_by_bytes(data: bytes, request_id: int) -> Read | None:
     """An add that is a call of its own, as a request of a stream with that id would be."""
-    read = row_requests.add(data)
-    if read is None:
+    try:
+        topic, subscription, rows = read_add(data)
+    except errors.InvalidArgument:
         return None
-    topic, subscription, rows = read
-    return of_add(request_id, topic, subscription, rows.batch() if isinstance(rows, call_values.AddRow) else rows)
+    return of_add(request_id, topic, subscription, rows.batch() if isinstance(rows, AddRow) else rows)
 
 
-def of_add(request_id: int, topic: str, subscription: str | None, batch: call_values.AddBatch) -> Read:
+def read_add(data: bytes) -> tuple[str, str | None, AddRow | AddBatch]:
+    """The parts of an add that is a call of its own; its names are checked once."""
+    checked: list[tuple[str, str]] = []
+    topic, subscription, rows = row_requests.add(
+        data, size_bytes_max=SIZE_BYTES_MAX, check=lambda *names: checked.append(names)
+    )
+    assert checked == [(topic, subscription or "")]
+    return topic, subscription, rows
+
+
+def of_add(request_id: int, topic: str, subscription: str | None, batch: AddBatch) -> Read:
     columns = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.delay_level, batch.key_hash)
     returns = (batch.return_already_due, batch.return_invalid)
     return Read(request_id, topic, subscription, listed(*columns), returns)
@@ -152,41 +165,62 @@ def of_add(request_id: int, topic: str, subscription: str | None, batch: call_va
 def acknowledge_by_runtime(data: bytes) -> Read | None:
     try:
         request = dispatch_pb2.SubscribeRequest.FromString(data)
-        positions = row_answers.handed_out(request.acknowledge)
+        if request.WhichOneof("request") != "acknowledge":
+            return None
+        positions = row_requests.acknowledged(request.acknowledge)
     except (message.DecodeError, errors.InvalidArgument):
         return None
     return Read(request.acknowledge.request_id, "", None, of_positions(positions))
 
 
 def acknowledge_by_bytes(data: bytes) -> Read | None:
-    read = row_requests.acknowledge(data)
-    if read is None:
-        return None
-    request_id, positions = read
-    return Read(request_id, "", None, of_positions(positions))
+    try:
+        read = row_requests.subscribe(data, size_bytes_max=SIZE_BYTES_MAX)
+        if isinstance(read, row_requests.Acknowledged):
+            return Read(read.request_id, "", None, of_positions(read.positions()))
+    except errors.InvalidArgument:
+        pass
+    return None
 
 
-def of_positions(positions: call_values.HeldPositions) -> list[list[int] | None]:
+def of_positions(positions: HeldPositions) -> list[list[int] | None]:
     return listed(*(getattr(positions, each.name) for each in dataclasses.fields(positions)))
 
 
 def nack_by_runtime(data: bytes) -> Read | None:
     try:
         request = dispatch_pb2.SubscribeRequest.FromString(data)
-        nack = row_answers.nack(request.negative_acknowledge)
+        if request.WhichOneof("request") != "negative_acknowledge":
+            return None
+        nack = row_requests.nack(request.negative_acknowledge)
     except (message.DecodeError, errors.InvalidArgument):
         return None
     return read_nack(request.negative_acknowledge.request_id, nack)
 
 
 def nack_by_bytes(data: bytes) -> Read | None:
-    read = row_requests.negative_acknowledge(data)
-    return None if read is None else read_nack(*read)
+    try:
+        read = row_requests.subscribe(data, size_bytes_max=SIZE_BYTES_MAX)
+        if isinstance(read, row_requests.NegativelyAcknowledged):
+            return read_nack(read.request_id, read.nack())
+    except errors.InvalidArgument:
+        pass
+    return None
 
 
 def read_nack(request_id: int, nack: call_values.Nack) -> Read:
     of_nack = [*of_positions(nack.positions), *listed(nack.delay_ms, nack.delay_level, nack.key_hash)]
     return Read(request_id, nack.text, str((nack.reject, nack.forwarded)), of_nack)
+
+
+@pytest.fixture
+def plain_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to the generated code."""
+
+    def parse(message_type: type[message.Message], data: bytes, *, size_bytes_max: int) -> None:
+        pytest.fail(f"{len(data)} bytes of {message_type.DESCRIPTOR.name} are left to the generated code")
+
+    monkeypatch.setattr(parsing, "parse", parse)
 
 
 def spliced(data: bytes, splice: tuple[int, bytes]) -> bytes:
@@ -200,8 +234,7 @@ def test_an_add_is_read_as_the_runtime_reads_it(
 ) -> None:
     for data in (request.SerializeToString(), spliced(request.SerializeToString(), splice)):
         for part in (data, data[: len(data) - cut]):
-            read = add_by_bytes(part)
-            assert read is None or read == add_by_runtime(part)
+            assert add_by_bytes(part) == add_by_runtime(part)
 
 
 @given(request=ADDS, splice=SPLICES, cut=st.integers(0, 3))
@@ -211,26 +244,26 @@ def test_an_add_by_itself_is_read_as_the_runtime_reads_it(
     plain = request.add.SerializeToString()
     for data in (plain, spliced(plain, splice)):
         part = data[: len(data) - cut]
-        read = unary_add_by_bytes(part, 1)
-        assert read is None or read == unary_add_by_runtime(part, 1)
+        assert unary_add_by_bytes(part, 1) == unary_add_by_runtime(part, 1)
 
 
+@pytest.mark.usefixtures("plain_only")
 @pytest.mark.parametrize("time", ["deliver_at_ms", "delay_ms"])
 @pytest.mark.parametrize("key_hash", [None, 0, (1 << 32) - 1])
 def test_an_add_of_one_row_is_read_as_numbers(time: str, key_hash: int | None) -> None:
     fields: dict[str, Any] = {time: [1 << 40]} | ({} if key_hash is None else {"key_hash": [key_hash]})
     add = delayed_delivery_pb2.AddMessagesRequest(topic="é", ledger_id=[3], entry_id=[(1 << 64) - 1], **fields)
-    read = row_requests.add(add.SerializeToString())
+    read = read_add(add.SerializeToString())
     deliver_at_ms, delay_ms = (1 << 40, None) if time == "deliver_at_ms" else (None, 1 << 40)
-    assert read == ("é", None, call_values.AddRow(3, (1 << 64) - 1, deliver_at_ms, delay_ms, key_hash))
+    assert read == ("é", None, AddRow(3, (1 << 64) - 1, deliver_at_ms, delay_ms, key_hash))
 
 
+@pytest.mark.usefixtures("plain_only")
 @pytest.mark.parametrize("fields", [{"already_due": 2}, {"on_invalid": 2}, {"subscription": "s"}, {"entry_id": [1, 2]}])
 def test_an_add_of_which_more_may_have_to_be_said_is_read_as_columns(fields: dict[str, Any]) -> None:
     given_fields: dict[str, Any] = {"ledger_id": [1], "entry_id": [1], "delay_ms": [5]} | fields
-    read = row_requests.add(delayed_delivery_pb2.AddMessagesRequest(topic="t", **given_fields).SerializeToString())
-    assert read is not None
-    assert isinstance(read[2], call_values.AddBatch)
+    read = read_add(delayed_delivery_pb2.AddMessagesRequest(topic="t", **given_fields).SerializeToString())
+    assert isinstance(read[2], AddBatch)
 
 
 @given(request=ACKNOWLEDGEMENTS, splice=SPLICES, cut=st.integers(0, 3))
@@ -239,8 +272,7 @@ def test_an_acknowledgement_is_read_as_the_runtime_reads_it(
 ) -> None:
     for data in (request.SerializeToString(), spliced(request.SerializeToString(), splice)):
         for part in (data, data[: len(data) - cut]):
-            read = acknowledge_by_bytes(part)
-            assert read is None or read == acknowledge_by_runtime(part)
+            assert acknowledge_by_bytes(part) == acknowledge_by_runtime(part)
 
 
 @given(request=NACKS, splice=SPLICES, cut=st.integers(0, 3))
@@ -249,10 +281,10 @@ def test_a_negative_acknowledgement_is_read_as_the_runtime_reads_it(
 ) -> None:
     for data in (request.SerializeToString(), spliced(request.SerializeToString(), splice)):
         for part in (data, data[: len(data) - cut]):
-            read = nack_by_bytes(part)
-            assert read is None or read == nack_by_runtime(part)
+            assert nack_by_bytes(part) == nack_by_runtime(part)
 
 
+@pytest.mark.usefixtures("plain_only")
 @pytest.mark.parametrize("rows", [1, 2, 1000])
 @pytest.mark.parametrize("ledgers", [1, None])
 @pytest.mark.parametrize("time", ["deliver_at_ms", "delay_ms"])
@@ -269,6 +301,7 @@ def test_the_plain_form_is_not_left_to_the_runtime(
     assert add_by_bytes(data) == add_by_runtime(data) is not None
 
 
+@pytest.mark.usefixtures("plain_only")
 @pytest.mark.parametrize(
     "levels",
     [[0], [5], [63], [64], [256], [-1], [(1 << 31) - 1], [-(1 << 31)], [5] * 3, [0, 63, -64], [1] * 1000],
@@ -286,6 +319,7 @@ def test_the_plain_form_of_delay_levels_is_not_left_to_the_runtime(levels: list[
     assert read.columns[4] == (levels * rows if len(levels) == 1 else levels)
 
 
+@pytest.mark.usefixtures("plain_only")
 @pytest.mark.parametrize("already_due", delayed_delivery_pb2.AlreadyDue.values())
 @pytest.mark.parametrize("on_invalid", delayed_delivery_pb2.OnInvalid.values())
 def test_what_is_returned_is_not_left_to_the_runtime(
@@ -301,7 +335,7 @@ def test_what_is_returned_is_not_left_to_the_runtime(
     assert read.returns == (already_due == 2, on_invalid == 2)
 
 
-def test_a_number_of_an_enum_that_is_not_known_is_left_to_the_runtime() -> None:
+def test_a_number_of_an_enum_that_is_not_known_is_refused() -> None:
     unknown: list[tuple[str, dict[str, Any]]] = [(field, {field: 3}) for field in ("already_due", "on_invalid")]
     for field, given_fields in unknown:
         add = delayed_delivery_pb2.AddMessagesRequest(
@@ -311,6 +345,7 @@ def test_a_number_of_an_enum_that_is_not_known_is_left_to_the_runtime() -> None:
         assert add_by_bytes(data) is None, field
 
 
+@pytest.mark.usefixtures("plain_only")
 @pytest.mark.parametrize("request_id", [0, 1, (1 << 40) + 3])
 def test_the_plain_form_of_an_acknowledgement_is_not_left_to_the_runtime(request_id: int) -> None:
     positions = {"ledger_id": [7], "entry_id": range(1000), "deliver_at_ms": range(1000)}
@@ -319,6 +354,7 @@ def test_the_plain_form_of_an_acknowledgement_is_not_left_to_the_runtime(request
     assert acknowledge_by_bytes(data) == acknowledge_by_runtime(data) is not None
 
 
+@pytest.mark.usefixtures("plain_only")
 @pytest.mark.parametrize("request_id", [0, (1 << 40) + 3])
 @pytest.mark.parametrize("delays", [0, 1, 1000])
 @pytest.mark.parametrize("times", [0, 1000])
@@ -336,13 +372,14 @@ def test_the_plain_form_of_a_negative_acknowledgement_is_not_left_to_the_runtime
     assert nack_by_bytes(data) == nack_by_runtime(data) is not None
 
 
+@pytest.mark.usefixtures("plain_only")
 def test_columns_are_the_reader_s_own() -> None:
     """What the engine keeps must not keep the request alive, nor be bound to where it stands in it."""
     add = delayed_delivery_pb2.AddMessagesRequest(topic="t", ledger_id=[1], entry_id=[1, 2], deliver_at_ms=[3, 4])
     data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=1, add=add).SerializeToString()
-    read = row_requests.stream_add(data)
-    assert read is not None
-    for column in (read[3].ledger_id, read[3].entry_id, read[3].deliver_at_ms):
+    *_, rows = row_requests.stream_add(data, size_bytes_max=SIZE_BYTES_MAX)
+    batch = rows()
+    for column in (batch.ledger_id, batch.entry_id, batch.deliver_at_ms):
         assert column is not None
         assert column.base is None
         assert column.flags.writeable

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon import call_values
+from daemon.core.decisions.add_decisions import AddOutcome, Refused
 from daemon.grpc_services import row_answers
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import Rows
@@ -36,14 +37,14 @@ def test_the_answer_to_an_add_is_what_protobuf_reads(
     accepted, duplicates, late_on_arrival = counts
     index = [row for row, _ in refused]
     reason = [delayed_delivery_pb2.RefusedReason.ValueType(reason) for _, reason in refused]
-    outcome = call_values.AddOutcome(
+    outcome = AddOutcome(
         accepted,
         duplicates,
         np.array(returned, np.uint32),
         late_on_arrival,
         np.array([row for row, _ in raised], np.uint32),
         np.array([time for _, time in raised], np.uint64),
-        call_values.Refused(np.array(index, np.uint32), np.array(reason, np.uint8)),
+        Refused(np.array(index, np.uint32), np.array(reason, np.uint8)),
     )
     expected = delayed_delivery_pb2.AddMessagesResponse(
         accepted=accepted,

@@ -7,12 +7,12 @@ import dataclasses
 
 import pytest
 
-from daemon import call_values
 from daemon.core.deletions import deletion_checks
 from daemon.errors import InvalidArgument, OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.ledger_deletion.deletion_values import DeletionFilter, DeletionPlace, Refusal, RefusedDelete
 from daemon.ledger_stores.ledger_store import Answer
 from storage_backends.formats.deletion_format import DeletionOutcome, DeletionRecord, LedgerComponent, LedgerType
+from storage_backends.formats.manifest import TopicPolicy
 from tests._support.engine_fixture import EngineFixture
 from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
@@ -134,7 +134,7 @@ async def test_where_two_phase_deletion_is_off_each_record_is_refused_and_what_i
     stores.plan(1, failed())
     one = await machines.served_by()
     await record(one, 1, topic="t")
-    off = call_values.TopicPolicy(two_phase_deletion_enabled=False)
+    off = TopicPolicy(two_phase_deletion_enabled=False)
     await one.call(one.engine.requests.set_topic_policy("t", off))
     refused = await record(one, 2, topic="t")
     assert refused.recorded == 0
@@ -147,7 +147,7 @@ async def test_where_two_phase_deletion_is_off_each_record_is_refused_and_what_i
 async def test_a_topic_without_a_policy_has_the_daemon_s_setting(machines: EngineFixture) -> None:
     one = await machines.served_by("one", "deletion.two_phase_deletion_enabled=false")
     assert (await record(one, 1)).refused[0].reason is Refusal.DISABLED
-    on = call_values.TopicPolicy(two_phase_deletion_enabled=True)
+    on = TopicPolicy(two_phase_deletion_enabled=True)
     await one.call(one.engine.requests.set_topic_policy("t", on))
     assert (await record(one, 1, topic="t")).recorded == 1
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from daemon.call_values import HeldPositions, Nack
+from daemon.call_values import Nack
+from daemon.core.decisions.claims import HeldPositions
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.outcomes import Counts, counts_of, ignored_by
 

@@ -13,6 +13,7 @@ from storage_backends.formats import names
 from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import (
     DeadObject,
+    TopicPolicy,
     decode_shard_manifest,
     decode_topic_manifest,
     encode_dead_object,
@@ -311,7 +312,7 @@ async def test_a_seal_that_takes_longer_than_the_floor_is_begun_anew_and_loses_n
     await held.reached()
     await receiver.received(10)
     await receiver.acknowledge(receiver.rows[:5])
-    await one.call(one.engine.requests.set_topic_policy("t", call_values.TopicPolicy(delay_max_ms=2 * FAR_MS)))
+    await one.call(one.engine.requests.set_topic_policy("t", TopicPolicy(delay_max_ms=2 * FAR_MS)))
     machines.store.put(names.bucket_key(0, names.topic_id("t"), 1, "LEFT"), b"rows")
     pass_hours(machines, 25)
     assert (await collect(one)).summary.orphans.objects == 1

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from daemon import call_values
+from daemon.core.decisions.withdrawal_decisions import CancelOutcome
 from daemon.errors import Conflict, Unavailable
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon._support import key_dispatching
@@ -40,7 +40,7 @@ async def overtaken(machines: EngineFixture, one: Daemon) -> Daemon:
     return two
 
 
-async def withdrawn(machines: EngineFixture) -> tuple[Daemon, Daemon, asyncio.Task[call_values.CancelOutcome]]:
+async def withdrawn(machines: EngineFixture) -> tuple[Daemon, Daemon, asyncio.Task[CancelOutcome]]:
     one = await machines.served_by("one", QUICK)
     await one.add("t", 1, range(10), delay_ms=DUE_MS)
     await one.add("t", 2, range(10), delay_ms=LONG_MS)

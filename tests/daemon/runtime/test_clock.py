@@ -8,7 +8,7 @@ import logging
 import numpy as np
 import pytest
 
-from daemon.call_values import AddBatch
+from daemon.core.decisions.add_decisions import AddBatch
 from daemon.metrics import Metrics
 from daemon.runtime.clocks import ClockWatch
 from tests._support.engine_fixture import Daemon, EngineFixture

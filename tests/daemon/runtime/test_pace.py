@@ -8,7 +8,7 @@ import functools
 import numpy as np
 import pytest
 
-from daemon.call_values import HeldPositions
+from daemon.core.decisions.claims import HeldPositions
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.position_keys import KeyedRows
 from daemon.runtime.due_loop import FORGET_S, PACE_TURN_S, ROWS_A_SOURCE, ROWS_LEAST, ROWS_MOST, TURN_S, DueLoop, Pace

@@ -8,6 +8,7 @@ import pytest
 
 from daemon import call_values
 from daemon.errors import InvalidArgument, NotFound, OutcomeUnknown, TarryError, Unavailable
+from storage_backends.formats.manifest import TopicPolicy
 from tests._support.engine_fixture import EngineFixture, no_positions
 from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
@@ -31,7 +32,7 @@ SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.
 async def test_a_deleted_topic_is_gone_with_its_rows_subscriptions_and_policy(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *SMALL)
     receiver = await one.receiver("t", "s")
-    await one.call(one.engine.requests.set_topic_policy("t", call_values.TopicPolicy(delay_max_ms=100_000)))
+    await one.call(one.engine.requests.set_topic_policy("t", TopicPolicy(delay_max_ms=100_000)))
     await one.add("t", 1, range(30), delay_ms=0)
     await one.add("t", 1, range(30, 50), delay_ms=50_000)
     await receiver.received(30)
@@ -51,7 +52,7 @@ async def test_a_deleted_topic_is_gone_with_its_rows_subscriptions_and_policy(ma
     found = await stats(two)
     assert (found.incarnation, found.pending, found.buckets, found.subscriptions) == (2, 5, 0, ())
     policies = await two.call(two.engine.requests.topic_policy("t"))
-    assert policies.stored == call_values.TopicPolicy()
+    assert policies.stored == TopicPolicy()
     again = await two.receiver("t", "s")
     await again.received(5)
     await asyncio.sleep(60)
@@ -69,7 +70,7 @@ async def test_a_topic_is_born_again_by_an_add_or_a_subscription_or_a_policy(mac
         elif number == 3:
             await create(one)
         else:
-            await one.call(one.engine.requests.set_topic_policy("t", call_values.TopicPolicy()))
+            await one.call(one.engine.requests.set_topic_policy("t", TopicPolicy()))
         assert (await stats(one)).incarnation == number
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.call_values import SubscriptionPolicy
+from storage_backends.formats.manifest import SubscriptionPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault

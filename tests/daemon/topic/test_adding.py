@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from daemon.call_values import AddOutcome, AddRow, Caller, TopicPolicy, View
+from daemon.call_values import View
+from daemon.core.decisions.add_decisions import AddOutcome, AddRow
 from daemon.core.decisions.topic_state import TopicState
+from daemon.core.quotas import Caller
 from daemon.errors import InvariantViolated, QuotaExceeded, TarryError
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.topic import topic_adds
+from storage_backends.formats.manifest import TopicPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault

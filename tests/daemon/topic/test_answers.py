@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from daemon.call_values import AddBatch
+from daemon.core.decisions.add_decisions import AddBatch
 from daemon.errors import NotOwner, QuotaExceeded, TarryError, Unavailable
 from daemon.group_commit.shard_slots import STAGED_SLOTS_MAX
 from daemon.group_commit.slot_sender import ANSWER_UNCONFIRMED_S

@@ -17,8 +17,11 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from daemon import call_values
+from daemon.core.decisions.add_decisions import AddBatch, AddRow
+from daemon.core.index.containment import EntryRanges
+from daemon.core.quotas import Caller
 from daemon.errors import TarryError
+from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from tests._support.engine_fixture import EngineFixture, Receiver, no_positions
 from tests._support.fault_places import JOURNAL
 from tests._support.fault_store import Fault
@@ -196,7 +199,7 @@ class Story:
         positions = [(ledger, entry) for entry in range(first, first + count)]
         self.record.times |= {position: {due_ms} for position in positions}
         columns = np.array(positions, np.uint64)
-        batch = call_values.AddBatch(
+        batch = AddBatch(
             columns[:, 0].copy(), columns[:, 1].copy(), np.full(count, due_ms, np.uint64), None, None, False
         )
         while True:
@@ -210,18 +213,18 @@ class Story:
             self.record.added |= set(positions)
             return
 
-    async def add_batch(self, batch: call_values.AddBatch) -> None:
+    async def add_batch(self, batch: AddBatch) -> None:
         await self.daemon.engine.requests.add("t", batch)
 
     async def add_rows(self, positions: list[Position], due_ms: int) -> None:
         """Each row by a call of its own, all at once."""
-        requests, caller = self.daemon.engine.requests, call_values.Caller("client", 50)
+        requests, caller = self.daemon.engine.requests, Caller("client", 50)
 
-        async def add_row(row: call_values.AddRow) -> None:
+        async def add_row(row: AddRow) -> None:
             answer = requests.add_row("t", row, caller)
             await (requests.add("t", row.batch()) if answer is None else answer)
 
-        await asyncio.gather(*(add_row(call_values.AddRow(*position, due_ms, None)) for position in positions))
+        await asyncio.gather(*(add_row(AddRow(*position, due_ms, None)) for position in positions))
 
     async def acknowledge(self) -> None:
         subscription = self.random.choice(SUBSCRIPTIONS)
@@ -331,17 +334,17 @@ class Story:
         await self.daemon.call(self.daemon.engine.requests.seal("t"))
 
     async def contains(self) -> None:
-        ranges = call_values.EntryRanges(*(np.array([value], np.uint64) for value in (1, 0, 1 << 40)))
+        ranges = EntryRanges(*(np.array([value], np.uint64) for value in (1, 0, 1 << 40)))
         subscription = self.random.choice([None, *SUBSCRIPTIONS])
         await self.daemon.call(self.daemon.engine.requests.contains("t", ranges, subscription))
 
     async def set_policies(self) -> None:
         requests = self.daemon.engine.requests
         await self.daemon.call(
-            requests.set_topic_policy("t", call_values.TopicPolicy(bucket_rows_max=self.random.choice([None, 5, 40])))
+            requests.set_topic_policy("t", TopicPolicy(bucket_rows_max=self.random.choice([None, 5, 40])))
         )
         rows_max = self.random.choice([None, 10, 30])
-        policy = call_values.SubscriptionPolicy(in_flight_rows_max=rows_max)
+        policy = SubscriptionPolicy(in_flight_rows_max=rows_max)
         await self.daemon.call(requests.update_subscription("t", self.random.choice(SUBSCRIPTIONS), policy))
 
     async def lose_an_answer(self) -> None:
@@ -357,9 +360,7 @@ class Story:
         for _, receiver, _ in self.receivers:
             receiver.stream.close()
         for name in SUBSCRIPTIONS:
-            await self.daemon.call(
-                self.daemon.engine.requests.update_subscription("t", name, call_values.SubscriptionPolicy())
-            )
+            await self.daemon.call(self.daemon.engine.requests.update_subscription("t", name, SubscriptionPolicy()))
         await asyncio.sleep(10)
         core = self.daemon.topic("t").core
         assert core.index.pending_rows == 0

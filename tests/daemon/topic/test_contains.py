@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from daemon import call_values
+from daemon.core.index.containment import Contained, EntryRanges
 from daemon.errors import InvalidArgument, NotFound, TarryError, Unavailable
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_places import JOURNAL
@@ -19,12 +19,12 @@ SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")
 
 def contains(
     daemon: Daemon, asked: Sequence[tuple[int, int, int]], *, topic: str = "t", subscription: str | None = None
-) -> asyncio.Task[call_values.Contained]:
+) -> asyncio.Task[Contained]:
     columns = [np.array([each[index] for each in asked], np.uint64) for index in range(3)]
-    return daemon.call(daemon.engine.requests.contains(topic, call_values.EntryRanges(*columns), subscription))
+    return daemon.call(daemon.engine.requests.contains(topic, EntryRanges(*columns), subscription))
 
 
-def listed(ranges: call_values.EntryRanges) -> list[tuple[int, int, int]]:
+def listed(ranges: EntryRanges) -> list[tuple[int, int, int]]:
     columns = ranges.ledger_id.tolist(), ranges.first_entry_id.tolist(), ranges.last_entry_id.tolist()
     return list(zip(*columns, strict=True))
 

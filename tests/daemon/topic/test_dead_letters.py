@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from daemon import call_values
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
 from daemon.errors import (
     DelayTooLong,
     InvalidArgument,
@@ -18,6 +19,7 @@ from daemon.errors import (
 )
 from daemon.topic import topic_dead_letters
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
+from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from storage_backends.formats.slot_format import DeadLetterReason
 from tests._support.engine_fixture import Daemon, EngineFixture, no_positions
 from tests._support.fault_places import JOURNAL
@@ -85,7 +87,7 @@ async def test_a_rejected_position_is_kept_with_reason_counts_and_times(machines
 
 async def test_a_position_that_is_nacked_too_often_dies_with_all_its_counts(machines: EngineFixture) -> None:
     one = await machines.served_by()
-    await create(one, policy=call_values.SubscriptionPolicy(max_redeliver_count=2))
+    await create(one, policy=SubscriptionPolicy(max_redeliver_count=2))
     await one.add("t", 1, [7], delay_ms=1)
     for _ in range(3):
         await asyncio.sleep(1)
@@ -228,28 +230,28 @@ async def test_a_topic_that_is_deleted_leaves_no_dead_letters_to_the_one_after_i
 
 async def test_a_filter_chooses_by_ids_ledgers_reason_and_time(machines: EngineFixture) -> None:
     one = await machines.served_by()
-    await create(one, policy=call_values.SubscriptionPolicy(max_redeliver_count=0))
+    await create(one, policy=SubscriptionPolicy(max_redeliver_count=0))
     await buried(one, 3)
     between_ms = machines.now_ms() + 1
     await one.add("t", 5, range(2), delay_ms=1)
     await asyncio.sleep(1)
     await nack(one, rows_of(await get(one)))
     ids = ids_of(await listed(one))
-    wanted: list[tuple[call_values.DeadLetterFilter, list[tuple[int, int]]]] = [
+    wanted: list[tuple[DeadLetterFilter, list[tuple[int, int]]]] = [
         (with_ids(ids[0], ids[3]), [(1, 0), (5, 0)]),
         (with_ids(ids[-1] + 7), []),
-        (call_values.DeadLetterFilter(ledgers=(2, 9)), [(5, 0), (5, 1)]),
-        (call_values.DeadLetterFilter(reason=DeadLetterReason.TOO_OFTEN), [(5, 0), (5, 1)]),
-        (call_values.DeadLetterFilter(reason=DeadLetterReason.REJECTED, ledgers=(5, 5)), []),
-        (call_values.DeadLetterFilter(from_ms=between_ms), [(5, 0), (5, 1)]),
-        (call_values.DeadLetterFilter(until_ms=between_ms), [(1, 0), (1, 1), (1, 2)]),
-        (call_values.DeadLetterFilter(from_ms=between_ms, until_ms=between_ms), []),
+        (DeadLetterFilter(ledgers=(2, 9)), [(5, 0), (5, 1)]),
+        (DeadLetterFilter(reason=DeadLetterReason.TOO_OFTEN), [(5, 0), (5, 1)]),
+        (DeadLetterFilter(reason=DeadLetterReason.REJECTED, ledgers=(5, 5)), []),
+        (DeadLetterFilter(from_ms=between_ms), [(5, 0), (5, 1)]),
+        (DeadLetterFilter(until_ms=between_ms), [(1, 0), (1, 1), (1, 2)]),
+        (DeadLetterFilter(from_ms=between_ms, until_ms=between_ms), []),
     ]
     for asked, positions in wanted:
         assert positions_of(await listed(one, asked)) == positions, asked
-    assert await purge(one, call_values.DeadLetterFilter(reason=DeadLetterReason.TOO_OFTEN)) == 2
-    assert (await replay(one, call_values.DeadLetterFilter(ledgers=(5, 5)))).replayed == 0
-    assert (await replay(one, call_values.DeadLetterFilter(until_ms=between_ms))).replayed == 3
+    assert await purge(one, DeadLetterFilter(reason=DeadLetterReason.TOO_OFTEN)) == 2
+    assert (await replay(one, DeadLetterFilter(ledgers=(5, 5)))).replayed == 0
+    assert (await replay(one, DeadLetterFilter(until_ms=between_ms))).replayed == 3
 
 
 async def test_pages_follow_each_other_while_others_die_and_leave(machines: EngineFixture) -> None:
@@ -272,12 +274,12 @@ async def test_pages_follow_each_other_while_others_die_and_leave(machines: Engi
 async def test_bad_filters_and_pages_are_refused(machines: EngineFixture) -> None:
     one = await machines.served_by("one", "limits.rows_per_request_max=10")
     await create(one)
-    bad: list[tuple[str, call_values.DeadLetterFilter]] = [
+    bad: list[tuple[str, DeadLetterFilter]] = [
         (r"dead_letter_id has 11 ids; a request may have 10", with_ids(*range(11))),
         (r"dead_letter_id\[2\] is 5, after 5", with_ids(1, 5, 5)),
         (r"dead_letter_id\[1\] is 4, after 5", with_ids(5, 4)),
-        (r"last_ledger_id is 1, before first_ledger_id, which is 2", call_values.DeadLetterFilter(ledgers=(2, 1))),
-        (r"until_ms is 4, before from_ms, which is 5", call_values.DeadLetterFilter(from_ms=5, until_ms=4)),
+        (r"last_ledger_id is 1, before first_ledger_id, which is 2", DeadLetterFilter(ledgers=(2, 1))),
+        (r"until_ms is 4, before from_ms, which is 5", DeadLetterFilter(from_ms=5, until_ms=4)),
     ]
     for says, asked in bad:
         for refused in (listed(one, asked), replay(one, asked), purge(one, asked)):
@@ -394,7 +396,7 @@ async def test_a_replay_skips_positions_of_which_the_subscription_has_a_row(mach
 async def test_a_replay_leaves_what_dies_meanwhile(machines: EngineFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topic_dead_letters, "PORTION_ROWS", 1)
     one = await machines.served_by()
-    await create(one, policy=call_values.SubscriptionPolicy(max_redeliver_count=0))
+    await create(one, policy=SubscriptionPolicy(max_redeliver_count=0))
     await buried(one, 20)
     last = ids_of(await listed(one))[-1]
     stream = await one.call(one.engine.requests.open_dispatch("t", "s", no_positions()))
@@ -491,7 +493,7 @@ async def test_quotas_hold_for_what_is_replayed(machines: EngineFixture) -> None
     one = await machines.served_by()
     await create(one)
     await buried(one, 10)
-    policy = call_values.TopicPolicy(pending_rows_max=4)
+    policy = TopicPolicy(pending_rows_max=4)
     await one.call(one.engine.requests.set_topic_policy("t", policy))
     with pytest.raises(QuotaExceeded, match="pending_rows_max is 4"):
         await replay(one, delay_ms=60_000)

@@ -8,9 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 import pytest
 
-from daemon import call_values
-from daemon.call_values import AddBatch, AddOutcome, DelayLevels, TopicDelayLevels, TopicLevels, TopicPolicy
+from daemon.call_values import TopicLevels
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome
+from daemon.core.decisions.withdrawal_decisions import CancelOutcome
+from daemon.core.index.delay_levels import DelayLevels
 from daemon.errors import DelayTooLong, InvalidArgument, NotFound, QuotaExceeded
+from storage_backends.formats.manifest import TopicDelayLevels, TopicPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon._support.calling import cancel, clear, delete_topic, get, reschedule, rows_of, stats
 
@@ -349,7 +352,7 @@ async def cancelled_twice(machines: EngineFixture, one: Daemon) -> None:
 async def cancelled_when_it_was_due(machines: EngineFixture, one: Daemon) -> None:
     await add(one, 1, [1])
     await (await one.receiver("t")).received(1)
-    outcome: call_values.CancelOutcome = await cancel(one, 7, [1])
+    outcome: CancelOutcome = await cancel(one, 7, [1])
     assert (outcome.cancelled, outcome.in_flight.tolist()) == (0, [0])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from daemon import call_values
 from daemon.topic.open_streams import StreamClosed
-from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
+from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder, SubscriptionPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon._support.calling import stats
 from tests.daemon._support.key_dispatching import HASHES, KeyDispatcher, Sent, add, consumer, open_by_key
@@ -227,7 +227,7 @@ async def test_a_hash_is_at_one_consumer_at_a_time_and_nothing_is_left_behind(
         nack_order=draw.choice(list(NackOrder)),
         nack_block_max_ms=draw.choice((500, 600_000)),
     )
-    policy = call_values.SubscriptionPolicy(
+    policy = SubscriptionPolicy(
         nack_precision_bits=0,
         max_redeliver_count=draw.choice((None, 3)),
         in_flight_rows_max=draw.choice((None, 50)),

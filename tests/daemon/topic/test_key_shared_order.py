@@ -7,11 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from daemon import call_values
 from daemon.errors import Conflict, InvalidArgument, Unavailable
 from daemon.topic import key_shared_streams
 from daemon.topic.open_streams import StreamClosed
-from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
+from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder, SubscriptionPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.outcomes import Counts
 from tests.daemon._support.calling import get, held, rows_of, stats
@@ -259,7 +258,7 @@ async def test_a_key_waits_for_a_nacked_row_no_longer_than_its_policy_says(machi
 
 async def test_a_dead_letter_makes_way_for_its_key(machines: EngineFixture) -> None:
     one = await machines.served_by("one")
-    policy = call_values.SubscriptionPolicy(
+    policy = SubscriptionPolicy(
         nack_precision_bits=0,
         max_redeliver_count=1,
         key_shared=KeySharedPolicy(selector=HashSelector.STICKY, nack_order=NackOrder.BLOCK_KEY),

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from daemon.call_values import SubscriptionPolicy
 from daemon.errors import InvalidArgument, NotFound, QuotaExceeded, TarryError, Unavailable
 from daemon.topic import topic_settings
 from daemon.topic.leases import GET_ROWS_MAX, WAIT_MAX_MS
+from storage_backends.formats.manifest import SubscriptionPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon._support.calling import acknowledge, create, entries_of, extend, get, rows_of, stats
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from daemon.call_values import SubscriptionPolicy
 from daemon.core.decisions import feeding
 from daemon.errors import NotFound
+from storage_backends.formats.manifest import SubscriptionPolicy
 from tests._support.engine_fixture import EngineFixture
 from tests._support.fault_places import JOURNAL
 from tests._support.outcomes import Counts

@@ -8,10 +8,16 @@ import dataclasses
 import pytest
 
 from daemon import call_values
-from daemon.call_values import SubscriptionPolicy, TopicPolicy
 from daemon.errors import AlreadyExists, DelayTooLong, InvalidArgument, NotFound, OutcomeUnknown, TarryError
 from daemon.topic import topic_settings
-from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
+from storage_backends.formats.manifest import (
+    HashSelector,
+    KeyOrder,
+    KeySharedPolicy,
+    NackOrder,
+    SubscriptionPolicy,
+    TopicPolicy,
+)
 from tests._support.engine_fixture import Daemon, EngineFixture, no_positions
 from tests._support.fault_store import Fault
 from tests._support.outcomes import ignored_by

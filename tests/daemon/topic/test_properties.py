@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from daemon import call_values
-from daemon.call_values import NamedValues, SubscriptionPolicy
 from daemon.errors import AlreadyExists, Corruption, InvalidArgument, TarryError
 from storage_backends.formats import manifest
+from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Fault
 from tests.daemon._support.calling import create, delete_topic, stats
@@ -85,7 +84,7 @@ async def test_an_object_is_written_once_whatever_else_changes(machines: EngineF
     await update(one, LARGE, lease_ms=5)
     await one.add("t", 1, range(20), delay_ms=60_000)
     await one.call(one.engine.requests.seal("t"))
-    await one.call(one.engine.requests.set_topic_policy("t", call_values.TopicPolicy(delay_max_ms=100_000)))
+    await one.call(one.engine.requests.set_topic_policy("t", TopicPolicy(delay_max_ms=100_000)))
     await delete(one, "other")
     tip = machines.topic_tip()
     assert (tip.properties_object, tip.tombstones) == (named, ())

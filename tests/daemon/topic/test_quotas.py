@@ -8,8 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from daemon.call_values import AddBatch, AddOutcome, Caller, RescheduleBatch, RescheduleOutcome, TopicPolicy
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome
+from daemon.core.decisions.withdrawal_decisions import RescheduleBatch, RescheduleOutcome
+from daemon.core.quotas import Caller
 from daemon.errors import NotFound, QuotaExceeded
+from storage_backends.formats.manifest import TopicPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon._support.calling import clear, create, stats
 

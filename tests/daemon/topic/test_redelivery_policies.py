@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from daemon.call_values import SubscriptionPolicy, TopicPolicy
 from daemon.errors import DelayTooLong, InvalidArgument, QuotaExceeded
 from daemon.topic.served_topic import SEALING_MAX
 from storage_backends.formats.index_ids import BATCHED_ENTRY_ID_MAX
-from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
+from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy, SubscriptionPolicy, TopicPolicy
 from tests._support.engine_fixture import EngineFixture
 from tests._support.outcomes import Counts
 from tests.daemon._support.calling import stats

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from daemon.call_values import AddBatch, AddOutcome, Caller, RefusedReason, TopicPolicy
+from daemon.core.decisions.add_decisions import AddBatch, AddOutcome, RefusedReason
+from daemon.core.quotas import Caller
 from daemon.errors import DelayTooLong, NotFound, QuotaExceeded
+from storage_backends.formats.manifest import TopicPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
 
 TOO_LONG_MS = 1 << 60

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon import call_values
+from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
 from daemon.core.decisions.departures import LedgerRanges
 from daemon.errors import InvalidArgument, NotFound, OutcomeUnknown, TarryError, Unavailable
 from storage_backends.formats.slot_format import DeadLetterReason
@@ -321,7 +321,7 @@ async def test_what_is_trimmed_to_dead_letters_is_in_flight_no_longer_and_listed
     await other.received(30)
     one.kill()
     two = await machines.served_by("one", *SMALL)
-    page = await two.call(two.engine.requests.list_dead_letters("t", "s", call_values.DeadLetterFilter(), 100, 0))
+    page = await two.call(two.engine.requests.list_dead_letters("t", "s", DeadLetterFilter(), 100, 0))
     assert page.rows.entry_id.tolist() == sorted(row[1] for row in rows[5:] if row[1] < 20)
     assert set(page.rows.reason.tolist()) == {DeadLetterReason.TRIMMED}
     receiver = await two.receiver("t")

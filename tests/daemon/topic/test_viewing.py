@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from daemon import call_values, config
+from daemon.core.decisions.add_decisions import AddBatch
+from daemon.core.index.scan import Place
 from daemon.errors import Corruption, InvalidArgument, NotFound, QuotaExceeded, Unavailable
 from daemon.owner.engine import Engine
 from daemon.topic import bucket_reads, viewing
 from storage_backends.formats import index_ids
 from storage_backends.formats.bucket_format import SegmentInfo
+from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import ObjectStore
 from tests._support import real_engine
@@ -40,7 +43,7 @@ Shown = tuple[int, int, int]
 
 
 def scheduled(
-    daemon: Daemon, page_size: int = 0, after: call_values.Place | None = None, **view: object
+    daemon: Daemon, page_size: int = 0, after: Place | None = None, **view: object
 ) -> asyncio.Task[call_values.ScheduledPage]:
     asked = call_values.View(**view)  # type: ignore[arg-type]
     return daemon.call(daemon.engine.requests.list_scheduled("t", asked, page_size, after))
@@ -54,7 +57,7 @@ def histogram(daemon: Daemon, width_ms: int = 0, **view: object) -> asyncio.Task
 def backlog(
     daemon: Daemon,
     page_size: int = 0,
-    after: call_values.Place | None = None,
+    after: Place | None = None,
     *,
     subscription: str = "s",
     ledgers: tuple[int, int] | None = None,
@@ -69,7 +72,7 @@ def shown(rows: Rows) -> list[Shown]:
 async def add_spread(daemon: Daemon, ledger_id: int, count: int, *, first_ms: int, step_ms: int) -> list[Shown]:
     """Entries of a ledger, each due a step after the one before."""
     times = np.arange(count, dtype=np.uint64) * np.uint64(step_ms) + np.uint64(first_ms)
-    batch = call_values.AddBatch(
+    batch = AddBatch(
         ledger_id=np.full(count, ledger_id, np.uint64),
         entry_id=np.arange(count, dtype=np.uint64),
         deliver_at_ms=times,
@@ -139,7 +142,7 @@ async def test_rows_of_own_indexes_are_shown_with_the_names_of_their_subscriptio
     one, added = await with_buckets(machines, 1)
     await create(one, "other")
     own = machines.now_ms() + FAR_MS + 500
-    batch = call_values.AddBatch(
+    batch = AddBatch(
         ledger_id=np.array([1, 1], np.uint64),
         entry_id=np.array([3, 300], np.uint64),
         deliver_at_ms=np.array([own, own + 1], np.uint64),
@@ -279,7 +282,7 @@ async def test_each_subscription_has_a_backlog_of_its_own(machines: EngineFixtur
 async def test_a_backlog_tells_what_waits_for_its_redelivery_until_when_and_how_often(machines: EngineFixture) -> None:
     one, added = await with_buckets(machines, 3)
     await asyncio.sleep((added[30][0] - machines.now_ms()) / 1000)
-    exact = call_values.SubscriptionPolicy(nack_precision_bits=0)
+    exact = SubscriptionPolicy(nack_precision_bits=0)
     await one.call(one.engine.requests.update_subscription("t", "s", exact))
     rows = rows_of(await get(one, 20, lease_ms=3_600_000))
     await nack(one, rows[5:15], delay_ms=60_000)
@@ -551,7 +554,7 @@ async def test_counting_a_million_rows_takes_the_loop_next_to_nothing() -> None:
     async with real_engine.serving(settings) as engine:
         from_ms = time.time_ns() // 1_000_000 + 3_600_000
         for number in range(requests):
-            batch = call_values.AddBatch(
+            batch = AddBatch(
                 ledger_id=np.full(count, number, np.uint64),
                 entry_id=random.permutation(count).astype(np.uint64),
                 deliver_at_ms=(from_ms + random.integers(0, 86_400_000, count)).astype(np.uint64),

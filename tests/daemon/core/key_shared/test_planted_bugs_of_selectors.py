@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from daemon.core.key_shared import hash_selectors
-from daemon.core.key_shared.hash_selectors import AutoSplit, ConsistentHashing, Joiner, Places, SlotOwners, Sticky
+from daemon.core.key_shared.hash_selectors import AutoSplit, ConsistentHashing, HashSelector, Joiner, Places, Sticky
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, HashRange, Slots
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import HashSelector as Kind
@@ -18,12 +18,12 @@ from tests.daemon.core.key_shared.test_selectors import Plant, few_slots, follow
 
 
 def who_loses_slots_still_counts_them(patch: pytest.MonkeyPatch) -> None:
-    def give(self: SlotOwners, slots: Slots, owners: U16) -> None:
+    def give(self: HashSelector, slots: Slots, owners: U16) -> None:
         self.owners[slots] = owners
         for ordinal in np.unique(owners).tolist():
             self._slots[ordinal] = int((self.owners == ordinal).sum())
 
-    patch.setattr(SlotOwners, "give", give)
+    patch.setattr("give", give)
 
 
 def ranges_reach_over_the_slots_of_others(patch: pytest.MonkeyPatch) -> None:
