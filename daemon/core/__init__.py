@@ -1,8 +1,5 @@
-"""Pure state machines: what is pending, what is due, who gets it, what is done.
+"""Decides what is pending, what is due, who gets it and what is done, in pure state machines.
 
-Owns: the index of positions, buckets and segment loading, membership, the backlog of a subscription, and limits.
-Each takes events, with the time as an argument, and returns decisions.
-
-Does not own: I/O, clocks, randomness, logging or threads. Nothing here waits or reads a clock, so the same events
-give the same decisions; import contracts and lint rules hold that.
+Each takes events, with the time as an argument, and returns decisions. Nothing here does I/O, waits, logs, draws random
+numbers or reads a clock, so the same events give the same decisions. Import contracts and lint rules enforce that.
 """
