@@ -1,42 +1,23 @@
-"""Selectors: which consumer has each hash slot.
+"""Assigns the hash slots to consumers, by one of three selectors.
 
-Owns: what all selectors have in common for their callers, and which one a policy asks for.
-Does not own: how each divides the slots (`auto_split`, `consistent_hashing`, `sticky`), and when the positions of a
-slot that moved may follow it (`draining_hashes`, `last_sent_position`).
+`draining_hashes` and `last_sent_position` decide when the positions of a moved hash slot may follow it.
 
-Which consumer has each hash slot, kept in step with how many slots each has.
+AUTO_SPLIT (as Pulsar's HashRangeAutoSplit): every consumer has one range of hash slots, and all hash slots are in one.
+A consumer that joins gets the upper half of the largest range, the lowest one if several are equal; the lower half
+keeps the odd slot. A consumer that leaves gives its range to the nearest consumer below, or to the lowest one if there
+is none below: joining and leaving again changes nothing. Every consumer always has a hash slot: there are fewer
+ordinals than hash slots, so the largest range has at least two while an ordinal is free.
 
-Owns: the column of owners, who is there, and the counts: every change of all three is here.
-Does not own: who should have which slot (`auto_split`, `consistent_hashing`, `sticky`), and what a consumer holds.
+CONSISTENT_HASHING (as Pulsar's ConsistentHashingStickyKeyConsumerSelector): every consumer has points on a ring, and
+the hash slots just before them. The ring has 2^32 places and hash slot s stands at s << 16; a hash slot belongs to the
+first point at or after it. The points of a consumer depend only on its name and its instance number. If points share a
+place, the one of the first name wins, then the one of the lowest number. So the assignment depends on which consumers
+are present, not on their order or on former ones. Consumers of one name get the lowest free instance number and keep
+it, so that the others keep their hash slots when one leaves. If no hash slot lies between two points, the upper one has
+none: with many consumers, or few points, a consumer may have no hash slot at all.
 
-AUTO_SPLIT: every consumer has one range of hash slots, and all slots are in one (as Pulsar's HashRangeAutoSplit).
-
-Owns: which range is split when a consumer joins, and who has a range when its consumer leaves.
-Does not own: the column of owners and the counts (`slot_owners`).
-
-Who joins has the upper half of the largest range, the lowest of several; of an odd number of slots the lower half keeps
-one more. Who leaves gives its range to the nearest consumer below, or, where there is none, to the lowest one: joining
-and leaving again changes nothing. Everybody always has a slot: there are fewer ordinals than slots, so that the largest
-range has two while there is one to give away.
-
-CONSISTENT_HASHING: every consumer has points on a ring, and the hash slots just before them (as Pulsar's
-ConsistentHashingStickyKeyConsumerSelector).
-
-Owns: the points, their order on the ring, and which slots lie before each.
-Does not own: the column of owners and the counts (`slot_owners`).
-
-The ring has 2^32 places and slot s stands at s << 16; a slot belongs to the first point at or after it. Where the
-points of a consumer lie depends on its name and its instance number alone; of points at one place that of the first
-name, and then of the lowest number, counts. So who has which slot depends on who is there, not on who came first or who
-was there once. Consumers of one name have numbers of their own: one that joins gets the lowest that is free, and keeps
-it, so that the others of its name keep their slots when it leaves. Of two points that no slot lies between the upper
-one has none: with many consumers, or few points, a consumer may have no slot at all.
-
-STICKY: every consumer has the hash slots that it says (as Pulsar's HashRangeExclusive).
-
-Owns: that no slot has two consumers. Does not own: the column of owners and the counts (`slot_owners`).
-
-Slots that nobody has said are nobody's: positions there wait for a consumer.
+STICKY (as Pulsar's HashRangeExclusive): every consumer has the hash slots that it asks for, and no hash slot has two
+consumers. Hash slots that none asked for have no consumer: positions there wait for one.
 """
 
 from __future__ import annotations
@@ -62,9 +43,9 @@ ORDINAL_MAX = (1 << 16) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Joiner:
-    """A consumer that joins: an instance, known by its ordinal, 1 to 65,535, as long as it is there.
+    """A consumer that joins: an instance, known by its ordinal, 1 to 65,535, as long as it is present.
 
-    `hash_ranges`: the slots that it says it has; STICKY only.
+    `hash_ranges` are the hash slots that it asks for; only with STICKY.
     """
 
     ordinal: int
@@ -73,8 +54,9 @@ class Joiner:
 
 
 class SlotOwners:
-    """`owners`: u16[65536], the ordinal of each slot's consumer, 0 where there is none. It is changed in place: whoever
-    needs it as it is now, after a change, copies it.
+    """The consumer of each hash slot: `owners` is u16[65536] of ordinals, 0 if there is none.
+
+    `owners` is changed in place: copy it to keep the current state.
     """
 
     def __init__(self) -> None:
@@ -82,18 +64,18 @@ class SlotOwners:
         self._slots: dict[int, int] = {}
 
     def slots_of_consumer(self, ordinal: int) -> int:
-        """How many slots a consumer has."""
+        """Return how many hash slots a consumer has."""
         slots = self._slots.get(ordinal)
         if slots is None:
             raise InvariantViolated(f"consumer {ordinal} has not joined")
         return slots
 
     def ranges_of(self, ordinal: int) -> list[HashRange]:
-        """The slots that a consumer has, ascending; no two ranges touch."""
+        """Return the hash slots of a consumer, ascending; no two ranges touch."""
         return ranges_where(self.owners, ordinal) if self.slots_of_consumer(ordinal) else []
 
     def check_new(self, joiners: Sequence[Joiner]) -> None:
-        """InvariantViolated when one of them is there, or comes twice, or has an ordinal that there is not."""
+        """Raise InvariantViolated if a joiner is present or listed twice, or its ordinal is out of range."""
         ordinals = {joiner.ordinal for joiner in joiners}
         if len(ordinals) < len(joiners) or ordinals & self._slots.keys():
             raise InvariantViolated(f"a consumer of {sorted(ordinals)} joins twice")
@@ -101,23 +83,23 @@ class SlotOwners:
             raise InvariantViolated(f"ordinals {min(ordinals)} to {max(ordinals)} are not within 1 to {ORDINAL_MAX}")
 
     def admit(self, joiners: Sequence[Joiner]) -> None:
-        """New consumers are there, without slots."""
+        """Add new consumers without hash slots."""
         self.check_new(joiners)
         self._slots.update((joiner.ordinal, 0) for joiner in joiners)
 
     def check_joined(self, ordinals: Collection[int]) -> None:
-        """InvariantViolated when one of them is not there, or is named twice."""
+        """Raise InvariantViolated if a consumer is not present, or is named twice."""
         if len(set(ordinals)) < len(ordinals) or not self._slots.keys() >= set(ordinals):
             raise InvariantViolated(f"of consumers {sorted(ordinals)} one has not joined, or leaves twice")
 
     def dismiss(self, ordinals: Collection[int]) -> None:
-        """Consumers are there no longer; they have no slots any more."""
+        """Remove consumers, which must have no hash slots left."""
         for ordinal in ordinals:
             if left := self._slots.pop(ordinal):
                 raise InvariantViolated(f"consumer {ordinal} leaves with {left} hash slots")
 
     def give(self, slots: Slots, owners: U16) -> None:
-        """Each slot, named once, to a consumer that is there, whoever had it; or, 0, to nobody."""
+        """Give each hash slot, named once, to a present consumer or, with 0, to none."""
         before = self.owners[slots]
         self.owners[slots] = owners
         for sign, changed in ((-1, before), (1, owners)):
@@ -128,7 +110,7 @@ class SlotOwners:
 
 
 def refuse_ranges(joiners: Sequence[Joiner], selector: str) -> None:
-    """InvalidArgument when one of them says which slots it has."""
+    """Raise InvalidArgument if a joiner asks for hash slots."""
     for joiner in joiners:
         if joiner.hash_ranges:
             raise InvalidArgument(
@@ -138,18 +120,19 @@ def refuse_ranges(joiners: Sequence[Joiner], selector: str) -> None:
 
 
 class AutoSplit(SlotOwners):
-    """Few consumers are touched by a change, one or two, and none has more than twice what another one has, until some
-    leave. The cost of a change is that of a pass over the consumers.
+    """The selector AUTO_SPLIT. A change affects one or two other consumers, and costs a pass over the consumers.
+
+    Until some leave, no consumer has more than twice as many hash slots as another.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Of each range, ascending, the first slot and the consumer.
+        # The first hash slot and the consumer of each range, ascending
         self._firsts = np.empty(0, np.intp)
         self._ordinals = np.empty(0, np.uint16)
 
     def join(self, joiners: Sequence[Joiner]) -> None:
-        """All or none, one after the other. InvalidArgument when one says which slots it has."""
+        """Add all joiners or none, one after the other. Raise InvalidArgument if one asks for hash slots."""
         refuse_ranges(joiners, "AUTO_SPLIT")
         self.admit(joiners)
         for joiner in joiners:
@@ -158,7 +141,7 @@ class AutoSplit(SlotOwners):
         self._give_ranges(new, self._ordinals[new])
 
     def leave(self, ordinals: Collection[int]) -> None:
-        """All or none; their order does not matter."""
+        """Remove all consumers or none; their order does not matter."""
         self.check_joined(ordinals)
         stays = np.isin(self._ordinals, list(ordinals), invert=True)
         staying = self._ordinals[stays]
@@ -191,20 +174,20 @@ class AutoSplit(SlotOwners):
 Places = npt.NDArray[np.intp]
 
 SLOT_BITS = 16
-# A change costs milliseconds with so many, and is made while everybody waits.
+# With this many a change takes milliseconds, during which the event loop stands still.
 POINTS_MAX = 1_000_000
 POINTS_RETRY_MS = 5_000
 
 
 def points_of(name: str, instance: int, count: int) -> U32:
-    """Where the points of an instance lie, by their number. More of them begin with those that fewer have."""
+    """Return the points of an instance, by their number. A longer result begins with the shorter one."""
     stream = hashlib.shake_128(f"{instance} {name}".encode())
     return np.frombuffer(stream.digest(4 * count), "<u4").astype(np.uint32)
 
 
 @dataclasses.dataclass(slots=True)
 class _Instances:
-    """The numbers of the consumers of one name: below `end`, but for those that are free (a heap)."""
+    """The instance numbers of the consumers of one name: those below `end`, except for `free` ones (a heap)."""
 
     end: int = 0
     free: list[int] = dataclasses.field(default_factory=list)
@@ -224,21 +207,26 @@ class _Instances:
 
 
 class ConsistentHashing(SlotOwners):
-    """A change moves the slots of who comes or goes, and no others: 1 in n, some of everybody's. Its cost is that of
-    inserting into, or deleting from, two columns of all points, 6 bytes each.
+    """The selector CONSISTENT_HASHING.
+
+    A change moves the hash slots of the consumers that join or leave, and no others. These are 1 in n, some of every
+    consumer's. The cost is that of inserting into, or deleting from, two columns of all points, 6 bytes each.
     """
 
     def __init__(self, points_per_consumer: int) -> None:
         super().__init__()
         self._points_per_consumer = points_per_consumer
-        # All points, ascending, and whose they are.
+        # All points, ascending, and their consumers
         self._points = np.empty(0, np.uint32)
         self._ordinals = np.empty(0, np.uint16)
         self._members: dict[int, tuple[str, int]] = {}
         self._instances: dict[str, _Instances] = {}
 
     def join(self, joiners: Sequence[Joiner]) -> None:
-        """All or none. InvalidArgument when one says which slots it has, QuotaExceeded for too many points."""
+        """Add all joiners or none.
+
+        Raises InvalidArgument if one asks for hash slots, and QuotaExceeded for too many points.
+        """
         refuse_ranges(joiners, "CONSISTENT_HASHING")
         self._check_points(len(joiners))
         self.admit(joiners)
@@ -258,7 +246,7 @@ class ConsistentHashing(SlotOwners):
         places += np.arange(len(places))
         self._order_collisions(places)
         slots, lengths = self._slots_before(places)
-        # The first of a new point's place is among these, be it another one's by now.
+        # The first point at a new point's place is among these, even if it is now another consumer's.
         self.give(slots, np.repeat(self._ordinals[places], lengths))
 
     def _check_points(self, joining: int) -> None:
@@ -271,7 +259,7 @@ class ConsistentHashing(SlotOwners):
             )
 
     def leave(self, ordinals: Collection[int]) -> None:
-        """All or none; the order does not matter."""
+        """Remove all consumers or none; their order does not matter."""
         self.check_joined(ordinals)
         if not ordinals:
             return
@@ -284,7 +272,7 @@ class ConsistentHashing(SlotOwners):
         self._points, self._ordinals = self._points[stays], self._ordinals[stays]
         heirs = np.full(len(places), NOBODY, np.uint16)
         if len(self._ordinals):
-            # As many stay before a point as come before it and do not go.
+            # The heir's index is the number of points before this one that stay.
             heirs = self._ordinals[(places - np.arange(len(places))) % len(self._ordinals)]
         self.give(slots, np.repeat(heirs, lengths))
         self.dismiss(ordinals)
@@ -295,16 +283,16 @@ class ConsistentHashing(SlotOwners):
                 del self._instances[name]
 
     def _slots_before(self, places: Places) -> tuple[Slots, Slots]:
-        """The slots that belong to points, given by their places, ascending; and how many each of these has."""
+        """Return the hash slots of points, given by ascending places, and how many each point has."""
         cells = self._points >> np.uint32(SLOT_BITS)
         last = cells[places].astype(np.intp)
-        # The first point's slots begin behind the last point.
+        # The hash slots of the first point begin behind the last point.
         before = cells[places - 1].astype(np.intp) - HASH_SLOTS * (places == 0)
         lengths = last - before
         return slots_in(before + 1, lengths), lengths
 
     def _order_collisions(self, places: Places) -> None:
-        """Sorts points that share a place on the ring, with one of these among them, by name and instance."""
+        """Sort points that share a place on the ring with one of these by name and instance."""
         here = self._points[places]
         behind = self._points[(places + 1) % len(self._points)]
         collides = (self._points[places - 1] == here) | (behind == here)
@@ -315,15 +303,17 @@ class ConsistentHashing(SlotOwners):
 
 
 class Sticky(SlotOwners):
-    """Nothing moves: a consumer's slots are its own until it leaves, and nobody's then."""
+    """The selector STICKY. Nothing moves: a consumer keeps its hash slots until it leaves; then they have none."""
 
     def __init__(self) -> None:
         super().__init__()
         self._members: dict[int, Joiner] = {}
 
     def join(self, joiners: Sequence[Joiner]) -> None:
-        """All or none. InvalidArgument: ranges that are none or missing, or a slot that another consumer has, be it one
-        that joins with it.
+        """Add all joiners or none.
+
+        Raises InvalidArgument if ranges are missing or invalid, or if another consumer, present or joining, has a hash
+        slot.
         """
         self.check_new(joiners)
         members = self._members | {joiner.ordinal: joiner for joiner in joiners}
@@ -348,7 +338,7 @@ class Sticky(SlotOwners):
         self.give(slots, owners[slots])
 
     def leave(self, ordinals: Collection[int]) -> None:
-        """All or none."""
+        """Remove all consumers or none."""
         self.check_joined(ordinals)
         slots = np.flatnonzero(np.isin(self.owners, list(ordinals)))
         self.give(slots, np.full(len(slots), NOBODY, np.uint16))
@@ -362,30 +352,35 @@ def _overlapping(other: Joiner, wanted: HashRange) -> HashRange:
 
 
 class HashSelector(Protocol):
-    """`owners`: u16[65536], the ordinal of the consumer that has each slot, 0 = none. It is changed in place.
+    """The port of the selectors: `owners` is u16[65536], the ordinal of each hash slot's consumer, 0 if there is none.
 
-    A refused change, or one that is a bug, changes nothing.
+    `owners` is changed in place. A refused change, or one that is a bug, changes nothing.
     """
 
     owners: U16
 
     def slots_of_consumer(self, ordinal: int) -> int:
-        """How many slots a consumer has, which may be none; O(1). InvariantViolated when it has not joined."""
+        """Return how many hash slots a consumer has, maybe none. O(1). Raise InvariantViolated if it has not joined."""
 
     def ranges_of(self, ordinal: int) -> list[HashRange]:
-        """The slots of a consumer, ascending; no two ranges touch. InvariantViolated when it has not joined."""
+        """Return the hash slots of a consumer, ascending; no two ranges touch.
+
+        Raise InvariantViolated if it is absent.
+        """
 
     def join(self, joiners: Sequence[Joiner]) -> None:
-        """All or none. InvalidArgument: ranges where the selector takes none, none where it needs some, and those that
-        overlap. InvariantViolated: an ordinal that has joined.
+        """Add all joiners or none.
+
+        Raises InvalidArgument for ranges if the selector takes none, for no ranges if it needs some, and for overlaps.
+        Raises InvariantViolated for an ordinal that has joined.
         """
 
     def leave(self, ordinals: Collection[int]) -> None:
-        """All or none. InvariantViolated: an ordinal that has not joined."""
+        """Remove all consumers or none. Raise InvariantViolated for an ordinal that has not joined."""
 
 
 def selector_of(kind: HashSelectorKind, points_per_consumer: int) -> HashSelector:
-    """A new one, without consumers. `points_per_consumer`: of CONSISTENT_HASHING."""
+    """Create a selector without consumers. `points_per_consumer` is used by CONSISTENT_HASHING."""
     match kind:
         case HashSelectorKind.AUTO_SPLIT:
             return AutoSplit()
