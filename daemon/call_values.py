@@ -208,7 +208,7 @@ class TopicLevels:
     """The delay levels in force. `of_topic` is whether they were set for the topic; otherwise they are the daemon's.
 
     `pending` counts rows by level that are not due yet, level 1 first, up to the highest level of the table or of such
-    a row; it is empty if no topic was named.
+    a row. It is empty if no topic was named.
     """
 
     levels: DelayLevels

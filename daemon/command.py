@@ -28,7 +28,7 @@ from daemon.audit_log import AuditLog
 from daemon.auth import Door
 from storage_backends import object_store, probe, store_opening
 
-# How long a thread that seals or reads segments may keep the interpreter from the event loop; Python's default is 5 ms.
+# Longest time that a thread which seals or reads segments keeps the interpreter; Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.001
 HEALTH_TIMEOUT_S = 5.0
 EXIT_CANNOT_SERVE = 1

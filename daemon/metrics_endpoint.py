@@ -22,7 +22,7 @@ from daemon.auth import EVERY_TOPIC, Certificates, Identities, Scope, bearer_of
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-# How long a caller may be silent, also in its handshake (seconds)
+# Longest silence of a caller, also in its handshake (seconds)
 SILENCE_MAX_S: Final = 30.0
 
 

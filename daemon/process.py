@@ -41,7 +41,7 @@ from storage_backends import local_directory, object_store, store_opening
 
 log = logging.getLogger(__name__)
 
-# How much nicer the threads of merges and deletions are than the others. They hold the interpreter's lock at times and
+# Niceness of the threads of merges and deletions above the others. They hold the interpreter's lock at times and
 # others wait for it, so they must not starve on a machine that is busy with other processes.
 GIVING_WAY_NICENESS = 5
 NICENESS_MOST = 19

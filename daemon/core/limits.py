@@ -1,6 +1,6 @@
 """Checks requests against their limits, with nothing but the request, the limits and the time.
 
-`daemon.settings` sets the limits; `daemon.grpc_services.row_requests` checks the shape of columns.
+`daemon.settings` sets the limits; `daemon.grpc_services` checks the shape of columns.
 """
 
 from __future__ import annotations

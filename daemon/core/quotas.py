@@ -106,7 +106,7 @@ class PendingRows:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RowsOfSeconds:
-    """How many rows come due in each second (Unix seconds). The columns have one length; each second occurs once."""
+    """Counts of the rows that come due in each second (Unix seconds), in columns; each second occurs once."""
 
     second: npt.NDArray[np.uint64]
     rows: npt.NDArray[np.int64]
@@ -209,7 +209,7 @@ class DueSeconds:
 
 @dataclasses.dataclass(slots=True)
 class _Balance:
-    """What a client may still add now; a negative balance is a debt."""
+    """The amount that a client may still add now; a negative balance is a debt."""
 
     rows: float
     size_bytes: float

@@ -229,7 +229,7 @@ class ShardOfDeletions(Protocol):
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether no successor is active yet; any thread may read it."""
+        """True if no successor is active yet; any thread may read it."""
         ...
 
     @property
@@ -404,17 +404,17 @@ class ShardDeletions:
 
     @property
     def may_delete(self) -> bool:
-        """Whether an attempt may delete something now; any thread may read it."""
+        """True if an attempt may delete something now; any thread may read it."""
         return not self._forbidden and self._shard.is_confirmed
 
     @property
     def may_start(self) -> bool:
-        """Whether an attempt that has begun may be made now."""
+        """True if an attempt that has begun may be made now."""
         return not self._draining and self.may_delete and not self._shard.alone_in_s
 
     @property
     def may_begin(self) -> bool:
-        """Whether another attempt may begin now: no begin is in flight, and the shard is not stalled."""
+        """True if another attempt may begin now: no begin is in flight, and the shard is not stalled."""
         if self._beginning or not self.may_start:
             return False
         try:
@@ -425,12 +425,12 @@ class ShardDeletions:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this daemon no longer serves the shard, or is giving it up: nothing begins any longer."""
+        """True if this daemon no longer serves the shard, or is giving it up: nothing begins any longer."""
         return self._draining or self._forbidden
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the next attempt may begin (Unix ms), or None while none waits."""
+        """The time at which the next attempt may begin (Unix ms), or None while none waits."""
         return 0 if self._begun_before else self.state.next_due_ms
 
     def due(self, limit: int) -> list[int]:

@@ -6,7 +6,7 @@ recorded, as always.
 
 A sweep lists everything, and asks the store and the owners only about ledgers without a record that are not reported as
 in use. All of that is in the threads of the workers, so a store that hangs delays nothing else. Every ledger is looked
-up in every shard, since objects do not tell reliably whose they are. So this daemon must own all shards during the
+up in every shard, since objects do not show reliably whose they are. So this daemon must own all shards during the
 sweep.
 
 What changes meanwhile: an object that is written after it was listed makes its ledger young, since its metadata is read
@@ -122,9 +122,9 @@ class Sweeping:
     async def sweep(self, wish: SweepWish) -> AsyncGenerator[SweepProgress]:
         """Search for orphans; yield progress at each step, the last one `done`.
 
-        Raises NotFound if there is no such object store, Conflict during another sweep of it, NotOwner unless this
-        daemon owns every shard, QuotaExceeded if too much would have to be remembered, Unavailable if the store or an
-        owner does not answer, and the errors of recording.
+        Raises NotFound if there is no such object store, Conflict during another sweep of it, and NotOwner unless this
+        daemon owns every shard. Raises QuotaExceeded if too much would have to be remembered, Unavailable if the store
+        or an owner does not answer, and the errors of recording.
         """
         place = self._environment.ledger_stores.driver_of(wish.store)
         try:
@@ -231,7 +231,7 @@ class _Sweep:
     ) -> AsyncIterator[tuple[T, Finding | None]]:
         """Yield each ledger with what any shard knows of it, or None.
 
-        Every shard is checked, since objects do not tell reliably whose they are.
+        Every shard is checked, since objects do not show reliably whose they are.
         """
         portion = max(1, LOOKUPS_A_TURN // len(self._states))
         for start in range(0, len(ledgers), portion):

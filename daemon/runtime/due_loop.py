@@ -44,7 +44,7 @@ LONGER_FROM = (0.7, 0.85)
 SHORTER_UP_TO = (0.0, 0.5, 0.65)
 # A loop that runs for a smaller fraction is late because of others: a longer tick would not help it.
 LATE_BY_ITSELF = 0.3
-# One wake-up counts for no more (ms), since the machine may have been suspended.
+# A wake-up counts with at most this lateness (ms), since the machine may have been suspended.
 LATE_MAX_MS = 200
 
 
@@ -314,7 +314,7 @@ def _woken(sleeper: Sleeper, now_ms: int) -> int | None:
     """Wake a sleeper; its failure does not affect the others."""
     try:
         return sleeper.wake(now_ms)
-    except Exception as error:  # noqa: BLE001 - the sleeper's scope tells it
+    except Exception as error:  # noqa: BLE001 - the sleeper reports it
         sleeper.failed(error)
         return None
 

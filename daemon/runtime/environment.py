@@ -96,7 +96,7 @@ class CommitObserver:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What the composition root gives to the engine.
+    """The things that the composition root gives to the engine.
 
     `pools` are the threads. `locks` is None if the root is not a local directory. `new_id` makes unique ULIDs.
     `open_logs` opens the logs of the root in the form that its FORMAT names. `version` is that of this daemon.

@@ -1,4 +1,4 @@
-"""Defines the scopes of a failure: one topic, one shard, or the process, and what callers are told of each.
+"""Defines the scopes of a failure: one topic, one shard, or the process, and the errors that callers get.
 
 - `TopicFailed`: a wake-up, timer, load, seal, merge, delivery, record or checkpoint part of one topic failed
   unexpectedly, a request broke an invariant of it, or its manifest is damaged. `ServedShard.topic_failed` and
@@ -20,7 +20,7 @@ from storage_backends import commit
 # Delays after the second failure and at most; the delay doubles each time (seconds).
 FIRST_DELAY_S = 1.0
 LAST_DELAY_S = 30.0
-# A topic or shard that has not failed for this long starts anew (seconds).
+# A topic or shard that has not failed for this long starts again without a delay (seconds).
 FORGET_S = 300.0
 # By then the dropped topic may be loaded again.
 RETRY_MS = 500

@@ -35,7 +35,7 @@ class Tail:
         self.from_work: int | None = None
         """The place in the log of the first section that no checkpoint covers, or None"""
         self.not_before_s = 0.0
-        # Where the part begins that a checkpoint in flight covers
+        # Beginning of the part that a checkpoint in flight covers
         self._covering: int | None = None
         self._is_covered = False
         self._forgotten = False

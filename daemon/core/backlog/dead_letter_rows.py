@@ -203,7 +203,7 @@ class DeadLetters:
     def __init__(self) -> None:
         self.last_id = 0
         self._chunks: list[_Chunk] = []
-        # How many rows of each chunk have left
+        # Number of rows of each chunk that have left
         self._left_rows: list[int] = []
         # Ids that have left and are still in a chunk
         self._left = BitMap64()

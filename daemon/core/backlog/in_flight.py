@@ -1,7 +1,7 @@
 """Keeps the positions that were delivered and are not acknowledged yet.
 
-The table maps a key to the time it was delivered with, to the dispatcher that holds it (a stream or a lease; a lease
-has a number of its own), and to the time since which it is held. Others decide on permits, order, acknowledgements
+The table maps a key to its due time at delivery, its dispatcher, and the time since which that holds it. A dispatcher
+is a stream or a lease, which has a number of its own. Others decide on permits, order, acknowledgements
 (`subscription_state`, `index`) and time-outs; `key_share` follows the rows of each hash as a watcher.
 
 A dispatcher mostly acknowledges whole batches as they came, one or several at a time. The latest batches are kept as
@@ -303,7 +303,7 @@ class InFlight:
         return self.take_where(lambda rows, _: contained(rows.keys, keys))[0]
 
     def oldest_since_ms(self) -> int | None:
-        """Return a time since or after which every position is held (ms), or None if the table is empty."""
+        """Return a lower bound of the times since which positions are held (ms), or None without any."""
         first = next(iter(self._batches.values()), None)
         return earliest(None if first is None else first.since_ms, *[run.oldest_ms for run in self._runs if run.living])
 

@@ -102,7 +102,7 @@ class StaleNacks:
             kept.append((known[place - 1], sets[0] if len(sets) == 1 else BitMap64.union(*sets)))
         is_latest = bool(kept) and kept[-1][0] == self._generation
         self._sets = kept
-        # What leaves from now on must not go into a set that a frozen copy shares.
+        # Positions that leave from now on must not go into a set that a frozen copy shares.
         self._is_shared = self._is_shared or is_latest
 
 

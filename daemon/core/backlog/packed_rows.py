@@ -3,11 +3,11 @@
 Packed rows are sorted by (redelivery time, ledger, entry), never change and can be read from any row on. `nack_tracker`
 knows which of them still count.
 
-The bit fields of one integer are a row's time, the rank of its page among the pages of these rows in the order of
-positions, the low half of its key and, if several indexes have the page, the number of the index. Each is as wide as
+A row is one integer with bit fields: its time, the rank of its page among the pages of these rows, and the low half of
+its key. If several indexes have the page, a field says which. Pages are ranked by position. Each field is as wide as
 these rows need, the time on top. So the integers are in the order of the rows. Ledger and entry are not stored: they
 follow from the key. If times have many rows whose positions lie together, the integers are a Roaring bitmap, else
-arrays of as many bytes as they need (PIP-393's bitmaps are small only if a time has many rows). Constant columns take
+arrays of as many bytes as they need. (PIP-393's bitmaps are small only if a time has many rows.) Constant columns take
 nothing.
 
 A packed column has offsets from its smallest value, of 0, 1, 2, 4 or 8 bytes each; rows are read without unpacking

@@ -124,7 +124,7 @@ class SubscriptionState:
 
     `acknowledging` and `nacking` are positions that a staged decision takes out of the backlog, or makes NACKED.
     `counts` has the number of negative acknowledgements of positions of the backlog. `timeouts` has how many of these
-    were ack time-outs since the last one that a client asked for: since a time-out is a guess, an acknowledgement of an
+    were ack time-outs since the last one that a client asked for. A time-out is a guess, so an acknowledgement of an
     earlier delivery still applies. It is in memory only.
 
     `dead_letters_leaving` are ids that a staged decision replays or purges. `last_dead_letter_id` is the highest id
@@ -168,7 +168,7 @@ class SubscriptionState:
 
     @property
     def is_by_key(self) -> bool:
-        """Whether its rows go to consumers by key: it is open so, or its policy requires it."""
+        """True if its rows go to consumers by key: it is open so, or its policy requires it."""
         return self.key_shared is not None or self.stored.policy.key_shared is not None
 
     def owes(self, rows: KeyedRows) -> Mask | None:
@@ -200,7 +200,7 @@ class SubscriptionState:
 
     @property
     def looks_on(self) -> bool:
-        """Whether the reader of the backlog has found nothing yet and there is more to read."""
+        """True if the reader of the backlog has found nothing yet and there is more to read."""
         if self.reader is not None and not self.reader.is_held_up:
             return not self.ready_rows
         return self.key_shared is not None and self.key_shared.reads_on and not self.key_shared.is_held_up
@@ -258,7 +258,7 @@ class SubscriptionState:
 
     @property
     def is_fed(self) -> bool:
-        """Whether rows that come due are appended to READY."""
+        """True if rows that come due are appended to READY."""
         return bool(self._dispatchers) and self.reader is None
 
     @property
@@ -394,7 +394,7 @@ class SubscriptionState:
 
     @property
     def takes_redeliveries(self) -> bool:
-        """Whether due NACKED positions may leave the tracker.
+        """True if due NACKED positions may leave the tracker.
 
         They become READY, or part of the unread backlog if there is no dispatcher.
         """

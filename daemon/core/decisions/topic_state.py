@@ -608,7 +608,7 @@ class TopicState:
     # ---- the state as of a slot
 
     def redelivery_cut(self) -> RedeliveryCut:
-        """Freeze what exists beside the rows, for a checkpoint or the progress of a seal."""
+        """Freeze what exists besides the rows, for a checkpoint or the progress of a seal."""
         levels = tuple(
             (number, level, keys) for number, index in self.indexes.items() for level, keys in index.levels.freeze()
         )

@@ -41,7 +41,7 @@ _TYPES = {int(ledger_type): ledger_type for ledger_type in LedgerType}
 _OUTCOMES = {int(outcome): outcome for outcome in DeletionOutcome}
 
 
-# Its name and metadata
+# (name, metadata)
 Driver: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 
 
@@ -139,7 +139,7 @@ class _Kinds:
     def __init__(self) -> None:
         self.numbers: dict[DeletionKind, int] = {}
         self.kinds: list[DeletionKind | None] = []
-        # How many deletions have each kind
+        # Number of deletions of each kind
         self._uses = array.array("Q")
         self._free: list[int] = []
         # Drivers are few, and long: equal ones are one object.

@@ -154,7 +154,7 @@ class RetryQueue:
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the first deletion that was not handed out is due (Unix ms), or None."""
+        """The due time of the first deletion that was not handed out (Unix ms), or None."""
         return self._due[0] >> _ID_BITS if self._due else None
 
     def add(self, due_ms: int, deletion_id: int) -> None:
@@ -489,7 +489,7 @@ class LedgerDeletions:
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the first deletion that was not handed out is due (Unix ms), or None."""
+        """The due time of the first deletion that was not handed out (Unix ms), or None."""
         return self._waiting.next_due_ms
 
     def begun_before(self) -> list[int]:

@@ -7,9 +7,10 @@ A record is believed only if the metadata agrees (PIP-186, its three tables of m
     MANAGED_CURSOR   pulsar       managed-ledger  name of the topic      the cursor's   absent
     SCHEMA_STORAGE   pulsar       schema          absent                 absent         the schema's
 
-All five keys are compared, even those that must be absent: nothing else tells a cursor's ledger from a topic's. Other
-keys are ignored. The topic's ledger has Pulsar's name, `t/n/persistent/<x, URL-encoded>` of `persistent://t/n/x`. Any
-other topic's ledger has the topic's own name; an object store may use that for Pulsar's topics, too.
+All five keys are compared, even those that must be absent: nothing else distinguishes a cursor's ledger from a topic's
+one. Other keys are ignored. The topic's ledger has Pulsar's name, `t/n/persistent/<x, URL-encoded>` of
+`persistent://t/n/x`. Any other topic's ledger has the topic's own name; an object store may use that for Pulsar's
+topics, too.
 
 Object stores do not keep everything. Names of keys are compared in the form of `normalised`, since S3 allows neither
 `/` nor upper case. Values are percent-encoded (`as_stored`) if they are not printable ASCII. Ledger names of two topics

@@ -2,9 +2,14 @@
 
 `daemon.ledger_deletion.sweeping` lists, asks the store and the owners, and records.
 
-The first condition that holds decides: a report says that the ledger is in use; it has a record; it is young; its
-metadata does not say whose it is; its owner does not answer, or says that it is in use; the owner never reported all
-that its topic uses. Otherwise it is an orphan. So a ledger that is in use stays, whatever its metadata claims.
+The first of these conditions that holds decides; a ledger without any is an orphan:
+
+- a report says that the ledger is in use, it has a record, or it is young
+- its metadata does not say whose it is
+- its owner does not answer, or says that it is in use
+- the owner never reported all that its topic uses
+
+So a ledger that is in use stays, whatever its metadata claims.
 
 A store lists in any order. A listed object waits for the other one of its ledger until the listing ends, unless the
 ledger is in use or recorded. Memory is that of the waiting ledgers.

@@ -104,7 +104,7 @@ class SortedKeys:
             return False
         low = prefix.ljust(self._kind.itemsize, b"\0")
         number = max(0, bisect.bisect_right(self._firsts, low) - 1)
-        # Keys not below it are in this chunk, or the next chunk begins with one.
+        # The first key that is not below it is in this chunk, or begins the next one.
         for chunk in self._chunks[number : number + 2]:
             place = int(np.searchsorted(chunk, np.array(low, self._kind)))
             if place < len(chunk):

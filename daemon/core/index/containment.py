@@ -1,6 +1,6 @@
 """Finds what of ranges of entries is in the indexes, as ranges that a cursor reading a log skips (PIP-195).
 
-Everything is done on bitmaps and columns: a range of a million rows is a few containers, and a range of the answer is a
+Everything is done on bitmaps and columns. A range of a million rows is a few containers. A range of the answer is a
 place where a set begins and one where it ends.
 """
 

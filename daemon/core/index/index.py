@@ -105,7 +105,7 @@ class BucketCounts:
 
     @property
     def first_row_at_ms(self) -> int | None:
-        """When the first of these rows was added, by a clock that never steps (ms); None without rows."""
+        """The time of the first of these adds, by a clock that never steps (ms); None without rows."""
         return self._known_extremes()[1]
 
     def _known_extremes(self) -> tuple[int, int | None]:
@@ -259,7 +259,7 @@ class Index:
 
     @property
     def of_batch_parts(self) -> bool:
-        """Whether its positions are messages of entries (`formats.index_ids`)."""
+        """True if its positions are messages of entries (`formats.index_ids`)."""
         return is_of_batch_parts(self.index_id)
 
     @property

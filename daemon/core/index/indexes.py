@@ -168,7 +168,7 @@ class Indexes(Mapping[int, Index]):
 
     @property
     def has_droppable(self) -> bool:
-        """Whether there is a bucket whose rows are all gone."""
+        """True if there is a bucket whose rows are all gone."""
         return bool(self._counts.empty)
 
     def droppable(self) -> list[SealedBucket]:

@@ -59,9 +59,9 @@ def chosen_run(
 ) -> list[MergeCandidate]:
     """Choose the neighbours to merge next, so that the index approaches `buckets_max` buckets (at least 1).
 
-    The result is empty if the index has no more, or if no two neighbours together have at most `rows_max` rows. Among
-    runs that reach the limit, or have `merge_buckets_max` buckets, the one with the fewest live rows wins (PIP-195),
-    the first of equal ones. Shorter runs are chosen if none of these has few enough rows.
+    The result is empty if the index has at most that many, or if no two neighbours together have at most `rows_max`
+    rows. Among runs that reach the limit, or have `merge_buckets_max` buckets, the one with the fewest live rows wins
+    (PIP-195), the first of equal ones. Shorter runs are chosen if none of these has few enough rows.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.place)
     longest = min(merge_buckets_max, len(ordered) - buckets_max + 1)
@@ -103,7 +103,7 @@ class MergedBucket:
     """A merged bucket of the manifest, in the keys of its index, to be adopted once.
 
     `positions` are those of all its rows. `kept` has the row origin: the positions that came from each source, and from
-    the sources of its sources, so that a daemon that missed a merge in between finds the buckets that it knows.
+    the sources of its sources. So a daemon that missed a merge in between finds the buckets that it knows.
     """
 
     live: LiveBucket

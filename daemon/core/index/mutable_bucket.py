@@ -96,7 +96,7 @@ def _grown(column: npt.NDArray[Number], capacity: int) -> npt.NDArray[Number]:
     return grown
 
 
-# How far ahead of the clock rows are sorted, and how early the next stretch is sorted
+# Rows are sorted up to this time ahead of the clock, and the next stretch this much early.
 HORIZON_STEP_MS = 2_000
 HORIZON_MARGIN_MS = 500
 # Size of a row in the columns of journal and bucket before compression (bytes)
@@ -153,7 +153,7 @@ class RowsCounted(Protocol):
 
 
 class MutableBucket(Bucket):
-    """A bucket of new rows. After `begin_seal` it takes no more, has a name and a gone set, and serves until sealed."""
+    """A bucket of new rows. After `begin_seal` it takes none, has a name and a gone set, and serves until sealed."""
 
     def __init__(
         self,

@@ -191,7 +191,7 @@ class PagePlaces:
         self._pages = np.zeros(16, np.uint64)
         # The owner of the table: a subscription for its own index, 0 for the shared one
         self._owners = np.zeros(16, np.uint64)
-        # How many buckets and decisions hold the page
+        # Number of buckets and decisions that hold the page
         self._holders = np.zeros(16, np.uint32)
         self._next = 0
 

@@ -6,7 +6,7 @@ columns where it lies anyway. It is not sorted, copied, or searched for when it 
 
 Several simultaneous delays make as many runs, by the rule of patience sorting: of the runs that a row may follow, it
 follows the one that ends last. Random delays would break into many short ranges: if a third of the pieces begin a run
-or find none, this bucket takes no more rows into runs.
+or find none, no further rows of this bucket enter runs.
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ class TieredRuns:
 RUNS_MAX = 32
 # Rows of a run that are prepared for taking at a time
 CHUNK_ROWS = 16_384
-# For shorter pieces, each in due order, sorting the batch is faster than telling them apart.
+# For shorter pieces, each in due order, sorting the batch is faster than separating them.
 PIECE_ROWS_LEAST = 16
-# Pieces that followed no run, beyond half of those that did, after which no more rows are taken
+# Pieces that followed no run, beyond half of those that did, after which no further rows are taken
 MISSES_MAX = 64
 
 # Rows of columns from the first to the last, exclusive

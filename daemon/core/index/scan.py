@@ -372,7 +372,7 @@ class PageScan:
 
     @property
     def can_end(self) -> bool:
-        """Whether a page that ends here makes progress for the caller."""
+        """True if a page that ends here makes progress for the caller."""
         return not self._next or self._next[0][0] > self._bound_ms or self._end > (self.after or Place(0, 0, 0, 0))
 
     @property
@@ -557,7 +557,7 @@ class PartCount:
 
     @property
     def is_complete(self) -> bool:
-        """Whether segments that were not read yet have no more rows."""
+        """True if segments that were not read yet have no further rows."""
         return self._total is not None and self._total == int(self._rows.sum()) + self._earlier_rows
 
     def read(self, number: int, rows: KeyedRows) -> None:

@@ -2,7 +2,7 @@
 
 `DrainingHashes` counts: for every hash slot the one consumer that holds positions of it, how many these are, and how
 often others were kept back for it. A hash drains while another consumer than their holder has its slot. Nothing is
-recorded when hash slots move: since held positions are always counted, comparing holders with owners tells which hashes
+recorded when hash slots move: since held positions are always counted, comparing holders with owners shows which hashes
 drain.
 
 `HashHolds` keeps a hash with its consumer also while a decision on its rows is staged. Otherwise a crash would

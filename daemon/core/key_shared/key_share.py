@@ -2,10 +2,10 @@
 
     READY -> waits for its hash or for permits -> IN_FLIGHT at the consumer that has the hash
 
-A row goes when its hash has a consumer with permits, no row of the hash waits before it, no row of the hash is NACKED
-(`nack_order` BLOCK_KEY), and the order that the policy names allows it. With draining hashes, no other consumer may
-hold rows of the hash. With the last sent position, its consumer must not have joined before the row could go. All of
-that is columns and tables of 65,536 hash slots.
+A row goes when its hash has a consumer with permits and no row of the hash waits before it. With `nack_order` BLOCK_KEY
+no row of the hash may be NACKED. The order that the policy names must allow it, too. With draining hashes, no other
+consumer may hold rows of the hash. With the last sent position, its consumer must not have joined before the row could
+go. All of that is columns and tables of 65,536 hash slots.
 
 `subscription_state` has READY and IN_FLIGHT; `ack_decisions` and `nack_decisions` decide on rows.
 
@@ -212,7 +212,7 @@ class KeyShared:
             order,
         )
         self._elapsed_ms = elapsed_ms
-        # Whether something changed that rows wait for
+        # True if something changed that rows wait for
         self._look_again = False
         self._take_back_behind: list[KeyedRows] = []
         self._in_flight.watcher = self.holds
@@ -296,7 +296,7 @@ class KeyShared:
 
     @property
     def may_hand_out(self) -> bool:
-        """Whether `hand_out` might deliver something, or has rows to check."""
+        """True if `hand_out` might deliver something, or has rows to check."""
         if not self.is_whole or self._ready.in_flight_room <= 0:
             return False
         if len(self.waiting) and self.something_changed():
@@ -442,7 +442,7 @@ class KeyShared:
 
     @property
     def reads_on(self) -> bool:
-        """Whether evicted rows should be looked for now."""
+        """True if evicted rows should be looked for now."""
         if self.let_go is None or self._ready.in_flight_room <= 0:
             return False
         if self.let_go.reader is None:
@@ -452,7 +452,7 @@ class KeyShared:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether the reader found all evicted rows except those after a row that is not passed."""
+        """True if the reader found all evicted rows except those after a row that is not passed."""
         return self.let_go is not None and self.let_go.reader is not None and self.let_go.reader.is_held_up
 
     def seek_let_go(self, reader: BacklogReader) -> None:

@@ -265,7 +265,7 @@ class LastSentPosition:
 
     @property
     def has_recent(self) -> bool:
-        """Whether any consumer waits for what was sent before it joined."""
+        """True if any consumer waits for what was sent before it joined."""
         return bool(self._recent)
 
     def take_released(self) -> list[int]:

@@ -1,8 +1,8 @@
 """Blocks hashes that wait for a negatively acknowledged position (`nack_order` BLOCK_KEY).
 
-A hash is blocked while one of its positions is NACKED, so that this one is redelivered before the later ones, even
-those that were delivered already: they are taken back. `nack_decisions` knows when a position is redelivered;
-`key_share` keeps the rows that were taken back.
+A hash is blocked while one of its positions is NACKED, so that this one is redelivered before the later ones. Later
+ones that were delivered already are taken back. `nack_decisions` knows when a position is redelivered; `key_share`
+keeps the rows that were taken back.
 
 A position that never succeeds would hold up its hash for good. Positions are outstanding from when they are NACKED
 until they leave the backlog. A hash that had outstanding positions for as long as the bound, without a break, no longer
@@ -128,7 +128,7 @@ class NackBlocks:
 
     @property
     def any_blocked(self) -> bool:
-        """Whether any hash is blocked."""
+        """True if any hash is blocked."""
         return self.blocked_hashes != 0
 
     def is_bounded_out(self, slots: U16) -> Mask:

@@ -1,4 +1,4 @@
-"""Orders the rows of all indexes of a topic by position, with messages of batches beside their entries."""
+"""Orders the rows of all indexes of a topic by position, with messages of batches next to their entries."""
 
 from __future__ import annotations
 
