@@ -107,8 +107,8 @@ class BacklogReader:
     ) -> list[tuple[SealedBucket | MutableBucket, KeyedRows]]:
         """Take about `limit` rows, by bucket, unordered.
 
-        If there is a bound, only rows before that place are taken. The result is empty if every such passed row has
-        been read. Call this when nothing is needed.
+        If there is a bound, only rows before that point in due order are taken. The result is empty if every such
+        passed row has been read. Call this when nothing is needed.
         """
         parts: dict[SealedBucket | MutableBucket, list[KeyedRows]] = {}
         rows_taken = 0

@@ -1,6 +1,6 @@
 """Finds the rows that requests claim to have been delivered, and explains why claims are ignored.
 
-The shared index comes first, then the subscription's own. `ack_decisions` and `nack_decisions` decide on the rows;
+The shared index comes first, then the subscription index. `ack_decisions` and `nack_decisions` decide on the rows;
 `rows_claimed` finds those that a reconnecting dispatcher declares to hold.
 """
 

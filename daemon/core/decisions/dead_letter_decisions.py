@@ -88,7 +88,7 @@ class DeadLetterDecisions:
     def stage_replay(
         self, state: SubscriptionState, rows: DeadLetterRows, deliver_at_ms: int
     ) -> tuple[tuple[ReplayRecord, ...], int]:
-        """Turn dead letters into rows of the subscription's own indexes.
+        """Turn dead letters into rows of the subscription indexes.
 
         Returns (records to journal in one slot, how many stay because there is a row of their position). Dead letters
         that another staged decision replays or purges are left out.

@@ -30,7 +30,7 @@ SLOT_PAGES_MAX = 2_000
 class Departure:
     """Positions of one index to leave: `gone` from the index, `waived` from the backlog of `subscription_id` alone.
 
-    `rows` is the number of rows that this decides. `index_id` is the subscription whose own index it is, 0 for the
+    `rows` is the number of rows that this decides. `index_id` is the subscription of a subscription index, 0 for the
     shared one. It stays unchanged while its slots are applied one after the other.
     """
 

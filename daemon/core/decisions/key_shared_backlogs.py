@@ -85,7 +85,7 @@ class KeySharedBacklogs:
                 state.reader = self._reader(state, at_head=True)
 
     def bound(self, state: SubscriptionState) -> Place | None:
-        """Return a due place that is not passed: nothing at or after it may be delivered now.
+        """Return a due point that is not passed: nothing at or after it in due order may be delivered now.
 
         Returns None if there is none, or the subscription is not shared by key.
         """

@@ -15,12 +15,12 @@ A request names deliveries by their redelivery counts, or any delivery:
     less           any            ignored: a newer delivery is in flight or will follow
 
 In every case an acknowledgement of the named delivery no longer ends anything. A message of a batch also counts on from
-its entry. An entry may have two rows, the shared one and one of the subscription's own, and a dispatcher that received
-either may still acknowledge the whole entry. That ends the messages whose count is no higher.
+its entry. An entry may have two rows, one in the shared index and one in the subscription index, and a dispatcher that
+received either may still acknowledge the whole entry. That ends the messages whose count is no higher.
 
 A position without a row that the subscription is owed may be negatively acknowledged, too. This is a message that the
 dispatcher took from its log, or, `forwarded`, one that was acknowledged when it was passed on, and failed later. It
-gets a due row in the subscription's own index; a message of a batch gets one in the index of batch parts.
+gets a due row in the subscription index; a message of a batch gets one in the index of batch parts.
 
 A request is decided only when no staged negative acknowledgement names its positions, so the decisions of one slot may
 be applied in any order.
@@ -501,7 +501,7 @@ class NackDecisions:
     def _decide_ordinary(
         self, state: SubscriptionState, rows: Rows, counts: U32, how: _NackOptions, terms: RedeliveryTerms
     ) -> Iterator[Record]:
-        """Give entries a due row in the subscription's own index. `counts` include this time."""
+        """Give entries a due row in the subscription index. `counts` include this time."""
         yield from self._decide_new(state, state.subscription_id, rows, counts, how, terms)
 
     def _decide_planned(

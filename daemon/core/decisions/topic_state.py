@@ -173,8 +173,8 @@ class TopicState:
         """Stage the rows of an add: (records to journal in one slot, empty if nothing is new; the outcome).
 
         `subscription_id` limits the rows to that subscription; 0 means all. `shared_index` is the topic's policy:
-        without it, rows for all subscriptions are added to the own index of each, and are duplicates if all have them.
-        `levels` is the topic's table of delays; the rows of each level are one record. For `admit` see
+        without it, rows for all subscriptions are added to each subscription index, and are duplicates if all have
+        them. `levels` is the topic's table of delays; the rows of each level are one record. For `admit` see
         `add_decisions.stage`. Raises InvalidArgument if these would be too many rows.
         """
         if subscription_id:
@@ -290,7 +290,7 @@ class TopicState:
     def apply(self, record: Record, slot: int, *, elapsed_ms: int) -> None:
         """Apply one decision of a durable slot, also in a replay.
 
-        Records of another incarnation, or for the own index of a removed subscription, do nothing.
+        Records of another incarnation, or for the index of a removed subscription, do nothing.
         """
         if record.incarnation != self.incarnation:
             return
@@ -466,7 +466,7 @@ class TopicState:
         return self._gone(entitlement.owed_to_none_of(self.index, others), GoneReason.NO_SUBSCRIPTION)
 
     def remove_subscription(self, subscription_id: int) -> None:
-        """Remove a subscription that is no longer in the topic's manifest, with its own index."""
+        """Remove a subscription that is no longer in the topic's manifest, with its subscription index."""
         del self._by_name[self.subscriptions.pop(subscription_id).stored.name]
         entitlement.dismiss(self.index, subscription_id)
         self.indexes.remove(subscription_id)

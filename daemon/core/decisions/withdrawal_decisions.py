@@ -238,7 +238,7 @@ class WithdrawalDecisions:
         return _Decision(tuple(leaves), leaving_rows, _rows(not_found), _rows(due & ~held), _rows(held))
 
     def _still_waived(self, decision: _Decision) -> Iterator[WaiveRecord]:
-        """Waive the new rows for subscriptions for which the old ones were trimmed.
+        """Release the claims to new rows of subscriptions for which the old ones were trimmed.
 
         This needs a record, since the bucket of the old row may be dropped before the slot is replayed.
         """

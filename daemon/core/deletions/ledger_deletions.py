@@ -226,7 +226,7 @@ class DeletionCounts:
 
 class _Count:
     def __init__(self) -> None:
-        # When those in flight were recorded (Unix ms), one entry for each
+        # Times at which those in flight were recorded (Unix ms), one for each
         self.recorded_ms: SortedList[int] = SortedList()
         self.begun = 0
         self.dead = 0

@@ -1,6 +1,6 @@
 """Keeps which ledgers their owners report as in use, for all topics of a shard.
 
-`ledger_deletions` alone uses it; it stands apart because it is a table with a bound on memory of its own.
+`ledger_deletions` alone uses it; it stands apart because it is a table with a limit of its own (`deletion.in_use_max`).
 `ledger_deletions` knows for which ledgers a report comes too late.
 
 A ledger of a topic has a type, an id, and a UUID or none. One that is in use without a UUID is so under any UUID, and

@@ -66,9 +66,9 @@ class Finding(enum.Enum):
     ORPHANED = "orphaned"
     OF_UNKNOWN_TOPIC = "of_unknown_topics"
     UNIDENTIFIED = "unidentified"
-    # Its owner or the store did not give the required answer.
+    # The owner or the store did not give the required answer.
     UNANSWERED = "unanswered"
-    # It was listed but no longer exists: it counts only as `listed`.
+    # Listed, but gone since: counts only as `listed`.
     GONE = ""
 
 

@@ -194,7 +194,7 @@ class SealedBucket(Bucket):
         return following is not None and following[1] <= now_ms
 
     def first_waiting(self, cache: SegmentCache, now_ms: int) -> Place | None:
-        """Return a lower bound of the places of due rows that are not passed, in memory or not, or None."""
+        """Return a point at or before all due rows that are not passed, in memory or not, or None."""
         if not self.waiting_rows:
             return None
         places = [self.head.first_place(cache)]

@@ -1,7 +1,8 @@
 """Decides which rows of an index subscriptions are owed, and which are gone since none is owed them.
 
-Every entitled subscription is owed a row of the shared index until it acknowledges it. Its own indexes are owed to one
-subscription alone: what it acknowledges there is gone, and no acknowledgements are kept. The sets are in the buckets.
+Every entitled subscription is owed a row of the shared index until it acknowledges it. A subscription index is owed to
+its subscription alone: what it acknowledges there is gone, and no acknowledgements are kept. The sets are in the
+buckets.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 `entitlement` knows who is owed rows, and `indexes` what comes due next.
 
 Counts over the buckets of all indexes of a topic are kept where they change, since adds and wake-ups read them often,
-and each of many subscriptions may have an index of its own. A bucket that takes rows reports them, an index its
+and each of many subscriptions may have a subscription index. A bucket that takes rows reports them, an index its
 buckets. The first or highest of several values is computed again only after the one that held it has left.
 """
 

@@ -1,8 +1,8 @@
 """Keeps all indexes of a topic, and passes what comes due over all of them.
 
-The head is one place in every bucket. Everything before it is due or gone; it moves only over what has come due, in due
-order over all buckets. A sealed bucket whose next segment is not in memory is left out; the others go on. This decides
-which segments to load and when to cut for a seal; `daemon.topic.bucket_reads` reads segments.
+The head is one point in due order over all buckets. Everything before it is due or gone; it moves only over what has
+come due. A sealed bucket whose next segment is not in memory is left out; the others go on. This decides which segments
+to load and when to cut for a seal; `daemon.topic.bucket_reads` reads segments.
 
 The keys of two indexes never collide: sets of keys may hold positions of all of them. Batch parts are messages of
 entries that were negatively acknowledged individually, as positions of an index of their own
@@ -54,8 +54,8 @@ _Source = tuple[Bucket, bool, SortedRun | None]
 class Indexes(Mapping[int, Index]):
     """The indexes of a topic by id (`formats.index_ids`): 0 is the shared one, which always exists.
 
-    A subscription's own ones are created with their first rows. `passed_until_ms` is the latest due time that was
-    passed (Unix ms). `leaving` has positions that a staged decision takes out before they are due; they are not passed.
+    Subscription indexes are created with their first rows. `passed_until_ms` is the latest due time that was passed
+    (Unix ms). `leaving` has positions that a staged decision takes out before they are due; they are not passed.
     """
 
     def __init__(self, cache: SegmentCache, *, now_ms: int) -> None:
@@ -116,7 +116,7 @@ class Indexes(Mapping[int, Index]):
                 yield index, rows if here.all() else rows.take(here)
 
     def remove(self, subscription_id: int) -> None:
-        """Remove the own indexes of a removed subscription."""
+        """Remove the indexes of a removed subscription."""
         for index_id in (subscription_id, batch_parts_of(subscription_id)):
             index = self._by_id.pop(index_id, None)
             if index is not None:
@@ -320,9 +320,9 @@ class Indexes(Mapping[int, Index]):
         )
 
     def first_unpassed(self, subscription_id: int) -> Place | None:
-        """Return a lower bound of the places of overdue sealed rows that the subscription is owed, or None.
+        """Return the first point in due order that overdue sealed rows of the subscription may have, or None.
 
-        These rows were due when rows were last passed, but were not passed themselves. Passed rows at later places
+        These rows were due when rows were last passed, but were not passed themselves. Passed rows at later points
         overtook them. A bucket in memory has none: every passed row comes after all of its rows except late ones.
         """
         places = (

@@ -189,7 +189,7 @@ class PagePlaces:
     def __init__(self) -> None:
         self._ledgers = np.zeros(16, np.uint64)
         self._pages = np.zeros(16, np.uint64)
-        # The owner of the table: a subscription for its own index, 0 for the shared one
+        # The owner of the table: a subscription for its index, 0 for the shared one
         self._owners = np.zeros(16, np.uint64)
         # Number of buckets and decisions that hold the page
         self._holders = np.zeros(16, np.uint32)
@@ -419,7 +419,7 @@ class PageTable:
     """The pages of one index and their ordinals.
 
     A page stays while a bucket holds it (`hold`, `release`); look-ups may run in another thread beside an `intern`.
-    `places` is shared by the tables of one topic. `owner` is the subscription whose own index it is, 0 for the shared
+    `places` is shared by the tables of one topic. `owner` is the subscription of a subscription index, 0 for the shared
     one.
     """
 

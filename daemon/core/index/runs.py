@@ -23,7 +23,7 @@ from daemon.core.index.position_keys import KeyedRows
 from storage_backends.formats.row_columns import U64, Rows
 
 Place = tuple[int, int, int]
-# A place after all rows
+# A point in due order after all rows
 LAST_PLACE: Place = ((1 << 64) - 1,) * 3
 
 # Rows that are checked one by one before the end of what is due is searched for
@@ -112,7 +112,7 @@ def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[i
 
 
 def take_before(runs: Sequence[SortedRun], bound: Place, limit: int) -> list[tuple[int, KeyedRows]]:
-    """Take about `limit` rows that come before a place: (index of the run, its rows)."""
+    """Take about `limit` rows before a point in due order: (index of the run, its rows)."""
     return _take_up_to(runs, [run.end_before(bound) for run in runs], limit)
 
 
@@ -141,7 +141,7 @@ def _take_up_to(runs: Sequence[SortedRun], ends: Sequence[int], limit: int) -> l
 
 
 def behind(place: Place) -> Place:
-    """Return the next place after one."""
+    """Return the next point in due order after one."""
     deliver_at_ms, ledger_id, entry_id = place
     last = LAST_PLACE[2]
     if entry_id < last:

@@ -1,7 +1,7 @@
 """Scans rows in due order: pages over many buckets, and histograms of due times.
 
-A page continues from a place in the order (deliver_at_ms, ledger_id, entry_id, index), not from one in a bucket. So it
-stays correct when buckets are sealed and merged, or rows come due, between two pages.
+A page continues from a point in due order, (deliver_at_ms, ledger_id, entry_id, index), not from a place in a bucket.
+So it stays correct when buckets are sealed and merged, or rows come due, between two pages.
 
 A `Part` is taken of a bucket that changes while a thread reads it: it shows one moment. If nothing of a sealed bucket
 is gone except what the head has passed, which counts show, that costs nothing.
@@ -39,7 +39,7 @@ _IN_MEMORY = -1
 
 
 class Place(NamedTuple):
-    """A row's place in the order of all indexes of a topic, with its entry id in its index.
+    """A row's point in the due order of all indexes of a topic, with its entry id in its index.
 
     For entry ids see `storage_backends.formats.index_ids`.
     """
@@ -213,7 +213,7 @@ def _among_ledgers(wanted: BitMap64, pages: PageTable, ledgers: tuple[int, int])
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Found:
-    """Rows in the order of their places. `index_id` is u64[n], the index of each."""
+    """Rows in due order. `index_id` is u64[n], the index of each."""
 
     rows: KeyedRows
     index_id: U64
@@ -245,16 +245,17 @@ class Read:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Page:
-    """Rows in the order of their places, and the place after which the next page begins, or None."""
+    """Rows in due order, and the point after which the next page begins, or None."""
 
     found: Found
     next_after: Place | None
 
 
 class PageScan:
-    """A scan for one page: at most `limit` wanted rows after a place. It keeps at most two pages of found rows.
+    """A scan for one page: at most `limit` wanted rows after a point in due order.
 
-    Call `add` for every bucket; while there are `next_reads`, `take` what `find` returns for them; then call `page`.
+    Call `add` for every bucket; while there are `next_reads`, `take` what `find` returns for them; then call `page`. At
+    most two pages of found rows are kept.
     """
 
     def __init__(self, asked: ScanFilter, after: Place | None, limit: int) -> None:
@@ -377,7 +378,7 @@ class PageScan:
 
     @property
     def _end(self) -> Place:
-        """The place up to which everything has been read."""
+        """The point in due order up to which everything has been read."""
         until_ms = self._next[0][0]
         return Place(until_ms - 1, _LAST_ID, _LAST_ID, _LAST_ID) if until_ms else Place(0, 0, 0, 0)
 
@@ -396,14 +397,14 @@ class PageScan:
 
 
 def _in_order(rows: Rows, index_id: U64) -> npt.NDArray[np.int64]:
-    """Return the index that sorts rows by their places."""
+    """Return the index that sorts rows into due order."""
     if (index_id == index_id[0]).all():
         return rows.due_order()
     return np.lexsort((index_id, rows.entry_id, rows.ledger_id, rows.deliver_at_ms))
 
 
 def _behind(rows: Rows, index_id: int, after: Place) -> npt.NDArray[np.bool_]:
-    """Return the mask of rows of an index that come after a place."""
+    """Return the mask of rows of an index that come after a point in due order."""
     behind = rows.deliver_at_ms > np.uint64(after.deliver_at_ms)
     same = np.flatnonzero(rows.deliver_at_ms == np.uint64(after.deliver_at_ms))
     if len(same):

@@ -144,7 +144,7 @@ class SegmentCursor:
         self.bucket = bucket
         self._table = table
         self._following = (-1, 0, 0)
-        # Lower bound of the places from here on: the end of the last segment
+        # Point at or before all rows from here on: the end of the last segment
         self._left_behind: Place = (0, 0, 0)
         self.number = number
         self.offset = offset
@@ -196,7 +196,7 @@ class SegmentCursor:
         return None if following is None else following[1]
 
     def first_place(self, cache: SegmentCache) -> Place | None:
-        """Return a lower bound of the places from here on, exact if the segment is in memory; None at the end."""
+        """Return a point at or before all rows from here on, exact if in memory; None at the end."""
         run = self.settle(cache)
         if run is not None:
             return run.place(run.offset)
