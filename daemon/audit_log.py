@@ -1,6 +1,6 @@
-"""The audit log: who changed what, from where, and who was refused, as one JSON object a line.
+"""Writes the audit log: who changed what, from where, and who was refused, as one JSON object a line.
 
-Owns: the file and its form. Does not own: which calls are told (`proto/tarry/v1/access.proto`).
+`proto/tarry/v1/access.proto` says which calls are logged.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Final
 from daemon import errors, logs
 from daemon.settings import AccessSettings
 
-# Of the names that a request has, which may have any length where it is refused.
+# Limit on names in a request, which may have any length if the request is refused (characters)
 TEXT_MAX: Final = 1024
-# Whoever is refused again and again does not fill the disk.
+# A caller that is refused again and again must not fill the disk.
 REFUSALS_PER_SECOND_MAX: Final = 100
 
 log = logging.getLogger(__name__)
 
 
 class AuditLog:
-    """Appends lines to the file of the settings, or to the daemon's log. It never fails a call."""
+    """A log in the configured file, or in the daemon's log. It never fails a call."""
 
     def __init__(self, access: AccessSettings) -> None:
-        """Opens the file. Raises `InvalidArgument` when that does not work."""
+        """Open the file. Raise `InvalidArgument` if that fails."""
         self._is_kept = access.audit_file is not None or access.identities_file is not None
         self._file: _File | None = None
         self._second, self._refusals, self._left_out = 0, 0, 0
@@ -40,7 +40,7 @@ class AuditLog:
                 ) from error
 
     def tell(self, event: str, **fields: str | int) -> None:
-        """Appends a line."""
+        """Append a line."""
         if not self._is_kept:
             return
         shown = {name: value[:TEXT_MAX] if isinstance(value, str) else value for name, value in fields.items()}
@@ -54,7 +54,7 @@ class AuditLog:
             log.error("access.audit_file cannot be written: %s", error, extra=shown)
 
     def tell_refusal(self, **fields: str | int) -> None:
-        """Appends a line, unless there are too many in this second: the next one says how many were left out."""
+        """Append a line unless this second has too many; the next line says how many were left out."""
         second = int(time.monotonic())
         if second != self._second:
             self._second, self._refusals = second, 0
@@ -71,7 +71,7 @@ class AuditLog:
 
 
 class _File(logging.handlers.WatchedFileHandler):
-    """Appends to a file of this user alone, through no link; opens it anew when it was moved away."""
+    """A file of this user alone, never reached through a link, and opened again after a rename."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, encoding="utf-8")
@@ -82,5 +82,5 @@ class _File(logging.handlers.WatchedFileHandler):
         return os.fdopen(os.open(self.baseFilename, flags, 0o600), "a", encoding="utf-8")
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A line that cannot be written is not passed over. Raises what is being handled."""
+        """Raise the error being handled, so that a line which cannot be written is not lost silently."""
         raise

@@ -1,19 +1,7 @@
-"""The files that say who may come in: they are read at the start, and again when they change.
+"""Reads who may come in: certificate, client CA, identities and their tokens, from files that may change.
 
-Owns: what is in force, and looking for changes. A file that is wrong when it is read again changes nothing.
-Does not own: what stands in the files (`certificates`, `identities`), and what is done with it.
-
-The certificate and the key with which the daemon shows who it is, and the CA of those who may connect.
-
-Who may do what: identities, by the token or the certificate that shows one.
-
-Owns: the form of the file of identities, and which identity a token or a certificate shows.
-Does not own: what a call needs (`proto/tarry/v1/access.proto`), and how a caller shows who it is
-(`daemon.grpc_services.admission`).
-
-Bearer tokens: making one, and the file that holds it for whoever shows it.
-
-What stands in files that may change while the daemon runs.
+The files are read at the start, and again when they change. A file that is wrong then changes nothing.
+`proto/tarry/v1/access.proto` says what a call needs; `daemon.grpc_services.admission` authenticates callers.
 """
 
 from __future__ import annotations
@@ -40,9 +28,9 @@ from daemon.settings import AccessSettings, TlsSettings
 
 @dataclasses.dataclass(frozen=True)
 class Certificates:
-    """What the files of section `tls` hold, as PEM. `client_ca` None: clients need no certificate.
+    """The files of section `tls`, as PEM. Without a `client_ca` clients need no certificate.
 
-    `context` serves HTTPS with the same certificate and key; it asks nobody for a certificate.
+    `context` serves HTTPS with the same certificate and key, and requests no client certificate.
     """
 
     chain: bytes
@@ -52,16 +40,16 @@ class Certificates:
 
 
 def certificate_files(tls: TlsSettings) -> list[str]:
-    """The files that the settings name."""
+    """Return the files that the settings name."""
     return [path for path in (tls.cert_file, tls.key_file, tls.client_ca_file) if path is not None]
 
 
 def read_certificates(tls: TlsSettings) -> Certificates:
-    """Reads and checks what the settings name. Raises `InvalidArgument`: the setting, the file and what is wrong."""
+    """Read and check the files. Raise `InvalidArgument` with the setting, the file and what is wrong."""
     chain, key = _bytes_of("tls.cert_file", tls.cert_file), _bytes_of("tls.key_file", tls.key_file)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # An encrypted key is refused; without a password OpenSSL would ask the terminal for one.
+        # This refuses an encrypted key; without a password OpenSSL would ask the terminal for one.
         context.load_cert_chain(str(tls.cert_file), str(tls.key_file), password="")
     except (OSError, ValueError) as error:
         raise errors.InvalidArgument(
@@ -92,7 +80,7 @@ def _bytes_of(setting: str, path: str | None) -> bytes:
 
 
 class Scope(enum.StrEnum):
-    """What an identity may do with the topics that are its own."""
+    """A kind of calls that an identity may make on its topics."""
 
     ADD = "add"
     DISPATCH = "dispatch"
@@ -101,15 +89,15 @@ class Scope(enum.StrEnum):
     DELETE = "delete"
 
 
-# Fits every topic, and calls over all topics.
+# Matches every topic, and calls over all topics
 EVERY_TOPIC: Final = ""
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Somebody whom the daemon knows: a service, a team, an operator.
+    """A caller that the daemon knows: a service, a team, an operator.
 
-    `tokens`: SHA-256 of each of its tokens, in hexadecimal digits. `certificates`: names in client certificates, each a
-    common name or an alternative one.
+    `tokens` are SHA-256 hashes in hexadecimal digits. `certificates` are names in client certificates, common or
+    alternative ones.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -119,11 +107,11 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     certificates: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
 
     def may_use(self, topic: str) -> bool:
-        """Whether a prefix fits the topic; "" stands for all topics."""
+        """Return whether a prefix matches the topic; "" stands for all topics."""
         return topic.startswith(self.topic_prefixes)
 
     def has_rights_of(self, other: Identity) -> bool:
-        """Whether it is the same one with the same rights; its tokens may be others."""
+        """Return whether it is the same identity with the same rights; its tokens may differ."""
         return (self.name, self.scopes, self.topic_prefixes) == (other.name, other.scopes, other.topic_prefixes)
 
 
@@ -135,7 +123,10 @@ class Identities:
     """All identities of a file."""
 
     def __init__(self, identities: Iterable[Identity]) -> None:
-        """Raises `InvalidArgument` where two have one name, token or certificate, or one has neither of these."""
+        """Index the identities.
+
+        Raises `InvalidArgument` if two share a name, token or certificate, or if one has neither token nor certificate.
+        """
         self._all = tuple(identities)
         if not self._all:
             raise errors.InvalidArgument("identity: there is none; at least one [[identity]] must be there")
@@ -150,27 +141,27 @@ class Identities:
         return isinstance(other, Identities) and self._all == other._all
 
     def of_token(self, token: str) -> Identity | None:
-        """Who shows this token; None: nobody."""
+        """Return the identity with this token, or None."""
         return self._by_token.get(hash_of(token))
 
     def of_certificate(self, names: Iterable[str]) -> Identity | None:
-        """Who has the first of the names that is anybody's; None: nobody."""
+        """Return the identity of the first known name, or None."""
         return next((self._by_certificate[name] for name in names if name in self._by_certificate), None)
 
 
 def bearer_of(authorization: str) -> str | None:
-    """The token of `Bearer <token>`, the value of an `authorization`; None where it is something else."""
+    """Return the token of an `authorization` value `Bearer <token>`, or None for anything else."""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 
 
 def hash_of(token: str) -> str:
-    """How the file of identities holds a token."""
+    """Return the form in which the file of identities has a token."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def read_identities(path: str) -> Identities:
-    """Reads the file of identities. Raises `InvalidArgument`: the file, and what is wrong where."""
+    """Read the file of identities. Raise `InvalidArgument` with the file, the place and what is wrong."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         return Identities(msgspec.convert(tomllib.loads(text), _File).identity)
@@ -197,39 +188,39 @@ BITS: Final = 256
 
 
 def make_token() -> str:
-    """A new token: letters, digits, `-` and `_`."""
+    """Create a token: letters, digits, `-` and `_`."""
     return secrets.token_urlsafe(BITS // 8)
 
 
 def write_token(path: Path, token: str) -> None:
-    """Writes a token to a new file for this user alone. Raises `OSError`, also where there is something already."""
+    """Write a token to a new file for this user alone. Raise `OSError`, also if the path exists."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(file, "w", encoding="ascii") as opened:
         opened.write(f"{token}\n")
 
 
 T = TypeVar("T")
-# Of each file when it was changed, which file it is and how large, or None where there is none.
+# Modification time, inode and size of each file, or None if it does not exist
 _State: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
 class WatchedFiles(Generic[T]):
-    """What was last read from files and found in order.
+    """The last valid value read from files.
 
-    A change is read when two looks in a row have seen it: the files may be several, which change one after the other.
+    A change is read when two looks in a row have seen it, since several files may change one after the other.
     """
 
     def __init__(self, paths: Sequence[str], read: Callable[[], T]) -> None:
-        """Reads them. Raises what `read` raises."""
+        """Read the files. Raise the errors of `read`."""
         self._paths = tuple(map(Path, paths))
         self._read = read
         self._read_at = self._seen = self._state()
         self.value = read()
 
     def look(self) -> bool | None:
-        """Reads the files if they have changed; whether the value is another one then. None: nothing was read.
+        """Read the files if they have changed; return whether the value changed, or None if nothing was read.
 
-        Raises what `read` raises, once for each change; the value stays as it was.
+        Raises the errors of `read` once for each change; the value then stays.
         """
         state = self._state()
         settled = state == self._seen
@@ -260,10 +251,10 @@ log = logging.getLogger(__name__)
 
 
 class Door:
-    """What is in force of the files. Any thread may ask."""
+    """The rights and certificates in force, which any thread may read."""
 
     def __init__(self, tls: TlsSettings, access: AccessSettings) -> None:
-        """Reads the files. Raises `InvalidArgument`."""
+        """Read the files. Raise `InvalidArgument` if one is wrong."""
         self._certificates: WatchedFiles[Certificates] | None = None
         self._identities: WatchedFiles[Identities] | None = None
         if tls.cert_file is not None:
@@ -273,18 +264,19 @@ class Door:
 
     @property
     def certificates(self) -> Certificates | None:
-        """None: there is no TLS."""
+        """The certificates, or None without TLS."""
         return None if self._certificates is None else self._certificates.value
 
     @property
     def identities(self) -> Identities | None:
-        """None: whoever reaches the port may do everything."""
+        """The identities, or None if every caller that reaches the port may do everything."""
         return None if self._identities is None else self._identities.value
 
     async def watch(self, *, changed: Callable[[], None], refused: Callable[[Kind, bool], None]) -> None:
-        """Looks at the files until it is cancelled.
+        """Watch the files until cancelled.
 
-        `changed` is called when the identities are others; `refused` when files were read, with whether they are wrong.
+        `changed` is called when the identities have changed. `refused` is called when files were read, with whether
+        they are wrong.
         """
         watched: list[tuple[Kind, WatchedFiles[Any] | None]] = [
             ("certificates", self._certificates),
@@ -298,7 +290,7 @@ class Door:
 
 
 async def _look(kind: Kind, files: WatchedFiles[Any], refused: Callable[[Kind, bool], None]) -> bool:
-    """Whether the files were read, and hold something else than before."""
+    """Return whether the files were read and have new contents."""
     try:
         another = await asyncio.to_thread(files.look)
     except errors.InvalidArgument as error:
@@ -306,7 +298,7 @@ async def _look(kind: Kind, files: WatchedFiles[Any], refused: Callable[[Kind, b
         refused(kind, True)
         return False
     except Exception:
-        # Whoever is revoked later must still be.
+        # Keep watching: revocations must still take effect later.
         log.exception("the %s in force stay as they were", kind)
         refused(kind, True)
         return False

@@ -1,7 +1,6 @@
-"""What callers of the engine pass in and get back, in columns.
+"""Defines the values, in columns, that callers of the engine pass and get.
 
-Owns: the shapes of the calls.
-Does not own: their meaning (`daemon.core`) and the wire (`daemon.grpc_services`).
+`daemon.core` gives them meaning; `daemon.grpc_services` maps them to messages.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from storage_backends.formats.row_columns import U32, U64, Rows
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the daemon serves, and if not, what it waits for."""
+    """The state of the daemon: whether it serves, and if not, what it waits for."""
 
     serving: bool
     reason: str
@@ -34,10 +33,10 @@ class Health:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class HandedOut:
-    """Rows that a dispatcher holds from now on, under the epoch that handed them out.
+    """Rows delivered to a dispatcher, with the epoch of the delivery.
 
-    `redelivery_count`: u32[n], how often each was negatively acknowledged; None: none was. `batch_index`: as in
-    `HeldPositions`. `consumer_id`: u32[n], who of a KEY_SHARED stream receives each; None on any other.
+    `redelivery_count` is u32[n], how often each was negatively acknowledged; None means never. For `batch_index` see
+    `HeldPositions`. `consumer_id` is u32[n], the receivers on a KEY_SHARED stream; None on any other.
     """
 
     epoch: int
@@ -47,7 +46,7 @@ class HandedOut:
     consumer_id: U32 | None = None
 
     def held(self) -> HeldPositions:
-        """What the dispatcher acknowledges them with."""
+        """Return the positions with which the dispatcher acknowledges the rows."""
         return HeldPositions(
             self.rows.ledger_id, self.rows.entry_id, self.rows.deliver_at_ms, self.batch_index, self.redelivery_count
         )
@@ -66,9 +65,9 @@ class Consumer:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class HeldByConsumers:
-    """Positions that consumers of a stream held on an earlier one, `consumer_id`, u32[n], each.
+    """Positions that consumers of a stream held on an earlier stream.
 
-    `key_hash`: u32[n], those of positions with `deliver_at_ms` 0 that were planned; None: there are none.
+    `consumer_id` is u32[n]. `key_hash` is u32[n] for planned positions, which have `deliver_at_ms` 0; None without any.
     """
 
     positions: HeldPositions
@@ -78,7 +77,7 @@ class HeldByConsumers:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Planned:
-    """What a plan says: `consumer_id`, u32[n], who receives each position now; 0: it is HELD."""
+    """The answer to a plan: `consumer_id` is u32[n], the receiver of each position now, 0 if it is HELD."""
 
     epoch: int
     request_id: int
@@ -87,18 +86,18 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TakenBack:
-    """Rows that consumers of a stream held and hold no more."""
+    """Rows that consumers of a stream held and no longer hold."""
 
     rows: HandedOut
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Nack:
-    """Positions that are to come back later, or, by `reject`, never: then `text` may say why.
+    """Positions to redeliver later or, with `reject`, never; `text` may then say why.
 
-    `key_hash`, u32[n], is that of a position that the subscription is owed no row of: with `deliver_at_ms` 0, which
-    Tarry has not handed out, or, by `forwarded`, acknowledged when it was passed on. When it comes back: `delay_ms`,
-    u64[n], `delay_level`, i32[n], or None of both: by the subscription's policy.
+    `key_hash` is u32[n] for positions without a row that the subscription is owed. They have `deliver_at_ms` 0 if Tarry
+    has not delivered them, or are `forwarded` if they were acknowledged when they were passed on. `delay_ms` is u64[n]
+    and `delay_level` i32[n]; if both are None, the subscription's policy applies.
     """
 
     positions: HeldPositions
@@ -112,7 +111,7 @@ class Nack:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NackOutcome:
-    """`ignored`: positions to which nothing happened, and why. `dead_lettered`: how many are dead letters now."""
+    """The outcome of a negative acknowledgement: `ignored` positions with reasons; the number of new dead letters."""
 
     ignored: Ignored
     dead_lettered: int
@@ -120,7 +119,7 @@ class NackOutcome:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Leased:
-    """Rows of a lease that ends `lease_ms` from now; none when nothing came due in time."""
+    """Rows of a lease that ends `lease_ms` from now; no rows if nothing came due in time."""
 
     handed_out: HandedOut
     lease_ms: int
@@ -129,7 +128,7 @@ class Leased:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicPolicies:
-    """`stored`: as it was set. `effective`: what is in force, every field filled."""
+    """The policy of a topic: `stored` as it was set, and `effective` with every field filled."""
 
     stored: TopicPolicy
     effective: TopicPolicy
@@ -137,10 +136,10 @@ class TopicPolicies:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicLevels:
-    """Delay levels in force. `of_topic`: they were set for the topic; if not, they are the daemon's.
+    """The delay levels in force. `of_topic` is whether they were set for the topic; otherwise they are the daemon's.
 
-    `pending`: rows that were added by each level and are not due yet, level 1 first, to the highest of the table or of
-    such a row; none where no topic is asked about.
+    `pending` counts rows by level that are not due yet, level 1 first, up to the highest level of the table or of such
+    a row. It is empty if no topic was named.
     """
 
     levels: DelayLevels
@@ -150,7 +149,7 @@ class TopicLevels:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Merged:
-    """`merges` were made, which replaced `merged_buckets`; the topic has `buckets` sealed ones now."""
+    """The outcome of merging: `merges` replaced `merged_buckets`, and the topic has `buckets` sealed ones now."""
 
     merges: int
     merged_buckets: int
@@ -159,8 +158,9 @@ class Merged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trimmed:
-    """Rows that a trim dropped. `dead_lettered`: of these, rows that became dead letters. `more`: there may be further
-    ones, which were left for another request.
+    """The outcome of a trim: `rows` were dropped, and `dead_lettered` of them became dead letters.
+
+    With `more` there may be further ones, left to another request.
     """
 
     rows: int
@@ -170,8 +170,9 @@ class Trimmed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sealed:
-    """Buckets that are committed, one of each index that had rows. `rows`: of all of them; `bucket`: the first, that of
-    the shared index if there is one; empty when there was nothing to seal.
+    """The outcome of a seal: one committed bucket for each index that had rows, `rows` in all.
+
+    `bucket` is the first one, that of the shared index if there is one; it is empty if there was nothing to seal.
     """
 
     rows: int
@@ -180,7 +181,7 @@ class Sealed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GarbageProgress:
-    """How far a collection is; fields as in `tarry.v1.CollectGarbageResponse`."""
+    """The progress of a collection; fields as in `tarry.v1.CollectGarbageResponse`."""
 
     shards: int
     shards_done: int = 0
@@ -192,7 +193,7 @@ class GarbageProgress:
     def plus(
         self, topics_done: int, topics: int, summary: garbage_rules.Summary, *, shards_done: int = 0
     ) -> GarbageProgress:
-        """With what a pass over one more shard did so far, and whether it is done."""
+        """Add the progress of a pass over one more shard, and whether it is done."""
         return dataclasses.replace(
             self,
             shards_done=self.shards_done + shards_done,
@@ -204,7 +205,7 @@ class GarbageProgress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicDeleted:
-    """`rows`: what left with it, due or not. `incarnation`: the one that was deleted."""
+    """The outcome of a deletion: `rows` left with the topic, due or not; `incarnation` is the deleted one."""
 
     rows: int
     incarnation: int
@@ -212,7 +213,7 @@ class TopicDeleted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicLocation:
-    """`owner_address` and `owner` are empty when nobody owns the shard."""
+    """The owner of a topic's shard. `owner_address` and `owner` are empty if the shard has no owner."""
 
     shard: int
     owner_address: str
@@ -223,7 +224,7 @@ class TopicLocation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubscriptionCreated:
-    """`created` is False when the subscription existed."""
+    """The outcome of creating a subscription. `created` is False if it existed."""
 
     subscription_id: int
     since_ms: int
@@ -232,7 +233,10 @@ class SubscriptionCreated:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicSummary:
-    """`next_due_ms`: 0 when nothing is pending. `due`: rows that are due and not gone."""
+    """One topic in a list.
+
+    `next_due_ms` is 0 if nothing is pending (Unix ms); `due` counts rows that are due and not gone.
+    """
 
     topic: str
     shard: int
@@ -245,9 +249,9 @@ class TopicSummary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicPage:
-    """Topics in the order of their names. `next_after`: the name to go on after, None on the last page.
+    """Topics in the order of their names. `next_after` is the name to continue after, None on the last page.
 
-    `topics_loading`, `topics_damaged`: how many are not listed since they are not loaded yet, or cannot be.
+    `topics_loading` and `topics_damaged` are not listed since they are not loaded yet, or cannot be.
     """
 
     topics: tuple[TopicSummary, ...]
@@ -281,7 +285,7 @@ class SubscriptionStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubscriptionPage:
-    """Subscriptions in the order of their names. `next_after`: the name to go on after, None on the last page."""
+    """Subscriptions in the order of their names. `next_after` is the name to continue after, None on the last page."""
 
     subscriptions: tuple[SubscriptionStats, ...]
     next_after: str | None
@@ -290,7 +294,7 @@ class SubscriptionPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConsumerSummary:
-    """One consumer, and how its dispatcher calls it."""
+    """One consumer, with the id that its dispatcher uses."""
 
     consumer_id: int
     stats: ConsumerStats
@@ -298,8 +302,9 @@ class ConsumerSummary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConsumerPage:
-    """Consumers in the order in which they joined. `next_after`: the number of the one to go on after, None on the last
-    page. `key_shared`: None where nobody has the subscription open as KEY_SHARED.
+    """Consumers in the order of joining. `next_after` is the number to continue after, None on the last page.
+
+    `key_shared` is None unless a stream has the subscription open as KEY_SHARED.
     """
 
     consumers: tuple[ConsumerSummary, ...]
@@ -332,8 +337,10 @@ class BucketSummary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketPage:
-    """Buckets in the order of (first ledger, last ledger). `next_after`: the place to go on after, None on the last
-    page. `mutable_rows`: rows that are in no sealed bucket.
+    """Buckets in the order of (first ledger, last ledger).
+
+    `next_after` is the place to continue after, None on the last page. `mutable_rows` counts rows that are in no sealed
+    bucket.
     """
 
     buckets: tuple[BucketSummary, ...]
@@ -370,9 +377,10 @@ class TopicStats:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RetentionPage:
-    """Ledgers that have rows, ascending, and of each the lowest entry that has one: u64[n] each. `uncertain`: the first
-    and the last ledger of damaged buckets of which rows are missing. `next_after`: the ledger to go on after, None on
-    the last page.
+    """Ledgers that have rows, ascending, and the lowest entry of each that has one; u64[n] each.
+
+    `uncertain` has the first and last ledger of damaged buckets with missing rows. `next_after` is the ledger to
+    continue after, None on the last page.
     """
 
     ledger_id: U64
@@ -384,8 +392,10 @@ class RetentionPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """What of a topic's rows is looked at: from_ms <= deliver_at_ms < until_ms, 0 is no limit; of ledgers from the
-    first to the last; what a subscription is owed. None: every ledger, every index.
+    """The part of a topic's rows to show: from_ms <= deliver_at_ms < until_ms (Unix ms, 0 for no limit).
+
+    `ledgers` are the first and the last. `subscription` restricts to rows that it is owed. None means every ledger,
+    every index.
     """
 
     from_ms: int = 0
@@ -396,11 +406,10 @@ class View:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ScheduledPage:
-    """Rows that are not due yet, in the order in which they come due. `next_after`: the place to go on after, None on
-    the last page.
+    """Rows that are not due yet, in due order. `next_after` is the place to continue after, None on the last page.
 
-    `subscription_index`: u32[n], of each row the place in `subscriptions` of the one whose own index it is in; the
-    first of these is empty, for the shared index.
+    `subscription_index` is u32[n], places in `subscriptions`, which name the owner of each row's index; the first one
+    is empty, for the shared index.
     """
 
     rows: Rows
@@ -412,11 +421,10 @@ class ScheduledPage:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class BacklogPage:
-    """Rows that a subscription is owed and has not acknowledged, in the order in which they came due.
+    """Rows that a subscription is owed and has not acknowledged, in due order.
 
-    `in_flight`: bool[n], whether a row is handed out. `redeliver_at_ms`: u64[n], when a row that was negatively
-    acknowledged comes back, 0 of all others; None when none waits for that. `redelivery_count`, `batch_index`: u32[n],
-    as in `HandedOut`. `next_after`: as in `ScheduledPage`.
+    `in_flight` is bool[n]. `redeliver_at_ms` is u64[n] (Unix ms), 0 for rows that are not NACKED; None if none is. For
+    `redelivery_count` and `batch_index`, u32[n], see `HandedOut`; for `next_after` see `ScheduledPage`.
     """
 
     rows: Rows
@@ -430,7 +438,7 @@ class BacklogPage:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class DeadLetterPage:
-    """Dead letters by ascending id. `next_after`: the id to go on after, None on the last page."""
+    """Dead letters by ascending id. `next_after` is the id to continue after, None on the last page."""
 
     rows: DeadLetterRows
     next_after: int | None
@@ -439,8 +447,9 @@ class DeadLetterPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replayed:
-    """`replayed` dead letters are rows of their subscription again; `skipped` stay, since there are rows of their
-    positions.
+    """The outcome of a replay: `replayed` dead letters are rows again; `skipped` ones stay.
+
+    The positions of skipped ones have rows already.
     """
 
     replayed: int
@@ -449,7 +458,7 @@ class Replayed:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Histogram:
-    """How many rows come due in each bar; fields as in `tarry.v1.GetHistogramResponse`, `rows` i64[bars]."""
+    """The number of rows that come due in each bar; fields as in `tarry.v1.GetHistogramResponse`, `rows` i64[bars]."""
 
     from_ms: int
     until_ms: int

@@ -1,13 +1,8 @@
-"""A histogram of Prometheus that takes whole columns.
+"""Counts whole columns in Prometheus histograms, and the series of deliveries.
 
-Owns: counting columns into buckets. Does not own: which histograms there are (`metrics`).
-
-The series of hand-outs: how many rows, and how late.
-
-Owns: keeping what was handed out, as columns, until many hand-outs are counted together, or somebody asks.
-Does not own: the other series (`metrics`).
-
-Most hand-outs of a busy daemon are of one to three rows: to count each by itself costs a tenth of its loop.
+`metrics` alone uses it; it stands apart because it is the hot path of the metrics. Most deliveries of a busy daemon
+have one to three rows, and counting each separately costs a tenth of its loop. So columns are kept until many
+deliveries are counted together, or a scrape asks.
 """
 
 from __future__ import annotations
@@ -23,14 +18,14 @@ from prometheus_client.registry import Collector
 
 from storage_backends.formats.row_columns import U32, U64
 
-# Columns of a histogram that are sorted in together; one of as many values is sorted in at once.
+# Columns of a histogram that are sorted in together; a column of this many values is sorted in at once.
 UNSORTED_COLUMNS_MAX = 256
 
 
 class ArrayHistogram(Collector):
     """A histogram that takes a whole column at once; the library's takes one value at a time, 1 us each.
 
-    Columns of few values are sorted into the buckets together, some time later. Without labels there is one series.
+    Columns of few values are sorted into the buckets together later. Without labels there is one series.
     """
 
     def __init__(self, name: str, meaning: str, bounds: Sequence[float], *labels: str) -> None:
@@ -42,7 +37,7 @@ class ArrayHistogram(Collector):
         self._series: dict[tuple[str, ...], _Series] = {} if labels else {(): _Series(self._bounds)}
 
     def observe_ms(self, values: npt.NDArray[np.int64], *labels: str) -> None:
-        """Counts each value, in ms, in the first bucket whose bound, in seconds, is not below it."""
+        """Count each value (ms) in the first bucket whose bound (seconds) is not below it."""
         with self._lock:
             series = self._series.get(labels)
             if series is None:
@@ -72,7 +67,7 @@ class _Series:
             self._sort_in()
 
     def read(self) -> tuple[list[int], float]:
-        """(how many were at most each bound, their sum)."""
+        """Return (number of values at or below each bound, sum of values)."""
         self._sort_in()
         cumulative: list[int] = np.cumsum(self._counts).tolist()
         return cumulative, self._sum
@@ -87,15 +82,18 @@ class _Series:
         self._sum += float(values.sum())
 
 
-# Hand-outs that are counted together; one of as many rows is counted at once.
+# Deliveries that are counted together; one of this many rows is counted at once.
 TOGETHER_MAX = 256
 
-# Label of the topic, due times, redelivery counts, and the time of the hand-out.
+# (label of the topic, due times, redelivery counts, time of the delivery)
 _HandOut = tuple[str, U64, U32 | None, int]
 
 
 class HandOutCounts(Collector):
-    """Counts hand-outs by topic, and their lateness over all topics. `label`: of a topic. May be used in any thread."""
+    """The number of rows delivered by topic, and their lateness over all topics. Any thread may use it.
+
+    `label` returns the label of a topic.
+    """
 
     def __init__(self, label: Callable[[str], str], bounds_s: Sequence[float]) -> None:
         self._label = label
@@ -109,7 +107,7 @@ class HandOutCounts(Collector):
         self._uncounted: collections.deque[_HandOut] = collections.deque()
 
     def add(self, topic: str, deliver_at_ms: U64, redelivery_count: U32 | None, *, now_ms: int) -> None:
-        """Rows were handed out. The columns are kept; they must not change."""
+        """Count delivered rows. The columns are kept and must not change."""
         self._uncounted.append((self._label(topic), deliver_at_ms, redelivery_count, now_ms))
         if len(self._uncounted) >= TOGETHER_MAX or len(deliver_at_ms) >= TOGETHER_MAX:
             self._count()
@@ -126,7 +124,7 @@ class HandOutCounts(Collector):
             if columns:
                 due_ms = np.concatenate(columns)
                 lateness_ms = np.repeat(np.array(times_ms, np.int64), rows) - due_ms.astype(np.int64)
-                # What was nacked or planned without having been pending has no time at which it was due.
+                # Rows that were nacked or planned without having been pending have no due time.
                 self._lateness.observe_ms(lateness_ms[due_ms > 0])
 
     def collect(self) -> Iterator[metrics_core.Metric]:

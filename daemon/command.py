@@ -1,14 +1,8 @@
-"""What `tarryd` does.
+"""Runs the commands of `tarryd`: serving, and `token`, `health` and `give-up`.
 
-Owns: arguments, settings, and the exit status: 0 after an orderly end, 1 when it cannot serve, 2 for a
-wrong configuration, 3 when the orderly end was cut short; and what it does instead of serving: `token`, `health`,
-`give-up`.
-Does not own: a signal that comes before anything is served (`daemon.main`), what the daemon is made of and how it ends
-(`daemon.process`).
-
-A daemon that starts is waited for: what it is made of is imported while the store is being probed.
-
-The question whether a daemon serves, as `tarryd health` asks it.
+`main` alone uses it; it is imported only after signals are handled. The exit status is 0 after a clean end, 1 if the
+daemon cannot serve, 2 for a wrong configuration, and 3 if the clean end was cut short. `daemon.process` composes the
+daemon. Since a starting daemon is waited for, it is imported while the store is being probed.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from daemon.audit_log import AuditLog
 from daemon.auth import Door
 from storage_backends import object_store, probe, store_opening
 
-# So long may a thread that seals, or reads segments, keep the interpreter from the event loop; Python's own is 5 ms.
+# Longest time that a thread which seals or reads segments keeps the interpreter; Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.001
 HEALTH_TIMEOUT_S = 5.0
 EXIT_CANNOT_SERVE = 1
@@ -45,9 +39,9 @@ log = logging.getLogger(__name__)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Does what the arguments say, and that is to serve until it is told to end, if nothing else; the exit status."""
+    """Run the command, by default serving until a signal ends it; return the exit status."""
     options = _parse(arguments)
-    # Whatever this process makes is for its own user.
+    # Files that this process creates are for its own user.
     os.umask(0o077)
     logs.configure()
     if options.command == "token":
@@ -80,7 +74,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_token(file: Path | None) -> int:
-    """Makes a token, and shows it once, or writes it to a file that is not there yet."""
+    """Create a token and show it once, or write it to a new file."""
     token = auth.make_token()
     if file is None:
         sys.stdout.write(f"{token}\n")
@@ -95,7 +89,7 @@ def _make_token(file: Path | None) -> int:
 
 
 def _ask_health(settings: config.Config) -> int:
-    """Asks the daemon of these settings on this machine; 0 when it serves, else 1. Raises `InvalidArgument`."""
+    """Ask the daemon of these settings on this machine; return 0 if it serves, else 1. Raise `InvalidArgument`."""
     if settings.grpc.unix_socket is not None:
         address = f"unix:{settings.grpc.unix_socket}"
     elif settings.tls.cert_file is None:
@@ -111,8 +105,9 @@ def _ask_health(settings: config.Config) -> int:
 
 
 def _give_up(settings: config.Config, log_id: str, *, accepted: bool) -> int:
-    """Tells what of a dead daemon's log is damaged or lost, and gives it up if that is accepted; 0 when a standby can
-    take over, else 1.
+    """Report what of a dead daemon's log is damaged or lost, and give it up if that is accepted.
+
+    Returns 0 if a standby can take over, else 1.
     """
     from daemon.owner.give_up import StillWritten, resolve_loss
 
@@ -176,7 +171,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Version(argparse.Action):
-    """Reads the version only when it is asked for."""
+    """An option that reads the version only when it is used."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         import importlib.metadata
@@ -186,11 +181,11 @@ class _Version(argparse.Action):
 
 
 def _probe(store: object_store.ObjectStore) -> concurrent.futures.Future[None]:
-    """Ends when the store was found to keep its promises, or with what it breaks."""
+    """Probe the store in a thread; the future ends when the store keeps its promises, or with what it breaks."""
     probed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def work() -> None:
-        # Nobody cancels it from here on.
+        # From here on the future cannot be cancelled.
         probed.set_running_or_notify_cancel()
         try:
             probe.probe(store, f"probe/{uuid.uuid4().hex}")
@@ -221,12 +216,12 @@ def _serve(
         sys.stderr.write(f"tarryd: not finished: {error}\n")
         sys.stderr.flush()
         logging.shutdown()
-        # A thread may wait for a store that never answers; nothing is lost that was answered.
+        # A thread may wait for a store that never answers; nothing that was answered is lost.
         os._exit(EXIT_NOT_DRAINED)
 
 
 def is_serving(address: str, *, timeout_s: float) -> bool:
-    """Asks the daemon at an address without TLS: whether it answers that it serves."""
+    """Return whether the daemon at an address without TLS answers that it serves."""
     with grpc.insecure_channel(address) as channel:
         stub = cast(Any, health_pb2_grpc.HealthStub(channel))
         try:

@@ -1,7 +1,7 @@
-"""How the daemon is configured: by a TOML file, the environment and `--set` (`storage_backends.settings_file`).
+"""Loads the configuration from a TOML file, the environment and `--set`, and refuses contradictory settings.
 
-Owns: which sections there are, and which settings contradict each other: an error that names them.
-Does not own: the settings (`daemon.settings`, `storage_backends.storage_settings`), reading them, and what they do.
+An error names the settings. `daemon.settings` and `storage_backends.storage_settings` declare them, and
+`storage_backends.settings_file` reads them.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def daemon_id(self) -> str:
-        """`daemon.id`, or host name and port: the same after a restart on this machine."""
+        """The setting `daemon.id`, or host name and port, which stay the same after a restart on this machine."""
         if self.daemon.id is not None:
             return self.daemon.id
         return f"{socket.gethostname()}-{split_address(self.grpc.listen)[1]}"
 
     def read_delay_levels(self) -> delay_levels.DelayLevels:
-        """`redelivery.delay_levels`. Raises `InvalidArgument`.
+        """Parse `redelivery.delay_levels`. Raise `InvalidArgument` if it is wrong.
 
-        The default table may go beyond a limit on delays that was set: rows of such a level are refused by themselves.
+        The default table may exceed a lower limit on delays: rows of such levels are then refused individually.
         """
         table = self.redelivery.delay_levels
         limit_ms = self.limits.delay_max_ms
@@ -82,9 +82,9 @@ def load(
     environment: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
 ) -> Config:
-    """Reads the file (None: defaults), the environment (None: the process's) and `section.key=value` overrides.
+    """Load the file (None: defaults), the environment (None: the process's) and `section.key=value` overrides.
 
-    Raises `InvalidArgument`: what is wrong, by the setting's path and where it was set.
+    Raises `InvalidArgument` with the setting's path, where it was set and what is wrong.
     """
     try:
         config = settings_file.load(Config, path, environment=environment, overrides=overrides)
@@ -95,7 +95,7 @@ def load(
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`host:port` as host (without brackets) and port. Raises `InvalidArgument`."""
+    """Split `host:port` into host (without brackets) and port. Raise `InvalidArgument` if it has another form."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > PORT_MAX:
         raise errors.InvalidArgument(f"address: {address!r} is not host:port with a port from 0 to {PORT_MAX}")
@@ -103,7 +103,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches the address. A name other than `localhost` counts as reachable from outside."""
+    """Return whether only this machine reaches the address. Names other than `localhost` count as reachable."""
     host, _ = split_address(address)
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -112,7 +112,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _check_port(name: str, address: str | None) -> None:
-    """Refuses a port that there is not, in host:port and in a URL."""
+    """Refuse an invalid port in host:port or in a URL."""
     authority = re.split("[/?]", re.sub("^https?://", "", address or ""), maxsplit=1)[0]
     port = re.search(r":([0-9]+)\Z", authority)
     if port is not None and int(port[1]) > PORT_MAX:
@@ -122,7 +122,7 @@ def _check_port(name: str, address: str | None) -> None:
 
 
 def _check(config: Config) -> None:
-    """What no single setting shows."""
+    """Refuse settings that are wrong only in combination."""
     _check_port("daemon.address", config.daemon.address)
     _check_port("grpc.listen", config.grpc.listen)
     _check_port("metrics.listen", config.metrics.listen)
@@ -138,7 +138,7 @@ def _check(config: Config) -> None:
 
 
 def _check_door(config: Config) -> None:
-    """What TLS and identities need of each other, and an address that other machines reach of both."""
+    """Refuse TLS and identities that lack a part, and addresses that other machines reach without both."""
     tls, access, metrics = config.tls, config.access, config.metrics
     if (tls.cert_file is None) != (tls.key_file is None):
         given, missing = ("cert_file", "key_file") if tls.key_file is None else ("key_file", "cert_file")
@@ -161,7 +161,7 @@ def _check_door(config: Config) -> None:
 
 
 def _check_reachable(name: str, listen: str, needed: Mapping[str, bool]) -> None:
-    """Refuses an address that other machines reach where one of the settings that it needs is not set."""
+    """Refuse an address that other machines reach if a setting that it needs is not set."""
     missing = [setting for setting, is_set in needed.items() if not is_set]
     if missing and not is_loopback(listen):
         raise errors.InvalidArgument(
@@ -172,7 +172,7 @@ def _check_reachable(name: str, listen: str, needed: Mapping[str, bool]) -> None
 
 
 def _check_deletion(config: Config) -> None:
-    """What the object stores and owners of deletions must be for a record to have one place at most."""
+    """Refuse object stores and owners of deletions with which a record could have two places."""
     stores, owners = config.deletion.object_stores, config.deletion.owners
     for index, store in enumerate(stores):
         _check_object_store(f"deletion.object_stores[{index}]", store)
@@ -227,7 +227,7 @@ def _check_owner(path: str, owner: DeletionOwner) -> None:
 
 
 def _refuse_twice(path: str, what: str, values: Sequence[Iterable[str]]) -> None:
-    """Refuses a value that stands twice in an array of tables; `values`: of each of its tables."""
+    """Refuse a value that occurs twice in an array of tables; `values` has those of each table."""
     first: dict[str, int] = {}
     for index, own in enumerate(values):
         for value in own:
@@ -239,7 +239,7 @@ def _refuse_twice(path: str, what: str, values: Sequence[Iterable[str]]) -> None
 
 
 def _overlap(own: Store, other: DeletionObjectStore) -> bool:
-    """Whether one of the places is, or is inside, the other."""
+    """Return whether one of the places is, or is inside, the other."""
     if own.kind != other.kind:
         return False
     if own.kind == "local":

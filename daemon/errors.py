@@ -1,55 +1,54 @@
-"""The kinds of failure, chosen by what the caller should do about them.
+"""Defines the kinds of failure, by what the caller should do about them.
 
-Owns: the error classes. Each gRPC status code has exactly one class beneath the kinds.
-Does not own: the mapping to status codes (`daemon.grpc_services.status`) and the errors of the object store
-(`storage_backends.object_store`), which the layers above turn into these.
+Each gRPC status code has exactly one class beneath the kinds; `daemon.grpc_services.status` maps them. Errors of the
+object store are in `storage_backends.object_store`; the layers above turn them into these.
 """
 
 
 class TarryError(Exception):
-    """Every failure that a caller may see."""
+    """A failure that a caller may see."""
 
 
 class CallerError(TarryError):
-    """The request is wrong, or wrong now; repeating it unchanged is of no use while things are as they are."""
+    """A wrong request, or one that is wrong now: repeating it unchanged is useless while nothing else changes."""
 
 
 class InvalidArgument(CallerError):
-    """A field is missing, malformed or out of its range; the message names field, value and limit."""
+    """A field that is missing, malformed or out of range; the message names field, value and limit."""
 
 
 class NotFound(CallerError):
-    """The named topic or subscription does not exist."""
+    """A named topic or subscription that does not exist."""
 
 
 class AlreadyExists(CallerError):
-    """The topic or subscription exists with other properties."""
+    """A topic or subscription that exists with other properties."""
 
 
 class Conflict(CallerError):
-    """The request conflicts with what is open or leased now. The message says what that is."""
+    """A conflict with what is open or leased now; the message says what that is."""
 
 
 class Unauthenticated(CallerError):
-    """Nobody knows who calls: no token, none that is known, or a certificate that is nobody's."""
+    """A caller without a known token or certificate."""
 
 
 class PermissionDenied(CallerError):
-    """The caller is known, and may not do this. The message says what is missing, never what there is."""
+    """A known caller without permission. The message says what is missing, never what exists."""
 
 
 class LimitExceeded(TarryError):
-    """The request is well formed, and more than is allowed."""
+    """A well-formed request that exceeds a limit."""
 
 
 class DelayTooLong(LimitExceeded):
-    """A row is due later than the limit allows."""
+    """A row that is due later than the limit allows."""
 
 
 class QuotaExceeded(LimitExceeded):
-    """Too much for now; try again.
+    """A request that is too much for now.
 
-    `retry_after_ms`: when to try again, None when waiting does not help: less must be asked for.
+    `retry_after_ms` is when to try again (ms); None means that waiting does not help, and less must be requested.
     """
 
     def __init__(self, message: str, *, retry_after_ms: int | None) -> None:
@@ -58,10 +57,7 @@ class QuotaExceeded(LimitExceeded):
 
 
 class NotOwner(TarryError):
-    """Another daemon serves the topic.
-
-    `owner_address`: its host:port, empty when it is not known.
-    """
+    """A topic that another daemon serves. `owner_address` is its host:port, empty if unknown."""
 
     def __init__(self, message: str, *, owner_address: str = "") -> None:
         super().__init__(message)
@@ -69,10 +65,10 @@ class NotOwner(TarryError):
 
 
 class Unavailable(TarryError):
-    """The store cannot be reached, or the daemon is starting or stopping; a retry is safe.
+    """A store that cannot be reached, or a daemon that is starting or stopping. A retry is safe.
 
-    `retry_after_ms`: when to try again, None when there is no better guess than the caller's own back-off.
-    `former_owner_ms`: for so long a former owner may hand out rows, and what is asked waits; None: it is not that.
+    `retry_after_ms` is when to try again (ms); None means by the caller's own back-off. `former_owner_ms` is how long a
+    former owner may still deliver rows, for which requests wait (ms); None means that this is not the reason.
     """
 
     def __init__(self, message: str, *, retry_after_ms: int | None = None, former_owner_ms: int | None = None) -> None:
@@ -82,13 +78,13 @@ class Unavailable(TarryError):
 
 
 class OutcomeUnknown(TarryError):
-    """The request may or may not be durable; a retry is safe."""
+    """A request that may or may not be durable. A retry is safe."""
 
 
 class Corruption(TarryError):
-    """Stored data is damaged; the message names the object and the offset.
+    """Damaged stored data; the message names object and offset.
 
-    `of_topic`: it is data of the topic that was asked for, which cannot be served before it is mended.
+    `of_topic` is whether it is data of the requested topic, which cannot be served until it is repaired.
     """
 
     def __init__(self, message: str, *, of_topic: bool = False) -> None:

@@ -1,7 +1,6 @@
-"""The form of a log line: a lower-case sentence and fields.
+"""Formats log lines as a lower-case sentence and fields: text for a terminal, JSON for a collector.
 
-Owns: the two forms, text for a terminal and JSON for a collector, and how logging is set up.
-Does not own: what is logged. Callers use the standard library and hand fields over as `extra`:
+Callers use the standard library and pass fields as `extra`:
 
     log.warning("store does not answer", extra={"operation": "put", "retry_in_s": 0.4})
 """
@@ -20,13 +19,13 @@ _STANDARD = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | 
 
 
 def configure(*, level: str = "info", form: Literal["text", "json"] = "text", stream: TextIO | None = None) -> None:
-    """Sends the log of the whole process to `stream` (None: standard error), in place of what was set up before."""
+    """Send the log of the whole process to `stream`, or to standard error if it is None, replacing earlier handlers."""
     destination = logging.StreamHandler(stream if stream is not None else sys.stderr)
     destination.setFormatter(JsonForm() if form == "json" else TextForm())
     root = logging.getLogger()
     root.handlers[:] = [destination]
     root.setLevel(level.upper())
-    # boto3 tells every request at debug, retries and all: noise that hides ours, and it may show signed headers.
+    # At debug level boto3 logs every request, retries included: that hides our lines, and may show signed headers.
     for name in ("boto3", "botocore", "s3transfer", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
 

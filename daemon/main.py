@@ -1,8 +1,7 @@
-"""`tarryd`: the process from its first moment on.
+"""Starts the process of `tarryd`, handling signals from the first moment on.
 
-Owns: what a signal does before anything is served: the end is orderly, with status 0.
-Does not own: the command (`daemon.command`), which is imported only when signals are heeded, since that takes a while;
-and signals to a daemon that starts or serves (`daemon.process`).
+A signal before anything is served ends the process cleanly, with status 0. `daemon.command` is imported only after
+signals are handled, since that takes a while; `daemon.process` handles signals later.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _AskedToEnd(BaseException):
-    """SIGTERM or SIGINT came before there was anything to bring to an end."""
+    """A SIGTERM or SIGINT that arrived before anything had to be ended."""
 
 
 @contextlib.contextmanager

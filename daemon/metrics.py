@@ -1,22 +1,9 @@
-"""Every series that the daemon exports, declared once.
+"""Declares every series that the daemon exports, and the typed events that feed them.
 
-Owns: names, labels, buckets and meaning of the series but for the gauges of topics (`topic_gauges`) and the series of
-deletions (`deletion_metrics`).
-Does not own: the numbers. Layers above report events (`added`, `slot_written`, ...). docs/METRICS.md describes the
-series, `metrics_endpoint` serves them.
-
-The series of deletions of ledgers (PIP-186), which the daemon exports beside its others.
-
-Owns: their names, labels and meaning.
-Does not own: the numbers, which layers above report; docs/METRICS.md describes them.
-
-Every label has its series from the start, so that the first of a kind is an increase.
-
-The gauges of topics, read from the engine when Prometheus asks.
-
-Owns: their names and meaning, the numbers of one topic that they are made of, and the bound on the number of topics
-among the series.
-Does not own: the numbers (`daemon.owner.topic_inspection`), and what is reported as it happens (`metrics`).
+Layers above report events (`added`, `slot_written`, ...). docs/METRICS.md describes the series, `metrics_endpoint`
+serves them, and `column_histogram` has those of deliveries. The gauges of topics are read from
+`daemon.owner.topic_inspection` at each scrape. Every label of a deletion series exists from the start, so that the
+first event of a kind is an increase.
 """
 
 from __future__ import annotations
@@ -50,7 +37,7 @@ _ENDED = (
 
 
 class DeletionMetrics:
-    """What happened to deletions. Methods are cheap and may be called on the event loop or in any thread."""
+    """The series of deletions (PIP-186). Methods are cheap; the event loop and any thread may call them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, meaning: str, *labels: str) -> prometheus_client.Counter:
@@ -92,27 +79,27 @@ class DeletionMetrics:
             self._ended.labels(_label(outcome))
 
     def recorded(self, ledger_type: LedgerType, deletions: int = 1) -> None:
-        """Counts deletions that are durable and were not recorded before."""
+        """Count deletions that are durable and were not recorded before."""
         self._recorded.labels(_label(ledger_type)).inc(deletions)
 
     def attempted(self) -> None:
-        """An attempt begins: its store is asked."""
+        """Count an attempt whose store is asked."""
         self._attempted.inc()
 
     def deleted(self, ledger_type: LedgerType) -> None:
-        """An attempt has deleted what there was."""
+        """Count an attempt that has deleted a ledger."""
         self._deleted.labels(_label(ledger_type)).inc()
 
     def failed(self, ledger_type: LedgerType) -> None:
-        """An attempt has failed."""
+        """Count a failed attempt."""
         self._failed.labels(_label(ledger_type)).inc()
 
     def ended(self, outcome: DeletionOutcome) -> None:
-        """One is over, durably; nothing was given up."""
+        """Count a deletion that is durably over without having been given up."""
         self._ended.labels(_label(outcome)).inc()
 
     def given_up(self) -> None:
-        """One has become a dead letter, durably."""
+        """Count a deletion that has durably become a dead letter."""
         self._given_up.inc()
 
     def set_state(
@@ -124,7 +111,7 @@ class DeletionMetrics:
         oldest_seconds: float,
         ledgers_in_use: int,
     ) -> None:
-        """What there is now."""
+        """Set the current numbers."""
         for component, series in self._in_flight.items():
             series.set(in_flight.get(component, 0))
         self._dead.set(dead)
@@ -133,7 +120,7 @@ class DeletionMetrics:
         self._in_use.set(ledgers_in_use)
 
     def set_orphans(self, store: str, ledgers: int) -> None:
-        """A sweep of the whole store, or of a part of it, has found so many."""
+        """Set how many orphans a sweep of the whole store, or of a part of it, has found."""
         self._orphans.labels(store).set(ledgers)
 
 
@@ -153,34 +140,34 @@ class TopicNumbers:
     pending: int
     mutable_rows: int
     loaded_rows: int
-    # Sealed buckets and the mutable one, as PIP-195 counts them.
+    # Sealed buckets and the mutable one, as PIP-195 counts them
     buckets: int
     bucket_bytes: int
     backlog: int
     in_flight: int
     leased: int
-    # Of the backlog, rows that wait for their redelivery.
+    # Rows of the backlog that are NACKED
     nacked: int
     dead_letters: int
-    # Lost with damaged buckets and not added again.
+    # Lost with damaged buckets and not added again
     rebuild_needed: int
-    # Consumers of KEY_SHARED streams, rows that wait for their key, and hashes that wait: for what another consumer
-    # holds, and for what was negatively acknowledged.
+    # Consumers of KEY_SHARED streams; rows that wait for their key; hashes that wait for another consumer's rows, and
+    # for negatively acknowledged ones
     key_shared_consumers: int
     key_shared_waiting: int
     draining_hashes: int
     nack_blocked_hashes: int
-    # 0.0 when nothing is due that was not handed out.
+    # 0.0 if no row is due without having been delivered
     oldest_due_age_s: float
-    # Pending rows by delay level, of levels that have any.
+    # Delay level -> pending rows, without levels that have none
     pending_by_level: Mapping[int, int]
-    # Ledgers that have rows, and the lowest position that the log is needed from, None: it is not.
+    # Ledgers that have rows, and the lowest position needed from the log, or None
     ledgers: int
     lowest: tuple[int, int] | None
 
 
 class TopicLabels:
-    """Bounds the label `topic`: the first `per_topic_max` topics have their own, the others share one."""
+    """Bounded labels `topic`: the first `per_topic_max` topics have their own, the others share one."""
 
     def __init__(self, per_topic: bool, per_topic_max: int) -> None:
         self._per_topic = per_topic
@@ -200,8 +187,10 @@ class TopicLabels:
 
 
 class TopicGauges(Collector):
-    """The gauges of topics; topics that share a label are summed, ages are the largest of them, and positions, which
-    are of different logs, are left out.
+    """The gauges of topics.
+
+    Topics with one label are summed, except for ages, of which the largest counts. Positions are left out for shared
+    labels, since they are of different logs.
     """
 
     def __init__(self, snapshot: Callable[[], Sequence[TopicNumbers]], labels: TopicLabels) -> None:
@@ -209,7 +198,7 @@ class TopicGauges(Collector):
         self._labels = labels
 
     def describe(self) -> Iterable[metrics_core.Metric]:
-        """The families without numbers, so that registering does not ask the engine."""
+        """Return the families without numbers, so that registering does not ask the engine."""
         return _topic_families().values()
 
     def collect(self) -> Iterable[metrics_core.Metric]:
@@ -297,7 +286,7 @@ def _topic_families() -> dict[str, metrics_core.GaugeMetricFamily]:
     return families
 
 
-# PIP-195, in seconds.
+# Bounds of PIP-195 (seconds)
 BUCKET_OPERATION_BOUNDS_S = (0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)
 LATENESS_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 SLOT_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
@@ -309,10 +298,10 @@ MergeOutcome = Literal["merged", "refused", "damaged", "failed", "given_up"]
 
 
 class Metrics:
-    """What happened, reported by the layers. Methods are cheap and may be called on the event loop or in any thread."""
+    """The events that the layers report. Methods are cheap; the event loop and any thread may call them."""
 
     def __init__(self, *, per_topic: bool = True, per_topic_max: int = 1000) -> None:
-        """`per_topic`, `per_topic_max`: see `daemon.settings.Metrics`."""
+        """Declare the series. For `per_topic` and `per_topic_max` see `daemon.settings.MetricsSettings`."""
         self.registry = CollectorRegistry()
         self._labels = TopicLabels(per_topic, per_topic_max)
         self._declare_lateness()
@@ -581,7 +570,7 @@ class Metrics:
         )
 
     def collect_topics_from(self, snapshot: Callable[[], Sequence[TopicNumbers]]) -> None:
-        """Exports the gauges of topics; `snapshot` is called at each scrape, in the scrape's thread."""
+        """Export the gauges of topics; `snapshot` is called at each scrape, in the scrape's thread."""
         self.registry.register(TopicGauges(snapshot, self._labels))
 
     def added(
@@ -596,7 +585,7 @@ class Metrics:
             self._late.labels(label).inc(late_on_arrival)
 
     def added_in_order(self, topic: str, *, in_due_order: int, others: int) -> None:
-        """Added rows entered the index: those that came in due order, and those that must be sorted."""
+        """Count added rows that arrived in due order, and others, which must be sorted."""
         label = self._labels.label(topic)
         if in_due_order:
             self._in_due_order(label).inc(in_due_order)
@@ -604,11 +593,11 @@ class Metrics:
             self._sorted(label).inc(others)
 
     def level_handed_out(self, topic: str, level: int, lateness_ms: npt.NDArray[np.int64]) -> None:
-        """Rows of a delay level were handed out for the first time, each so late."""
+        """Record the lateness of first deliveries of rows of a delay level (ms)."""
         self._level_lateness.observe_ms(lateness_ms, self._labels.label(topic), str(level))
 
     def quota_refused(self, topic: str, quota: Literal["pending", "due", "client"]) -> None:
-        """A request was refused: too many pending rows, too many due in one second, too much of one client."""
+        """Count a refused request: too many pending rows, too many due in one second, or too much from one client."""
         self._refused.labels(self._labels.label(topic), quota).inc()
 
     def acknowledged(self, topic: str, *, acknowledged: int, ignored: int) -> None:
@@ -618,41 +607,41 @@ class Metrics:
                 self._acknowledged(label, result).inc(rows)
 
     def nacked(self, topic: str, *, nacked: int, dead_lettered: int, ignored: int) -> None:
-        """A negative acknowledgement was decided."""
+        """Count the results of a negative acknowledgement."""
         label = self._labels.label(topic)
         for result, rows in (("nacked", nacked), ("dead_lettered", dead_lettered), ("ignored", ignored)):
             if rows:
                 self._nacked(label, result).inc(rows)
 
     def ack_timed_out(self, topic: str, *, rows: int) -> None:
-        """Rows were IN_FLIGHT for longer than their subscription allows."""
+        """Count rows that were IN_FLIGHT for longer than their subscription allows."""
         self._ack_timed_out.labels(self._labels.label(topic)).inc(rows)
 
     def redelivered(self, lateness_ms: npt.NDArray[np.int64]) -> None:
-        """Rows that were negatively acknowledged are READY again, each so late."""
+        """Record how late negatively acknowledged rows became READY again (ms)."""
         self._redelivery_lateness.observe_ms(lateness_ms)
 
     def handed_out(self, topic: str, deliver_at_ms: U64, redelivery_count: U32 | None, *, now_ms: int) -> None:
-        """Rows of those times were handed out. The columns are kept for a while; they must not change."""
+        """Count delivered rows with these due times. The columns are kept for a while and must not change."""
         self._hand_outs.add(topic, deliver_at_ms, redelivery_count, now_ms=now_ms)
 
     def planned(self, topic: str, *, sent: int, held: int) -> None:
-        """A plan was made: so many positions go to consumers at once, the others wait."""
+        """Count the positions of a plan that go to consumers at once, and those that wait."""
         label = self._labels.label(topic)
         for outcome, rows in (("sent", sent), ("held", held)):
             if rows:
                 self._planned(label, outcome).inc(rows)
 
     def key_blocked(self, topic: str, *, rows: int) -> None:
-        """Rows might have been sent, but others of their hash are at another consumer."""
+        """Count rows that were kept back because another consumer holds rows of their hash."""
         self._key_blocked(self._labels.label(topic)).inc(rows)
 
     def taken_back(self, topic: str, *, rows: int) -> None:
-        """Rows behind a negatively acknowledged one of their hash were taken back from their consumers."""
+        """Count rows taken back from consumers, since they come after a negatively acknowledged one of their hash."""
         self._taken_back(self._labels.label(topic)).inc(rows)
 
     def trimmed(self, topic: str, *, rows: int, of_subscription: bool) -> None:
-        """Rows left the topic, or the backlog of one subscription, by a trim or a clear."""
+        """Count rows that left the topic, or the backlog of one subscription, by a trim or a clear."""
         self._trimmed.labels(self._labels.label(topic), "subscription" if of_subscription else "topic").inc(rows)
 
     def withdrawn(
@@ -665,7 +654,7 @@ class Metrics:
         already_due: int,
         in_flight: int,
     ) -> None:
-        """A request to cancel or to reschedule was decided: `rows` positions were, the others stayed as they were."""
+        """Count the results of a cancellation or reschedule: `rows` positions were changed, the others were not."""
         label = self._labels.label(topic)
         series = self._cancelled if result == "cancelled" else self._rescheduled
         results = ((result, rows), ("not_found", not_found), ("already_due", already_due), ("in_flight", in_flight))
@@ -674,17 +663,17 @@ class Metrics:
                 series.labels(label, name).inc(count)
 
     def lease_over(self, topic: str, *, rows: int) -> None:
-        """A lease ended by itself with as many rows that nobody had acknowledged."""
+        """Count the unacknowledged rows of a lease that ended automatically."""
         if rows:
             self._leases_over.labels(self._labels.label(topic)).inc(rows)
 
     def dead_lettered(self, topic: str, reason: DeadLetterReason, *, rows: int) -> None:
-        """Positions of a subscription became dead letters."""
+        """Count positions of a subscription that became dead letters."""
         if rows:
             self._dead_lettered.labels(self._labels.label(topic), reason.name.lower()).inc(rows)
 
     def dead_letters_left(self, topic: str, how: Literal["replayed", "purged"], *, rows: int) -> None:
-        """Dead letters are such no longer."""
+        """Count dead letters that were replayed or purged."""
         series = self._dead_letters_replayed if how == "replayed" else self._dead_letters_purged
         if rows:
             series.labels(self._labels.label(topic)).inc(rows)
@@ -693,7 +682,7 @@ class Metrics:
         self._topics_deleted.inc()
 
     def set_log(self, kept: ObjectCount, *, uncertain_s: float) -> None:
-        """What is kept of the log of this daemon, and for how long its newest slot has been on its way."""
+        """Set the size of this daemon's log, and how long its newest slot has been in flight (seconds)."""
         self._log_slots.set(kept.objects)
         self._log_bytes.set(kept.size_bytes)
         self._log_uncertain.set(uncertain_s)
@@ -708,12 +697,12 @@ class Metrics:
     def commit(
         self, operation: str, outcome: Literal["committed", "refused", "unknown"], *, conflicts: int = 0
     ) -> None:
-        """A commit ended; `conflicts`: how often another one came first."""
+        """Count a commit that ended; `conflicts` counts how often another one came first."""
         self._commits.labels(operation, outcome).inc()
         self._conflicts.labels(operation).inc(conflicts)
 
     def store_error(self, operation: str, kind: str) -> None:
-        """`operation`: put, get ...; `kind`: the class of the error."""
+        """Count an error by `operation` (put, get ...) and `kind`, its class."""
         self._store_errors.labels(operation, kind).inc()
 
     def bucket_operation(
@@ -723,12 +712,12 @@ class Metrics:
         self._bucket_seconds.labels(type).observe(seconds)
 
     def merge_ended(self, outcome: MergeOutcome, *, seconds: float) -> None:
-        """A merge was made, or given up."""
+        """Count a merge that was made or given up."""
         self._merges.labels(outcome).inc()
         self.bucket_operation("merge", "succeed" if outcome == "merged" else "failed", seconds=seconds)
 
     def merged(self, *, buckets: int, rows: int, read_bytes: int, written_bytes: int) -> None:
-        """A bucket of so many rows took the place of others."""
+        """Count a bucket of this many rows that replaced others."""
         self._merge_buckets.inc(buckets)
         self._merge_rows.inc(rows)
         self._merge_bytes.labels("read").inc(read_bytes)
@@ -741,20 +730,20 @@ class Metrics:
         self._serving.set(int(serving))
 
     def set_files_refused(self, kind: Literal["certificates", "identities"], refused: bool) -> None:
-        """Files that had changed were read again: whether they are wrong."""
+        """Set whether changed files that were read again are wrong."""
         self._files_refused.labels(kind).set(int(refused))
 
     def caller_refused(self, refusal: errors.Unauthenticated | errors.PermissionDenied) -> None:
-        """A call, or a request of a stream, was not let in."""
+        """Count a call, or a request of a stream, that was not authorized."""
         reason = "unauthenticated" if isinstance(refusal, errors.Unauthenticated) else "permission_denied"
         self._refused_callers.labels(reason).inc()
 
     def event_loop_paused(self, seconds: float) -> None:
-        """The heartbeat of the event loop was as late."""
+        """Record how late the event loop ran (seconds)."""
         self._loop_pause.observe(seconds)
 
     def set_tick(self, tick_ms: int) -> None:
-        """Hand-outs are batched by this time where none is set."""
+        """Set the tick by which deliveries are batched if none is configured (ms)."""
         self._tick.set(tick_ms / 1000)
 
     def clock_stepped(self, direction: Literal["forward", "back"]) -> None:
@@ -764,7 +753,7 @@ class Metrics:
         self._store_clock_skew.set(seconds)
 
     def recovered(self, *, seconds: float, rows_replayed: int) -> None:
-        """Every topic is loaded, or damaged, so long after serving began at a takeover or a start."""
+        """Record how long after the start of serving every topic was loaded or found damaged (seconds)."""
         self._recovery_seconds.observe(seconds)
         self._rows_replayed.inc(rows_replayed)
 
@@ -776,7 +765,7 @@ class Metrics:
         self._shards_damaged.set(shards)
 
     def damage_found(self, kind: Literal["shard", "checkpoint", "topic", "bucket"]) -> None:
-        """Something stored is damaged or missing, and was found so for the first time."""
+        """Count something stored that was found damaged or missing for the first time."""
         self._damage.labels(kind).inc()
 
     def topic_failed(self) -> None:
@@ -792,17 +781,17 @@ class Metrics:
         objects: int,
         size_bytes: int,
     ) -> None:
-        """Counts objects that nothing needed any more, and that were deleted."""
+        """Count objects that were no longer needed and were deleted."""
         self._collected_objects.labels(kind).inc(objects)
         self._collected_bytes.labels(kind).inc(size_bytes)
 
     def collection_failed(self, *, failed: int, given_up: int) -> None:
-        """Objects could not be deleted; the latter will not be tried again by themselves."""
+        """Count objects that could not be deleted; the given-up ones are not tried again automatically."""
         self._collection_failures.inc(failed)
         self._given_up.inc(given_up)
 
     def set_orphans_refused(self, shard: int, size_bytes: int) -> None:
-        """Sets what the last listing of the shard did not delete, since it is suspiciously much."""
+        """Set how much the last listing of the shard did not delete since it is suspiciously much (bytes)."""
         self._orphans_refused.labels(str(shard)).set(size_bytes)
 
     def set_tombstones(self, *, objects: int, size_bytes: int) -> None:
@@ -810,11 +799,11 @@ class Metrics:
         self._tombstone_bytes.set(size_bytes)
 
     def set_collection_age(self, seconds: float) -> None:
-        """Sets how many seconds have passed since the last pass that worked, of the shard that has waited longest."""
+        """Set the time since the last successful pass of the shard that has waited longest (seconds)."""
         self._collection_age.set(seconds)
 
     def read_merged_away(self) -> None:
-        """A bucket that was read had been merged by another process, and its object deleted."""
+        """Count a read of a bucket that another process had merged and whose object was deleted."""
         self._merged_away.inc()
 
     def _counter(self, name: str, meaning: str, *labels: str) -> prometheus_client.Counter:
@@ -828,7 +817,7 @@ class Metrics:
 
 
 class _Children:
-    """What a counter counts by its labels, for what happens with every row: the library takes 2 us to find it."""
+    """The children of a counter by labels, for events of every row: the library takes 2 us to find one."""
 
     def __init__(self, counter: prometheus_client.Counter) -> None:
         self._counter = counter
@@ -842,6 +831,6 @@ class _Children:
 
 
 def export_process(registry: CollectorRegistry) -> None:
-    """Adds the `process_` series: memory, CPU, open files, start time."""
+    """Add the `process_` series: memory, CPU, open files, start time."""
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     prometheus_client.ProcessCollector(registry=registry)

@@ -1,7 +1,7 @@
-"""`/metrics` over HTTP or HTTPS, for those who may scrape.
+"""Serves `/metrics` over HTTP or HTTPS to those who may scrape.
 
-Owns: the server and its threads, TLS, and what a scrape must show.
-Does not own: the series (`daemon.metrics`), the certificate and the identities (`daemon.auth`).
+`process` alone uses it; it stands apart because it is the only HTTP server. `daemon.auth` has the certificate and the
+identities.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from daemon.auth import EVERY_TOPIC, Certificates, Identities, Scope, bearer_of
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-# So long may a caller say nothing, in its handshake too.
+# Longest silence of a caller, also in its handshake (seconds)
 SILENCE_MAX_S: Final = 30.0
 
 
 class Endpoint:
-    """Serves the series by threads of its own, which never wait for the event loop."""
+    """A server of the series with threads of its own, which never wait for the event loop."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class Endpoint:
         certificates: Callable[[], Certificates | None] = lambda: None,
         identities: Callable[[], Identities | None] = lambda: None,
     ) -> None:
-        """Binds and serves; port 0 takes a free one. Raises `OSError` when the address is taken.
+        """Bind and serve; port 0 takes a free one. Raise `OSError` if the address is taken.
 
-        `certificates`: what a new connection is served with, None: HTTP. `identities`: those who may scrape with scope
-        `inspect` and all topics, None: everybody may.
+        `certificates` returns those for a new connection, None for HTTP. `identities` returns those that may scrape
+        with scope `inspect` and all topics; None allows every caller.
         """
         app: WSGIApplication = prometheus_client.make_wsgi_app(registry)
         self._server = _server_class(host, port, certificates)((host, port), _Handler)
@@ -63,7 +63,7 @@ class _Handler(simple_server.WSGIRequestHandler):
     timeout = SILENCE_MAX_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A scrape is no event."""
+        """Log nothing for a scrape."""
 
 
 def _server_class(
@@ -77,12 +77,12 @@ def _server_class(
         def get_request(self) -> tuple[Any, Any]:
             connection, caller = super().get_request()
             if (found := certificates()) is not None:
-                # The handshake is for the thread of the connection: a silent caller keeps nobody else waiting.
+                # The connection's thread makes the handshake: a silent caller delays no other.
                 connection = found.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             return connection, caller
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """A caller that goes away, or does not speak TLS, is no event."""
+            """Ignore a caller that disconnects or does not speak TLS."""
             if not isinstance(sys.exc_info()[1], OSError):
                 super().handle_error(request, client_address)
 
@@ -90,7 +90,7 @@ def _server_class(
 
 
 def _for_identities(app: WSGIApplication, identities: Callable[[], Identities | None]) -> WSGIApplication:
-    """The application for those who show a token of an identity that may see every topic."""
+    """Restrict the application to callers with a token of an identity that may see every topic."""
 
     def guarded(environment: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         known = identities()

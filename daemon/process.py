@@ -1,8 +1,7 @@
-"""The process of a daemon that serves: what it is made of, and how it ends.
+"""Composes the process of a serving daemon, and starts and ends it.
 
-Owns: which clock, randomness and threads the daemon runs with, the order of start and stop, and signals.
-Does not own: arguments, settings, the store and the exit status (`daemon.command`), and anything that is decided after
-the start.
+`command` alone uses it; it is imported late so that other commands start fast. It chooses clock, randomness and
+threads, orders start and stop, and handles signals.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ from storage_backends import local_directory, object_store, store_opening
 
 log = logging.getLogger(__name__)
 
-# How much nicer than the others the threads of merges and of deletions are. They hold the interpreter's lock at times:
-# the others wait for it then, so that they must not starve on a machine that is busy with other processes.
+# Niceness of the threads of merges and deletions above the others. They hold the interpreter's lock at times and
+# others wait for it, so they must not starve on a machine that is busy with other processes.
 GIVING_WAY_NICENESS = 5
 NICENESS_MOST = 19
 
 
 class NotDrained(Exception):
-    """The orderly end took too long, or was cut short by a second signal; nothing waits for it any more.
+    """A clean end that took too long, or was cut short by a second signal; nothing is waited for any longer.
 
-    `left`: what was not finished, for people. What is durable stays so.
+    `left` describes what was not finished. What is durable stays so.
     """
 
     def __init__(self, left: list[str]) -> None:
@@ -68,10 +67,10 @@ async def serve(
     audit_log: AuditLog,
     probed: concurrent.futures.Future[None],
 ) -> None:
-    """Serves until SIGTERM or SIGINT, and then ends in order.
+    """Serve until SIGTERM or SIGINT, and then end cleanly.
 
-    `probed`: ends when the store was found to keep its promises, or with what it breaks; nothing is served before.
-    Raises NotDrained, what the start raises, and what ended a task of the engine.
+    `probed` ends when the store keeps its promises, or with what it breaks; nothing is served before. Raises
+    NotDrained, the errors of the start, and the error that ended a task of the engine.
     """
     signals = _Signals()
     daemon_metrics = metrics.Metrics(per_topic=settings.metrics.per_topic, per_topic_max=settings.metrics.per_topic_max)
@@ -107,7 +106,7 @@ async def serve(
 
 
 class _Signals:
-    """SIGTERM and SIGINT: `asked` is set by the first, `insisted` by the second."""
+    """SIGTERM and SIGINT: the first sets `asked`, the second `insisted`."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -122,7 +121,7 @@ class _Signals:
 
 
 async def _run(engine: Engine, server: Server, signals: _Signals, probed: concurrent.futures.Future[None]) -> None:
-    """Starts the engine, which may have to wait for its shards, and stops it when told."""
+    """Start the engine, which may wait for its shards, and stop it when asked."""
     starting = asyncio.create_task(_start(engine, probed))
     asked = asyncio.create_task(signals.asked.wait())
     try:
@@ -145,7 +144,7 @@ async def _start(engine: Engine, probed: concurrent.futures.Future[None]) -> Non
 
 
 async def _end(engine: Engine, server: Server, signals: _Signals) -> None:
-    """Ends in order. Raises NotDrained."""
+    """End cleanly. Raise NotDrained if something is left."""
     log.info("stopping")
     ending = asyncio.create_task(_end_in_order(engine, server))
     insisting = asyncio.create_task(signals.insisted.wait())
@@ -169,7 +168,7 @@ async def _end_in_order(engine: Engine, server: Server) -> list[str]:
 
 
 def _with_own_names(settings: config.Config, port: int) -> config.Config:
-    """The settings with the id and the address that this daemon has."""
+    """Return the settings with the id and the address of this daemon."""
     host, _ = config.split_address(settings.grpc.listen)
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
@@ -180,9 +179,9 @@ def _with_own_names(settings: config.Config, port: int) -> config.Config:
 
 @contextlib.contextmanager
 def _own_lock(settings: config.Config) -> Iterator[None]:
-    """Holds the lock of this daemon's id while it runs: it shows others on this machine that the process lives.
+    """Hold the lock of this daemon's id while it runs, which shows others on this machine that the process lives.
 
-    Raises Unavailable when another process has it.
+    Raises Unavailable if another process holds it.
     """
     if settings.store.kind != "local":
         yield
@@ -229,7 +228,7 @@ def _new_id() -> str:
 
 
 def _give_way() -> None:
-    """The thread that calls gets less of a machine that is busy, where the system tells threads apart."""
+    """Lower the priority of the calling thread, where the system distinguishes threads."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         niceness = os.getpriority(os.PRIO_PROCESS, thread) + GIVING_WAY_NICENESS
@@ -259,7 +258,7 @@ def _patient_threads(name: str, count: int) -> contextlib.AbstractContextManager
 
 @contextlib.contextmanager
 def _metrics_endpoint(settings: config.Config, door: Door, daemon_metrics: metrics.Metrics) -> Iterator[str]:
-    """Serves the metrics; gives the address."""
+    """Serve the metrics and provide the address."""
     host, port = config.split_address(settings.metrics.listen)
     try:
         endpoint = metrics_endpoint.Endpoint(
@@ -282,7 +281,7 @@ def _joined(host: str, port: int) -> str:
 
 
 def _write_in_one_step(path: Path, text: str) -> None:
-    """Writes a file for this user alone; a link that stands in its place is replaced, not followed."""
+    """Write a file for this user alone; a link in its place is replaced, not followed."""
     file, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
     try:
         with os.fdopen(file, "w", encoding="utf-8") as unfinished:
@@ -295,7 +294,7 @@ def _write_in_one_step(path: Path, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ReadyFile:
-    """What `--ready-file` says: the ports are bound. Health says when the daemon serves."""
+    """The contents of `--ready-file`: the ports are bound. Health shows when the daemon serves."""
 
     grpc: str
     metrics: str

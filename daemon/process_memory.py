@@ -1,10 +1,7 @@
-"""Memory that is free inside the process goes back to the machine.
-
-Owns: how the C library's allocator and the garbage collector are told. Does not own: when it is worth it (the engine,
-`daemon.process`).
+"""Returns memory that is free inside the process to the machine, and tunes the garbage collector.
 
 Blocks of columns are large and short-lived, and glibc keeps what was freed: after a journal was read or buckets were
-sealed, several times what is in use. Elsewhere than on glibc nothing is done.
+sealed, several times what is in use. Without glibc nothing is done to the allocator.
 """
 
 from __future__ import annotations
@@ -14,35 +11,35 @@ import functools
 import gc
 from typing import Any
 
-# <malloc.h>
+# Constants of <malloc.h>
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
-# Blocks from this size on are the machine's again as soon as they are freed. That glibc learns larger ones by itself
-# ends when it is set.
+# Blocks of this size or more are returned to the machine as soon as they are freed. Setting it stops glibc from
+# adapting the size.
 MMAP_FROM_BYTES = 256 << 10
-# So much may lie free at the end of the heap.
+# Free memory allowed at the end of the heap
 TRIM_FROM_BYTES = 1 << 20
 # Each arena keeps free memory of its own, and by default there are eight a core; the interpreter's lock lets few
 # threads allocate at once.
 ARENAS_MAX = 2
 
 
-# Objects that come and stay before the young ones are looked through, in half a millisecond; all of them a hundred
-# times as seldom. Cycles that grow old are few here.
+# New objects that stay before the young generation is scanned, in half a millisecond; all objects are scanned a hundred
+# times less often. Cycles that grow old are few here.
 YOUNG_OBJECTS_MAX = 5_000
 
 
 @functools.cache
 def _glibc() -> Any:
-    """None where it is not the C library."""
+    """Return the C library, or None if it is not glibc."""
     library = ctypes.CDLL(None)
     return library if hasattr(library, "gnu_get_libc_version") else None
 
 
 def keep_little() -> None:
-    """From now on large blocks are given back when they are freed. Call once, before there are threads."""
+    """Return large blocks when they are freed from now on. Call once, before there are threads."""
     library = _glibc()
     if library is not None:
         library.mallopt(_M_MMAP_THRESHOLD, MMAP_FROM_BYTES)
@@ -51,9 +48,9 @@ def keep_little() -> None:
 
 
 def keep_for_good() -> None:
-    """What is in memory now, modules for the most part, is not looked through for cycles any more, and the rest seldom.
+    """Exclude current objects, mostly modules, from scans for cycles, and scan the others rarely.
 
-    A full look takes the interpreter's lock for 60 ms, and every thread waits. Call when the process is set up.
+    A full scan takes the interpreter's lock for 60 ms, and every thread waits. Call this when the process is set up.
     """
     gc.collect()
     gc.freeze()
@@ -61,7 +58,7 @@ def keep_for_good() -> None:
 
 
 def give_back() -> None:
-    """Gives back what is free now. It takes milliseconds, without the interpreter's lock: not for the event loop."""
+    """Return free memory now. It takes milliseconds without the interpreter's lock: not for the event loop."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

@@ -1,8 +1,7 @@
-"""Every setting of the daemon, declared once: name, unit in the name, default, range and meaning.
+"""Declares every setting of the daemon once: name, unit in the name, default, range and meaning.
 
-Owns: the sections of the configuration.
-Does not own: how they are read and which contradict each other (`daemon.config`), what they do, and
-docs/CONFIGURATION.md, which is made from this module (`scripts/gen_configuration.py`).
+`daemon.config` reads them and refuses contradictions. docs/CONFIGURATION.md is generated from this module
+(`scripts/gen_configuration.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from daemon.core.index.delay_levels import DEFAULT_TABLE
 from storage_backends.storage_settings import S3, WRITTEN_AS, Section
 
 ADDRESS = r"^.+:[0-9]{1,5}\Z"
-# Without credentials, which would end up in logs, and without a fragment.
+# Without credentials, which would end up in logs, and without a fragment
 URL = r"^https?://[^\s/?#@]+(?:[/?][^\s#]*)?\Z"
 
-# What a name may be that people give to something here.
+# The form of names that operators choose
 _NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\Z"
 
 _AN_ADDRESS = {WRITTEN_AS: "host:port with a port from 0 to 65535, such as 127.0.0.1:7461"}
@@ -28,7 +27,7 @@ _A_NAME = {WRITTEN_AS: "1 to 128 letters, digits, `.`, `_` and `-`, and not begi
 _ABSOLUTE = r"^/[^\x00]{0,102}\Z"
 _AN_ABSOLUTE_PATH = {WRITTEN_AS: "an absolute path of at most 103 characters, which is what a socket's name may have"}
 
-# 10,000 rows of Messages, the largest answer there is, must fit.
+# The largest answer, 10,000 rows of Messages, must fit.
 _MESSAGE_BYTES_LEAST = 1 << 20
 
 

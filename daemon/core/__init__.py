@@ -1,4 +1,4 @@
-"""Pure state machines: what is pending, what is due, who gets it, what is done.
+"""Decides what is pending, what is due, who gets it and what is done, in pure state machines.
 
 Owns: the index of positions, buckets and segment loading, membership, the backlog of a subscription, and limits.
 Each takes events, with the time as an argument, and returns decisions.

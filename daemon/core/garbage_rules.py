@@ -1,17 +1,10 @@
-"""What may be deleted, and when: decisions on what was read and listed.
+"""Decides which stored objects may be deleted, and when, from what was read and listed.
 
-Owns: which tombstones are due, how far the orphan floor may move, which manifests have served, and when a pass would
-delete suspiciously much.
-Does not own: which objects are orphans (`storage_backends.shard_listing`), reading, listing, deleting (`garbage`) and
-when that is done (`daemon.owner.collection_pass`).
+`daemon.owner.collection_pass` reads, lists and deletes; `storage_backends.shard_listing` finds the orphans.
 
-R4: an object may go only if its base is below the orphan floor of a manifest that does not name it: who brings in an
-object from then on is refused, since its base is below the floor. R9: time decides only how far the floor moves, and a
-listing only shows what there is to decide on.
-
-How many objects, and how large they are together.
-
-Owns: the value and its arithmetic. Does not own: what is counted.
+R4: an object may go only if its base is below the orphan floor of a manifest that does not name it. A writer that
+brings in such an object later is refused, since its base is below the floor. R9: time decides only how far the floor
+moves, and a listing only shows what there is to decide on.
 """
 
 from __future__ import annotations
@@ -27,7 +20,7 @@ from storage_backends.shard_listing import Listed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectCount:
-    """Objects and their bytes."""
+    """A number of objects and their size (bytes)."""
 
     objects: int = 0
     size_bytes: int = 0
@@ -44,12 +37,12 @@ NOTHING: Final = ObjectCount()
 
 FIRST_RETRY_MS: Final = 600_000
 LAST_RETRY_MS: Final = 6 * 3_600_000
-"""An object whose deletion failed is tried again after the first, doubled each time up to the last."""
+"""Delays before a failed deletion is tried again: the first, and the last up to which it doubles (ms)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a pass did; fields as in `tarry.v1.GarbageSummary`."""
+    """The result of a pass; fields as in `tarry.v1.GarbageSummary`."""
 
     tombstones: ObjectCount = NOTHING
     orphans: ObjectCount = NOTHING
@@ -70,9 +63,12 @@ NOTHING_DONE: Final = Summary()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectionLimits:
-    """`orphan_age_ms`: how long an object may be on its way from its first byte to the manifest that names it.
-    `manifests_kept`, `manifests_age_ms`: both must be exceeded. `attempts_max`: failed deletions after which an object
-    is given up. `guard_share`, `guard_bytes`: orphans that exceed both, as a part of their shard and in bytes, stay.
+    """The limits of a pass.
+
+    `orphan_age_ms` is how long an object may be in flight, from its first byte to the manifest that names it. A
+    manifest goes only when it exceeds both `manifests_kept` and `manifests_age_ms`. An object is given up after
+    `attempts_max` failed deletions. Orphans stay if they exceed both `guard_share` (a part of their shard) and
+    `guard_bytes`.
     """
 
     orphan_age_ms: int
@@ -87,22 +83,22 @@ class CollectionLimits:
 
 
 def due_at_ms(tombstone: Tombstone) -> int:
-    """When it may be tried to delete the object, for the first time or again; Unix time."""
+    """Return when the object may be deleted, for the first time or again (Unix ms)."""
     if tombstone.attempts == 0:
         return tombstone.delete_after_ms
-    # What came before: 1 + 2 + 4 ... steps.
+    # The delays of the attempts so far: 1 + 2 + 4 ... steps.
     steps = (1 << min(tombstone.attempts, 16)) - 1
     doubled_ms = min(FIRST_RETRY_MS * steps, LAST_RETRY_MS * tombstone.attempts)
     return tombstone.delete_after_ms + doubled_ms
 
 
 def due(tombstones: Iterable[Tombstone], now_ms: int) -> list[Tombstone]:
-    """The tombstones whose time has come."""
+    """Return the tombstones that are due."""
     return [each for each in tombstones if due_at_ms(each) <= now_ms]
 
 
 def next_due_at_ms(tombstones: Iterable[Tombstone]) -> int | None:
-    """When the first of them is due; None when there is none."""
+    """Return when the first tombstone is due (Unix ms), or None if there is none."""
     return min(map(due_at_ms, tombstones), default=None)
 
 
@@ -115,10 +111,11 @@ def count(tombstones: Iterable[Tombstone]) -> ObjectCount:
 
 
 def tip_at(numbers: Sequence[int], created_ms: Callable[[int], int | None], at_ms: int) -> int | None:
-    """The highest of these ascending manifest numbers that was created at or before `at_ms`; None when none was.
+    """Return the highest manifest number that was created at or before `at_ms`, or None.
 
-    `created_ms`: when a manifest was created, None when that cannot be told: then it counts as later. Clocks of writers
-    differ; where times do not ascend, the answer is one manifest after which a later one was created.
+    `numbers` ascend. `created_ms` returns when a manifest was created, or None if that is unknown: such a manifest
+    counts as later. Clocks of writers differ: if times do not ascend, the result is a manifest after which a later one
+    was created.
     """
     place = bisect.bisect_right(numbers, False, key=lambda number: _is_later(created_ms(number), at_ms))
     return None if place == 0 else numbers[place - 1]
@@ -129,7 +126,7 @@ def _is_later(created_ms: int | None, at_ms: int) -> bool:
 
 
 def is_suspicious(found: ObjectCount, shard_bytes: int, limits: CollectionLimits) -> bool:
-    """Whether so many orphans are more likely a mistake than garbage."""
+    """Return whether this many orphans are more likely a mistake than garbage."""
     return found.size_bytes > limits.guard_bytes and found.size_bytes > limits.guard_share * shard_bytes
 
 
@@ -137,10 +134,10 @@ def is_suspicious(found: ObjectCount, shard_bytes: int, limits: CollectionLimits
 
 
 def needs_look(listed: Listed, named: Set[str], kept: int) -> bool:
-    """Whether there may be something to collect, by a manifest that may be old."""
+    """Return whether there may be something to collect, judged by a manifest that may be old."""
     return len(listed.manifests) > kept or any(key not in named for key in listed.objects)
 
 
 def beyond_kept(listed: Listed, tip: int, kept: int) -> list[tuple[int, int]]:
-    """Numbers, ascending, and sizes of the manifests that are not among the newest `kept`; never the tip."""
+    """Return (number, size in bytes) of the manifests older than the newest `kept`, ascending; never the tip."""
     return [each for each in listed.in_order() if each[0] <= tip - max(kept, 1)]

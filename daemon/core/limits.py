@@ -1,4 +1,4 @@
-"""What a request may ask for.
+"""Checks requests against their limits, with nothing but the request, the limits and the time.
 
 Owns: the limits of requests and the checks that need nothing but the request, the limits and the time.
 Does not own: the shape of columns (`daemon.grpc_services.row_requests`) and where the numbers come from
@@ -18,10 +18,11 @@ from storage_backends.formats.row_columns import U32, U64
 
 PAGE_ROWS_DEFAULT = 1_000
 PAGE_ROWS_MAX = 10_000
-# A time of today in seconds is from here on, which is 2001, and in ms a time of 2001 at least is not below there.
+# A present-day time given in seconds is at least the first (a day in 2001). A time in ms is at least the second if it
+# is in 2001 or later.
 SECONDS_FROM = 10**9
 SECONDS_BELOW = 978_307_200_000
-# Spread positions over 64 bits, so that two of them rarely fall together.
+# Odd multipliers that spread positions over 64 bits, so that two of them rarely collide.
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _ANOTHER_ODD = np.uint64(0xC2B2AE3D27D4EB4F)
 
@@ -30,7 +31,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """`delay_max_ms`: how far ahead of now a row may be due."""
+    """The limits of one request. A row may be due at most `delay_max_ms` ahead of now."""
 
     rows_max: int
     topic_max_bytes: int
@@ -40,33 +41,33 @@ class RequestLimits:
 
 
 def check_name(field: str, name: str, max_bytes: int) -> None:
-    """Raises InvalidArgument for a name that is empty or too long in UTF-8."""
+    """Raise InvalidArgument for a name that is empty or too long in UTF-8."""
     size_bytes = len(name.encode())
     if not 1 <= size_bytes <= max_bytes:
         raise InvalidArgument(f"{field} has {size_bytes} bytes in UTF-8; it must have 1 to {max_bytes}")
 
 
 def page_rows(page_size: int) -> int:
-    """How many rows a page has. Raises InvalidArgument."""
+    """Return how many rows a page has. Raise InvalidArgument if the size is out of range."""
     if not 0 <= page_size <= PAGE_ROWS_MAX:
         raise InvalidArgument(f"page_size is {page_size}; it must be 0 to {PAGE_ROWS_MAX}")
     return page_size or PAGE_ROWS_DEFAULT
 
 
 def check_rows(field: str, rows: int, rows_max: int) -> None:
-    """Raises InvalidArgument for no rows or too many."""
+    """Raise InvalidArgument if a request has no rows or too many."""
     if not 1 <= rows <= rows_max:
         raise InvalidArgument(f"{field} has {rows} rows; a request must have 1 to {rows_max}")
 
 
 def check_ledgers(ledgers: tuple[int, int] | None) -> None:
-    """Raises InvalidArgument for a range of ledgers, the first and the last, that ends before it begins."""
+    """Raise InvalidArgument for a range of ledgers (first, last) that ends before it begins."""
     if ledgers is not None and ledgers[1] < ledgers[0]:
         raise InvalidArgument(f"last_ledger_id is {ledgers[1]}, before first_ledger_id, which is {ledgers[0]}")
 
 
 def check_copies(field: str, rows: int, copies: int, rows_max: int) -> None:
-    """Raises InvalidArgument when rows, each of which is stored so many times, are too many; one row passes always."""
+    """Raise InvalidArgument if the rows, each stored `copies` times, are too many; one row always passes."""
     most = max(1, rows_max // max(1, copies))
     if rows > most:
         raise InvalidArgument(
@@ -76,14 +77,14 @@ def check_copies(field: str, rows: int, copies: int, rows_max: int) -> None:
 
 
 def check_distinct(ledger_id: U64, entry_id: U64, batch_index: U32 | None = None) -> None:
-    """Raises InvalidArgument when a position is named twice. An entry as a whole is not the same as a message of it."""
+    """Raise InvalidArgument if a position is named twice; a whole entry and a message in it are distinct."""
     mixed = ledger_id * _ODD + entry_id
     if batch_index is not None:
         mixed += batch_index * _ANOTHER_ODD
     mixed.sort()
     if (mixed[1:] != mixed[:-1]).all():
         return
-    # Two positions, or one that is named twice.
+    # Two positions collided, or one is named twice.
     columns = [ledger_id, entry_id] if batch_index is None else [ledger_id, entry_id, batch_index.astype(np.uint64)]
     order = np.lexsort(columns[::-1])
     same = np.logical_and.reduce([column[order][1:] == column[order][:-1] for column in columns])
@@ -98,7 +99,7 @@ def check_distinct(ledger_id: U64, entry_id: U64, batch_index: U32 | None = None
 
 
 def check_batch_index(entry_id: U64, batch_index: U32 | None) -> None:
-    """Raises InvalidArgument for a message of a batch that cannot be named."""
+    """Raise InvalidArgument for a message of a batch that cannot be named."""
     if batch_index is None:
         return
     parts = batch_index != NO_BATCH_INDEX
@@ -119,9 +120,9 @@ def check_batch_index(entry_id: U64, batch_index: U32 | None) -> None:
 
 
 def absolute_times(deliver_at_ms: U64 | None, delay_ms: U64 | None, *, now_ms: int, delay_max_ms: int) -> U64:
-    """The absolute times of a request that gives one of the two columns, u64[n], Unix ms.
+    """Return the absolute times of a request that gives one of the two columns, u64[n] (Unix ms).
 
-    Raises DelayTooLong when a row is further ahead than the limit, InvalidArgument when a time can only be meant in
+    Raises DelayTooLong if a row is further ahead than the limit, and InvalidArgument if a time can only be meant in
     seconds.
     """
     if delay_ms is not None:
@@ -135,8 +136,9 @@ def absolute_times(deliver_at_ms: U64 | None, delay_ms: U64 | None, *, now_ms: i
 
 
 def _check_unit(field: str, deliver_at_ms: U64, now_ms: int) -> None:
-    """Raises InvalidArgument for a time that is one of our days in seconds: in ms it is long past, and would be "at
-    once". Smaller ones are meant so.
+    """Raise InvalidArgument for a present-day time given in seconds.
+
+    In ms it is long past, and would mean "at once". Smaller times are taken to mean that.
     """
     seconds = in_seconds(deliver_at_ms, now_ms)
     if seconds is not None:
@@ -147,7 +149,7 @@ def _check_unit(field: str, deliver_at_ms: U64, now_ms: int) -> None:
 
 
 def in_seconds(deliver_at_ms: U64, now_ms: int) -> Mask | None:
-    """Which times can only be meant in seconds; None: none of them."""
+    """Return the mask of times that can only be meant in seconds, or None if there is none."""
     if now_ms < SECONDS_BELOW or int(deliver_at_ms.min()) >= SECONDS_BELOW:
         return None
     seconds = (deliver_at_ms >= np.uint64(SECONDS_FROM)) & (deliver_at_ms < np.uint64(SECONDS_BELOW))
@@ -155,12 +157,12 @@ def in_seconds(deliver_at_ms: U64, now_ms: int) -> Mask | None:
 
 
 def above(column: U64, allowed: int) -> Mask | None:
-    """Which values are above what is allowed; None: none of them."""
+    """Return the mask of values above the allowed one, or None if there is none."""
     return column > np.uint64(allowed) if int(column.max()) > allowed else None
 
 
 def check_delay(field: str, delay_ms: U64, delay_max_ms: int) -> None:
-    """Raises DelayTooLong when a delay is above the limit."""
+    """Raise DelayTooLong if a delay is above the limit."""
     _check_delay(field, delay_ms, delay_max_ms, delay_max_ms)
 
 

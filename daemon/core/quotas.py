@@ -1,12 +1,11 @@
-"""How much may be added: what is used of each quota, and the refusal when it is used up.
+"""Counts the use of each quota and refuses what exceeds it.
 
-Owns: the pending rows of all topics, the rows that come due in each second of one topic, what each client adds in a
-second, and the words of a refusal.
-Does not own: which limits hold for a topic (`daemon.topic.topic_settings`), counting a topic's rows again when
-they are wanted exactly (`daemon.topic.topic_quotas`), and the clock.
+Quotas limit the pending rows of all topics, the rows of a topic that come due in one second, and what each client adds
+in a second. `daemon.topic.topic_settings` knows which limits apply to a topic; `daemon.topic.topic_quotas` starts the
+exact counts.
 
-A limit of 0 is no limit. Every check comes before anything is changed. Only what enters is counted at once; what leaves
-is noticed when it is counted anew, so that a count is never too low.
+A limit of 0 means no limit. Every check precedes any change. Additions count at once; departures are noticed only at
+the next exact count, so a count is never too low.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ from daemon.errors import QuotaExceeded
 from storage_backends.formats.row_columns import U32, U64
 
 SECOND_MS = 1000
-# Rows come due, and a daemon counts its rows, about once a second.
+# The time in which rows come due and the daemon counts its rows again: about a second.
 PENDING_RETRY_MS = 1_000
 DUE_RETRY_MS = 1_000
-# Clients of one topic whose use is remembered; beyond it the one is forgotten that has added nothing for the longest.
+# Clients of one topic whose use is remembered; beyond it, the client that has added nothing for the longest is
+# forgotten.
 CLIENTS_MAX = 10_000
-# Seconds that have passed are kept until the next count; these many more than there were make one worthwhile.
+# Past seconds are kept until the next count; this many more than at the last one make a new count worthwhile.
 STALE_SECONDS_MAX = 100_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaLimits:
-    """What may be added to one topic; names as in its policy. 0: no limit."""
+    """The limits on adds to one topic, named as in its policy. A limit of 0 means no limit."""
 
     pending_rows_max: int = 0
     due_rows_per_second_max: int = 0
@@ -43,7 +43,7 @@ class QuotaLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request, and how large it is on the wire."""
+    """The sender of a request, and the size of the request on the wire."""
 
     client: str
     size_bytes: int
@@ -53,7 +53,7 @@ class Caller:
 
 
 def check_pending(where: str, field: str, *, pending_rows: int, rows: int, rows_max: int) -> None:
-    """Raises QuotaExceeded when `rows` more would be too many. `where`: what the limit is of, for people."""
+    """Raise QuotaExceeded if `rows` more would be too many. `where` names what the limit applies to."""
     if rows_max and rows and pending_rows + rows > rows_max:
         raise QuotaExceeded(
             f"{where}: {field} is {rows_max}; {pending_rows} rows are pending, and the request has {rows} new ones",
@@ -62,9 +62,9 @@ def check_pending(where: str, field: str, *, pending_rows: int, rows: int, rows_
 
 
 class PendingRows:
-    """The pending rows of all topics: counted now and then, with what was accepted since.
+    """The pending rows of all topics: the last exact count plus the rows accepted since.
 
-    Between two counts nothing is subtracted: what came due or left makes room after the next one.
+    Nothing is subtracted between two counts: rows that came due or left make room at the next one.
     """
 
     def __init__(self, rows_max: int) -> None:
@@ -78,7 +78,7 @@ class PendingRows:
         return self._counted + self._since_count
 
     def check(self, rows: int) -> None:
-        """Checks that so many more rows fit into the limit of all topics. Raises QuotaExceeded."""
+        """Check that this many more rows fit into the limit of all topics. Raise QuotaExceeded if not."""
         check_pending(
             "all topics of this daemon",
             "limits.pending_rows_max",
@@ -92,11 +92,11 @@ class PendingRows:
         self._since_begin += rows
 
     def begin_count(self) -> None:
-        """What is accepted from here on may or may not be in the count that ends next: it is added to it."""
+        """Begin a count. Rows accepted from now on are added to it, whether or not it finds them."""
         self._since_begin = 0
 
     def end_count(self, rows: int) -> None:
-        """Ends a count: so many rows were found pending since `begin_count`."""
+        """End a count that found this many rows pending since `begin_count`."""
         self._counted = rows
         self._since_count = self._since_begin
 
@@ -106,14 +106,14 @@ class PendingRows:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RowsOfSeconds:
-    """How many rows come due in which seconds, Unix time; columns of one length, each second once."""
+    """Counts of the rows that come due in each second (Unix seconds), in columns; each second occurs once."""
 
     second: npt.NDArray[np.uint64]
     rows: npt.NDArray[np.int64]
 
     @staticmethod
     def of(deliver_at_ms: U64, *, now_ms: int) -> RowsOfSeconds:
-        """What is due already comes due now."""
+        """Count rows by second. A row that is due already counts as due now."""
         seconds = np.maximum(deliver_at_ms, np.uint64(max(now_ms, 0))) // np.uint64(SECOND_MS)
         return RowsOfSeconds(*np.unique(seconds, return_counts=True))
 
@@ -124,10 +124,10 @@ class RowsOfSeconds:
 def due_in_seconds(
     deliver_at_ms: Iterable[U64], segments: Iterable[tuple[U64, U64, U32]], now_ms: int
 ) -> dict[int, int]:
-    """The rows that come due from this second on, by second: all rows of the columns, and whole segments.
+    """Count the rows that come due from this second on, by second, in columns and in whole segments.
 
-    `segments`: columns of least time, largest time, rows; of a segment that spans seconds nothing is counted. O(n): not
-    for the event loop.
+    `segments` has columns of least time, largest time, rows; a segment that spans several seconds is not counted. O(n):
+    not for the event loop.
     """
     counted: dict[int, int] = {}
     from_second = np.uint64(now_ms // SECOND_MS)
@@ -148,10 +148,10 @@ def _add_to(counts: dict[int, int], pairs: Iterable[tuple[int, int]]) -> None:
 
 
 class DueSeconds:
-    """The burst guard of one topic: the rows that come due in each second. About 100 bytes for each that has rows.
+    """The burst guard of one topic: the rows that come due in each second, about 100 bytes for each second with rows.
 
-    `uncounted`: whether a count was never made. `wants_count`: whether one is worthwhile: something was refused since
-    the last one, or much of what is remembered is past.
+    `uncounted` is whether no count was made yet. `wants_count` is whether one is worthwhile: a request was refused
+    since the last one, or much of what is remembered is past.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class DueSeconds:
         self.wants_count = True
 
     def check(self, topic: str, coming: RowsOfSeconds, rows_max: int) -> None:
-        """Raises QuotaExceeded when a second would have too many rows."""
+        """Raise QuotaExceeded if a second would have too many rows."""
         counts = self._counts
         for second, rows in coming.pairs():
             there = counts.get(second, 0)
@@ -175,7 +175,7 @@ class DueSeconds:
                 )
 
     def take(self, coming: RowsOfSeconds) -> None:
-        """The rows are staged."""
+        """Add rows that are staged."""
         _add_to(self._counts, coming.pairs())
         if self._since_begin is not None:
             _add_to(self._since_begin, coming.pairs())
@@ -183,13 +183,16 @@ class DueSeconds:
             self.wants_count = True
 
     def begin_count(self, staged: Iterable[RowsOfSeconds]) -> None:
-        """A count begins of what is applied; `staged`, what is not, and what is staged from here on are added to it."""
+        """Begin a count of the applied rows. `staged` rows, and rows staged from now on, are added to it."""
         self._since_begin = {}
         for coming in staged:
             _add_to(self._since_begin, coming.pairs())
 
     def end_count(self, counted: Mapping[int, int], now_ms: int) -> None:
-        """`counted`: what was found applied from `now_ms` on. What has left this second has come due in it already."""
+        """End a count that found `counted` applied from `now_ms` on.
+
+        Rows of the current second that have left already came due in it, so its count does not fall.
+        """
         counts = dict(counted)
         _add_to(counts, (self._since_begin or {}).items())
         this_second = now_ms // SECOND_MS
@@ -206,7 +209,7 @@ class DueSeconds:
 
 @dataclasses.dataclass(slots=True)
 class _Balance:
-    """What a client may still add now: less than 0 is a debt."""
+    """The amount that a client may still add now; a negative balance is a debt."""
 
     rows: float
     size_bytes: float
@@ -214,10 +217,10 @@ class _Balance:
 
 
 class ClientRates:
-    """What each client of one topic has added, as token buckets that hold what is allowed in one second.
+    """The adds of each client of one topic, as token buckets that hold one second's allowance.
 
-    A request passes while the balance is positive, however large it is, and its debt is waited for by the next one: so
-    a request larger than the limit passes too, and the rate holds on average. `now_s`: of a clock that never steps.
+    A request passes while the balance is positive, however large it is; the next one waits for its debt. So a request
+    larger than the limit passes too, and the rate holds on average. `now_s` is from a clock that never steps.
     """
 
     def __init__(self, topic: str, limits: QuotaLimits, *, clients_max: int = CLIENTS_MAX) -> None:
@@ -225,14 +228,14 @@ class ClientRates:
         self._rows_max = limits.client_rows_per_second_max
         self._bytes_max = limits.client_bytes_per_second_max
         self._clients_max = clients_max
-        # The one that added last is the last.
+        # Ordered by last add, the latest at the end.
         self._balances: collections.OrderedDict[str, _Balance] = collections.OrderedDict()
 
     def __len__(self) -> int:
         return len(self._balances)
 
     def check(self, client: str, now_s: float) -> None:
-        """Checks that a client is not in debt. Raises QuotaExceeded with the time after which it may try again."""
+        """Check that a client has no debt. Raise QuotaExceeded with the time after which it may try again."""
         balance = self._balances.get(client)
         if balance is None:
             return
@@ -248,7 +251,7 @@ class ClientRates:
                 )
 
     def charge(self, client: str, now_s: float, *, rows: int, size_bytes: int) -> None:
-        """A request of the client was accepted."""
+        """Charge the client for an accepted request."""
         if not self._rows_max and not self._bytes_max:
             return
         balance = self._balances.pop(client, None)

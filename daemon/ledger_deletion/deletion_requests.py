@@ -1,12 +1,10 @@
-"""The calls of the service LedgerDeletion, brought to their shards.
+"""Serves the calls of the service LedgerDeletion, across shards.
 
-Owns: the checks that need nothing but the request, the limits and the topic's policy; which shards a call is about; the
-quotas of the daemon; that what takes many steps gives way between them, and that an answer which says what is there
-or not is true (R8).
-Does not own: what a decision comes to (`daemon.core.deletions`), how it becomes durable (`shard_deletions`), attempts
-(`deletion_workers`), sweeps (`sweeping`), and the wire.
+The engine alone uses it; it stands apart because it is the entrance of the feature. It checks what needs nothing but
+the request, the limits and the topic's policy, chooses the shards, and enforces the quotas of the daemon. Long calls
+give way between steps, and an answer that says what exists, or does not, is true (R8).
 
-The topic of a deletion need not be one that has positions here: it only says which shard keeps it.
+The topic of a deletion need not have positions here: it only determines which shard keeps it.
 """
 
 from __future__ import annotations
@@ -53,13 +51,13 @@ from storage_backends.formats.deletion_format import (
 
 PAGE_DELETIONS_DEFAULT = 100
 PAGE_DELETIONS_MAX = 1_000
-# Deletions that are looked for, and dead letters that are decided on, before others have their turn.
+# Deletions that are searched, and dead letters that are decided, before others have a turn
 PORTION = 200
-# Records that are checked.
+# Records that are checked before others have a turn
 CHECKED_A_TURN = 500
-# A page that looks for so long ends early.
+# A page that searches for this long ends early (seconds).
 LOOK_S = 30.0
-# Workers make room all the time, unless what is kept is dead letters.
+# Workers make room all the time, unless only dead letters are kept.
 ROOM_RETRY_MS = 1_000
 NO_PROBLEMS: Final[Mapping[int, str]] = MappingProxyType({})
 NOTHING_RECORDED = Recorded((), ())
@@ -67,7 +65,7 @@ DISABLED = "two_phase_deletion_enabled is false for the topic"
 
 
 class DeletingShards(Protocol):
-    """What the calls see of the engine."""
+    """The port through which calls use the engine."""
 
     @property
     def shards(self) -> Mapping[int, DeletingShard]:
@@ -75,17 +73,19 @@ class DeletingShards(Protocol):
         ...
 
     def shard_of(self, topic: str) -> DeletingShard:
-        """The shard of a topic. Raises what a caller is told while the shard is not served here."""
+        """Return the shard of a topic. Raise the caller's error while the shard is not served here."""
         ...
 
     def check_serving(self) -> None:
-        """Raises what a caller is told while nothing is served here."""
+        """Raise the caller's error while nothing is served here."""
         ...
 
 
 class DeletionRequests:
-    """The calls of one engine. Those on a topic raise NotOwner, Unavailable and Corruption, and
-    OutcomeUnknown when it may or may not be durable.
+    """The calls of one engine.
+
+    Those on a topic raise NotOwner, Unavailable and Corruption, and OutcomeUnknown if the result may or may not be
+    durable.
     """
 
     def __init__(self, engine: DeletingShards, environment: Environment, *, shards_total: Callable[[], int]) -> None:
@@ -103,9 +103,9 @@ class DeletionRequests:
         *,
         problems: Mapping[int, str] = NO_PROBLEMS,
     ) -> RecordedDeletes:
-        """Records what is to be deleted of a topic; returns when that is durable. `problems`: what was wrong with those
-        of the request that could not be read, by their places in it; `deletes` are the others, in order.
+        """Record deletes of a topic and return when they are durable.
 
+        `problems` describes the unreadable deletes, by their places in the request; `deletes` are the others, in order.
         Raises InvalidArgument, QuotaExceeded.
         """
         self._check_topic(topic)
@@ -123,15 +123,16 @@ class DeletionRequests:
         )
 
     async def record_orphans(self, topic: str, deletes: Sequence[PendingDelete]) -> Recorded | None:
-        """Records well-formed deletions that a sweep has found; returns when that is durable, None where the topic's
-        policy has it off.
+        """Record well-formed deletes that a sweep found, and return when they are durable.
+
+        Returns None if the topic's policy disables deletion.
         """
         return await self._record(self._engine.shard_of(topic), topic, tuple(deletes), by_sweeper=True)
 
     async def _record(
         self, shard: DeletingShard, topic: str, deletes: tuple[PendingDelete, ...], *, by_sweeper: bool = False
     ) -> Recorded | None:
-        """None: the topic's policy has it off."""
+        """Record deletes. Return None if the topic's policy disables them."""
         settings = await shard.settings_of(topic)
         enabled = self._settings.two_phase_deletion_enabled
         if settings is not None:
@@ -157,8 +158,9 @@ class DeletionRequests:
     # ---- in use
 
     async def record_in_use(self, topic: str, ledgers: InUseLedgers, *, replace: bool) -> InUseRecorded:
-        """Ledgers of a topic are in use, `replace`: and no others of their type. Returns when that counts. Raises
-        InvalidArgument, QuotaExceeded.
+        """Record ledgers as in use; return when that is in force.
+
+        With `replace`, no others of their type are in use. Raises InvalidArgument, QuotaExceeded.
         """
         self._check_ledgers(topic, ledgers, least=0 if replace else 1)
         shard = self._engine.shard_of(topic)
@@ -170,7 +172,10 @@ class DeletionRequests:
         return InUseRecorded(len(ledgers) - len(changed.being_deleted), changed.being_deleted)
 
     async def forget_in_use(self, topic: str, ledgers: InUseLedgers) -> int:
-        """Ledgers are in use no longer; how many were. Raises InvalidArgument."""
+        """Record that ledgers are no longer in use; return how many were.
+
+        Raise InvalidArgument if the request is invalid.
+        """
         self._check_ledgers(topic, ledgers, least=1)
         shard = self._engine.shard_of(topic)
         changed = await shard.deletions.change_in_use(ChangeInUse(topic, InUseChange.FORGET, ledgers))
@@ -191,12 +196,12 @@ class DeletionRequests:
                 retry_after_ms=None,
             )
 
-    # ---- looking
+    # ---- reading
 
     async def list_deletes(
         self, state: ListedState, wanted: DeletionFilter, page_size: int, after: DeletionPlace | None
     ) -> DeletionPage:
-        """The deletions that are asked for behind the place `after`, `next_after` of the page before."""
+        """Return a page of matching deletions after the place `after`, the `next_after` of the page before."""
         limit, clock = _page_deletions(page_size), self._environment.clock
         as_of_ms, until_s = clock.now_ms(), clock.elapsed_s() + LOOK_S
         found: list[ListedDeletion] = []
@@ -215,7 +220,10 @@ class DeletionRequests:
         return DeletionPage(tuple(found), None, as_of_ms)
 
     def _shards_of(self, wanted: DeletionFilter) -> list[DeletingShard]:
-        """Where that may be which is asked for, by number. Raises what a caller is told while nothing is served."""
+        """Return the shards that may have matching deletions, by number.
+
+        Raise the caller's error while nothing is served.
+        """
         if wanted.topic:
             self._check_topic(wanted.topic)
             return [self._engine.shard_of(wanted.topic)]
@@ -227,7 +235,7 @@ class DeletionRequests:
         return [shard for shard in shards if shard.number in named]
 
     async def stats(self, topic: str) -> DeletionStats:
-        """How many there are of the topic, or, where the name is empty, of all."""
+        """Count the deletions of the topic, or of all topics if the name is empty."""
         as_of_ms = self._environment.clock.now_ms()
         if topic:
             self._check_topic(topic)
@@ -242,14 +250,17 @@ class DeletionRequests:
     # ---- sweeps
 
     def sweep(self, wish: SweepWish) -> AsyncGenerator[SweepProgress]:
-        """Looks in an object store for offloaded ledgers that nobody knows, step by step; see `sweeping`."""
+        """Search an object store for orphaned offloaded ledgers, step by step; see `sweeping`."""
         self._engine.check_serving()
         return self.sweeping.sweep(wish)
 
     # ---- dead letters
 
     async def retry_dead(self, wanted: DeletionFilter, *, all: bool) -> int:
-        """Dead letters are pending again, and due now; how many, when that is durable. Raises InvalidArgument."""
+        """Retry dead letters at once; return how many when that is durable.
+
+        Raise InvalidArgument for an empty filter.
+        """
         retried = 0
         for shard in self._shards_to_change(wanted, all):
             async for ids in self._dead(shard, wanted):
@@ -258,7 +269,7 @@ class DeletionRequests:
         return retried
 
     async def purge_dead(self, wanted: DeletionFilter, *, all: bool) -> int:
-        """Dead letters are forgotten; how many, when that is durable. Raises InvalidArgument."""
+        """Forget dead letters; return how many when that is durable. Raise InvalidArgument for an empty filter."""
         purged = 0
         for shard in self._shards_to_change(wanted, all):
             async for ids in self._dead(shard, wanted):
@@ -272,7 +283,7 @@ class DeletionRequests:
         return self._shards_of(wanted)
 
     async def _dead(self, shard: DeletingShard, wanted: DeletionFilter) -> AsyncIterator[tuple[int, ...]]:
-        """Ids of dead letters of the shard, in portions. It is known to be ours still when there is none."""
+        """Yield ids of dead letters of the shard, in portions; if there are none, confirm the ownership instead."""
         here, found = _in_shard(wanted, shard.number), False
         after_id: int | None = 0
         while after_id is not None:
@@ -292,7 +303,7 @@ class DeletionRequests:
 async def _checked(
     deletes: Sequence[PendingDelete], problems: Mapping[int, str]
 ) -> tuple[dict[int, PendingDelete], dict[int, RefusedDelete]]:
-    """What may be recorded and what not, by places in the request. Raises InvalidArgument when they are too many."""
+    """Return (deletes that may be recorded, refused ones), by place. Raise InvalidArgument if there are too many."""
     count = len(deletes) + len(problems)
     if not 1 <= count <= deletion_checks.DELETES_MAX:
         raise InvalidArgument(f"deletes has {count} records; a request must have 1 to {deletion_checks.DELETES_MAX}")
@@ -329,7 +340,7 @@ def _in_shard(wanted: DeletionFilter, shard: int) -> ShardFilter:
 
 
 def _stats(counts: Sequence[DeletionCounts], in_use: int, as_of_ms: int) -> DeletionStats:
-    """Adds up what several shards count."""
+    """Add up the counts of several shards."""
     by_kind: dict[tuple[LedgerComponent, LedgerType], list[KindCount]] = {}
     for of_shard in counts:
         for kind in of_shard.kinds:
@@ -357,5 +368,5 @@ def _stats(counts: Sequence[DeletionCounts], in_use: int, as_of_ms: int) -> Dele
 
 
 def _oldest_ms(times: Iterable[int]) -> int:
-    """The first of those that are not 0; 0 when all are."""
+    """Return the earliest time that is not 0 (Unix ms); 0 if all are."""
     return min((time for time in times if time), default=0)

@@ -1,8 +1,6 @@
-"""What callers pass in and get back about deletions of ledgers.
+"""Defines the values that callers pass and get about deletions of ledgers.
 
-Owns: the shapes of the calls.
-Does not own: their meaning (`daemon.core.deletions`), what is stored (`storage_backends.formats.deletion_format`) and
-the wire (`daemon.grpc_services`).
+Their meaning is in `daemon.core.deletions`, stored forms in `storage_backends.formats.deletion_format`.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ __all__ = [
 
 
 class DeletionPlace(NamedTuple):
-    """Names a deletion among all."""
+    """The name of a deletion among those of all shards."""
 
     shard: int
     deletion_id: int
 
 
 class Refusal(enum.Enum):
-    """Why a delete was not recorded."""
+    """The reason why a delete was not recorded."""
 
     MALFORMED = "malformed"
     DISABLED = "disabled"
@@ -48,7 +46,7 @@ class Refusal(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RefusedDelete:
-    """A delete that was not recorded. `index`: its place in the request. `text`: for people."""
+    """A delete that was not recorded. `index` is its place in the request, and `text` explains it."""
 
     index: int
     reason: Refusal
@@ -57,8 +55,9 @@ class RefusedDelete:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedDeletes:
-    """`recorded`: how many are durable, those that were recorded before included; `already_recorded`: these, by their
-    places in the request, ascending, as `refused`.
+    """The outcome of recording deletes: `recorded` are durable now, including those that were before.
+
+    `already_recorded` has the places of the latter in the request; these and `refused` ascend.
     """
 
     recorded: int
@@ -68,7 +67,10 @@ class RecordedDeletes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InUseRecorded:
-    """`recorded`: ledgers of the request that count as in use; `being_deleted`: those that do not, by their rows."""
+    """The outcome of recording ledgers in use.
+
+    `recorded` counts those in force, and `being_deleted` has the rows of the others.
+    """
 
     recorded: int
     being_deleted: tuple[int, ...] = ()
@@ -76,7 +78,7 @@ class InUseRecorded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletionFilter:
-    """Which deletions are meant: every field narrows. `topic`: empty = all. `deletions`: these alone."""
+    """A filter of deletions, narrowed by every field. An empty `topic` means all; `deletions` selects these only."""
 
     topic: str = ""
     component: LedgerComponent | None = None
@@ -95,7 +97,7 @@ class ListedDeletion:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletionPage:
-    """`deletions`: by shard, then in the order in which they were recorded. `next_after`: None on the last page."""
+    """A page of deletions, by shard, then in the order of recording. `next_after` is None on the last page."""
 
     deletions: tuple[ListedDeletion, ...]
     next_after: DeletionPlace | None
@@ -104,8 +106,9 @@ class DeletionPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletionCount:
-    """How many deletions there are of one component and type. `oldest_ms`: when the oldest in flight was recorded or
-    retried, 0: there is none.
+    """The number of deletions of one component and type.
+
+    `oldest_ms` is when the oldest in flight was recorded or retried (Unix ms), 0 if there is none.
     """
 
     component: LedgerComponent
@@ -118,9 +121,11 @@ class DeletionCount:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletionStats:
-    """`in_flight`: what is not over; dead letters are. `begun`: of these, those whose attempt has begun. `held`: what
-    ended as its owner states that the ledger is in use. `in_use`: ledgers that are, as their owners say. `counts`: of
-    components and types that have any.
+    """Counts of deletions.
+
+    `in_flight` ones are not over (dead letters are), and an attempt of the `begun` ones has begun. `held` ones ended
+    because their owner reports the ledger in use. `in_use` counts ledgers that owners report. `counts` has the
+    components and types with any deletions.
     """
 
     in_flight: int
@@ -135,7 +140,10 @@ class DeletionStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SweepWish:
-    """Fields as in `tarry.v1.SweepOrphansRequest`; `grace_ms`: None = what the configuration says."""
+    """The parameters of a sweep, as in `tarry.v1.SweepOrphansRequest`.
+
+    A `grace_ms` of None means the configured one.
+    """
 
     store: str
     prefix: str = ""
@@ -147,7 +155,7 @@ class SweepWish:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SweepProgress:
-    """How far a sweep is; fields as in `tarry.v1.SweepOrphansResponse`."""
+    """The progress of a sweep; fields as in `tarry.v1.SweepOrphansResponse`."""
 
     orphans: tuple[OrphanedLedger, ...]
     counts: SweepCounts

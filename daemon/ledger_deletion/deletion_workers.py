@@ -1,15 +1,13 @@
-"""Attempts to delete ledgers: which begin, in which thread, and what comes back.
+"""Makes attempts to delete ledgers: which begin, in which thread, and how they end.
 
-Owns: how many attempts are made at once and how many have begun ahead of them, that every shard has its turn, the task
-of each attempt, and telling how much there is left.
-Does not own: what is due and what an attempt's end means (`shard_deletions`), how a ledger is verified and deleted
-(`daemon.ledger_stores`).
+The engine alone uses it; it stands apart because it is a loop with threads of its own. Every shard has its turn.
+`shard_deletions` knows what is due and what the end of an attempt means; `daemon.ledger_stores` verifies and deletes.
 
-A begin must be durable before its attempt is made, and that takes a slot: so begins are written ahead, in batches, as
-many as the workers get done in the time of two slots, or in a moment. An owner that says "in use" of what has begun is
-told that it is too late: no more begins than that.
+A begin must be durable before its attempt is made, which takes a slot. So begins are written ahead, in batches: as many
+as the workers complete in the time of two slots, or in a moment. No more begin than that, since an owner that reports a
+begun ledger as in use is told that it is too late.
 
-The threads are the attempts' own. A store that hangs holds one of them, nobody else waits for it.
+The threads belong to the attempts. A store that hangs holds one of them and delays nothing else.
 """
 
 from __future__ import annotations
@@ -30,20 +28,23 @@ from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComp
 
 log = logging.getLogger(__name__)
 
-# Of one decision: each costs the loop some 30 us, and its answer as much again.
+# Limit of one decision: each begin costs the loop some 30 us, and its answer as much again.
 BEGIN_MAX = 32
-# Without being woken the workers look again as often: a clock may step, a store may be there again.
+# Without a wake-up the workers check again at this interval (seconds), since a clock may step or a store return.
 LOOK_S = 1.0
-# The least time for which attempts have begun ahead: each batch of them is a slot.
+# Least time that begins are written ahead (seconds), since each batch of them is a slot
 MOMENT_S = 0.1
-# What an attempt and a begin are taken to last before any has ended, and how much the newest one counts.
+# Assumed durations of an attempt and a begin before any has ended (seconds), and the weight of the newest one
 ATTEMPT_S = 0.1
 BEGIN_S = 0.05
 NEWEST_COUNTS = 0.2
 
 
 class DeletionWorkers:
-    """The workers of one daemon, on one event loop. `shards`: those that are served. `failed` hears of ended tasks."""
+    """The workers of one daemon, on one event loop.
+
+    `shards` returns those served; `failed` is called with ended tasks.
+    """
 
     def __init__(
         self,
@@ -57,29 +58,29 @@ class DeletionWorkers:
         self._failed = failed
         self._parallelism = environment.config.deletion.parallelism
         self._woken = asyncio.Event()
-        # Begun, and not made yet.
+        # Begun attempts that are not made yet
         self._ready: collections.deque[Attempt] = collections.deque()
-        # Attempts that have a thread, those included whose shard is lost: by the time at which they began.
+        # Attempt with a thread -> when it began (seconds), including those of lost shards
         self._made: dict[Attempt, float] = {}
         self._beginning = 0
         self._attempt_s = ATTEMPT_S
         self._begin_s = BEGIN_S
-        # Shards that have something that is not over, the one first whose turn is next.
+        # Shards that have deletions which are not over, the next one first
         self._busy: dict[ShardDeletions, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def look_at(self, deletions: ShardDeletions) -> None:
-        """Something of the shard may be due, or may begin now."""
+        """Check a shard in which something may be due, or may begin now."""
         self._busy.setdefault(deletions)
         self._woken.set()
 
     def wake(self) -> None:
-        """The clock was set, or the machine was suspended."""
+        """Wake the workers after the clock was set, or the machine was suspended."""
         self._woken.set()
 
     @property
     def under_way(self) -> int:
-        """Attempts whose threads have not ended."""
+        """The number of attempts whose threads have not ended."""
         return len(self._made)
 
     def report_metrics(self) -> None:
@@ -105,7 +106,7 @@ class DeletionWorkers:
         )
 
     async def run(self) -> None:
-        """Begins and makes attempts until it is cancelled; those that are being made go on."""
+        """Begin and make attempts until cancelled; attempts in flight continue."""
         while True:
             self._woken.clear()
             self._make_ready()
@@ -130,7 +131,7 @@ class DeletionWorkers:
     # ---- beginning
 
     def _begin_due(self) -> None:
-        """Who has had something of the room that there is comes last the next time."""
+        """Begin what is due. A shard that got some of the room comes last the next time."""
         room = self._room()
         for deletions in list(self._busy) if room > 0 else ():
             if deletions.is_closed or deletions.next_due_ms is None:
@@ -145,10 +146,10 @@ class DeletionWorkers:
                 return
 
     def _room(self) -> int:
-        """How many more may begin now: none while enough have begun that are not made yet."""
+        """Return how many more may begin now; none while enough begun attempts are not made yet."""
         now_s = self._environment.clock.elapsed_s()
         longest_s = max((now_s - began_s for began_s in self._made.values()), default=0.0)
-        # Attempts that hang end no sooner because others were quick.
+        # Attempts that hang do not end sooner because others were quick.
         attempt_s = max(self._attempt_s, longest_s, 1e-6)
         ahead = min(BEGIN_MAX, math.ceil(max(2 * self._begin_s, MOMENT_S) / attempt_s * self._parallelism))
         begun = len(self._ready) + self._beginning
@@ -173,7 +174,7 @@ class DeletionWorkers:
     # ---- making
 
     def _make_ready(self) -> None:
-        """Starts what may start, in the order in which it began."""
+        """Start begun attempts that may start, in the order in which they began."""
         waiting: list[Attempt] = []
         while self._ready and len(self._made) < self._parallelism:
             attempt = self._ready.popleft()
@@ -191,8 +192,9 @@ class DeletionWorkers:
         self._ready.extendleft(reversed(waiting))
 
     def _stated_elsewhere(self, attempt: Attempt) -> Answer | None:
-        """Its own topic does not use the ledger. That another one does is told by the UUID: the record names a wrong
-        topic.
+        """Return IN_USE if another topic uses the ledger under its UUID, since the record then names a wrong topic.
+
+        The record's own topic was checked before.
         """
         delete = attempt.deletion.pending_delete
         context = delete.offload_context
@@ -216,12 +218,12 @@ class DeletionWorkers:
         elif not attempt.refused:
             attempt.deletions.failed(attempt, came)
         elif attempt.deletions.put_back(attempt):
-            # No failure of the store: it is made as soon as it may.
+            # Not a failure of the store: the attempt is made as soon as it may be.
             attempt.refused = False
             self._ready.appendleft(attempt)
 
     def _delete(self, attempt: Attempt) -> Answer | DeletionFailed:
-        """What came of it. In a thread."""
+        """Make the attempt in a thread and return its result."""
         crash_point("deletion.after_begin")
         deletion = attempt.deletion
         try:
@@ -244,5 +246,5 @@ class DeletionWorkers:
 
 
 def _mean(mean_s: float, newest_s: float) -> float:
-    """A mean in which the newest value counts more than older ones, in seconds."""
+    """Return a mean that gives the newest value more weight than older ones (seconds)."""
     return mean_s + NEWEST_COUNTS * (newest_s - mean_s)

@@ -1,4 +1,4 @@
-"""The deletions of one shard: decisions on them become durable in its slots, and then state.
+"""Makes decisions on the deletions of one shard durable in its slots, and then applies them.
 
 Owns: staging decisions and giving each what it came to, so that memory never holds what is not durable; that no slot
 holds more of them than the loop can apply in a moment; writing begins and answers in batches; what an attempt's end
@@ -52,10 +52,10 @@ from storage_backends.formats.deletion_format import (
     RetryDeletes,
 )
 
-# As many cost the loop as much as a delete that is recorded.
+# This many ledgers cost the loop as much as recording one delete.
 LEDGERS_A_DELETE = 20
 LEDGERS_A_DECISION = 4_000
-# A deletion that comes back costs some 30 us: fewer are in use no longer at once while more than these might.
+# A revived deletion costs some 30 us: while more than `HELD_FEW` may be revived, fewer ledgers are forgotten at once.
 HELD_FEW = 100
 FORGOTTEN_A_DECISION = 256
 
@@ -67,29 +67,29 @@ def rows_of(ledgers: InUseLedgers, rows: slice) -> InUseLedgers:
 
 R = TypeVar("R", bound=Result)
 
-# A delete costs the loop some 10 us when it is recorded.
+# Recording a delete costs the loop some 10 us.
 DELETES_A_DECISION = 200
-# What decisions of requests that wait for their slots may cost, in deletes.
+# Limit on the cost of decisions that wait for their slots, in deletes
 STAGED_COST_MAX = DELETES_A_DECISION
-# Nobody waits for answers: so many, or as many as come in this time, are one decision.
+# No client waits for answers: this many, or those of this time (seconds), form one decision.
 ANSWERS_MAX = 32
 GATHER_S = 0.02
-# Whoever waits for others' decisions looks at the state of the shard as often.
+# A request that waits for other decisions checks the state of the shard at this interval (seconds).
 ROOM_S = 0.5
-# At an orderly end attempts that are under way have so long, and at most this part of the whole time.
+# In a clean end, attempts in flight have this long (seconds), and at most this part of the whole time.
 ATTEMPTS_END_S = 5.0
 ATTEMPTS_END_PART = 0.25
 END_LOOK_S = 0.05
 
 
 def ending_s(settings: Config) -> float:
-    """How long an orderly end waits for what stores are asked, in seconds."""
+    """Return how long a clean end waits for requests to stores (seconds)."""
     return min(ATTEMPTS_END_S, ATTEMPTS_END_PART * settings.daemon.drain_s)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Decision:
-    """A decision that is staged. `result`: what it came to, once its slot was applied."""
+    """A staged decision. `result` is set once its slot was applied."""
 
     record: DeletionRecord
     cost: int
@@ -99,8 +99,10 @@ class _Decision:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Attempt:
-    """An attempt whose begin is durable. `may_delete`: it may have sent what deletes; written by its thread, before
-    the thread looks at whether it is let: who forbids it reads this after that. `over`: what it came to was decided.
+    """An attempt whose begin is durable. `over` is whether its result was decided.
+
+    `may_delete` is whether it may have sent a deletion. Its thread sets it before checking whether it is allowed; the
+    loop forbids first and reads it afterwards. So no deletion is missed.
     """
 
     deletions: ShardDeletions
@@ -110,7 +112,7 @@ class Attempt:
     over: bool = False
 
     def guard(self) -> None:
-        """Raises DeletionFailed when the daemon may not delete now. Called in the thread of the attempt."""
+        """Raise DeletionFailed if the daemon may not delete now. Called in the thread of the attempt."""
         self.may_delete = True
         if not self.deletions.may_delete:
             self.may_delete, self.refused = False, True
@@ -128,28 +130,31 @@ class DeletingShard(Protocol):
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether no successor acts yet. May be asked in any thread."""
+        """True if no successor is active yet; any thread may read it."""
         ...
 
     @property
     def alone_in_s(self) -> float:
-        """When no former owner acts any more; 0.0 when that is so."""
+        """The time until no former owner is active any longer (seconds); 0.0 if that is so."""
         ...
 
     def lose(self, error: BaseException) -> None:
-        """The shard cannot be served any more."""
+        """Give up a shard that cannot be served any longer."""
         ...
 
     @property
     def deletions(self) -> ShardDeletions: ...
 
     async def settings_of(self, topic: str) -> TopicSettings | None:
-        """What is in force for a topic; None when there is none."""
+        """Return the settings in force for a topic, or None if it does not exist."""
         ...
 
 
 class ShardDeletions:
-    """Used on one event loop, but for `may_delete`. `changed`: something may be due, or may begin now."""
+    """The deletions of one shard, used on one event loop except for `may_delete`.
+
+    `changed` is called when something may be due, or may begin now.
+    """
 
     def __init__(
         self,
@@ -171,13 +176,13 @@ class ShardDeletions:
         )
         self._staged: collections.deque[_Decision] = collections.deque()
         self._staged_cost = 0
-        # What requests that are under way have not recorded yet.
+        # Deletes of requests in flight that are not recorded yet
         self._deletes_to_come = 0
         self._ledgers_to_come = 0
         # Topics of which a long REPLACE is under way; the future ends with it.
         self._replacing: dict[str, asyncio.Future[None]] = {}
         self._room: asyncio.Future[None] | None = None
-        # Attempts of a former owner that have no answer.
+        # Attempts of a former owner that have no answer
         self._begun_before = collections.deque(state.begun_before())
         self._beginning = False
         self._under_way: set[Attempt] = set()
@@ -190,8 +195,9 @@ class ShardDeletions:
     # ---- decisions
 
     async def record(self, record: RecordDeletes) -> Recorded:
-        """Returns when the intents are durable, portion by portion. Raises Unavailable, QuotaExceeded, OutcomeUnknown,
-        and what ended the shard.
+        """Record deletes portion by portion and return when they are durable.
+
+        Raises Unavailable, QuotaExceeded, OutcomeUnknown, and the error that ended the shard.
         """
         new: tuple[int, ...] = ()
         already: tuple[int, ...] = ()
@@ -212,15 +218,15 @@ class ShardDeletions:
         return Recorded(new, already)
 
     async def retry(self, record: RetryDeletes) -> Retried:
-        """Has dead letters tried again, in one decision; returns when that is durable. Raises as `record`."""
+        """Retry dead letters in one decision; return when it is durable. Raise as `record` does."""
         return await self.decided_in_room(record, Retried, cost=len(record.deletion_id))
 
     async def purge(self, record: PurgeDeletes) -> Purged:
-        """Forgets dead letters, in one decision; returns when that is durable. Raises as `record`."""
+        """Forget dead letters in one decision; return when it is durable. Raise as `record` does."""
         return await self.decided_in_room(record, Purged, cost=len(record.deletion_id))
 
     def apply(self, records: Sequence[DeletionRecord]) -> None:
-        """A slot is certain: its decisions become state, and whoever waits for one finds what it came to."""
+        """Apply the decisions of a durable slot, and set the results that callers wait for."""
         for record in records:
             decision = self._staged.popleft()
             if decision.record is not record:
@@ -235,8 +241,9 @@ class ShardDeletions:
             self._changed(self)
 
     async def decided_in_room(self, record: DeletionRecord, kind: type[R], *, cost: int) -> R:
-        """What a request's decision came to; it rides in a slot that is applied in a moment. Raises what the request is
-        to be answered with when nothing can be staged.
+        """Decide in a slot that is applied in a moment and return the result.
+
+        Raise the request's error if staging fails.
         """
         self._shard.slots.check_accepting()
         while self._staged_cost and self._staged_cost + cost > STAGED_COST_MAX:
@@ -247,7 +254,7 @@ class ShardDeletions:
         return await self._decided(record, kind, cost=cost)
 
     async def _decided(self, record: DeletionRecord, kind: type[R], *, cost: int = 0, patient: bool = False) -> R:
-        """What the record came to, once it is durable and applied."""
+        """Stage a record and return its result once it is durable and applied."""
         decision = _Decision(record, cost)
         decision.slot = self._shard.slots.stage_deletions(record, patient=patient)
         self._staged.append(decision)
@@ -346,31 +353,29 @@ class ShardDeletions:
 
     @property
     def kept(self) -> int:
-        """Deletions that are pending or dead letters, or come back when their ledger is in use no longer, those
-        included that are being recorded.
-        """
+        """The number of deletions that are pending, dead letters or held, including those being recorded."""
         counts = self.state.counts
         return counts.in_flight + counts.dead + counts.held + self._deletes_to_come
 
     def cut(self) -> DeletionCut | None:
-        """The state as of the last slot, for a checkpoint."""
+        """Return the state as of the last slot, for a checkpoint."""
         return self.state.cut()
 
     # ---- attempts
 
     @property
     def may_delete(self) -> bool:
-        """Whether an attempt may delete something now. Called in any thread."""
+        """True if an attempt may delete something now; any thread may read it."""
         return not self._forbidden and self._shard.is_confirmed
 
     @property
     def may_start(self) -> bool:
-        """Whether an attempt that has begun may be made now."""
+        """True if an attempt that has begun may be made now."""
         return not self._draining and self.may_delete and not self._shard.alone_in_s
 
     @property
     def may_begin(self) -> bool:
-        """Whether another attempt may begin now: no begin is under way, and the shard is not stalled."""
+        """True if another attempt may begin now: no begin is in flight, and the shard is not stalled."""
         if self._beginning or not self.may_start:
             return False
         try:
@@ -381,16 +386,16 @@ class ShardDeletions:
 
     @property
     def is_closed(self) -> bool:
-        """The shard is served by this daemon no longer, or is being given up: nothing begins any more."""
+        """True if this daemon no longer serves the shard, or is giving it up: nothing begins any longer."""
         return self._draining or self._forbidden
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the next attempt may begin; None while nothing waits."""
+        """The time at which the next attempt may begin (Unix ms), or None while none waits."""
         return 0 if self._begun_before else self.state.next_due_ms
 
     def due(self, limit: int) -> list[int]:
-        """Deletions whose next attempt is to begin now: each is given once."""
+        """Hand out deletions whose next attempt should begin now, each once."""
         ids = [self._begun_before.popleft() for _ in range(min(limit, len(self._begun_before)))]
         if len(ids) < limit:
             now_ms = self._environment.clock.now_ms()
@@ -398,7 +403,7 @@ class ShardDeletions:
         return ids
 
     async def begin(self, deletion_ids: Sequence[int]) -> list[Attempt]:
-        """The attempts, when their begin is durable. Raises the error that ended the shard."""
+        """Begin attempts and return them when that is durable. Raise the error that ended the shard."""
         self._beginning = True
         try:
             crash_point("deletion.before_begin")
@@ -409,19 +414,17 @@ class ShardDeletions:
         return [Attempt(self, deletion) for deletion in begun.attempts]
 
     def started(self, attempt: Attempt) -> None:
-        """The thread of a deletion begins."""
+        """Count an attempt whose thread begins."""
         self._under_way.add(attempt)
         self._environment.metrics.deletions.attempted()
 
     def put_back(self, attempt: Attempt) -> bool:
-        """The guard of a deletion has refused it: whether it is to be made again when it may; nothing was deleted by
-        it.
-        """
+        """Take back an attempt that its guard refused; return whether to make it later. It deleted nothing."""
         self._under_way.discard(attempt)
         return not attempt.over and not self.is_closed
 
     def answered(self, attempt: Attempt, answer: Answer) -> None:
-        """The store has said what there is to say."""
+        """End an attempt with the store's final answer."""
         deletion = attempt.deletion
         if answer.outcome is DeletionOutcome.DELETED:
             self._environment.metrics.deletions.deleted(deletion.pending_delete.ledger_type)
@@ -429,7 +432,7 @@ class ShardDeletions:
         self._end(attempt, DeletionAnswer(deletion.deletion_id, answer.outcome, now_ms, text=text))
 
     def failed(self, attempt: Attempt, failure: DeletionFailed) -> None:
-        """Another attempt follows, or it is given up."""
+        """End a failed attempt: another one follows, or the deletion is given up."""
         deletion = attempt.deletion
         if not attempt.over:
             self._environment.metrics.deletions.failed(deletion.pending_delete.ledger_type)
@@ -463,7 +466,7 @@ class ShardDeletions:
             except InvariantViolated:
                 raise
             except TarryError:
-                # The shard is lost: the attempts count as begun for the next owner.
+                # The shard is lost: for the next owner the attempts have begun.
                 return
             crash_point("deletion.after_answer")
 
@@ -474,14 +477,14 @@ class ShardDeletions:
     # ---- end
 
     def begin_drain(self) -> None:
-        """No attempt begins or starts any more."""
+        """Stop beginning and starting attempts."""
         self._draining = True
 
     async def attempts_ended(self) -> None:
-        """Attempts that are under way end, and what they came to is durable when this returns.
+        """Wait until attempts in flight have ended and their results are durable.
 
-        One that takes too long may delete nothing from then on; if it may have sent what deletes, it has failed. What
-        has begun and was not answered is for the next owner.
+        An attempt that takes too long may not delete anything from then on; if it may have sent a deletion, it counts
+        as failed. Attempts that have begun without an answer are left to the next owner.
         """
         left_s = ending_s(self._environment.config)
         while self._under_way and left_s > 0 and not self._forbidden:
@@ -497,7 +500,7 @@ class ShardDeletions:
             await asyncio.wait([self._answering])
 
     def close(self) -> None:
-        """The shard is served by this daemon no longer."""
+        """Close a shard that this daemon no longer serves."""
         self._draining = self._forbidden = True
         for attempt in self._under_way:
             attempt.over = True

@@ -1,17 +1,17 @@
-"""Sweeps: looking in an object store for offloaded ledgers that nobody knows, and recording that they go.
+"""Sweeps object stores for orphaned offloaded ledgers, and records their deletion.
 
-Owns: the order of a sweep's steps, what is asked whom, in which threads, and one sweep of a store at a time.
-Does not own: what is found of a ledger and the guard (`daemon.core.deletions.orphans`), recording
-(`deletion_requests`), and deleting: the workers verify what is recorded, as always (`deletion_workers`).
+`deletion_requests` alone uses it; it stands apart because it asks stores and owners in threads, one sweep of a store at
+a time. `daemon.core.deletions.orphans` judges what is found. Nothing is deleted here: the workers verify what is
+recorded, as always.
 
-A sweep lists everything, and asks the store and the owners only about ledgers that no record names and nobody says are
-in use. All of that is in the threads of the workers, so that a store that hangs is in nobody's way. Every shard is
-looked at for every ledger: objects do not tell reliably whose they are. So this daemon must own all of them, all the
-while.
+A sweep lists everything, and asks the store and the owners only about ledgers without a record that are not reported as
+in use. All of that is in the threads of the workers, so a store that hangs delays nothing else. Every ledger is looked
+up in every shard, since objects do not show reliably whose they are. So this daemon must own all shards during the
+sweep.
 
-What changes while it looks: an object that is written after it was listed makes its ledger young, for its metadata is
-read after that. A ledger that somebody begins to use is looked up again before it is recorded; and if that comes later
-still, the attempt finds it in use, as with every record.
+What changes meanwhile: an object that is written after it was listed makes its ledger young, since its metadata is read
+later. A ledger that comes into use is looked up again before it is recorded; if that comes even later, the attempt
+finds it in use, as with every record.
 """
 
 from __future__ import annotations
@@ -57,22 +57,23 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LISTED_AT_ONCE: Final = 1_000
-# Ledgers whose metadata is read before the caller hears of it.
+# Ledgers whose metadata is read before progress is reported
 LOOKED_AT_ONCE: Final = 100
-# Ledgers are looked up in shards so many times before others have their turn: one takes some microseconds.
+# Look-ups of ledgers in shards before others have a turn; each takes some microseconds.
 LOOKUPS_A_TURN: Final = 300
 BATCHES_AT_ONCE: Final = 32
 UNANSWERED_IN_A_ROW_MAX: Final = 100
-"""After so many questions in a row without an answer the sweep ends."""
+"""The sweep ends after this many consecutive questions without an answer."""
 
 Record = Callable[[str, Sequence[PendingDelete]], Awaitable["Recorded | None"]]
-"""Records what a sweep found of a topic, at most `checking.DELETES_MAX`; None where its policy forbids it."""
+"""Records up to `deletion_checks.DELETES_MAX` findings of a topic; returns None if its policy forbids it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Look:
-    """What the store says of a ledger, and its owner of what it claims to be. `in_use`: None where there is nobody to
-    ask. `reason`: why there was no answer.
+    """The answers of the store and the owner about a ledger.
+
+    `said` is the store's. `in_use` is None if there is no owner to ask. `reason` explains a missing answer.
     """
 
     said: orphans.LedgerClaim | Finding
@@ -81,9 +82,9 @@ class _Look:
 
 
 class Sweeping:
-    """The sweeps of one daemon. Used on one event loop.
+    """The sweeps of one daemon, on one event loop.
 
-    `shards`: those that are served now. `shards_total`: of the root.
+    `shards` returns those served now, and `shards_total` the number of shards of the root.
     """
 
     def __init__(
@@ -98,32 +99,32 @@ class Sweeping:
         self._shards_total = shards_total
         self._record = record
         self._under_way: set[str] = set()
-        # Questions to stores and owners that have a thread, those included whose sweep has ended. Changed in threads.
+        # Questions to stores and owners that have a thread, including those of ended sweeps. Threads change this set.
         self._asked: set[object] = set()
         self._halted = False
 
     def halt(self) -> None:
-        """Sweeps end with the step that they are at."""
+        """End sweeps after their current step."""
         self._halted = True
 
     @property
     def asked(self) -> int:
-        """Questions to stores and owners that have no answer yet."""
+        """The number of questions to stores and owners without an answer."""
         return len(self._asked)
 
     async def answered(self) -> None:
-        """After `halt`: what was asked is answered, or has had as much time as an attempt."""
+        """Wait, after `halt`, until questions are answered or have had as much time as an attempt."""
         left_s = shard_deletions.ending_s(self._environment.config)
         while self._asked and left_s > 0:
             await self._environment.sleep(shard_deletions.END_LOOK_S)
             left_s -= shard_deletions.END_LOOK_S
 
     async def sweep(self, wish: SweepWish) -> AsyncGenerator[SweepProgress]:
-        """Looks for orphans; one message for each step, the last is `done`.
+        """Search for orphans; yield progress at each step, the last one `done`.
 
-        Raises NotFound when there is no such object store, Conflict while another sweep of it is under way, NotOwner
-        unless this daemon owns every shard, QuotaExceeded when too much would have to be kept in mind, Unavailable when
-        the store or an owner does not answer, and what recording raises.
+        Raises NotFound if there is no such object store, Conflict during another sweep of it, and NotOwner unless this
+        daemon owns every shard. Raises QuotaExceeded if too much would have to be remembered, Unavailable if the store
+        or an owner does not answer, and the errors of recording.
         """
         place = self._environment.ledger_stores.driver_of(wish.store)
         try:
@@ -158,8 +159,9 @@ class Sweeping:
 
 
 class _Sweep:
-    """One sweep. `place`: of what is swept, as records name it. `check` raises when the sweep must not go on. `asked`:
-    what waits in a thread.
+    """One sweep. `place` names in records what is swept. `check` raises when the sweep must end.
+
+    `asked` has the questions that wait in a thread.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class _Sweep:
         self._guard = orphans.Guard(settings.guard_share, settings.guard_bytes)
         self._pairing = orphans.Pairing()
         self._tally = orphans.Tally()
-        # Found since the last message; and, by topic, what is to be recorded.
+        # Orphans found since the last progress; and those to record, by topic
         self._fresh: list[OrphanedLedger] = []
         self._wanted: dict[str, list[OrphanedLedger]] = {}
         self._wanted_count = 0
@@ -210,7 +212,7 @@ class _Sweep:
     # ---- listing
 
     async def _listed(self) -> AsyncIterator[Sequence[ListedLedger]]:
-        """Ledgers that no shard knows: whole ones as they come, then those of which there is one object."""
+        """Yield ledgers that no shard knows: complete ones as they are listed, then those with one object."""
         entries = await self._run(lambda: iter(self._store.list(self._wish.prefix)))
         while (page := await self._run(functools.partial(_page, entries))) is not None:
             self._tally.listed(page)
@@ -227,7 +229,10 @@ class _Sweep:
     async def _looked_up(
         self, ledgers: Sequence[T], name_of: Callable[[T], OffloadedName]
     ) -> AsyncIterator[tuple[T, Finding | None]]:
-        """Each, and what is known of it in any shard: objects do not tell reliably whose they are. None: nothing."""
+        """Yield each ledger with what any shard knows of it, or None.
+
+        Every shard is checked, since objects do not show reliably whose they are.
+        """
         portion = max(1, LOOKUPS_A_TURN // len(self._states))
         for start in range(0, len(ledgers), portion):
             self._check()
@@ -243,7 +248,7 @@ class _Sweep:
             return Finding.RECORDED
         return None
 
-    # ---- looking at what nobody knows
+    # ---- examining unknown ledgers
 
     async def _look_at(self, ledgers: Sequence[ListedLedger]) -> AsyncIterator[None]:
         now_ms = self._environment.clock.now_ms()
@@ -280,7 +285,7 @@ class _Sweep:
         return Finding.ORPHANED if known else Finding.OF_UNKNOWN_TOPIC
 
     def _ask(self, ledger: ListedLedger) -> _Look:
-        """In a thread."""
+        """Ask the store and the owner about a ledger. In a thread."""
         try:
             data, index = self._metadata(ledger.name.data), self._metadata(ledger.name.index)
             claim = orphans.claim_of(ledger, data, index, self._place, topic_bytes_max=self._topic_bytes_max)
@@ -292,7 +297,7 @@ class _Sweep:
 
     @functools.cached_property
     def _store(self) -> object_store.ObjectStore:
-        """In a thread: the first use opens it."""
+        """The object store, opened at the first use. In a thread."""
         return self._ledger_stores.object_store(self._wish.store)
 
     def _metadata(self, key: str) -> Mapping[str, str] | None:
@@ -311,7 +316,7 @@ class _Sweep:
             raise Unavailable(f"{self._unanswered_in_a_row} questions in a row had no answer, the last one: {reason}")
 
     def _knows(self, topic: str) -> bool:
-        """Whether anything was ever said of what is in use of the topic."""
+        """Return whether the owner reported all offloaded ledgers in use of the topic."""
         return self._states[names.shard_of(topic, len(self._states))].in_use.knows(topic)
 
     def _found_orphan(self, ledger: ListedLedger, claim: orphans.LedgerClaim, *, unknown_topic: bool) -> None:
@@ -346,7 +351,7 @@ class _Sweep:
             yield
 
     async def _record_batch(self, topic: str, found: Sequence[OrphanedLedger]) -> None:
-        """Records what is unknown still."""
+        """Record what is still unknown."""
         looked_up = self._looked_up(found, _name_of)
         deletes = [orphan.pending_delete async for orphan, finding in looked_up if finding is None]
         self._check()
@@ -359,7 +364,7 @@ class _Sweep:
         self._tally.ledgers_recorded += new
         self._tally.ledgers_left += len(found) - new
 
-    # ---- telling and running
+    # ---- reporting and running
 
     def _progress(self) -> SweepProgress:
         fresh, self._fresh = self._fresh, []
@@ -384,7 +389,7 @@ class _Sweep:
         )
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Work that may block, in a thread, if the sweep may go on."""
+        """Run work that may block in a thread, if the sweep may go on."""
 
         def ask() -> T:
             question = object()
@@ -399,7 +404,7 @@ class _Sweep:
 
 
 def _page(entries: Iterator[object_store.ListedObject]) -> ListedPage | None:
-    """The next part of a listing; None at its end. In a thread."""
+    """Return the next part of a listing, or None at its end. In a thread."""
     some = list(itertools.islice(entries, LISTED_AT_ONCE))
     return ListedPage.of(some) if some else None
 
@@ -412,7 +417,7 @@ def _name_of(orphan: OrphanedLedger) -> OffloadedName:
 
 
 async def _in_parallel(work: Iterable[Coroutine[Any, Any, None]], at_once: int) -> None:
-    """Does all of it, some at a time; what fails first ends the rest and is raised."""
+    """Run all of the work, `at_once` at a time; the first failure cancels the rest and is raised."""
     left = iter(work)
 
     async def some() -> None:

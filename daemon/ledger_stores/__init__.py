@@ -1,1 +1,1 @@
-"""Where ledgers of other systems are, and how one of them is deleted (PIP-186, the second phase)."""
+"""Finds and deletes ledgers of other systems (PIP-186, the second phase)."""

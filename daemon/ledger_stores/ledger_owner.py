@@ -1,11 +1,11 @@
 """An owner of ledgers who is asked by HTTP. `docs/DELETION.md` says what it has to do.
 
-Owns: the requests, the reading of the answers, and which failures may have deleted something.
-Does not own: which owner is asked (`ledger_stores`), and what a ledger is compared with (`daemon.core.deletions`).
+It is an implementation of the port `LedgerStore`, imported by `ledger_stores` alone so that the HTTP client is loaded
+only if an owner is configured.
 
-Every request has a connection of its own: one that was kept could be closed by the owner just when it is used again,
-and nobody would know whether the request was seen. Redirects are not followed, so that the authorization goes nowhere
-else. A status 4xx says that nothing was deleted.
+Every request has a connection of its own. An owner could close a kept connection just when it is used again, and it
+would be unknown whether the request was seen. Redirects are not followed, so the authorization goes nowhere else. A
+status 4xx means that nothing was deleted.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ OUTCOMES: Final[Mapping[str, DeletionOutcome]] = {
     "malformed": DeletionOutcome.MALFORMED,
 }
 
-# No connection came about, so that nothing was sent.
+# No connection was established, so nothing was sent.
 _NOT_SENT: Final = (exceptions.NewConnectionError, exceptions.ConnectTimeoutError, exceptions.LocationValueError)
 _READ_BYTES: Final = 16 << 10
 
 
 class Owner(LedgerStore):
-    """One owner. `clock`: monotonic, in seconds."""
+    """One owner. `clock` is monotonic (seconds)."""
 
     def __init__(self, entry: settings.DeletionOwner, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.entry: Final = entry
         self._clock = clock
         urls = (entry.delete_url, entry.in_use_url)
         by_tls = any(url is not None and url.lower().startswith("https:") for url in urls)
-        # To read whom this machine trusts takes tens of milliseconds.
+        # Reading this machine's trust store takes tens of milliseconds.
         self._tls: Final = ssl.create_default_context() if by_tls else None
 
     def delete(self, topic: str, delete: PendingDelete, guard: Guard, step: Step) -> Answer:
@@ -70,7 +70,10 @@ class Owner(LedgerStore):
         return Answer(OUTCOMES[result], text)
 
     def ask_in_use(self, topic: str, delete: PendingDelete) -> InUseAnswer:
-        """What it says of the ledger; it has an `in_use_url`. Raises `DeletionFailed`."""
+        """Return the owner's answer about the ledger; it must have an `in_use_url`.
+
+        Raise `DeletionFailed` on failure.
+        """
         if self.entry.in_use_url is None:
             raise DeletionFailed(f"owner {self.entry.name} has no in_use_url", maybe_deleted=False)
         try:
@@ -84,13 +87,13 @@ class Owner(LedgerStore):
             raise self._failed(f"result {result!r} is none of {known}", maybe_deleted=False) from error
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing, since no connection is kept open."""
 
     def _failed(self, reason: str, *, maybe_deleted: bool) -> DeletionFailed:
         return DeletionFailed(f"owner {self.entry.name}: {reason}", maybe_deleted=maybe_deleted)
 
     def _request(self, topic: str, delete: PendingDelete) -> _Request:
-        """The body and the headers of a request. Raises `DeletionFailed` when the authorization cannot be read."""
+        """Build body and headers of a request. Raise `DeletionFailed` if the authorization cannot be read."""
         headers = {
             "Content-Type": "application/json",
             "Accept": "application/json",
@@ -103,7 +106,7 @@ class Owner(LedgerStore):
         return json.dumps(body_of(topic, delete)).encode(), headers
 
     def _authorization(self) -> str | None:
-        """What the file says now. Raises `DeletionFailed`."""
+        """Read the authorization file. Raise `DeletionFailed` on failure."""
         path = self.entry.authorization_file
         if path is None:
             return None
@@ -122,7 +125,7 @@ class Owner(LedgerStore):
         return text
 
     def _post(self, url: str, request: _Request) -> tuple[str, str]:
-        """`result` and `text` of the answer. Raises `DeletionFailed`."""
+        """Return `result` and `text` of the answer. Raise `DeletionFailed` on failure."""
         body, headers = request
         timeout_s = self.entry.timeout_s
         try:
@@ -149,7 +152,7 @@ class Owner(LedgerStore):
         return self._result(found)
 
     def _read(self, answer: urllib3.BaseHTTPResponse, until_s: float) -> bytes:
-        """The body of the answer, at most a byte more than is allowed. Each read has the request's own time-out."""
+        """Read the body of the answer, at most a byte more than allowed. Each read has the request's own time-out."""
         parts = bytearray()
         while len(parts) <= ANSWER_BYTES_MAX:
             part = answer.read1(min(_READ_BYTES, ANSWER_BYTES_MAX + 1 - len(parts)))
@@ -176,19 +179,21 @@ class Owner(LedgerStore):
 
 
 _Request: TypeAlias = tuple[bytes, Mapping[str, str]]
-"""Body and headers."""
+"""Body and headers"""
 
 
 def _may_be_sent(error: exceptions.HTTPError) -> bool:
-    """Whether the owner may have seen the request. It has not where no connection came about, or where the owner was
-    not believed to be who it is."""
+    """Return whether the owner may have seen the request.
+
+    It has not if no connection was established, or if the owner's certificate was not trusted.
+    """
     if isinstance(error, exceptions.SSLError):
         return not any(isinstance(cause, ssl.SSLCertVerificationError) for cause in (*error.args, error.__cause__))
     return not isinstance(error, _NOT_SENT)
 
 
 def body_of(topic: str, delete: PendingDelete) -> dict[str, object]:
-    """What an owner is told of a record. 64-bit numbers are decimal texts: not every reader of JSON has them."""
+    """Describe a record for an owner. 64-bit numbers are decimal strings, since not every JSON reader supports them."""
     context = delete.offload_context
     return {
         "topic": topic,

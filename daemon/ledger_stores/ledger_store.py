@@ -1,13 +1,11 @@
-"""The port: one attempt to delete one ledger that was recorded.
+"""Defines the port for one attempt to delete one recorded ledger.
 
-Owns: what an attempt may come to, and what every store promises.
-Does not own: which store has a ledger (`ledger_stores`), when an attempt is made, and what follows from its failure.
+Every store promises:
 
-Promised, by every store:
-- Nothing is deleted that was not found, in this attempt, to be what the record says.
-- `guard` is called after that, and before the first request that deletes anything; what it raises ends the attempt.
-- What is gone is no failure. An attempt may be made again, also while an earlier one is still on its way.
-- `DeletionFailed.maybe_deleted` is false only when nothing that deletes was sent.
+- Nothing is deleted unless this attempt found it to be what the record says.
+- `guard` is called after that, and before the first request that deletes anything; an error of it ends the attempt.
+- A missing ledger is not a failure. An attempt may be repeated, even while an earlier one is still in flight.
+- `DeletionFailed.maybe_deleted` is false only if no deletion was sent.
 - An attempt ends: every request has a time-out.
 """
 
@@ -22,18 +20,21 @@ from typing import TypeAlias
 from storage_backends.formats.deletion_format import DeletionOutcome, PendingDelete
 
 Guard: TypeAlias = Callable[[], None]
-"""Raises `DeletionFailed` when nothing may be deleted now."""
+"""Raises `DeletionFailed` if nothing may be deleted now."""
 
 Step: TypeAlias = Callable[[str], None]
-"""Told how far an attempt is, by the names of crash points: `deletion.before_verify`, `deletion.after_verify`,
-`deletion.after_index_delete`, `deletion.after_delete`. It may raise anything."""
+"""Called with the progress of an attempt; it may raise anything.
+
+The names are those of crash points: `deletion.before_verify`, `deletion.after_verify`, `deletion.after_index_delete`,
+`deletion.after_delete`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of an attempt that needs no other: DELETED, ALREADY_GONE, IN_USE, METADATA_MISMATCH or MALFORMED.
+    """The final result of an attempt: DELETED, ALREADY_GONE, IN_USE, METADATA_MISMATCH or MALFORMED.
 
-    `text`: for people.
+    `text` explains it.
     """
 
     outcome: DeletionOutcome
@@ -41,16 +42,16 @@ class Answer:
 
 
 class InUseAnswer(enum.Enum):
-    """What an owner says of a ledger that is to be deleted."""
+    """The answer of an owner about a ledger to be deleted."""
 
     IN_USE = "in_use"
     NOT_IN_USE = "not_in_use"
-    # Nobody can be using it; whether it is the record's own is still to be seen from its metadata.
+    # It cannot be in use; whether it matches the record is then decided by its metadata.
     NO_SUCH_TOPIC = "no_such_topic"
 
 
 class DeletionFailed(Exception):
-    """An attempt that has to be made again. `maybe_deleted`: it may have deleted something, or may do so yet."""
+    """An attempt that must be repeated. `maybe_deleted` is whether it may have deleted something, or may do so yet."""
 
     def __init__(self, reason: str, *, maybe_deleted: bool) -> None:
         super().__init__(reason)
@@ -59,11 +60,11 @@ class DeletionFailed(Exception):
 
 
 class LedgerStore(ABC):
-    """Synchronous; any number of threads may call it."""
+    """A store of ledgers. It is synchronous; any number of threads may call it."""
 
     @abstractmethod
     def delete(self, topic: str, delete: PendingDelete, guard: Guard, step: Step) -> Answer:
-        """Verify, and delete what was verified. Raises `DeletionFailed`."""
+        """Verify, and delete what was verified. Raise `DeletionFailed` on failure."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,11 +1,7 @@
-"""Which store a record belongs to, and the whole of an attempt: in use, choice, deletion.
+"""Chooses the store of a recorded ledger and makes the whole attempt: in use, choice, deletion.
 
-Owns: the choice, the question whether a ledger is in use, and that every attempt ends with an answer or
-`DeletionFailed`.
-Does not own: when an attempt is made (`daemon.ledger_deletion`), and what a store does.
-
-Only the configuration says where a ledger can be: a record that names a bucket, a driver or a topic of which it knows
-nothing fails with that reason, and is a dead letter in the end.
+Every attempt ends with an answer or `DeletionFailed`. Only the configuration says where a ledger can be: a record with
+an unknown bucket, driver or topic fails with that reason, and finally becomes a dead letter.
 """
 
 from __future__ import annotations
@@ -28,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 def no_step(name: str) -> None:
-    """Nobody wants to know how far an attempt is."""
+    """Ignore the progress of an attempt."""
 
 
 class LedgerStores:
-    """All that are configured; without arguments none is. Synchronous; any number of threads may call it."""
+    """All configured stores, none by default. They are synchronous; any number of threads may call them."""
 
     def __init__(self, *, object_stores: Sequence[OffloadedLedgers] = (), owners: Sequence[Owner] = ()) -> None:
         self._object_stores: Final = tuple(object_stores)
@@ -40,18 +36,18 @@ class LedgerStores:
 
     @classmethod
     def from_settings(cls, configuration: config.Config) -> Self:
-        """Opens nothing: `open_ahead`, or the first record that needs a store does."""
+        """Create the stores without opening any: `open_ahead`, or the first record that needs a store, opens it."""
         deletion = configuration.deletion
         object_stores = [OffloadedLedgers(entry) for entry in deletion.object_stores]
         if not deletion.owners:
             return cls(object_stores=object_stores)
-        # A daemon that starts is waited for: the HTTP client only where it is needed.
+        # Import the HTTP client only if needed, since a starting daemon is waited for.
         from daemon.ledger_stores.ledger_owner import Owner
 
         return cls(object_stores=object_stores, owners=[Owner(entry) for entry in deletion.owners])
 
     def delete(self, topic: str, delete: PendingDelete, guard: Guard, step: Step = no_step) -> Answer:
-        """One attempt. Raises `DeletionFailed`, and what is no `Exception`."""
+        """Make one attempt. Raise `DeletionFailed` instead of any other `Exception`."""
         guarded = False
 
         def passed() -> None:
@@ -67,19 +63,22 @@ class LedgerStores:
             raise DeletionFailed(f"{type(error).__name__}: {error}", maybe_deleted=guarded) from error
 
     def ask_in_use(self, topic: str, delete: PendingDelete) -> InUseAnswer | None:
-        """What the topic's owner says; None where there is nobody to ask. Raises `DeletionFailed`."""
+        """Return the answer of the topic's owner, or None if there is none to ask.
+
+        Raise `DeletionFailed` on failure.
+        """
         owner = self._owner(topic, lambda entry: entry.in_use_url is not None)
         return None if owner is None else owner.ask_in_use(topic, delete)
 
     def answers_in_use(self, topic: str) -> bool:
-        """Whether there is somebody to ask."""
+        """Return whether there is an owner to ask."""
         return self._owner(topic, lambda entry: entry.in_use_url is not None) is not None
 
     def open_ahead(self) -> None:
-        """Opens what can be opened now; what fails is opened for the record that needs it first.
+        """Open the stores that can be opened now; the others are opened for the first record that needs them.
 
-        The AWS SDK reads its tables for as long as half a second then, and keeps the interpreter to itself for many
-        milliseconds: before anybody waits for a hand-out.
+        The AWS SDK takes up to half a second to read its tables, and blocks the interpreter for many milliseconds at a
+        time. So this is done before any delivery is waited for.
         """
         for store in self._object_stores:
             try:
@@ -90,15 +89,21 @@ class LedgerStores:
                 log.exception("object store %s cannot be opened", store.entry.name)
 
     def object_store(self, name: str) -> ObjectStore:
-        """The object store of this name, opened. Raises `errors.NotFound`, and `StoreError` where it cannot be."""
+        """Return the opened object store with this name.
+
+        Raise `errors.NotFound`, or `StoreError` if it cannot be opened.
+        """
         return self._named(name).store()
 
     def driver_of(self, name: str) -> OffloadContext:
-        """The context of a ledger that is found in this object store, without its UUID. Raises `errors.NotFound`."""
+        """Return the context, without a UUID, of ledgers found in this object store.
+
+        Raise `errors.NotFound` if unknown.
+        """
         return self._named(name).context
 
     def close(self) -> None:
-        """May be repeated."""
+        """Close all stores. May be repeated."""
         for store in (*self._object_stores, *self._owners):
             store.close()
 
@@ -111,14 +116,15 @@ class LedgerStores:
         if delete.offload_context is None:
             return Answer(DeletionOutcome.MALFORMED, "offload_context is absent")
         store = self._store_of(delete.offload_context)
-        # Another owner of offloaded ledgers knows itself whether one is in use.
+        # Other owners of offloaded ledgers check for themselves whether one is in use.
         if isinstance(store, OffloadedLedgers) and self.ask_in_use(topic, delete) is InUseAnswer.IN_USE:
             return Answer(DeletionOutcome.IN_USE, "its owner uses it")
         return store.delete(topic, delete, guard, step)
 
     def _store_of(self, context: OffloadContext) -> LedgerStore:
-        """Who deletes an offloaded ledger. Raises `DeletionFailed`, also where several could: the configuration may be
-        mended before the record is given up.
+        """Return the store that deletes an offloaded ledger. Raise `DeletionFailed` if none, or several, match.
+
+        The failure can be repeated: the configuration may be fixed before the record is given up.
         """
         driver, bucket = context.driver_name, dict(context.driver_metadata).get(BUCKET)
         of_driver = [store for store in self._object_stores if driver in store.entry.drivers]
@@ -133,7 +139,7 @@ class LedgerStores:
         raise DeletionFailed(f"unknown driver: {driver!r}{of_bucket} is not configured", maybe_deleted=False)
 
     def _owner(self, topic: str, wanted: Callable[[settings.DeletionOwner], bool]) -> Owner | None:
-        """The owner with the longest prefix of the topic's name among those that are wanted; None when none fits."""
+        """Return the wanted owner with the longest matching topic prefix, or None if none matches."""
         fitting = [
             (len(prefix), index)
             for index, owner in enumerate(self._owners)

@@ -1,11 +1,9 @@
-"""Offloaded ledgers in an object store: two objects each, data and index.
+"""Deletes offloaded ledgers in an object store: two objects each, data and index.
 
-Owns: the opening of the store, the verification of both objects, the order of their deletion, and which failures may
-have deleted something.
-Does not own: names and metadata of the objects (`daemon.core.deletions`), and which records belong to the store.
+It is an implementation of the port `LedgerStore`. `daemon.core.deletions` has the names and metadata of the objects.
 
-The index goes first: without it nobody reads the data, and data without an index still says whose it is. One object of
-the two that is missing is what an earlier attempt leaves; the other one is verified and deleted alone.
+The index goes first: without it the data are never read, and data without an index still name their owner. One missing
+object of the two is what an earlier attempt leaves; the other one is verified and deleted alone.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from storage_backends.local_directory import TEMPORARY_FOLDER
 from storage_backends.object_store import NotFound, ObjectInfo, ObjectStore, StoreError, StoreUnavailable
 
 BUCKET: Final = "bucket"
-"""The name under which driver metadata tells the bucket."""
+"""The property of driver metadata that names the bucket"""
 
 
 class OffloadedLedgers(LedgerStore):
-    """Ledgers in one object store, which is opened when it is needed first; `opening` does it."""
+    """The ledgers in one object store, which `opening` opens when it is first needed."""
 
     def __init__(
         self,
@@ -42,7 +40,7 @@ class OffloadedLedgers(LedgerStore):
 
     @property
     def bucket(self) -> str | None:
-        """None where there are no buckets."""
+        """The bucket, or None if the store has none."""
         return self.entry.s3.bucket if self.entry.kind == "s3" else None
 
     @property
@@ -52,7 +50,7 @@ class OffloadedLedgers(LedgerStore):
         return OffloadContext(0, 0, self.entry.drivers[0], () if bucket is None else ((BUCKET, bucket),))
 
     def store(self) -> ObjectStore:
-        """The opened store. Raises `StoreError`."""
+        """Return the opened store. Raise `StoreError` on failure."""
         with self._lock:
             if self._store is None:
                 self._store = self._opening(self.entry)
@@ -80,7 +78,7 @@ class OffloadedLedgers(LedgerStore):
         return Answer(DeletionOutcome.DELETED)
 
     def close(self) -> None:
-        # Without the lock: who holds it may be opening a store that hangs, and the end does not wait for that.
+        # Without the lock: its holder may be opening a store that hangs, and the end must not wait for that.
         if self._store is not None:
             self._store.close()
 
@@ -99,10 +97,10 @@ class OffloadedLedgers(LedgerStore):
 
 
 def open_existing(entry: settings.DeletionObjectStore) -> ObjectStore:
-    """Opens the store so that what was deleted stays so, for no record will be left of it.
+    """Open the store with durable deletions, since no record of a deletion is left.
 
-    Raises `StoreUnavailable` for a directory that is none yet: a disk that is not mounted would look like a store in
-    which every ledger is gone.
+    Raises `StoreUnavailable` if a directory is not a store yet: an unmounted disk would look like a store in which
+    every ledger is gone.
     """
     if entry.kind == "local" and not (Path(entry.path) / TEMPORARY_FOLDER).is_dir():
         raise StoreUnavailable(entry.path, "there is no store in this directory")
@@ -120,11 +118,11 @@ def _name_of(delete: PendingDelete) -> ledger_metadata.OffloadedName | Answer:
 
 
 def _found(store: ObjectStore, name: ledger_metadata.OffloadedName) -> Sequence[ObjectInfo]:
-    """What there is of the two objects. Raises `StoreError`."""
+    """Return the objects of the two that exist. Raise `StoreError` on failure."""
     found = [info for info in (_head(store, key) for key in (name.index, name.data)) if info is not None]
     if not found:
-        # Where there is no bucket, or no disk, HEAD finds nothing either; a listing fails. Of what is beneath the name:
-        # a directory is not read for that.
+        # Without a bucket or a disk HEAD finds nothing either, but a listing fails. It lists below the name, so that no
+        # directory is read for that.
         next(store.list(f"{name.data}/"), None)
     return found
 

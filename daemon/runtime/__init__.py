@@ -1,1 +1,1 @@
-"""What a daemon finds around it: clock, threads, randomness, the wake-ups of its loop, and what a failure costs."""
+"""Provides what a daemon runs on: clock, threads, randomness, wake-ups of its loop, and scopes of failure."""

@@ -1,7 +1,6 @@
-"""Asking the store again, later each time.
+"""Retries requests to the store, with growing delays.
 
-Owns: the delays, the loop, and the shape of what waits and draws, given by the composition root.
-Does not own: what may be asked again.
+The composition root supplies sleep and jitter. Callers decide which requests may be repeated.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from typing import Protocol, TypeVar
 from storage_backends import object_store
 from storage_backends.object_store import StoreError
 
-# The store is asked again soon after a lost answer, and at a bearable rate during an outage.
+# Soon after a lost answer, and at a bearable rate during an outage (seconds)
 FIRST_DELAY_S = 0.05
 LAST_DELAY_S = 2.0
 
 T = TypeVar("T")
 
-# Monotonic seconds; counts while the machine is suspended.
+# A monotonic clock that counts while the machine is suspended (seconds)
 Clock = Callable[[], float]
-# A number in [0, 1), drawn anew at each call.
+# Draws a new number in [0, 1) at each call.
 Jitter = Callable[[], float]
 Sleep = Callable[[float], Awaitable[None]]
 BlockingSleep = Callable[[float], None]
 
 
 class Waiting(Protocol):
-    """What waits, and what draws for how long."""
+    """The port that sleeps and draws jitter."""
 
     @property
     def sleep(self) -> Sleep: ...
@@ -37,7 +36,7 @@ class Waiting(Protocol):
 
 
 class Run(Protocol):
-    """Runs `work` in an executor and gives its result: storage is synchronous, the loop must not wait for it."""
+    """The port that runs `work` in an executor, since storage is synchronous and the loop must not wait for it."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
@@ -49,9 +48,9 @@ async def until_answered(
     waiting: Waiting,
     again_after: tuple[type[Exception], ...] = (StoreError,),
 ) -> T:
-    """What `ask` gives, which is asked again, later each time, as long as it raises one of `again_after`; without end.
+    """Call `ask` until it raises none of `again_after`, with growing delays and without end; return its result.
 
-    `failed`: told of each such error, before the wait.
+    `failed` is called with each such error before the wait.
     """
     delays = delays_s(waiting.jitter)
     while True:
@@ -64,5 +63,5 @@ async def until_answered(
 
 
 def delays_s(jitter: Jitter) -> Iterator[float]:
-    """Doubling delays in seconds, for asking the store; without end."""
+    """Yield doubling delays for requests to the store, without end (seconds)."""
     return object_store.delays_s(jitter, first_s=FIRST_DELAY_S, last_s=LAST_DELAY_S)

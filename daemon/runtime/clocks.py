@@ -1,19 +1,13 @@
-"""Watching the clocks: a wall clock that is set, a machine that was suspended, a store whose clock differs.
+"""Reads and watches the clocks, and measures event-loop stalls.
 
-Owns: telling a step from time that passes, and from a suspend, and saying so (log, metrics).
-Does not own: the clocks (`environment`), the store's reading (`storage_backends.s3`) and what is done about a
-change (`changed`, `resumed`, given by the engine).
+It detects a wall clock that is set, a machine that was suspended, and a store whose clock differs, and reports them in
+the log and metrics. The engine reacts (`changed`, `resumed`).
 
-What is due follows from the wall clock as it is. Between two looks it should go on as far as the clock that never
-steps; a difference beyond what slewing makes is a step. Time that the loop's own clock has not counted was a suspend:
-it has passed like any other, but every timer of the loop is late by it.
+What is due follows from the wall clock as it is. Between two looks it should advance as far as the clock that never
+steps; a difference beyond slewing is a step. Time that the loop's own clock has not counted was a suspend: it has
+passed like any other, but every timer of the loop is late by it.
 
-The machine's clocks.
-
-How long the event loop does not come round: whatever runs on it, and whatever else holds the interpreter.
-
-Owns: a heartbeat on the loop that tells how much later it beats than it should.
-Does not own: what is done with the figure (`daemon.metrics`).
+A heartbeat on the loop shows how long the loop, or another holder of the interpreter, kept others waiting.
 """
 
 from __future__ import annotations
@@ -33,22 +27,23 @@ CLOCK_WATCH_INTERVAL_S = 1.0
 # chrony slews by 83 ms a second at most.
 STEP_LEAST_MS = 100
 SUSPEND_LEAST_S = 0.5
-# Clocks that are read this close after each other were read at one time; this often it is tried.
+# Clocks that are read within this time (seconds) count as read together; and the attempts at that
 READ_TOGETHER_S = 0.01
 READS_MAX = 5
-# Further from the store's clock than this is worth a warning.
+# A larger difference from the store's clock causes a warning (seconds).
 SKEW_MAX_S = 1.0
 
 
 class Skewed(Protocol):
-    """Something that knows how far its clock is from ours."""
+    """The port of a store that knows how far its clock is from ours."""
 
     def clock_skew_s(self) -> float | None: ...
 
 
 class ClockWatch:
-    """`running_s`: seconds that this machine was not suspended, as the loop's timers count them. `changed` is called
-    when timers may be wrong; `resumed` then, too, when it is by a suspend.
+    """A watch over the clocks. `running_s` counts time without suspends, like the loop's timers (seconds).
+
+    `changed` is called when timers may be wrong, and then `resumed`, too, after a suspend.
     """
 
     def __init__(
@@ -76,7 +71,7 @@ class ClockWatch:
             self.look()
 
     def look(self) -> None:
-        """Compares the clocks with what they were at the last look."""
+        """Compare the clocks with the last look."""
         now_ms, elapsed_s, running_s = self._read()
         passed_s = elapsed_s - self._last_elapsed_s
         step_ms = now_ms - self._last_ms - round(1000 * passed_s)
@@ -96,7 +91,7 @@ class ClockWatch:
         self._look_at_store()
 
     def _read(self) -> tuple[int, float, float]:
-        """The clocks at one time, as far as the machine lets them be read together."""
+        """Read the clocks together, as closely as the machine allows."""
         reads = 0
         while True:
             began_s = self._running_s()
@@ -124,23 +119,24 @@ class ClockWatch:
 
 
 class SystemClock:
-    """Time, as the machine tells it."""
+    """The machine's clocks."""
 
     def now_ms(self) -> int:
-        """The wall clock, Unix time in ms; it may step."""
+        """Return the wall clock (Unix ms); it may step."""
         return time.time_ns() // 1_000_000
 
     def elapsed_s(self) -> float:
-        """Seconds of a clock that never steps and counts while the machine is suspended."""
+        """Return a clock that never steps and counts while the machine is suspended (seconds)."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-# A pause that begins between two beats is seen from the next beat on: shorter by as much at most.
+# A pause that begins between two beats is measured from the next beat on, so it seems shorter by at most this
+# (seconds).
 BEAT_INTERVAL_S = 0.01
 
 
 async def watch_pauses(paused: Callable[[float], None]) -> None:
-    """Runs until it is cancelled. `paused` hears of each beat, in seconds behind its time; 1 ms is the timer's own."""
+    """Call `paused` with the lateness of each beat (seconds) until cancelled; 1 ms is the timer's own."""
     loop = asyncio.get_running_loop()
     while True:
         beat_s = loop.time() + BEAT_INTERVAL_S

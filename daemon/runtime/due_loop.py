@@ -1,20 +1,11 @@
-"""The timer of the daemon: wakes each topic when its next row comes due or its next segment is to be loaded.
+"""Wakes each topic when its next row comes due or its next segment is to be loaded.
 
-Owns: one heap of the times of passes, one task, and fairness: a topic passes a bounded number of rows, then the next
-has its turn.
-Does not own: what is due (`daemon.core.index.index`), what a topic does when it wakes (`served_topic`), and how long a
-tick is (`tick`, `topic_settings`).
+All topics share one heap of times and one task. A pass wakes all topics that are due. After each 2 ms of it streams and
+requests have their turn, so the rows of one topic are sent before the pass is over. A failure of one topic is its own,
+and the pass goes on.
 
-A pass wakes everybody whose time has come. After each 2 ms of it streams and requests have their turn, so what one
-topic has is on its way before the pass is over. What one topic cannot do is its own failure, and the pass goes on.
-
-The tick of topics for which nobody set one: short at rest, longer while the event loop is busy.
-
-Owns: when the tick is stretched, how far, and when it shrinks again.
-Does not own: wake-ups (`due_loop`), and ticks that somebody set, which never change (`topic_settings`).
-
-What comes due within a tick is passed, sent and acknowledged together. A loop that has too much to do has less with a
-longer tick, at the price of a lateness that is stated:
+What comes due within a tick is passed, sent and acknowledged together. The tick of topics that do not set one is short
+at rest. A busy loop has less to do with a longer tick, at the price of a stated lateness:
 
 | the loop | the tick, ms |
 |---|---|
@@ -23,22 +14,13 @@ longer tick, at the price of a lateness that is stated:
 | hardly rests | 15 |
 | is behind: it has much to do, and comes to wake-ups later, on average, than the tick is long | 10 to 50, never more |
 
-How much of one topic is done at a time, so that what the others want to have done does not wait.
+The pace limits how many rows of a topic are passed, read or delivered before others have a turn. A loop with too much
+to do cannot be helped. But the longer the turn of the others takes, the smaller the portions become, since the others
+are late by as much. With nothing else to do the loop comes round at once, and the portions grow.
 
-Owns: the number of rows that are passed, read or handed out before everybody else has a turn of the event loop.
-Does not own: what is done (`served_topic`, `open_stream`), and whose turn it is among the sleepers (`due_loop`).
-
-Nothing can be done about a loop that has too much to do, but who has much to do is asked to do it in smaller portions
-the longer the others' turn takes: they are late by as much. A loop with nothing else to do comes round at once, and the
-portions grow.
-
-Work that takes long in small steps, beside everything else that the event loop has to do.
-
-Owns: how long others have their turn between two steps.
-Does not own: the steps, and the size of portions that a topic passes and hands out (`pace`).
-
-What others do takes many rounds of the loop: a request is read, staged, written, applied and answered. If each round
-had a step in it, all of them would be slow together. So others have as much time as the step took.
+`FairShare` is for long work in small steps. The work of others takes many rounds of the loop: a request is read,
+staged, written, applied and answered. A step in each round would slow all of them down, so others have as much time as
+the step took.
 """
 
 from __future__ import annotations
@@ -52,23 +34,25 @@ from typing import Protocol
 from daemon.runtime.environment import Clock
 
 STEPS_MS = (5, 10, 15, 25, 50)
-# Beyond this step the tick is stretched for a loop that is behind, and for no other.
+# Beyond this step the tick is stretched only for a loop that is behind.
 BUSY_STEP = STEPS_MS.index(15)
-# What is looked at before a step is made, the least.
+# The least time that is measured before a change of step (seconds)
 WINDOW_S = 0.25
-# The part of that time that the loop's thread runs, by step: from it on the tick is longer, ...
+# The fraction of that time for which the loop's thread runs, by step: from here on the tick gets longer, ...
 LONGER_FROM = (0.7, 0.85)
-# ... and up to it the tick is shorter. A longer tick leaves less to do.
+# ... and up to here it gets shorter. A longer tick leaves less to do.
 SHORTER_UP_TO = (0.0, 0.5, 0.65)
-# A loop that runs for less is late because of others: a longer tick would not help it.
+# A loop that runs for a smaller fraction is late because of others: a longer tick would not help it.
 LATE_BY_ITSELF = 0.3
-# One wake-up counts for no more: the machine may have been suspended.
+# A wake-up counts with at most this lateness (ms), since the machine may have been suspended.
 LATE_MAX_MS = 200
 
 
 class Tick:
-    """`ms`: the tick now. `busy_s`: seconds for which the thread of the loop has run so far; 0.0 always: none is busy.
-    `changed` hears of each new tick.
+    """The delivery tick, which grows under load. Calls `changed` with each new value (ms).
+
+    `busy_s` returns how long the thread of the loop has run so far (seconds); a constant 0.0 means that it is never
+    busy.
     """
 
     def __init__(self, busy_s: Callable[[], float], changed: Callable[[int], None]) -> None:
@@ -85,7 +69,7 @@ class Tick:
 
     @property
     def stretched_s(self) -> float:
-        """The tick in seconds where it is longer than at rest; else 0.0."""
+        """The tick if it is longer than at rest, else 0.0 (seconds)."""
         return STEPS_MS[self._step] / 1000 if self._step else 0.0
 
     def _begin(self) -> None:
@@ -93,12 +77,12 @@ class Tick:
         self._wakes = self._late_ms = 0
 
     def woke(self, late_ms: int) -> None:
-        """The loop has come to a wake-up so much after its time."""
+        """Record how late the loop came to a wake-up (ms)."""
         self._wakes += 1
         self._late_ms += min(late_ms, LATE_MAX_MS)
 
     def look(self) -> None:
-        """To be called often. Changes the tick by one step, when it is time to."""
+        """Change the tick by one step when it is time. Call this often."""
         passed_s = self._loop.time() - self._began_s
         if passed_s < WINDOW_S:
             return
@@ -120,19 +104,19 @@ class Tick:
 
 ROWS_LEAST = 500
 ROWS_MOST = 10_000
-# To look into a source of rows costs as much as to take so many rows from it.
+# Inspecting a source of rows costs as much as taking this many rows from it.
 ROWS_A_SOURCE = 200
-# How long the others' turn should take at most.
+# The longest time that the turn of the others should take (seconds)
 PACE_TURN_S = 0.004
-# A turn that takes longer makes portions so much smaller, and another one larger.
+# Factors of the portion after a turn that takes longer, and after another one
 SHRINK = 0.5
 GROW = 1.3
-# What was found out is forgotten after this time: whoever begins then begins with little.
+# Measurements are forgotten after this time (seconds): work that begins then begins with small portions.
 FORGET_S = 1.0
 
 
 class Pace:
-    """One for each event loop."""
+    """The size of portions, one for each event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -141,66 +125,66 @@ class Pace:
 
     @property
     def rows(self) -> int:
-        """How many to do at once; then `give_way`."""
+        """The number of rows to process at once; call `give_way` afterwards."""
         if self._loop.time() - self._noted_s > FORGET_S:
             self._rows = ROWS_LEAST
         return self._rows
 
     def rows_of(self, sources: int) -> int:
-        """How many rows to take at once from so many sources that are merged, then `give_way`: `rows`, but of many
-        sources enough rows that taking them costs no less than looking into the sources. Smaller portions would make
-        the turn no shorter, and it would never come to larger ones again.
+        """Return how many rows to take at once from this many merged sources; call `give_way` afterwards.
+
+        This is `rows`, but at least as many as make taking them cost as much as inspecting the sources. Smaller
+        portions would not shorten the turn, and the portions would never grow again.
         """
         return max(self.rows, min(ROWS_A_SOURCE * sources, ROWS_MOST))
 
     async def give_way(self) -> None:
-        """The others have their turn. Call after a portion that was used up."""
+        """Let the others have their turn. Call this after a portion that was used up."""
         began_s = self._loop.time()
         await asyncio.sleep(0)
         self.noted(self._loop.time() - began_s)
 
     def noted(self, turn_s: float) -> None:
-        """The others' turn took so long."""
+        """Record how long the turn of the others took (seconds)."""
         factor = GROW if turn_s <= PACE_TURN_S else SHRINK
         self._rows = max(ROWS_LEAST, min(ROWS_MOST, int(self.rows * factor)))
         self._noted_s = self._loop.time()
 
 
-# The wall clock may step while the loop sleeps: it looks again at least this often; a tick is at most that.
+# The wall clock may step while the loop sleeps: it checks again at least this often (ms). A tick is at most this long.
 SLEEP_MAX_MS = 500
-# Sleepers are woken for so long before streams and requests have their turn.
+# Sleepers are woken for this long before streams and requests have a turn (seconds).
 TURN_S = 0.002
-# Who is woken and has more to do goes on after so many times the time that it took.
+# A woken sleeper that has more to do goes on after this many times the time that it took.
 MORE_AFTER = 2.0
-# Stale entries that there may be beside as many as there are sleepers.
+# Stale entries allowed beyond the number of sleepers
 STALE_SLACK = 1_000
 
 
 class Sleeper(Protocol):
-    """Something to wake at a time."""
+    """The port of something to wake at a time."""
 
-    # The time it is in the heap for; None when it is not.
+    # The time that it is in the heap for (Unix ms), or None
     wake_at_ms: int | None
 
     @property
     def tick_ms(self) -> int | None:
-        """The sleeper's wake-ups are batched by as much, only ever later; None: by as much as is good for the daemon
-        now.
-        """
+        """The tick by which wake-ups are batched, only ever later (ms); None means the daemon's current one."""
         ...
 
     def wake(self, now_ms: int) -> int | None:
-        """Does a bounded amount of what is due; the time of the next wake-up, not after `now_ms` when more is due."""
+        """Process a bounded part of what is due; return the next wake-up, at most `now_ms` if more is due (Unix ms)."""
         ...
 
     def failed(self, error: Exception) -> None:
-        """The topic could not be woken: it is woken no more until it is scheduled again."""
+        """Note that waking failed: the topic is not woken until it is scheduled again."""
         ...
 
 
 class DueLoop:
-    """Wakes sleepers, each at a multiple of its tick. `pace`: how much a sleeper does when it is woken. `busy_s`,
-    `tick_changed`: see `Tick`.
+    """The loop that wakes sleepers, each at a multiple of its tick.
+
+    `pace` limits the work of a wake-up. For `busy_s` and `tick_changed` see `Tick`.
     """
 
     def __init__(
@@ -212,7 +196,7 @@ class DueLoop:
         self.pace = Pace()
         self._tick = Tick(busy_s, tick_changed)
         self._clock = clock
-        # The times of passes, and whom each wakes. Who is no more is not kept until its time.
+        # Times of passes, and the sleepers that each wakes. Deleted sleepers are not kept until their time.
         self._times: list[int] = []
         self._passes: dict[int, list[weakref.ref[Sleeper]]] = {}
         self._entries = 0
@@ -221,19 +205,20 @@ class DueLoop:
         self._sleeping_until_ms: int | None = None
 
     def stretched_s(self) -> float:
-        """How long company is waited for while there is much to do; see `Tick`."""
+        """Return how long to wait for more work while there is much to do (seconds); see `Tick`."""
         return self._tick.stretched_s
 
     def schedule(self, sleeper: Sleeper, wake_at_ms: int | None) -> None:
-        """Wakes the sleeper at that time, or at the time it is scheduled for if that is sooner."""
+        """Wake the sleeper at that time, or when it is already scheduled if that is sooner."""
         if wake_at_ms is not None:
             tick_ms = sleeper.tick_ms or self._tick.ms
-            # What is due already waits for nothing, and is late from now on.
+            # Rows that are due already wait for nothing, and are late from now on.
             self._push(sleeper, max(-(-wake_at_ms // tick_ms) * tick_ms, self._clock.now_ms()))
 
     def look_again(self) -> None:
-        """The clock has stepped, or the machine was suspended: what the loop sleeps for may be due. Who had given way
-        waits for a time that may be far now: everybody looks at the clock.
+        """Wake all sleepers, since the clock has stepped or the machine was suspended.
+
+        Rows may be due before the loop wakes, and a sleeper that gave way may wait for a time that is now far away.
         """
         now_ms = self._clock.now_ms()
         waiting = [sleeper for at_ms in sorted(self._times) for sleeper in self._woken_at(at_ms)]
@@ -259,7 +244,7 @@ class DueLoop:
             self._sooner.set()
 
     def _drop_stale(self) -> None:
-        """Entries of sleepers that were scheduled for a sooner time since would stay until they are due."""
+        """Drop entries of sleepers that were scheduled for a sooner time since; they would stay until they are due."""
         passes = {at_ms: [weakref.ref(each) for each in dict.fromkeys(self._woken_at(at_ms))] for at_ms in self._times}
         self._passes = {at_ms: sleepers for at_ms, sleepers in passes.items() if sleepers}
         self._times = list(self._passes)
@@ -303,7 +288,7 @@ class DueLoop:
         return due
 
     def _woken_at(self, at_ms: int) -> Iterator[Sleeper]:
-        """Whom a pass wakes: not who was scheduled for another time since, or is no more."""
+        """Yield the sleepers that a pass wakes, without those that were rescheduled or deleted."""
         for reference in self._passes[at_ms]:
             sleeper = reference()
             if sleeper is not None and sleeper.wake_at_ms == at_ms:
@@ -326,10 +311,10 @@ class DueLoop:
 
 
 def _woken(sleeper: Sleeper, now_ms: int) -> int | None:
-    """What is wrong with one of them is nobody else's loss."""
+    """Wake a sleeper; its failure does not affect the others."""
     try:
         return sleeper.wake(now_ms)
-    except Exception as error:  # noqa: BLE001 - the sleeper's scope tells it
+    except Exception as error:  # noqa: BLE001 - the sleeper reports it
         sleeper.failed(error)
         return None
 
@@ -342,6 +327,6 @@ class FairShare:
         self._began_s = clock.elapsed_s()
 
     async def give_way(self) -> None:
-        """The others have their turn. Call after each step."""
+        """Let the others have their turn. Call this after each step."""
         await asyncio.sleep(self._clock.elapsed_s() - self._began_s)
         self._began_s = self._clock.elapsed_s()

@@ -1,12 +1,7 @@
-"""What the engine is given by the composition root: nothing in it reads a clock or draws a number by itself.
+"""Defines what the composition root gives to the engine, so that nothing in the engine reads a clock or draws numbers.
 
-Owns: the shape of that environment.
-Does not own: how any of it is made (`daemon.process`, tests).
-
-What the log says while the store does not take what is tried again and again.
-
-Owns: that many who wait for one store say it together, at a bearable rate.
-Does not own: trying again (`daemon.runtime.backoff`), health (`engine`), and metrics, which count each attempt.
+It also logs outages of the store: many waiters for one store report together, at a bearable rate. `daemon.process` and
+tests make environments; `daemon.runtime.backoff` retries.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from storage_backends.slot_log import SlotLogs
 
 log = logging.getLogger(__name__)
 
-# One line about one kind of work in so long.
+# Least time between two lines about one kind of work (seconds)
 SAY_AGAIN_S = 30.0
 
 
@@ -45,13 +40,13 @@ class _Said:
 
 
 class Outages:
-    """Says in the log what fails in one daemon and is tried again, at a bearable rate."""
+    """The outages of one daemon: logs what fails and is tried again, at a bearable rate."""
 
     def __init__(self) -> None:
         self._said: dict[str, _Said] = {}
 
     def tell(self, what: str, whose: str, error: Exception, *, now_s: float) -> None:
-        """`what`: the kind of work that failed and is tried again; `now_s`: by a clock that never steps."""
+        """Log a failure of a kind of work, `what`, that is tried again. `now_s` is by a clock that never steps."""
         said = self._said.get(what)
         if said is not None and now_s - said.at_s < SAY_AGAIN_S:
             said.unsaid += 1
@@ -64,27 +59,27 @@ class Outages:
 
 T = TypeVar("T")
 
-# What of the log no checkpoint covers, and a successor reads: slots and sections, some 30 us of CPU each. It takes
-# about half a second; where a read is a request to another machine slots count more.
+# Limit on what a successor reads of the log because no checkpoint covers it: slots and sections, some 30 us of CPU
+# each, about half a second in all. If a read is a request to another machine, slots count more.
 TAIL_WORK_MAX = 20_000
 TAIL_REQUESTS_MAX = 4_000
 
 
 class Clock(Protocol):
-    """Time, as the daemon sees it."""
+    """The port of the daemon's time."""
 
     def now_ms(self) -> int:
-        """The wall clock, Unix time in ms; it may step."""
+        """Return the wall clock (Unix ms); it may step."""
         ...
 
     def elapsed_s(self) -> float:
-        """Seconds of a clock that never steps and counts while the machine is suspended."""
+        """Return a clock that never steps and counts while the machine is suspended (seconds)."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommitObserver:
-    """Counts manifest commits."""
+    """A counter of manifest commits."""
 
     metrics: Metrics
 
@@ -100,11 +95,13 @@ class CommitObserver:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """`pools`: the threads. `locks`: None where the root is not a local directory. `new_id`: unique ULIDs.
-    `open_logs`: the logs of the root in the form that its FORMAT says. `version`: of this daemon.
-    `give_back_memory`: what is free in the process goes back to the machine; for a thread. `ledger_stores`: where the
-    ledgers of others are. `tail_work_max`: so many slots and sections may a successor have to read, by what
-    reading them costs at this store. `busy_s`: seconds for which the thread that calls has run.
+    """The things that the composition root gives to the engine.
+
+    `pools` are the threads. `locks` is None if the root is not a local directory. `new_id` makes unique ULIDs.
+    `open_logs` opens the logs of the root in the form that its FORMAT names. `version` is that of this daemon.
+    `give_back_memory` returns free memory of the process to the machine; call it in a thread. `ledger_stores` are the
+    stores of others' ledgers. `tail_work_max` limits the slots and sections that a successor may have to read, weighted
+    by their cost at this store. `busy_s` returns how long the calling thread has run (seconds).
     """
 
     config: Config
@@ -125,31 +122,31 @@ class Environment:
     busy_s: Callable[[], float] = lambda: 0.0
 
     def run(self, work: Callable[[], T], /) -> Awaitable[T]:
-        """Runs work that may block in a thread of those that calls wait for."""
+        """Run work that may block in one of the threads that calls wait for."""
         return self.pools.calls.run(work)
 
     @functools.cached_property
     def sealing_turns(self) -> asyncio.Semaphore:
-        """Held while a topic's seal is written and committed: so many at a time in the daemon."""
+        """A semaphore held while a topic's seal is written and committed; it limits seals in the daemon."""
         return asyncio.Semaphore(self.config.store.seal_threads)
 
     @functools.cached_property
     def loading_turns(self) -> asyncio.Semaphore:
-        """Held while a topic is read: so many at a time in the daemon."""
+        """A semaphore held while a topic is read; it limits loads in the daemon."""
         return asyncio.Semaphore(self.config.store.load_threads)
 
     @functools.cached_property
     def merging_turn(self) -> asyncio.Lock:
-        """Held while a merge is made: one at a time in the daemon."""
+        """A lock held while a merge is made: one at a time in the daemon."""
         return asyncio.Lock()
 
     @functools.cached_property
     def random(self) -> np.random.Generator:
-        """Many random numbers at once."""
+        """A generator of many random numbers at once."""
         return np.random.default_rng(int(self.jitter() * (1 << 53)))
 
     def waits_for_store(self, what: str, whose: str, error: Exception) -> None:
-        """Logs that something is tried again; where many do so for one reason, now and then. See `outages`."""
+        """Log that something is tried again, but only now and then if many callers have one reason. See `Outages`."""
         self._outages.tell(what, whose, error, now_s=self.clock.elapsed_s())
 
     @functools.cached_property
@@ -157,7 +154,7 @@ class Environment:
         return Outages()
 
     def elapsed_ms(self) -> int:
-        """Whole ms of the clock that never steps."""
+        """Return the clock that never steps (whole ms)."""
         return int(self.clock.elapsed_s() * 1000)
 
     @functools.cached_property
@@ -173,12 +170,12 @@ class Environment:
 
     @functools.cached_property
     def grace_ms(self) -> int:
-        """An object that left its manifest may be deleted after this time."""
+        """The time after which an object that left its manifest may be deleted (ms)."""
         return int(self.config.collection.grace_s * 1000)
 
     @functools.cached_property
     def delay_levels(self) -> DelayLevels:
-        """The table of delay levels that topics without one of their own have."""
+        """The table of delay levels for topics without one of their own."""
         return self.config.read_delay_levels()
 
     @functools.cached_property

@@ -1,16 +1,13 @@
-"""What a failure costs: one topic, one shard, or the process.
+"""Defines the scopes of a failure: one topic, one shard, or the process, and the errors that callers get.
 
-- `TopicFailed`: a wake, timer, load, seal, merge, hand-out, record or part of a checkpoint of one topic failed by what
-  was not foreseen, a request found an invariant of it broken, or its manifest is damaged. `ServedShard.topic_failed`
-  and `TopicLoading` catch it: its streams end with UNAVAILABLE, what is in memory of it is let go, and it is loaded
-  again from the store, later each time when it fails again.
+- `TopicFailed`: a wake-up, timer, load, seal, merge, delivery, record or checkpoint part of one topic failed
+  unexpectedly, a request broke an invariant of it, or its manifest is damaged. `ServedShard.topic_failed` and
+  `TopicLoading` catch it. Its streams end with UNAVAILABLE, its memory is dropped, and it is loaded again from the
+  store, later each time when it fails again.
 - `ShardLost`: the log, a section of the shard, a checkpoint or the state of deletions failed, or another daemon has the
-  shard. `Engine` catches it: the streams of its topics end, the other shards are served on, and this one is taken again
-  as soon as it may be.
+  shard. `Engine` catches it. The streams of its topics end, the other shards are served on, and this one is taken again
+  as soon as possible.
 - `ProcessFailed`: a loop of the engine ended that belongs to no topic and no shard. `daemon.process` ends.
-
-Owns: the three scopes, and what callers are told of each.
-Does not own: the recovery from any of them.
 """
 
 from __future__ import annotations
@@ -20,17 +17,17 @@ from typing import Literal
 from daemon.errors import Corruption, NotOwner, TarryError, Unavailable
 from storage_backends import commit
 
-# What has failed is not tried again sooner than this after its second failure, then twice as late each time.
+# Delays after the second failure and at most; the delay doubles each time (seconds).
 FIRST_DELAY_S = 1.0
 LAST_DELAY_S = 30.0
-# What has not failed for so long begins anew.
+# A topic or shard that has not failed for this long starts again without a delay (seconds).
 FORGET_S = 300.0
-# Until then what was let go may be there again.
+# By then the dropped topic may be loaded again.
 RETRY_MS = 500
 
 
 class TopicFailed(Unavailable):
-    """What is in memory of `topic` (a name or an id) was let go, and it is loaded again: a retry is safe."""
+    """The failure of `topic` (a name or an id): its memory was dropped and it is loaded again. A retry is safe."""
 
     def __init__(self, topic: str, *, retry_after_ms: int = RETRY_MS) -> None:
         super().__init__(
@@ -41,7 +38,7 @@ class TopicFailed(Unavailable):
 
 
 class ShardLost(Unavailable):
-    """Nothing of `shard` is served here for now; `cause` is why."""
+    """The loss of `shard`: nothing of it is served here for now. `cause` is why."""
 
     def __init__(self, shard: int, cause: BaseException) -> None:
         super().__init__(f"shard {shard} is served by this daemon no longer: {cause}")
@@ -50,19 +47,20 @@ class ShardLost(Unavailable):
 
     @property
     def kind(self) -> Literal["superseded", "damaged", "failed"]:
-        """Another daemon has it, it cannot be read, or something went wrong here."""
+        """The kind of loss: another daemon has it, it cannot be read, or something failed here."""
         if isinstance(self.cause, NotOwner | commit.Refused):
             return "superseded"
         return "damaged" if isinstance(self.cause, Corruption) else "failed"
 
     @property
     def owner_address(self) -> str:
-        """host:port of the daemon that has it now, empty where that is not known."""
+        """The host:port of its current owner, empty if unknown."""
         return self.cause.owner_address if isinstance(self.cause, NotOwner) else ""
 
     def answer(self) -> TarryError:
-        """What its callers are told: where to go, or to come again. That the shard is damaged is told to those who
-        come again, each for its own topic.
+        """Return the callers' error: where to go, or to retry.
+
+        Callers that retry learn that the shard is damaged, each for its own topic.
         """
         if isinstance(self.cause, NotOwner):
             return NotOwner(str(self.cause), owner_address=self.owner_address)
@@ -70,17 +68,20 @@ class ShardLost(Unavailable):
 
 
 class ProcessFailed(TarryError):
-    """A task that serves every topic has ended: nothing here can be relied on."""
+    """The end of a task that serves every topic: nothing here can be relied on."""
 
 
 class Failures:
-    """How often each of some things has failed of late, and how long it is left alone therefore."""
+    """The recent failures of some things, and the delay before each is tried again."""
 
     def __init__(self) -> None:
         self._seen: dict[str | int, tuple[int, float]] = {}
 
     def delay_s(self, name: str | int, *, now_s: float) -> float:
-        """Something failed once more at `now_s`, monotonic seconds: how long to wait. The first time costs nothing."""
+        """Count another failure at `now_s` (monotonic seconds).
+
+        Returns how long to wait (seconds), 0.0 the first time.
+        """
         self._seen = {each: (count, at_s) for each, (count, at_s) in self._seen.items() if now_s - at_s < FORGET_S}
         count, _ = self._seen.get(name, (0, now_s))
         self._seen[name] = (count + 1, now_s)

@@ -1,15 +1,10 @@
-"""The threads of a daemon: a pool for each kind of work that waits for the store, so that no kind waits for another.
+"""Provides the threads of a daemon: a pool for each kind of work that waits for the store.
 
-Owns: which kinds there are, and how many threads each has in the whole daemon.
-Does not own: what runs in them: whoever is made with a pool's `run` uses that pool.
+Kinds do not block each other. Code that is given a pool's `run` uses that pool. A late slot or epoch check would stop
+the whole shard, deliveries and health with it. So these have threads of their own, and never queue behind loads, seals,
+merges or collection.
 
-A slot or a look at the epoch that came late would stop the whole shard, hand-outs and health with it: these have
-threads of their own, and never queue behind loads, seals, merges or collection.
-
-An object store whose failed requests are counted.
-
-Owns: which errors count as failures of the store.
-Does not own: the metric (`daemon.metrics`) and what follows from a failure.
+`CountedStore` reports failures of an object store.
 """
 
 from __future__ import annotations
@@ -36,33 +31,36 @@ from storage_backends.storage_settings import Store
 T = TypeVar("T")
 
 NewThreads = Callable[[str, int], contextlib.AbstractContextManager[concurrent.futures.Executor]]
-"""Threads by their name and number."""
+"""Creates threads, given their name and number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """`threads` run work; `parts` run the parts of one piece of it side by side, so that no thread waits for a thread
-    of its own executor.
+    """The threads of one kind of work: `threads` run work, and `parts` run parts of one piece of it side by side.
+
+    So no thread waits for a thread of its own executor.
     """
 
     threads: concurrent.futures.Executor
     parts: concurrent.futures.Executor
 
     def run(self, work: Callable[[], T], /) -> Awaitable[T]:
-        """Runs work that may block in a thread."""
+        """Run work that may block in a thread."""
         return asyncio.get_running_loop().run_in_executor(self.threads, work)
 
     def run_part(self, work: Callable[[], T], /) -> Awaitable[T]:
-        """Runs work that is a part of something larger."""
+        """Run work that is a part of something larger."""
         return asyncio.get_running_loop().run_in_executor(self.parts, work)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pools:
-    """`calls`: what calls and streams wait for, births of topics, checkpoints, taking shards over. `journal`: slots,
-    looks at the end of the log, heartbeats. `loads`: reading topics of a shard that was taken over. `seals`: writing
-    and committing buckets. `merges`: one thread, of low priority. `collection`: deleting objects and slots.
-    `deletions`: attempts to delete ledgers, each for as long as its store lets it wait.
+    """The pools of a daemon.
+
+    `calls` is for what calls and streams wait for, creation of topics, checkpoints and takeovers of shards. `journal`
+    is for slots, checks of the end of the log and heartbeats. `loads` reads topics of a shard that was taken over.
+    `seals` writes and commits buckets. `merges` is one thread of low priority. `collection` deletes objects and slots.
+    `deletions` attempts to delete ledgers, each for as long as its store takes.
     """
 
     calls: Pool
@@ -75,13 +73,13 @@ class Pools:
 
     @classmethod
     def of_one(cls, pool: Pool) -> Pools:
-        """All of them are the same one, where nothing runs side by side."""
+        """Use one pool for all kinds, if nothing runs side by side."""
         return cls(*(pool for _ in dataclasses.fields(cls)))
 
 
 @contextlib.contextmanager
 def opened(store: Store, *, deletions: int, threads: NewThreads, patient: NewThreads) -> Iterator[Pools]:
-    """The pools that the settings ask for. `patient` threads give way to the others on a machine that is busy."""
+    """Open the pools that the settings ask for. `patient` threads give way to others on a busy machine."""
     with contextlib.ExitStack() as stack:
 
         def pool(name: str, count: int, *, new: NewThreads = threads) -> Pool:
@@ -99,7 +97,7 @@ def opened(store: Store, *, deletions: int, threads: NewThreads, patient: NewThr
 
 
 class CountedStore(ObjectStore):
-    """`failed` hears of the operation and the error's class. A missing object, or one that is there, is none."""
+    """A store that calls `failed(operation, error_class)` on errors other than NotFound and AlreadyExists."""
 
     def __init__(self, inner: ObjectStore, failed: Callable[[str, str], None]) -> None:
         self._inner = inner

@@ -1,12 +1,11 @@
-"""How much of the log a successor has to read: from the first slot that some shard's checkpoint does not cover.
+"""Bounds how much of the log a successor has to read, by choosing whose checkpoint is next.
 
-Owns: where in the log each shard begins to need it, and which shard's checkpoint is written next: that of the one that
-begins first.
-Does not own: what one shard's checkpoint is and its own limits (`checkpointing`), and deleting slots.
+The environment alone imports it; it stands apart because all shards of a daemon share its state.
 
-The log is measured by what reading it costs: a unit for each slot, and for each section in it. Shards take turns, so
-that checkpoints are spread over time as slots are: of the shards that are written, where they are written alike, each
-is checkpointed once while the log grows by `BEGIN_AT` of the bound. Those that are not written have no turn.
+A successor reads from the first slot that some shard's checkpoint does not cover. The log is measured by the cost of
+reading it: a unit for each slot, and for each section in it. The shard that needs the earliest slot is next. Shards
+take turns, so that checkpoints are spread over time as slots are. Of shards that are written equally, each is
+checkpointed once while the log grows by `BEGIN_AT` of the bound. Shards that are not written have no turn.
 """
 
 from __future__ import annotations
@@ -14,38 +13,41 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-# At this part of the bound a checkpoint begins whosever turn it is: slots come while one is being written.
+# At this fraction of the bound a checkpoint begins regardless of turns, since slots are added while it is written.
 BEGIN_AT = 0.75
-# A shard that needs less than this part is left alone.
+# A shard that needs less than this fraction is left alone.
 LITTLE = 0.25
-# More than one at a time only where one takes so long that the bound is reached again meanwhile.
+# More than one at a time only if one takes so long that the bound is reached again meanwhile
 AT_ONCE = 2
-# A shard whose checkpoint has failed is not asked again before.
+# A shard whose checkpoint has failed is not asked again before this time (seconds).
 RETRY_S = 1.0
 
 
 class Tail:
-    """What of the log one shard needs. `begin` begins a checkpoint, if none is under way; whether it did."""
+    """The part of the log that one shard needs.
+
+    `begin` begins a checkpoint unless one is in flight; it returns whether.
+    """
 
     def __init__(self, bound: TailBound, begin: Callable[[], bool]) -> None:
         self._bound = bound
         self.begin = begin
         self.from_work: int | None = None
-        """Where in the log the first section lies that no checkpoint covers; None: there is none."""
+        """The place in the log of the first section that no checkpoint covers, or None"""
         self.not_before_s = 0.0
-        # What a checkpoint under way covers begins here.
+        # Beginning of the part that a checkpoint in flight covers
         self._covering: int | None = None
         self._is_covered = False
         self._forgotten = False
 
     def grown(self, at_work: int) -> None:
-        """A section came at this place of the log; what former owners left lies before its beginning."""
+        """Note a section at this place of the log; those of former owners lie before its beginning."""
         if not self._forgotten and (self.from_work is None or at_work < self.from_work):
             self.from_work = at_work
             self._bound.look_at_work = min(self._bound.look_at_work, at_work)
 
     def begun(self) -> None:
-        """A checkpoint will cover what there is now."""
+        """Note that a checkpoint will cover what exists now."""
         if not self._is_covered and not self._forgotten:
             self._is_covered = True
             self._bound.under_way += 1
@@ -55,7 +57,7 @@ class Tail:
 
     @contextlib.contextmanager
     def covering(self) -> Iterator[None]:
-        """Inside, a checkpoint of now is written; where that fails what it was to cover is needed still."""
+        """Write a checkpoint of now inside; if that fails, the part that it was to cover is still needed."""
         self.begun()
         try:
             yield
@@ -68,7 +70,7 @@ class Tail:
             self._end()
 
     def forget(self) -> None:
-        """The shard is owned no longer, also where its checkpoint never ends. May be repeated."""
+        """Forget a shard that is no longer owned, even if its checkpoint never ends. May be repeated."""
         self.from_work = None
         self._forgotten = True
         self._end()
@@ -82,23 +84,24 @@ class Tail:
 
 
 class TailBound:
-    """`work_max`: what a successor may have to read; made and used on one event loop. `elapsed_s`: seconds of a clock
-    that never steps.
+    """The bound on what a successor may have to read, `work_max`, used on one event loop.
+
+    `elapsed_s` is a clock that never steps (seconds).
     """
 
     def __init__(self, work_max: int, elapsed_s: Callable[[], float]) -> None:
         self.under_way = 0
-        """Checkpoints that are being written."""
+        """The number of checkpoints that are being written"""
         self.elapsed_s = elapsed_s
         self._begin_at = max(1, int(BEGIN_AT * work_max))
         self._little = int(LITTLE * work_max)
         self._last_begun_work = 0
-        # Before the log is so long it is no time for a checkpoint. It is asked for each section.
+        # No checkpoint is due before the log is this long; checked for each section.
         self.look_at_work = 0
         self._tails: list[Tail] = []
 
     def tail(self, begin: Callable[[], bool]) -> Tail:
-        """A shard is owned from now on."""
+        """Begin to track an owned shard."""
         tail = Tail(self, begin)
         self._tails.append(tail)
         return tail
@@ -108,11 +111,11 @@ class TailBound:
             self._tails.remove(tail)
 
     def new_log(self) -> None:
-        """What is written from now on is measured from the beginning of another log."""
+        """Measure from the beginning of another log."""
         self._last_begun_work = self.look_at_work = 0
 
     def consider(self, work: int) -> None:
-        """Begins a checkpoint when it is time; the log is `work` long."""
+        """Begin a checkpoint if it is time; the log is `work` long."""
         while work >= self.look_at_work and self.under_way < AT_ONCE:
             needed = sorted(
                 (tail.from_work, place) for place, tail in enumerate(self._tails) if tail.from_work is not None
@@ -127,7 +130,7 @@ class TailBound:
             self._last_begun_work = work
 
     def _begin_one(self, tails: list[Tail]) -> bool:
-        """Begins a checkpoint of the first that can begin now; whether one could."""
+        """Begin a checkpoint of the first shard that can; return whether one could."""
         now_s = self.elapsed_s()
         for tail in tails:
             if tail.not_before_s <= now_s and tail.begin():

@@ -1,1 +1,1 @@
-"""What subscriptions are owed, in memory: positions in flight and nacked, backlogs read again, dead letters."""
+"""Holds what subscriptions are owed, in memory: IN_FLIGHT and NACKED positions, backlogs read again, dead letters."""

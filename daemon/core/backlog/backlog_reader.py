@@ -1,7 +1,7 @@
-"""Reading a backlog again: the rows that the index has passed, bucket by bucket, in hand-out order.
+"""Reads a backlog again: the rows that the index has passed, bucket by bucket, in due order.
 
-Owns: a place in every bucket, and what may be taken next.
-Does not own: loading segments (it says which it needs) and whether a row is still owed (the caller filters).
+A reader has a place in every bucket. It names the segments that it needs but does not load them; the caller drops rows
+that are no longer owed.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from daemon.core.index.position_keys import KeyedRows, firsts
 from daemon.core.index.runs import LAST_PLACE, Place, SortedRun, TieredRuns, take_before
 from daemon.core.index.segments import SegmentCache, SegmentCursor, SegmentRange
 
-# Segments of a bucket that are read with one request.
+# Segments of a bucket that one request reads.
 READ_AHEAD_SEGMENTS = 4
 
 
 @dataclasses.dataclass(slots=True)
 class _LogPlace:
-    """How many rows of a mutable bucket's log were picked up, and what of them is not read yet."""
+    """The number of rows picked up from a mutable bucket's log, and those of them that are not read yet."""
 
     picked_up: int
     runs: TieredRuns = dataclasses.field(default_factory=TieredRuns)
 
 
 class BacklogReader:
-    """From the beginning of every bucket, or from where the index stands now (`at_head`).
+    """A reader that begins at the start of every bucket or, with `at_head`, where the index stands now.
 
-    `is_held_up`: at the last look nothing could be taken, since an earlier row has not been passed yet.
+    `is_held_up` is whether the last take found nothing because an earlier row has not been passed yet.
     """
 
     def __init__(self, sealed: Iterable[SealedBucket], mutable: Iterable[MutableBucket], *, at_head: bool) -> None:
         self._cursors: dict[str, SegmentCursor] = {}
         self._places: dict[int, _LogPlace] = {}
-        # By bucket, what was passed behind its cursor.
+        # Bucket name -> rows that were passed behind its cursor
         self._late: dict[str, TieredRuns] = {}
         self.is_held_up = False
         if at_head:
@@ -51,15 +51,21 @@ class BacklogReader:
         return cursor
 
     def sealed(self, memory: MutableBucket, bucket: SealedBucket) -> None:
-        """A mutable bucket became a sealed one. What was read of it is not read again, unless it was only read in part:
-        then from the beginning, and the caller leaves out what is in hand."""
+        """Replace a mutable bucket by the sealed one that it became.
+
+        Rows are not read again if all of the bucket was read. If only part was, reading starts at the beginning, and
+        the caller leaves out what it holds already.
+        """
         place = self._places.pop(id(memory), _LogPlace(0))
         all_read = place.picked_up == len(memory.passed_log) and not any(map(len, place.runs.runs))
         self._start(bucket, at_head=all_read)
 
     def merged(self, sources: Sequence[SealedBucket], bucket: SealedBucket) -> None:
-        """A bucket took the place of its sources. If all that was passed of them was read, what is in it before its
-        head is not read again; else it is read from the beginning, and the caller leaves out what is in hand."""
+        """Replace source buckets by the merged one.
+
+        If everything passed in them was read, nothing before the head of the merged bucket is read again. Otherwise
+        reading starts at the beginning, and the caller leaves out what it holds already.
+        """
         cursors = [(self._cursors.pop(source.name, None), source.head.place) for source in sources]
         late = [self._late.pop(source.name, None) for source in sources]
         all_read = all(cursor is not None and cursor.place >= head for cursor, head in cursors)
@@ -67,17 +73,17 @@ class BacklogReader:
         self._start(bucket, at_head=all_read)
 
     def dropped(self, bucket: SealedBucket | MutableBucket) -> None:
-        """The bucket is no more; nothing in it was owed."""
+        """Forget a dropped bucket; the subscription is owed none of its rows."""
         self._cursors.pop(bucket.name, None)
         self._late.pop(bucket.name, None)
         self._places.pop(id(bucket), None)
 
     def passed_late(self, bucket: Bucket, rows: KeyedRows) -> None:
-        """Rows that lie before the head of a bucket were passed: the cursor may be beyond them."""
+        """Add passed rows that lie before the head of a bucket, where the cursor may be beyond them."""
         self._late.setdefault(bucket.name, TieredRuns()).add(rows)
 
     def needs(self, sealed: Iterable[SealedBucket], cache: SegmentCache) -> list[SegmentRange]:
-        """The segments that must be in memory for the next `take`; empty when it can go on."""
+        """Return the segments that must be in memory for the next `take`; empty if it can go on."""
         wanted = []
         for bucket in sealed:
             cursor = self._cursors.get(bucket.name) or self._start(bucket, at_head=False)
@@ -99,14 +105,14 @@ class BacklogReader:
         limit: int,
         bound: Place | None = None,
     ) -> list[tuple[SealedBucket | MutableBucket, KeyedRows]]:
-        """About `limit` rows, by bucket, unordered, of those that come before a place if there is one; empty when
-        everything of them that was passed has been read.
+        """Take about `limit` rows, by bucket, unordered.
 
-        Call when nothing is needed.
+        If there is a bound, only rows before that point in due order are taken. The result is empty if every such
+        passed row has been read. Call this when nothing is needed.
         """
         parts: dict[SealedBucket | MutableBucket, list[KeyedRows]] = {}
         rows_taken = 0
-        # A take ends where a segment of any bucket does.
+        # A take ends where a segment of any bucket ends.
         while 2 * rows_taken < limit:
             taken = self._take_once(sealed, mutable, limit, bound or LAST_PLACE)
             for bucket, rows in taken:
@@ -118,7 +124,7 @@ class BacklogReader:
         return [(bucket, self._once(bucket, KeyedRows.concat(each))) for bucket, each in parts.items()]
 
     def _once(self, bucket: SealedBucket | MutableBucket, rows: KeyedRows) -> KeyedRows:
-        """Each of the rows once: the cursor may find what came late."""
+        """Return each row once: the cursor may also find what came late."""
         if bucket.name not in self._late:
             return rows
         return rows.take(firsts(rows.keys))
@@ -151,7 +157,7 @@ class BacklogReader:
             for run in self._log_runs(memory):
                 sources.append(memory)
                 runs.append(run)
-        # One part for each bucket: a row that left and came back as it was is in its log twice.
+        # One part for each bucket: a row that left and was added again unchanged is in its log twice.
         taken: dict[int, tuple[SealedBucket | MutableBucket, list[KeyedRows]]] = {}
         for number, rows in take_before(runs, bound, limit):
             taken.setdefault(id(sources[number]), (sources[number], []))[1].append(rows)

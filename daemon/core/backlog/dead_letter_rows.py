@@ -1,11 +1,10 @@
-"""Positions that are delivered no more: the dead letters of one subscription.
+"""Keeps the dead letters of one subscription in memory, by ascending id: positions that are no longer delivered.
 
-Owns: their columns in memory, by ascending id; finding them page by page; taking them out.
-Does not own: what makes one (`nack_decisions`), what becomes of it (`dead_letter_decisions`), and stored forms
-(`storage_backends.formats`).
+`nack_decisions` makes dead letters, `dead_letter_decisions` replays and purges them, and `storage_backends.formats` has
+their stored forms.
 
-They are kept in chunks of packed columns, those that left are marked; a chunk of which more than half has left is
-packed anew. So a page and a removal look at few rows at once, however many there are.
+They are kept in chunks of packed columns, in which those that left are marked. A chunk is packed again when more than
+half of it has left. So a page or a removal reads few rows at once, however many there are.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from daemon.errors import InvariantViolated
 from storage_backends.formats.row_columns import U32, U64, Index
 
 CHUNK_ROWS = 4096
-# Rows that are looked at for one page, whatever the filter leaves of them.
+# Rows read for one page, however few of them the filter leaves
 LOOKED_AT_MAX = 1 << 16
 NO_TEXTS = ("",)
 
@@ -36,9 +35,9 @@ Mask = npt.NDArray[np.bool_]
 class DeadLetterRows:
     """n dead letters, by ascending `dead_letter_id`: columns of one length.
 
-    `deliver_at_ms`: as it was handed out last. `batch_index`: `NO_BATCH_INDEX` for an entry as a whole. `key_hash`: 0
-    where it has none. `redelivery_count`: the last time included. `reason`: the number of a `DeadLetterReason`.
-    `text_index`: what the dispatcher said, in `texts`, the first of which is empty.
+    `deliver_at_ms` is the time of the last delivery. `batch_index` is `NO_BATCH_INDEX` for an entry as a whole.
+    `key_hash` is 0 if there is none. `redelivery_count` includes the last delivery. `reason` is the number of a
+    `DeadLetterReason`. `text_index` points into `texts`, which hold what dispatchers said; the first text is empty.
     """
 
     dead_letter_id: U64
@@ -57,7 +56,7 @@ class DeadLetterRows:
         return len(self.dead_letter_id)
 
     def take(self, index: Index) -> DeadLetterRows:
-        """The dead letters that an index array, a mask of n or a slice selects, with those texts that they have."""
+        """Return the dead letters that an index array, a mask of n or a slice selects, with only their texts."""
         used, text_index = np.unique(self.text_index[index], return_inverse=True)
         if len(used) and used[0]:
             used, text_index = np.concatenate([[0], used]), text_index + 1
@@ -67,7 +66,7 @@ class DeadLetterRows:
 
     @staticmethod
     def concat(parts: Sequence[DeadLetterRows]) -> DeadLetterRows:
-        """All of the parts, in their order."""
+        """Join the parts in their order."""
         parts = [part for part in parts if len(part)]
         if not parts:
             return DeadLetterRows.empty()
@@ -87,7 +86,7 @@ class DeadLetterRows:
         return DeadLetterRows(**columns, text_index=np.empty(0, np.uint32))
 
 
-# Without that of the texts.
+# All columns but that of the texts
 _COLUMNS: dict[str, type[np.unsignedinteger[Any]]] = {
     "dead_letter_id": np.uint64,
     "ledger_id": np.uint64,
@@ -103,8 +102,9 @@ _COLUMNS: dict[str, type[np.unsignedinteger[Any]]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class DeadLetterFilter:
-    """A choice of dead letters: everything that is given holds for them. `ids`: ascending. `ledgers`: the first and the
-    last, both included. `from_ms` <= dead_at_ms < `until_ms`.
+    """A filter of dead letters that all given conditions must match.
+
+    `ids` ascend. `ledgers` are the first and the last, both included. `from_ms` <= dead_at_ms < `until_ms` (Unix ms).
     """
 
     ids: U64 | None = None
@@ -114,10 +114,10 @@ class DeadLetterFilter:
     until_ms: int | None = None
 
     def holds_for(self, rows: DeadLetterRows) -> Mask:
-        """A mask of the rows."""
+        """Return the mask of rows that match."""
         chosen = np.ones(len(rows), np.bool_)
         if self.ids is not None and len(rows):
-            # Of many ids few are between the first and the last of the rows.
+            # Few of many ids lie between the first and the last of the rows.
             first = self.ids.searchsorted(rows.dead_letter_id[0])
             end = self.ids.searchsorted(rows.dead_letter_id[-1], side="right")
             chosen &= np.isin(rows.dead_letter_id, self.ids[first:end], assume_unique=True)
@@ -137,8 +137,9 @@ ALL = DeadLetterFilter()
 
 
 class DeadLetterSlice(NamedTuple):
-    """`next_after`: the `after_id` of the next page; None when there is none. A page may have fewer rows than were
-    asked for, also none, and yet a next one.
+    """One page of dead letters. `next_after` is the `after_id` of the next page, or None if there is none.
+
+    A page may have fewer rows than the limit, even none, and yet a next one.
     """
 
     rows: DeadLetterRows
@@ -147,7 +148,7 @@ class DeadLetterSlice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Chunk:
-    """Dead letters first..last, those that have left included. Never changed."""
+    """The dead letters first..last, including those that have left. Never changed."""
 
     first_id: int
     last_id: int
@@ -185,26 +186,26 @@ class FrozenDeadLetters:
         return self.rows_there
 
     def parts(self) -> Iterator[DeadLetterRows]:
-        """All of them, some thousands at a time, by ascending id. O(n): for a thread."""
+        """Yield all of them by ascending id, some thousands at a time. O(n): for a thread."""
         for chunk in self.chunks:
             rows = _there(chunk, self.left)
             if len(rows):
                 yield rows
 
     def rows(self) -> DeadLetterRows:
-        """All of them. O(n): for a thread."""
+        """Return all of them. O(n): for a thread."""
         return DeadLetterRows.concat(list(self.parts()))
 
 
 class DeadLetters:
-    """`last_id`: the highest id ever given; ids are never used again."""
+    """The dead letters of one subscription. `last_id` is the highest id ever given; ids are never reused."""
 
     def __init__(self) -> None:
         self.last_id = 0
         self._chunks: list[_Chunk] = []
-        # Of each chunk how many have left.
+        # Number of rows of each chunk that have left
         self._left_rows: list[int] = []
-        # Those that have left and are still in a chunk.
+        # Ids that have left and are still in a chunk
         self._left = BitMap64()
         self._rows = 0
 
@@ -212,7 +213,7 @@ class DeadLetters:
         return self._rows
 
     def add(self, rows: DeadLetterRows) -> None:
-        """Rows with higher ids than any before. Raises InvariantViolated when they are not."""
+        """Add rows with higher ids than any before. Raise InvariantViolated if they are not."""
         if not len(rows):
             return
         ids = rows.dead_letter_id
@@ -220,7 +221,8 @@ class DeadLetters:
             raise InvariantViolated(f"dead letters {ids[0]} to {ids[-1]} do not ascend from {self.last_id}")
         self.last_id = int(ids[-1])
         self._rows += len(rows)
-        # Chunks that are longer stay as they are: so a row that comes alone is packed a few times, not thousands.
+        # Longer chunks stay as they are, so that a row that arrives alone is packed a few times, not thousands of
+        # times.
         while self._chunks and self._chunks[-1].rows < CHUNK_ROWS and self._chunks[-1].rows <= len(rows):
             rows = DeadLetterRows.concat([self._take_out_last(), rows])
         for start in range(0, len(rows), CHUNK_ROWS):
@@ -235,7 +237,7 @@ class DeadLetters:
         return rows
 
     def remove(self, ids: U64) -> int:
-        """Takes out those of the ids that are there; how many these are."""
+        """Remove the dead letters with these ids; return how many existed."""
         removed = 0
         asked = ids if bool((ids[1:] > ids[:-1]).all()) else np.unique(ids)
         start = 0
@@ -267,8 +269,9 @@ class DeadLetters:
             del self._chunks[number], self._left_rows[number]
 
     def page(self, wanted: DeadLetterFilter, after_id: int, limit: int) -> DeadLetterSlice:
-        """The dead letters of a filter with ids above `after_id`, ascending, at most `limit`. Looks at a bounded number
-        of rows.
+        """Return at most `limit` dead letters that match, with ids above `after_id`, ascending.
+
+        Reads a bounded number of rows.
         """
         found: list[DeadLetterRows] = []
         rows_found = looked_at = 0
@@ -290,7 +293,7 @@ class DeadLetters:
         return DeadLetterSlice(page, None if self._chunk_after(after, wanted.ids) is None else after)
 
     def _chunk_after(self, after_id: int, ids: U64 | None) -> _Chunk | None:
-        """The first chunk that may have an id above, of `ids` where they are given."""
+        """Return the first chunk that may have an id above `after_id` or, with `ids`, one of those."""
         first_id = after_id + 1
         if ids is not None:
             place = int(np.searchsorted(ids, np.uint64(after_id), side="right"))
@@ -301,11 +304,11 @@ class DeadLetters:
         return self._chunks[number] if number < len(self._chunks) else None
 
     def freeze(self) -> FrozenDeadLetters:
-        """Returns the dead letters as they are now, never changed by what comes later. O(chunks)."""
+        """Return the dead letters as they are now; later changes do not affect them. O(chunks)."""
         return FrozenDeadLetters(tuple(self._chunks), self._left.copy(), self._rows)
 
     def _chunk_from(self, dead_letter_id: int) -> int:
-        """The first chunk whose last id is not below."""
+        """Return the number of the first chunk whose last id is not below the given one."""
         return bisect.bisect_left(self._chunks, dead_letter_id, key=lambda chunk: chunk.last_id)
 
 

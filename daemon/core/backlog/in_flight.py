@@ -1,13 +1,12 @@
-"""Positions that were handed out and are not acknowledged yet.
+"""Keeps the positions that were delivered and are not acknowledged yet.
 
-Owns: the table from key to the time a position was handed out with, to the dispatcher that holds it: a stream, or a
-lease, which is a number of its own, and to since when.
-Does not own: permits, order, what an acknowledgement does (`subscription_state`, `index`), how long is too long, and at
-whom the rows of a hash are (`key_share`, a watcher).
+The table maps a key to its due time at delivery, its dispatcher, and the time since which that holds it. A dispatcher
+is a stream or a lease, which has a number of its own. Others decide on permits, order, acknowledgements
+(`subscription_state`, `index`) and time-outs; `key_share` follows the rows of each hash as a watcher.
 
-A dispatcher mostly acknowledges batches whole and as they came, one or several at a time: the latest batches are kept
-so and found by their first key. All others are in a few runs sorted by key, each at least twice as long as the next; a
-row that leaves is marked, and a run without living rows is dropped, so that taking positions costs a few binary
+A dispatcher mostly acknowledges whole batches as they came, one or several at a time. The latest batches are kept as
+delivered and found by their first key. All other rows are in a few runs sorted by key, each at least twice as long as
+the next. A row that leaves is marked, and a run without living rows is dropped. So taking positions costs a few binary
 searches and no object a row.
 """
 
@@ -31,29 +30,32 @@ from storage_backends.formats.row_columns import U32, U64
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
 
-# Batches that are kept as they were handed out. Of more the oldest are sorted in, several together: they may be of one
-# row each.
+# Batches that are kept as delivered. Beyond that the oldest are sorted in, several together since each may be of one
+# row.
 BATCHES_MAX = 1024
 BATCHES_SORTED_IN = 512
 
 
 class Watcher(Protocol):
-    """Is told of rows that come into the table and leave it, and whose they are: u32[n] of dispatchers."""
+    """A watcher that is called with rows that enter and leave the table, and their dispatchers, u32[n]."""
 
     def came(self, rows: KeyedRows, dispatchers: U32) -> None: ...
 
     def claimed(self, rows: KeyedRows, dispatchers: U32) -> None:
-        """Rows left the table by a request, or by time: a decision on them is about to be staged."""
+        """Note rows that left by a request or a time-out: a decision on them is about to be staged."""
         ...
 
     def returned(self, rows: KeyedRows, dispatchers: U32) -> None:
-        """Rows left the table otherwise: nothing has to become durable."""
+        """Note rows that left otherwise: nothing has to become durable."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Batch:
-    """`dispatcher`: of all of its rows, or of each. `alive`: which of its rows are there; None: all."""
+    """Rows delivered together. `alive` is the mask of those in flight; None means all.
+
+    `dispatcher` is one for all rows, or one for each.
+    """
 
     rows: KeyedRows
     dispatcher: int | U32
@@ -70,13 +72,13 @@ class _Batch:
 
     @property
     def living(self) -> _Batch:
-        """The batch of those rows that are there."""
+        """The batch reduced to the rows that are in flight."""
         if self.alive is None:
             return self
         return _Batch(self.rows.take(self.alive), self.dispatchers[self.alive], self.since_ms)
 
     def without(self, left: Mask) -> tuple[int, _Batch] | None:
-        """(its first key, the batch) when rows have left; None when none is there any more."""
+        """Return (first key, batch) without the rows that left, or None if none is in flight."""
         alive = ~left if self.alive is None else self.alive & ~left
         first = int(alive.argmax())
         return (int(self.rows.keys[first]), dataclasses.replace(self, alive=alive)) if alive[first] else None
@@ -89,24 +91,24 @@ class _Run:
     since_ms: U64
     alive: Mask
     living: int
-    # No living row is here since before.
+    # No living row is held since an earlier time (ms).
     oldest_ms: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Taken:
-    """Rows of a request that were removed, and which of it they are."""
+    """Rows removed for a request, and their places in it."""
 
     hits: Places
     rows: KeyedRows
 
 
 class InFlight:
-    """The IN_FLIGHT positions of one subscription. `watcher`: nobody at first."""
+    """The IN_FLIGHT positions of one subscription. `watcher` is None at first."""
 
     def __init__(self) -> None:
         self.watcher: Watcher | None = None
-        # In the order in which they were handed out, by their first keys.
+        # First key -> batch, in the order of delivery
         self._batches: dict[int, _Batch] = {}
         self._runs: list[_Run] = []
         self._living = 0
@@ -116,19 +118,20 @@ class InFlight:
         return self._living
 
     def first_due_ms(self, from_ms: int = 0) -> int | None:
-        """The earliest time of its rows from a time on; None when there is none."""
+        """Return the earliest due time of its rows from a time on (Unix ms), or None if there is none."""
         times = [batch.living.rows.rows.deliver_at_ms for batch in self._batches.values()]
         times += [run.rows.rows.deliver_at_ms[run.alive] for run in self._runs if run.living]
         return earliest(*[first_time_ms(each, from_ms) for each in times])
 
     def held_rows(self, dispatcher: int) -> int:
-        """How many positions a dispatcher holds."""
+        """Return how many positions a dispatcher holds."""
         return self._held[dispatcher]
 
     def add(self, rows: KeyedRows, dispatcher: int | U32, *, elapsed_ms: int = 0) -> None:
-        """Rows none of which is in the table, in any order. `dispatcher`: of all of them, or of each.
+        """Add rows, in any order, none of which is in the table.
 
-        `elapsed_ms`: now, by a clock that never steps.
+        `dispatcher` is one for all rows, or one for each. `elapsed_ms` is the time now by a clock that never steps
+        (ms).
         """
         count = len(rows)
         if not count:
@@ -166,15 +169,16 @@ class InFlight:
             self._batches = {}
 
     def take(self, keys: U64, deliver_at_ms: U64) -> Mask:
-        """Removes the positions that are in the table with that time; a mask of those removed.
+        """Remove the positions that are in the table with these times; return the mask of those removed.
 
         A key that is named twice is removed once.
         """
         return self._take(keys, deliver_at_ms, None)
 
     def take_rows(self, keys: U64, deliver_at_ms: U64) -> tuple[KeyedRows, Mask]:
-        """Removes the positions that are in the table with that time, each once; (the rows that were removed, in the
-        order of the request; a mask of those removed).
+        """Remove the positions that are in the table with these times, each once.
+
+        Returns (the removed rows in the order of the request, the mask of those removed).
         """
         parts: list[_Taken] = []
         found = self._take(keys, deliver_at_ms, parts)
@@ -204,7 +208,7 @@ class InFlight:
         return found
 
     def _take_whole(self, keys: U64, deliver_at_ms: U64, parts: list[_Taken] | None) -> int:
-        """Removes the batches that the columns begin with, each as it was handed out; how many rows these are."""
+        """Remove the batches that the columns begin with, each as it was delivered; return the number of rows."""
         taken = 0
         while taken < len(keys):
             first_key = int(keys[taken])
@@ -223,8 +227,9 @@ class InFlight:
     def move(
         self, keys: U64, deliver_at_ms: U64, holders: Collection[int], dispatcher: int, *, elapsed_ms: int = 0
     ) -> Mask:
-        """Gives a dispatcher the positions with that time that one of the holders holds, from now on; a mask of
-        those.
+        """Move to a dispatcher the positions with these times that one of the holders holds; return their mask.
+
+        They are held since `elapsed_ms` from then on.
         """
         self._sort_all_in()
         among = np.fromiter(holders, np.uint32, len(holders))
@@ -243,7 +248,7 @@ class InFlight:
         return moved
 
     def touch(self, keys: U64, deliver_at_ms: U64, holders: Collection[int], *, elapsed_ms: int) -> Mask:
-        """The positions with that time that one of the holders holds are in the table since now; a mask of those."""
+        """Hold the positions with these times since `elapsed_ms`, if one of the holders has them; return their mask."""
         self._sort_all_in()
         among = np.fromiter(holders, np.uint32, len(holders))
         touched = np.zeros(len(keys), np.bool_)
@@ -255,11 +260,11 @@ class InFlight:
         return touched
 
     def take_dispatcher(self, dispatcher: int) -> KeyedRows:
-        """Removes and returns what a dispatcher holds."""
+        """Remove and return what a dispatcher holds."""
         return self.take_dispatchers((dispatcher,))
 
     def take_dispatchers(self, dispatchers: Collection[int]) -> KeyedRows:
-        """Removes and returns what any of the dispatchers holds."""
+        """Remove and return what any of the dispatchers holds."""
         holders = [number for number in dispatchers if self._held[number]]
         if not holders:
             return KeyedRows.empty()
@@ -268,7 +273,7 @@ class InFlight:
         return KeyedRows.concat([*self._take_from_batches(among), rows])
 
     def _take_from_batches(self, dispatchers: U32) -> list[KeyedRows]:
-        """Removes what dispatchers hold of the batches. The rest stays: sorting all of it in would take long."""
+        """Remove what the dispatchers hold of the batches. The rest stays, since sorting it all in would take long."""
         columns = [batch.dispatchers for batch in self._batches.values()]
         if not columns:
             return []
@@ -294,17 +299,18 @@ class InFlight:
         return taken
 
     def take_keys(self, keys: BitMap64) -> KeyedRows:
-        """Removes and returns the positions of a set, whoever holds them."""
+        """Remove and return the positions of a set, whichever dispatcher holds them."""
         return self.take_where(lambda rows, _: contained(rows.keys, keys))[0]
 
     def oldest_since_ms(self) -> int | None:
-        """No position is in the table since before; None when it is empty."""
+        """Return a lower bound of the times since which positions are held (ms), or None without any."""
         first = next(iter(self._batches.values()), None)
         return earliest(None if first is None else first.since_ms, *[run.oldest_ms for run in self._runs if run.living])
 
     def take_since(self, before_ms: int, limit: int, *, staying: BitMap64) -> KeyedRows:
-        """Removes and returns positions that are in the table since before a time or just then, about `limit` of them
-        at most. `staying`: positions that are left where they are.
+        """Remove and return about `limit` positions that have been held since `before_ms` or longer.
+
+        Positions in `staying` are left in the table.
         """
         taken: list[KeyedRows] = []
         rows = 0
@@ -332,7 +338,7 @@ class InFlight:
         return KeyedRows.concat(taken)
 
     def find(self, keys: BitMap64) -> KeyedRows:
-        """Those of the positions that are in the table, by ascending key; they stay."""
+        """Return the positions that are in the table, by ascending key, without removing them."""
         self._sort_all_in()
         found = []
         for run in self._runs:
@@ -342,7 +348,7 @@ class InFlight:
         return rows.take(np.argsort(rows.keys))
 
     def among(self, keys: BitMap64) -> BitMap64:
-        """Those of the positions that are in the table."""
+        """Return the subset of the positions that are in the table."""
         found = BitMap64.union(BitMap64(), *[batch.keys & keys for batch in self._batches.values()])
         asked = keys_of(keys)
         for run in self._runs:
@@ -352,7 +358,7 @@ class InFlight:
         return found
 
     def holders_of(self, keys: U64) -> U32:
-        """The dispatcher that holds each position; 0 where it is not in the table."""
+        """Return the dispatcher that holds each position, 0 if it is not in the table."""
         self._sort_all_in()
         holders = np.zeros(len(keys), np.uint32)
         for run in self._runs:
@@ -363,14 +369,15 @@ class InFlight:
         return holders
 
     def keys(self) -> BitMap64:
-        """All positions of the table."""
+        """Return all positions of the table."""
         sorted_in = [bitmap_of(run.rows.keys[run.alive]) for run in self._runs]
         return BitMap64.union(BitMap64(), *sorted_in, *[batch.keys for batch in self._batches.values()])
 
     def take_where(self, condition: Callable[[KeyedRows, U32], Mask]) -> tuple[KeyedRows, U32]:
-        """Removes the positions for which the condition holds: (these, in any order, who held each). O(n).
+        """Remove the positions for which the condition holds. O(n).
 
-        `condition`: of rows and who holds each, some of which have left already.
+        Returns (the rows in any order, the dispatcher that held each). `condition` is called with rows and their
+        dispatchers; some of the rows have left already.
         """
         self._sort_all_in()
         return self._take_from_runs(condition)
@@ -401,7 +408,7 @@ class InFlight:
             self._left(batch.rows, batch.dispatchers, are_claimed=True)
 
     def _left(self, rows: KeyedRows | None, dispatchers: U32, *, are_claimed: bool) -> None:
-        """`rows`: for the watcher; None when there is none."""
+        """Count rows out and call the watcher with `rows`, which is None if there is no watcher."""
         self._living -= len(dispatchers)
         self._count_left(dispatchers)
         if self.watcher is not None and rows is not None and len(rows):
@@ -419,12 +426,12 @@ class InFlight:
 
 
 def _same(one: U64, other: U64) -> bool:
-    """Whether the columns are alike; of few rows faster than numpy compares them."""
+    """Return whether the columns are equal; for few rows this is faster than numpy's comparison."""
     return len(one) == len(other) and one.tobytes() == other.tobytes()
 
 
 def _counted(dispatchers: U32) -> list[tuple[int, int]]:
-    """How many rows each of the dispatchers has."""
+    """Return how many rows each of the dispatchers has."""
     if not len(dispatchers):
         return []
     if not dispatchers.strides[0] or (dispatchers == dispatchers[0]).all():
@@ -434,7 +441,7 @@ def _counted(dispatchers: U32) -> list[tuple[int, int]]:
 
 
 def _found(run: _Run, keys: U64, deliver_at_ms: U64) -> tuple[Places, Places]:
-    """The keys that are in a run with that time, each once: (their places in the request, in the run)."""
+    """Find the keys that are in a run with these times, each once: (places in the request, places in the run)."""
     places = np.searchsorted(run.rows.keys, keys)
     places[places == len(run.rows)] = 0
     hit = run.rows.keys[places] == keys
@@ -443,7 +450,7 @@ def _found(run: _Run, keys: U64, deliver_at_ms: U64) -> tuple[Places, Places]:
     hits = np.flatnonzero(hit)
     named = places[hits]
     if not (named[1:] > named[:-1]).all():
-        # Of a key that is named twice the first counts.
+        # If a key is named twice, the first one is used.
         hits = hits[firsts(keys[hits])]
     return hits, places[hits]
 

@@ -1,26 +1,21 @@
-"""Positions that were negatively acknowledged, until their redelivery time (PIP-393).
+"""Keeps negatively acknowledged positions until their redelivery time (PIP-393).
 
-Owns: which positions wait for their redelivery, and in which order they come due; which runs there are, and when they
-are merged or packed anew.
-Does not own: when positions are redelivered (`redelivery_policy`), their counts (`redelivery_counts`), durability.
+`redelivery_policy` decides when positions are redelivered, `subscription_state` counts their redeliveries, and
+`nack_decisions` makes them durable.
 
-Rows that come in due order, as of a constant delay, go to the end of a line: its batches are packed without a sort and
-need no merging. Other rows are collected, sorted once and packed, and runs of them are merged by the dozen, so that a
+Rows that arrive in due order, as with a constant delay, go to the end of a line: its batches are packed without a sort
+and need no merging. Other rows are collected, sorted once and packed, and runs of them are merged by the dozen, so a
 row is sorted two or three times however many there are. A merge moves the first rows of its sources to the end of the
-merged run, some thousands at a time: at every moment each row is in one run.
+merged run, some thousands at a time. Each row is in one run at every moment.
 
 PIP-393 keeps time, ledger and bitmap in maps of maps. That takes 0.16 to 4 B a position with a constant delay, 100 B
-and more where a time has one position, and objects of Python by the million. Here ten million positions take 0.1 to
-4 B each with a constant delay, and 4 to 6 B with any delay up to a day. One costs 0.1 to 0.5 us when it comes, and as
+and more if each time has one position, and Python objects by the million. Here ten million positions take 0.1 to 4 B
+each with a constant delay, and 4 to 6 B with any delay up to a day. One costs 0.1 to 0.5 us when it arrives, and as
 much again when it is due (`python -m benchmarks nack-memory`).
 
-`keys` is the one truth of membership. An entry that was dropped or replaced stays in its run until it is read, merged
-or, when more than half of the entries are such, packed anew, some thousands at a time as well.
-
-Runs of nacked rows in the order in which they come due, read from the front, and which of their rows still count.
-
-Owns: a run, taking the first rows of several runs in one order, and the entries that their positions have left behind.
-Does not own: which runs there are and when they are merged (`nack_tracker`).
+`keys` is the only truth of membership. An entry that was dropped or replaced stays in its run until it is read, merged
+or packed again. Runs are packed again, also some thousands of rows at a time, when more than half of the entries are
+stale.
 """
 
 from __future__ import annotations
@@ -38,22 +33,22 @@ from daemon.core.index.position_keys import KeyedRows, PagePlaces, bitmap_of, co
 from storage_backends.formats.row_columns import U64
 
 Mask = npt.NDArray[np.bool_]
-# How often it is guessed until when about as many rows are due as are asked for.
+# Guesses at the time until which about as many rows are due as are wanted
 _GUESSES = 6
-# At no offset.
+# Not at any offset
 _UNKNOWN: tuple[int, Place] = (-1, (0, 0, 0))
 
 
 class StaleNacks:
     """Entries that were dropped or replaced and are still in a run: they must not fire.
 
-    Rows are born, and positions leave, in generations: what left in a generation left the rows that were born until
-    then, and none that came later, also where it is the same position again. Rows that are packed anew are born again,
-    without those that left.
+    Rows are created, and positions leave, in generations. A position that leaves in a generation makes those of its
+    rows stale that were created until then, and no later ones, even of the same position. Rows that are packed again
+    are created again, without the stale ones.
     """
 
     def __init__(self) -> None:
-        # (generation, keys that left in it), the latest last.
+        # (generation, keys that left in it), the latest last
         self._sets: list[tuple[int, BitMap64]] = []
         self._generation = 0
         self._is_shared = False
@@ -65,13 +60,13 @@ class StaleNacks:
         return len(self._sets)
 
     def birth(self) -> int:
-        """The generation of rows that come now: nothing that has left until now was theirs."""
+        """Return the generation of rows that arrive now: nothing that has left so far was theirs."""
         if self._sets and self._sets[-1][0] == self._generation:
             self._generation += 1
         return self._generation
 
     def leave(self, keys: BitMap64) -> None:
-        """The entries of the positions that there are do not count any more."""
+        """Mark the current entries of these positions as stale."""
         if self._sets and self._sets[-1][0] == self._generation and not self._is_shared:
             self._sets[-1][1].update(keys)
             return
@@ -79,11 +74,11 @@ class StaleNacks:
         self._is_shared = False
 
     def still_there(self, keys: U64, born: int) -> Mask | None:
-        """Which of the keys of rows that were born together still count; None when all do."""
+        """Return the mask of the keys that still count among rows created together, or None if all do."""
         return _still_there(self._sets, keys, born)
 
     def clear(self) -> None:
-        """All entries count."""
+        """Let all entries count."""
         self._sets = []
 
     def freeze(self) -> tuple[tuple[int, BitMap64], ...]:
@@ -91,7 +86,7 @@ class StaleNacks:
         return tuple(self._sets)
 
     def forget(self, births: Iterable[int]) -> None:
-        """There are rows of these births alone: what makes no difference to any of them is joined, or forgotten."""
+        """Join or forget sets that make no difference to rows of these births, the only ones that exist."""
         known = sorted(set(births))
         joined: dict[int, list[BitMap64]] = {}
         place = 0
@@ -99,15 +94,15 @@ class StaleNacks:
             while place < len(known) and known[place] <= generation:
                 place += 1
             if place:
-                # All that were born until then have the same latest birth.
+                # All rows created until then have the same latest birth.
                 joined.setdefault(place, []).append(keys)
         kept: list[tuple[int, BitMap64]] = []
         for place, sets in joined.items():
-            # As late as any of them: rows that are born from now on must not be touched.
+            # The latest birth of any of them: rows created from now on must not be affected.
             kept.append((known[place - 1], sets[0] if len(sets) == 1 else BitMap64.union(*sets)))
         is_latest = bool(kept) and kept[-1][0] == self._generation
         self._sets = kept
-        # What leaves from now on must not go into a set that was taken from one that somebody has.
+        # Positions that leave from now on must not go into a set that a frozen copy shares.
         self._is_shared = self._is_shared or is_latest
 
 
@@ -125,14 +120,14 @@ def _still_there(sets: Sequence[tuple[int, BitMap64]], keys: U64, born: int) -> 
 
 
 def still_there(columns: NackColumns, sets: Sequence[tuple[int, BitMap64]], born: int) -> NackColumns:
-    """The rows that still count, by frozen sets."""
+    """Return the rows that still count, by frozen sets."""
     mask = _still_there(sets, columns.keys, born)
     return columns if mask is None else columns.take(mask)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class NackRunBatch:
-    """Rows as they came."""
+    """Rows as they arrived."""
 
     born: int
     rows: NackColumns
@@ -141,7 +136,7 @@ class NackRunBatch:
         return len(self.rows)
 
     def may_have(self, keys: U64) -> bool:
-        """Whether one of the keys may be of these rows."""
+        """Return whether one of the keys may be of these rows."""
         return len(keys) > 0
 
     def columns(self, start: int = 0) -> NackColumns:
@@ -154,9 +149,10 @@ class NackRunBatch:
 
 
 class NackRun:
-    """Rows of several parts, each after those of the part before; or a batch, which is sorted when it is first read.
+    """Rows of several parts in order, each after the part before; or a batch, sorted when it is first read.
 
-    `number`: of all runs of a tracker. `is_alone`: it need not be merged. Empty when everything was read.
+    `number` is unique among the runs of a tracker. A run with `is_alone` need not be merged. A run that was read is
+    empty.
     """
 
     __slots__ = ("_batch", "_integers", "_next", "is_alone", "number", "offset", "parts", "rows")
@@ -166,7 +162,7 @@ class NackRun:
         self.is_alone = False
         self.parts: list[PackedRows] = []
         self._batch = batch
-        # Into the first part.
+        # Into the first part
         self.offset = 0
         self.rows = 0 if batch is None else len(batch)
         self._next = _UNKNOWN if batch is None else (0, (int(batch.rows.redeliver_at_ms.min()), 0, 0))
@@ -176,7 +172,7 @@ class NackRun:
         return self.rows
 
     def append(self, parts: Iterable[PackedRows]) -> None:
-        """Rows that are after all that are there."""
+        """Append parts whose rows are all after those of the run."""
         for part in parts:
             self.parts.append(part)
             self.rows += len(part)
@@ -186,50 +182,50 @@ class NackRun:
         return self._batch is None
 
     def clear(self) -> None:
-        """Forgets the rows: they are elsewhere now."""
+        """Forget the rows: another run has them now."""
         self.parts, self._batch, self.rows = [], None, 0
         self._at_first_row()
 
     def prepare(self, places: PagePlaces) -> None:
-        """From now on it can be read: a batch is sorted."""
+        """Sort and pack a batch, so that the run can be read."""
         if self._batch is not None:
             batch, self._batch = self._batch, None
             self.rows, self._next = 0, _UNKNOWN
             self.append(pack(batch.rows, places, batch.born))
 
     def held(self) -> list[tuple[PackedRows | NackRunBatch, int]]:
-        """What it holds now, each from which row on."""
+        """Return the parts that it holds now, each with the first row that is not read."""
         if self._batch is not None:
             return [(self._batch, 0)]
         return [(part, self.offset if part is self.parts[0] else 0) for part in self.parts]
 
     def next_place(self, places: PagePlaces) -> Place:
-        """The place of its first row, of a batch one before; it has a row."""
+        """Return the place of its first row or, for a batch, a place before it. The run must not be empty."""
         if self._next[0] != self.offset:
             self._next = (self.offset, self.parts[0].place_at(self.offset, places))
         return self._next[1]
 
     def due_rows(self, now_ms: int) -> int:
-        """How many rows of the first part are due."""
+        """Return how many rows of the first part are due."""
         return self.parts[0].due_end(now_ms, self.offset) - self.offset
 
     def last_due_ms(self, places: PagePlaces) -> int:
-        """When the last row of the first part is due."""
+        """Return when the last row of the first part is due (Unix ms)."""
         return self.parts[0].place_at(len(self.parts[0]) - 1, places)[0]
 
     def place_of(self, row: int, places: PagePlaces) -> Place:
-        """The place of a row of the first part, the next one being 0."""
+        """Return the place of a row of the first part; row 0 is the next one."""
         return self.parts[0].place_at(self.offset + row, places)
 
     def first(self, rows: int) -> NackColumns:
-        """Takes so many rows from the front of the first part."""
+        """Return the next rows at the front of the first part, without passing them."""
         part = self.parts[0]
         if self._integers is None and part.is_bitmap and rows < len(part):
             self._integers = part.integers()
         return part.columns(self.offset, self.offset + rows, self._integers)
 
     def advance(self, rows: int) -> None:
-        """Passes rows of the first part that were read."""
+        """Pass rows of the first part that were read."""
         self.offset += rows
         self.rows -= rows
         if self.offset == len(self.parts[0]):
@@ -240,7 +236,7 @@ class NackRun:
         self.offset, self._integers, self._next = 0, None, _UNKNOWN
 
     def rewrite(self, index: int, places: PagePlaces, departed: StaleNacks) -> tuple[int, int]:
-        """Packs what still counts of a part anew; (how many parts there are now in its place, how many rows left)."""
+        """Pack a part again without its stale entries; return (number of parts in its place, rows left out)."""
         part, start = self.held()[index]
         columns = part.columns(start)
         mask = departed.still_there(columns.keys, part.born)
@@ -258,15 +254,16 @@ class NackRun:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Taken:
-    """The rows that still count, in order; how many were read."""
+    """The rows that still count, in order, and how many rows were read."""
 
     columns: NackColumns
     read_rows: int
 
 
 def take_first(runs: Sequence[NackRun], now_ms: int, limit: int, places: PagePlaces, departed: StaleNacks) -> Taken:
-    """At most `limit` of the due rows of runs that can be read, each of which has one, in the order (redelivery time,
-    ledger, entry). What is left comes after them.
+    """Take at most `limit` due rows of the runs in the order (redelivery time, ledger, entry).
+
+    Each run is prepared and has a due row. Every row that is left comes after those taken.
     """
     due = _due(runs, now_ms, limit, places)
     quotas = _quotas(due, limit)
@@ -295,8 +292,10 @@ def take_first(runs: Sequence[NackRun], now_ms: int, limit: int, places: PagePla
 
 
 def _due(runs: Sequence[NackRun], now_ms: int, limit: int, places: PagePlaces) -> list[int]:
-    """How many rows of the first part of each run are due at a time, at most now, until which not many more than the
-    limit are: the same number of rows may be a second of one run, and a minute of another.
+    """Return how many rows of each run's first part are due at one time, which is at most now.
+
+    The time is chosen so that not many more than `limit` rows are due: the same number of rows may cover a second of
+    one run and a minute of another.
     """
     late_due = [run.due_rows(now_ms) for run in runs]
     if len(runs) == 1 or sum(late_due) <= limit:
@@ -306,7 +305,7 @@ def _due(runs: Sequence[NackRun], now_ms: int, limit: int, places: PagePlaces) -
     for _ in range(_GUESSES):
         if late_ms - early_ms <= 1:
             break
-        # As if they came evenly; somewhat less than the limit will do.
+        # Assume that rows are spread evenly; somewhat less than the limit is enough.
         guess_ms = early_ms + max(1, (late_ms - early_ms) * limit * 3 // (4 * sum(late_due)))
         due = [run.due_rows(guess_ms) for run in runs]
         if sum(due) > limit:
@@ -319,7 +318,7 @@ def _due(runs: Sequence[NackRun], now_ms: int, limit: int, places: PagePlaces) -
 
 
 def _quotas(due: Sequence[int], limit: int) -> list[int]:
-    """How many rows to look at of each run, at least one: what those with few leave goes to the others."""
+    """Return how many rows of each run to read, at least one; runs with few rows leave their share to the others."""
     if sum(due) <= limit:
         return list(due)
     even = max(1, limit // len(due))
@@ -332,7 +331,7 @@ def _quotas(due: Sequence[int], limit: int) -> list[int]:
 def _sure_rows(
     runs: Sequence[NackRun], due: Sequence[int], quotas: Sequence[int], order: npt.NDArray[np.int64], limit: int
 ) -> int:
-    """How many of the rows, in their order, are before all due ones that were not looked at."""
+    """Return how many rows, in order, come before every due row that was not read."""
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     sure = min(len(order), limit)
@@ -346,31 +345,31 @@ def _sure_rows(
 
 
 _U64_MAX = (1 << 64) - 1
-# Rows in any order that are sorted and packed at once.
+# Rows in any order that are sorted and packed at once
 PART_ROWS = 1 << 14
-# A line packs so many of its rows together, and then so many of these: without a sort that is twice as fast.
+# A line packs this many of its rows together, and then this many of those: twice as fast, since it needs no sort.
 LINE_ROWS = 1 << 12
 LINE_PART_ROWS = 1 << 15
-# Delays in use at the same time whose rows come in order.
+# Delays in use at the same time whose rows arrive in order
 LINES_MAX = 16
-# Runs that are merged at once.
+# Runs that are merged at once
 FAN_OUT = 16
-# Runs of less than `PART_ROWS` rows; of more those of about one size are merged.
+# Runs of fewer than `PART_ROWS` rows; beyond this number, those of about one size are merged.
 SMALL_RUNS_MAX = 64
 SIZE_BITS = 5
-# Rows that are moved or packed anew in one step; for each row that comes so many may be.
+# Rows that are moved or packed again in one step, and how many such rows are allowed for each row that arrives
 STEP_ROWS = 1 << 13
 STEP_ROWS_PER_ROW = 3
-# Fewer entries that do not count are let be.
+# Fewer stale entries than this are ignored.
 DEPARTED_ROWS_MIN = 1 << 12
-# So many sets of what has left are kept before those between which no rows came are joined.
+# Sets of stale entries that are kept before sets between which no rows arrived are joined
 SETS_MAX = 64
-# How often one call goes on where none of what it read counts.
+# Passes of one call in which nothing that it read counts
 PASSES_MAX = 4
 
 
 def rounded_up(times_ms: U64, bits: int) -> U64:
-    """The times rounded up to multiples of 2^bits ms, so that none is early; PIP-393 rounds down.
+    """Round times up to multiples of 2^bits ms, so that none is early; PIP-393 rounds down.
 
     A time beyond the last multiple becomes 2^64 - 1.
     """
@@ -383,27 +382,27 @@ def rounded_up(times_ms: U64, bits: int) -> U64:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class FrozenNacks:
-    """What a tracker held at one moment. All of it is for a thread."""
+    """The contents of a tracker at one moment. All methods are for a thread."""
 
     held: tuple[tuple[PackedRows | NackRunBatch, int], ...]
     departed: tuple[tuple[int, BitMap64], ...]
     places: PagePlaces
 
     def parts(self) -> Iterator[tuple[KeyedRows, U64]]:
-        """Rows and their redelivery times, in any order, some thousands at a time. O(n)."""
+        """Yield rows and their redelivery times (Unix ms), in any order, some thousands at a time. O(n)."""
         for part, start in self.held:
             columns = still_there(part.columns(start), self.departed, part.born)
             if len(columns):
                 yield columns.keyed(self.places), columns.redeliver_at_ms
 
     def rows(self) -> tuple[KeyedRows, U64]:
-        """All of them. O(n)."""
+        """Return all rows and their redelivery times (Unix ms). O(n)."""
         parts = list(self.parts())
         times = [times_ms for _, times_ms in parts]
         return KeyedRows.concat([rows for rows, _ in parts]), np.concatenate([np.empty(0, np.uint64), *times])
 
     def times_of(self, keys: U64) -> U64:
-        """The redelivery times of keys, none of which is named twice; 0 where one does not wait. O(n)."""
+        """Return the redelivery times of distinct keys (Unix ms), 0 for a key that is not NACKED. O(n)."""
         times = np.zeros(len(keys), np.uint64)
         order = np.argsort(keys)
         asked = keys[order]
@@ -419,19 +418,19 @@ class FrozenNacks:
 
 
 class _Line:
-    """Rows that came in due order. `last_ms`: no row that comes later may be due before."""
+    """Rows that arrived in due order. A row may join if it is due at `last_ms` or later."""
 
     def __init__(self) -> None:
         self.last_ms = 0
-        # Batches; runs of them that are packed.
+        # Unpacked batches, and packed runs of them
         self.batches: list[NackRun] = []
         self.packed: list[NackRun] = []
 
 
 class NackTracker:
-    """`keys`: the positions that wait.
+    """The NACKED positions of one subscription; `keys` is their set.
 
-    `in_order_rows`: rows that came in due order, which costs no sort; `sorted_rows`: the others.
+    `in_order_rows` counts rows that arrived in due order, which needs no sort; `sorted_rows` counts the others.
     """
 
     def __init__(self, places: PagePlaces) -> None:
@@ -441,23 +440,23 @@ class NackTracker:
         self._places = places
         self._rows = 0
         self._departed = StaleNacks()
-        # Entries in all runs, those that do not count included.
+        # Entries in all runs, including stale ones
         self._entries = 0
         self._runs: dict[int, NackRun] = {}
         self._next_number = 0
-        # (the place of its first row, number) of each run; a place may be too early.
+        # (place of its first row, number) of each run; a place may be too early.
         self._due: list[tuple[Place, int]] = []
         self._lines: list[_Line] = []
         self._small: list[NackRun] = []
-        # By how often they were merged.
+        # By how often the runs were merged
         self._tiers: list[list[NackRun]] = []
         self._merges: list[_Merge] = []
-        # Runs that are still to be packed anew, and the part that is next of the last one.
+        # Runs that are still to be packed again, and the next part of the last of them
         self._repack: list[NackRun] = []
         self._repack_part = 0
         self._step_rows = 0
         self._sets_max = SETS_MAX
-        # The first row of which run, at which offset, is known to count.
+        # (run number, offset) of a first row that is known to count
         self._known_first: tuple[int, int] | None = None
 
     def __len__(self) -> int:
@@ -465,14 +464,14 @@ class NackTracker:
 
     @property
     def size_bytes(self) -> int:
-        """What rows and membership take, without the objects that hold them. O(n)."""
+        """Size of rows and membership (bytes), without the objects that hold them. O(n)."""
         held = sum(part.size_bytes for run in self._runs.values() for part, _ in run.held())
         return held + len(self.keys.serialize())
 
     # ---- rows come and go
 
     def add(self, rows: KeyedRows, redeliver_at_ms: U64) -> None:
-        """Rows of distinct keys in any order, with their redelivery times; they replace those of their keys."""
+        """Add rows with distinct keys, in any order, with their redelivery times; replace earlier rows of the keys."""
         if not len(rows):
             return
         added = bitmap_of(rows.keys)
@@ -495,8 +494,8 @@ class NackTracker:
         self._work(len(rows) + replaced)
 
     def drop(self, keys: BitMap64) -> None:
-        """The positions of the set wait no more; those that do not are let be."""
-        # Of a million that leave at once the work is for later calls.
+        """Drop the positions of a set; ignore those that are not NACKED."""
+        # If a million leave at once, the work is left to later calls.
         self._work(min(self._leave(keys), STEP_ROWS))
 
     def _leave(self, keys: BitMap64) -> int:
@@ -512,14 +511,14 @@ class NackTracker:
         return len(hit)
 
     def _clear(self) -> None:
-        """Nothing counts any more."""
+        """Drop all runs, since no entry counts."""
         self._runs, self._due = {}, []
         self._lines, self._small, self._tiers, self._merges, self._repack = [], [], [], [], []
         self._entries = self._step_rows = 0
         self._departed.clear()
 
     def _line_for(self, times: U64) -> _Line | None:
-        """The line whose last row is the latest of those that are not after the first of these; None: sort them."""
+        """Return the line whose last row is the latest one not after the first time, or None to sort the rows."""
         if bool((times[1:] < times[:-1]).any()):
             return None
         first_ms = int(times[0])
@@ -536,8 +535,9 @@ class NackTracker:
     # ---- rows come due
 
     def next_due_ms(self) -> int | None:
-        """When the next one comes due; None when none waits. Where many entries at the front do not count it may be too
-        early.
+        """Return when the next row is due (Unix ms), or None if none is NACKED.
+
+        The time may be too early if many entries at the front are stale.
         """
         passes = 0
         while self._due:
@@ -559,7 +559,7 @@ class NackTracker:
         return None
 
     def _first_run(self) -> NackRun | None:
-        """The run that is due first; None when what seemed to be it is not, and was put where it belongs."""
+        """Return the run that is due first, or None if the first entry was outdated and has been corrected."""
         place, number = self._due[0]
         run = self._runs.get(number)
         if run is None or not len(run):
@@ -572,10 +572,10 @@ class NackTracker:
         return run
 
     def take_due(self, now_ms: int, limit: int) -> tuple[KeyedRows, U64]:
-        """At most `limit` of those that are due, in the order (redelivery time, ledger, entry), and their times.
+        """Take at most `limit` due rows in the order (redelivery time, ledger, entry), with their times.
 
-        Looks at what is due alone. None are returned when none is due, or when none of so many that were read counts:
-        then `next_due_ms` still says that there may be more.
+        Reads only what is due. The result is empty if nothing is due, or if everything read within the limit of passes
+        was stale; in the latter case `next_due_ms` still reports that there may be more.
         """
         self._known_first = None
         columns = NackColumns.concat([])
@@ -599,7 +599,7 @@ class NackTracker:
         return columns.keyed(self._places), columns.redeliver_at_ms
 
     def _due_runs(self, now_ms: int, limit: int) -> list[NackRun]:
-        """The runs that may have one of the next rows that are due. They must be put back."""
+        """Take out the runs that may have one of the next due rows. The caller must put them back."""
         runs: list[NackRun] = []
         bound: Place = (now_ms, _U64_MAX, _U64_MAX)
         while self._due and self._due[0][0] <= bound:
@@ -612,7 +612,7 @@ class NackTracker:
             heapq.heappop(self._due)
             runs.append(run)
             if run.due_rows(now_ms) > limit:
-                # What comes after as many as may be taken need not be looked at.
+                # Rows after the most that may be taken need not be read.
                 bound = min(bound, run.place_of(limit - 1, self._places))
         return runs
 
@@ -625,12 +625,12 @@ class NackTracker:
     # ---- runs
 
     def _register(self, run: NackRun) -> None:
-        """It is read from now on."""
+        """Give the run a number and add it to those that are read."""
         self._next_number += 1
         run.number = self._next_number
         self._runs[run.number] = run
         if len(self._due) > 2 * len(self._runs) + SMALL_RUNS_MAX:
-            # Many were merged since, and their times may be far away.
+            # Many runs were merged since, and the times of their entries may be far away.
             self._due = [(each.next_place(self._places), each.number) for each in self._runs.values() if len(each)]
             heapq.heapify(self._due)
         else:
@@ -644,7 +644,7 @@ class NackTracker:
     def _settled(
         self, runs: Sequence[NackRun], enough_rows: int, take_over: Callable[[NackRun], None]
     ) -> list[NackRun]:
-        """The runs, fewer: together when they are enough, and then they are handed over."""
+        """Return fewer runs; once they have enough rows, merge them all and pass the result to `take_over`."""
         runs = [run for run in runs if len(run)]
         if sum(map(len, runs)) >= enough_rows:
             merged = self._merged(runs, enough_rows)
@@ -653,7 +653,7 @@ class NackTracker:
             return []
         if len(runs) <= SMALL_RUNS_MAX:
             return runs
-        # Of about one size, so that a row is merged few times.
+        # Runs of about one size, so that a row is merged few times
         by_size: dict[int, list[NackRun]] = {}
         for run in runs:
             by_size.setdefault(len(run).bit_length() // SIZE_BITS, []).append(run)
@@ -662,7 +662,7 @@ class NackTracker:
         return [run for run in runs if len(run)] + ([] if merged is None else [merged])
 
     def _merged(self, runs: Sequence[NackRun], part_rows: int) -> NackRun | None:
-        """What still counts of some thousands of rows, in one run; theirs are empty then. None when nothing counts."""
+        """Merge what still counts of the runs, some thousands of rows, and empty them. Return None if none does."""
         if len(runs) == 1 and runs[0].is_packed:
             return runs[0]
         parts = []
@@ -701,13 +701,13 @@ class NackTracker:
         self._tiers[tier] = runs
 
     def _stays(self, run: NackRun) -> None:
-        """Rows that came in order need not be merged, as long as they are many."""
+        """Mark a run as alone: rows that arrived in order need not be merged as long as they are many."""
         run.is_alone = True
 
-    # ---- work that is put off
+    # ---- deferred work
 
     def _work(self, rows: int) -> None:
-        """Takes some steps of what is to be done, so many for the rows that came or left."""
+        """Take some steps of the deferred work, in proportion to the rows that arrived or left."""
         if self._departed:
             self._look_at_departed()
         self._step_rows += STEP_ROWS_PER_ROW * rows
@@ -733,7 +733,7 @@ class NackTracker:
             self._sets_max = max(SETS_MAX, 2 * len(self._departed))
 
     def _repack_step(self) -> None:
-        """What does not count is left out of one part."""
+        """Leave the stale entries out of one part."""
         while self._repack:
             run = self._repack[-1]
             if self._repack_part < len(run.parts):
@@ -750,7 +750,7 @@ class NackTracker:
                 self._small.append(run)
 
     def _merge_step(self) -> None:
-        """The first rows of what is merged go over; the smallest runs come first, since they come most often."""
+        """Move the first rows of a merge over. Merges of the smallest runs go first, since they are most frequent."""
         merge = min(self._merges, key=lambda each: each.tier)
         sources = [run for run in merge.sources if len(run)]
         if not sources:
@@ -768,17 +768,17 @@ class NackTracker:
             if merge.run.number not in self._runs:
                 self._register(merge.run)
 
-    # ---- as it is now
+    # ---- frozen copies
 
     def freeze(self) -> FrozenNacks:
-        """Returns the negative acknowledgements as they are now, for a thread. O(runs)."""
+        """Return the negative acknowledgements as they are now, for a thread. O(runs)."""
         held = tuple(each for run in self._runs.values() for each in run.held())
         return FrozenNacks(held, self._departed.freeze(), self._places)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Merge:
-    """Runs of one tier, and the run of the next one that they become: it has the first rows already."""
+    """Runs of one tier, and the run of the next tier that they become, which has their first rows already."""
 
     tier: int
     sources: list[NackRun]

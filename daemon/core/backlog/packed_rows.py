@@ -1,21 +1,17 @@
-"""Rows with a redelivery time, in as few bytes as they need.
+"""Packs rows with a redelivery time into as few bytes as they need.
 
-Owns: their columns, their order (redelivery time, ledger, entry), and the packed form: sorted, never changed, read from
-any row on.
-Does not own: which rows still count (`nack_runs`).
+Packed rows are sorted by (redelivery time, ledger, entry), never change and can be read from any row on. `nack_tracker`
+knows which of them still count.
 
-Bit fields of one integer are: a row's time, the rank of its page among the pages of these rows in the order of
-positions, the low half of its key and, where several indexes have the page, which of them it is; each as wide as these
-rows need, the time on top. So the integers are in the order of the rows, and ledger and entry are not stored: they
-follow from the key. Where times have many rows whose positions lie together the integers are a Roaring bitmap, else
-arrays of as many bytes as they need (PIP-393's bitmaps are small only where a time has many rows). Columns that are
-constant take nothing.
+A row is one integer with bit fields: its time, the rank of its page among the pages of these rows, and the low half of
+its key. If several indexes have the page, a field says which. Pages are ranked by position. Each field is as wide as
+these rows need, the time on top. So the integers are in the order of the rows. Ledger and entry are not stored: they
+follow from the key. If times have many rows whose positions lie together, the integers are a Roaring bitmap, else
+arrays of as many bytes as they need. (PIP-393's bitmaps are small only if a time has many rows.) Constant columns take
+nothing.
 
-A column of integers in as few bytes a row as its range needs.
-
-Owns: the form in memory: offsets from the smallest value, of 0, 1, 2, 4 or 8 bytes each; rows are read without
-unpacking the others.
-Does not own: stored forms (`storage_backends.formats.column_format`).
+A packed column has offsets from its smallest value, of 0, 1, 2, 4 or 8 bytes each; rows are read without unpacking
+others. Stored forms are elsewhere (`storage_backends.formats.column_format`).
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PackedColumn:
-    """n values. `offsets`: from `base`; None where all are the base. Never changed."""
+    """A column of n values, never changed: `offsets` are from `base`; None means that all values are the base."""
 
     base: int
     rows: int
@@ -46,7 +42,7 @@ class PackedColumn:
 
     @staticmethod
     def of(values: Unsigned) -> PackedColumn:
-        """The column of unsigned integers."""
+        """Pack unsigned integers."""
         if not len(values):
             return PackedColumn(0, 0, None)
         base, last = int(values.min()), int(values.max())
@@ -55,7 +51,7 @@ class PackedColumn:
         return PackedColumn(base, len(values), narrowed(values - values.dtype.type(base), (last - base).bit_length()))
 
     def take(self, index: Index) -> U64:
-        """The values that an index array, a mask of n or a slice selects."""
+        """Return the values that an index array, a mask of n or a slice selects."""
         if self.offsets is None:
             return np.full(len(np.empty(self.rows, np.uint8)[index]), self.base, np.uint64)
         values: U64 = self.offsets[index].astype(np.uint64)
@@ -68,30 +64,31 @@ class PackedColumn:
 
 
 def narrowed(values: Unsigned, bits: int) -> Unsigned:
-    """Values of at most so many bits, in the narrowest type."""
+    """Return values of at most `bits` bits in the narrowest type."""
     kind = next(kind for width, kind in _WIDTHS if bits <= width)
     return values.astype(kind)
 
 
 _SHIFT = np.uint64(PAGE_BITS)
 _KEY_BITS = 64
-# What a bitmap takes beside its rows, and beside them each of its containers: measured, roughly.
+# Overhead of a bitmap, and of each of its containers (bytes): measured, roughly
 _BITMAP_BYTES = 400
 _CONTAINER_BYTES = 72
 _CONTAINER_BITS = 16
 _BITSET_BYTES = 8192
-# The planes of integers of so many bytes, the highest first, in bits.
+# Number of bytes -> planes of the integers, the highest first (bits)
 _PLANES = {0: (), 1: (8,), 2: (16,), 3: (16, 8), 4: (32,), 5: (32, 8), 6: (32, 16), 7: (32, 16, 8), 8: (64,)}
 
 Order = npt.NDArray[np.int64]
-# Redelivery time, ledger, entry.
+# (redelivery time, ledger, entry)
 Place = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class NackColumns:
-    """n rows: `redeliver_at_ms`, `keys` u64[n]; `deliver_at_ms` u64[n], None when all are 0; `key_hash` u32[n], None
-    when no row has one.
+    """n rows: `redeliver_at_ms` and `keys` are u64[n]. `deliver_at_ms` is u64[n], or None if all are 0.
+
+    `key_hash` is u32[n], or None if no row has one.
     """
 
     redeliver_at_ms: U64
@@ -113,7 +110,7 @@ class NackColumns:
         )
 
     def keyed(self, places: PagePlaces) -> KeyedRows:
-        """The rows, with their positions."""
+        """Return the rows with their positions."""
         ledger_id, entry_id = places.positions(self.keys)
         deliver_at_ms = np.zeros(len(self), np.uint64) if self.deliver_at_ms is None else self.deliver_at_ms
         return KeyedRows(Rows(deliver_at_ms, ledger_id, entry_id, self.key_hash), self.keys)
@@ -151,10 +148,10 @@ class NackColumns:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Layout:
-    """Where the fields of some rows are in an integer a row: time, page, low half of the key, index, the highest first.
+    """The layout of some rows in an integer each: time, page, low half of the key, index, the highest first.
 
-    `pages`: the ordinals of their pages, by ascending position, and for each page a place for so many indexes as have
-    the same. `time_unit_bits`: times are multiples of so large a power of two, counted from `base_ms`.
+    `pages` has the ordinals of their pages by ascending position, with a place for every index of each page. Times are
+    multiples of 2^`time_unit_bits` ms, counted from `base_ms`.
     """
 
     base_ms: int
@@ -165,7 +162,7 @@ class _Layout:
     low_bits: int
     index_bits: int
     page_bits: int
-    # What is below the time.
+    # Width of the fields below the time (bits)
     time_shift: int
 
     @property
@@ -174,11 +171,11 @@ class _Layout:
 
     @property
     def low_end(self) -> np.uint64:
-        """No low half is as far from the least."""
+        """The bound above the distance of every low half from the least."""
         return np.uint64(1 << self.low_bits)
 
     def first_after(self, time_ms: int) -> int:
-        """No integer of a row at or before the time is as large, and each of a later row is; at least 0."""
+        """Return a bound above the integers of all rows at or before the time, and above no later row's; at least 0."""
         if time_ms < self.base_ms:
             return 0
         return (((time_ms - self.base_ms) >> self.time_unit_bits) + 1) << self.time_shift
@@ -216,7 +213,7 @@ class _Layout:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Fields:
-    """The layout for some rows, and their fields. `page` and `index`: None when they are 0."""
+    """The layout for some rows, and their fields. `page` and `index` are None if they are all 0."""
 
     layout: _Layout
     time: U64
@@ -226,7 +223,7 @@ class _Fields:
 
     @staticmethod
     def of(columns: NackColumns, places: PagePlaces) -> _Fields:
-        """The fields of at least one row."""
+        """Derive the fields of at least one row."""
         base_ms = columns.redeliver_at_ms.min()
         time = columns.redeliver_at_ms - base_ms
         all_times = int(np.bitwise_or.reduce(time))
@@ -246,7 +243,7 @@ class _Fields:
         return _Fields(layout, time, page, low, index)
 
     def packed(self) -> U64 | None:
-        """An integer a row; None when 64 bits are not enough."""
+        """Return an integer a row, or None if 64 bits are not enough."""
         layout = self.layout
         if layout.bits > _KEY_BITS:
             return None
@@ -260,13 +257,13 @@ class _Fields:
         return packed
 
     def order(self) -> Order:
-        """The index that sorts the rows."""
+        """Return the index that sorts the rows."""
         fields = (self.index, self.low, self.page, self.time)
         return np.lexsort([field for field in fields if field is not None])
 
 
 def _pages(ordinals: U64, places: PagePlaces) -> tuple[U64, U64 | None, U64 | None]:
-    """(the pages of a layout, of each row which page it is, and of which index); None when they are 0."""
+    """Return (pages of a layout, page of each row, index of each row); the last two are None if they are all 0."""
     if ordinals[0] == ordinals[-1] and (ordinals == ordinals[0]).all():
         return ordinals[:1].copy(), None, None
     found, which = distinct(ordinals)
@@ -289,7 +286,7 @@ def _pages(ordinals: U64, places: PagePlaces) -> tuple[U64, U64 | None, U64 | No
 
 
 def due_order(columns: NackColumns, places: PagePlaces) -> Order:
-    """The index that sorts rows by (redelivery time, ledger, entry)."""
+    """Return the index that sorts rows by (redelivery time, ledger, entry)."""
     fields = _Fields.of(columns, places)
     packed = fields.packed()
     return fields.order() if packed is None else np.argsort(packed, kind="stable")
@@ -297,12 +294,12 @@ def due_order(columns: NackColumns, places: PagePlaces) -> Order:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PackedRows:
-    """Rows in order, packed. `born`: see `nack_runs.Departed`."""
+    """Rows in order, packed. `born` is their generation, see `nack_tracker.StaleNacks`."""
 
     born: int
     rows: int
     layout: _Layout
-    # A set, or planes of the integers, the highest bits first.
+    # A set, or planes of the integers, the highest bits first
     packed: BitMap64 | tuple[Unsigned, ...]
     deliver_at_ms: PackedColumn | None
     key_hash: PackedColumn | None
@@ -316,7 +313,7 @@ class PackedRows:
 
     @property
     def size_bytes(self) -> int:
-        """What columns and bitmap take, without the objects that hold them."""
+        """Size of columns and bitmap (bytes), without the objects that hold them."""
         held = sum(column.size_bytes for column in (self.deliver_at_ms, self.key_hash) if column is not None)
         if isinstance(self.packed, BitMap64):
             held += len(self.packed.serialize())
@@ -325,13 +322,13 @@ class PackedRows:
         return held + self.layout.pages.nbytes
 
     def may_have(self, keys: U64) -> bool:
-        """Whether one of the keys may be of these rows."""
+        """Return whether one of the keys may be of these rows."""
         low = keys & LOW_MASK
         near = (low >= np.uint64(self.layout.low_base)) & (low - np.uint64(self.layout.low_base) < self.layout.low_end)
         return bool(np.isin(keys[near] >> _SHIFT, self.layout.pages).any())
 
     def place_at(self, index: int, places: PagePlaces) -> Place:
-        """(redelivery time, ledger, entry) of a row."""
+        """Return (redelivery time, ledger, entry) of a row."""
         packed = self._integer_at(index)
         key = self.layout.key_of(packed)
         ledger_id, page = places.page_of(key >> PAGE_BITS)
@@ -346,7 +343,7 @@ class PackedRows:
         return packed
 
     def due_end(self, now_ms: int, start: int) -> int:
-        """The index, from `start` on, behind the last row that is due."""
+        """Return the index behind the last due row, at least `start`."""
         later = self.layout.first_after(now_ms)
         if later.bit_length() > self.layout.bits:
             return self.rows
@@ -367,11 +364,11 @@ class PackedRows:
         return start
 
     def integers(self) -> U64 | None:
-        """All integers of a bitmap, to be kept while rows are read from it; arrays are read as they are: None."""
+        """Return all integers of a bitmap, to keep while reading rows; None for arrays, which are read directly."""
         return keys_of(self.packed) if isinstance(self.packed, BitMap64) else None
 
     def columns(self, start: int = 0, end: int | None = None, integers: U64 | None = None) -> NackColumns:
-        """The rows from start to end. `integers`: as they were returned before."""
+        """Return the rows from start to end. `integers` is an earlier result of `integers()`."""
         chosen = slice(start, self.rows if end is None else end)
         if isinstance(self.packed, BitMap64):
             packed = (keys_of(self.packed) if integers is None else integers)[chosen]
@@ -391,11 +388,11 @@ class PackedRows:
 
 
 def pack(columns: NackColumns, places: PagePlaces, born: int) -> list[PackedRows]:
-    """Rows in any order, at least one, sorted and packed: in one piece, where an integer has room for all fields."""
+    """Sort and pack at least one row, in one piece if an integer has room for all fields."""
     fields = _Fields.of(columns, places)
     layout, packed = fields.layout, fields.packed()
     if packed is None:
-        # Half the rows have fewer pages, and less time between them.
+        # Half of the rows have fewer pages and span less time.
         order = fields.order()
         middle = len(order) // 2
         return [piece for half in (order[:middle], order[middle:]) for piece in pack(columns.take(half), places, born)]
@@ -421,7 +418,7 @@ def pack(columns: NackColumns, places: PagePlaces, born: int) -> list[PackedRows
 
 
 def _smallest(packed: U64, bits: int) -> BitMap64 | tuple[Unsigned, ...]:
-    """Ascending integers of so many bits as a set or as planes, whichever is smaller."""
+    """Store ascending integers of this many bits as a set or as planes, whichever is smaller."""
     width = (bits + 7) // 8
     shared = packed >> np.uint64(_CONTAINER_BITS)
     containers = 1 + int(np.count_nonzero(shared[1:] != shared[:-1]))

@@ -1,1 +1,1 @@
-"""What becomes of requests on a topic: decisions are staged, and change its state when they are durable."""
+"""Decides requests on a topic: decisions are staged, and change its state when they are durable."""

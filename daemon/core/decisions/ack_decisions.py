@@ -1,9 +1,8 @@
-"""Acknowledgements: positions leave the backlog of a subscription, and the index when nobody else is owed them.
+"""Decides acknowledgements: positions leave the backlog of a subscription, and the index if no other is owed them.
 
-Owns: which positions of a request are acknowledged, by the hand-out that they name, the records that say so, and
-applying them; that the messages of a batch leave with their entry.
-Does not own: what dispatchers hold (`in_flight`), finding rows that are in no hand (`claims`), and which rows are gone
-then (`entitlement`).
+A request names deliveries; this finds the positions that they end, makes the records and applies them. Messages of a
+batch leave with their entry. `claims` finds rows that no dispatcher holds; `entitlement` decides which rows are gone
+then.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class AckDecisions:
     def stage(
         self, state: SubscriptionState, claims: HeldPositions
     ) -> tuple[tuple[AcknowledgeRecord, ...], HeldPositions]:
-        """Acknowledges what is IN_FLIGHT with that time and a count that fits: (the records to journal, the claims that
-        are not IN_FLIGHT so).
+        """Acknowledge what is IN_FLIGHT with the claimed time and a matching count.
 
-        Where both indexes have a row of a position the first claim that fits is for that of the shared one.
+        Returns (records to journal, claims that are not IN_FLIGHT like that). If both indexes have a row of a position,
+        the first matching claim is for that of the shared one.
         """
         records: list[AcknowledgeRecord] = []
         for index in self._indexes.serving(state.subscription_id):
@@ -63,7 +62,7 @@ class AckDecisions:
                 records += self._leave(state, index, claims.take(found), keys[found])
                 claims = claims.take(~found)
         if len(claims) and state.key_shared is not None:
-            # They have no row, and nothing to journal, but for messages of theirs.
+            # Planned positions have no row, and nothing to journal except for their messages.
             planned = _planned(state.key_shared, claims)
             if planned.any():
                 records += self._end_parts_of(state, claims.take(planned))
@@ -78,13 +77,14 @@ class AckDecisions:
     def stage_found(
         self, state: SubscriptionState, claims: HeldPositions, found: KeyedRows
     ) -> tuple[tuple[AcknowledgeRecord, ...], HeldPositions]:
-        """Acknowledges rows of the backlog that `find_in_backlog` found, where the count fits: (the records to journal,
-        the claims that are left).
+        """Acknowledge rows of the backlog that `find_in_backlog` found and whose count matches.
+
+        Returns (records to journal, claims that are left).
         """
         kept_back = are_kept_back(state, found)
 
         def fits(rows: KeyedRows, named: HeldPositions) -> Mask:
-            # Messages may be leaving with an entry that is named, too.
+            # Messages may be leaving together with an entry that is also named.
             free = ~contained(rows.keys, kept_back | state.acknowledging)
             ended = state.are_ended_by(rows.keys, named.redelivery_count)
             return free if ended is None else free & ended
@@ -114,8 +114,10 @@ class AckDecisions:
     def end_parts(
         self, state: SubscriptionState, ledger_id: U64, entry_id: U64, counts: U32 | None = None
     ) -> Iterator[AcknowledgeRecord]:
-        """Entries leave as a whole: their parts leave with them. `counts`: the hand-out of each entry that ends; a part
-        that was negatively acknowledged since stays. None: all of them leave.
+        """Make the messages of whole entries leave with them.
+
+        `counts` are the deliveries of the entries that end: a message that was negatively acknowledged since stays.
+        Without counts all messages leave.
         """
         index = self._indexes.get(batch_parts_of(state.subscription_id))
         if index is None:
@@ -133,7 +135,7 @@ class AckDecisions:
             yield AcknowledgeRecord(self._topic_id, self._incarnation, state.subscription_id, rows, index.index_id)
 
     def _are_strange_with_parts(self, state: SubscriptionState, claims: HeldPositions) -> Mask:
-        """Which of the claims are for an entry that Tarry has not handed out, and of which it knows parts."""
+        """Return the mask of claims for an entry that Tarry has not delivered and whose messages it knows."""
         index = self._indexes.get(batch_parts_of(state.subscription_id))
         if index is None:
             return np.zeros(len(claims), np.bool_)
@@ -145,10 +147,10 @@ class AckDecisions:
             strange &= ~are_owed(self._indexes.of_entries(state.subscription_id), state, claims.entries())
         return strange
 
-    # ---- decisions are applied
+    # ---- applying decisions
 
     def acknowledged(self, records: Iterable[AcknowledgeRecord | DeadLetterRecord], slot: int) -> None:
-        """Positions leave the backlog, by decisions of one slot; those of an index that is no more are not there."""
+        """Remove positions from the backlog by decisions of one slot. Positions of a removed index are ignored."""
         since_ms = {
             number: other.stored.since_ms
             for number, other in self._subscriptions.items()
@@ -180,7 +182,7 @@ class AckDecisions:
 
 
 def _taken(state: SubscriptionState, keys: U64, claims: HeldPositions) -> Mask:
-    """Takes out of IN_FLIGHT what claims end of it; a mask of those claims."""
+    """Take out of IN_FLIGHT what the claims end; return the mask of those claims."""
     ended = state.are_ended_by(keys, claims.redelivery_count)
     if ended is None:
         return state.in_flight.take(keys, claims.deliver_at_ms)
@@ -189,8 +191,9 @@ def _taken(state: SubscriptionState, keys: U64, claims: HeldPositions) -> Mask:
 
 
 def _later(state: SubscriptionState, parts: BitMap64, first_keys: U64, counts: U32) -> BitMap64:
-    """Those of the parts that were negatively acknowledged since their entry was handed out. `first_keys`, `counts`: of
-    the entries.
+    """Return the messages that were negatively acknowledged since their entry was delivered.
+
+    `first_keys` and `counts` are those of the entries.
     """
     keys = keys_of(parts)
     actual = state.counts.of(keys)
@@ -202,10 +205,10 @@ def _later(state: SubscriptionState, parts: BitMap64, first_keys: U64, counts: U
 
 
 def _planned(key_shared: KeyShared, claims: HeldPositions) -> Mask:
-    """Acknowledges those of the claims that are for planned positions; which they are."""
+    """Acknowledge the claims for planned positions; return their mask."""
     planned: Mask = (claims.deliver_at_ms == 0) & ~claims.are_parts()
     if claims.redelivery_count is not None:
-        # What was planned was never negatively acknowledged.
+        # A planned position was never negatively acknowledged.
         planned &= claims.redelivery_count == 0
     if planned.any():
         planned[planned] = key_shared.plans.acknowledge(claims.ledger_id[planned], claims.entry_id[planned])

@@ -1,13 +1,7 @@
-"""Deciding which rows of a request are accepted, and with which time.
+"""Decides which rows of an add are accepted, with which time, and which are refused and why.
 
-Owns: a request to add and its outcome, over the indexes that it goes to.
-Does not own: which indexes these are and the records (`topic`), and what is in an index (`index`).
-
-Which rows of a request to add cannot be stored with the time that is asked for, and why.
-
-Owns: the reasons, and the one of each row.
-Does not own: what a time, a delay and a level may be (`limits`, `delay_levels`), and what becomes of the other rows
-(`adding`).
+`topic_state` chooses the indexes and makes the records; `limits` and `delay_levels` say which times and levels are
+valid.
 """
 
 from __future__ import annotations
@@ -31,19 +25,19 @@ _Marked = tuple[npt.NDArray[np.bool_] | None, "RefusedReason"]
 
 
 class RefusedReason(enum.IntEnum):
-    """Why a row was not stored; numbers as in `tarry.v1.RefusedReason`."""
+    """The reason why a row was not stored; numbers as in `tarry.v1.RefusedReason`."""
 
-    # It is further ahead than the largest delay.
+    # The time is further ahead than the largest delay.
     DELAY_TOO_LONG = 1
     # The time can only be meant in seconds.
     TIME_IN_SECONDS = 2
-    # There is no such delay level.
+    # The delay level does not exist.
     DELAY_LEVEL = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Refused:
-    """Rows that were refused: `index`, their places in the request, ascending, and of each the reason."""
+    """Refused rows: `index` has their places in the request, ascending, and `reason` the reason of each."""
 
     index: U32
     reason: npt.NDArray[np.uint8]
@@ -56,7 +50,7 @@ class Refused:
         return _NOTHING
 
     def others(self, rows: int) -> U32:
-        """The places of a request of so many rows that are not refused, ascending."""
+        """Return the places, ascending, that are not refused in a request of this many rows."""
         kept = np.ones(rows, np.bool_)
         kept[self.index] = False
         return np.flatnonzero(kept).astype(np.uint32)
@@ -74,7 +68,7 @@ def refused_rows(
     delay_max_ms: int,
     levels: DelayLevels,
 ) -> Refused:
-    """The rows that a request of one of the three columns is refused for."""
+    """Return the invalid rows of a request that has one of the three columns."""
     if delay_level is not None:
         unknown = levels.unknown(delay_level)
         known = delay_level if unknown is None else np.where(unknown, 0, delay_level)
@@ -93,7 +87,7 @@ def refused_rows(
 
 
 def _refused(marked: Sequence[_Marked]) -> Refused:
-    """The rows that are marked, none of them twice."""
+    """Collect the marked rows, each of which has one mark."""
     found = [(mask, reason) for mask, reason in marked if mask is not None]
     if not found:
         return Refused.nothing()
@@ -104,10 +98,10 @@ def _refused(marked: Sequence[_Marked]) -> Refused:
     return Refused(index.astype(np.uint32), reasons[index])
 
 
-# Raises when the rows, those of each index, may not be added now.
+# Raises if the rows, given by index, may not be added now.
 Admit = Callable[[Sequence[Rows]], None]
 
-# Rows with the delay level that they were added by, 0: none.
+# (delay level, rows that were added by it); level 0 means none.
 OfLevel = tuple[int, Rows]
 
 _Places = npt.NDArray[np.intp]
@@ -117,11 +111,11 @@ _COLUMNS = ("ledger_id", "entry_id", "deliver_at_ms", "delay_ms", "key_hash", "d
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AddBatch:
-    """Positions to add, columns of n rows. Exactly one of `deliver_at_ms`, `delay_ms` and `delay_level` is given.
+    """Positions to add: columns of n rows, with exactly one of `deliver_at_ms`, `delay_ms` and `delay_level`.
 
-    `return_already_due`: rows whose time has come are not stored but returned. `delay_level`: as asked for, of the
-    table that is in force when that is decided. `return_invalid`: rows whose time or level may not be are returned, and
-    the others stored; if not, the whole batch is refused.
+    With `return_already_due`, rows that are due already are returned instead of stored. `delay_level` refers to the
+    table that is in force when it is decided. With `return_invalid`, rows with an invalid time or level are returned
+    and the others stored; otherwise the whole batch is refused.
     """
 
     ledger_id: U64
@@ -134,14 +128,15 @@ class AddBatch:
     return_invalid: bool = False
 
     def take(self, places: U32) -> AddBatch:
-        """Some of the rows."""
+        """Return some of the rows."""
         given = ((name, getattr(self, name)) for name in _COLUMNS)
         return dataclasses.replace(self, **{name: column[places] for name, column in given if column is not None})
 
 
 class AddRow(NamedTuple):
-    """One position to add, to the shared index, that is stored although its time has come. One of `deliver_at_ms` and
-    `delay_ms` is given.
+    """One position to add to the shared index, stored even if it is due already.
+
+    One of `deliver_at_ms` and `delay_ms` is given.
     """
 
     ledger_id: int
@@ -151,7 +146,7 @@ class AddRow(NamedTuple):
     key_hash: int | None = None
 
     def batch(self) -> AddBatch:
-        """The row as a request by itself."""
+        """Return the row as a batch of its own."""
 
         def column(value: int | None) -> U64 | None:
             return None if value is None else np.array([value], np.uint64)
@@ -168,10 +163,10 @@ class AddRow(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AddOutcome:
-    """What became of a batch. `returned_index`, `raised_index`: rows of the request.
+    """The outcome of a batch. `returned_index` and `raised_index` are rows of the request.
 
-    `accepted`: rows that were stored in at least one index; `duplicates`: those that every index had a row of.
-    `refused`: those that may not be stored, with `return_invalid`.
+    `accepted` counts rows stored in at least one index, and `duplicates` those that every index had. `refused` are the
+    invalid ones, with `return_invalid`.
     """
 
     accepted: int
@@ -184,11 +179,11 @@ class AddOutcome:
 
     @staticmethod
     def nothing(refused: Refused) -> AddOutcome:
-        """Returns the outcome of a batch of which every row is refused."""
+        """Return the outcome of a batch whose rows are all refused."""
         return AddOutcome(0, 0, _NO_ROWS, 0, _NO_ROWS, np.empty(0, np.uint64), refused)
 
     def placed(self, places: U32, refused: Refused) -> AddOutcome:
-        """The outcome for the request of which only the rows at `places`, which are not refused, were decided on."""
+        """Return the outcome for the whole request, of which only the valid rows at `places` were decided."""
         return dataclasses.replace(
             self,
             returned_index=places[self.returned_index],
@@ -199,11 +194,11 @@ class AddOutcome:
 
 ACCEPTED = AddOutcome(1, 0, _NO_ROWS, 0, _NO_ROWS, np.empty(0, np.uint64))
 DUPLICATE = dataclasses.replace(ACCEPTED, accepted=0, duplicates=1)
-"""What becomes of a row that is a request by itself, and not due yet."""
+"""The outcome of a row that is a request of its own and not due yet."""
 
 
 def admit_all(accepted: Sequence[Rows]) -> None:
-    """Where there are no quotas."""
+    """Admit everything, since there are no quotas."""
 
 
 def stage(
@@ -216,11 +211,10 @@ def stage(
     levels: DelayLevels,
     admit: Admit,
 ) -> tuple[list[list[OfLevel]], AddOutcome]:
-    """Which rows each of the indexes accepts, by delay level; they are staged there. `floor_ms`: all of them are stored
-    later.
+    """Stage the rows that each index accepts, by delay level; every row is stored later than `floor_ms`.
 
-    `admit` is asked before anything changes. Raises what `admit` raises, and, unless the batch has `return_invalid`,
-    DelayTooLong, InvalidArgument for a level that there is not or a time in seconds.
+    `admit` is called before anything changes, and its errors are raised. Without `return_invalid`, raises DelayTooLong,
+    and InvalidArgument for an unknown level or a time in seconds.
     """
     refused = refused_of(batch, now_ms=now_ms, request_limits=request_limits, levels=levels)
     if len(refused) == len(batch.entry_id):
@@ -239,7 +233,7 @@ def stage(
 
 
 def stage_each(rows: Rows, index: Index) -> npt.NDArray[np.bool_]:
-    """Which of the rows, each a request by itself, in that order, the index accepts; these are staged there."""
+    """Stage the rows that the index accepts, each a request of its own, in order; return their mask."""
     asked = _fresh_in(index, rows)
     asked.stage(asked.fresh)
     accepted = np.zeros(len(rows), np.bool_)
@@ -248,7 +242,7 @@ def stage_each(rows: Rows, index: Index) -> npt.NDArray[np.bool_]:
 
 
 def refused_of(batch: AddBatch, *, now_ms: int, request_limits: limits.RequestLimits, levels: DelayLevels) -> Refused:
-    """The rows that are returned since they may not be stored: none, unless the batch has `return_invalid`."""
+    """Return the rows that are refused as invalid; none unless the batch has `return_invalid`."""
     if not batch.return_invalid:
         return Refused.nothing()
     return refused_rows(
@@ -264,8 +258,9 @@ def refused_of(batch: AddBatch, *, now_ms: int, request_limits: limits.RequestLi
 def times_of(
     batch: AddBatch, *, now_ms: int, request_limits: limits.RequestLimits, levels: DelayLevels
 ) -> tuple[npt.NDArray[np.int64] | None, U64]:
-    """The level that each row has in effect, if the batch has levels, and its time, Unix time in ms. Raises
-    DelayTooLong, InvalidArgument for a level that there is not or a time in seconds.
+    """Return (effective level of each row or None, times in Unix ms).
+
+    Raises DelayTooLong, and InvalidArgument for an unknown level or a time in seconds.
     """
     delay_max_ms = request_limits.delay_max_ms
     level, delay_ms = None, batch.delay_ms
@@ -286,7 +281,7 @@ def _stage_valid(
     levels: DelayLevels,
     admit: Admit,
 ) -> tuple[list[list[OfLevel]], AddOutcome]:
-    """Stages a batch as a whole. Raises as `stage` for a row that may not be stored."""
+    """Stage a batch as a whole. Raise as `stage` does for an invalid row."""
     level, times = times_of(batch, now_ms=now_ms, request_limits=request_limits, levels=levels)
     late = times <= np.uint64(now_ms)
     any_late = bool(late.any())
@@ -328,7 +323,10 @@ def _stage_valid(
 
 
 def _by_level(rows: Rows, level: npt.NDArray[np.int64] | None, places: _Places | None) -> list[OfLevel]:
-    """The rows of each level. `level`: of all rows of the request, of which `places` were chosen, None: all."""
+    """Group rows by level.
+
+    `level` is that of all rows of the request, of which `places` were chosen, or all if None.
+    """
     if not len(rows):
         return []
     if level is None:
@@ -341,7 +339,7 @@ def _by_level(rows: Rows, level: npt.NDArray[np.int64] | None, places: _Places |
 
 
 def raised(rows: Rows, floor_ms: int | None) -> tuple[Rows, npt.NDArray[np.bool_] | None]:
-    """The rows, none at or below a time; which of them were."""
+    """Return (rows, all later than the floor; the mask of those that had to be raised, or None)."""
     if floor_ms is None or not (below := rows.deliver_at_ms <= np.uint64(floor_ms)).any():
         return rows, None
     times = np.where(below, np.uint64(floor_ms + 1), rows.deliver_at_ms)
@@ -349,7 +347,7 @@ def raised(rows: Rows, floor_ms: int | None) -> tuple[Rows, npt.NDArray[np.bool_
 
 
 def _union(parts: Sequence[_Places | None]) -> _Places | None:
-    """The rows that are in any of the parts, ascending; None for all."""
+    """Return the rows that are in any of the parts, ascending; None means all."""
     named = [part for part in parts if part is not None]
     if len(named) < len(parts):
         return None
@@ -358,7 +356,7 @@ def _union(parts: Sequence[_Places | None]) -> _Places | None:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Fresh:
-    """The rows of a request that have no row in one index yet, None for all of them. `asked`: the set of its keys."""
+    """The rows of a request that one index does not have yet; None means all. `asked` is the set of their keys."""
 
     index: Index
     keys: U64
@@ -366,7 +364,7 @@ class _Fresh:
     fresh: _Places | None
 
     def chosen(self, kept: npt.NDArray[np.bool_] | None) -> _Places | None:
-        """The fresh rows of those that are kept, None: of all."""
+        """Return the fresh rows among the kept ones, or among all if `kept` is None."""
         if kept is None:
             return self.fresh
         return np.flatnonzero(kept) if self.fresh is None else self.fresh[kept[self.fresh]]
@@ -379,7 +377,7 @@ class _Fresh:
             self.forget()
 
     def forget(self) -> None:
-        """What is not staged leaves no trace."""
+        """Undo the pages that were created for rows that are not staged."""
         self.index.pages.undo(pages_of(self.asked))
 
 

@@ -1,17 +1,7 @@
-"""Positions that a dispatcher claims to have been handed out, and finding them in the backlog of a subscription.
+"""Finds the rows that requests claim to have been delivered, and explains why claims are ignored.
 
-Owns: claims, and in which of the subscription's indexes they are: the shared one is asked first, then its own.
-Does not own: what is in hand (`in_flight`), and what an acknowledgement does (`ack_decisions`).
-
-What a request named in vain, and why.
-
-Owns: the reasons, and finding the one of each position from what is known of it without reading anything.
-Does not own: what requests decide (`ack_decisions`, `nack_decisions`), and the wire.
-
-What a dispatcher that comes back may go on with.
-
-Owns: which rows the positions are that it declares to hold, by their times and their redelivery counts.
-Does not own: finding rows of the backlog (`claims`), and holding them (`topic`, `key_shared_backlogs`).
+The shared index comes first, then the subscription index. `ack_decisions` and `nack_decisions` decide on the rows;
+`rows_claimed` finds those that a reconnecting dispatcher declares to hold.
 """
 
 from __future__ import annotations
@@ -36,12 +26,11 @@ from storage_backends.formats.row_columns import U32, U64, Rows
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class HeldPositions:
-    """Positions with the time they were handed out with, columns of one length.
+    """Positions with the time that they were delivered with, columns of one length.
 
-    `batch_index`: of each the message of the entry that is meant, `NO_BATCH_INDEX` for the entry as a whole; None: all
-    are. A message of an entry is in the index of batch parts, and in no other; an entry as a whole in any other.
-    `redelivery_count`: of each which hand-out of it is meant, by its count; None: any. `place`: of each its place in
-    the request; None: as they stand.
+    `batch_index` selects a message of each entry, or the whole entry with `NO_BATCH_INDEX`; None means whole entries
+    only. A message is in the index of batch parts only, an entry as a whole in the others only. `redelivery_count`
+    selects the delivery; None means any. `place` is the place of each in the request; None means in this order.
     """
 
     ledger_id: U64
@@ -65,7 +54,7 @@ class HeldPositions:
         )
 
     def places(self) -> Places:
-        """The place of each claim in the request."""
+        """Return the place of each claim in the request."""
         return np.arange(len(self)) if self.place is None else self.place
 
     @staticmethod
@@ -81,29 +70,30 @@ class HeldPositions:
         return np.full(len(self), NO_BATCH_INDEX, np.uint32) if self.batch_index is None else self.batch_index
 
     def are_parts(self) -> Mask:
-        """Which of the positions are one message of an entry."""
+        """Return the mask of positions that are one message of an entry."""
         parts: Mask = self._batch_indexes() != NO_BATCH_INDEX
         return parts
 
     def entries(self) -> HeldPositions:
-        """The entries of the positions, each as a whole; any hand-out of it."""
+        """Return the entries of the positions, each as a whole, with any delivery."""
         return HeldPositions(self.ledger_id, self.entry_id, self.deliver_at_ms)
 
     def with_entries(self) -> HeldPositions:
-        """The positions, and the entries of those that are messages of a batch."""
+        """Return the positions, and the entries of those that are messages of a batch."""
         parts = self.are_parts()
         return HeldPositions.concat(self, self.take(parts).entries()) if parts.any() else self
 
     def rows_in(self, index: Index) -> Rows:
-        """The positions as rows of an index that they may be in."""
+        """Return the positions as rows of an index that may have them."""
         entry_id = self.entry_id
         if self.batch_index is not None and index.of_batch_parts:
             entry_id = part_entry_id(entry_id, self.batch_index)
         return Rows(self.deliver_at_ms, self.ledger_id, entry_id)
 
     def keys_in(self, index: Index) -> U64:
-        """The keys of the positions in an index; UNKNOWN_KEY where no bucket holds the page, and of what cannot be in
-        such an index.
+        """Return the keys of the positions in an index.
+
+        The key is UNKNOWN_KEY if no bucket has the page, and for positions that such an index cannot have.
         """
         if self.batch_index is None:
             if index.of_batch_parts:
@@ -120,7 +110,7 @@ NO_CLAIMS = HeldPositions(_NOTHING, _NOTHING, _NOTHING)
 
 
 def possibly_due(indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions) -> HeldPositions:
-    """The claims that may be in the backlog; whether the times are right only the rows can tell."""
+    """Return the claims that may be in the backlog. Only the rows show whether the times are right."""
     chosen = np.zeros(len(claims), np.bool_)
     for index in indexes:
         chosen |= _may_be_due(index, state, claims.keys_in(index))
@@ -142,11 +132,10 @@ def _may_be_due(index: Index, state: SubscriptionState, keys: U64) -> Mask:
 def find_in_backlog(
     indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions, seen: SeenRows, *, any_time: bool = False
 ) -> tuple[KeyedRows, list[SegmentRange]]:
-    """The rows of the backlog that have the positions and the times of claims, in each of the indexes, whatever their
-    counts: (rows, segments that must be loaded first to tell).
+    """Find the rows of the backlog with the claimed positions and times, in each index, whatever their counts.
 
-    `seen`: empty at the first call, and handed in again with the same claims after loading. `any_time`: a claim with
-    time 0 is for a row with any time.
+    Returns (rows, segments that must be loaded first). `seen` is empty at the first call, and passed again with the
+    same claims after loading. With `any_time`, a claim with time 0 matches any time.
     """
     parts: list[KeyedRows] = []
     missing: list[SegmentRange] = []
@@ -162,9 +151,9 @@ def find_in_backlog(
 
 
 def are_owed(indexes: Sequence[Index], state: SubscriptionState, entries: HeldPositions) -> Mask:
-    """Which of the entries have a row, or are about to, that the subscription is owed, with whatever time.
+    """Return the mask of entries with a row, applied or staged, that the subscription is owed, with any time.
 
-    `indexes`: of entries, that the subscription is owed rows of.
+    `indexes` have entries and rows that the subscription is owed.
     """
     owed = np.zeros(len(entries), np.bool_)
     for index in indexes:
@@ -175,16 +164,16 @@ def are_owed(indexes: Sequence[Index], state: SubscriptionState, entries: HeldPo
     return owed
 
 
-# Which rows the claims, each for one of them, may be for.
+# Returns the mask of rows that match their claims; each row is given with its claim.
 Fits = Callable[[KeyedRows, HeldPositions], Mask]
 
 
 def claimed_in(
     index: Index, claims: HeldPositions, found: KeyedRows, fits: Fits
 ) -> tuple[KeyedRows, HeldPositions, HeldPositions]:
-    """Claims that are for rows of an index: (these rows, their claims, the claims that are left).
+    """Match claims with rows of an index: (rows, their claims, claims that are left).
 
-    `found`: of `find_in_backlog`. Of claims for one row the first one that fits counts.
+    `found` is the result of `find_in_backlog`. If several claims match a row, the first one gets it.
     """
     rows, here = matched(claims.keys_in(index), claims.deliver_at_ms, found)
     places = np.flatnonzero(here)
@@ -196,9 +185,9 @@ def claimed_in(
 
 
 def matched(keys: U64, deliver_at_ms: U64, found: KeyedRows, *, any_time: bool = False) -> tuple[KeyedRows, Mask]:
-    """Returns the rows of the keys that are found with that time, in the order of the keys, and a mask of these keys.
+    """Return (rows found with these keys and times, in the order of the keys; the mask of these keys).
 
-    `found`: by ascending key within each index; a key may be asked for several times. `any_time`: as of
+    `found` ascends by key within each index; a key may be asked for several times. For `any_time` see
     `find_in_backlog`.
     """
     if not len(found) or not len(keys):
@@ -215,8 +204,9 @@ U8 = npt.NDArray[np.uint8]
 
 
 class IgnoredReason(enum.IntEnum):
-    """Why nothing happened to a position that a request named; numbers as in `tarry.v1.IgnoredReason`. Where several
-    hold, for the rows of several indexes, the highest is told.
+    """The reason why nothing happened to a named position; numbers as in `tarry.v1.IgnoredReason`.
+
+    If rows of several indexes give several reasons, the highest is reported.
     """
 
     # The subscription is owed no row of it.
@@ -225,17 +215,17 @@ class IgnoredReason(enum.IntEnum):
     NOT_DUE = 2
     # Its row has another time.
     OTHER_TIME = 3
-    # It is that row, and another hand-out of it.
+    # The row matches, but another delivery of it was named.
     OTHER_DELIVERY = 4
-    # It was taken back, since it is behind a row of its key that was negatively acknowledged.
+    # It was taken back, since it comes after a row of its key that was negatively acknowledged.
     TAKEN_BACK = 5
-    # Who asks does not hold it.
+    # The caller does not hold it.
     NOT_HELD = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Ignored:
-    """Positions that were ignored: `index`, their places in the request, ascending, and of each the reason."""
+    """Ignored positions: `index` has their places in the request, ascending, and `reason` the reason of each."""
 
     index: Places
     reason: U8
@@ -261,8 +251,9 @@ def why_ignored(
     now_ms: int,
     any_time: bool = False,
 ) -> Ignored:
-    """Why the positions that are left of a request are ignored. `indexes`: those that their rows may be in. `found`,
-    `any_time`: of `find_in_backlog`.
+    """Return why the positions that are left of a request are ignored.
+
+    `indexes` may have their rows. `found` and `any_time` are those of `find_in_backlog`.
     """
     if not len(left):
         return Ignored.nothing()
@@ -285,13 +276,13 @@ def why_ignored(
         here &= contained(keys, due)
         of_index[here] = IgnoredReason.OTHER_DELIVERY
         of_index[here & contained(keys, are_kept_back(state, rows))] = IgnoredReason.TAKEN_BACK
-        # The reason that knows most: they are in that order.
+        # The most specific reason: the numbers are in that order.
         reason = np.maximum(reason, of_index)
     return Ignored(left.places(), reason)
 
 
 def are_kept_back(state: SubscriptionState, found: KeyedRows) -> BitMap64:
-    """Which rows of the backlog wait for a NACKED one of their key: who had them does not hold them any more."""
+    """Return the rows of the backlog that wait for a NACKED one of their key: their dispatcher no longer holds them."""
     if state.key_shared is None or not len(found):
         return BitMap64()
     kept_back = found.keys[state.key_shared.are_kept_back(found)]
@@ -301,14 +292,14 @@ def are_kept_back(state: SubscriptionState, found: KeyedRows) -> BitMap64:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ClaimedRows:
-    """Rows that claims are for: `claims`, the place of the claim of each row, of `claims_count`."""
+    """Rows that claims are for: `claims` has the place of the claim of each row, among `claims_count`."""
 
     rows: KeyedRows
     claims: Places
     claims_count: int
 
     def of_claims(self, of_rows: Mask) -> Mask:
-        """What holds of rows, of the claims that are for them; of the others it does not."""
+        """Turn a mask of rows into a mask of claims; it is false for claims without a row."""
         of_claims = np.zeros(self.claims_count, np.bool_)
         of_claims[self.claims] = of_rows
         return of_claims
@@ -317,10 +308,10 @@ class ClaimedRows:
 def rows_claimed(
     indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions, found: KeyedRows
 ) -> ClaimedRows:
-    """The rows that claims are for, with the count that was named, and that do not wait for a NACKED row of their key.
+    """Return the claimed rows with the named count that do not wait for a NACKED row of their key.
 
-    `indexes`: those that the rows may be in, in the order in which they are asked. `found`: of `find_in_backlog`. Of
-    claims for one row the first one counts.
+    `indexes` may have the rows, and are tried in order. `found` is the result of `find_in_backlog`. If several claims
+    are for one row, the first one gets it.
     """
     kept_back = are_kept_back(state, found)
 

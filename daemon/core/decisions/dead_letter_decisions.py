@@ -1,10 +1,9 @@
-"""Dead letters of a topic: positions that a subscription gave up, until they are delivered again or purged.
-
-Owns: the records by which they come and leave, the ids that they get, and applying these records to the lists.
-Does not own: which positions become dead letters (`nack_decisions`, `trimming`), the lists themselves
-(`dead_letter_rows`), and that the rows leave the backlog (`ack_decisions`, `departures`).
+"""Decides on the dead letters of a topic: positions that a subscription gave up, until they are replayed or purged.
 
     a decision -> an id, staged -(its slot is applied)-> in the list -(replay, purge: staged)-> leaving -> a row, or not
+
+This makes and applies the records and assigns ids. `nack_decisions` and trims choose the positions; `ack_decisions` and
+`departures` take the rows out of the backlog; `dead_letter_rows` has the lists.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class DeadLetterDecisions:
         text: str,
         now_ms: int,
     ) -> DeadLetterRecord:
-        """Positions of an index become dead letters. `counts`: their redelivery counts."""
+        """Make dead letters of positions of an index. `counts` are their redelivery counts."""
         first = state.last_dead_letter_id + 1
         state.last_dead_letter_id += len(rows)
         return DeadLetterRecord(
@@ -66,8 +65,9 @@ class DeadLetterDecisions:
     def stage_trimmed(
         self, state: SubscriptionState, departure: Departure, *, now_ms: int
     ) -> Iterator[tuple[Record, ...]]:
-        """What leaves the backlog of a subscription by a trim becomes dead letters: the records of one slot, none when
-        nothing leaves. No row is read, so the dead letters have no time and no key hash.
+        """Make dead letters of what a trim removes from a backlog: the records of one slot, or nothing.
+
+        No row is read, so the dead letters have no time and no key hash.
         """
         keys = keys_of(departure.gone | departure.waived)
         if not len(keys):
@@ -88,10 +88,10 @@ class DeadLetterDecisions:
     def stage_replay(
         self, state: SubscriptionState, rows: DeadLetterRows, deliver_at_ms: int
     ) -> tuple[tuple[ReplayRecord, ...], int]:
-        """Dead letters become rows of the subscription's own indexes: (the records to journal in one slot, how many
-        stay since there is a row of their position).
+        """Turn dead letters into rows of the subscription indexes.
 
-        What another decision that is staged replays or purges is left out.
+        Returns (records to journal in one slot, how many stay because there is a row of their position). Dead letters
+        that another staged decision replays or purges are left out.
         """
         rows = rows.take(~contained(rows.dead_letter_id, state.dead_letters_leaving))
         parts = rows.batch_index != NO_BATCH_INDEX
@@ -104,7 +104,7 @@ class DeadLetterDecisions:
     def _replay(
         self, state: SubscriptionState, index_id: int, rows: DeadLetterRows, deliver_at_ms: int
     ) -> ReplayRecord | None:
-        """Those of positions that have no row in the index yet; None when all have."""
+        """Replay the positions that have no row in the index yet. Return None if all have one."""
         index = self._indexes.of(index_id)
         entry_id = part_entry_id(rows.entry_id, rows.batch_index) if index.of_batch_parts else rows.entry_id
         keys = index.pages.intern(rows.ledger_id, entry_id)
@@ -128,20 +128,20 @@ class DeadLetterDecisions:
         )
 
     def stage_purge(self, state: SubscriptionState, dead_letter_id: U64) -> PurgeRecord | None:
-        """Forgets dead letters; None when every one of them is leaving already."""
+        """Purge dead letters. Return None if all of them are leaving already."""
         ids = dead_letter_id[~contained(dead_letter_id, state.dead_letters_leaving)]
         if not len(ids):
             return None
         state.dead_letters_leaving |= bitmap_of(ids)
         return PurgeRecord(self._topic_id, self._incarnation, state.subscription_id, ids)
 
-    # ---- decisions are applied
+    # ---- applying decisions
 
     def buried(self, record: DeadLetterRecord) -> None:
-        """Positions are dead letters."""
+        """Add positions to the list of dead letters."""
         state, index = self._subscriptions[record.subscription_id], self._indexes.of(record.index_id)
         rows = record.rows
-        # Those that have no row.
+        # Positions that have no row were staged to get one.
         index.staged.applied(bitmap_of(index.pages.find(rows.ledger_id, rows.entry_id)))
         entry_id, batch_index = rows.entry_id, np.full(len(rows), NO_BATCH_INDEX, np.uint32)
         if is_of_batch_parts(record.index_id):
@@ -164,12 +164,12 @@ class DeadLetterDecisions:
         state.last_dead_letter_id = max(state.last_dead_letter_id, int(record.dead_letter_id.max()))
 
     def replayed(self, record: ReplayRecord, slot: int, *, elapsed_ms: int) -> None:
-        """Dead letters are rows again."""
+        """Turn dead letters into rows."""
         self._indexes.of(record.index_id).add(record.rows, slot, elapsed_ms=elapsed_ms)
         self._left_dead_letters(record)
 
     def purged(self, record: PurgeRecord) -> None:
-        """Dead letters are forgotten."""
+        """Forget dead letters."""
         self._left_dead_letters(record)
 
     def _left_dead_letters(self, record: ReplayRecord | PurgeRecord) -> None:

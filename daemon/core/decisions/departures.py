@@ -1,13 +1,7 @@
-"""Positions that leave: the index, or the backlog of one subscription; as records for the journal.
+"""Chooses what a trim removes from an index or a backlog, and makes the records of departures.
 
-Owns: which records say so, and cutting them into slots of bounded size.
-Does not own: which positions leave and why (`trimming`, `topic`), and what a record does (`topic`).
-
-Trimming: which positions of an index leave it, or the backlog of one subscription.
-
-Owns: what ledgers and entries a trim names, choosing what is present in portions of bounded work, and whom it leaves.
-Does not own: the records that say so (`departures`), when a portion is decided (`daemon.shard.topic_changes`), and
-applying them (`topic`).
+The work is cut into portions, and records into slots, of bounded size. `topic_state` decides whom positions leave and
+applies records; `daemon.shard.topic_changes` decides when a portion is taken.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from storage_backends.formats.index_ids import BATCH_INDEX_MAX, BATCHED_ENTRY_ID
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import GoneReason, GoneRecord, Record, WaiveRecord, size_max
 
-# What one slot may say of positions that leave: applying it, and reading it, is one turn of the event loop.
+# Limits on departures in one slot, which is read and applied in one turn of the event loop
 SLOT_ROWS_MAX = 1_000_000
 SLOT_BYTES_MAX = 4 << 20
 SLOT_PAGES_MAX = 2_000
@@ -34,10 +28,10 @@ SLOT_PAGES_MAX = 2_000
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Departure:
-    """Positions of one index to leave. `gone`: from the index; `waived`: from the backlog of `subscription_id` alone.
-    `rows`: of how many rows that decides. `index_id`: the subscription whose own index it is, 0 for the shared one.
+    """Positions of one index to leave: `gone` from the index, `waived` from the backlog of `subscription_id` alone.
 
-    It stays what it is while its slots are applied one after the other.
+    `rows` is the number of rows that this decides. `index_id` is the subscription of a subscription index, 0 for the
+    shared one. It stays unchanged while its slots are applied one after the other.
     """
 
     topic_id: str
@@ -51,7 +45,7 @@ class Departure:
     index_id: int = 0
 
     def slots(self) -> Iterator[tuple[Record, ...]]:
-        """The records, those together that must stand in one slot. Each step is bounded work."""
+        """Yield the records, together those that must stand in one slot. Each step is bounded work."""
         everything = self.gone | self.waived
         left = [everything] if everything else []
         while left:
@@ -64,7 +58,7 @@ class Departure:
                 left += reversed(halves(part))
 
     def records(self) -> list[Record]:
-        """The records of all slots, where a slot boundary may stand between any two."""
+        """Return the records of all slots; a slot boundary may stand between any two."""
         return [record for records in self.slots() for record in records]
 
     def _records(self, part: BitMap64) -> tuple[Record, ...]:
@@ -79,16 +73,16 @@ class Departure:
         return tuple(records)
 
 
-# What is decided, written and applied at a time: in between everybody else has a turn.
+# Limits on what is decided, written and applied at a time, before others have a turn
 PORTION_ROWS = 25_000
 PORTION_PAGES = 2_000
-# What leaves is looked for in every bucket, page by page: so many looks take some 10 ms.
+# Trimmed positions are looked up in every bucket, page by page: this many look-ups take some 10 ms.
 _BUCKET_PAGES_MAX = 10_000
-# Pages of buckets that are looked at before others have their turn: some ms; and before requests of the topic pass,
-# whatever was found.
+# Pages of buckets that are checked before others have a turn (some ms), and before requests of the topic pass, however
+# few positions were found
 LOOKS_A_TURN = 200
 LOOKS_A_PORTION = 20_000
-# A portion of dead letters stands in one slot with a column for each of their fields.
+# A portion of dead letters stands in one slot, with a column for each of their fields.
 DEAD_LETTER_PORTION_ROWS = 10_000
 
 _U64_MAX = (1 << 64) - 1
@@ -97,9 +91,9 @@ _PAGE_KEYS = 1 << PAGE_BITS
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class LedgerRanges:
-    """The entries of ledgers up to the last one of each, itself included; u64[n] each, no ledger twice.
+    """The entries of distinct ledgers up to and including the last one of each; u64[n] each.
 
-    `all_lower_ledgers`: also every entry of ledgers below the only one.
+    `all_lower_ledgers` adds every entry of ledgers below the only one.
     """
 
     ledger_id: U64
@@ -107,18 +101,18 @@ class LedgerRanges:
     all_lower_ledgers: bool = False
 
     def of_batch_parts(self) -> LedgerRanges:
-        """The ranges of the messages of these entries, in an index of batch parts."""
+        """Return the ranges of the messages of these entries, in an index of batch parts."""
         last = np.minimum(self.last_entry_id, np.uint64(BATCHED_ENTRY_ID_MAX))
         last_part = part_entry_id(last, np.full(len(last), BATCH_INDEX_MAX, np.uint32))
         return dataclasses.replace(self, last_entry_id=last_part)
 
     def key_ranges(self, pages: PageTable) -> list[KeyRange]:
-        """The keys of the ledgers that are named, of the pages that are known."""
+        """Return the keys of the named ledgers, in known pages."""
         named = zip(self.ledger_id.tolist(), self.last_entry_id.tolist(), strict=True)
         return [keys for ledger_id, last in named for keys in pages.key_ranges(ledger_id, 0, last)]
 
     def cover(self, first_ledger_id: int, last_ledger_id: int) -> bool:
-        """Whether every position of these ledgers is in the ranges."""
+        """Return whether every position of these ledgers is in the ranges."""
         entire = {
             ledger_id
             for ledger_id, last in zip(self.ledger_id.tolist(), self.last_entry_id.tolist(), strict=True)
@@ -133,10 +127,10 @@ Parts = list[tuple[Bucket, BitMap64]]
 
 
 def portions(index: Index, ranges: LedgerRanges | None, rows_max: int) -> Iterator[Parts | None]:
-    """What is present of the ranges, None: of everything, by bucket, damaged ones included; at most `rows_max`
-    positions at a time, of few pages, and nothing where much was looked at for it. None: others may have their turn.
+    """Yield what is present of the ranges (all if None) by bucket, damaged ones included, or None for a turn of others.
 
-    A portion is what is there when it is taken: requests may not pass from the portion before on.
+    A portion has at most `rows_max` positions of few pages, and may end early if much was checked. It is what exists
+    when it is taken: no request may pass between a portion and the next one.
     """
     portion = _Portion(rows_max, pages_max=max(1, min(PORTION_PAGES, _BUCKET_PAGES_MAX // len(index.tracked))))
     looks = 0
@@ -155,7 +149,7 @@ def portions(index: Index, ranges: LedgerRanges | None, rows_max: int) -> Iterat
 
 
 class _Portion:
-    """A portion as it grows: of each bucket the keys that were taken, and how much there is room for."""
+    """A portion as it grows: the keys taken from each bucket, and the room that is left."""
 
     def __init__(self, rows_max: int, pages_max: int) -> None:
         self._rows_max = rows_max
@@ -168,14 +162,15 @@ class _Portion:
         return self._rows >= self._rows_max or self._pages >= self._pages_max or self._looks >= LOOKS_A_PORTION
 
     def take(self, buckets: Collection[Bucket], first: int, last: int) -> int:
-        """Takes the first of the keys of a range within one page, as many as there is room for. Returns the first key
-        that was not looked at, which is behind the range where everything was taken.
+        """Take the first keys of a range within one page, as many as there is room for.
+
+        Returns the first key that was not checked, which is behind the range if everything was taken.
         """
         room = self._rows_max - self._rows
         found = [(bucket, _members(bucket.present, first, last, room)) for bucket in buckets]
         rows = sum(len(keys) for _, keys in found)
         if rows >= room:
-            # A bucket may have more, so that only what comes before the last of every one's is known.
+            # A bucket may have more, so only what comes before the last key of each is certain.
             last = int(np.partition(np.concatenate([keys for _, keys in found]), room - 1)[room - 1])
             found = [(bucket, keys[: np.searchsorted(keys, np.uint64(last), side="right")]) for bucket, keys in found]
             rows = room
@@ -188,7 +183,7 @@ class _Portion:
         return last + 1
 
     def parts(self) -> Parts:
-        """What was taken; the portion is empty then."""
+        """Return what was taken and empty the portion."""
         parts = [(bucket, bitmap_of(np.concatenate(keys))) for bucket, keys in self._taken.items()]
         self._taken = {}
         self._rows = self._pages = self._looks = 0
@@ -196,15 +191,16 @@ class _Portion:
 
 
 def _members(present: BitMap64, first: int, last: int, most: int) -> U64:
-    """The first of the members of a set in a range. As much work as there are, however large the set is: cutting it
-    would copy all of it.
+    """Return the first members of a set in a range.
+
+    The work is proportional to the members returned, however large the set is: slicing it would copy all of it.
     """
     members = itertools.takewhile(last.__ge__, present.iter_equal_or_larger(first))
     return np.fromiter(itertools.islice(members, most), np.uint64)
 
 
 def _key_ranges(index: Index, ranges: LedgerRanges | None) -> Iterator[KeyRange]:
-    """The keys that ranges name, None: all of them, one range for each page that a bucket holds now."""
+    """Yield the keys that ranges name (all if None), one range for each page that a bucket holds now."""
     if ranges is not None:
         yield from ranges.key_ranges(index.pages)
         if not ranges.all_lower_ledgers:
@@ -215,8 +211,10 @@ def _key_ranges(index: Index, ranges: LedgerRanges | None) -> Iterator[KeyRange]
 
 
 def stand_ins(index: Index, ranges: LedgerRanges | None) -> list[tuple[BitMap64, int]]:
-    """For damaged buckets whose positions nobody knows and that lie in the ranges as a whole: (the positions that stand
-    for them, the rows that are missing)."""
+    """Return (positions that stand for the missing ones, number of missing rows) of damaged buckets.
+
+    Only for buckets whose positions are unknown and that lie within the ranges as a whole.
+    """
     return [
         (bucket.stand_in(), bucket.missing_rows)
         for bucket in index.quarantined.values()
@@ -228,7 +226,7 @@ def stand_ins(index: Index, ranges: LedgerRanges | None) -> list[tuple[BitMap64,
 def split(
     parts: Collection[tuple[Bucket, BitMap64]], subscription_id: int, others: Collection[int]
 ) -> tuple[BitMap64, BitMap64]:
-    """What the subscription is owed of the parts: (what nobody else is owed, what somebody else is owed)."""
+    """Return (positions owed to the subscription alone, positions owed to others, too)."""
     gone, waived = BitMap64(), BitMap64()
     for bucket, keys in parts:
         owed = keys - bucket.acknowledged.get(subscription_id, BitMap64())
@@ -241,5 +239,5 @@ def split(
 
 
 def _counted(first: int, last: int, count_max: int) -> range:
-    """first..last, but not longer than one more than a count."""
+    """Return first..last, cut to at most `count_max` + 1 numbers."""
     return range(first, min(last, first + count_max) + 1)

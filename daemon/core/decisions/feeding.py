@@ -1,8 +1,6 @@
-"""Feeding subscriptions: rows that have just been passed, and a backlog that is read again.
+"""Feeds subscriptions with rows that were just passed, or from a backlog that is read again.
 
-Owns: which of such rows a subscription is owed, that they are counted once, and which of them nobody is owed.
-Does not own: passing (`index`), READY itself (`subscription_state`), and what becomes of rows that nobody is owed
-(`topic`).
+It decides which rows a subscription is owed, counts them once, and finds those that no subscription is owed.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from daemon.core.index.runs import Place, in_due_order
 from daemon.core.index.segments import SegmentCache, SegmentRange
 from storage_backends.formats.index_ids import subscription_of
 
-# Rows that are looked at in one turn, whatever is left of them.
+# Rows read in one turn, however few of them are left
 LOOKED_AT_MAX = 10_000
 
 
@@ -32,10 +30,10 @@ def feed(
     coming: SubscriptionState | None,
     reader: Callable[[SubscriptionState], BacklogReader],
 ) -> BitMap64:
-    """Rows that were passed come into the backlogs; those that nobody is owed, empty where there is no subscription.
+    """Add passed rows to the backlogs; return those that no subscription is owed, empty without subscriptions.
 
-    `coming`: a subscription that is being created: what is passed now is counted for it. `reader` makes one that stands
-    at the head.
+    `coming` is a subscription that is being created, for which rows passed now are counted. `reader` makes a reader
+    that stands at the head.
     """
     shared = [each for each in passed if not each.bucket.index_id]
     everything: KeyedRows | None = None
@@ -77,8 +75,9 @@ def feed(
 
 
 def _staying(state: SubscriptionState, rows: KeyedRows) -> KeyedRows:
-    """The rows without those that a staged decision takes out of the backlog: messages of a batch that was acknowledged
-    as a whole before they were due.
+    """Return the rows without those that a staged decision takes out of the backlog.
+
+    These are messages of a batch that was acknowledged as a whole before they were due.
     """
     if not state.acknowledging:
         return rows
@@ -96,9 +95,9 @@ def _owed_to_none(passed: Sequence[Passed], owed_by: Sequence[Sequence[KeyedRows
 
 
 def owed_of(state: SubscriptionState, passed: Sequence[Passed]) -> tuple[list[KeyedRows], bool]:
-    """The passed rows of the shared index that a subscription is owed and has not acknowledged; whether that is all.
+    """Return the passed rows of the shared index that the subscription is owed, and whether these are all.
 
-    What it is not owed counts as acknowledged by it from here on.
+    Acknowledged rows are left out. Rows that it is not owed count as acknowledged by it from here on.
     """
     owed = []
     complete = True
@@ -119,11 +118,11 @@ def owed_of(state: SubscriptionState, passed: Sequence[Passed]) -> tuple[list[Ke
 def catch_up(
     indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int, bound: Place | None = None
 ) -> list[SegmentRange]:
-    """Derives about `limit` READY rows for a subscription that is behind; the segments to load first, if any.
+    """Derive about `limit` READY rows for a subscription that is behind; return the segments to load first.
 
-    `indexes`: those that it is owed rows of. `bound`: later rows are not derived yet. When there is nothing left to
-    derive the subscription is fed again. Of a bounded number of rows, none of which may be READY: then there is more to
-    derive as long as there is a reader that is not held up.
+    `indexes` have the rows that it is owed. Rows at or after `bound` are not derived yet. When nothing is left to
+    derive, the subscription is fed again. A call reads a bounded number of rows, and perhaps none of them is READY:
+    then there is more to derive as long as there is a reader that is not held up.
     """
     if state.reader is None or state.is_full:
         return []
@@ -139,8 +138,9 @@ def catch_up(
 def find_let_go(
     indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int, bound: Place | None = None
 ) -> list[SegmentRange]:
-    """Looks at about `limit` of the rows that a subscription which is shared by key let go and seeks, and gives it what
-    it finds; returns the segments to load first, if any.
+    """Look through about `limit` rows for evicted ones that can go; return the segments to load first.
+
+    The subscription is shared by key and receives what is found.
     """
     key_shared = state.key_shared
     if key_shared is None or key_shared.let_go is None or key_shared.let_go.reader is None:
@@ -153,8 +153,9 @@ def find_let_go(
 
 
 class _Reading:
-    """One look of a reader at a bounded number of rows. `bound`: no row at or behind it is looked at. `needed`: the
-    segments to load first, if any. `passed_over`: of the rows those that are READY.
+    """One pass of a reader over a bounded number of rows, none at or behind `bound`.
+
+    `needed` are segments to load first. `passed_over` are the rows that are READY.
     """
 
     def __init__(
@@ -176,9 +177,7 @@ class _Reading:
         self._bound = bound
 
     def read(self, limit: int) -> KeyedRows | None:
-        """About `limit` rows, in due order, that the subscription is owed and has not acknowledged, and that are
-        nowhere; None when none was found.
-        """
+        """Return about `limit` rows, in due order, that are owed, unacknowledged and not elsewhere, or None."""
         looked_at_rows = 0
         while looked_at_rows < LOOKED_AT_MAX:
             self.needed = self._reader.needs(self._sealed, self._cache)

@@ -1,4 +1,4 @@
-"""A KEY_SHARED subscription and the indexes of its topic: what has a row, and what is NACKED, when keys are shared.
+"""Connects KEY_SHARED subscriptions with the indexes of their topic.
 
 Owns: that a position that has a row is never planned, and that nothing is handed out before an earlier row that is due
 and not read.
@@ -33,21 +33,22 @@ from storage_backends.formats.row_columns import U32, Rows
 
 
 class MakesReader(Protocol):
-    """Makes a reader of the backlog that stands at the head, or at the beginning."""
+    """The port that makes a reader of the backlog at the head, or at the beginning."""
 
     def __call__(self, state: SubscriptionState, *, at_head: bool) -> BacklogReader: ...
 
 
 class KeySharedBacklogs:
-    """The KEY_SHARED subscriptions of one topic. `reader`: makes one of a backlog."""
+    """The KEY_SHARED subscriptions of one topic. `reader` makes a reader of a backlog."""
 
     def __init__(self, indexes: Indexes, reader: MakesReader) -> None:
         self._indexes = indexes
         self._reader = reader
 
     def begin(self, state: SubscriptionState, *, elapsed_ms: int = 0) -> FrozenNacks | None:
-        """A subscription is about to be opened as KEY_SHARED for the first time: what must be read, in a thread, and
-        given to `finish`, before anything is handed out; None when nothing must be.
+        """Open a subscription as KEY_SHARED for the first time; return NACKED rows that must be read, or None.
+
+        The rows are read in a thread and passed to `finish` before anything is delivered.
         """
         key_shared = state.share_by_key(self._indexes.places, elapsed_ms=elapsed_ms)
         if key_shared.nacks is None or not len(state.nacks):
@@ -56,20 +57,16 @@ class KeySharedBacklogs:
         return state.nacks.freeze()
 
     def learn(self, state: SubscriptionState, nacked: KeyedRows) -> None:
-        """`nacked`: some of the rows of what `begin` gave, of which some may have left since."""
+        """Learn some of the rows that `begin` returned; some of them may have left since."""
         _shared(state).learn_nacked(nacked.take(contained(nacked.keys, state.nacks.keys)))
 
     def finish(self, state: SubscriptionState, nacked: KeyedRows) -> None:
-        """Learns the last of the rows of what `begin` gave, of which some may have left since: from then on rows are
-        handed out.
-        """
+        """Learn the last of the rows that `begin` returned: from then on rows are delivered."""
         self.learn(state, nacked)
         _shared(state).knows_nacked()
 
     def find_let_go(self, state: SubscriptionState, limit: int) -> list[SegmentRange]:
-        """Looks at about `limit` rows for those that wait for their key and were let go for want of room; the segments
-        to load first, if any. Call when `reads_on`.
-        """
+        """Look through about `limit` rows for evicted ones; return the segments to load first. Call when `reads_on`."""
         key_shared = _shared(state)
         if key_shared.let_go is None:
             return []
@@ -80,8 +77,9 @@ class KeySharedBacklogs:
         )
 
     def hold_up(self, states: Iterable[SubscriptionState], now_ms: int) -> None:
-        """Rows are about to be passed: where some are due that are not read, and those would overtake them, they are
-        read from the backlog when these have been passed.
+        """Stop feeding subscriptions that have due rows which are not read, before later rows are passed.
+
+        The passed rows would overtake them; instead they are read from the backlog afterwards.
         """
         for state in states:
             if (
@@ -92,14 +90,16 @@ class KeySharedBacklogs:
                 state.reader = self._reader(state, at_head=True)
 
     def bound(self, state: SubscriptionState) -> Place | None:
-        """Nothing at or behind that place is handed out to the subscription now: a due row comes first that is not
-        passed. None when there is none, or when it is not shared by key.
+        """Return a due point that is not passed: nothing at or after it in due order may be delivered now.
+
+        Returns None if there is none, or the subscription is not shared by key.
         """
         return None if state.key_shared is None else self._indexes.first_unpassed(state.subscription_id)
 
     def hold(self, state: SubscriptionState, found: KeyedRows, numbers: U32, *, elapsed_ms: int) -> Mask:
-        """Rows of the backlog are IN_FLIGHT at consumers that declared to hold them, u32[n] of their numbers; which of
-        them are.
+        """Put rows of the backlog IN_FLIGHT at consumers that declared to hold them; return their mask.
+
+        `numbers` is u32[n], the consumers' numbers.
         """
         named = bitmap_of(found.keys)
         held = ~contained(found.keys, state.set_aside_among(named) | state.held_among(named))
@@ -112,7 +112,7 @@ class KeySharedBacklogs:
     def hold_planned(
         self, state: SubscriptionState, stream: int, positions: Rows, numbers: U32, *, elapsed_ms: int
     ) -> Mask:
-        """Holds positions without a row, which were planned for a stream of a former owner; a mask of those held."""
+        """Hold positions without a row that were planned for a stream of a former owner; return their mask."""
         held = self._have_no_row(state, positions)
         places = np.flatnonzero(held)
         if len(places):
@@ -122,8 +122,9 @@ class KeySharedBacklogs:
         return held
 
     def plan(self, state: SubscriptionState, stream: int, positions: Rows, *, elapsed_ms: int) -> U32:
-        """Who of the consumers of a stream receives each of some positions that are not delayed: their numbers, 0 where
-        it is HELD; one that has a row comes by itself. Raises InvalidArgument, QuotaExceeded.
+        """Return the consumer of a stream that receives each undelayed position now, 0 if it is HELD.
+
+        A position that has a row is delivered by that row. Raises InvalidArgument, QuotaExceeded.
         """
         limits.check_distinct(positions.ledger_id, positions.entry_id, None)
         answers = np.zeros(len(positions), np.uint32)
@@ -133,7 +134,7 @@ class KeySharedBacklogs:
         return answers
 
     def _have_no_row(self, state: SubscriptionState, positions: Rows) -> Mask:
-        """A mask of the positions of which the subscription is owed no row, with whatever time."""
+        """Return the mask of positions without a row that the subscription is owed, whatever its time."""
         entries = HeldPositions(positions.ledger_id, positions.entry_id, positions.deliver_at_ms)
         return ~are_owed(self._indexes.of_entries(state.subscription_id), state, entries)
 

@@ -1,32 +1,29 @@
-"""Redelivery (PIP-393, Negative Ack Redelivery): what becomes of positions that a dispatcher could not deal with.
+"""Decides on negative acknowledgements, rejections and ack time-outs (PIP-393, Negative Ack Redelivery).
 
-Owns: what a negative acknowledgement, a rejection or a time-out makes of each position (it comes back later, or becomes
-a dead letter), the records that say so, and that positions are NACKED when these are applied.
-Does not own: when positions come back (`nack_tracker`, `subscription_state`), which delay a policy gives
-(`redelivery_policy`), dead letters (`dead_letter_decisions`), finding rows of the backlog (`claims`), and waiting for
-slots (the engine).
+Each position is redelivered later, or becomes a dead letter. `nack_tracker` and `subscription_state` redeliver,
+`redelivery_policy` computes delays, and `claims` finds rows of the backlog.
 
-    IN_FLIGHT, READY -(nack)-> staged: in no hand -(its slot is applied)-> NACKED -(its time has come)-> READY
+    IN_FLIGHT, READY -(nack)-> staged, held by none -(its slot is applied)-> NACKED -(it is due)-> READY
     NACKED -(nack)-> NACKED at the new time, not counted again: so a request may be repeated
     counted more often than the policy allows, or rejected -> a dead letter: acknowledged, and kept in a list
 
-A request names hand-outs by their redelivery counts, or any hand-out:
+A request names deliveries by their redelivery counts, or any delivery:
 
     count named    row's count    becomes
     at least it    -              NACKED, one more than was named
-    one less       NACKED         NACKED at the new time, not counted: the request is repeated, or a time-out came first
-    less           any            ignored: a newer hand-out comes, or is under way
+    one less       NACKED         NACKED at the new time, not counted: the request is repeated, or a time-out was first
+    less           any            ignored: a newer delivery is in flight or will follow
 
-In any case nothing ends by an acknowledgement of the named hand-out any more. A message of a batch counts on from its
-entry, too: an entry may have two rows, the shared one and one of the subscription's own, and whoever was handed out
-either may still acknowledge it as a whole. That ends the messages which count no more than it does.
+In every case an acknowledgement of the named delivery no longer ends anything. A message of a batch also counts on from
+its entry. An entry may have two rows, one in the shared index and one in the subscription index, and a dispatcher that
+received either may still acknowledge the whole entry. That ends the messages whose count is no higher.
 
-A position that the subscription is owed no row of may be negatively acknowledged, too: a message that the dispatcher
-took from its log, or, `forwarded`, one that was acknowledged when it was passed on, and failed behind that. It gets a
-row in the subscription's own index, which is due; a message of a batch in the index of batch parts.
+A position without a row that the subscription is owed may be negatively acknowledged, too. This is a message that the
+dispatcher took from its log, or, `forwarded`, one that was acknowledged when it was passed on, and failed later. It
+gets a due row in the subscription index; a message of a batch gets one in the index of batch parts.
 
-A request is decided only when no negative acknowledgement that is staged names its positions, so the decisions of one
-slot may be applied in any order.
+A request is decided only when no staged negative acknowledgement names its positions, so the decisions of one slot may
+be applied in any order.
 """
 
 from __future__ import annotations
@@ -57,11 +54,12 @@ from storage_backends.formats.slot_format import DeadLetterReason, NackRecord, R
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class NackBatch:
-    """Positions that are negatively acknowledged, n of them, no one twice; their `deliver_at_ms` is 0 where Tarry has
-    not handed them out, or where the time is not known.
+    """Distinct positions to acknowledge negatively, n of them.
 
-    `delay_ms`: u64[n], None: by policy. `key_hash`: u32[n] of those that have no row, None: they have none. `reject`:
-    they become dead letters, `text` says why. `forwarded`: what the subscription is owed no longer comes again.
+    `deliver_at_ms` is 0 if Tarry has not delivered a position, or its time is unknown. `delay_ms` is u64[n], or None to
+    follow the policy. `key_hash` is u32[n] for positions without a row, or None. With `reject` they become dead
+    letters, with `text` as the reason. With `forwarded`, positions that the subscription is no longer owed are
+    delivered again.
     """
 
     positions: HeldPositions
@@ -76,7 +74,7 @@ class NackBatch:
 
     @property
     def may_get_rows(self) -> Mask:
-        """Which of the positions come again although no row is owed."""
+        """The mask of positions that are redelivered even if no row is owed."""
         if self.forwarded:
             return np.ones(len(self), np.bool_)
         without_time: Mask = self.positions.deliver_at_ms == 0
@@ -84,7 +82,7 @@ class NackBatch:
 
     @property
     def first_counts(self) -> U32:
-        """The count of the row that each position gets, this time included."""
+        """The count of the new row of each position, including this time."""
         named = self.positions.redelivery_count
         return np.ones(len(self), np.uint32) if named is None else named + np.uint32(1)
 
@@ -103,9 +101,7 @@ class NackBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _NackOptions:
-    """What a negative acknowledgement asks for, without its positions: the delays, and whether they become dead letters
-    and why.
-    """
+    """The options of a negative acknowledgement: delays, and whether and why the positions become dead letters."""
 
     delay_ms: U64 | None = None
     reject: bool = False
@@ -115,7 +111,7 @@ class _NackOptions:
         return self if self.delay_ms is None else dataclasses.replace(self, delay_ms=self.delay_ms[chosen])
 
     def are_dead(self, counts: U32, max_count: int | None) -> Mask:
-        """Which of the positions become dead letters. `counts`: this time included."""
+        """Return the mask of positions that become dead letters. `counts` include this time."""
         if self.reject:
             return np.ones(len(counts), np.bool_)
         if max_count is None:
@@ -125,8 +121,10 @@ class _NackOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RedeliveryTerms:
-    """What holds for a subscription's redeliveries now. `delays`: in ms, by how often each was negatively acknowledged,
-    this time included. `max_count`: more often makes a dead letter, None: never. `precision_bits`: see `rounded_up`.
+    """The current terms of a subscription's redeliveries.
+
+    `delays` maps counts, including this time, to delays (ms). A count above `max_count` makes a dead letter; None means
+    never. For `precision_bits` see `rounded_up`.
     """
 
     now_ms: int
@@ -157,12 +155,12 @@ class NackDecisions:
     # ---- negative acknowledgements
 
     def is_staged(self, state: SubscriptionState, positions: HeldPositions, *, is_forwarded: bool = False) -> bool:
-        """Whether a negative acknowledgement that is staged names one of the positions, a part of one, or the entry
-        that one is a part of: its count goes on from there; or whether a part of one is staged to get a row: it would
-        not leave with its entry.
+        """Return whether a staged decision conflicts with one of the positions.
 
-        `is_forwarded`: also whether one of them, or its entry, is about to leave: then it gets a new row; or is about
-        to get a row: by that it would come again under the name that has failed.
+        A staged negative acknowledgement conflicts if it names the position, a part of it, or its entry, since counts
+        go on from there. So does a part that is staged to get a row, since it would not leave with its entry. With
+        `is_forwarded`, a position or entry that is about to leave conflicts, since it gets a new row. One that is about
+        to get a row conflicts, too, since it would be delivered again under the name that has failed.
         """
         parts = self._indexes.get(batch_parts_of(state.subscription_id))
         if parts is not None and parts.staged.keys and parts.staged.keys.intersect(_parts_of(parts, positions)):
@@ -185,7 +183,7 @@ class NackDecisions:
     def stage(
         self, state: SubscriptionState, nack: NackBatch, terms: RedeliveryTerms
     ) -> tuple[tuple[Record, ...], NackBatch]:
-        """What is IN_FLIGHT is decided: (the records to journal in one slot, what is not IN_FLIGHT)."""
+        """Decide what is IN_FLIGHT: (records to journal in one slot, positions that are not IN_FLIGHT)."""
         records: list[Record] = []
         left = nack
         if state.key_shared is not None:
@@ -207,16 +205,16 @@ class NackDecisions:
         return tuple(records), left
 
     def sought(self, state: SubscriptionState, left: NackBatch) -> HeldPositions:
-        """The positions to look for in the backlog: of a message of a batch its entry, too."""
+        """Return the positions to look for in the backlog, with the entries of messages."""
         return left.positions.with_entries()
 
     def stage_found(
         self, state: SubscriptionState, left: NackBatch, found: KeyedRows, terms: RedeliveryTerms
     ) -> tuple[tuple[Record, ...], Ignored]:
-        """The rest: (the records to journal in one slot, what is ignored).
+        """Decide the rest: (records to journal in one slot, ignored positions).
 
-        `found`: the rows of the backlog that `sought` names. What the subscription is not owed, and may get a row,
-        enters the backlog.
+        `found` are the rows of the backlog that `sought` names. Positions that the subscription is not owed, but that
+        may get a row, enter the backlog.
         """
         records: list[Record] = []
         found = state.counted(found)
@@ -229,10 +227,10 @@ class NackDecisions:
         if len(left):
             entries, indexes = left.positions.entries(), self._indexes.of_entries(state.subscription_id)
             strange = left.may_get_rows & ~are_owed(indexes, state, entries)
-            # A part that is being acknowledged still has a row.
+            # A message that is being acknowledged still has a row.
             strange &= ~left.positions.are_parts() | self._are_new_parts(state, left)
             if state.key_shared is not None:
-                # Those that are left wait for a NACKED one.
+                # Planned positions that are left wait for a NACKED one.
                 strange &= ~state.key_shared.plans.are_planned(entries.ledger_id, entries.entry_id)
             records += self._decide_strange(state, left.take(strange), terms)
             left = left.take(~strange)
@@ -243,7 +241,7 @@ class NackDecisions:
     def _decide_found(
         self, state: SubscriptionState, index: Index, left: NackBatch, found: KeyedRows, terms: RedeliveryTerms
     ) -> tuple[list[Record], NackBatch]:
-        """Rows of an index that are in the backlog, and in no hand or in one: (the records, what is left)."""
+        """Decide rows of an index that are in the backlog, held or not: (records, what is left)."""
         rows, here = matched(left.positions.keys_in(index), left.positions.deliver_at_ms, found, any_time=True)
         if not here.any():
             return [], left
@@ -266,10 +264,11 @@ class NackDecisions:
     def stage_overdue(
         self, state: SubscriptionState, before_ms: int, terms: RedeliveryTerms, *, limit: int
     ) -> tuple[Record, ...]:
-        """Positions that are IN_FLIGHT since before a time, by a clock that never steps, about `limit` of them at most,
-        are negatively acknowledged by policy: the records to journal in one slot.
+        """Acknowledge negatively, by policy, about `limit` positions that are IN_FLIGHT since `before_ms` or earlier.
 
-        An entry of which a message is staged to get a row stays until that is there: it would not die with the entry.
+        Returns the records to journal in one slot. `before_ms` is by a clock that never steps. An entry with a message
+        that is staged to get a row stays until that row exists: the message would not become a dead letter with the
+        entry.
         """
         staying = self._entries_of_staged_parts(state)
         rows = state.in_flight.take_since(before_ms, limit, staying=staying)
@@ -299,7 +298,7 @@ class NackDecisions:
     def extend(
         self, state: SubscriptionState, positions: HeldPositions, holders: Collection[int], *, elapsed_ms: int
     ) -> HeldPositions:
-        """Positions that one of the holders has with that time are IN_FLIGHT since now; those that no one has so."""
+        """Restart the ack time-out of positions that one of the holders has with these times; return the others."""
         in_flight, left = state.in_flight, positions
         for index in self._indexes.serving(state.subscription_id):
             left = left.take(~in_flight.touch(left.keys_in(index), left.deliver_at_ms, holders, elapsed_ms=elapsed_ms))
@@ -322,11 +321,12 @@ class NackDecisions:
         *,
         asked_for: bool = True,
     ) -> Iterator[Record]:
-        """What becomes of rows that are in nobody's hand any more. `counts`: this time included. `asked_for`: by who
-        had them; if not, their time was over.
+        """Decide rows that no dispatcher holds any longer. `counts` include this time.
+
+        `asked_for` is whether their dispatcher asked; otherwise their ack time-out passed.
         """
         if index.of_batch_parts:
-            # An entry that dies by the same decision has taken its messages along.
+            # An entry that becomes a dead letter by the same decision has taken its messages along.
             left = ~contained(rows.keys, state.acknowledging)
             rows, counts, how = rows.take(left), counts[left], how.take(left)
         dead = how.are_dead(counts, terms.max_count)
@@ -355,9 +355,9 @@ class NackDecisions:
         how: _NackOptions,
         terms: RedeliveryTerms,
     ) -> Iterator[Record]:
-        """Decides on positions that have no row: those that come back get one. `counts`: this time included."""
+        """Decide positions without a row: those to be redelivered get one. `counts` include this time."""
         index = self._indexes.of(index_id)
-        # Also of those that die: a row that came in the slot of that might leave with it.
+        # Stage dead letters, too: a row added in the same slot might leave with them.
         keyed = KeyedRows(rows, index.pages.intern(rows.ledger_id, rows.entry_id))
         keys = bitmap_of(keyed.keys)
         if state.key_shared is not None and not index.of_batch_parts:
@@ -384,7 +384,7 @@ class NackDecisions:
         added: bool = False,
     ) -> NackRecord:
         delay_ms = terms.delays(counts) if how.delay_ms is None else how.delay_ms
-        # After a step back of the clock a row may not be due yet by it.
+        # After the clock stepped back a row may not be due yet by it.
         wanted_ms = np.maximum(delay_ms + np.uint64(terms.now_ms), rows.deliver_at_ms)
         return NackRecord(
             self._topic_id,
@@ -400,7 +400,7 @@ class NackDecisions:
     def _die(
         self, state: SubscriptionState, index: Index, rows: Rows, counts: U32, how: _NackOptions, terms: RedeliveryTerms
     ) -> Iterator[Record]:
-        """Positions become dead letters; entries as a whole take their parts along."""
+        """Make dead letters of positions; whole entries take their messages along."""
         reason = DeadLetterReason.REJECTED if how.reject else DeadLetterReason.TOO_OFTEN
         yield self._dead_lettering.stage(
             state, index.index_id, rows, counts, reason=reason, text=how.text, now_ms=terms.now_ms
@@ -411,13 +411,14 @@ class NackDecisions:
     # ---- messages of batches
 
     def _next_counts(self, state: SubscriptionState, index: Index, rows: KeyedRows, named: U32 | None) -> U32:
-        """The counts of rows of an index after this time. `named`: the hand-outs that the request names."""
+        """Return the counts of rows of an index after this time. `named` are the deliveries in the request."""
         counts = _counted_once_more(rows, named)
         return np.maximum(counts, self._above(state, rows.rows)) if index.of_batch_parts else counts
 
     def _above(self, state: SubscriptionState, parts: Rows) -> U32:
-        """Of each part the least count that no hand-out of its entry has had: an acknowledgement of one that was before
-        does not end the part.
+        """Return for each message the least count above all deliveries of its entry.
+
+        So the acknowledgement of an earlier delivery of the entry does not end the message.
         """
         entry_id, _ = of_part(parts.entry_id)
         above = np.ones(len(parts), np.uint32)
@@ -428,12 +429,12 @@ class NackDecisions:
         return above
 
     def _entries_of_new_parts(self, state: SubscriptionState, left: NackBatch) -> BitMap64:
-        """The keys that the entries of parts may have which have no row yet."""
+        """Return the possible keys of the entries of messages that have no row yet."""
         entries = left.take(self._are_new_parts(state, left)).positions.entries()
         return bitmap_of(np.concatenate([keys_in(entries) for keys_in in self._keys_of_entries(state)]))
 
     def _keys_of_entries(self, state: SubscriptionState) -> list[Callable[[HeldPositions], U64]]:
-        """Which keys entries may have: as rows of each index, or as planned ones."""
+        """Return functions that compute keys of entries: as rows of each index, and as planned positions."""
         indexes = self._indexes.of_entries(state.subscription_id)
         found: list[Callable[[HeldPositions], U64]] = [
             functools.partial(HeldPositions.keys_in, index=index) for index in indexes
@@ -455,9 +456,10 @@ class NackDecisions:
     def _decide_new_parts(
         self, state: SubscriptionState, left: NackBatch, entries: KeyedRows, terms: RedeliveryTerms
     ) -> tuple[list[Record], NackBatch]:
-        """Parts that have no row, of entries that are in the backlog: (the records, what is left).
+        """Decide messages without a row, of entries in the backlog: (records, what is left).
 
-        `entries`: rows of the backlog with their counts, among others those of the parts. A part counts on from there.
+        `entries` are rows of the backlog with their counts, including those of the messages' entries. A message counts
+        on from its entry.
         """
         records: list[Record] = []
         for keys_in in self._keys_of_entries(state):
@@ -480,11 +482,11 @@ class NackDecisions:
             left = left.take(stays)
         return records, left
 
-    # ---- positions that Tarry has not handed out
+    # ---- positions that Tarry has not delivered
 
     def _decide_strange(self, state: SubscriptionState, strange: NackBatch, terms: RedeliveryTerms) -> Iterator[Record]:
         parts = strange.positions.are_parts()
-        # What was handed out keeps its time; nothing gets a row that is not due.
+        # A delivered position keeps its time, but no new row may be due later than now.
         times_ms = np.minimum(strange.positions.deliver_at_ms, np.uint64(terms.now_ms))
         if not parts.all():
             nack = strange.take(~parts)
@@ -499,13 +501,13 @@ class NackDecisions:
     def _decide_ordinary(
         self, state: SubscriptionState, rows: Rows, counts: U32, how: _NackOptions, terms: RedeliveryTerms
     ) -> Iterator[Record]:
-        """Entries that get a row in the subscription's own index, which is due. `counts`: this time included."""
+        """Give entries a due row in the subscription index. `counts` include this time."""
         yield from self._decide_new(state, state.subscription_id, rows, counts, how, terms)
 
     def _decide_planned(
         self, state: SubscriptionState, key_shared: KeyShared, nack: NackBatch, terms: RedeliveryTerms
     ) -> tuple[list[Record], NackBatch]:
-        """Positions that were planned and have no row: (the records, what is left)."""
+        """Decide planned positions without a row: (records, what is left)."""
         positions = nack.positions
         planned = (positions.deliver_at_ms == 0) & ~positions.are_parts()
         places = np.flatnonzero(planned)
@@ -533,8 +535,9 @@ class NackDecisions:
         how: _NackOptions,
         terms: RedeliveryTerms,
     ) -> Iterator[Record]:
-        """Planned positions that are in nobody's hand any more. Those that got a row meanwhile come by that. `counts`:
-        this time included.
+        """Decide planned positions that no dispatcher holds any longer. `counts` include this time.
+
+        Positions that got a row meanwhile are delivered by that row.
         """
         entries = HeldPositions(rows.ledger_id, rows.entry_id, rows.deliver_at_ms)
         owed = are_owed(self._indexes.of_entries(state.subscription_id), state, entries)
@@ -544,10 +547,10 @@ class NackDecisions:
         if len(rows):
             yield from self._decide_ordinary(state, rows, counts, how, terms)
 
-    # ---- decisions are applied
+    # ---- applying decisions
 
     def nacked(self, record: NackRecord, slot: int, *, elapsed_ms: int) -> None:
-        """Positions are NACKED. What has left since, at a replay, is left out."""
+        """Make positions NACKED, except for those that have left since, as may happen in a replay."""
         state = self._subscriptions[record.subscription_id]
         index = self._indexes.of(record.index_id)
         if record.added:
@@ -578,7 +581,7 @@ class NackDecisions:
         dead_letters: DeadLetterRows,
         last_dead_letter_id: int,
     ) -> None:
-        """Puts a cut back, after the rows of the indexes. What the subscription is not owed a row of is left out."""
+        """Restore a cut, after the rows of the indexes, without rows that the subscription is not owed."""
         state = self._subscriptions[subscription_id]
         named = BitMap64.union(bitmap_of(nacked.keys), *planes)
         owed = BitMap64.union(
@@ -598,7 +601,7 @@ class NackDecisions:
 
 
 def _parts_of(index: Index, entries: HeldPositions) -> BitMap64:
-    """The keys that parts of those of the positions may have that are entries as a whole."""
+    """Return the possible keys of the messages of those positions that are whole entries."""
     whole = entries if entries.batch_index is None else entries.take(~entries.are_parts())
     return keys_of_entries(index, whole.ledger_id, whole.entry_id)
 
@@ -610,12 +613,12 @@ def _part_rows(parts: HeldPositions, deliver_at_ms: U64, key_hash: U32 | None) -
 
 
 def _counted_once_more(rows: KeyedRows, named: U32 | None) -> U32:
-    """One more than the counts of the rows, or than `named`: the hand-outs that the request names."""
+    """Return one more than the counts of the rows or, if given, of the `named` deliveries."""
     return (rows.counts() if named is None else named) + np.uint32(1)
 
 
 def _take_in_flight(state: SubscriptionState, index: Index, nack: NackBatch) -> tuple[KeyedRows, Mask]:
-    """Removes from IN_FLIGHT what a request means of an index: (the rows, in its order; a mask of it)."""
+    """Remove from IN_FLIGHT the deliveries of an index that a request means: (rows in its order, their mask)."""
     positions = nack.positions
     keys, times_ms = positions.keys_in(index), positions.deliver_at_ms
     without_time = times_ms == 0

@@ -1,11 +1,8 @@
-"""When a negatively acknowledged position that names no delay comes back.
+"""Computes the delay of a negatively acknowledged position that names none, and checks policies.
 
-Owns: the delay by the number of negative acknowledgements, of each kind of policy, and which policies are allowed.
-Does not own: who counts (`redelivery_counts`), the table of delay levels (`delay_levels`), and randomness, which is
-passed in.
-
-Every delay is at most the limit on delays, whatever the count: what grows is held back before it is multiplied, so it
-neither wraps nor becomes infinite.
+The delay follows from the number of negative acknowledgements, which `subscription_state` counts; randomness is passed
+in. Every delay is at most the limit, whatever the count: growing values are capped before they are multiplied, so they
+neither wrap around nor become infinite.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from daemon.errors import InvalidArgument
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from storage_backends.formats.row_columns import U32, U64
 
-# n numbers, evenly from [0, 1).
+# Returns n numbers, distributed evenly over [0, 1).
 Draw = Callable[[int], npt.NDArray[np.float64]]
 
 MULTIPLIER_DEFAULT = 2.0
@@ -30,7 +27,7 @@ DELAYS_MAX = 100
 
 
 def delays_ms(policy: RedeliveryPolicy, counts: U32, levels: DelayLevels, *, delay_max_ms: int, draw: Draw) -> U64:
-    """The delays in ms, u64[n], of positions that are negatively acknowledged for the `counts`-th time, 1 the first."""
+    """Return the delays, u64[n] (ms), of the `counts`-th negative acknowledgements; the first is 1."""
     match policy.kind:
         case RedeliveryKind.CONSTANT:
             delays = np.full(len(counts), policy.initial_ms, np.uint64)
@@ -43,7 +40,7 @@ def delays_ms(policy: RedeliveryPolicy, counts: U32, levels: DelayLevels, *, del
             delays = np.array(policy.delays_ms, np.uint64)[np.minimum(counts, last) - np.uint32(1)]
         case _:
             delays = levels.ladder(counts)
-    # The limit may have become lower since the policy was set.
+    # The limit may have been lowered since the policy was set.
     return np.minimum(delays, np.uint64(delay_max_ms))
 
 
@@ -52,10 +49,10 @@ def _most(policy: RedeliveryPolicy, delay_max_ms: int) -> int:
 
 
 def _linear(policy: RedeliveryPolicy, counts: U32, most_ms: int) -> U64:
-    """initial + (n - 1) * step."""
+    """Return initial + (n - 1) * step."""
     if policy.initial_ms >= most_ms:
         return np.full(len(counts), most_ms, np.uint64)
-    # So many whole steps there are below the most; one more is beyond it.
+    # The number of whole steps below the maximum; one more exceeds it.
     steps_max = (most_ms - policy.initial_ms) // policy.step_ms if policy.step_ms else 0
     steps = np.minimum(counts.astype(np.uint64) - np.uint64(1), np.uint64(steps_max))
     delays: U64 = np.uint64(policy.initial_ms) + steps * np.uint64(policy.step_ms)
@@ -65,11 +62,11 @@ def _linear(policy: RedeliveryPolicy, counts: U32, most_ms: int) -> U64:
 
 
 def _exponential(policy: RedeliveryPolicy, counts: U32, most_ms: int, draw: Draw) -> U64:
-    """initial * multiplier^(n - 1), less a part drawn from [0, jitter)."""
+    """Return initial * multiplier^(n - 1), less a part drawn from [0, jitter)."""
     delays = np.full(len(counts), float(min(policy.initial_ms, most_ms)))
     multiplier = policy.multiplier or MULTIPLIER_DEFAULT
     if 0 < policy.initial_ms < most_ms and multiplier > 1:
-        # From this power on it is the most.
+        # From this power on the delay is the maximum.
         powers_max = math.ceil(math.log(most_ms / policy.initial_ms) / math.log(multiplier))
         powers = np.minimum(counts.astype(np.float64) - 1, powers_max)
         delays = np.minimum(policy.initial_ms * np.power(multiplier, powers), most_ms)
@@ -80,7 +77,7 @@ def _exponential(policy: RedeliveryPolicy, counts: U32, most_ms: int, draw: Draw
 
 
 def check(policy: RedeliveryPolicy, delay_max_ms: int) -> None:
-    """Raises InvalidArgument when the policy is not allowed: it names field, value and limit."""
+    """Raise InvalidArgument with field, value and limit if the policy is not allowed."""
     match policy.kind:
         case RedeliveryKind.CONSTANT:
             _check_delay("constant.delay_ms", policy.initial_ms, delay_max_ms)
@@ -104,7 +101,7 @@ def _check_exponential(policy: RedeliveryPolicy, delay_max_ms: int) -> None:
         raise InvalidArgument("redelivery.exponential.initial_ms is 0; it must be at least 1")
     _check_delay("exponential.max_ms", policy.max_ms, delay_max_ms)
     _check_delay("exponential.initial_ms", policy.initial_ms, policy.max_ms or delay_max_ms)
-    # Written so that a number that is none is refused.
+    # Written so that NaN is refused.
     if not (policy.multiplier == 0 or 1 <= policy.multiplier <= MULTIPLIER_MAX):
         raise InvalidArgument(
             f"redelivery.exponential.multiplier is {policy.multiplier:g}; it must be 1 to {MULTIPLIER_MAX:g}, or 0 for "

@@ -1,24 +1,17 @@
-"""The backlog of one subscription: READY, IN_FLIGHT, NACKED, and what waits for a decision to become durable.
+"""Keeps the backlog of one subscription: READY, IN_FLIGHT, NACKED, and positions with a staged decision.
 
-Owns: who is owed what, the queue of READY rows with its bound, reading the backlog again when the queue was full or
-nobody listened, what each dispatcher holds, and taking nacked rows back to READY when their time has come.
-Does not own: which rows are due and which are gone (`index`), what a negative acknowledgement decides
-(`nack_decisions`), which consumer receives what of a subscription that is shared by key (`key_share`), and streams and
-permits on the wire (the engine).
+READY is a bounded queue that the index feeds as rows come due. If it cannot be fed (no dispatcher, or full) the
+subscription falls behind, and a `BacklogReader` derives READY from the buckets: rows that are due, owed, neither gone
+nor acknowledged, and not held already.
 
-READY is a bounded queue that the index feeds as rows come due. Where it cannot be fed (no dispatcher, or full) the
-subscription falls behind, and a `BacklogReader` derives READY from the buckets: due, not gone, not acknowledged,
-owed, and not in hand already.
+Only the tracker redelivers a NACKED position, when it is due and there is room; index and reader leave it out. Once
+READY it is a row like any other: without a dispatcher it is simply derived again later, with its count.
 
-A nacked position is handed out by the tracker alone, when its time has come and there is room; the index and the reader
-leave it out. Once it is READY it is a row as any other: where nobody listens it is simply derived again later, with the
-count that is kept of it.
+Counts of negative acknowledgements are bit planes: each plane is the set of keys that have that bit in their count. A
+position that was never negatively acknowledged is in none and costs nothing; one with a count of 1 is in one.
 
-How often the positions of a backlog were negatively acknowledged.
-
-Owns: the counts of one subscription, as bit planes: of each bit of the count the set of keys that have it. A position
-that was never negatively acknowledged is in none and costs nothing, one with a count of 1 is in one.
-Does not own: when a position counts (`nack_decisions`) and how planes are stored.
+`index` knows which rows are due and gone; `nack_decisions` decides negative acknowledgements; `key_share` distributes
+the rows of a subscription by key.
 """
 
 from __future__ import annotations
@@ -43,14 +36,14 @@ from storage_backends.formats.row_columns import U32, U64
 
 
 class RedeliveryCounts:
-    """The counts of a subscription by key; 0 where a key is in no plane."""
+    """The counts of a subscription by key; 0 for a key that is in no plane."""
 
     def __init__(self) -> None:
         # Plane 0 is the lowest bit; the last one is never empty.
         self._planes: list[BitMap64] = []
 
     def of(self, keys: U64) -> U32 | None:
-        """u32[n], in the order of the keys; None when all are 0."""
+        """Return the counts, u32[n], in the order of the keys, or None if all are 0."""
         if not self._planes:
             return None
         named = bitmap_of(keys)
@@ -69,11 +62,11 @@ class RedeliveryCounts:
         return counts
 
     def among(self, keys: BitMap64) -> BitMap64:
-        """Those of the keys whose count is not 0."""
+        """Return the keys whose count is not 0."""
         return BitMap64.union(BitMap64(), *[plane & keys for plane in self._planes])
 
     def set(self, keys: U64, counts: U32) -> None:
-        """Gives the keys, none of which is named twice, these counts."""
+        """Set the counts of distinct keys."""
         if not len(keys):
             return
         highest = int(counts.max())
@@ -96,7 +89,7 @@ class RedeliveryCounts:
         self._drop_empty()
 
     def drop(self, keys: BitMap64) -> None:
-        """The keys have no count any more."""
+        """Forget the counts of the keys."""
         for plane in self._planes:
             if plane.intersect(keys):
                 plane -= keys
@@ -107,35 +100,38 @@ class RedeliveryCounts:
             self._planes.pop()
 
     def planes(self) -> tuple[BitMap64, ...]:
-        """The planes as they are now, the lowest bit first: copies."""
+        """Return copies of the planes, the lowest bit first."""
         return tuple(plane.copy() for plane in self._planes)
 
     def restore(self, planes: Iterable[BitMap64]) -> None:
-        """The counts are those of the planes, the lowest bit first. The planes are taken over."""
+        """Set the counts from planes, the lowest bit first, and take the planes over."""
         self._planes = list(planes)
         self._drop_empty()
 
 
-# As many rows IN_FLIGHT as there may ever be.
+# More rows than can ever be IN_FLIGHT
 NO_LIMIT_ROWS = 1 << 62
 
 
 class SubscriptionState:
-    """One subscription of a topic that is served.
+    """One subscription of a served topic.
 
-    Dispatchers are known by numbers: a stream, or whoever else listens, is one that is open; a lease is one under which
-    rows are IN_FLIGHT and that is not.
+    Dispatchers are numbers: one that is open is a stream or other listener; one that is not, but holds rows IN_FLIGHT,
+    is a lease.
 
-    `stored`: as in the manifest; replaced when its policy changes. `properties`: what an application wrote into it.
-    `backlog`: rows that are due, owed and not acknowledged; kept, not counted.
-    `acknowledging`, `nacking`: positions that a staged decision takes out of the backlog, or makes wait.
-    `counts`: of positions of the backlog, how often each was negatively acknowledged.
-    `timeouts`: of these times, how many were ack time-outs since the last one that was asked for. A time-out is a
-    guess: an acknowledgement of what was handed out before it still counts. Memory only.
-    `dead_letters_leaving`: ids of dead letters that a staged decision replays or purges.
-    `last_dead_letter_id`: the highest one given, also by a decision that is staged.
-    `key_shared`: while dispatchers have it open as KEY_SHARED. READY goes to consumers through it then, and rows that
-    wait for their key are READY, but not in the queue.
+    `stored` is the subscription as in the manifest, replaced when its policy changes. `properties` are written by an
+    application. `backlog` counts rows that are due, owed and not acknowledged; the number is maintained, not computed.
+
+    `acknowledging` and `nacking` are positions that a staged decision takes out of the backlog, or makes NACKED.
+    `counts` has the number of negative acknowledgements of positions of the backlog. `timeouts` has how many of these
+    were ack time-outs since the last one that a client asked for. A time-out is a guess, so an acknowledgement of an
+    earlier delivery still applies. It is in memory only.
+
+    `dead_letters_leaving` are ids that a staged decision replays or purges. `last_dead_letter_id` is the highest id
+    given, even by a staged decision.
+
+    `key_shared` exists while dispatchers have the subscription open as KEY_SHARED. READY rows then go to consumers
+    through it, and rows that wait for their key are READY, but not in the queue.
     """
 
     def __init__(self, stored: Subscription, places: PagePlaces, *, ready_rows_max: int) -> None:
@@ -158,11 +154,12 @@ class SubscriptionState:
         self._ready_rows_max = ready_rows_max
         self._returned: KeyedRows = KeyedRows.empty()
         self._redelivered: collections.deque[KeyedRows] = collections.deque()
-        # Of each of these the redelivery time of its first row.
+        # The redelivery time of the first row of each of these (Unix ms)
         self._redelivered_ms: collections.deque[int] = collections.deque()
         self._ready: collections.deque[KeyedRows] = collections.deque()
         self._dispatchers: set[int] = set()
-        # No row of the backlog that is neither READY nor in hand has a time before; None when there was none.
+        # Lower bound on the due times of backlog rows that are neither READY nor held (Unix ms); None if there were
+        # none
         self._unread_ms: int | None = None
 
     @property
@@ -171,11 +168,11 @@ class SubscriptionState:
 
     @property
     def is_by_key(self) -> bool:
-        """Whether its rows go to consumers by their keys: it is open so, or its policy says how it is to be."""
+        """True if its rows go to consumers by key: it is open so, or its policy requires it."""
         return self.key_shared is not None or self.stored.policy.key_shared is not None
 
     def owes(self, rows: KeyedRows) -> Mask | None:
-        """Which of the rows the subscription is owed; None for all of them."""
+        """Return the mask of rows that the subscription is owed, or None if all are."""
         since_ms, times_ms = self.stored.since_ms, rows.rows.deliver_at_ms
         if len(rows) <= FEW and min(times_ms.tolist(), default=since_ms + 1) > since_ms:
             return None
@@ -185,14 +182,15 @@ class SubscriptionState:
     # ---- dispatchers
 
     def open(self, dispatcher: int, reader: BacklogReader) -> None:
-        """A dispatcher listens. `reader` stands at the beginning; the first one starts it."""
+        """Add a dispatcher. The first one starts `reader`, which stands at the beginning."""
         if not self._dispatchers:
             self.reader = reader
         self._dispatchers.add(dispatcher)
 
     def share_by_key(self, places: PagePlaces, *, elapsed_ms: int) -> KeyShared:
-        """READY goes to consumers by key, as the policy says now, until the last dispatcher closes. Call before the
-        first one opens, when nothing is IN_FLIGHT.
+        """Share READY rows by key, as the policy says now, until the last dispatcher closes.
+
+        Call this before the first one opens, when nothing is IN_FLIGHT.
         """
         if len(self.in_flight):
             raise InvariantViolated(f"{len(self.in_flight)} rows are in flight when a subscription is shared by key")
@@ -202,19 +200,19 @@ class SubscriptionState:
 
     @property
     def looks_on(self) -> bool:
-        """Whether nothing was found yet by who reads the backlog again, and there is more to look at."""
+        """True if the reader of the backlog has found nothing yet and there is more to read."""
         if self.reader is not None and not self.reader.is_held_up:
             return not self.ready_rows
         return self.key_shared is not None and self.key_shared.reads_on and not self.key_shared.is_held_up
 
     @property
     def readers(self) -> list[BacklogReader]:
-        """What reads the backlog again, and must know what becomes of its buckets."""
+        """The readers of the backlog, which must be notified of changes of its buckets."""
         let_go = None if self.key_shared is None else self.key_shared.let_go
         return [reader for reader in (self.reader, None if let_go is None else let_go.reader) if reader is not None]
 
     def close(self, dispatcher: int) -> None:
-        """What the dispatcher holds is READY again; when it was the last one that listens READY is not kept."""
+        """Remove a dispatcher: rows that it holds become READY. After the last one READY is not kept."""
         oldest_ms = self.oldest_due_ms()
         self._dispatchers.discard(dispatcher)
         if self.key_shared is not None:
@@ -235,7 +233,7 @@ class SubscriptionState:
         self.return_held(dispatcher)
 
     def return_held(self, dispatcher: int) -> int:
-        """What a stream or a lease holds is READY again, if anybody listens; how many rows."""
+        """Make rows that a stream or lease holds READY, if there is a dispatcher; return their number."""
         held = self.in_flight.take_dispatcher(dispatcher)
         if len(held) and self._dispatchers:
             returned = KeyedRows.concat([self._returned, held])
@@ -246,12 +244,12 @@ class SubscriptionState:
         return len(held)
 
     def held_rows(self, dispatcher: int) -> int:
-        """How many rows a stream or a lease holds."""
+        """Return how many rows a stream or a lease holds."""
         return self.in_flight.held_rows(dispatcher)
 
     @property
     def leased_rows(self) -> int:
-        """Rows that are IN_FLIGHT under a number that does not listen: a lease."""
+        """The number of rows that are IN_FLIGHT under leases."""
         if self.key_shared is not None:
             return 0
         return len(self.in_flight) - sum(map(self.in_flight.held_rows, self._dispatchers))
@@ -260,7 +258,7 @@ class SubscriptionState:
 
     @property
     def is_fed(self) -> bool:
-        """Whether rows that come due are appended to READY."""
+        """True if rows that come due are appended to READY."""
         return bool(self._dispatchers) and self.reader is None
 
     @property
@@ -268,10 +266,10 @@ class SubscriptionState:
         return self.ready_rows >= self._ready_rows_max
 
     def feed(self, rows: KeyedRows) -> None:
-        """Rows that the head has passed, in hand-out order, all owed and not acknowledged."""
+        """Append rows that the head has passed, in due order, all owed and not acknowledged."""
         rows = self.counted(rows)
         if rows.redelivery_count is not None:
-            # After a recovery: the tracker is faster than the head.
+            # After a recovery the tracker is ahead of the head.
             known = bitmap_of(rows.keys[rows.redelivery_count > 0])
             elsewhere = self.set_aside_among(known) | self.in_hand_among(known)
             if elsewhere:
@@ -279,19 +277,20 @@ class SubscriptionState:
         self.append_ready(rows)
 
     def append_ready(self, rows: KeyedRows) -> None:
-        """Rows that come behind all that is READY."""
+        """Append rows behind all that are READY."""
         if count := len(rows):
             self._ready.append(rows)
             self.ready_rows += count
 
     def counted(self, rows: KeyedRows) -> KeyedRows:
-        """The rows with their redelivery counts."""
+        """Return the rows with their redelivery counts."""
         counts = self.counts.of(rows.keys)
         return rows if counts is None else dataclasses.replace(rows, redelivery_count=counts)
 
     def are_ended_by(self, keys: U64, counts: U32 | None) -> Mask | None:
-        """Whether an acknowledgement with those redelivery counts ends the hand-out of each position; None: of
-        all. `counts`: None: of any.
+        """Return the mask of positions whose delivery an acknowledgement with these counts ends; None means all.
+
+        `counts` of None match any delivery.
         """
         if counts is None:
             return None
@@ -307,14 +306,15 @@ class SubscriptionState:
         return None if ended.all() else ended
 
     def timed_out(self, keys: U64) -> None:
-        """An ack time-out is about to count for the positions, none of which is named twice."""
+        """Count an ack time-out of distinct positions."""
         before = self.timeouts.of(keys)
         one = np.ones(len(keys), np.uint32)
         self.timeouts.set(keys, one if before is None else before + one)
 
     def given_up(self, keys: U64, counts: U32) -> None:
-        """Hand-outs with those redelivery counts, and those before, can be acknowledged no longer: their dispatcher
-        said that it failed. No position is named twice.
+        """Stop deliveries with these counts, and earlier ones, from being acknowledged.
+
+        Their dispatcher reported that they failed. The positions are distinct.
         """
         timeouts = self.timeouts.of(keys)
         if timeouts is None:
@@ -325,27 +325,26 @@ class SubscriptionState:
             self.timeouts.set(keys, np.minimum(timeouts, later))
 
     def derived(self, rows: KeyedRows) -> None:
-        """Rows that the reader has derived: what it will derive later is not before them."""
+        """Append rows that the reader has derived: later ones are not due before them."""
         self.append_ready(self.counted(rows))
         if len(rows):
             self._unread_ms = int(rows.rows.deliver_at_ms[-1]) or None
 
     @property
     def available_rows(self) -> int:
-        """How many READY rows may become IN_FLIGHT by the subscription's policy."""
+        """The number of READY rows that may become IN_FLIGHT by the subscription's policy."""
         return min(self.ready_rows, self.in_flight_room)
 
     @property
     def in_flight_room(self) -> int:
-        """How many more rows may be IN_FLIGHT by the subscription's policy."""
+        """The number of further rows that may be IN_FLIGHT by the subscription's policy."""
         rows_max = self.stored.policy.in_flight_rows_max
         return NO_LIMIT_ROWS if rows_max is None else max(0, rows_max - len(self.in_flight))
 
     def hand_out(self, dispatcher: int, limit: int, *, elapsed_ms: int = 0) -> KeyedRows:
-        """At most `limit` READY rows, which become IN_FLIGHT: what streams and leases returned, then what is
-        redelivered, then in hand-out order.
+        """Deliver at most `limit` READY rows: first returned ones, then redelivered ones, then in due order.
 
-        `dispatcher`: the stream or the lease that holds them from now on, `elapsed_ms` by a clock that never steps.
+        They become IN_FLIGHT at `dispatcher`, a stream or a lease, since `elapsed_ms` by a clock that never steps.
         """
         parts: list[KeyedRows] = []
         count = room = min(limit, self.available_rows)
@@ -363,7 +362,7 @@ class SubscriptionState:
         return taken
 
     def _pop(self, queue: collections.deque[KeyedRows], limit: int) -> KeyedRows:
-        """The first rows of a queue, at most `limit`."""
+        """Take the first rows of a queue, at most `limit`."""
         rows = queue.popleft()
         if len(rows) > limit:
             queue.appendleft(rows.take(slice(limit, None)))
@@ -373,15 +372,13 @@ class SubscriptionState:
         return rows
 
     def take_ready(self, limit: int) -> KeyedRows:
-        """At most `limit` READY rows, for who shares them by key and has them then. Call when there are some, and none
-        that is redelivered.
-        """
+        """Take at most `limit` READY rows for sharing by key. Some must be READY, and none of them redelivered."""
         rows = self._pop(self._ready, limit)
         self.ready_rows -= len(rows)
         return rows
 
     def take_redelivered(self) -> KeyedRows:
-        """The READY rows that were delivered before, for the same."""
+        """Take the READY rows that were delivered before, for sharing by key."""
         rows = KeyedRows.concat(list(self._redelivered))
         self._redelivered.clear()
         self._redelivered_ms.clear()
@@ -389,7 +386,7 @@ class SubscriptionState:
         return rows
 
     def put_first(self, rows: KeyedRows) -> None:
-        """Rows that come before all that is READY: they were taken last."""
+        """Put rows that were taken last back before all that are READY."""
         self._ready.appendleft(rows)
         self.ready_rows += len(rows)
 
@@ -397,8 +394,9 @@ class SubscriptionState:
 
     @property
     def takes_redeliveries(self) -> bool:
-        """Whether nacked positions whose time has come may leave the tracker: to READY, or, where nobody listens, to
-        what is read again later.
+        """True if due NACKED positions may leave the tracker.
+
+        They become READY, or part of the unread backlog if there is no dispatcher.
         """
         if not self._dispatchers:
             return True
@@ -407,7 +405,7 @@ class SubscriptionState:
         return self.key_shared is None or self.key_shared.takes_back(self._ready_rows_max)
 
     def redeliver(self, now_ms: int, limit: int) -> U64:
-        """Takes about `limit` nacked positions whose time has come back into what may be handed out; their times."""
+        """Make about `limit` due NACKED positions ready for delivery; return their redelivery times (Unix ms)."""
         if not self.takes_redeliveries:
             return np.empty(0, np.uint64)
         rows, times_ms = self.nacks.take_due(now_ms, limit)
@@ -432,14 +430,14 @@ class SubscriptionState:
         return times_ms
 
     def set_aside_among(self, keys: BitMap64) -> BitMap64:
-        """Those of the positions that are NACKED, or named by a negative acknowledgement that is staged."""
+        """Return the positions that are NACKED, or named by a staged negative acknowledgement."""
         return (self.nacks.keys & keys) | (self.nacking & keys)
 
-    # ---- what nobody holds
+    # ---- rows that no dispatcher holds
 
     @property
     def _unread_rows(self) -> int:
-        """Rows of the backlog that are neither READY nor in hand: a reader will derive them, when somebody listens."""
+        """The number of backlog rows that are neither READY nor held; a reader derives them for the next dispatcher."""
         held_rows = len(self.in_flight) + len(self.acknowledging) + len(self.nacks) + len(self.nacking)
         if self.key_shared is not None:
             # Planned positions are in no index.
@@ -447,7 +445,7 @@ class SubscriptionState:
         return self.backlog - held_rows - self.ready_rows
 
     def pass_by(self, owed: Iterable[KeyedRows]) -> None:
-        """Rows, each part in due order, are about to come into the backlog, and not into READY."""
+        """Note rows, each part in due order, that are about to enter the backlog without entering READY."""
         if self._unread_rows <= 0:
             self._unread_ms = None
         for rows in owed:
@@ -455,10 +453,10 @@ class SubscriptionState:
                 self._unread_ms = earliest(self._unread_ms, _first_ms(rows))
 
     def oldest_due_ms(self) -> int | None:
-        """The time of the oldest row of the backlog that nobody holds, NACKED ones aside; None when there is none.
+        """Return the due time of the oldest backlog row that is neither held nor NACKED (Unix ms), or None.
 
-        Of a row that was redelivered it is the time of that, of one that was never pending (due at time 0) nothing else
-        is known. Of a subscription that is behind it may be the time of one that was acknowledged since.
+        For a redelivered row it is the time of the redelivery: of a row that was never pending (due at time 0) nothing
+        else is known. For a subscription that is behind it may be the time of a row that was acknowledged since.
         """
         redelivered_ms = self._redelivered_ms[0] if self._redelivered_ms else None
         ready_ms = next((ms for ms in map(_first_ms, self._ready) if ms is not None), None)
@@ -469,11 +467,11 @@ class SubscriptionState:
         return earliest(_first_ms(self._returned), redelivered_ms, ready_ms, unread_ms, self._first_waiting_ms(1))
 
     def _first_waiting_ms(self, from_ms: int) -> int | None:
-        """The earliest time, from one on, of what waits for its key; None when nothing does."""
+        """Return the earliest due time from `from_ms` on of rows that wait for their key (Unix ms), or None."""
         return None if self.key_shared is None else self.key_shared.waiting.first_ms(from_ms)
 
     def in_hand(self) -> BitMap64:
-        """Every position that is READY, IN_FLIGHT or being acknowledged."""
+        """Return every position that is READY, IN_FLIGHT or being acknowledged."""
         sets = [bitmap_of(rows.keys) for rows in self._ready_parts()]
         return BitMap64.union(self.in_flight.keys(), self.acknowledging, self._waiting_keys, *sets)
 
@@ -485,31 +483,31 @@ class SubscriptionState:
         return [rows for rows in (self._returned, *self._redelivered, *self._ready) if len(rows)]
 
     def first_in_hand_ms(self, from_ms: int = 0) -> int | None:
-        """The earliest time, from one on, of what is READY or IN_FLIGHT; None when nothing is."""
+        """Return the earliest due time from `from_ms` on of rows that are READY or IN_FLIGHT (Unix ms), or None."""
         ready = (first_time_ms(rows.rows.deliver_at_ms, from_ms) for rows in self._ready_parts())
         return earliest(self.in_flight.first_due_ms(from_ms), self._first_waiting_ms(from_ms), *ready)
 
     def held_among(self, keys: BitMap64) -> BitMap64:
-        """Those of the positions that are IN_FLIGHT or being acknowledged."""
+        """Return the positions that are IN_FLIGHT or being acknowledged."""
         return self.in_flight.among(keys) | (self.acknowledging & keys)
 
     def ready_among(self, keys: BitMap64) -> BitMap64:
-        """Those of the positions that are in the queue of READY rows."""
+        """Return the positions that are in the queue of READY rows."""
         return BitMap64.union(BitMap64(), *[bitmap_of(rows.keys) & keys for rows in self._ready_parts()])
 
     def in_hand_among(self, keys: BitMap64) -> BitMap64:
-        """Those of the positions that are READY, IN_FLIGHT or being acknowledged: not as much work as `in_hand`."""
+        """Return the positions that are READY, IN_FLIGHT or being acknowledged; cheaper than `in_hand`."""
         return BitMap64.union(self.held_among(keys), self._waiting_keys & keys, self.ready_among(keys))
 
     def drop(self, keys: BitMap64, *, backlog_rows: int) -> None:
-        """Positions left the backlog by a decision, of which so many were counted in it. O(READY)."""
+        """Remove positions from the backlog by a decision; `backlog_rows` of them were counted in it. O(READY)."""
         if keys:
             self.backlog -= backlog_rows
             self.forget(keys)
             self.withdraw(keys)
 
     def forget(self, keys: BitMap64) -> None:
-        """Positions that nobody holds left the backlog by a decision."""
+        """Forget positions that left the backlog by a decision and that no dispatcher holds."""
         self.acknowledging -= keys
         if self.nacking:
             self.nacking -= keys
@@ -521,14 +519,14 @@ class SubscriptionState:
             self.key_shared.departed(keys)
 
     def claim(self, keys: BitMap64) -> None:
-        """Takes positions out of READY and IN_FLIGHT: a decision on them is about to be staged."""
+        """Take positions out of READY and IN_FLIGHT, since a decision on them is about to be staged."""
         if self.in_flight.watcher is not None:
             rows = self.in_flight.find(keys)
             self.in_flight.take(rows.keys, rows.rows.deliver_at_ms)
         self.withdraw(keys)
 
     def withdraw(self, keys: BitMap64) -> None:
-        """Takes positions out of READY and IN_FLIGHT: they left the backlog, or are not for the taking. O(READY)."""
+        """Take positions out of READY and IN_FLIGHT that left the backlog or may not be delivered. O(READY)."""
         if self.key_shared is not None:
             self.key_shared.withdraw(keys)
         self._returned = _without([self._returned], keys)[0]
@@ -542,7 +540,7 @@ class SubscriptionState:
 
 
 def _first_ms(rows: KeyedRows) -> int | None:
-    """The earliest time of rows that were pending; None when there is none."""
+    """Return the earliest due time of rows that were pending (Unix ms), or None."""
     return first_time_ms(rows.rows.deliver_at_ms, 1)
 
 

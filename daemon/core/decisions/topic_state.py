@@ -1,20 +1,12 @@
-"""One topic that is served: requests become decisions, decisions change the index and the backlogs.
-
-Owns: checking a request against what is applied and what is staged, applying decisions in the order of their slots,
-and feeding what comes due to the subscriptions.
-Does not own: waiting for slots, timers and loading (`daemon.topic`), and what is stored (`daemon.shard`).
+"""Keeps the state of one served topic: requests become decisions, and decisions change its index and backlogs.
 
     request -> stage_*: a decision, in columns -> one journal slot -> apply_*: the state changes -> the answer
 
-Nothing that is staged is visible: it neither comes due nor is it handed out. Adds, acknowledgements, negative ones,
-cancellations and reschedules of one slot never name the same position, so their order does not matter: an add names
+Staged decisions are invisible: their rows neither come due nor are delivered. Adds, acknowledgements, negative ones,
+cancellations and reschedules of one slot never name the same position, so their order does not matter. An add names
 positions without a row, an acknowledgement and a negative one due rows, the last two rows that are not due.
 
-What was negatively acknowledged of a topic, its dead letters and its levels, as of one moment.
-
-Owns: the frozen values, and taking them.
-Does not own: the stored form (`daemon.topic.stored_topic`), and putting them back (`nack_decisions`,
-`level_rows`).
+`daemon.topic` waits for slots, runs timers and loads segments; `daemon.topic.stored_topic` stores the frozen copies.
 """
 
 from __future__ import annotations
@@ -74,7 +66,10 @@ from storage_backends.formats.slot_format import (
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class SubscriptionCut:
-    """What was negatively acknowledged of one subscription, and its dead letters. `planes`: of counts, bit by bit."""
+    """The negative acknowledgements and dead letters of one subscription, frozen.
+
+    `planes` are the bits of the counts.
+    """
 
     subscription_id: int
     nacked: FrozenNacks
@@ -85,9 +80,9 @@ class SubscriptionCut:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RedeliveryCut:
-    """What was negatively acknowledged of a topic's subscriptions that have any.
+    """The negative acknowledgements of a topic's subscriptions that have any, frozen.
 
-    `levels`: (index, delay level, rows that were added by it).
+    `levels` has (index, delay level, rows that were added by it).
     """
 
     subscriptions: tuple[SubscriptionCut, ...]
@@ -95,7 +90,7 @@ class RedeliveryCut:
 
 
 def cut_of(state: SubscriptionState) -> SubscriptionCut | None:
-    """None where there is nothing. As much work as there are runs, and as bitmaps are large."""
+    """Freeze a subscription. Return None if there is nothing. The work grows with the runs and the sizes of bitmaps."""
     planes = state.counts.planes()
     if not (len(state.nacks) or planes or state.last_dead_letter_id):
         return None
@@ -110,7 +105,7 @@ _NO_TIMES = np.empty(0, np.uint64)
 class TopicState:
     """The state of one topic, changed only by its methods.
 
-    `applied_slot`: the last slot of the shard whose decisions are in it.
+    `applied_slot` is the last slot of the shard whose decisions are in it.
     """
 
     def __init__(
@@ -143,7 +138,7 @@ class TopicState:
         self._coming: SubscriptionState | None = None
         self._not_owed = BitMap64()
         self._redelivered_at_ms: list[U64] = []
-        # Of rows that were added, how many came in due order, and how many had to be sorted in.
+        # Added rows that arrived in due order, and those that had to be sorted in
         self.in_due_order_rows = self.out_of_order_rows = 0
 
     def _new_state(self, stored: Subscription) -> SubscriptionState:
@@ -156,8 +151,9 @@ class TopicState:
 
     @property
     def floor_ms(self) -> int:
-        """Rows of the shared index are stored later, so that every subscription is owed them; the first one is owed
-        what is later than 0.
+        """The time after which rows of the shared index are stored, so that every subscription is owed them (Unix ms).
+
+        The first subscription is owed everything later than 0.
         """
         return max((state.stored.since_ms for state in self.subscriptions.values()), default=0)
 
@@ -174,12 +170,12 @@ class TopicState:
         levels: delay_levels.DelayLevels = delay_levels.DEFAULT,
         admit: add_decisions.Admit = add_decisions.admit_all,
     ) -> tuple[tuple[AddRecord, ...], AddOutcome]:
-        """Which rows are accepted, and with which time: (the records to journal in one slot, none when nothing is new).
+        """Stage the rows of an add: (records to journal in one slot, empty if nothing is new; the outcome).
 
-        `subscription_id`: rows for that subscription alone, 0 for every one. `shared_index`: the topic's policy; if
-        not, what is for every subscription is a row in the own index of each, and a duplicate where it is one in all.
-        `levels`: the topic's table of delays; the rows of each level are a record. `admit`: see `adding.stage`. Raises
-        InvalidArgument when these would be too many rows.
+        `subscription_id` limits the rows to that subscription; 0 means all. `shared_index` is the topic's policy:
+        without it, rows for all subscriptions are added to each subscription index, and are duplicates if all have
+        them. `levels` is the topic's table of delays; the rows of each level are one record. For `admit` see
+        `add_decisions.stage`. Raises InvalidArgument if these would be too many rows.
         """
         if subscription_id:
             indexes = [self.indexes.of(subscription_id)]
@@ -205,8 +201,9 @@ class TopicState:
         return records, outcome
 
     def stage_rows(self, rows: Rows) -> tuple[AddRecord | None, npt.NDArray[np.bool_]]:
-        """Rows for the shared index, each a request by itself, in that order, that are due later than `floor_ms`: (the
-        record to journal, None when nothing is new, and which of the rows are accepted; the others are duplicates).
+        """Stage rows for the shared index, each a request of its own, in order, due later than `floor_ms`.
+
+        Returns (the record to journal, None if nothing is new; the mask of accepted rows). The others are duplicates.
         """
         accepted = add_decisions.stage_each(rows, self.index)
         if accepted.all():
@@ -217,29 +214,30 @@ class TopicState:
             return None, accepted
         return AddRecord(self.topic_id, self.incarnation, self.index.index_id, chosen), accepted
 
-    # ---- what dispatchers claim to hold
+    # ---- claims of dispatchers
 
     def in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> HeldPositions:
-        """The claims that may be in the backlog; whether the times are right only the rows can tell."""
+        """Return the claims that may be in the backlog. Only the rows show whether the times are right."""
         return possibly_due(self.indexes.serving(state.subscription_id), state, claims)
 
     def find_in_backlog(
         self, state: SubscriptionState, claims: HeldPositions, seen: SeenRows, *, any_time: bool = False
     ) -> tuple[KeyedRows, list[SegmentRange]]:
-        """The claimed rows that are in the backlog: (rows, segments that must be loaded first to tell).
+        """Find the claimed rows that are in the backlog: (rows, segments that must be loaded first).
 
-        `seen`: empty at the first call, and handed in again with the same claims after loading. `any_time`: a claim
-        with time 0 is for a row with any time.
+        `seen` is empty at the first call, and passed again with the same claims after loading. With `any_time`, a claim
+        with time 0 matches any time.
         """
         return find_in_backlog(self.indexes.serving(state.subscription_id), state, claims, seen, any_time=any_time)
 
     def why_ignored(self, state: SubscriptionState, left: HeldPositions, found: KeyedRows, *, now_ms: int) -> Ignored:
-        """Why the claims that are left of an acknowledgement are ignored. `found`: of `find_in_backlog`."""
+        """Return why the claims that are left of an acknowledgement are ignored. `found` is from `find_in_backlog`."""
         return why_ignored(self.indexes.serving(state.subscription_id), state, left, found, now_ms=now_ms)
 
     def hold(self, state: SubscriptionState, dispatcher: int, found: KeyedRows, *, elapsed_ms: int = 0) -> Mask:
-        """Rows of the backlog are IN_FLIGHT at a dispatcher that declared to hold them; which of them. Those that are
-        NACKED are not.
+        """Put rows of the backlog IN_FLIGHT at a dispatcher that declared to hold them; return their mask.
+
+        NACKED rows are left out.
         """
         held = ~contained(found.keys, state.set_aside_among(bitmap_of(found.keys)))
         if held.any():
@@ -257,7 +255,7 @@ class TopicState:
         *,
         elapsed_ms: int = 0,
     ) -> HeldPositions:
-        """Claims that one of the leases holds with that time are held by another lease from now on; the others."""
+        """Move claims that one of the leases holds with these times to another lease; return the other claims."""
         for index in self.indexes.serving(state.subscription_id):
             moved = state.in_flight.move(
                 claims.keys_in(index), claims.deliver_at_ms, leases, lease, elapsed_ms=elapsed_ms
@@ -265,11 +263,13 @@ class TopicState:
             claims = claims.take(~moved)
         return claims
 
-    # ---- decisions are applied
+    # ---- applying decisions
 
     def apply_all(self, records: Iterable[Record], slot: int, *, elapsed_ms: int) -> bool:
-        """Applies the decisions of a slot that is durable, in their order, each as `apply` does; whether there were any
-        but acknowledgements. What is the same for all of these that follow each other is found out once.
+        """Apply the decisions of a durable slot in order; return whether any was not an acknowledgement.
+
+        Consecutive acknowledgements are applied together, since they share some work. For the effect of each see
+        `apply`.
         """
         has_more = False
         acknowledged: list[AcknowledgeRecord] = []
@@ -288,9 +288,9 @@ class TopicState:
         return has_more
 
     def apply(self, record: Record, slot: int, *, elapsed_ms: int) -> None:
-        """Applies one decision of a slot that is durable; also at replay.
+        """Apply one decision of a durable slot, also in a replay.
 
-        Records of another incarnation do nothing, nor do those of the own index of a subscription that is no more.
+        Records of another incarnation, or for the index of a removed subscription, do nothing.
         """
         if record.incarnation != self.incarnation:
             return
@@ -326,7 +326,7 @@ class TopicState:
                     waived = entitlement.waive(self.index, keys, record.subscription_id)
                     self.subscriptions[record.subscription_id].drop(keys, backlog_rows=len(waived))
             case NackRecord() | ReplayRecord() | PurgeRecord() | WaiveRecord():
-                # The subscription is no more.
+                # The subscription was removed.
                 pass
             case _:
                 assert_never(record)
@@ -344,17 +344,17 @@ class TopicState:
             index.remove(keys)
 
     def _served_by(self, index: Index) -> list[SubscriptionState]:
-        """The subscriptions that are owed rows of an index."""
+        """Return the subscriptions that are owed rows of an index."""
         if index is self.index:
             return list(self.subscriptions.values())
         return [self.subscriptions[subscription_of(index.index_id)]]
 
-    # ---- what is there
+    # ---- contents
 
     def contains(self, request: EntryRanges, state: SubscriptionState | None, *, ranges_max: int) -> Contained:
-        """What of ranges of entries is in any index, of a subscription: what it is owed and has not acknowledged.
+        """Return what any index has of ranges of entries; for a subscription, what it is owed and has not acknowledged.
 
-        Rows whose time has come count as pending until the head has passed them.
+        Due rows count as pending until the head has passed them.
         """
         subscription_id = None if state is None else state.subscription_id
         return contained_in(self.indexes.of_entries(subscription_id), request, subscription_id, ranges_max=ranges_max)
@@ -364,12 +364,13 @@ class TopicState:
     def trim(
         self, ranges: LedgerRanges | None, subscription_id: int | None, *, dead_letter: bool = False
     ) -> Generator[Departure | None, None, None]:
-        """The decisions to drop what is present of the ranges, None: of everything; for one subscription only what it
-        is owed. In portions, each of one index; None: others may have their turn first. `dead_letter`: what leaves will
-        be listed, which what nobody knows cannot be.
+        """Yield portions of what a trim removes from the ranges (everything if None), or None for a turn of others.
 
-        Take a portion while no request passes and nothing is staged, until its records are applied. Between two of them
-        requests may pass; what they add stays.
+        A portion is of one index. For one subscription only what it is owed is removed. With `dead_letter`, departing
+        rows will be listed, so positions that are unknown cannot be removed.
+
+        Take a portion while no request passes and nothing is staged, until its records are applied. Between two
+        portions requests may pass; what they add stays.
         """
         rows_max = departures.DEAD_LETTER_PORTION_ROWS if dead_letter else departures.PORTION_ROWS
         indexes = list(self.indexes.values() if subscription_id is None else self.indexes.serving(subscription_id))
@@ -397,7 +398,7 @@ class TopicState:
     def _departure_of_stand_ins(
         self, index: Index, ranges: LedgerRanges | None, subscription_id: int | None
     ) -> Iterator[Departure]:
-        """What is missing with damaged buckets and nobody knows, where nobody else is owed it."""
+        """Drop missing rows of damaged buckets with unknown positions, unless other subscriptions are owed them."""
         if index is self.index and subscription_id is not None and self._others(subscription_id):
             return
         stand_ins = departures.stand_ins(index, ranges)
@@ -408,7 +409,7 @@ class TopicState:
     def _trimmed(
         self, index: Index, gone: BitMap64, rows: int, waived: BitMap64 | None = None, subscription_id: int = 0
     ) -> Departure:
-        """What leaves by a trim, which decides of so many rows."""
+        """Build the departure of a trim that decides this many rows."""
         return Departure(
             self.topic_id,
             self.incarnation,
@@ -427,13 +428,14 @@ class TopicState:
     # ---- subscriptions
 
     def since_for_new_subscription(self, now_ms: int) -> int:
-        """The `since_ms` of a subscription that is created now: everything that has been passed is before it."""
+        """Return the `since_ms` of a subscription that is created now: everything passed is before it."""
         return max(now_ms, self.indexes.passed_until_ms) if self.subscriptions else 0
 
     def begin_subscription(self, stored: Subscription) -> None:
-        """The subscription is about to be in the topic's manifest: what is passed from here on is counted for it.
+        """Start counting passed rows for a subscription that is about to be in the topic's manifest.
 
-        What was passed before is owed to the first one only. No other decision is applied before `add_subscription`.
+        Rows passed before are owed to the first subscription only. No other decision is applied before
+        `add_subscription`.
         """
         state = self._new_state(stored)
         if self.subscriptions:
@@ -443,7 +445,7 @@ class TopicState:
         self._coming = state
 
     def add_subscription(self) -> SubscriptionState:
-        """The subscription that was begun is in the topic's manifest."""
+        """Serve the subscription that was begun and is now in the topic's manifest."""
         state = self._coming
         if state is None:
             raise InvariantViolated("a subscription is added that was not begun")
@@ -455,16 +457,16 @@ class TopicState:
         self.subscriptions[state.subscription_id] = self._by_name[state.stored.name] = state
 
     def subscription(self, name: str) -> SubscriptionState | None:
-        """The subscription of that name; None when there is none."""
+        """Return the subscription with this name, or None."""
         return self._by_name.get(name)
 
     def gone_with_subscription(self, subscription_id: int) -> list[GoneRecord]:
-        """The decisions that make gone what only this subscription is owed, to be applied before it is removed."""
+        """Return the decisions that remove what only this subscription is owed, to be applied before its removal."""
         others = self._others(subscription_id)
         return self._gone(entitlement.owed_to_none_of(self.index, others), GoneReason.NO_SUBSCRIPTION)
 
     def remove_subscription(self, subscription_id: int) -> None:
-        """The subscription is no longer in the topic's manifest; its own index is no more."""
+        """Remove a subscription that is no longer in the topic's manifest, with its subscription index."""
         del self._by_name[self.subscriptions.pop(subscription_id).stored.name]
         entitlement.dismiss(self.index, subscription_id)
         self.indexes.remove(subscription_id)
@@ -472,8 +474,9 @@ class TopicState:
     # ---- due
 
     def pass_due(self, now_ms: int, limit: int) -> int:
-        """Passes about `limit` due rows into the backlogs, and as many of each subscription that are to be redelivered;
-        how many. 0 when none is due, or none that is in memory.
+        """Pass about `limit` due rows into the backlogs, and redeliver as many in each subscription; return the number.
+
+        Returns 0 if none is due, or none that is in memory.
         """
         states, rows, by_key = tuple(self.subscriptions.values()), 0, False
         for state in states:
@@ -491,8 +494,9 @@ class TopicState:
         return rows + sum([len(each.rows) for each in passed])
 
     def takes_redeliveries(self, state: SubscriptionState) -> bool:
-        """Whether NACKED positions of a subscription may come back now: there is room, and by key no earlier row is due
-        that is not passed.
+        """Return whether NACKED positions of a subscription may be redelivered now.
+
+        There must be room and, by key, no earlier row that is due but not passed.
         """
         return state.takes_redeliveries and self.key_sharing.bound(state) is None
 
@@ -505,28 +509,28 @@ class TopicState:
         return len(times_ms)
 
     def _seek_again(self, states: Iterable[SubscriptionState]) -> None:
-        """Late rows may lie behind the readers that seek what was let go."""
+        """Note that late rows may lie behind the readers that look for evicted rows."""
         for state in states:
             if state.key_shared is not None and state.key_shared.let_go is not None:
                 state.key_shared.let_go.seek_again()
 
     def take_redelivered(self) -> U64:
-        """The redelivery times of what came back since the last call."""
+        """Return the redelivery times of positions redelivered since the last call (Unix ms)."""
         if not self._redelivered_at_ms:
             return _NO_TIMES
         taken, self._redelivered_at_ms = self._redelivered_at_ms, []
         return np.concatenate(taken)
 
     def next_redelivery_ms(self) -> int | None:
-        """No nacked position comes back before; None when none does, or there is no room for any."""
+        """Return a lower bound of the next redelivery (Unix ms), or None if there is none or no room for any."""
         nacked = [state for state in self.subscriptions.values() if len(state.nacks)]
         return earliest(*[state.nacks.next_due_ms() for state in nacked if self.takes_redeliveries(state)])
 
     def take_not_owed(self) -> list[GoneRecord]:
-        """The decisions that make gone what was passed since the last call and no subscription is owed.
+        """Return the decisions that remove rows passed since the last call that no subscription is owed.
 
-        A row is owed to nobody when the subscription that was owed it is no more, and the others were created at or
-        after its time, which after a step back of the clock was still to come.
+        Such a row's subscription was removed, and the others were created at or after its time, which was still to come
+        after a step back of the clock.
         """
         if not self._not_owed:
             return []
@@ -546,13 +550,13 @@ class TopicState:
         return BacklogReader(sealed, memory, at_head=at_head)
 
     def open(self, state: SubscriptionState, dispatcher: int) -> None:
-        """A dispatcher listens to a subscription."""
+        """Open a subscription for a dispatcher."""
         state.open(dispatcher, self._reader(state, at_head=False))
 
     def catch_up(self, state: SubscriptionState, limit: int) -> list[SegmentRange]:
-        """Derives about `limit` READY rows for a subscription that is behind; the segments to load first, if any.
+        """Derive about `limit` READY rows for a subscription that is behind; return the segments to load first.
 
-        When there is nothing left to derive the subscription is fed again.
+        When nothing is left to derive, the subscription is fed again.
         """
         indexes, bound = self.indexes.serving(state.subscription_id), self.key_sharing.bound(state)
         return feeding.catch_up(indexes, self.indexes.cache, state, limit, bound)
@@ -562,9 +566,7 @@ class TopicState:
     def finish_seal(
         self, index_id: int, memory: MutableBucket, sealed: SealedBucket | None, rows: KeyedRows, *, near_ms: int
     ) -> None:
-        """Finishes a seal, as `Index.finish_seal`, and moves readers on to the sealed bucket. Does nothing for an index
-        that is no more.
-        """
+        """Finish a seal, as `Index.finish_seal`, and move readers to the sealed bucket. Ignores a removed index."""
         index = self.indexes.get(index_id)
         if index is None:
             return
@@ -577,7 +579,7 @@ class TopicState:
                     reader.dropped(memory)
 
     def drop(self, name: str) -> None:
-        """A bucket every row of which is gone left the manifest. Of an index that is no more: nothing."""
+        """Drop a bucket that has left the manifest since all its rows are gone. Ignores a removed index."""
         index = self.indexes.holding(name)
         if index is None:
             return
@@ -589,8 +591,9 @@ class TopicState:
     def adopt(
         self, merged: MergedBucket, loaded: Mapping[int, KeyedRows], *, boundary_ms: int
     ) -> Sequence[SealedBucket]:
-        """Puts a merged bucket in the place of its sources, as `Index.adopt`, and moves readers on to it. Returns the
-        sources, none for an index that is no more.
+        """Replace buckets by their merged one, as `Index.adopt`, and move readers to it; return the sources.
+
+        Returns no sources for a removed index.
         """
         index = self.indexes.get(merged.live.subscription_id)
         if index is None:
@@ -605,7 +608,7 @@ class TopicState:
     # ---- the state as of a slot
 
     def redelivery_cut(self) -> RedeliveryCut:
-        """What is beside the rows, as it is now: for a checkpoint or the progress of a seal."""
+        """Freeze what exists besides the rows, for a checkpoint or the progress of a seal."""
         levels = tuple(
             (number, level, keys) for number, index in self.indexes.items() for level, keys in index.levels.freeze()
         )
@@ -615,8 +618,9 @@ class TopicState:
     # ---- damage
 
     def lose_merged(self, live: LiveBucket, sources: Sequence[SealedBucket]) -> None:
-        """Quarantines a bucket that was merged from these and never served: its rows leave index and backlogs until
-        they are added again. Does nothing for an index that is no more.
+        """Quarantine a bucket that was merged from these and never served.
+
+        Its rows leave index and backlogs until they are added again. Ignores a removed index.
         """
         index = self.indexes.get(live.subscription_id)
         if index is not None:
@@ -625,10 +629,10 @@ class TopicState:
                 self._lost(index, bucket)
 
     def quarantine(self, live: LiveBucket) -> None:
-        """The manifest says that a bucket is damaged: its rows leave index and backlogs until they are added again.
+        """Quarantine a bucket that the manifest marks as damaged.
 
-        `live`: the bucket, marked as quarantined. Until it is marked, `Index.leave_out` keeps its rows where they are.
-        Of an index that is no more: nothing.
+        Its rows leave index and backlogs until they are added again. `live` is the bucket, marked as quarantined; until
+        it is marked, `Index.leave_out` keeps its rows. Ignores a removed index.
         """
         index = self.indexes.holding(live.object.name)
         if index is None:
@@ -640,7 +644,7 @@ class TopicState:
         if index is self.index and self._coming is not None:
             states.append(self._coming)
         for state in states:
-            # An add would stand in one slot with the acknowledgement, in any order: until then there is the row.
+            # Keep the row until then: an add and the acknowledgement would stand in one slot, in any order.
             index.acknowledging_lost |= state.acknowledging & bucket.present
             owed = bucket.present - bucket.acknowledged.get(state.subscription_id, BitMap64())
             state.drop(owed, backlog_rows=owed.intersection_cardinality(bucket.passed))
@@ -648,5 +652,5 @@ class TopicState:
                 reader.dropped(bucket)
 
     def rebuild_needed(self) -> tuple[RebuildNeeded, ...]:
-        """What was lost with damaged buckets and has not been added again, by ledgers."""
+        """Return what was lost with damaged buckets and has not been added again, by ledger."""
         return self.indexes.rebuild_needed()

@@ -1,14 +1,10 @@
-"""Rows that leave before they are due: cancelled, or given another time.
-
-Owns: which positions of a request may leave (the furthest state over indexes and subscriptions), the records that say
-so, what is leaving from its decision on, and putting a new row in the place of one that leaves.
-Does not own: that everything due has been passed before the decision, and waiting for slots that name the same
-positions (the engine).
+"""Decides cancellations and reschedules: rows leave before they are due, or get another time.
 
     pending in every index that has it, and due in none -> leaving -(its slot is applied)-> gone, or a new row
 
-What is leaving is passed no more: the slot lands, or the topic's memory is lost. A request is decided only when nothing
-that is staged names its positions, so the decisions of one slot may be applied in any order.
+A leaving row is never passed: its slot becomes durable, or the topic's memory is lost. A request is decided only after
+everything due has been passed, and when nothing staged names its positions, so the decisions of one slot may be applied
+in any order. `daemon.topic` ensures both.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RescheduleBatch:
-    """Positions and their new times, columns of n rows. Exactly one of `deliver_at_ms` and `delay_ms` is given."""
+    """Positions and their new times: columns of n rows, with exactly one of `deliver_at_ms` and `delay_ms`."""
 
     ledger_id: U64
     entry_id: U64
@@ -47,8 +43,10 @@ class RescheduleBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class CancelOutcome:
-    """What became of positions to cancel: how many are cancelled, and the rows of the request that are as they were, by
-    their furthest state, ascending. `already_due`: at no dispatcher; `in_flight`: at one, or being acknowledged.
+    """The outcome of a cancellation: how many positions were cancelled, and the unchanged rows of the request.
+
+    Unchanged rows ascend, by their furthest state: `already_due` ones are at no dispatcher, `in_flight` ones at one, or
+    being acknowledged.
     """
 
     cancelled: int
@@ -59,11 +57,10 @@ class CancelOutcome:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RescheduleOutcome:
-    """What became of positions to reschedule: how many are rescheduled, and the rows of the request that are as they
-    were, by their furthest state, ascending. `already_due`: at no dispatcher; `in_flight`: at one, or being
-    acknowledged.
+    """The outcome of a reschedule: how many positions were rescheduled, and the unchanged rows of the request.
 
-    `raised_index`: rows of the request that are stored with a later time than was asked for, `raised_deliver_at_ms`.
+    Unchanged rows ascend, by their furthest state: `already_due` ones are at no dispatcher, `in_flight` ones at one, or
+    being acknowledged. `raised_index` are rows stored with a later time than asked for, `raised_deliver_at_ms`.
     """
 
     rescheduled: int
@@ -76,7 +73,7 @@ class RescheduleOutcome:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Part:
-    """The positions of a request in one index: the key of each, UNKNOWN_KEY where no bucket has its page; their set."""
+    """The positions of a request in one index: keys, UNKNOWN_KEY if no bucket has the page, and their set."""
 
     index: Index
     keys: U64
@@ -85,7 +82,7 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class WithdrawalTarget:
-    """The n positions of a request, each once, in the indexes that it is about."""
+    """The n distinct positions of a request, in the indexes that it concerns."""
 
     rows: int
     parts: tuple[_Part, ...]
@@ -93,7 +90,7 @@ class WithdrawalTarget:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Leave:
-    """What leaves of one index: rows of the request, and the set of their keys."""
+    """The rows that leave one index: the mask of the request, and the set of keys."""
 
     index: Index
     chosen: Mask
@@ -102,7 +99,7 @@ class _Leave:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Decision:
-    """What leaves, by index; of the request the rows that leave, and those that do not, by why."""
+    """The rows that leave, by index, and the rows of the request that do not, by reason."""
 
     leaves: tuple[_Leave, ...]
     leaving_rows: int
@@ -112,7 +109,7 @@ class _Decision:
 
 
 class WithdrawalDecisions:
-    """The cancellations and reschedules of one topic. What is staged to leave is in `Indexes.leaving`."""
+    """The cancellations and reschedules of one topic. Rows that are staged to leave are in `Indexes.leaving`."""
 
     def __init__(
         self, topic_id: str, incarnation: int, indexes: Indexes, subscriptions: Mapping[int, SubscriptionState]
@@ -125,7 +122,7 @@ class WithdrawalDecisions:
     # ---- requests
 
     def asked(self, ledger_id: U64, entry_id: U64, subscription_id: int | None) -> WithdrawalTarget:
-        """The positions in every index, or in that of one subscription alone. No position is named twice."""
+        """Find distinct positions in every index, or in that of one subscription alone."""
         indexes: Iterable[Index] = self._indexes.of_entries()
         if subscription_id is not None:
             own = self._indexes.get(subscription_id)
@@ -133,7 +130,7 @@ class WithdrawalDecisions:
         return WithdrawalTarget(len(entry_id), tuple(_part(index, ledger_id, entry_id) for index in indexes))
 
     def is_staged(self, asked: WithdrawalTarget) -> bool:
-        """Whether a decision that is staged names one of the positions: an add, a cancellation, a reschedule."""
+        """Return whether a staged add, cancellation or reschedule names one of the positions."""
         leaving = self._indexes.leaving
         return any(
             (staged and staged.intersect(part.named))
@@ -142,16 +139,17 @@ class WithdrawalDecisions:
         )
 
     def is_leaving(self, asked: WithdrawalTarget) -> bool:
-        """Whether one of the positions is staged to leave."""
+        """Return whether one of the positions is staged to leave."""
         leaving = self._indexes.leaving
         return bool(leaving) and any(leaving.intersect(part.named) for part in asked.parts)
 
     def stage_cancel(
         self, asked: WithdrawalTarget, *, rows_max: int | None = None
     ) -> tuple[tuple[GoneRecord, ...], CancelOutcome]:
-        """What may leave, as decisions for one slot. Everything due has been passed, and nothing is staged.
+        """Stage the rows that may leave: (records for one slot, outcome).
 
-        Raises InvalidArgument when several positions have more than `rows_max` rows, over all indexes.
+        Everything due must have been passed, and nothing may be staged. Raises InvalidArgument if several positions
+        have more than `rows_max` rows over all indexes.
         """
         decision = self._decide(asked, rows_max)
         self._leave(decision)
@@ -178,12 +176,11 @@ class WithdrawalDecisions:
         admit: add_decisions.Admit = add_decisions.admit_all,
         rows_max: int | None = None,
     ) -> tuple[tuple[RescheduleRecord | WaiveRecord, ...], RescheduleOutcome]:
-        """Stages what may leave, and new rows for it, as decisions for one slot. Everything due has been passed, and
-        nothing is staged.
+        """Stage the rows that may leave, and new rows for them: (records for one slot, outcome).
 
-        `rows`: the new rows of the positions, in their order. `floor_ms`: in the shared index all of them are stored
-        later. `admit` is asked about what changes before anything does. Raises InvalidArgument as `stage_cancel`, and
-        what `admit` does.
+        Everything due must have been passed, and nothing may be staged. `rows` are the new rows of the positions, in
+        their order; in the shared index all are stored later than `floor_ms`. `admit` is called with the new rows
+        before anything changes. Raises InvalidArgument as `stage_cancel` does, and the errors of `admit`.
         """
         decision = self._decide(asked, rows_max)
         records: list[RescheduleRecord] = []
@@ -209,7 +206,7 @@ class WithdrawalDecisions:
         )
 
     def _decide(self, asked: WithdrawalTarget, rows_max: int | None) -> _Decision:
-        """What may leave of each index. See `stage_cancel`."""
+        """Decide which rows may leave each index. See `stage_cancel`."""
         waiting, due, held = (np.zeros(asked.rows, np.bool_) for _ in range(3))
         found: list[tuple[_Part, Mask]] = []
         for part in asked.parts:
@@ -241,9 +238,9 @@ class WithdrawalDecisions:
         return _Decision(tuple(leaves), leaving_rows, _rows(not_found), _rows(due & ~held), _rows(held))
 
     def _still_waived(self, decision: _Decision) -> Iterator[WaiveRecord]:
-        """A subscription that is not owed the old row, since it was trimmed for it, is not owed the new one.
+        """Release the claims to new rows of subscriptions for which the old ones were trimmed.
 
-        A record says so: the bucket of the old row may be dropped before the slot is replayed.
+        This needs a record, since the bucket of the old row may be dropped before the slot is replayed.
         """
         for leave in decision.leaves:
             for subscription_id, keys in sorted(entitlement.acknowledged_among(leave.index, leave.keys).items()):
@@ -251,7 +248,7 @@ class WithdrawalDecisions:
                 yield WaiveRecord(self._topic_id, self._incarnation, subscription_id, positions)
 
     def _leave(self, decision: _Decision) -> None:
-        """It is leaving from now on."""
+        """Mark the rows as leaving."""
         for leave in decision.leaves:
             self._indexes.leaving |= leave.keys
 
@@ -259,21 +256,22 @@ class WithdrawalDecisions:
         return BitMap64.union(BitMap64(), *[state.held_among(passed) for state in self._subscriptions.values()])
 
     def _redelivered_among(self, waiting: BitMap64) -> BitMap64:
-        """Those that were handed out and negatively acknowledged: after a recovery a clock that was set back may say of
-        them that they are not due.
+        """Return the rows that were delivered and negatively acknowledged.
+
+        After a recovery and a step back of the clock they may seem not to be due.
         """
         return BitMap64.union(BitMap64(), *[state.counts.among(waiting) for state in self._subscriptions.values()])
 
-    # ---- decisions are applied
+    # ---- applying decisions
 
     def cancelled(self, index: Index, keys: BitMap64) -> None:
-        """Positions of one index are gone. None of them was due."""
+        """Remove positions, none of which was due, from one index."""
         if index.remove(keys):
             raise InvariantViolated(f"topic {self._topic_id}: a position left by its withdrawal that was due")
         self._indexes.leaving -= keys
 
     def rescheduled(self, index: Index, rows: Rows, *, elapsed_ms: int) -> None:
-        """New rows take the place of those of their positions, none of which was due."""
+        """Replace rows, none of which was due, by new ones of the same positions."""
         keyed = KeyedRows(rows, index.pages.intern(rows.ledger_id, rows.entry_id))
         keys = bitmap_of(keyed.keys)
         self.cancelled(index, keys)
@@ -287,7 +285,7 @@ def _part(index: Index, ledger_id: U64, entry_id: U64) -> _Part:
 
 
 def _states_of(part: _Part) -> tuple[BitMap64, BitMap64]:
-    """(The positions of a part that wait in its index, those that are due there.)"""
+    """Return (positions of a part that are pending in its index, positions that are due there)."""
     there: list[BitMap64] = []
     due = BitMap64()
     left = len(part.named)
@@ -306,7 +304,7 @@ def _states_of(part: _Part) -> tuple[BitMap64, BitMap64]:
 
 
 def _members(keys: U64, members: BitMap64) -> Mask:
-    """Which of the keys are in the set, all of whose members are keys."""
+    """Return the mask of keys that are in the set, all of whose members are keys."""
     if len(members) == len(keys):
         return np.ones(len(keys), np.bool_)
     hits = keys_of(members)

@@ -1,7 +1,6 @@
-"""Whether a delete may be recorded: what can be said of its fields without knowing any store.
+"""Checks whether a delete may be recorded, as far as its fields show without any store.
 
-Owns: the rules, and the limits on lengths.
-Does not own: what the store finds (its MALFORMED), and rules on requests.
+A store may still find it MALFORMED.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import itertools
 from daemon.errors import InvalidArgument
 from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 
-# Deletes of one request.
+# Deletes in one request
 DELETES_MAX = 1_000
 CURSOR_NAME_BYTES_MAX = 255
 SCHEMA_ID_BYTES_MAX = 1_024
@@ -19,14 +18,15 @@ DRIVER_NAME_BYTES_MAX = 255
 DRIVER_PROPERTIES_MAX = 64
 DRIVER_PROPERTY_NAME_BYTES_MAX = 128
 DRIVER_PROPERTY_VALUE_BYTES_MAX = 1_024
-# Of all names and values together: every record has its own in each checkpoint.
+# Limit on all names and values together: every record has its own in each checkpoint.
 DRIVER_METADATA_BYTES_MAX = 4_096
 _U64_MAX = (1 << 64) - 1
 
 
 def check_topic(topic: str) -> None:
-    """Raises InvalidArgument for a topic that is named as its ledgers are: it has another name, and under two names it
-    could be in use under one and be deleted under the other.
+    """Raise InvalidArgument for a topic that is named as its ledgers are.
+
+    It has another name; with two names it could be in use under one and be deleted under the other.
     """
     parts = topic.split("/", 3)
     if "://" not in topic and len(parts) == 4 and parts[2] == "persistent":
@@ -35,7 +35,7 @@ def check_topic(topic: str) -> None:
 
 
 def check_pending_delete(delete: PendingDelete) -> None:
-    """Raises InvalidArgument: it names the field, its value and what it must be (PIP-186, PendingDeleteLedgerInfo)."""
+    """Raise InvalidArgument with the field, its value and what it must be (PIP-186, PendingDeleteLedgerInfo)."""
     _check_number("ledger_id", delete.ledger_id)
     _check_only_of("cursor_name", delete.cursor_name, delete.component, LedgerComponent.MANAGED_CURSOR)
     _check_only_of("schema_id", delete.schema_id, delete.component, LedgerComponent.SCHEMA_STORAGE)
@@ -79,7 +79,7 @@ def _check_offload_context(context: OffloadContext) -> None:
 def _check_only_of(
     field: str, value: object, kind: LedgerComponent | LedgerType, owner: LedgerComponent | LedgerType
 ) -> None:
-    """The field is there with one kind of delete, and with no other."""
+    """Check that the field is given for one kind of delete and no other."""
     if kind is owner and (value is None or value == ""):
         raise InvalidArgument(f"{field} is missing; {owner.name} must have one")
     if kind is not owner and value is not None:

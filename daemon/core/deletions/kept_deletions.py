@@ -1,21 +1,11 @@
-"""Deletions as they are kept in memory: by id, each in one byte string.
+"""Keeps deletions in memory, each in one byte string, and finds them by id and by ledger.
 
-Owns: the form. What many have in common (topic, component, driver ...) is kept once; the rest is numbers.
-Does not own: what state they are in (`life`) and finding them by anything but their id (`ledger_deletions`).
+`ledger_deletions` alone uses it; it stands apart because it is the form in memory, without the states. Common
+properties (topic, component, driver ...) are kept once; the rest is numbers.
 
-A pending deletion of an offloaded ledger takes some 350 bytes, all that finds it included, and 320 more when no other
-one has its kind (each topic and cursor is one); some 170 more and its text when an attempt has failed that may have
-deleted something. 200,000 are 70 MB, or 135 MB when each has a topic of its own.
-
-Some deletions, found by the ledgers that an owner names.
-
-Owns: the index by ledger id, and which deletion is one of a ledger that is named with or without a UUID.
-Does not own: which deletions are here (`ledger_deletions`), and what is in use (`in_use`).
-
-Which ledgers have a record: pending, a dead letter, or held.
-
-Owns: finding the record of a ledger, so that the same one is not recorded twice, and a sweep leaves it alone.
-Does not own: the records (`kept`).
+A pending deletion of an offloaded ledger takes some 350 bytes, including all indexes, and 320 more if no other one has
+its kind (each topic and cursor is one). It takes some 170 more and its text after a failed attempt that may have
+deleted something. 200,000 take 70 MB, or 135 MB if each has a topic of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +31,7 @@ from storage_backends.formats.deletion_format import (
 )
 from storage_backends.formats.row_columns import U64
 
-# Kind, outcome, flags, failures, ledger, UUID, recorded, next attempt, ended; the text stands behind.
+# Kind, outcome, flags, failures, ledger, UUID, recorded, next attempt, ended; the text follows them.
 _NUMBERS = struct.Struct("<IBBIQQQQQQ")
 _KIND, _LEDGER_ID = slice(0, 4), slice(10, 18)
 _BEGUN, _MAYBE_DELETED, _BY_SWEEPER, _HELD = 1, 2, 4, 8
@@ -51,12 +41,12 @@ _TYPES = {int(ledger_type): ledger_type for ledger_type in LedgerType}
 _OUTCOMES = {int(outcome): outcome for outcome in DeletionOutcome}
 
 
-# Its name and metadata.
+# (name, metadata)
 Driver: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class DeletionKind(NamedTuple):
-    """What a deletion has in common with others. `driver`: None when it has no offload context."""
+    """The properties that a deletion shares with others. `driver` is None without an offload context."""
 
     topic: str
     component: int
@@ -80,11 +70,11 @@ class FrozenDeletions:
         self._kinds = kinds
 
     def all(self) -> MadeWhenRead[int]:
-        """Ascending by id."""
+        """Return all deletions, ascending by id."""
         return MadeWhenRead(sorted(self._rows), self._made)
 
     def of_topic(self, topic: str) -> Iterator[Deletion]:
-        """The deletions of one topic; the others are not made."""
+        """Yield the deletions of one topic, without building the others."""
         wanted = {number for number, kind in enumerate(self._kinds) if kind is not None and kind.topic == topic}
         return (self._made(each) for each, row in self._rows.items() if wanted and _kind_number(row) in wanted)
 
@@ -104,59 +94,59 @@ class KeptDeletions:
         return deletion_id in self._rows
 
     def __getitem__(self, deletion_id: int) -> Deletion:
-        """The deletion of that id. Raises KeyError when it is not kept."""
+        """Return the deletion with this id. Raise KeyError if it is not kept."""
         return _deletion(deletion_id, self._rows[deletion_id], self._kinds.kinds)
 
     def kind_number(self, kind: DeletionKind) -> int | None:
-        """None: no deletion has it."""
+        """Return the number of a kind, or None if no deletion has it."""
         return self._kinds.numbers.get(kind)
 
     def kind(self, number: int) -> DeletionKind:
-        """The kind that a number stands for, which a deletion has."""
+        """Return the kind with this number, which a deletion has."""
         return _of(self._kinds.kinds, number)
 
     def kind_number_of(self, deletion_id: int) -> int:
-        """The number of the deletion's kind. Raises KeyError when the deletion is not kept."""
+        """Return the number of the deletion's kind. Raise KeyError if the deletion is not kept."""
         return _kind_number(self._rows[deletion_id])
 
     def ledger_id_of(self, deletion_id: int) -> int:
-        """The id of the ledger that is to be deleted. Raises KeyError when the deletion is not kept."""
+        """Return the id of the ledger to be deleted. Raise KeyError if the deletion is not kept."""
         return int.from_bytes(self._rows[deletion_id][_LEDGER_ID], "little")
 
     def add(self, deletion: Deletion) -> int:
-        """The number of its kind."""
+        """Add a deletion; return the number of its kind."""
         number = self._kinds.use(kind_of(deletion.topic, deletion.pending_delete))
         self._rows[deletion.deletion_id] = _row(number, deletion)
         return number
 
     def change(self, deletion: Deletion) -> None:
-        """Puts a deletion that is kept into another state."""
+        """Replace a kept deletion by one in another state."""
         self._rows[deletion.deletion_id] = _row(self.kind_number_of(deletion.deletion_id), deletion)
 
     def remove(self, deletion_id: int) -> None:
-        """Removes a deletion. Raises KeyError when it is not kept."""
+        """Remove a deletion. Raise KeyError if it is not kept."""
         self._kinds.release(self.kind_number_of(deletion_id))
         del self._rows[deletion_id]
 
     def freeze(self) -> FrozenDeletions:
-        """Returns the deletions as they are now, for a thread; copies pointers only."""
+        """Return the deletions as they are now, for a thread; copies pointers only."""
         return FrozenDeletions(self._rows.copy(), self._kinds.kinds.copy())
 
 
 class _Kinds:
-    """Kinds by number, while a deletion has them."""
+    """Kinds by number, as long as a deletion has them."""
 
     def __init__(self) -> None:
         self.numbers: dict[DeletionKind, int] = {}
         self.kinds: list[DeletionKind | None] = []
-        # How many deletions have each.
+        # Number of deletions of each kind
         self._uses = array.array("Q")
         self._free: list[int] = []
         # Drivers are few, and long: equal ones are one object.
         self._drivers: dict[Driver, tuple[Driver, int]] = {}
 
     def use(self, kind: DeletionKind) -> int:
-        """The number of a kind; one more deletion has it."""
+        """Return the number of a kind, and count one more deletion for it."""
         number = self.numbers.get(kind)
         if number is None:
             number = self._new(kind)
@@ -254,11 +244,11 @@ def _deletion(deletion_id: int, row: bytes, kinds: Sequence[DeletionKind | None]
 
 
 class DeletionsByLedger:
-    """`deletion_of`: the deletion of an id."""
+    """Deletions found by ledger. `deletion_of` returns the deletion with an id."""
 
     def __init__(self, deletion_of: Callable[[int], Deletion]) -> None:
         self._deletion_of = deletion_of
-        # By ledger id; it has one deletion, or few. Whoever forges records gives it many.
+        # Ledger id -> its deletion; several are rare, unless a client forges records.
         self._ids: dict[int, int | set[int]] = {}
 
     def __bool__(self) -> bool:
@@ -283,8 +273,9 @@ class DeletionsByLedger:
             del self._ids[ledger_id]
 
     def mask(self, topic: str, ledgers: InUseLedgers) -> Mask:
-        """Which of the topic's ledgers have one, whatever component it names. A ledger that is named without a UUID has
-        one under whatever UUID.
+        """Return the mask of the topic's ledgers that have a deletion, whatever its component.
+
+        A ledger that is named without a UUID matches any UUID.
         """
         mask = np.zeros(len(ledgers), np.bool_)
         if not self._ids:
@@ -296,7 +287,7 @@ class DeletionsByLedger:
         return mask
 
     def of(self, topic: str, ledger_type: LedgerType, ledger_id: U64) -> list[Deletion]:
-        """All of the topic's ledgers of these ids, under whatever UUID."""
+        """Return all deletions of the topic's ledgers with these ids, under any UUID."""
         named = dict.fromkeys(ledger_id.tolist())
         return [deletion for each in named if each in self._ids for deletion in self._of(topic, ledger_type, each)]
 
@@ -318,28 +309,30 @@ _OBJECT = struct.Struct(">QQQ")
 
 
 class RecordedLedgers:
-    """`kind_of`: the number of the kind (`kept.Kind`) of an id. Records of one ledger and UUID differ in their kind,
-    and hardly any ledger has more than one.
+    """The ledgers that have a record: pending, a dead letter, or held.
+
+    It keeps equal records from being made twice, and sweeps off recorded ledgers. `kind_of` returns the kind number
+    (`DeletionKind`) of an id. Records of one ledger and UUID differ in kind; hardly any ledger has more than one.
     """
 
     def __init__(self, kind_of: Callable[[int], int]) -> None:
         self._kind_of = kind_of
-        # The id of the only one, or ids by kind.
+        # The id of the only record, or ids by kind
         self._records: dict[bytes, int | dict[int, int]] = {}
 
     def find(self, delete: PendingDelete, kind: int) -> int | None:
-        """The id of the record that is equal."""
+        """Return the id of the equal record, or None."""
         there = self._records.get(_key(delete))
         if isinstance(there, dict):
             return there.get(kind)
         return there if there is not None and self._kind_of(there) == kind else None
 
     def has(self, uuid_msb: int, uuid_lsb: int, ledger_id: int) -> bool:
-        """Whether the offloaded ledger has a record, of any topic."""
+        """Return whether the offloaded ledger has a record, of any topic."""
         return _OBJECT.pack(ledger_id, uuid_msb, uuid_lsb) in self._records
 
     def add(self, delete: PendingDelete, kind: int, deletion_id: int) -> None:
-        """One that is not there."""
+        """Add a record that does not exist yet."""
         key = _key(delete)
         there = self._records.get(key)
         if there is None:
@@ -350,7 +343,7 @@ class RecordedLedgers:
             self._records[key] = {self._kind_of(there): there, kind: deletion_id}
 
     def remove(self, delete: PendingDelete, kind: int) -> None:
-        """One that is there."""
+        """Remove a record that exists."""
         key = _key(delete)
         there = self._records[key]
         if isinstance(there, dict) and len(there) > 1:

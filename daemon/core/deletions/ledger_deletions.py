@@ -1,35 +1,11 @@
-"""The deletions of a shard: what each decision comes to.
+"""Applies decisions to the ledger deletions of a shard: states, due order, counts, pages and retries.
 
-Owns: the deletions with their states, what is in use, and finding the one and the other. Everything follows from the
-decisions in their order; which ones were handed out to workers is the only thing that is known here alone.
-Does not own: slots, times of retries (`retrying`), what may be recorded at all (`checking`), stores and workers.
+Everything follows from the decisions in their order, except which deletions are handed to workers: that is known only
+here. `deletion_checks` decides what may be recorded at all; `daemon.ledger_deletion` has slots and workers.
 
-The life of one deletion: what state it is in, and what it becomes.
-
-Owns: the transitions, each a new value of the deletion.
-Does not own: which decisions there are and in what order (`ledger_deletions`), and when an attempt may begin.
-
-Which deletions wait for their next attempt, and when it is due.
-
-Owns: the order of due times, and which were handed out for an attempt that has not begun yet.
-Does not own: the deletions.
-
-How many deletions there are, of what, and since when.
-
-Owns: the counts, kept up to date so that asking costs nothing.
-Does not own: the deletions, and counts of one topic, which nobody keeps (`LedgerDeletions.cut`, `count`).
-
-Which deletions are asked for.
-
-Owns: the filter, and finding what it holds for, page by page.
-Does not own: the deletions (`kept`).
-
-When a failed attempt is followed by another one, and when by none.
-
-Owns: the answer that is recorded of a failure: decided once, and then durable, so that a change of the policy changes
-nothing of what was decided.
-Does not own: what is a failure (the ledger stores), what the answer comes to (`life`), and randomness, which is passed
-in.
+The answer of a failed attempt is decided once, with randomness passed in, and then durable: a change of the retry
+policy does not affect it. Counts of a shard are kept up to date, so reading them is free; those of one topic are
+counted on demand (`DeletionCut.counts`).
 """
 
 from __future__ import annotations
@@ -80,9 +56,9 @@ IN_USE_TEXT = "recorded as in use"
 class State(enum.Enum):
     WAITING = enum.auto()
     BEGUN = enum.auto()
-    # Given up: a dead letter.
+    # Given up: a dead letter
     DEAD = enum.auto()
-    # In use, as its owner has said and may take back.
+    # In use, as its owner reported and may revoke
     HELD = enum.auto()
     ENDED = enum.auto()
 
@@ -96,30 +72,32 @@ def state_of(deletion: Deletion) -> State:
 
 
 def newly_recorded(deletion_id: int, topic: str, delete: PendingDelete, at_ms: int, *, by_sweeper: bool) -> Deletion:
-    """A new one, due at once."""
+    """Create a deletion that is due at once."""
     return Deletion(deletion_id, topic, delete, at_ms, by_sweeper, next_attempt_at_ms=at_ms)
 
 
 def after_begin(deletion: Deletion) -> Deletion:
-    """The next attempt has begun. An attempt before that was never answered may still delete at any moment: whoever
-    made it may only have been stopped for a while.
+    """Return the deletion with its next attempt begun.
+
+    An earlier attempt that was never answered may still delete at any moment: its worker may only have been stopped for
+    a while.
     """
     maybe_deleted = deletion.maybe_deleted or deletion.begun
     return dataclasses.replace(deletion, begun=True, maybe_deleted=maybe_deleted, next_attempt_at_ms=0)
 
 
 def after_found_in_use(deletion: Deletion, at_ms: int) -> Deletion:
-    """The deletion ends before its attempt begins, as long as its owner says so."""
+    """Return the deletion ended before its attempt, for as long as its owner reports the ledger in use."""
     return dataclasses.replace(_ended(deletion, DeletionOutcome.IN_USE, at_ms, IN_USE_TEXT), held=True)
 
 
 def after_revival(deletion: Deletion) -> Deletion:
-    """A held one whose ledger is in use no longer: pending again, due at once."""
+    """Return a held deletion, whose ledger is no longer in use, as pending and due at once."""
     return dataclasses.replace(deletion, outcome=DeletionOutcome.PENDING, ended_at_ms=0, held=False)
 
 
 def after_answer(deletion: Deletion, answer: DeletionAnswer) -> Deletion:
-    """What comes of one whose attempt has begun, by any answer but PENDING."""
+    """Return a deletion whose attempt has begun after any answer except PENDING."""
     if answer.outcome not in (DeletionOutcome.FAILED, DeletionOutcome.GIVEN_UP):
         return _ended(deletion, answer.outcome, answer.at_ms, answer.text)
     failed = dataclasses.replace(
@@ -135,7 +113,7 @@ def after_answer(deletion: Deletion, answer: DeletionAnswer) -> Deletion:
 
 
 def after_retry(deletion: Deletion, at_ms: int) -> Deletion:
-    """A dead letter that is pending again, as if it were recorded now; what may have been deleted stays so."""
+    """Return a dead letter as pending, as if it were recorded now; what may have been deleted stays so."""
     return dataclasses.replace(
         deletion,
         outcome=DeletionOutcome.PENDING,
@@ -147,7 +125,7 @@ def after_retry(deletion: Deletion, at_ms: int) -> Deletion:
 
 
 def too_late_to_use(deletion: Deletion) -> bool:
-    """Whether its ledger cannot be said to be in use any more: something of it is, or may have been, deleted."""
+    """Return whether its ledger can no longer be reported in use: part of it is, or may have been, deleted."""
     return deletion.outcome in (DeletionOutcome.PENDING, DeletionOutcome.GIVEN_UP) and (
         deletion.begun or deletion.maybe_deleted
     )
@@ -164,10 +142,10 @@ _ID_MASK = (1 << _ID_BITS) - 1
 
 
 class RetryQueue:
-    """Deletions that wait. Those handed out are known to nobody else: after a restart they are due again."""
+    """Deletions that wait for their next attempt. After a restart those handed out are due again."""
 
     def __init__(self) -> None:
-        # Due time and id in one number, which takes half of what a pair does.
+        # Due time and id in one number, which takes half the memory of a pair.
         self._due: SortedList[int] = SortedList()
         self._handed_out: dict[int, int] = {}
 
@@ -176,19 +154,19 @@ class RetryQueue:
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the first of those that were not handed out is due."""
+        """The due time of the first deletion that was not handed out (Unix ms), or None."""
         return self._due[0] >> _ID_BITS if self._due else None
 
     def add(self, due_ms: int, deletion_id: int) -> None:
         self._due.add((due_ms << _ID_BITS) | deletion_id)
 
     def remove(self, due_ms: int, deletion_id: int) -> None:
-        """One that waits for that time, handed out or not. Raises ValueError when it is not there."""
+        """Remove a deletion that waits for that time, handed out or not. Raise ValueError if there is none."""
         if self._handed_out.pop(deletion_id, None) is None:
             self._due.remove((due_ms << _ID_BITS) | deletion_id)
 
     def hand_out(self, now_ms: int, limit: int, latest_ms: int) -> list[int]:
-        """Ids that are due, the longest due first, then such as wait for what is after `latest_ms`; each once."""
+        """Return due ids, the longest due first, then ids that wait for a time after `latest_ms`; each once."""
         last, latest = (now_ms << _ID_BITS) | _ID_MASK, (latest_ms << _ID_BITS) | _ID_MASK
         in_time, misdated = self._due.irange(maximum=last), self._due.irange(minimum=latest, inclusive=(False, True))
         chosen = list(islice(chain(in_time, misdated), max(0, limit)))
@@ -198,14 +176,16 @@ class RetryQueue:
         return [due & _ID_MASK for due in chosen]
 
     def take_back(self, ids: Iterable[int]) -> None:
-        """Takes back ids that were handed out, and of which no attempt begins for now: they are due as before."""
+        """Take back ids that were handed out without an attempt: they are due as before."""
         self._due.update([due for each in ids if (due := self._handed_out.pop(each, None)) is not None])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KindCount:
-    """`oldest_ms`: when the first of those in flight was recorded, or retried; 0 when there is none. `dead`: those that
-    were given up. `held`: those that ended as their owner says that the ledger is in use.
+    """The number of deletions of one component and type.
+
+    `oldest_ms` is when the first of those in flight was recorded or retried (Unix ms), 0 if there is none. `dead` ones
+    were given up. `held` ones ended because their owner reports the ledger in use.
     """
 
     component: LedgerComponent
@@ -219,7 +199,7 @@ class KindCount:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletionCounts:
-    """`kinds`: those that have any in flight, dead or held. In flight are those that wait or have begun."""
+    """Counts by kind. `kinds` are those with deletions in flight (waiting or begun), dead or held."""
 
     kinds: tuple[KindCount, ...] = ()
 
@@ -246,7 +226,7 @@ class DeletionCounts:
 
 class _Count:
     def __init__(self) -> None:
-        # When those in flight were recorded; a time stands there once for each.
+        # Times at which those in flight were recorded (Unix ms), one for each
         self.recorded_ms: SortedList[int] = SortedList()
         self.begun = 0
         self.dead = 0
@@ -295,29 +275,29 @@ class Counting:
 
 
 def count_deletions(deletions: Iterable[Deletion]) -> DeletionCounts:
-    """Counts deletions by component and type."""
+    """Count deletions by component and type."""
     counting = Counting()
     for deletion in deletions:
         counting.add(deletion)
     return counting.counts()
 
 
-# Deletions that are looked at for one page, whatever the filter leaves of them.
+# Deletions read for one page, however few of them the filter leaves
 LOOKED_AT_MAX = 1_000
 _ID_MAX = (1 << 64) - 1
 
 
 class ListedState(enum.Enum):
-    # They wait, or an attempt has begun.
+    # Waiting, or an attempt has begun
     PENDING = enum.auto()
-    # Given up.
+    # Given up
     DEAD = enum.auto()
     ENDED = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletionQuery:
-    """A choice of deletions: everything that is given holds for them. `topic`: empty for every one."""
+    """A filter of deletions that all given conditions must match. An empty `topic` means every topic."""
 
     topic: str = ""
     component: LedgerComponent | None = None
@@ -326,9 +306,7 @@ class DeletionQuery:
     deletion_ids: frozenset[int] | None = None
 
     def holds_for_kind(self, kind: DeletionKind) -> bool:
-        """Whether the filter admits a kind, by its topic, component and type; the ledger and the
-        ids are not looked at.
-        """
+        """Return whether topic, component and type of a kind match; ledger and ids are not checked."""
         return (
             self.topic in ("", kind.topic)
             and self.component in (None, kind.component)
@@ -342,8 +320,10 @@ ALL = DeletionQuery()
 def deletion_page(
     deletions: KeptDeletions, ids: BitMap64, wanted: DeletionQuery, after_id: int, limit: int
 ) -> tuple[list[Deletion], int | None]:
-    """Those of `ids` above `after_id` that the filter holds for, ascending, at most `limit`; and the `after_id` of the
-    next page, None when there is none. Looks at a bounded number: a page may be short, or empty, and yet have a next.
+    """Return a page of at most `limit` matching `ids` above `after_id`, ascending, and the next `after_id`.
+
+    The next `after_id` is None if there is no further page. A bounded number is read: a page may be short, or empty,
+    and yet have a next one.
     """
     found: list[Deletion] = []
     looked_at = after_id
@@ -370,7 +350,7 @@ def _above(ids: BitMap64, wanted: DeletionQuery, after_id: int) -> Iterator[int]
     return iter(sorted(each for each in wanted.deletion_ids if each > after_id and each in ids))
 
 
-# How many of those that ended are kept, for operators; held ones are not among them.
+# Ended deletions that are kept for operators, not counting held ones
 ENDED_KEPT_MAX = 1_000
 
 _U64_MAX = (1 << 64) - 1
@@ -378,7 +358,7 @@ _U64_MAX = (1 << 64) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recorded:
-    """`new`: ids, in the order of the record. `already`: which of the record were there before."""
+    """The result of RecordDeletes: `new` ids in the order of the record, and indices of those recorded `already`."""
 
     new: tuple[int, ...]
     already: tuple[int, ...]
@@ -386,7 +366,7 @@ class Recorded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Begun:
-    """`attempts`: whose attempt has begun. `ended`: those that are in use."""
+    """The result of BeginDeletes: `attempts` have begun, and `ended` ones have ledgers in use."""
 
     attempts: tuple[Deletion, ...]
     ended: tuple[Deletion, ...]
@@ -394,7 +374,7 @@ class Begun:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answered:
-    """`ended`: over. `failed`: they wait again. `given_up`: dead letters."""
+    """The result of AnswerDeletes: `ended` are over, `failed` wait again, and `given_up` are dead letters."""
 
     ended: tuple[Deletion, ...]
     failed: tuple[Deletion, ...]
@@ -413,8 +393,10 @@ class Purged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InUseChanged:
-    """`changed`: ledgers that are in use now and were not, and such as were and are no longer. `being_deleted`: which
-    of the record are too late, and are not in use. `revived`: deletions that are pending again.
+    """The result of ChangeInUse.
+
+    `changed` counts ledgers that are in use now and were not, and the reverse. `being_deleted` are indices of the
+    record that come too late: these ledgers are not in use. `revived` counts deletions that are pending again.
     """
 
     changed: int
@@ -434,11 +416,11 @@ class DeletionCut:
     in_use: FrozenInUse
 
     def state(self) -> DeletionState:
-        """O(n): for a thread."""
+        """Build the state for a checkpoint. O(n): for a thread."""
         return DeletionState(self.last_id, self.deletions.all(), self.in_use.state())
 
     def counts(self, topic: str) -> DeletionCounts:
-        """Counts the deletions of one topic by component and type. O(n): for a thread."""
+        """Count the deletions of one topic by component and type. O(n): for a thread."""
         return count_deletions(self.deletions.of_topic(topic))
 
 
@@ -454,12 +436,12 @@ class LedgerDeletions:
         self._counting = Counting()
         self._ids = {listed: BitMap64() for listed in ListedState}
         self._begun: set[int] = set()
-        # When it ended and its id in one number.
+        # (when it ended, its id) in one number
         self._ended: SortedList[int] = SortedList()
 
     @classmethod
     def restored(cls, state: DeletionState | None) -> LedgerDeletions:
-        """Rebuilds the deletions from a checkpoint's state; None: nothing was ever decided."""
+        """Rebuild the deletions from a checkpoint's state, or from None if nothing was ever decided."""
         made = cls()
         if state is not None:
             made._last_id = state.last_id
@@ -469,8 +451,9 @@ class LedgerDeletions:
         return made
 
     def apply(self, record: DeletionRecord) -> Result:
-        """What a decision comes to. Ids that are not known, or are in another state than the decision is about, are
-        left as they are. As much work as the record is long.
+        """Apply a decision and return its result, in time proportional to the record's length.
+
+        Ids that are unknown, or in another state than the decision is about, stay as they are.
         """
         match record:
             case RecordDeletes():
@@ -486,31 +469,33 @@ class LedgerDeletions:
             case ChangeInUse():
                 return self._change_in_use(record)
 
-    # ---- what there is
+    # ---- reading
 
     def __getitem__(self, deletion_id: int) -> Deletion:
-        """The deletion of that id. Raises KeyError when it is not there."""
+        """Return the deletion with this id. Raise KeyError if it does not exist."""
         return self._deletions[deletion_id]
 
     def due(self, now_ms: int, limit: int, latest_ms: int = _U64_MAX) -> list[int]:
-        """Ids of those whose next attempt is due, the longest due first. Each is handed out once: until its attempt
-        begins and fails, or it is taken back. What waits for a time after `latest_ms`, not before `now_ms`, was decided
-        by a clock that was ahead: it is due.
+        """Hand out ids whose next attempt is due, the longest due first.
+
+        Each is handed out once, until its attempt begins and fails, or it is taken back. One that waits for a time
+        after `latest_ms`, which is not before `now_ms`, was decided by a clock that was ahead: it is due.
         """
         return self._waiting.hand_out(now_ms, limit, latest_ms)
 
     def take_back(self, ids: Iterable[int]) -> None:
-        """Takes back what `due` handed out, and for which no BeginDeletes will be decided: they are due as before."""
+        """Take back ids from `due` for which no BeginDeletes will be decided: they are due as before."""
         self._waiting.take_back(ids)
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the next one of those that were not handed out is due."""
+        """The due time of the first deletion that was not handed out (Unix ms), or None."""
         return self._waiting.next_due_ms
 
     def begun_before(self) -> list[int]:
-        """Ids of those whose attempt has begun and was not answered. Asked after a restart: nobody is at them, and each
-        gets another BeginDeletes.
+        """Return ids whose attempt has begun and was not answered.
+
+        Called after a restart: no worker is at them, and each gets another BeginDeletes.
         """
         return sorted(self._begun)
 
@@ -519,26 +504,28 @@ class LedgerDeletions:
         return self._counting.counts()
 
     def has_record(self, uuid_msb: int, uuid_lsb: int, ledger_id: int) -> bool:
-        """Whether an offloaded ledger is pending or a dead letter, of any topic."""
+        """Return whether an offloaded ledger is pending, held or a dead letter, of any topic."""
         return self._recorded.has(uuid_msb, uuid_lsb, ledger_id)
 
     def page(
         self, state: ListedState, wanted: DeletionQuery, after_id: int, limit: int
     ) -> tuple[list[Deletion], int | None]:
-        """Deletions with ids above `after_id`, ascending, at most `limit`; and the `after_id` of the next page, None
-        when there is none. A page may be short, or empty, and yet have a next.
+        """Return a page of at most `limit` deletions above `after_id`, ascending, and the next `after_id`.
+
+        The next `after_id` is None if there is no further page. A page may be short, or empty, and yet have a next one.
         """
         return deletion_page(self._deletions, self._ids[state], wanted, after_id, limit)
 
     def dead_ids(self, wanted: DeletionQuery, after_id: int, limit: int) -> tuple[list[int], int | None]:
-        """Lists ids of dead letters, ascending, above `after_id`, at most `limit`; and the `after_id` of the next page,
-        None when there is none.
+        """Return a page of at most `limit` ids of dead letters above `after_id`, ascending, and the next `after_id`.
+
+        The next `after_id` is None if there is no further page.
         """
         found, after = self.page(ListedState.DEAD, wanted, after_id, limit)
         return [deletion.deletion_id for deletion in found], after
 
     def cut(self) -> DeletionCut | None:
-        """Returns the deletions as they are now; None when nothing was ever decided. Copies pointers only."""
+        """Return the deletions as they are now, or None if nothing was ever decided. Copies pointers only."""
         if not self._last_id and not self.in_use.topics:
             return None
         return DeletionCut(self._last_id, self._deletions.freeze(), self.in_use.freeze())
@@ -565,7 +552,7 @@ class LedgerDeletions:
         attempts: list[Deletion] = []
         ended: list[Deletion] = []
         for deletion in self._in_state(record.deletion_id, State.WAITING, State.BEGUN):
-            # Never so of one that has begun, or may be deleted in part: for its ledger it was too late.
+            # A deletion that has begun, or may be partly deleted, is never in use here: the report came too late.
             if self.in_use.is_in_use(deletion.topic, deletion.pending_delete):
                 ended.append(self._become(deletion, after_found_in_use(deletion, record.at_ms)))
             else:
@@ -620,7 +607,7 @@ class LedgerDeletions:
         return InUseChanged(changed, tuple(np.flatnonzero(too_late).tolist()), revived)
 
     def _taken_back(self, topic: str, change: InUseChange, ledgers: InUseLedgers) -> U64:
-        """Ids of ledgers of which the change may leave some in use no longer, as far as any deletion is held."""
+        """Return ids of ledgers that the change may leave unused, if any deletion is held."""
         if self._held and change is InUseChange.FORGET:
             return ledgers.ledger_id
         if self._held and change is InUseChange.REPLACE:
@@ -708,16 +695,17 @@ _LISTED = {
 }
 
 
-# Of what a store says; it is kept in memory and in every checkpoint.
+# Limit on a store's message, which is kept in memory and in every checkpoint
 TEXT_CHARACTERS_MAX = 300
-# A day: what waits for longer was decided by a clock that was ahead, unless the policy says more.
+# A day: a longer wait was decided by a clock that was ahead, unless the policy allows more.
 _MISDATED_MS = 86_400_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """`reconsume_later_ms` after a failure, give or take the part `jitter` (0 to 1) of it, another attempt may begin;
-    `max_retry_delete_count` times (PIP-186).
+    """The retries of a failed deletion, at most `max_retry_delete_count` (PIP-186).
+
+    Another attempt may begin `reconsume_later_ms` after a failure, plus or minus the fraction `jitter` (0 to 1) of it.
     """
 
     reconsume_later_ms: int
@@ -725,7 +713,7 @@ class RetryPolicy:
     jitter: float
 
     def latest_ms(self, now_ms: int) -> int:
-        """Nobody means to wait for longer than until then. Former policies may have waited longer than this one."""
+        """Return the latest time to which any deletion may wait (Unix ms). Former policies may have waited longer."""
         return now_ms + max(math.ceil(self.reconsume_later_ms * (1 + self.jitter)), _MISDATED_MS)
 
 
@@ -738,9 +726,7 @@ def answer_of_failure(
     text: str,
     maybe_deleted: bool,
 ) -> DeletionAnswer:
-    """The answer of a failed attempt: the first one and its retries may fail, the failure of the last retry is
-    GIVEN_UP. `random`: from [0, 1).
-    """
+    """Decide the answer of a failed attempt: FAILED, or GIVEN_UP after the last retry. `random` is from [0, 1)."""
     text = shortened(text)
     if deletion.failures >= policy.max_retry_delete_count:
         return DeletionAnswer(
@@ -762,6 +748,6 @@ def _delay_ms(policy: RetryPolicy, random: float) -> int:
 
 
 def shortened(text: str) -> str:
-    """The text, or its beginning; what is no Unicode in it, as JSON and names of files may have it, is `?`."""
+    """Return the text or its beginning, with `?` for what is not Unicode, as JSON and file names may contain."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= TEXT_CHARACTERS_MAX else text[: TEXT_CHARACTERS_MAX - 1] + "…"

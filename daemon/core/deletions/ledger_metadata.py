@@ -1,26 +1,24 @@
-"""What the metadata of a ledger has to say for a record of it to be believed (PIP-186, its three tables of metadata).
+"""Checks the metadata of an offloaded ledger, and makes and parses the names of its objects (PIP-186).
 
-Owns: the keys, what each component's must be, the comparison, and whose a ledger is by its metadata.
-Does not own: where metadata is read (`daemon.ledger_stores`).
+A record is believed only if the metadata agrees (PIP-186, its three tables of metadata):
 
     component        application  component       pulsar/managed-ledger  pulsar/cursor  pulsar/schemaId
     MANAGED_LEDGER   pulsar       managed-ledger  name of the topic      absent         absent
     MANAGED_CURSOR   pulsar       managed-ledger  name of the topic      the cursor's   absent
     SCHEMA_STORAGE   pulsar       schema          absent                 absent         the schema's
 
-All five keys are compared, also those that must be absent: nothing else tells a cursor's ledger from a topic's. Other
-keys are nobody's business here. The topic's ledger has Pulsar's name, `t/n/persistent/<x, URL-encoded>` of
-`persistent://t/n/x`; else, and in an object store also then, the topic's own.
+All five keys are compared, even those that must be absent: nothing else distinguishes a cursor's ledger from a topic's
+one. Other keys are ignored. The topic's ledger has Pulsar's name, `t/n/persistent/<x, URL-encoded>` of
+`persistent://t/n/x`. Any other topic's ledger has the topic's own name; an object store may use that for Pulsar's
+topics, too.
 
-Object stores do not keep everything. Names of keys are compared by what `normalised` makes of them, for S3 knows
-neither `/` nor upper case; values stand percent-encoded (`as_stored`) where they are not printable ASCII. Each topic
-has its ledger's names for itself, given that no topic is called as Pulsar calls a ledger (`checking`): metadata says of
-one topic whose a ledger is, or of none.
+Object stores do not keep everything. Names of keys are compared in the form of `normalised`, since S3 allows neither
+`/` nor upper case. Values are percent-encoded (`as_stored`) if they are not printable ASCII. Ledger names of two topics
+never coincide, since no topic may be named as Pulsar names a ledger (`deletion_checks`). So metadata names one topic or
+none.
 
-Names of the two objects that an offloaded ledger is: `<uuid>-ledger-<id>`, its data, and the same with `-index`.
-
-Owns: making and reading the names.
-Does not own: the store's prefix, which stands before them (`storage_backends`).
+An offloaded ledger is two objects: `<uuid>-ledger-<id>`, its data, and the same with `-index`. The prefix of the store
+precedes these names (`storage_backends`).
 """
 
 from __future__ import annotations
@@ -54,13 +52,13 @@ _OTHER: Final = re.compile(r"[^a-z0-9]+")
 _ENCODED: Final = re.compile(rb"%([0-9A-F]{2})")
 _UNRESERVED: Final = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789*-._")
 _RESERVED: Final = re.compile(r"[^A-Za-z0-9*._-]")
-# Pulsar: what a topic is called, and what its ledger is called. Parts between slashes are not empty.
+# Pulsar's names of a topic and of its ledger. Parts between slashes are not empty.
 _PERSISTENT_TOPIC: Final = re.compile(r"persistent://([^/]+)/([^/]+)/(.+)", re.DOTALL)
 _PERSISTENT_LEDGER: Final = re.compile(r"([^/]+)/([^/]+)/persistent/([^/]+)")
 
 
 def table(topic: str, delete: PendingDelete) -> dict[str, str | None]:
-    """The metadata of a ledger where nothing needs to be encoded: for each of `KEYS` its value; None: it is absent."""
+    """Return the metadata of a ledger before encoding: the value of each of `KEYS`, None if it is absent."""
     values: dict[str, str | None] = dict.fromkeys(KEYS)
     values[APPLICATION_KEY] = APPLICATION
     values[COMPONENT_KEY] = COMPONENTS[delete.component]
@@ -74,7 +72,7 @@ def table(topic: str, delete: PendingDelete) -> dict[str, str | None]:
 
 
 def mismatch(topic: str, delete: PendingDelete, metadata: Mapping[str, str]) -> str | None:
-    """The first difference between an object's metadata and its record, for people; None: there is none."""
+    """Return a message with the first difference between an object's metadata and its record, or None."""
     found = _normalised_metadata(metadata)
     for key, value in table(topic, delete).items():
         if key == MANAGED_LEDGER_KEY and value is not None:
@@ -95,7 +93,7 @@ def mismatch(topic: str, delete: PendingDelete, metadata: Mapping[str, str]) -> 
 
 @dataclass(frozen=True, slots=True)
 class LedgerIdentity:
-    """Whose an object is. A record that says so matches it."""
+    """The owner of an object. A record with this identity matches the object."""
 
     topic: str
     component: LedgerComponent
@@ -103,8 +101,10 @@ class LedgerIdentity:
 
 
 def identify(metadata: Mapping[str, str]) -> LedgerIdentity | None:
-    """Whose the object is; None where that cannot be told: the metadata is not as above, or a schema's, which names no
-    topic."""
+    """Return the owner of the object, or None if it is unknown.
+
+    It is unknown if the metadata does not follow the table, and for a schema, which names no topic.
+    """
     found = _normalised_metadata(metadata)
     read = {key: found.get(normalised(key), ()) for key in KEYS}
     ledger, cursor = read[MANAGED_LEDGER_KEY], read[CURSOR_KEY]
@@ -118,7 +118,7 @@ def identify(metadata: Mapping[str, str]) -> LedgerIdentity | None:
 
 
 def ledger_name(topic: str) -> str:
-    """What a topic's ledger is called: Pulsar's name of it where the topic is one of Pulsar's, the topic's own."""
+    """Return the name of a topic's ledger: Pulsar's if the topic is one of Pulsar's, else the topic's own."""
     pulsar = _PERSISTENT_TOPIC.fullmatch(topic)
     if pulsar is None:
         return topic
@@ -127,7 +127,7 @@ def ledger_name(topic: str) -> str:
 
 
 def stored_ledger_names(topic: str) -> tuple[str, ...]:
-    """What a topic's ledger may be called in an object store, the likeliest first. No other topic's has such a name."""
+    """Return the possible names of a topic's ledger in an object store, the likeliest first; they are unique to it."""
     pulsar = _PERSISTENT_TOPIC.fullmatch(topic)
     if pulsar is None:
         return (as_stored(topic),)
@@ -136,7 +136,7 @@ def stored_ledger_names(topic: str) -> tuple[str, ...]:
 
 
 def topic_of(stored_ledger_name: str) -> str | None:
-    """Whose ledger is called so in an object store; None: nobody's."""
+    """Return the topic whose ledger has this name in an object store, or None."""
     topic = _as_named(stored_ledger_name)
     pulsar = _PERSISTENT_LEDGER.fullmatch(stored_ledger_name)
     if pulsar is not None:
@@ -147,10 +147,12 @@ def topic_of(stored_ledger_name: str) -> str | None:
 
 
 def as_stored(name: str) -> str:
-    """Printable ASCII that stands for this name and no other: percent-encoded are `%`, blanks at either end, and what
-    is not printable ASCII."""
+    """Return printable ASCII that stands for this name only.
+
+    `%`, blanks at either end, and anything but printable ASCII are percent-encoded.
+    """
     inner = name.strip(" ")
-    # Nearly every name, and there are several in each attempt.
+    # Nearly every name takes this path, and each attempt has several.
     if len(inner) == len(name) and name.isascii() and name.isprintable() and "%" not in name:
         return name
     left = len(name) - len(name.lstrip(" "))
@@ -159,7 +161,7 @@ def as_stored(name: str) -> str:
 
 
 def normalised(key: str) -> str:
-    """Lower case, and one hyphen for each run of what is neither letter nor digit."""
+    """Return the key in lower case, with one hyphen for each run of other characters than letters and digits."""
     return _OTHER.sub("-", key.lower())
 
 
@@ -172,13 +174,13 @@ def _normalised_metadata(metadata: Mapping[str, str]) -> dict[str, tuple[str, ..
 
 
 def _as_named(stored: str) -> str | None:
-    """The name for which it stands; None: for none."""
+    """Return the name that a stored form stands for, or None."""
     name = _percent_decoded(stored)
     return name if as_stored(name) == stored else None
 
 
 def _url_encoded(name: str) -> str:
-    """Encodes a name as forms are encoded, the way Java does it: a blank is `+`."""
+    """Encode a name as forms are encoded, the way Java does it: a blank is `+`."""
     if _RESERVED.search(name) is None:
         return name
     return "".join(
@@ -187,7 +189,7 @@ def _url_encoded(name: str) -> str:
 
 
 def _percent_decoded(text: str) -> str:
-    """What is no UTF-8 becomes something that would be encoded otherwise."""
+    """Decode percent-encoding. Invalid UTF-8 becomes characters that would be encoded differently."""
     return _ENCODED.sub(lambda found: bytes([int(found[1], 16)]), text.encode(errors="replace")).decode(
         errors="replace"
     )
@@ -198,7 +200,7 @@ def _shown(value: str) -> str:
 
 
 LEDGER_ID_MAX: Final = (1 << 63) - 1
-"""Ids are signed where the names come from, and a negative one makes no name."""
+"""The systems that make the names have signed ids, and a negative one makes no name."""
 
 INDEX_SUFFIX: Final = "-index"
 
@@ -209,7 +211,7 @@ _NAME: Final = re.compile(
 
 @dataclass(frozen=True, slots=True, order=True)
 class OffloadedName:
-    """Which offloaded ledger a name is of. Halves of the UUID: u64, as the records have them."""
+    """The offloaded ledger that a name stands for. Halves of the UUID are u64, as in the records."""
 
     uuid_msb: int
     uuid_lsb: int
@@ -225,7 +227,7 @@ class OffloadedName:
 
 
 def offloaded_name(uuid_msb: int, uuid_lsb: int, ledger_id: int) -> OffloadedName:
-    """Raises `ValueError` where these make no name: no UUID, or an id above `LEDGER_ID_MAX`."""
+    """Build a name. Raise ValueError if there is no UUID, or the id is above `LEDGER_ID_MAX`."""
     if not uuid_msb and not uuid_lsb:
         raise ValueError("the UUID is absent: its halves are 0")
     if not 0 <= ledger_id <= LEDGER_ID_MAX:
@@ -234,7 +236,7 @@ def offloaded_name(uuid_msb: int, uuid_lsb: int, ledger_id: int) -> OffloadedNam
 
 
 def parse(name: str) -> OffloadedName | None:
-    """The ledger whose data or index has this name; None for any other name, however near."""
+    """Return the ledger whose data or index has this name; None for any other name, however similar."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -246,6 +248,6 @@ def parse(name: str) -> OffloadedName | None:
 
 
 def uuid_text(uuid_msb: int, uuid_lsb: int) -> str:
-    """Writes a UUID in the text form of RFC 9562, in lower case."""
+    """Write a UUID in the text form of RFC 9562, in lower case."""
     digits = f"{uuid_msb:016x}{uuid_lsb:016x}"
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"

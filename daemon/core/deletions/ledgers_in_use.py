@@ -1,16 +1,16 @@
-"""What the owners of ledgers say is in use, of all topics of a shard.
+"""Keeps which ledgers their owners report as in use, for all topics of a shard.
 
-Owns: which ledger of which topic is in use, of which topics anything was ever said, and of which all of it.
-Does not own: for which ledgers that comes too late (`ledger_deletions`), and who asks.
+`ledger_deletions` alone uses it; it stands apart because it is a table with a limit of its own (`deletion.in_use_max`).
+`ledger_deletions` knows for which ledgers a report comes too late.
 
-A ledger of a topic has a type, an id, and a UUID or none. One that is in use without a UUID is so under whatever UUID,
-and so is one with a UUID for a deletion that has none. Rows are kept in order twice: by topic, for the topic's
-deletions, and, of the offloaded ones, by ledger, for a sweep, which does not know the topic of an object. Of each
-order those without a UUID have keys of their own, which are shorter.
+A ledger of a topic has a type, an id, and a UUID or none. One that is in use without a UUID is so under any UUID, and
+one with a UUID is so for a deletion that has none. Rows are kept in two orders: by topic, for the topic's deletions,
+and, for offloaded ones, by ledger, for a sweep, which does not know the topic of an object. In each order, ledgers
+without a UUID have separate, shorter keys.
 
-A ledger takes 13 bytes, with a UUID 29; an offloaded one 25, with a UUID 57; chunks that are not full take up to
-twice as much. 1,000,000 offloaded ones with UUIDs were 60 MB. A topic takes some 150 bytes and its name; topics
-are not forgotten.
+A ledger takes 13 bytes, with a UUID 29; an offloaded one 25, with a UUID 57; chunks that are not full take up to twice
+as much. 1,000,000 offloaded ones with UUIDs took 60 MB. A topic takes some 150 bytes and its name; topics are not
+forgotten.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from daemon.core.deletions.sorted_keys import Keys, Mask, SortedKeys, ascending,
 from storage_backends.formats.deletion_format import InUseChange, InUseLedgers, LedgerType, PendingDelete, TopicInUse
 from storage_backends.formats.row_columns import U64
 
-# Type, number of the topic, ledger[, UUID].
+# Type, number of the topic, ledger[, UUID]
 _OF_TOPIC = struct.Struct(">BI")
 _OF_LEDGER = struct.Struct(">BIQ")
 _UUID = struct.Struct(">QQ")
@@ -36,40 +36,41 @@ _TOPIC = slice(1, 5)
 _FROM_LEDGER = slice(5, None)
 
 _OfTopic: TypeAlias = tuple[LedgerType, int]
-"""A type, and the number of a topic."""
+"""(type, number of a topic)"""
 
 
 class InUse:
     def __init__(self) -> None:
         self._topics: dict[str, int] = {}
-        # By topic: (type, topic, ledger), and with the UUID behind.
+        # By topic: (type, topic, ledger), and the same followed by the UUID
         self._plain = SortedKeys(13)
         self._named = SortedKeys(29)
-        # Offloaded ones, by ledger: (ledger, topic), (ledger, UUID, topic).
+        # Offloaded ones by ledger: (ledger, topic), and (ledger, UUID, topic)
         self._plain_objects = SortedKeys(12)
         self._named_objects = SortedKeys(28)
-        # Types and topics of which all that is in use was said.
+        # Types and topics for which the owner has reported everything in use
         self._complete: set[_OfTopic] = set()
 
     @property
     def ledgers(self) -> int:
-        """How many are in use."""
+        """The number of ledgers in use."""
         return len(self._plain) + len(self._named)
 
     @property
     def topics(self) -> int:
-        """How many topics anything was ever said about."""
+        """The number of topics with any report so far."""
         return len(self._topics)
 
     def knows(self, topic: str) -> bool:
-        """Whether it was ever said which offloaded ledgers of the topic are in use, and that no others are. Changes are
-        said from then on, so that one of which nothing was said is not in use.
+        """Return whether the owner has reported all offloaded ledgers of the topic that are in use.
+
+        Changes are reported from then on, so a ledger without a report is not in use.
         """
         number = self._topics.get(topic)
         return number is not None and (LedgerType.OFFLOADED_LEDGER, number) in self._complete
 
     def is_in_use(self, topic: str, delete: PendingDelete) -> bool:
-        """Whether the ledger that is to be deleted is in use, whatever component the deletion names."""
+        """Return whether the ledger to be deleted is in use, whatever component the deletion names."""
         number = self._topics.get(topic)
         if number is None:
             return False
@@ -79,16 +80,16 @@ class InUse:
         return self._plain.has(ledger) or self._named.has(ledger + uuid)
 
     def holds(self, uuid_msb: int, uuid_lsb: int, ledger_id: int) -> bool:
-        """Whether the offloaded ledger is in use by any topic of the shard."""
+        """Return whether any topic of the shard uses the offloaded ledger."""
         ledger = _LEDGER.pack(ledger_id)
         return self._plain_objects.has(ledger) or self._named_objects.has(ledger + _UUID.pack(uuid_msb, uuid_lsb))
 
     def holds_exactly(self, uuid_msb: int, uuid_lsb: int, ledger_id: int) -> bool:
-        """Whether the offloaded ledger is in use by any topic of the shard that has said its UUID."""
+        """Return whether any topic of the shard uses the offloaded ledger under this UUID."""
         return self._named_objects.has(_LEDGER.pack(ledger_id) + _UUID.pack(uuid_msb, uuid_lsb))
 
     def ledgers_of(self, topic: str, ledger_type: LedgerType | None = None) -> int:
-        """How many of the topic are in use, of one type or of all."""
+        """Return how many ledgers of the topic are in use, of one type or of all."""
         number = self._topics.get(topic)
         if number is None:
             return 0
@@ -97,17 +98,17 @@ class InUse:
         return sum(self._plain.count(prefix) + self._named.count(prefix) for prefix in prefixes)
 
     def of(self, topic: str, ledger_type: LedgerType) -> LedgersInUse:
-        """What is in use of the topic now."""
+        """Return the ledgers of the topic that are in use now."""
         number = self._topics.get(topic)
         if number is None:
             return LedgersInUse(ledger_type, 0, _rows(0, _no_ledgers(ledger_type)))
         return LedgersInUse(ledger_type, number, self._of(ledger_type, number))
 
     def change(self, topic: str, change: InUseChange, ledgers: InUseLedgers) -> int:
-        """What an owner says of ledgers of the topic, each of them in time. How many that changes: they were not in use
-        and are, or they were and are no longer.
+        """Apply an owner's report on ledgers of the topic, none of which is too late; return how many it changed.
 
-        FORGET is of what was said so: of a ledger without a UUID it forgets that it was in use without one.
+        A ledger changes if it was not in use and now is, or the reverse. FORGET undoes equal reports only: for a ledger
+        without a UUID it undoes its use without one.
         """
         if change is InUseChange.FORGET and topic not in self._topics:
             return 0
@@ -126,7 +127,7 @@ class InUse:
                 return 0
 
     def freeze(self) -> FrozenInUse:
-        """Returns what is in use now, for a thread; copies pointers only."""
+        """Return the ledgers in use now, for a thread; copies pointers only."""
         return FrozenInUse(tuple(self._topics), self._plain.chunks(), self._named.chunks(), frozenset(self._complete))
 
     @classmethod
@@ -164,7 +165,7 @@ class InUse:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class FrozenInUse:
-    """What was in use at one moment."""
+    """The ledgers that were in use at one moment."""
 
     topics: tuple[str, ...]
     plain: tuple[Keys, ...]
@@ -172,7 +173,7 @@ class FrozenInUse:
     complete: frozenset[_OfTopic]
 
     def state(self) -> tuple[TopicInUse, ...]:
-        """O(n): for a thread."""
+        """Build the state for a checkpoint. O(n): for a thread."""
         of_topics: dict[int, list[InUseLedgers]] = {}
         for ledger_type in LedgerType:
             for number, ledgers in _by_topic(ledger_type, self.plain, self.named):
@@ -188,7 +189,7 @@ class FrozenInUse:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class LedgersInUse:
-    """What was in use of one type and topic at one moment."""
+    """The ledgers of one type and topic that were in use at one moment."""
 
     _type: LedgerType
     _topic: int
@@ -198,7 +199,7 @@ class LedgersInUse:
         return len(self._rows.plain) + len(self._rows.named)
 
     def beside(self, ledgers: InUseLedgers) -> InUseLedgers:
-        """The ledgers that are not among `ledgers`, which are of the same type. O(n): for a thread."""
+        """Return the ledgers that are not among `ledgers`, which have the same type. O(n): for a thread."""
         others = self._rows.without(_rows(self._topic, ledgers))
         matrix = np.concatenate([_widened([others.plain]), _widened([others.named])])
         return InUseLedgers(self._type, *_ledgers(matrix))
@@ -206,7 +207,7 @@ class LedgersInUse:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Rows:
-    """Keys by topic, ascending: of ledgers without a UUID and with one."""
+    """Keys by topic, ascending, for ledgers without a UUID and with one."""
 
     plain: Keys
     named: Keys
@@ -238,7 +239,7 @@ def _rows(topic: int, ledgers: InUseLedgers) -> _Rows:
 
 
 def _objects(rows: Keys) -> Keys:
-    """Takes the keys of offloaded ledgers out of keys by topic, and returns them as keys by ledger, ascending."""
+    """Convert the keys of offloaded ledgers from keys by topic to keys by ledger, ascending."""
     offloaded = rows[bytes_of(rows)[:, 0] == LedgerType.OFFLOADED_LEDGER]
     return ascending(moved(offloaded, [_FROM_LEDGER, _TOPIC]))
 
@@ -246,7 +247,7 @@ def _objects(rows: Keys) -> Keys:
 def _by_topic(
     ledger_type: LedgerType, plain: Iterable[Keys], named: Iterable[Keys]
 ) -> Iterable[tuple[int, InUseLedgers]]:
-    """The ledgers of one type of each topic that has any, by its number; ascending by ledger and UUID."""
+    """Yield the ledgers of one type for each topic number that has any, ascending by ledger and UUID."""
     matrix = np.concatenate([_widened(plain), _widened(named)])
     matrix = matrix[matrix[:, 0] == ledger_type]
     topic = _column(matrix, 1, 5, ">u4")
@@ -260,13 +261,13 @@ def _by_topic(
 
 
 def _widened(chunks: Iterable[Keys]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """u8[n, 29]: zeros where there is no UUID."""
+    """Return the bytes as u8[n, 29], with zeros for a missing UUID."""
     matrices = [bytes_of(chunk.astype("S29")) for chunk in chunks]
     return np.concatenate([np.empty((0, 29), np.uint8), *matrices])
 
 
 def _ledgers(matrix: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> tuple[U64, U64, U64]:
-    """Ids, and the halves of the UUIDs."""
+    """Return (ids, upper halves of the UUIDs, lower halves)."""
     return _column(matrix, 5, 13, ">u8"), _column(matrix, 13, 21, ">u8"), _column(matrix, 21, 29, ">u8")
 
 

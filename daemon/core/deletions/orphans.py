@@ -1,16 +1,18 @@
-"""What a listing of offloaded ledgers comes to: which of them nobody knows.
+"""Decides which listed offloaded ledgers are orphans.
 
-Owns: how listed objects make ledgers, what is found of each, the counts, and when so much is orphaned that it is more
-likely a mistake.
-Does not own: listing, asking the store and the owners, what is recorded and in use, and recording
-(`daemon.ledger_deletion.sweeping`); the objects' names (`object_names`) and their metadata (`metadata`).
+`daemon.ledger_deletion.sweeping` lists, asks the store and the owners, and records.
 
-The first of these that holds counts: somebody says that the ledger is in use, it has a record, it is young, its
-metadata does not say whose it is, its owner does not answer, or says that it is in use; nobody ever said what is in use
-of its topic. Otherwise it is an orphan. So a ledger that is in use stays whatever its metadata claims.
+The first of these conditions that holds decides; a ledger without any is an orphan:
 
-A store lists in any order. What has been seen of a ledger waits for its other object until the listing ends; what is in
-use or recorded is not waited for. Memory is that of ledgers that wait.
+- a report says that the ledger is in use, it has a record, or it is young
+- its metadata does not say whose it is
+- its owner does not answer, or says that it is in use
+- the owner never reported all that its topic uses
+
+So a ledger that is in use stays, whatever its metadata claims.
+
+A store lists in any order. A listed object waits for the other one of its ledger until the listing ends, unless the
+ledger is in use or recorded. Memory is that of the waiting ledgers.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from storage_backends.formats.deletion_format import LedgerType, OffloadContext,
 from storage_backends.object_store import ListedObject
 
 ORPHANS_MAX: Final = 100_000
-"""Orphans that one sweep records; it counts and tells those beyond."""
+"""Orphans that one sweep records; further ones are only counted and reported."""
 
 WAITING_MAX: Final = 100_000
-"""Ledgers of which one object was listed, and not yet the other."""
+"""Ledgers of which one object was listed and the other was not yet"""
 
 
 # ---- counting
@@ -40,7 +42,7 @@ WAITING_MAX: Final = 100_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SweepCounts:
-    """What a sweep found so far; fields as in `tarry.v1.SweepCounts`."""
+    """The results of a sweep so far; fields as in `tarry.v1.SweepCounts`."""
 
     listed: ObjectCount = NOTHING
     foreign: ObjectCount = NOTHING
@@ -56,7 +58,7 @@ class SweepCounts:
 
 
 class Finding(enum.Enum):
-    """What is found of a ledger. The value is its count in `SweepCounts`."""
+    """The finding on a ledger. The value is its count in `SweepCounts`."""
 
     IN_USE = "in_use"
     RECORDED = "recorded"
@@ -64,9 +66,9 @@ class Finding(enum.Enum):
     ORPHANED = "orphaned"
     OF_UNKNOWN_TOPIC = "of_unknown_topics"
     UNIDENTIFIED = "unidentified"
-    # Its owner, or the store, did not say what it must say.
+    # The owner or the store did not give the required answer.
     UNANSWERED = "unanswered"
-    # It was listed and is not there any more: no count but `listed`.
+    # Listed, but gone since: counts only as `listed`.
     GONE = ""
 
 
@@ -75,8 +77,9 @@ class Finding(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedLedger:
-    """What was listed of an offloaded ledger: its data, its index or both. `size_bytes`: of these together.
-    `modified_ms`: when the younger one was written, by the store's clock.
+    """The listed objects of an offloaded ledger: its data, its index or both.
+
+    `size_bytes` is their total size. `modified_ms` is when the younger one was written, by the store's clock (Unix ms).
     """
 
     name: OffloadedName
@@ -94,7 +97,7 @@ class ListedLedger:
         return ObjectCount(self.has_data + self.has_index, self.size_bytes)
 
     def with_other(self, other: ListedLedger) -> ListedLedger:
-        """With what else was listed of it. Some stores show an object twice while its folder changes."""
+        """Merge what else was listed of it. Some stores list an object twice while its folder changes."""
         if other.is_whole:
             return other
         if self.is_whole or self.has_data == other.has_data:
@@ -105,7 +108,7 @@ class ListedLedger:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedPage:
-    """A part of a listing: everything, what is no offloaded ledger's, and the ledgers."""
+    """A part of a listing: counts of all objects and of foreign ones, and the ledgers."""
 
     listed: ObjectCount
     foreign: ObjectCount
@@ -130,14 +133,14 @@ class ListedPage:
 
 
 class Pairing:
-    """Ledgers of which one object was listed wait here for the other one."""
+    """Ledgers of which one object was listed and that wait for the other one."""
 
     def __init__(self, waiting_max: int = WAITING_MAX) -> None:
         self._waiting_max = waiting_max
         self._waiting: dict[OffloadedName, ListedLedger] = {}
 
     def add(self, ledgers: Iterable[ListedLedger]) -> list[ListedLedger]:
-        """Adds orphans that are whole now. Raises QuotaExceeded when more than `waiting_max` wait."""
+        """Add ledgers; return those that are whole now. Raise QuotaExceeded if more than `waiting_max` wait."""
         whole = []
         for ledger in ledgers:
             seen = self._waiting.pop(ledger.name, None)
@@ -155,22 +158,22 @@ class Pairing:
         return whole
 
     def rest(self, portion: int) -> Iterator[list[ListedLedger]]:
-        """When everything was listed: those of which one object was, some at a time."""
+        """Yield the ledgers that still wait, `portion` at a time. Call this after the whole listing."""
         while self._waiting:
             yield [self._waiting.popitem()[1] for _ in range(min(portion, len(self._waiting)))]
 
 
 def is_young(ledger: ListedLedger, now_ms: int, grace_ms: int) -> bool:
-    """Whether it may be on its way into its owner's metadata."""
+    """Return whether it may still be on its way into its owner's metadata."""
     return ledger.modified_ms > now_ms - grace_ms
 
 
-# ---- what the store and the owner say
+# ---- answers of the store and the owner
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LedgerClaim:
-    """What an offloaded ledger is by its own metadata, as it would be recorded."""
+    """An offloaded ledger according to its own metadata, as it would be recorded."""
 
     topic: str
     pending_delete: PendingDelete
@@ -184,11 +187,10 @@ def claim_of(
     *,
     topic_bytes_max: int,
 ) -> LedgerClaim | Finding:
-    """What the metadata of its two objects says that it is; None: there is no such object now. `place`: of what is
-    swept, without a UUID.
+    """Derive the claim from the metadata of the two objects, each None if the object does not exist now.
 
-    YOUNG: an object is there that was not listed, so that it was written since. UNIDENTIFIED: they do not say whose
-    they are, or not the same, or something that could not be recorded.
+    `place` describes what is swept, without a UUID. Returns YOUNG if an object exists that was not listed, so it was
+    written since. Returns UNIDENTIFIED if the metadata names no owner, or different ones, or could not be recorded.
     """
     if (data is not None and not ledger.has_data) or (index is not None and not ledger.has_index):
         return Finding.YOUNG
@@ -211,7 +213,7 @@ def claim_of(
 
 
 def _may_be_recorded(claim: LedgerClaim, topic_bytes_max: int) -> bool:
-    """Anybody may have written the metadata."""
+    """Check the claim like a request, since any program may have written the metadata."""
     try:
         limits.check_name("topic", claim.topic, topic_bytes_max)
         deletion_checks.check_topic(claim.topic)
@@ -223,8 +225,10 @@ def _may_be_recorded(claim: LedgerClaim, topic_bytes_max: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrphanedLedger:
-    """A ledger that a sweep found orphaned, as `tarry.v1.OrphanedLedger`. `size_bytes`: of its objects together,
-    `modified_ms`: when the youngest was written, `unknown_topic`: its owner never said all that is in use of the topic.
+    """A ledger that a sweep found orphaned, as `tarry.v1.OrphanedLedger`.
+
+    `size_bytes` is the total size of its objects, and `modified_ms` is when the youngest was written (Unix ms).
+    `unknown_topic` is whether its owner never reported everything in use of the topic.
     """
 
     topic: str
@@ -239,13 +243,13 @@ class OrphanedLedger:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Guard:
-    """Orphans that exceed both, as a share of the bytes listed and in bytes, are more likely a mistake."""
+    """Limits on orphans: beyond both a share of the listed bytes and a size (bytes), a mistake is more likely."""
 
     share: float
     size_bytes: int
 
     def refusal(self, found: ObjectCount, listed: ObjectCount) -> str:
-        """Why nothing is recorded; empty when nothing stands against it."""
+        """Return why nothing is recorded; empty if nothing speaks against it."""
         if found.size_bytes <= self.size_bytes or found.size_bytes <= self.share * listed.size_bytes:
             return ""
         return (
@@ -255,7 +259,7 @@ class Guard:
 
 
 class Tally:
-    """The counts of a sweep while it goes on."""
+    """The counts of a sweep in progress."""
 
     def __init__(self) -> None:
         self._counts: dict[str, ObjectCount] = {}

@@ -1,10 +1,7 @@
-"""A set of byte strings of one length, ascending, in few more bytes than they have.
+"""Keeps a sorted set of byte strings of one length, in few more bytes than they have.
 
-Owns: the form in memory, finding by what keys begin with, adding and removing.
-Does not own: what the bytes mean (`in_use`).
-
-The keys are in chunks that are never changed but replaced: a change costs as much as the chunks that it touches, and
-as they are now is a copy of the list of chunks.
+Keys are found by prefix. They are in chunks that are replaced, never changed. So a change costs as much as the chunks
+that it touches, and a snapshot is a copy of the list of chunks.
 """
 
 from __future__ import annotations
@@ -18,13 +15,14 @@ import numpy.typing as npt
 
 CHUNK_KEYS = 2048
 
-# Byte strings of one length, `S<width>`: two that differ in nothing but zeros at their ends have the same length here.
+# Byte strings of one length, `S<width>`. Keys that differ only in trailing zeros cannot collide, since all have one
+# length.
 Keys = npt.NDArray[np.bytes_]
 Mask = npt.NDArray[np.bool_]
 
 
 def joined(columns: Sequence[npt.NDArray[np.unsignedinteger[Any]]]) -> Keys:
-    """One key of each row: its values one after the other, so that keys ascend as rows do."""
+    """Build a key of each row from its values, one after the other, so that keys ascend as rows do."""
     rows = len(columns[0])
     parts = [
         np.ascontiguousarray(column.astype(column.dtype.newbyteorder(">")))
@@ -36,24 +34,24 @@ def joined(columns: Sequence[npt.NDArray[np.unsignedinteger[Any]]]) -> Keys:
 
 
 def bytes_of(keys: Keys) -> npt.NDArray[np.uint8]:
-    """u8[n, width]."""
+    """Return the bytes as u8[n, width]."""
     return np.ascontiguousarray(keys).view(np.uint8).reshape(len(keys), keys.itemsize)
 
 
 def moved(keys: Keys, order: Sequence[slice]) -> Keys:
-    """Keys of those bytes of each."""
+    """Return keys of the given slices of each key's bytes."""
     matrix = bytes_of(keys)
     return _as_keys(np.concatenate([matrix[:, part] for part in order], axis=1))
 
 
 def ascending(keys: Keys) -> Keys:
-    """Each once."""
+    """Return the distinct keys, ascending."""
     keys = np.sort(keys)
     return keys[np.append(True, keys[1:] != keys[:-1])] if len(keys) else keys
 
 
 def contained(keys: Keys, wanted: Keys) -> Mask:
-    """Which of the keys are among `wanted`, which ascends."""
+    """Return the mask of keys that are among `wanted`, which ascends."""
     return _find(wanted, keys)[1]
 
 
@@ -68,11 +66,11 @@ class SortedKeys:
         return self._keys
 
     def chunks(self) -> tuple[Keys, ...]:
-        """Returns the keys as they are now, ascending, in chunks that are never changed."""
+        """Return the keys as they are now, ascending, in chunks that never change."""
         return tuple(self._chunks)
 
     def add(self, keys: Keys) -> Keys:
-        """Adds keys that ascend; which were not there."""
+        """Add ascending keys; return those that were new."""
         replaced: list[tuple[int, Keys]] = []
         new: list[Keys] = []
         for number, part in self._by_chunk(keys):
@@ -85,7 +83,7 @@ class SortedKeys:
         return self._concatenated(new)
 
     def remove(self, keys: Keys) -> Keys:
-        """Removes keys that ascend; which were there."""
+        """Remove ascending keys; return those that existed."""
         replaced: list[tuple[int, Keys]] = []
         gone: list[Keys] = []
         for number, part in self._by_chunk(keys) if self._chunks else ():
@@ -97,16 +95,16 @@ class SortedKeys:
         return self._concatenated(gone)
 
     def beginning_with(self, prefixes: Keys) -> Keys:
-        """All that begin with one of the prefixes, which ascend."""
+        """Return all keys that begin with one of the ascending prefixes."""
         return self._concatenated(list(self._beginning_with(prefixes)))
 
     def has(self, prefix: bytes) -> bool:
-        """Whether any begins with it."""
+        """Return whether any key begins with the prefix."""
         if not self._chunks:
             return False
         low = prefix.ljust(self._kind.itemsize, b"\0")
         number = max(0, bisect.bisect_right(self._firsts, low) - 1)
-        # What is not below is in this chunk, or the first of the next one.
+        # The first key that is not below it is in this chunk, or begins the next one.
         for chunk in self._chunks[number : number + 2]:
             place = int(np.searchsorted(chunk, np.array(low, self._kind)))
             if place < len(chunk):
@@ -114,12 +112,12 @@ class SortedKeys:
         return False
 
     def count(self, prefix: bytes) -> int:
-        """How many begin with it."""
+        """Return how many keys begin with the prefix."""
         whole = self._kind.itemsize
         return self._below(prefix.ljust(whole, b"\xff"), "right") - self._below(prefix.ljust(whole, b"\0"), "left")
 
     def _below(self, key: bytes, side: Literal["left", "right"]) -> int:
-        """How many are below the key, or with `right` not above it."""
+        """Return how many keys are below the given one or, with `right`, not above it."""
         number = bisect.bisect_right(self._firsts, key) - 1
         if number < 0:
             return 0
@@ -146,7 +144,7 @@ class SortedKeys:
                 yield found
 
     def _by_chunk(self, keys: Keys) -> Iterator[tuple[int, Keys]]:
-        """The keys by the chunk in which they are, or would be."""
+        """Yield the keys with the number of the chunk in which they are, or would be."""
         start = 0
         while start < len(keys):
             number = max(0, bisect.bisect_right(self._firsts, _bytes_at(keys, start)) - 1)
@@ -157,14 +155,14 @@ class SortedKeys:
             start = end
 
     def _replace(self, replaced: Sequence[tuple[int, Keys]]) -> None:
-        """Chunks by their numbers, ascending."""
+        """Replace chunks, given by ascending number."""
         if not replaced:
             return
         first, behind = replaced[0][0], len(self._chunks) - replaced[-1][0]
         for number, keys in reversed(replaced):
             self._keys += len(keys) - (len(self._chunks[number]) if self._chunks else 0)
             self._put(number, number + 1, keys)
-        # Not before all are there: a chunk that was joined has another number.
+        # Join only after all replacements, since joining changes the numbers of chunks.
         for number in reversed(range(first - 1, len(self._chunks) - behind + 1)):
             self._join(number)
 
@@ -176,7 +174,7 @@ class SortedKeys:
         self._firsts[start:end] = [_bytes_at(chunk, 0) for chunk in chunks]
 
     def _join(self, number: int) -> None:
-        """Makes one chunk of this and the next one when both are small."""
+        """Merge this chunk and the next one if both are small."""
         if 0 <= number < len(self._chunks) - 1:
             pair = self._chunks[number : number + 2]
             if len(pair[0]) + len(pair[1]) <= CHUNK_KEYS // 2:
@@ -189,7 +187,7 @@ class SortedKeys:
 
 
 def _find(among: Keys, keys: Keys) -> tuple[npt.NDArray[np.intp], Mask]:
-    """Where each key is or would be among such as ascend, and whether it is there."""
+    """Return the index of each key in an ascending array, and the mask of keys that are there."""
     places = np.searchsorted(among, keys)
     if not len(among):
         return places, np.zeros(len(keys), np.bool_)
@@ -198,7 +196,7 @@ def _find(among: Keys, keys: Keys) -> tuple[npt.NDArray[np.intp], Mask]:
 
 
 def _bytes_at(keys: Keys, place: int) -> bytes:
-    # An element of the array would have lost the zeros at its end.
+    # An element of the array would have lost its trailing zeros.
     return keys[place : place + 1].tobytes()
 
 

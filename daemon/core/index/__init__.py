@@ -1,1 +1,1 @@
-"""The rows of a topic: buckets and segments, when each row is due, who is owed it, pages and merges of them."""
+"""Keeps the rows of a topic: buckets and segments, due times, entitlement, pages and merges."""

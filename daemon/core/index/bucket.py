@@ -1,24 +1,14 @@
-"""What every bucket has: which of its positions are there, due, gone and acknowledged.
+"""Keeps the sets of a bucket: which of its positions are present, due, gone and acknowledged.
 
-Owns: the sets of one bucket and the changes that keep them consistent.
-Does not own: the rows themselves (`mutable_bucket`, `sealed_bucket`) and who is owed them (`subscription_state`).
+The rows themselves are elsewhere (`mutable_bucket`, `storage_backends.formats.bucket_format`). Invariants: `passed` and
+every `acknowledged` set are subsets of `present`; pending rows are present - passed; a sealed bucket's rows are
+`present` and `gone` together; `gone` only grows.
 
-Invariants: `passed` and every `acknowledged` set are subsets of `present`; `waiting` = present - passed; a sealed
-bucket's rows are `present` and `gone` together; `gone` only grows.
+A sealed bucket is immutable: its rows are on the object store, its sets in memory.
 
-A sealed, immutable bucket: its rows are on the object store, its sets in memory.
-
-Owns: what is known of a live bucket, and how far the index has passed its rows.
-Does not own: its object (`storage_backends.formats.bucket_format`) and the segments in memory (`segments`).
-
-Damaged buckets: neither read nor deleted; what is missing with them, until it is added again.
-
-Owns: what is missing of one damaged bucket, and what was added or left since.
-Does not own: finding damage (the engine), the manifest's mark (`storage_backends.topic_manifest`), and the rows that
-were added again (`mutable_bucket`).
-
-A quarantined bucket holds no row: its positions may be added again, and what is added is missing no longer. It goes on
-learning what leaves, so that its stored progress, which is that of any bucket, says what is missing after a restart.
+A quarantined bucket is damaged: it is neither read nor deleted, and holds no row. Its positions may be added again, and
+what is added is no longer missing. It still records what leaves, so that its stored progress, which is that of any
+bucket, shows what is missing after a restart. `storage_backends.topic_manifest` has the mark.
 """
 
 from __future__ import annotations
@@ -39,7 +29,7 @@ from storage_backends.formats.manifest import LiveBucket
 
 
 class GoneSet:
-    """A set that only grows and can be frozen in O(1): frozen parts, and what came since."""
+    """A set that only grows and can be frozen in O(1): frozen parts, and additions since."""
 
     def __init__(self, keys: BitMap64 | None = None) -> None:
         self._frozen: list[BitMap64] = [keys] if keys else []
@@ -49,7 +39,7 @@ class GoneSet:
         self._since |= keys
 
     def freeze(self) -> tuple[BitMap64, ...]:
-        """The set as parts that never change again."""
+        """Return the set as parts that never change again."""
         if self._since:
             part, self._since = self._since, BitMap64()
             while self._frozen and 2 * len(part) >= len(self._frozen[-1]):
@@ -62,11 +52,11 @@ class GoneSet:
 
 
 class Bucket:
-    """The sets of one bucket. `gone` is None in the mutable bucket: there gone means removed.
+    """The sets of one bucket. `gone` is None in the mutable bucket, from which gone positions are removed.
 
-    `name`: the object name, empty for the mutable bucket. `index_id`: the index that its rows are in. `pages`: the
-    ordinals of the pages that it has or had positions of. `levels`: hears of what is passed and what is gone; None
-    while the bucket is in no index. Counts are kept, never taken from a bitmap.
+    `name` is the object name, empty for the mutable bucket. `index_id` is the index of its rows. `pages` are the
+    ordinals of the pages that it has or had positions of. `levels` is called with what is passed or gone; None while
+    the bucket is in no index. Counts are maintained, never taken from a bitmap.
     """
 
     pages: BitMap
@@ -87,10 +77,7 @@ class Bucket:
         return self.present_rows - self.passed_rows
 
     def pass_rows(self, due: KeyedRows) -> KeyedRows:
-        """Makes waiting rows due; those that were waiting, in the order given.
-
-        What is gone or due already is left out.
-        """
+        """Make pending rows due; return those that were pending, in the given order."""
         if len(due) <= FEW and not self.levels:
             return self._pass_few(due)
         waiting = bitmap_of(due.keys) & self.present
@@ -115,7 +102,7 @@ class Bucket:
         return due if all(came) else due.take(np.array(came))
 
     def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:
-        """Makes positions gone: (those that were there, how many of them were due)."""
+        """Remove positions as gone: (those that were present, how many of them were due)."""
         hit = self.present & keys
         if not hit:
             return hit, 0
@@ -135,11 +122,11 @@ class Bucket:
         return hit, due_rows
 
     def acknowledged_by(self, subscription_id: int) -> BitMap64:
-        """The set to read or to grow."""
+        """Return the set of a subscription's acknowledgements, to read or to grow."""
         return self.acknowledged.setdefault(subscription_id, BitMap64())
 
     def unacknowledged(self, rows: KeyedRows, subscription_id: int, in_hand: BitMap64 | None = None) -> KeyedRows:
-        """Those of the rows that are here, due, and neither acknowledged by the subscription nor in hand."""
+        """Return the rows that are here, due, and neither acknowledged by the subscription nor held."""
         owed = bitmap_of(rows.keys) & self.passed
         for left in (self.acknowledged.get(subscription_id), in_hand):
             if left:
@@ -148,16 +135,16 @@ class Bucket:
 
 
 class EmptiedCounted(Protocol):
-    """Who counts the sealed buckets of a topic that have no row left."""
+    """The port that is called with sealed buckets that have no row left."""
 
     def emptied(self, bucket: SealedBucket) -> None: ...
 
 
 class SealedBucket(Bucket):
-    """One live bucket of the topic's manifest.
+    """One live bucket of the topic's manifest; `live` is its entry there.
 
-    `head`: rows before it have been passed, or are in `late`: rows that were already due when the bucket was sealed,
-    but not passed yet though later ones were. `live`: what the manifest says of it.
+    Rows before `head` have been passed or are in `late`. Late rows were already due when the bucket was sealed, but
+    were not passed yet although later ones were.
     """
 
     def __init__(
@@ -171,7 +158,7 @@ class SealedBucket(Bucket):
     ) -> None:
         super().__init__(live.object.name, present, gone, live.subscription_id)
         self.live = live
-        # Of the topic, while it is in an index.
+        # The counts of the topic, while the bucket is in an index
         self.counts: EmptiedCounted | None = None
         self.table = SegmentTable(segments)
         self.head = SegmentCursor(self.name, self.table)
@@ -188,11 +175,11 @@ class SealedBucket(Bucket):
 
     @property
     def last_due_ms(self) -> int:
-        """No row is due later."""
+        """An upper bound of the rows' due times (Unix ms)."""
         return self.live.max_deliver_at_ms
 
     def settle(self, cache: SegmentCache) -> SortedRun | None:
-        """The head's segment, if it is in memory; segments that it has left may be dropped."""
+        """Return the head's segment if it is in memory, and release segments that the head has left."""
         number = self.head.number
         run = self.head.settle(cache)
         if self.head.number != number:
@@ -200,14 +187,14 @@ class SealedBucket(Bucket):
         return run
 
     def is_unread(self, cache: SegmentCache, now_ms: int) -> bool:
-        """Whether the head stands before a segment that is due and not in memory."""
+        """Return whether the head stands before a segment that is due and not in memory."""
         if not self.waiting_rows or self.settle(cache) is not None:
             return False
         following = self.head.following
         return following is not None and following[1] <= now_ms
 
     def first_waiting(self, cache: SegmentCache, now_ms: int) -> Place | None:
-        """No due row that waits comes before, be it in memory or not; None when none does."""
+        """Return a point at or before all due rows that are not passed, in memory or not, or None."""
         if not self.waiting_rows:
             return None
         places = [self.head.first_place(cache)]
@@ -216,7 +203,7 @@ class SealedBucket(Bucket):
         return min((place for place in places if place is not None and place[0] <= now_ms), default=None)
 
     def release_pages(self) -> None:
-        """The bucket was dropped; call once."""
+        """Release the pages of a dropped bucket; call once."""
         self._pages.release(self.pages)
 
 
@@ -225,10 +212,10 @@ _PAGE_LAST = (1 << PAGE_BITS) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RebuildNeeded:
-    """Rows of a range of ledgers that were lost with a damaged bucket and are to be added again.
+    """Rows of a range of ledgers that were lost with a damaged bucket and must be added again.
 
-    `rows`: not gone and not added since. `damage`: what was found. `positions_known`: whether it is known which
-    positions are missing; if not, `rows` counts any position of these ledgers that is added.
+    `rows` are neither gone nor added since. `damage` describes what was found. `positions_known` is whether the missing
+    positions are known; if not, every position of these ledgers that is added reduces `rows`.
     """
 
     first_ledger_id: int
@@ -240,10 +227,10 @@ class RebuildNeeded:
 
 
 class QuarantinedBucket(Bucket):
-    """One damaged bucket of the topic's manifest. `present`: the positions that are missing, empty where nobody knows
-    them; nothing of it is due.
+    """One damaged bucket of the topic's manifest; nothing of it is due.
 
-    `gone`, `acknowledged`: as stored, or as the bucket had them when it was found to be damaged.
+    `present` has the missing positions, and is empty if they are unknown. `gone` and `acknowledged` are as stored, or
+    as the bucket had them when the damage was found.
     """
 
     def __init__(
@@ -255,13 +242,13 @@ class QuarantinedBucket(Bucket):
         acknowledged: dict[int, BitMap64],
         pages: PageTable,
     ) -> None:
-        """`present`: None where the bucket's head cannot be read."""
+        """Create the bucket. `present` is None if the bucket's head cannot be read."""
         super().__init__(live.object.name, BitMap64() if present is None else present, gone, live.subscription_id)
         self.live = live
         self.acknowledged = acknowledged
         self.positions_known = present is not None
         self._pages = pages
-        # Of a page of which nothing is missing nothing is asked again, unless nobody knows what is missing.
+        # A page from which nothing is missing is not needed again, unless the missing positions are unknown.
         kept = (self.present,) if self.positions_known else (*gone.freeze(), *acknowledged.values())
         self.pages = BitMap.union(*map(pages_of, kept)) if kept else BitMap()
         pages.hold(self.pages)
@@ -283,8 +270,11 @@ class QuarantinedBucket(Bucket):
         )
 
     def missing(self, keys: BitMap64) -> BitMap64:
-        """Those of the positions that are missing here, or that count as such: any position of its ledgers that is not
-        gone, where nobody knows. Positions that another bucket holds are not to be asked for."""
+        """Return the positions that are missing here, or count as missing.
+
+        If positions are unknown, any position of its ledgers that is not gone counts. Do not ask for positions of other
+        buckets.
+        """
         if self.positions_known:
             return self.present & keys
         if not self.missing_rows:
@@ -297,7 +287,7 @@ class QuarantinedBucket(Bucket):
         return named
 
     def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:
-        """Positions are missing no longer: added again, or gone."""
+        """Remove positions that are no longer missing: added again, or gone."""
         if self.positions_known:
             return super().remove(keys)
         hit = self.missing(keys)
@@ -306,15 +296,15 @@ class QuarantinedBucket(Bucket):
             self._pages.hold(fresh_pages)
             self.pages |= fresh_pages
             self.gone.add(hit)
-        # Also when none is missing any more: what was acknowledged here says nothing of a row that was added since.
+        # Even if none is missing any longer: acknowledgements here say nothing of a row that was added since.
         for acknowledged in self.acknowledged.values():
             acknowledged -= keys
         return hit, 0
 
     def stand_in(self) -> BitMap64:
-        """Positions of its first ledger, to be made gone in place of those that are missing and nobody knows.
+        """Return positions of its first ledger that become gone in place of unknown missing ones.
 
-        That is right only when every position of its ledgers leaves.
+        This is correct only if every position of its ledgers leaves.
         """
         if self.positions_known or not self.missing_rows or self.gone is None:
             return BitMap64()
@@ -325,23 +315,23 @@ class QuarantinedBucket(Bucket):
         return keys
 
     def release_pages(self) -> None:
-        """The bucket is no more; call once."""
+        """Release the pages of a dropped bucket; call once."""
         self._pages.release(self.pages)
 
 
 def added_again(damaged: Collection[QuarantinedBucket], added: BitMap64, slot: int) -> None:
-    """Positions were added in a slot: they are missing no longer. They are new rows, owed to every subscription."""
+    """Remove positions added in a slot from damaged buckets; they are new rows, owed to every subscription."""
     for bucket in damaged:
         if bucket.positions_known or slot > bucket.live.quarantined_slot:
             bucket.remove(added)
 
 
 def learns_positions(damaged: Collection[QuarantinedBucket]) -> bool:
-    """Whether positions of pages that no bucket holds may say something of one of these."""
+    """Return whether positions of pages without a bucket may matter to one of these."""
     return any(not bucket.positions_known and bucket.missing_rows for bucket in damaged)
 
 
 def rebuild_needed(damaged: Iterable[QuarantinedBucket]) -> tuple[RebuildNeeded, ...]:
-    """The buckets of which rows are missing, by their ledgers."""
+    """Return the buckets with missing rows, ordered by ledger."""
     needed = (bucket.rebuild_needed() for bucket in damaged if bucket.missing_rows)
     return tuple(sorted(needed, key=lambda each: (each.first_ledger_id, each.last_ledger_id, each.bucket)))

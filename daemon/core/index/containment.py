@@ -1,11 +1,7 @@
-"""What of ranges of entries is in the indexes, as ranges: a cursor that reads a log skips them (PIP-195).
+"""Finds what of ranges of entries is in the indexes, as ranges that a cursor reading a log skips (PIP-195).
 
-Owns: ranges of a request brought to keys, ranges of sets of keys brought back to entries, one answer over several
-indexes, and its bound.
-Does not own: which rows there are (`index`) and who acknowledged them (`bucket`).
-
-Everything is done on bitmaps and columns: a range of a million rows is a few containers, and a range of the answer is
-a place where a set begins and one where it ends.
+Everything is done on bitmaps and columns. A range of a million rows is a few containers. A range of the answer is a
+place where a set begins and one where it ends.
 """
 
 from __future__ import annotations
@@ -22,8 +18,8 @@ from daemon.core.index.index import Index
 from daemon.core.index.position_keys import PAGE_BITS, UNKNOWN_KEY, bitmap_of, keys_of
 from storage_backends.formats.row_columns import U64
 
-# What one call looks at: rows of the index in ranges of the request. A range counts for some rows in any case, one of
-# many entries for more, as its rows are counted first; and so does each container (65,536 entries) that it spans.
+# The rows that one call may read in ranges of the request. Each range costs some rows, a wide one more, since its rows
+# are counted first; so does each container (65,536 entries) that it spans.
 SCAN_ROWS_MAX = 4_000_000
 _RANGE_ROWS = 100
 _NARROW_ENTRIES = 1_000
@@ -39,7 +35,7 @@ _SHIFT = np.uint64(PAGE_BITS)
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class EntryRanges:
-    """Ranges of entries of ledgers, both ends included: u64[n] each."""
+    """Ranges of entries of ledgers, both ends included; u64[n] each."""
 
     ledger_id: U64
     first_entry_id: U64
@@ -51,10 +47,10 @@ class EntryRanges:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Contained:
-    """What of the ranges of a request is in the indexes: not passed yet, and passed and not acknowledged.
+    """The parts of a request's ranges that are in the indexes: not passed yet, and passed and not acknowledged.
 
-    Ordered as the request, within one of its ranges by entry; neighbours are one range. `continuation`: (range of the
-    request, entry): only what comes before is answered; None when everything is.
+    They are ordered as the request, within a range by entry; adjacent ones are joined. `continuation` is (range of the
+    request, entry) at which the answer ends, or None if it is complete.
     """
 
     pending: EntryRanges
@@ -64,7 +60,7 @@ class Contained:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Pieces:
-    """Ranges of keys, each within one page, in the order of the request. `number`: the range of the request."""
+    """Ranges of keys, each within one page, in the order of the request. `number` is the range of the request."""
 
     number: I64
     first: U64
@@ -73,7 +69,7 @@ class _Pieces:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Found:
-    """Ranges of keys that are in the index, in the order of the pieces that they lie in."""
+    """Ranges of keys that are in the index, in the order of the pieces in which they lie."""
 
     piece: I64
     first: U64
@@ -88,7 +84,7 @@ class _Found:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Ranges:
-    """Ranges of entries in the order of the request. `number`: the range of the request that each lies in."""
+    """Ranges of entries in the order of the request. `number` is the range of the request for each."""
 
     number: I64
     ledger_id: U64
@@ -102,17 +98,17 @@ class _Ranges:
         return EntryRanges(self.ledger_id, self.first, self.last)
 
 
-# (pending, due, where the answer ends: (range of the request, entry)).
+# (pending, due, where the answer ends: (range of the request, entry))
 _Answer = tuple[_Ranges, _Ranges, tuple[int, int] | None]
 
 
 def contained_in(
     indexes: Sequence[Index], request: EntryRanges, subscription_id: int | None, *, ranges_max: int
 ) -> Contained:
-    """What of the request is in any of the indexes; of a subscription, what it has not acknowledged.
+    """Return what of the request is in any of the indexes; for a subscription, without what it acknowledged.
 
-    A position that is due in one of them is due. At most `ranges_max` ranges, and bounded work: the rest is for another
-    call.
+    A position that is due in one index is due. The answer has at most `ranges_max` ranges and takes bounded work; the
+    rest is for another call.
     """
     scan_rows_max = max(1, SCAN_ROWS_MAX // len(indexes))
     answers = [
@@ -142,7 +138,7 @@ def _answer(
 
 
 def _together(answers: Sequence[_Answer], request: EntryRanges, ranges_max: int) -> _Answer:
-    """One answer from those of several indexes, as far as all of them go."""
+    """Combine the answers of several indexes, as far as all of them go."""
     number, first, last, is_due = _union([pending for pending, _, _ in answers], [due for _, due, _ in answers])
     continuation = min((end for _, _, end in answers if end is not None), default=None)
     if continuation is not None:
@@ -159,15 +155,15 @@ def _together(answers: Sequence[_Answer], request: EntryRanges, ranges_max: int)
 
 
 def _union(pending: Sequence[_Ranges], due: Sequence[_Ranges]) -> tuple[I64, U64, U64, npt.NDArray[np.bool_]]:
-    """The ranges that any of the parts has, disjoint, by (number, first): (number, first, last, whether it is due).
+    """Return the disjoint ranges of all parts, ordered by (number, first): (number, first, last, is due).
 
-    What is in a due one is due. At every place where a range begins or ends it is counted how many are open.
+    An entry in a due range is due. The number of open ranges is counted at every place where one begins or ends.
     """
     parts = [*pending, *due]
     number = np.concatenate([part.number for part in parts])
     first, last = (np.concatenate(column) for column in ([each.first for each in parts], [each.last for each in parts]))
     is_due = np.repeat([False, True], [sum(map(len, pending)), sum(map(len, due))])
-    # Behind the last entry of all is entry 0 of the next range of the request.
+    # After the last possible entry comes entry 0 of the next range of the request.
     ends = last + np.uint64(1)
     place = np.concatenate([number, number + (ends == 0)]), np.concatenate([first, ends])
     opened = np.repeat([1, -1], len(number))
@@ -188,7 +184,7 @@ def _union(pending: Sequence[_Ranges], due: Sequence[_Ranges]) -> tuple[I64, U64
 
 
 def _pieces_of(index: Index, request: EntryRanges) -> _Pieces:
-    """The parts of the request that lie in pages which some bucket holds."""
+    """Return the parts of the request that lie in pages held by some bucket."""
     number = np.arange(len(request))
     one_page = request.first_entry_id >> _SHIFT == request.last_entry_id >> _SHIFT
     first = index.pages.find(request.ledger_id[one_page], request.first_entry_id[one_page])
@@ -212,9 +208,7 @@ def _pieces_of(index: Index, request: EntryRanges) -> _Pieces:
 
 
 def _bounded(index: Index, pieces: _Pieces, scan_rows_max: int) -> tuple[_Pieces, BitMap64, tuple[int, int] | None]:
-    """Takes as many of the pieces as one call looks at: (they, their keys, where the rest begins: (range, key) or
-    None).
-    """
+    """Take as many pieces as one call reads: (pieces, their keys, where the rest begins: (range, key) or None)."""
     asked = BitMap64()
     rows_left = scan_rows_max
     end = None
@@ -243,7 +237,7 @@ def _bounded(index: Index, pieces: _Pieces, scan_rows_max: int) -> tuple[_Pieces
 
 
 def _fitting(buckets: Sequence[Bucket], first: int, last: int, rows_max: int) -> tuple[int, int, int, bool]:
-    """The part of a range that is looked at: (its first key that has a row, its last key, its cost, is it all)."""
+    """Return the part of a range that is read: (first key with a row, last key, cost, whether it is all)."""
     sets = [bucket.present for bucket in buckets if bucket.present.range_cardinality(first, last + 1)]
     if not sets:
         return first, first - 1, 0, True
@@ -258,7 +252,7 @@ def _fitting(buckets: Sequence[Bucket], first: int, last: int, rows_max: int) ->
 
 
 def _sets(index: Index, asked: BitMap64, subscription_id: int | None) -> tuple[BitMap64, BitMap64]:
-    """What of the keys waits, and what is due and not acknowledged."""
+    """Return (keys that are pending, keys that are due and not acknowledged)."""
     waiting, passed = BitMap64(), BitMap64()
     for bucket in index.buckets:
         here = bucket.present & asked
@@ -273,13 +267,13 @@ def _sets(index: Index, asked: BitMap64, subscription_id: int | None) -> tuple[B
 
 
 def _overlaps(keys: BitMap64, pieces: _Pieces, order: Order, count_max: int) -> _Found:
-    """The first ranges of keys of the set in each of the pieces, at most so many together.
+    """Return the first ranges of the set in each of the pieces, at most `count_max` together.
 
-    `order`: of the pieces by their first keys; looking one after the other up is several times faster so.
+    `order` sorts the pieces by first key, since looking keys up in ascending order is several times faster.
     """
     if not keys:
         return _Found(np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint64))
-    # Runs of neighbours; that one may go on in another page of the table does not matter, a piece does not.
+    # Runs of adjacent keys. One may continue in another page of the table: that does no harm, since a piece does not.
     begins, ends = keys_of(keys - keys.shift(1)), keys_of(keys - keys.shift(-1))
     start, stop = np.empty_like(order), np.empty_like(order)
     start[order] = np.searchsorted(ends, pieces.first[order], side="left")
@@ -293,7 +287,7 @@ def _overlaps(keys: BitMap64, pieces: _Pieces, order: Order, count_max: int) -> 
 
 
 def _first_ones(pending: _Found, due: _Found, ranges_max: int) -> tuple[_Found, _Found, tuple[int, int] | None]:
-    """The first ranges of both together: (pending ones, due ones, (piece, first key) of the one that follows)."""
+    """Return the first ranges of both: (pending ones, due ones, (piece, first key) of the next one)."""
     if len(pending) + len(due) <= ranges_max:
         return pending, due, None
     piece = np.concatenate([pending.piece, due.piece])
@@ -307,7 +301,7 @@ def _first_ones(pending: _Found, due: _Found, ranges_max: int) -> tuple[_Found, 
 
 
 def _ranges(index: Index, pieces: _Pieces, found: _Found) -> _Ranges:
-    """The entries; what goes on in the next page of the ledger is one range."""
+    """Return the entries, joining ranges that continue in the next page of the ledger."""
     ledger_id, first = index.pages.positions(found.first)
     _, last = index.pages.positions(found.last)
     number = pieces.number[found.piece]

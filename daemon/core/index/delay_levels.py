@@ -1,20 +1,12 @@
-"""Delay levels: a table of delays that rows may be added by, and redelivered by (RocketMQ).
+"""Reads tables of delay levels and tracks the rows of an index by level (RocketMQ).
 
-Owns: reading a table, what a level means, and the ladder of redeliveries.
-Does not own: where a table is set (`daemon.settings`, `daemon.topic.topic_settings`), the limit on a row's delay
-(`limits`) and which rows a level has (`level_rows`).
+A table is `1s 5s 10s 30s 1m`: level 1 is its first delay, level 0 is no delay. Rows may be added and redelivered by
+level. `limits` bounds a row's delay; `daemon.settings` and `daemon.topic.topic_settings` set tables.
 
-A table is `1s 5s 10s 30s 1m`: level 1 is its first delay. Level 0 is no delay.
+    add -> pending -(passed)-> due -(delivered)-> delivered        from each: gone
 
-Which rows of an index were added by a delay level, until they are gone.
-
-Owns: their positions by level, how many of each level are pending, and which were never handed out.
-Does not own: what a level means (`delay_levels`), the rows (`bucket`), and what is exported (`daemon.metrics`).
-
-    add -> pending -(passed)-> due -(handed out)-> handed out        from each: gone
-
-The buckets of the index say what is passed and what is gone. Of rows without a level nothing is known here: where no
-row has one, nothing is done.
+The buckets of the index report what is passed and gone. Rows without a level are not tracked: if no row has one,
+nothing is done.
 """
 
 from __future__ import annotations
@@ -33,11 +25,11 @@ from daemon.core.index.position_keys import bitmap_of, contained
 from daemon.errors import InvalidArgument
 from storage_backends.formats.row_columns import U32, U64
 
-# RocketMQ's.
+# The defaults of RocketMQ
 DEFAULT_TABLE = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
 DEFAULT_MAX_MS = 2 * 3_600_000
 LEVELS_MAX = 256
-# The level of a first redelivery by the ladder: RocketMQ's 3 + n, n redeliveries before.
+# The level of a first redelivery by the ladder; RocketMQ uses 3 + n after n redeliveries.
 LADDER_FIRST = 3
 
 _UNITS_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -51,9 +43,9 @@ _WHY = (
     (re.compile(r".*[,;].*"), "delays are separated by white space"),
     (re.compile(r"[0-9]+\D+"), "the units are s, m, h and d"),
 )
-# Of a token that is refused as much is shown.
+# Characters of a refused token that are shown
 _SHOWN_CHARACTERS = 32
-# Of more digits a delay is above every limit there may be.
+# A delay with more digits exceeds every possible limit.
 _DIGITS_MAX = 18
 
 Levels = npt.NDArray[np.integer[Any]]
@@ -61,8 +53,9 @@ Levels = npt.NDArray[np.integer[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class DelayLevels:
-    """A table that was read. `delays_ms`: level 1 first. `clamp`: a level above the last one is the last one; if not,
-    it is refused.
+    """A table of delays (ms), level 1 first.
+
+    With `clamp`, a level above the last one means the last one; otherwise it is refused.
     """
 
     table: str
@@ -75,10 +68,9 @@ class DelayLevels:
         return len(self.delays_ms)
 
     def effective(self, levels: Levels, field: str = "delay_level") -> npt.NDArray[np.int64]:
-        """The levels that count for those that were asked for: 0 to the highest.
+        """Return the levels in effect for requested ones, from 0 to the highest.
 
-        Raises InvalidArgument naming `field` and the row: a negative level, or one above the highest that does not
-        count as that.
+        Raises InvalidArgument with `field` and the row for a negative level, or one above the highest without `clamp`.
         """
         wanted = levels.astype(np.int64)
         if self.unknown(wanted) is None:
@@ -90,20 +82,21 @@ class DelayLevels:
         raise InvalidArgument(f"{field}[{row}] is {wanted[row]}; the highest level of the table is {self.top}")
 
     def unknown(self, levels: Levels) -> npt.NDArray[np.bool_] | None:
-        """Which levels there are not: those that `effective` refuses; None: none of them."""
+        """Return the mask of levels that `effective` refuses, or None if there is none."""
         is_above = not self.clamp and int(levels.max(initial=0)) > self.top
         if not is_above and int(levels.min(initial=0)) >= 0:
             return None
         return (levels < 0) | (levels > self.top) if is_above else levels < 0
 
     def delays_of(self, levels: Levels, field: str = "delay_level") -> U64:
-        """The delays of levels in ms, u64[n]. Raises InvalidArgument as `effective`."""
+        """Return the delays of levels, u64[n] (ms). Raise InvalidArgument as `effective` does."""
         delays_ms: U64 = self._delays_ms[self.effective(levels, field)]
         return delays_ms
 
     def ladder(self, counts: U32) -> U64:
-        """The delays in ms of redeliveries, u64[n], by how often each position was redelivered, this time included: the
-        third level at the first time, then the next, and the highest from then on, whether levels are clamped or not.
+        """Return the delays of redeliveries, u64[n] (ms), by the redelivery count, including this time.
+
+        The first time is the third level, then comes the next one, and the highest is kept, even without `clamp`.
         """
         levels = np.minimum(counts.astype(np.int64) + (LADDER_FIRST - 1), self.top)
         delays_ms: U64 = self._delays_ms[levels]
@@ -111,15 +104,15 @@ class DelayLevels:
 
     @functools.cached_property
     def _delays_ms(self) -> U64:
-        """By level, from 0 on."""
+        """The delay of each level, from 0 on (ms)."""
         return np.array((0, *self.delays_ms), np.uint64)
 
 
 def parse(table: str, *, clamp: bool, delay_max_ms: int) -> DelayLevels:
-    """Reads a table: positive whole numbers, each with its unit, separated by any white space.
+    """Parse a table: positive whole numbers, each with its unit, separated by white space.
 
-    Raises InvalidArgument for the whole of a table that is wrong anywhere: with the place, which is that of the token's
-    first character, from 1, and the token.
+    An error anywhere refuses the whole table: raises InvalidArgument with the token and the place of its first
+    character, from 1.
     """
     delays_ms: list[int] = []
     for token in _TOKEN.finditer(table):
@@ -153,7 +146,7 @@ def _refused(token: re.Match[str], why: str) -> InvalidArgument:
 
 
 def warnings(levels: DelayLevels) -> tuple[str, ...]:
-    """What is legal in a table and may be a mistake."""
+    """Return warnings of what is legal in a table and may be a mistake."""
     found: list[str] = []
     first_level: dict[int, int] = {}
     for level, delay_ms in enumerate(levels.delays_ms, start=1):
@@ -170,7 +163,7 @@ DEFAULT = parse(DEFAULT_TABLE, clamp=True, delay_max_ms=DEFAULT_MAX_MS)
 
 
 class LevelRows:
-    """`present_among`: which positions have rows in the index that are not gone."""
+    """The rows of an index by level. `present_among` returns the positions that have rows which are not gone."""
 
     def __init__(self, present_among: Callable[[BitMap64], BitMap64]) -> None:
         self._present_among = present_among
@@ -180,27 +173,27 @@ class LevelRows:
         self._pending_rows: dict[int, int] = {}
 
     def __bool__(self) -> bool:
-        """Whether any row has a level."""
+        """Return whether any row has a level."""
         return bool(self._pending or self._due or self._handed_out)
 
     @property
     def pending_rows(self) -> Mapping[int, int]:
-        """By level, of those that have any."""
+        """The number of pending rows by level, without levels that have none."""
         return self._pending_rows
 
     def add(self, level: int, keys: BitMap64) -> None:
-        """New rows of a level."""
+        """Add new rows of a level."""
         self._pending.setdefault(level, _Keys()).add(keys)
         self._pending_rows[level] = self._pending_rows.get(level, 0) + len(keys)
 
     def restore(self, level: int, keys: BitMap64) -> None:
-        """Rows of a level as they were stored, before any is passed; positions without a row are left out."""
+        """Restore stored rows of a level before any is passed, without positions that have no row."""
         present = self._present_among(keys)
         if present:
             self.add(level, present)
 
     def passed(self, keys: BitMap64) -> None:
-        """Rows are due."""
+        """Mark rows as due."""
         for level in list(self._pending):
             moved = self._take(self._pending, level, keys)
             if moved:
@@ -208,9 +201,7 @@ class LevelRows:
                 self._due.setdefault(level, _Keys()).add(moved)
 
     def handed_out(self, keys: U64) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
-        """Rows are handed out: of each level that has some the level, and which of the rows are of it and were never
-        handed out before.
-        """
+        """Mark rows as delivered; yield (level, mask of rows of that level that were never delivered before)."""
         if not self._due:
             return
         named = bitmap_of(keys)
@@ -221,7 +212,7 @@ class LevelRows:
                 yield level, contained(keys, moved)
 
     def remove(self, keys: BitMap64) -> None:
-        """Rows are gone."""
+        """Remove rows that are gone."""
         for level in list(self._pending):
             left = self._take(self._pending, level, keys)
             if left:
@@ -231,8 +222,9 @@ class LevelRows:
                 self._take(sets, level, keys)
 
     def freeze(self) -> tuple[tuple[int, BitMap64], ...]:
-        """(level, positions of rows that are not gone), sets that never change again; a level may come several times,
-        with other positions. O(levels).
+        """Return (level, positions of rows that are not gone), in sets that never change again. O(levels).
+
+        A level may occur several times, with different positions.
         """
         return tuple(
             (level, kept.freeze())
@@ -241,7 +233,7 @@ class LevelRows:
         )
 
     def _take(self, sets: dict[int, _Keys], level: int, keys: BitMap64) -> BitMap64:
-        """Takes positions out of the set of a level; those that were in it."""
+        """Take positions out of the set of a level; return those that were in it."""
         kept = sets[level]
         hit = kept.keys & keys
         if hit:
@@ -257,7 +249,7 @@ class LevelRows:
 
 
 def pending_rows(parts: Iterable[LevelRows]) -> dict[int, int]:
-    """The pending rows of several indexes by level, of levels that have any."""
+    """Return the pending rows of several indexes by level, without levels that have none."""
     found: dict[int, int] = {}
     for part in parts:
         for level, rows in part.pending_rows.items():
@@ -266,7 +258,7 @@ def pending_rows(parts: Iterable[LevelRows]) -> dict[int, int]:
 
 
 class _Keys:
-    """A set that can be frozen in O(1): it is copied before it is changed the next time."""
+    """A set that can be frozen in O(1): the next change copies it."""
 
     __slots__ = ("_frozen", "keys")
 

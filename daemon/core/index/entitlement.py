@@ -1,11 +1,8 @@
-"""What subscriptions are owed of an index: rows until they acknowledge them, or are owed them no longer.
+"""Decides which rows of an index subscriptions are owed, and which are gone since none is owed them.
 
-Owns: the sets of what each subscription acknowledged, and which rows are gone since nobody is owed them any longer.
-Does not own: the buckets that keep these sets (`index`, `bucket`), the backlogs (`subscription_state`), and which
-records say so (`ack_decisions`, `withdrawal_decisions`, `topic`).
-
-The shared index is owed to every subscription that is entitled to a row. A subscription's own indexes are owed to it
-alone: what it acknowledges there is gone, and nothing else is kept of who acknowledged what.
+Every entitled subscription is owed a row of the shared index until it acknowledges it. A subscription index is owed to
+its subscription alone: what it acknowledges there is gone, and no acknowledgements are kept. The sets are in the
+buckets.
 """
 
 from __future__ import annotations
@@ -24,13 +21,13 @@ from daemon.core.index.position_keys import KeyedRows, bitmap_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entitled:
-    """Who is owed rows beside others: subscription id -> its `since_ms`. Nobody is, where an index has one owner."""
+    """The subscriptions that may be owed rows: id -> `since_ms`. It is empty for an index with one owner."""
 
     since_ms: Mapping[int, int]
 
     @functools.cached_property
     def last_since_ms(self) -> int:
-        """Rows due later are owed to every one of them."""
+        """The latest `since_ms` (Unix ms): rows due later are owed to all of them."""
         return max(self.since_ms.values(), default=0)
 
 
@@ -38,7 +35,7 @@ NOBODY_ELSE = Entitled({})
 
 
 def owed_among(index: Index, asked: BitMap64, subscription_id: int) -> BitMap64:
-    """Those of the positions that have a row, waiting or due, that a subscription has not acknowledged."""
+    """Return the positions with a row, pending or due, that a subscription has not acknowledged."""
     found = BitMap64()
     for bucket in index.that_may_have(asked):
         here = bucket.present & asked
@@ -49,7 +46,7 @@ def owed_among(index: Index, asked: BitMap64, subscription_id: int) -> BitMap64:
 
 
 def backlog_among(index: Index, keys: BitMap64, subscription_id: int) -> BitMap64:
-    """Those of the positions that are in the backlog of a subscription."""
+    """Return the positions that are in the backlog of a subscription."""
     found = BitMap64()
     for bucket in index.that_may_have(keys):
         due = bucket.passed & keys
@@ -58,7 +55,7 @@ def backlog_among(index: Index, keys: BitMap64, subscription_id: int) -> BitMap6
 
 
 def acknowledged_among(index: Index, keys: BitMap64) -> dict[int, BitMap64]:
-    """Those of the positions that a subscription is owed no longer, by its id."""
+    """Return the positions that each subscription is no longer owed, by id."""
     found: dict[int, BitMap64] = {}
     for bucket in index.that_may_have(keys):
         for subscription_id, acknowledged in bucket.acknowledged.items():
@@ -68,11 +65,11 @@ def acknowledged_among(index: Index, keys: BitMap64) -> dict[int, BitMap64]:
 
 
 def acknowledge(index: Index, rows: KeyedRows, keys: BitMap64, by: int, entitled: Entitled) -> int:
-    """A subscription acknowledged positions; those that nobody is owed any longer are gone.
+    """Acknowledge positions for a subscription and remove those that no subscription is owed any longer.
 
-    `keys`: the set of the positions. `entitled`: every subscription; this one is missing if it was deleted since. A row
-    that came due before a subscription was created counts as acknowledged by it. The number of acknowledged rows that
-    the head had passed.
+    Returns how many acknowledged rows the head had passed. `keys` is the set of the positions. `entitled` has every
+    subscription, without this one if it was deleted since. A row that came due before a subscription was created counts
+    as acknowledged by it.
     """
     held = BitMap64()
     passed_rows = 0
@@ -114,7 +111,7 @@ def _no_longer_owed(bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, ent
 
 
 def _acknowledge_earlier(bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, entitled: Entitled) -> None:
-    """What came due before one of the others was created counts as acknowledged by it."""
+    """Acknowledge rows for others that were created after the rows came due."""
     for number, since_ms in entitled.since_ms.items():
         before = rows.rows.deliver_at_ms <= np.uint64(since_ms)
         if number != by and before.any():
@@ -122,7 +119,7 @@ def _acknowledge_earlier(bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int
 
 
 def waive(index: Index, keys: BitMap64, subscription_id: int) -> BitMap64:
-    """A subscription is owed positions no longer; those of them that were in its backlog."""
+    """Release a subscription's claim to positions; return those that were in its backlog."""
     backlog = BitMap64()
     held = BitMap64()
     for bucket in index.that_may_have(keys):
@@ -140,26 +137,26 @@ def waive(index: Index, keys: BitMap64, subscription_id: int) -> BitMap64:
 
 
 def admit(index: Index, subscription_id: int) -> None:
-    """A subscription was created that is not owed what has been passed: that counts as acknowledged by it."""
+    """Count passed rows as acknowledged by a new subscription, which is not owed them."""
     for bucket in index.buckets:
         if bucket.passed_rows:
             bucket.acknowledged_by(subscription_id).update(bucket.passed)
 
 
 def dismiss(index: Index, subscription_id: int) -> None:
-    """A subscription was deleted; what nobody else was owed is gone already."""
+    """Forget a deleted subscription; what it alone was owed is gone already."""
     for bucket in index.tracked:
         bucket.acknowledged.pop(subscription_id, None)
 
 
 def dismiss_all_but(index: Index, subscriptions: Collection[int]) -> None:
-    """Subscriptions that were deleted since their acknowledgements were stored."""
+    """Forget subscriptions that were deleted since their acknowledgements were stored."""
     for bucket in index.tracked:
         bucket.acknowledged = {number: keys for number, keys in bucket.acknowledged.items() if number in subscriptions}
 
 
 def owed_to_none_of(index: Index, subscriptions: Sequence[int]) -> BitMap64:
-    """The positions that all of the subscriptions acknowledged; those that are due when there are none."""
+    """Return the positions that all of the subscriptions acknowledged, or the due ones if there are none."""
     found = BitMap64()
     for bucket in index.tracked:
         sets = [bucket.acknowledged.get(number) for number in subscriptions]

@@ -1,26 +1,14 @@
-"""An index of a topic: every row that is not gone, in a mutable bucket or a sealed one.
-
-Owns: the buckets, membership over all of them, what comes and leaves, and the cut for a seal.
-Does not own: who is owed its rows (`entitlement`), what comes due next (`indexes`), who receives rows
-(`subscription_state`), requests (`topic`), and what is stored (`daemon.shard`).
+"""Keeps one index of a topic: every row that is not gone, in a mutable bucket or a sealed one.
 
     add -> mutable bucket -(cut)-> sealing bucket -(seal committed)-> sealed bucket -(every row gone)-> dropped
-    a row waits in its bucket until the head passes it: then it is due, until it is gone
-    a damaged bucket is quarantined: its rows are in the index no longer
+    a row is pending in its bucket until the head passes it: then it is due, until it is gone
+    a damaged bucket is quarantined: its rows are no longer in the index
 
-Positions of one index that a staged decision names.
+`entitlement` knows who is owed rows, and `indexes` what comes due next.
 
-Owns: their set, and that their pages stay until the decision is applied.
-Does not own: the decisions (`topic`).
-
-Counts over the buckets of all indexes of a topic, kept where they change: adds and wakes ask for them often, and of
-many subscriptions each may have an index of its own.
-
-Owns: the counts. Does not own: the buckets (`bucket`, `mutable_bucket`), which of them an index has (`index`), and what
-follows from a count (`indexes`).
-
-Each is told of a change by who makes it: rows that come by the bucket that takes them, buckets that come and go by
-their index. What is the first or the highest of several is looked for again only after the one that was it has left.
+Counts over the buckets of all indexes of a topic are kept where they change, since adds and wake-ups read them often,
+and each of many subscriptions may have a subscription index. A bucket that takes rows reports them, an index its
+buckets. The first or highest of several values is computed again only after the one that held it has left.
 """
 
 from __future__ import annotations
@@ -59,7 +47,7 @@ from storage_backends.formats.row_columns import U64, Rows
 
 
 class StagedKeys:
-    """`keys`: of the positions that are on their way."""
+    """Positions of one index that a staged decision names; `keys` is their set. Their pages are held."""
 
     def __init__(self, pages: PageTable) -> None:
         self._pages = pages
@@ -84,11 +72,11 @@ class StagedKeys:
 
 
 class BucketCounts:
-    """Counts the buckets of one topic and lists those that something is done with.
+    """Counts of the buckets of one topic, and lists of those that need work.
 
-    `added_rows`: rows of the buckets that take new ones, as `MutableBucket.added_rows`. `sealing`: how many seals of
-    the index that has the most are not committed. `empty`: the sealed buckets every row of which is gone, `readable`:
-    those whose objects can be read, by name. `in_memory`: those in memory that have or had rows.
+    `added_rows` counts rows of the mutable buckets, as `MutableBucket.added_rows`. `sealing` is the largest number of
+    uncommitted seals of an index. `empty` has the sealed buckets whose rows are all gone, and `readable` those whose
+    objects can be read, by name. `in_memory` has the buckets in memory that have or had rows.
     """
 
     def __init__(self) -> None:
@@ -97,10 +85,10 @@ class BucketCounts:
         self.empty: dict[str, SealedBucket] = {}
         self.readable: dict[str, SealedBucket] = {}
         self.in_memory: dict[int, MutableBucket] = {}
-        # Those that take new rows and have any, by their indexes.
+        # Index id -> mutable bucket that has rows
         self._filling: dict[int, MutableBucket] = {}
         self._extremes: tuple[int, int | None] | None = (0, None)
-        # How many indexes have so many seals.
+        # Number of seals -> number of indexes that have as many
         self._indexes_sealing: collections.Counter[int] = collections.Counter()
         self._index_of: dict[str, int] = {}
 
@@ -112,12 +100,12 @@ class BucketCounts:
 
     @property
     def highest_ledger_id(self) -> int:
-        """The highest ledger id of the rows that came since the buckets were cut; 0 where none did."""
+        """The highest ledger id of rows added since the buckets were cut; 0 without rows."""
         return self._known_extremes()[0]
 
     @property
     def first_row_at_ms(self) -> int | None:
-        """When the first of them came, by a clock that never steps; None where none did."""
+        """The time of the first of these adds, by a clock that never steps (ms); None without rows."""
         return self._known_extremes()[1]
 
     def _known_extremes(self) -> tuple[int, int | None]:
@@ -128,7 +116,7 @@ class BucketCounts:
         return self._extremes
 
     def rows_came(self, bucket: MutableBucket, rows: int) -> None:
-        """The bucket has taken so many rows in."""
+        """Count rows that a bucket has taken in."""
         self.added_rows += rows
         self.in_memory[id(bucket)] = self._filling[bucket.index_id] = bucket
         if self._extremes is not None:
@@ -143,12 +131,12 @@ class BucketCounts:
     # ---- seals
 
     def seal_begins(self, bucket: MutableBucket, *, sealing: int) -> None:
-        """The bucket takes no more rows; its index has so many seals now, with this one."""
+        """Count a bucket as sealing. `sealing` is the number of seals of its index, including this one."""
         self._filling_left(bucket)
         self._count_sealing(sealing - 1, sealing)
 
     def seal_ended(self, bucket: MutableBucket, *, sealing: int) -> None:
-        """The seal of a bucket is committed; how many its index has now."""
+        """Count a seal as committed. `sealing` is the number of seals that its index has left."""
         self.in_memory.pop(id(bucket), None)
         self._count_sealing(sealing + 1, sealing)
 
@@ -162,35 +150,35 @@ class BucketCounts:
     # ---- sealed buckets
 
     def sealed_came(self, bucket: SealedBucket) -> None:
-        """A sealed bucket has come into its index."""
+        """Add a sealed bucket that has entered its index."""
         self._index_of[bucket.name] = bucket.index_id
         self.readable[bucket.name] = bucket
         if not bucket.present_rows:
             self.emptied(bucket)
 
     def sealed_left(self, name: str) -> None:
-        """A sealed bucket has left its index."""
+        """Remove a sealed bucket that has left its index."""
         del self._index_of[name]
         self.readable.pop(name, None)
         self.empty.pop(name, None)
 
     def left_out(self, name: str) -> None:
-        """The object of a sealed bucket is damaged, or missing."""
+        """Note that the object of a sealed bucket is damaged or missing."""
         self.readable.pop(name, None)
 
     def emptied(self, bucket: SealedBucket) -> None:
-        """The last row of a sealed bucket is gone."""
+        """Note that the last row of a sealed bucket is gone."""
         if bucket.name in self._index_of:
             self.empty[bucket.name] = bucket
 
     def index_of(self, bucket: str) -> int | None:
-        """The index that a sealed bucket is in; None when it is in none any more."""
+        """Return the index of a sealed bucket, or None if it is no longer in one."""
         return self._index_of.get(bucket)
 
     # ---- indexes
 
     def index_left(self, filling: MutableBucket, *, sealing: Sequence[MutableBucket], sealed: Sequence[str]) -> None:
-        """An index is no more: its bucket that takes new rows, those that are being sealed, and its sealed ones."""
+        """Remove the mutable, sealing and sealed buckets of a removed index."""
         self._filling_left(filling)
         self._count_sealing(len(sealing), 0)
         for bucket in (filling, *sealing):
@@ -201,7 +189,7 @@ class BucketCounts:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class BucketBits:
-    """What is gone and acknowledged in one named bucket as of one moment. `gone`: parts whose union it is."""
+    """The gone and acknowledged positions of one named bucket at one moment. `gone` has parts of a union."""
 
     bucket: str
     gone: tuple[BitMap64, ...]
@@ -217,23 +205,23 @@ class IndexCut:
 
 
 def are_of_time(deliver_at_ms: U64, asked_ms: U64, any_time: bool) -> npt.NDArray[np.bool_]:
-    """Which rows have the time that is asked for. `any_time`: 0 asks for any."""
+    """Return the mask of rows with the requested times. With `any_time`, 0 matches any time."""
     same: npt.NDArray[np.bool_] = deliver_at_ms == asked_ms
     return same | (asked_ms == 0) if any_time else same
 
 
-# Neighbours among pages, by their ordinals, that buckets are found by together.
+# Adjacent pages, by ordinal, that share an entry when buckets are looked up
 _BLOCK_BITS = 8
 
-# Rows of a search in sealed buckets, by (bucket, segment).
+# Rows of a search in sealed buckets, by (bucket, segment)
 SeenRows = dict[tuple[str, int], KeyedRows]
 
 
 class Index:
-    """`index_id`: which index of the topic it is (`formats.index_ids`).
+    """One index; `index_id` says which of the topic (`formats.index_ids`).
 
-    `staged`: positions of rows that are on their way into it. `acknowledging_lost`: positions of damaged buckets that
-    were being acknowledged when these were quarantined. `counts`: of the topic's buckets.
+    `staged` has positions of rows that are staged to enter it. `acknowledging_lost` has positions of damaged buckets
+    that were being acknowledged when these were quarantined. `counts` are those of the topic's buckets.
     """
 
     def __init__(
@@ -252,7 +240,7 @@ class Index:
         self.staged = StagedKeys(pages)
         self.acknowledging_lost = BitMap64()
         self.sealed: dict[str, SealedBucket] = {}
-        # The sealed buckets that have rows of neighbouring pages, by block: a page by itself may have one row.
+        # Block of adjacent pages -> sealed buckets with rows there; blocks, since a single page may have one row
         self._of_block: dict[int, list[SealedBucket]] = {}
         self.quarantined: dict[str, QuarantinedBucket] = {}
         self.sealing: list[MutableBucket] = []
@@ -271,7 +259,7 @@ class Index:
 
     @property
     def of_batch_parts(self) -> bool:
-        """Whether its positions are messages of entries (`formats.index_ids`)."""
+        """True if its positions are messages of entries (`formats.index_ids`)."""
         return is_of_batch_parts(self.index_id)
 
     @property
@@ -285,7 +273,7 @@ class Index:
 
     @property
     def tracked(self) -> list[Bucket]:
-        """The buckets of which it is known what is gone or acknowledged."""
+        """The buckets whose gone or acknowledged positions are known."""
         return [*self.buckets, *self.quarantined.values()]
 
     @property
@@ -293,13 +281,16 @@ class Index:
         return sum(bucket.waiting_rows for bucket in self.buckets)
 
     def last_due_ms(self) -> int:
-        """No waiting row is due later; 0 when nothing waits. Exact until one that would be the last leaves."""
+        """Return an upper bound of the due times of pending rows (Unix ms), 0 without any.
+
+        It is exact until a row that would be the last leaves.
+        """
         sealed = [bucket.last_due_ms for bucket in self.sealed.values() if bucket.waiting_rows]
         return max([0, *sealed, *[bucket.last_due_ms for bucket in self.memory_buckets if bucket.waiting_rows]])
 
     @property
     def loaded_rows(self) -> int:
-        """Rows of this index's segments that are in memory."""
+        """The number of rows of this index's segments that are in memory."""
         return sum(self.cache.rows_of(name) for name in self.sealed)
 
     @property
@@ -311,18 +302,19 @@ class Index:
 
     @property
     def expected(self) -> list[SealedBucket]:
-        """The sealed buckets whose rows are still to be passed by themselves, or with what took the bucket's place."""
+        """The sealed buckets whose rows will be passed, by themselves or with a bucket that replaces them."""
         damaged = self._left_out - self._merged_away
         return [bucket for name, bucket in self.sealed.items() if name not in damaged]
 
     def leave_out(self, name: str) -> None:
-        """The bucket's object is damaged: its rows stay where they are, the other buckets go on."""
+        """Leave out a bucket whose object is damaged: its rows stay, and the other buckets go on."""
         self._left_out.add(name)
         self._counts.left_out(name)
 
     def leave_to_merged(self, name: str) -> None:
-        """The bucket's object is no more, and what took its place is not served yet: its rows stay where they are until
-        then, and keys wait for them; all else goes on.
+        """Leave out a bucket whose object was deleted before its merged bucket is served.
+
+        Its rows stay until then, and keys wait for them; all else goes on.
         """
         self._merged_away.add(name)
         self.leave_out(name)
@@ -330,7 +322,7 @@ class Index:
     # ---- membership
 
     def present_among(self, asked: BitMap64) -> BitMap64:
-        """Those of the positions that have a row that is not gone, waiting or due."""
+        """Return the positions that have a row that is not gone, pending or due."""
         found = BitMap64()
         for bucket in self.that_may_have(asked):
             if bucket.present_rows and bucket.present.intersect(asked):
@@ -338,7 +330,7 @@ class Index:
         return found
 
     def that_may_have(self, keys: BitMap64) -> list[Bucket]:
-        """The buckets that positions may be in: few of many where all are of one page, as adds usually are."""
+        """Return the buckets that may have the positions: few of many if all are of one page, as adds usually are."""
         if keys:
             page = keys.min() >> PAGE_BITS
             if keys.max() >> PAGE_BITS == page:
@@ -346,24 +338,24 @@ class Index:
         return self.buckets
 
     def that_may_have_page(self, page: int) -> list[Bucket]:
-        """The buckets that positions of a page, by its ordinal, may be in."""
+        """Return the buckets that may have positions of a page, given by ordinal."""
         found: list[Bucket] = [*self.sealing, self.mutable]
         if neighbours := self._of_block.get(page >> _BLOCK_BITS):
             found[:0] = [each for each in neighbours if page in each.pages]
         return found
 
     def tracked_of_page(self, page: int) -> list[Bucket]:
-        """The buckets that positions of a page may be in, or are missing with."""
+        """Return the buckets that may have positions of a page, or have lost some."""
         return [*self.that_may_have_page(page), *[each for each in self.quarantined.values() if page in each.pages]]
 
     def find_loaded(
         self, keys: U64, deliver_at_ms: U64, seen: SeenRows, *, any_time: bool = False
     ) -> tuple[KeyedRows, list[SegmentRange]]:
-        """The rows of due positions with those times: (rows found in memory, segments to load to tell more).
+        """Find the due rows of positions with these times: (rows found in memory, segments to load first).
 
-        `seen`: what earlier calls for the same positions found, by segment; empty at the first. So the segments need
-        not be in memory together. `any_time`: where a time is 0 the row may have any: every segment that has been
-        passed may hold it.
+        `seen` has what earlier calls for the same positions found, by segment, and is empty at the first. So the
+        segments need not be in memory together. With `any_time`, time 0 matches any row, in every segment that has been
+        passed.
         """
         found = [memory.find_passed(keys) for memory in self.memory_buckets]
         missing: list[SegmentRange] = []
@@ -393,9 +385,9 @@ class Index:
         return rows.take(np.unique(places[same])), missing
 
     def fresh_among(self, keys: U64, asked: BitMap64) -> npt.NDArray[np.intp] | None:
-        """The rows of a request whose position has no row, applied or staged, each position once; None for all rows.
+        """Return the places of positions without an applied or staged row, each position once; None for all.
 
-        `asked`: the set of the keys.
+        `asked` is the set of the keys.
         """
         present = self.present_among(asked)
         for staged in (self.staged.keys, self.acknowledging_lost):
@@ -409,8 +401,9 @@ class Index:
     # ---- changes
 
     def add(self, rows: Rows, slot: int, *, elapsed_ms: int, level: int = 0) -> int:
-        """Rows of positions that have no row, of a slot that is durable; how many came in due order. `level`: the delay
-        level that they were added by, 0: none.
+        """Add rows of a durable slot, of positions without a row; return how many arrived in due order.
+
+        `level` is the delay level that they were added by, 0 if none.
         """
         keyed = KeyedRows(rows, self.pages.intern(rows.ledger_id, rows.entry_id))
         added = bitmap_of(keyed.keys)
@@ -421,9 +414,7 @@ class Index:
         return in_order_rows
 
     def add_due(self, rows: Rows, slot: int, *, elapsed_ms: int) -> None:
-        """Adds rows, of positions that have no row and of a slot that is durable, that are due: they are passed as they
-        come.
-        """
+        """Add due rows of a durable slot, of positions without a row, and pass them at once."""
         keyed = KeyedRows(rows, self.pages.intern(rows.ledger_id, rows.entry_id))
         added = bitmap_of(keyed.keys)
         self.mutable.add_due(keyed, added, elapsed_ms=elapsed_ms)
@@ -437,7 +428,7 @@ class Index:
 
     @contextlib.contextmanager
     def noting_added(self) -> Iterator[BitMap64]:
-        """The set of the positions that are added from now on; it grows."""
+        """Provide a growing set of the positions that are added from now on."""
         noted = BitMap64()
         self._noted_added.append(noted)
         try:
@@ -447,7 +438,7 @@ class Index:
 
     @contextlib.contextmanager
     def named(self, positions: Iterable[PositionBitmap]) -> Iterator[BitMap64]:
-        """The keys of positions that leave: of pages that no bucket holds only where a damaged bucket may have them."""
+        """Provide the keys of departing positions; unknown pages get keys only if a damaged bucket may have them."""
         if not learns_positions(self.quarantined.values()):
             yield self.pages.find_stored(positions)
             return
@@ -457,7 +448,7 @@ class Index:
 
     @contextlib.contextmanager
     def named_rows(self, rows: Rows) -> Iterator[tuple[KeyedRows, BitMap64]]:
-        """Rows that were acknowledged, and their keys: as `named`."""
+        """Provide acknowledged rows with their keys; for unknown pages see `named`."""
         learns = learns_positions(self.quarantined.values())
         if learns:
             self.pages.intern(rows.ledger_id, rows.entry_id)
@@ -469,7 +460,7 @@ class Index:
             self.pages.forget_unheld(pages_of(keys))
 
     def remove(self, keys: BitMap64) -> int:
-        """Positions are gone; how many of them were due."""
+        """Remove positions that are gone; return how many were due."""
         hit = BitMap64()
         due_rows = 0
         for bucket in self.that_may_have(keys):
@@ -480,10 +471,10 @@ class Index:
             damaged.remove(keys - hit)
         return due_rows
 
-    # ---- the life of buckets
+    # ---- lifecycle of buckets
 
     def begin_seal(self, name: str, *, now_ms: int) -> MutableBucket:
-        """The mutable bucket is cut: it takes the object's name and serves on from memory; a new one is there."""
+        """Cut the mutable bucket and begin a new one. The cut one gets the object's name and serves on from memory."""
         bucket = self.mutable
         bucket.begin_seal(name)
         self.sealing.append(bucket)
@@ -492,9 +483,10 @@ class Index:
         return bucket
 
     def finish_seal(self, memory: MutableBucket, sealed: SealedBucket | None, rows: KeyedRows, *, near_ms: int) -> None:
-        """The seal is committed. `rows`: what was stored, in due order; `sealed` is None when no row was left to store.
+        """Replace a bucket by its committed sealed one, which is None if no row was left to store.
 
-        Segments that come due before `near_ms` need not be read: their rows are here.
+        `rows` are those stored, in due order. Segments that come due before `near_ms` are cached from them, so that
+        they need not be read.
         """
         self.sealing.remove(memory)
         self._counts.seal_ended(memory, sealing=len(self.sealing))
@@ -514,7 +506,7 @@ class Index:
 
     @staticmethod
     def _place_of_head(memory: MutableBucket, rows: KeyedRows) -> tuple[int, SortedRun]:
-        """(the row before which everything is passed but what is late, the late rows)."""
+        """Return (row before which everything is passed or late, late rows)."""
         next_due_ms = memory.next_due_ms() if memory.waiting_rows else None
         if next_due_ms is None:
             return len(rows), SortedRun(KeyedRows.empty())
@@ -536,13 +528,13 @@ class Index:
             self._of_block.setdefault(block, []).append(bucket)
 
     def close(self) -> None:
-        """The index is no more: nothing of it counts or is in memory."""
+        """Remove a deleted index from counts and memory."""
         self._counts.index_left(self.mutable, sealing=self.sealing, sealed=list(self.sealed))
         for name in self.sealed:
             self.cache.discard_bucket(name)
 
     def drop(self, name: str) -> SealedBucket:
-        """The manifest names the bucket no longer."""
+        """Drop a bucket that the manifest no longer names."""
         bucket = self._take_out(name)
         bucket.release_pages()
         return bucket
@@ -563,26 +555,26 @@ class Index:
     # ---- merged buckets
 
     def knows(self, name: str) -> bool:
-        """Whether a bucket of the manifest is here, as whatever it is."""
+        """Return whether a bucket of the manifest is here, in any form."""
         return name in self.quarantined or self.serves(name)
 
     def serves(self, name: str) -> bool:
-        """Whether a bucket that was cut holds rows of the index, sealed or not yet."""
+        """Return whether a cut bucket, sealed or sealing, holds rows of the index."""
         return name in self.sealed or any(each.name == name for each in self.sealing)
 
     def sources_of(self, merged: MergedBucket) -> list[SealedBucket]:
-        """The buckets whose rows are in the merged one."""
+        """Return the buckets whose rows are in the merged one."""
         return [self.sealed[name] for name in merged.kept if name in self.sealed]
 
     def adopt(self, merged: MergedBucket, loaded: Mapping[int, KeyedRows], *, boundary_ms: int) -> SealedBucket:
-        """A merged bucket takes the place of its sources, as `merging.inherited` says. O(bitmaps)."""
+        """Replace the sources of a merged bucket by it, as `merging.inherited` says. O(bitmaps)."""
         sources = self.sources_of(merged)
         bucket = merging.inherited(merged, sources, self.pages, loaded, boundary_ms=boundary_ms)
         for source in sources:
             self.drop(source.name)
         self.add_sealed(bucket)
         for number, rows in loaded.items():
-            # What is loaded ahead must not drive out what was.
+            # Segments loaded ahead must not evict ones loaded before.
             if number == bucket.head.number or (number > bucket.head.number and len(rows) <= self.cache.room_rows):
                 self.cache.put(bucket.name, number, rows)
                 bucket.settle(self.cache)
@@ -591,9 +583,7 @@ class Index:
     # ---- damage
 
     def lose_merged(self, live: LiveBucket, sources: Sequence[SealedBucket]) -> None:
-        """A merged bucket that took the place of these is damaged, as the manifest says: their rows leave as those of a
-        quarantined bucket do.
-        """
+        """Quarantine a damaged merged bucket in place of its sources: their rows leave."""
         gone = [part for source in sources if source.gone is not None for part in source.gone.freeze()]
         acknowledged: dict[int, BitMap64] = {}
         for source in sources:
@@ -613,7 +603,7 @@ class Index:
             self.drop(source.name)
 
     def quarantine(self, live: LiveBucket) -> SealedBucket:
-        """The manifest says from now on that the bucket is damaged: its rows leave, until they are added again."""
+        """Quarantine a bucket that the manifest marks as damaged: its rows leave until they are added again."""
         bucket = self._take_out(live.object.name)
         gone = GoneSet() if bucket.gone is None else bucket.gone
         acknowledged = {number: keys.copy() for number, keys in bucket.acknowledged.items()}
@@ -629,7 +619,7 @@ class Index:
         self.quarantined[bucket.name] = bucket
 
     def cut(self) -> IndexCut:
-        """The index as it is now: for a checkpoint or the progress of a seal."""
+        """Freeze the index, for a checkpoint or the progress of a seal."""
         bits = tuple(
             BucketBits(
                 bucket.name,
@@ -642,6 +632,6 @@ class Index:
 
 
 def _blocks_of(pages: BitMap) -> list[int]:
-    """The blocks that the pages, by their ordinals, are of."""
+    """Return the blocks of the pages, given by ordinal."""
     blocks: list[int] = np.unique(ordinals_of(pages) >> _BLOCK_BITS).tolist()
     return blocks

@@ -1,19 +1,12 @@
-"""The indexes of a topic, the shared one and subscriptions' own ones, and what comes due next over all of them.
+"""Keeps all indexes of a topic, and passes what comes due over all of them.
 
-Owns: which indexes there are, counts over them, passing rows as they come due, what is loaded for that, and when and
-how all are cut for a seal.
-Does not own: the rows of one index (`index`), who receives them (`feeding`), and reading segments (the engine).
+The head is one point in due order over all buckets. Everything before it is due or gone; it moves only over what has
+come due. A sealed bucket whose next segment is not in memory is left out; the others go on. This decides which segments
+to load and when to cut for a seal; `daemon.topic.bucket_reads` reads segments.
 
-The head is one place in every bucket. Everything before it is due or gone; it moves only over what has come due, in
-hand-out order over all buckets. A sealed bucket whose next segment is not in memory is left out, the others go on.
-
-The keys of two indexes never collide: sets of keys may hold positions of all of them.
-
-Batch parts: messages of entries that were negatively acknowledged by themselves, as positions of an index.
-
-Owns: which keys the parts of an entry have, and showing parts as messages of their entries.
-Does not own: what numbers they have (`storage_backends.formats.index_ids`), and what becomes of them (`nack_decisions`,
-`ack_decisions`).
+The keys of two indexes never collide: sets of keys may hold positions of all of them. Batch parts are messages of
+entries that were negatively acknowledged individually, as positions of an index of their own
+(`storage_backends.formats.index_ids`).
 """
 
 from __future__ import annotations
@@ -41,29 +34,28 @@ from storage_backends.formats.index_ids import (
 )
 from storage_backends.formats.row_columns import U32, U64, Rows
 
-# Segments of one bucket that are loaded with one read, ahead of the head.
+# Segments of one bucket that are loaded with one read, ahead of the head
 LOAD_AHEAD_SEGMENTS = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Passed:
-    """Rows of one bucket that have just been passed, in due order. `late`: they lie before the bucket's head."""
+    """Rows of one bucket that were just passed, in due order. `late` is whether they lie before its head."""
 
     bucket: Bucket
     rows: KeyedRows
     late: bool
 
 
-# A bucket, whether its rows are late ones, and of a bucket in memory the run: rows of one source come in due order.
+# (bucket, whether its rows are late ones, the run of a bucket in memory): rows of one source arrive in due order.
 _Source = tuple[Bucket, bool, SortedRun | None]
 
 
 class Indexes(Mapping[int, Index]):
-    """By index id (`formats.index_ids`): a subscription's own ones, made with their first rows; 0 is the shared one,
-    which is always there.
+    """The indexes of a topic by id (`formats.index_ids`): 0 is the shared one, which always exists.
 
-    `passed_until_ms`: no row that was passed has a later time. `leaving`: positions that a decision takes out before
-    they are due, until it is applied: they are passed no more.
+    Subscription indexes are created with their first rows. `passed_until_ms` is the latest due time that was passed
+    (Unix ms). `leaving` has positions that a staged decision takes out before they are due; they are not passed.
     """
 
     def __init__(self, cache: SegmentCache, *, now_ms: int) -> None:
@@ -73,7 +65,7 @@ class Indexes(Mapping[int, Index]):
         self.passed_until_ms = 0
         self.leaving = BitMap64()
         self._horizon_ms = now_ms
-        # The clock when rows were passed last.
+        # The clock when rows were last passed (Unix ms)
         self._passing_ms = now_ms
         self._by_id: dict[int, Index] = {}
         self.shared = self.of(SHARED)
@@ -91,7 +83,7 @@ class Indexes(Mapping[int, Index]):
         return len(self._by_id)
 
     def of(self, index_id: int) -> Index:
-        """The index of that number, which is made if there is none."""
+        """Return the index with this id, creating it if necessary."""
         index = self._by_id.get(index_id)
         if index is None:
             pages = PageTable(self.places, owner=index_id)
@@ -100,8 +92,9 @@ class Indexes(Mapping[int, Index]):
         return index
 
     def of_entries(self, subscription_id: int | None = None) -> list[Index]:
-        """The indexes of entries as a whole that a subscription is owed rows of: the shared one, and its own if there
-        is one; None: all of them.
+        """Return the indexes of whole entries whose rows a subscription is owed: the shared one and its own.
+
+        Without a subscription, returns all indexes of whole entries.
         """
         if subscription_id is None:
             return [index for index in self._by_id.values() if not index.of_batch_parts]
@@ -109,13 +102,13 @@ class Indexes(Mapping[int, Index]):
         return [self.shared] if own is None else [self.shared, own]
 
     def serving(self, subscription_id: int) -> list[Index]:
-        """The indexes that a subscription is owed rows of: these, and that of its batch parts if there is one."""
+        """Return all indexes whose rows a subscription is owed, including that of its batch parts."""
         parts = self._by_id.get(batch_parts_of(subscription_id))
         entries = self.of_entries(subscription_id)
         return entries if parts is None else [*entries, parts]
 
     def parts_of(self, rows: KeyedRows, subscription_id: int) -> Iterator[tuple[Index, KeyedRows]]:
-        """Rows that a subscription is owed, apart by the index that they are of."""
+        """Yield rows that a subscription is owed, separated by index."""
         owners = self.places.owners(rows.keys)
         for index in self.serving(subscription_id):
             here = owners == np.uint64(index.index_id)
@@ -123,7 +116,7 @@ class Indexes(Mapping[int, Index]):
                 yield index, rows if here.all() else rows.take(here)
 
     def remove(self, subscription_id: int) -> None:
-        """The subscription is no more, and nobody else is owed anything of its own indexes."""
+        """Remove the indexes of a removed subscription."""
         for index_id in (subscription_id, batch_parts_of(subscription_id)):
             index = self._by_id.pop(index_id, None)
             if index is not None:
@@ -161,7 +154,7 @@ class Indexes(Mapping[int, Index]):
         return [bucket for index in self._by_id.values() for bucket in index.buckets]
 
     def holding(self, bucket: str) -> Index | None:
-        """The index that a sealed bucket is in; None when it is in none any more."""
+        """Return the index of a sealed bucket, or None if it is no longer in one."""
         index_id = self._counts.index_of(bucket)
         return None if index_id is None else self._by_id[index_id]
 
@@ -170,16 +163,16 @@ class Indexes(Mapping[int, Index]):
         return None if index is None else index.sealed[name]
 
     def rebuild_needed(self) -> tuple[RebuildNeeded, ...]:
-        """What was lost with damaged buckets and has not been added again, by ledgers."""
+        """Return what was lost with damaged buckets and has not been added again, by ledger."""
         return rebuild_needed(self.quarantined.values())
 
     @property
     def has_droppable(self) -> bool:
-        """Whether there is a bucket every row of which is gone."""
+        """True if there is a bucket whose rows are all gone."""
         return bool(self._counts.empty)
 
     def droppable(self) -> list[SealedBucket]:
-        """Buckets every row of which is gone."""
+        """Return the buckets whose rows are all gone."""
         return list(self._counts.empty.values())
 
     # ---- counts
@@ -190,28 +183,28 @@ class Indexes(Mapping[int, Index]):
 
     @property
     def due_rows(self) -> int:
-        """Rows that are due and not gone, whether there is a subscription that is owed them or not."""
+        """The number of rows that are due and not gone, whether or not a subscription is owed them."""
         return sum(bucket.passed_rows for index in self._by_id.values() for bucket in index.buckets)
 
     @property
     def present_rows(self) -> int:
-        """Rows that are not gone, waiting or due."""
+        """The number of rows that are not gone, pending or due."""
         return sum(bucket.present_rows for index in self._by_id.values() for bucket in index.buckets)
 
     @property
     def loaded_rows(self) -> int:
-        """Rows of this topic's segments that are in memory."""
+        """The number of rows of this topic's segments that are in memory."""
         return sum(index.loaded_rows for index in self._by_id.values())
 
     @property
     def sealing(self) -> int:
-        """How many seals of the index that has the most are not committed."""
+        """The largest number of uncommitted seals of an index."""
         return self._counts.sealing
 
     # ---- due
 
     def next_due_ms(self) -> int | None:
-        """No waiting row is due before; None when nothing waits."""
+        """Return a lower bound of the due times of pending rows (Unix ms), or None without any."""
         times = [self.next_due_of_memory_buckets_ms()]
         for bucket in self.readable:
             if bucket.waiting_rows:
@@ -219,17 +212,18 @@ class Indexes(Mapping[int, Index]):
         return earliest(*times)
 
     def last_due_ms(self) -> int:
-        """No waiting row is due later; 0 when nothing waits. See `Index.last_due_ms`."""
+        """Return an upper bound of the due times of pending rows (Unix ms), 0 without any. See `Index.last_due_ms`."""
         return max(index.last_due_ms() for index in self._by_id.values())
 
     def next_due_of_memory_buckets_ms(self) -> int | None:
-        """No waiting row that is in no sealed bucket is due before, in ms; None when none waits. An add can bring it
-        forward.
+        """Return a lower bound of the due times of pending rows outside sealed buckets (Unix ms), or None.
+
+        An add can bring it forward.
         """
         return earliest(*[bucket.next_due_ms() for bucket in self.filled if bucket.waiting_rows])
 
     def next_due_in_memory_ms(self) -> int | None:
-        """No waiting row that can be passed without loading anything is due before, in ms; None when none waits."""
+        """Return a lower bound of the due times of rows that can be passed without loading (Unix ms), or None."""
         times = [self.next_due_of_memory_buckets_ms()]
         for bucket in self.readable:
             if bucket.waiting_rows:
@@ -239,12 +233,12 @@ class Indexes(Mapping[int, Index]):
         return earliest(*times)
 
     def pass_due(self, now_ms: int, limit: int, look: Callable[[], None] | None = None) -> list[Passed]:
-        """Passes about `limit` rows that are due, by bucket. Empty when none is due, or none that is in memory.
+        """Pass about `limit` due rows, by bucket. Return nothing if none is due, or none that is in memory.
 
-        `look`: called before rows are taken, and then no row is that comes behind a due one which is not in memory and
-        was then. None where such rows need not be told from others.
+        If given, `look` is called before rows are taken. Then no row is taken that comes after a due one which is not
+        in memory and was not at the call either. Without `look` such rows need not be told apart.
         """
-        # Who settles what was due when a request came passes it by that time, and others have passed more since.
+        # A request passes what was due when it arrived by that earlier time, while others have passed more since.
         self._passing_ms = max(self._passing_ms, now_ms)
         while True:
             if look is not None:
@@ -262,21 +256,22 @@ class Indexes(Mapping[int, Index]):
                 return passed
 
     def look_after(self, now_ms: int) -> None:
-        """To be called now and then: the wall clock shows `now_ms`. It may have been set back since rows came due."""
+        """Adapt to a wall clock of `now_ms`, which may have been set back since rows came due. Call now and then."""
         self._passing_ms = min(self._passing_ms, now_ms)
 
     def _staying(self, due: KeyedRows) -> KeyedRows:
-        """Without what is leaving: it is gone when the decision is applied, or all of this is lost."""
+        """Leave out leaving rows: they are gone when the decision is applied, or the topic's memory is lost."""
         if not self.leaving:
             return due
         leaves = contained(due.keys, self.leaving)
         return due.take(~leaves) if leaves.any() else due
 
     def _take_due(self, now_ms: int, limit: int, *, ends_at_unread: bool) -> dict[_Source, list[KeyedRows]]:
-        """About `limit` due rows by their source. A take ends where a segment of any bucket does: several are made, so
-        that what is done once for a bucket is done for many rows.
+        """Take about `limit` due rows by source.
 
-        `ends_at_unread`: no more are made once a bucket that was taken from comes to a segment that is not in memory.
+        A take ends where a segment of any bucket ends. Several are made, so that the work for a bucket covers many
+        rows. With `ends_at_unread`, no more are made once a bucket that was taken from reaches a segment that is not in
+        memory.
         """
         due: dict[_Source, list[KeyedRows]] = {}
         rows_taken = 0
@@ -289,14 +284,14 @@ class Indexes(Mapping[int, Index]):
                 due.setdefault(sources[number], []).append(rows)
                 rows_taken += len(rows)
             if not any(_goes_on(runs[number], now_ms) for number, _ in taken):
-                # No run was cut short: all that is due was taken.
+                # No run was cut short: everything due was taken.
                 break
             if ends_at_unread and any(self._is_unread(sources[number][0], now_ms) for number, _ in taken):
                 break
         return due
 
     def _runs_at(self, now_ms: int) -> tuple[list[_Source], list[SortedRun]]:
-        """The runs that rows are due of, or may be, and of each its source."""
+        """Return the runs that have or may have due rows, and the source of each."""
         sources: list[_Source] = []
         runs: list[SortedRun] = []
         for memory in self.filled:
@@ -319,16 +314,16 @@ class Indexes(Mapping[int, Index]):
         return isinstance(bucket, SealedBucket) and bucket.is_unread(self.cache, now_ms)
 
     def has_unread(self, subscription_id: int, now_ms: int) -> bool:
-        """Whether a subscription is owed rows of a segment that is due and not in memory: others may pass them."""
+        """Return whether a subscription is owed rows of a due segment that is not in memory: others may pass them."""
         return any(
             bucket.is_unread(self.cache, now_ms) for index in self.serving(subscription_id) for bucket in index.expected
         )
 
     def first_unpassed(self, subscription_id: int) -> Place | None:
-        """No sealed row that the subscription is owed, was due when rows were passed, and was not passed itself, comes
-        before this place; None when there is none. Rows that were passed before and come behind overtook it.
+        """Return the first point in due order that overdue sealed rows of the subscription may have, or None.
 
-        A bucket in memory has none: whatever is passed comes behind all of its rows but those that came late.
+        These rows were due when rows were last passed, but were not passed themselves. Passed rows at later points
+        overtook them. A bucket in memory has none: every passed row comes after all of its rows except late ones.
         """
         places = (
             bucket.first_waiting(self.cache, self._passing_ms)
@@ -340,8 +335,10 @@ class Indexes(Mapping[int, Index]):
     # ---- segments for the head
 
     def wanted_segments(self, now_ms: int, ahead_ms: int = 0) -> list[SegmentRange]:
-        """The segments to load for the head, the earliest first: those that are due, and those that come due within
-        `ahead_ms` as far as there is room for them: what is loaded ahead must not drive out what was.
+        """Return the segments to load for the head, the earliest first.
+
+        These are the due ones, and those that come due within `ahead_ms` as far as there is room: segments loaded ahead
+        must not evict ones loaded before.
         """
         wanted = []
         for bucket in self.readable:
@@ -364,7 +361,7 @@ class Indexes(Mapping[int, Index]):
         return chosen
 
     def next_load_ms(self, ahead_ms: int, being_read: Callable[[str, int], bool]) -> int | None:
-        """When the next segment of the head is to be loaded: `ahead_ms` before it is due if there is room."""
+        """Return when to load the head's next segment (Unix ms): `ahead_ms` before it is due if there is room."""
         room_rows = self.cache.room_rows
         earliest_ms: int | None = None
         for bucket in self.readable:
@@ -372,7 +369,7 @@ class Indexes(Mapping[int, Index]):
             if following is None:
                 continue
             number, min_ms, rows = following
-            # Most buckets come later than one that was looked at, whatever there is room for.
+            # Most buckets come later than one that was checked, even if there is room.
             if earliest_ms is not None and min_ms - ahead_ms >= earliest_ms:
                 continue
             if (bucket.name, number) not in self.cache and not being_read(bucket.name, number):
@@ -381,14 +378,14 @@ class Indexes(Mapping[int, Index]):
         return earliest_ms
 
     def load(self, bucket: str, number: int, rows: KeyedRows) -> None:
-        """A segment is in memory. The head takes it up at once if it waits for it: a later one may push it out."""
+        """Put a segment into memory. A waiting head takes it at once, since a later segment may evict it."""
         loaded = self.bucket(bucket)
         if loaded is not None:
             self.cache.put(bucket, number, rows)
             loaded.settle(self.cache)
 
     def release_segments(self) -> None:
-        """The topic is served no longer: none of its segments is in memory."""
+        """Drop all segments of a topic that is no longer served."""
         for index in self._by_id.values():
             for name in index.sealed:
                 self.cache.discard_bucket(name)
@@ -400,7 +397,10 @@ class Indexes(Mapping[int, Index]):
         return self._counts.has_rows_to_seal
 
     def wants_seal(self, limits: SealLimits, *, elapsed_ms: int) -> bool:
-        """Whether the mutable buckets together are large or old enough. `elapsed_ms`: a clock that never steps."""
+        """Return whether the mutable buckets together are large or old enough.
+
+        `elapsed_ms` is of a clock that never steps.
+        """
         rows, began_ms = self._counts.added_rows, self._counts.first_row_at_ms
         return began_ms is not None and (
             rows >= limits.rows_max
@@ -409,18 +409,18 @@ class Indexes(Mapping[int, Index]):
         )
 
     def wants_seal_before(self, highest_ledger_id: int, limits: SealLimits) -> bool:
-        """PIP-195's rule: enough rows, and rows of a higher ledger come."""
+        """Return whether PIP-195's rule asks for a seal: enough rows, and rows of a higher ledger arrive."""
         counts = self._counts
         return counts.added_rows >= limits.rows_min and highest_ledger_id > counts.highest_ledger_id
 
     def cut(self) -> tuple[tuple[int, IndexCut], ...]:
-        """All indexes as they are now, by their ids: for a checkpoint or the progress of a seal."""
+        """Freeze all indexes, by id, for a checkpoint or the progress of a seal."""
         return tuple((number, index.cut()) for number, index in self._by_id.items())
 
     def begin_seal(self, names: Callable[[int], str], *, now_ms: int) -> list[tuple[int, MutableBucket]]:
-        """The mutable buckets that have rows are cut, each as `Index.begin_seal`: (index, bucket).
+        """Cut the mutable buckets that have rows, as `Index.begin_seal`: (index, bucket).
 
-        `names`: of the object that the bucket of an index becomes.
+        `names` returns the name of the object that the bucket of an index becomes.
         """
         return [
             (number, index.begin_seal(names(number), now_ms=now_ms))
@@ -430,7 +430,7 @@ class Indexes(Mapping[int, Index]):
 
 
 def _goes_on(run: SortedRun, now_ms: int) -> bool:
-    """Whether more may be due of a run that was taken from, or of what follows it."""
+    """Return whether more may be due in a run that was taken from, or in what follows it."""
     next_due_ms = run.next_due_ms()
     return run.continues if next_due_ms is None else next_due_ms <= now_ms
 
@@ -439,14 +439,14 @@ _PARTS = 1 << BATCH_BITS
 
 
 def first_keys(index: Index, ledger_id: U64, entry_id: U64) -> U64:
-    """The key that the first part of each entry has; UNKNOWN_KEY where neither it nor its neighbours have a row."""
+    """Return the key of the first part of each entry, UNKNOWN_KEY if neither it nor its neighbours have a row."""
     keys = index.pages.find(ledger_id, entry_id << np.uint64(BATCH_BITS))
     keys[entry_id > np.uint64(BATCHED_ENTRY_ID_MAX)] = UNKNOWN_KEY
     return keys
 
 
 def keys_from(first: U64) -> BitMap64:
-    """Every key that parts of entries may have, by those of their first ones."""
+    """Return every possible key of parts of entries, given the first key of each entry."""
     keys = BitMap64()
     for key in first[first != UNKNOWN_KEY].tolist():
         keys.add_range(key, key + _PARTS)
@@ -454,25 +454,23 @@ def keys_from(first: U64) -> BitMap64:
 
 
 def keys_of_entries(index: Index, ledger_id: U64, entry_id: U64) -> BitMap64:
-    """Every key that a part of the entries may have. `index`: of batch parts."""
+    """Return every possible key of parts of the entries, in an index of batch parts."""
     return keys_from(first_keys(index, ledger_id, entry_id))
 
 
 def first_keys_of(parts: BitMap64) -> U64:
-    """The keys of the first parts of the entries that parts are of, each once."""
+    """Return the distinct keys of the first parts of the parts' entries."""
     return np.unique(first_key_of(keys_of(parts)))
 
 
 def first_key_of(parts: U64) -> U64:
-    """The key of the first part of its entry, for each part by its key."""
+    """Return for each part the key of the first part of its entry."""
     first: U64 = parts & ~np.uint64(BATCH_INDEX_MAX)
     return first
 
 
 def unpacked(keyed: KeyedRows, indexes: Indexes, subscription_id: int) -> tuple[Rows, U32 | None]:
-    """Rows of a subscription's indexes, each with the entry id of its entry: (these, u32[n] of batch indexes; None when
-    all rows are entries as a whole).
-    """
+    """Return (rows with the entry ids of their entries, batch indexes u32[n] or None if all are whole entries)."""
     rows = keyed.rows
     index_id = batch_parts_of(subscription_id)
     if index_id not in indexes:

@@ -1,8 +1,8 @@
-"""Merging sealed buckets of an index: which run is chosen, and what a merged bucket inherits from its sources.
+"""Chooses sealed buckets to merge, and derives the merged bucket's state from its sources.
 
-Owns: the choice of a run; the sets, the head and the late rows of a merged bucket as they follow from its sources.
-Does not own: the merge itself (`storage_backends.formats.merge`), when it is made and when it is adopted
-(`daemon.topic.merged_buckets`, `adoption`), and putting the bucket into the index (`index`).
+A merged bucket holds the rows of each source that were not gone when the merge was planned. Every decision since was
+made on the sources, so what is true of their rows at adoption is true of its own. A row that is not gone is in both,
+and a row of the merged bucket that is no longer in a source is gone.
 
 A merged bucket holds, of each of its sources, the rows that were not gone when the merge was planned. Everything that
 was decided since was decided on the sources, so that what is true of their rows when the bucket is adopted is true of
@@ -28,18 +28,20 @@ from daemon.errors import InvariantViolated
 from storage_backends.formats.bucket_format import BucketMetadata, BucketTable, SegmentInfos
 from storage_backends.formats.manifest import LiveBucket
 
-# A run with rows that are about to be handed out counts as one with so many times its rows: much of what would be
-# copied leaves at once. Not more: choosing larger runs again and again is what makes merging dear.
+# The weight of a run with rows that are about to be delivered: much of what would be copied leaves at once. The weight
+# is not higher, since choosing larger runs again and again makes merging expensive.
 SOON_WEIGHT = 4
-# The objects of a run may have so many times the rows that the merged bucket may have: those that are gone are read.
+# The objects of a run may have this many times the rows allowed in the merged bucket, since gone rows are read, too.
 STORED_ROWS_FACTOR = 2
 _RUN_LEAST = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MergeCandidate:
-    """A sealed bucket of one index. `live_rows`: not gone; `stored_rows`: in its object. `left_out`: it cannot be
-    merged now, and what lies on both sides of it are no neighbours. `soon`: rows of it are about to be handed out.
+    """A sealed bucket of one index. `live_rows` are not gone; `stored_rows` are in its object.
+
+    With `left_out` it cannot be merged now, and buckets on both sides of it are not neighbours. With `soon`, rows of it
+    are about to be delivered.
     """
 
     name: str
@@ -52,18 +54,18 @@ class MergeCandidate:
 
     @property
     def place(self) -> tuple[int, int, str]:
-        """Neighbours are neighbours in this order; their ranges of ledgers may overlap."""
+        """The sort key by which buckets are neighbours; their ranges of ledgers may overlap."""
         return self.first_ledger_id, self.last_ledger_id, self.name
 
 
 def chosen_run(
     candidates: Iterable[MergeCandidate], *, buckets_max: int, merge_buckets_max: int, rows_max: int
 ) -> list[MergeCandidate]:
-    """The neighbours to merge next, so that the index comes nearer to `buckets_max` buckets (at least 1). Empty when it
-    has not more, or when no two neighbours together have at most `rows_max` rows.
+    """Choose the neighbours to merge next, so that the index approaches `buckets_max` buckets (at least 1).
 
-    Of the runs that take the index to its limit, or have `merge_buckets_max` buckets, the one with the fewest live rows
-    (PIP-195), the first of several; of shorter ones when none of these has few enough rows.
+    The result is empty if the index has at most that many, or if no two neighbours together have at most `rows_max`
+    rows. Among runs that reach the limit, or have `merge_buckets_max` buckets, the one with the fewest live rows wins
+    (PIP-195), the first of equal ones. Shorter runs are chosen if none of these has few enough rows.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.place)
     longest = min(merge_buckets_max, len(ordered) - buckets_max + 1)
@@ -75,7 +77,7 @@ def chosen_run(
 
 
 def _fewest_rows(ordered: Sequence[MergeCandidate], length: int, rows_max: int) -> int | None:
-    """Where the best run of a length starts; None when there is none."""
+    """Return where the best run of a length starts, or None if there is none."""
     live, stored, left_out, soon = (
         [0, *itertools.accumulate(column)]
         for column in (
@@ -102,10 +104,10 @@ def _fewest_rows(ordered: Sequence[MergeCandidate], length: int, rows_max: int) 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class MergedBucket:
-    """A bucket of the manifest that was merged from others, in the keys of its index; to be taken over once.
+    """A merged bucket of the manifest, in the keys of its index, to be adopted once.
 
-    `positions`: of all of its rows. `kept`: by source, those that came from it; also of what its sources were merged
-    from, so that whoever missed a merge in between finds the buckets that it knows.
+    `positions` are those of all its rows. `kept` has the row origin: the positions that came from each source, and from
+    the sources of its sources. So a daemon that missed a merge in between finds the buckets that it knows.
     """
 
     live: LiveBucket
@@ -115,7 +117,7 @@ class MergedBucket:
 
     @staticmethod
     def of(pages: PageTable, live: LiveBucket, table: BucketTable, metadata: BucketMetadata) -> MergedBucket:
-        """O(n), for a thread. The pages of all positions are known and held."""
+        """Build the bucket. The pages of all positions must be known and held. O(n): for a thread."""
         return MergedBucket(
             live=live,
             segments=table.segments,
@@ -131,10 +133,11 @@ class MergedBucket:
 def segments_needed(
     segments: SegmentInfos, sources: Iterable[SealedBucket], *, boundary_ms: int, ahead_ms: int, ahead_max: int
 ) -> range:
-    """The segments of a merged bucket, counted from 0, that must be in memory when it takes the place of its sources.
+    """Return the segments of a merged bucket, from 0, that must be in memory for its adoption.
 
-    The one in which the boundary lies; those before with rows that wait, since the clock was set back or a source
-    cannot be read; and at most `ahead_max` behind that come due within `ahead_ms`, so that hand-out goes on at once.
+    These are the segment with the boundary, and earlier ones with rows that wait, because the clock was set back or a
+    source cannot be read. At most `ahead_max` later ones that come due within `ahead_ms` are added, so that delivery
+    goes on at once.
     """
     waits_from_ms = earliest(*[time_ms for source in sources for time_ms in _next_due_ms(source)])
     from_ms = boundary_ms + 1 if waits_from_ms is None else min(waits_from_ms, boundary_ms + 1)
@@ -157,12 +160,12 @@ def inherited(
     *,
     boundary_ms: int,
 ) -> SealedBucket:
-    """The merged bucket as the index serves it from now on. Its sets are those of `merged` and of the sources, which
-    are of no use any more. As much work as what is gone, passed or acknowledged, and what was loaded; little for the
-    rest.
+    """Build the merged bucket as the index serves it from now on.
 
-    `sources`: those of its sources that the index serves. `boundary_ms`: no row that has been passed is due later.
-    `loaded`: the segments that `segments_needed` names. Raises InvariantViolated when it does not hold what it must.
+    Its sets are those of `merged` and of the sources, which must not be used afterwards. The work is proportional to
+    what is gone, passed or acknowledged, and to what was loaded. `sources` are those that the index serves. No passed
+    row is due after `boundary_ms`. `loaded` has the segments that `segments_needed` names. Raises InvariantViolated if
+    the bucket does not hold what it must.
     """
     if len(merged.positions) != merged.live.rows:
         raise InvariantViolated(
@@ -183,7 +186,7 @@ def inherited(
 
 
 def _gone(merged: MergedBucket, sources: Sequence[SealedBucket]) -> BitMap64:
-    """What of the merged bucket has left since the merge was planned."""
+    """Return the positions of the merged bucket that have left since the merge was planned."""
     gone = BitMap64()
     kept_rows = 0
     for source in sources:
@@ -191,11 +194,11 @@ def _gone(merged: MergedBucket, sources: Sequence[SealedBucket]) -> BitMap64:
         kept_rows += len(kept)
         for part in () if source.gone is None else source.gone.freeze():
             gone |= part & kept
-        # Of a page that no row of the source was on when it was loaded, which may have had another ordinal then.
+        # Pages without a row of the source when it was loaded, which may have had another ordinal then
         for page in pages_of(kept) - source.pages:
             gone |= within(kept, [(page << PAGE_BITS, (page + 1 << PAGE_BITS) - 1)])
     if kept_rows < len(merged.positions):
-        # A source that is not served any more: every row of it is gone.
+        # Every row of a source that is no longer served is gone.
         others = merged.positions.copy()
         for source in sources:
             others -= merged.kept[source.name]
@@ -204,7 +207,7 @@ def _gone(merged: MergedBucket, sources: Sequence[SealedBucket]) -> BitMap64:
 
 
 def _check_present(merged: MergedBucket, sources: Iterable[SealedBucket]) -> None:
-    """What is gone of a source is in none of its rows that are present: so equal numbers mean the same rows."""
+    """Check that present rows match. Gone rows of a source are never present, so equal counts mean equal rows."""
     rows = 0
     for source in sources:
         rows += source.present_rows
@@ -220,7 +223,7 @@ def _check_present(merged: MergedBucket, sources: Iterable[SealedBucket]) -> Non
 
 
 def _united(sets: Sequence[BitMap64]) -> BitMap64:
-    """The union, in the largest of the sets."""
+    """Return the union, built in the largest of the sets."""
     united = max(sets, key=len, default=BitMap64())
     for each in sets:
         if each is not united:
@@ -229,7 +232,7 @@ def _united(sets: Sequence[BitMap64]) -> BitMap64:
 
 
 def _place(bucket: SealedBucket, loaded: Mapping[int, KeyedRows], boundary_ms: int) -> None:
-    """Puts the head behind every row that is due by the boundary; those among them that wait are late ones."""
+    """Move the head behind every row that is due by the boundary; pending ones among them are late."""
     table = bucket.table
     late = []
     head_row = 0

@@ -1,19 +1,12 @@
-"""The bucket that takes new rows, in memory until its seal is committed.
+"""Keeps new rows in memory, in growing columns, until the seal of their bucket is committed.
 
-Owns: the rows in the order they came, as growing columns, and which of them come due next.
-Does not own: when it is sealed (`indexes`), sealing itself (`daemon.topic.bucket_lifecycle`) and who receives rows.
-
-Rows that come in due order follow FIFO runs, ranges of the columns (`fifo_runs`). Of the others, loose rows, those far
-from due lie in the columns unsorted, those near are in sorted runs. Every loose row with a time at or below
+Rows that arrive in due order follow FIFO runs, which are ranges of the columns (`runs`). The others are loose rows:
+those far from due lie in the columns unsorted, those near are in sorted runs. Every loose row with a time at or below
 `_horizon_ms` is or was in a run, so the horizon is moved by one scan over loose rows about once a second.
 
-Rows that have left stay in the columns, the runs and the log: of a position that left and came back only the last
-row counts.
-
-Rows of positions in the order in which they came, in memory.
-
-Owns: growing columns, to which rows are appended one by one or many at once; what was read of them does not change.
-Does not own: what the rows are, and which of them still count.
+Rows that have left stay in the columns, the runs and the log. If a position left and was added again, only its last row
+counts. Rows that were read from a column do not change. `indexes` decides when to seal; `daemon.topic.bucket_lifecycle`
+seals.
 """
 
 from __future__ import annotations
@@ -32,16 +25,16 @@ from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.row_columns import U32, U64, Index, Rows
 
-# A topic has several logs, and many topics have few rows.
+# Small, since a topic has several logs and many topics have few rows
 _FIRST_CAPACITY = 64
 
 Number = TypeVar("Number", bound=np.generic)
 
 
 class RowLog:
-    """Rows whose positions are in the page table: 16 bytes each, 20 where one has a key hash.
+    """Rows with positions in the page table: 16 bytes each, 20 with key hashes.
 
-    A row that comes by itself costs no object that stays.
+    Adding a single row creates no object that stays.
     """
 
     def __init__(self, pages: PageTable) -> None:
@@ -62,12 +55,12 @@ class RowLog:
 
     @property
     def deliver_at_ms(self) -> U64:
-        """When each is due, Unix time in ms, u64[n]."""
+        """The due times, u64[n] (Unix ms)."""
         return self._deliver_at_ms[: self._rows]
 
     @property
     def key_hash(self) -> U32 | None:
-        """The key hashes, u32[n], 0 where a row has none; None where no row has one."""
+        """The key hashes, u32[n], 0 for a row without one; None if no row has one."""
         return None if self._key_hash is None else self._key_hash[: self._rows]
 
     def append(self, rows: KeyedRows) -> None:
@@ -83,7 +76,7 @@ class RowLog:
         self._rows = end
 
     def take(self, index: Index) -> KeyedRows:
-        """The rows that an index array or a slice selects, with no redelivery counts."""
+        """Return the rows that an index array or a slice selects, without redelivery counts."""
         keys = self.keys[index]
         ledger_id, entry_id = self._pages.positions(keys)
         key_hash = None if self._key_hash is None else self._key_hash[: self._rows][index]
@@ -103,19 +96,19 @@ def _grown(column: npt.NDArray[Number], capacity: int) -> npt.NDArray[Number]:
     return grown
 
 
-# How far ahead of the clock rows are sorted, and how early the next stretch is.
+# Rows are sorted up to this time ahead of the clock, and the next stretch this much early.
 HORIZON_STEP_MS = 2_000
 HORIZON_MARGIN_MS = 500
-# What a row takes in the journal's and the bucket's columns before compression.
+# Size of a row in the columns of journal and bucket before compression (bytes)
 ROW_BYTES = 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SealLimits:
-    """When the mutable buckets of a topic are sealed, counted together (PIP-195 and beyond).
+    """Limits at which the mutable buckets of a topic, counted together, are sealed (PIP-195 and beyond).
 
-    `rows_min`: with that many rows they are sealed when a higher ledger arrives. `rows_max`, `size_max_bytes`,
-    `age_max_ms`: they are sealed whatever the ledger.
+    From `rows_min` on they are sealed when a higher ledger arrives; at `rows_max`, `size_max_bytes` or `age_max_ms` in
+    any case.
     """
 
     rows_min: int
@@ -126,9 +119,9 @@ class SealLimits:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class MutableRows:
-    """The columns of a mutable bucket as of one moment: they do not change any more.
+    """The columns of a mutable bucket at one moment, which no longer change.
 
-    They may hold rows that have left; `present` says which have not. `acknowledged`: by subscription id.
+    They may hold rows that have left; `present` has those that have not. `acknowledged` is by subscription id.
     """
 
     pages: PageTable
@@ -139,12 +132,12 @@ class MutableRows:
     acknowledged: dict[int, BitMap64]
 
     def kept(self) -> KeyedRows:
-        """The rows that are there, each position once. O(n): not for the event loop."""
+        """Return the present rows, each position once. O(n): not for the event loop."""
         index = np.arange(len(self.keys))
         if len(self.present) != len(self.keys):
             index = np.flatnonzero(contained(self.keys, self.present))
             if len(index) != len(self.present):
-                # A position that left and came back has several rows: the last one is it.
+                # A position that left and was added again has several rows: the last one counts.
                 _, last = np.unique(self.keys[index][::-1], return_index=True)
                 index = index[np.sort(len(index) - 1 - last)]
         keys = self.keys[index]
@@ -154,13 +147,13 @@ class MutableRows:
 
 
 class RowsCounted(Protocol):
-    """Who counts the rows that the mutable buckets of a topic take in."""
+    """The port that is called with the number of rows that a mutable bucket takes in."""
 
     def rows_came(self, bucket: MutableBucket, rows: int) -> None: ...
 
 
 class MutableBucket(Bucket):
-    """New rows. After `begin_seal` it takes no more, has a name and a gone set, and serves until it is sealed."""
+    """A bucket of new rows. After `begin_seal` it takes none, has a name and a gone set, and serves until sealed."""
 
     def __init__(
         self,
@@ -183,11 +176,11 @@ class MutableBucket(Bucket):
         self._far_min_ms: int | None = None
         self.highest_ledger_id = 0
         self.first_row_at_ms: int | None = None
-        # No row is due later.
+        # Upper bound of the rows' due times (Unix ms)
         self.last_due_ms = 0
-        # What was passed, in the order it was: a subscription that reads behind finds it here.
+        # Passed rows in the order of passing: a subscription that reads behind finds them here.
         self.passed_log = RowLog(pages)
-        # No row that is due has a later time.
+        # Upper bound of the passed rows' due times (Unix ms)
         self.passed_until_ms: int | None = None
         self._left = BitMap64()
         self._came_back = BitMap64()
@@ -197,9 +190,9 @@ class MutableBucket(Bucket):
     # ---- rows come
 
     def add(self, rows: KeyedRows, added: BitMap64, *, elapsed_ms: int) -> int:
-        """Rows of positions that are in no bucket; `added` is their set. `elapsed_ms`: a clock that never steps.
+        """Add rows of positions that are in no bucket; return how many arrived in due order.
 
-        How many of them came in due order.
+        `added` is the set of the positions. `elapsed_ms` is of a clock that never steps.
         """
         first = len(self._came)
         self._take_in(rows, added, elapsed_ms)
@@ -225,8 +218,9 @@ class MutableBucket(Bucket):
             self._runs.add(rows.take(near))
 
     def add_due(self, rows: KeyedRows, added: BitMap64, *, elapsed_ms: int) -> None:
-        """Adds rows, of positions that are in no bucket, that are due: they are passed as they come. `added` is their
-        set.
+        """Add due rows of positions that are in no bucket, and pass them at once.
+
+        `added` is the set of the positions.
         """
         self._take_in(rows, added, elapsed_ms)
         self.passed |= added
@@ -254,18 +248,18 @@ class MutableBucket(Bucket):
 
     @property
     def added_rows(self) -> int:
-        """Rows that came, those that have left included: what the bucket takes in memory."""
+        """The number of rows added, including those that have left, since they still take memory."""
         return len(self._came)
 
     # ---- rows come due
 
     def next_due_ms(self) -> int | None:
-        """No row is due before; a row that has left may still count."""
+        """Return a lower bound of the due times (Unix ms); a row that has left may still affect it."""
         in_order_ms = self._fifo.next_due_ms(self._came.deliver_at_ms)
         return earliest(self._runs.next_due_ms(), self._far_min_ms, in_order_ms)
 
     def runs_at(self, now_ms: int) -> list[SortedRun]:
-        """The sorted runs that hold every row due at `now_ms`, or that such rows follow."""
+        """Return the sorted runs with every row due at `now_ms`, or with rows that precede such rows."""
         if self._far_min_ms is not None and self._far_min_ms <= now_ms + HORIZON_MARGIN_MS:
             self._move_horizon(now_ms + HORIZON_STEP_MS)
         return [*self._runs.runs, *self._fifo.runs_at(now_ms, self._came.deliver_at_ms, self._came.take)]
@@ -305,7 +299,7 @@ class MutableBucket(Bucket):
         return super().unacknowledged(self._current(rows), subscription_id, in_hand)
 
     def _current(self, rows: KeyedRows) -> KeyedRows:
-        """Without rows that are not the last ones of their positions, and each row once."""
+        """Return the rows that are the last ones of their positions, each once."""
         if not self._came_back:
             return rows
         doubtful = np.flatnonzero(contained(rows.keys, self._came_back))
@@ -313,7 +307,7 @@ class MutableBucket(Bucket):
             return rows
         asked = rows.take(doubtful)
         is_last = self._came_back_rows.are_last(asked)
-        # A row that came back as it was is there twice.
+        # A row that was added again unchanged is there twice.
         first = np.unique(asked.keys[is_last], return_index=True)[1]
         kept = np.ones(len(rows), np.bool_)
         kept[doubtful] = False
@@ -321,7 +315,7 @@ class MutableBucket(Bucket):
         return rows.take(kept)
 
     def find_passed(self, keys: U64) -> KeyedRows:
-        """The rows of those positions that are due here."""
+        """Return the rows of these positions that are due here."""
         wanted = bitmap_of(keys) & self.passed
         if not wanted:
             return KeyedRows.empty()
@@ -330,22 +324,22 @@ class MutableBucket(Bucket):
     # ---- sealing
 
     def snapshot(self) -> MutableRows:
-        """The bucket as it is now; as much work as its bitmaps are large."""
+        """Return the bucket as it is now. The work grows with the size of its bitmaps."""
         acknowledged = {number: keys.copy() for number, keys in self.acknowledged.items() if keys}
         return self.columns_of(self.present.copy(), acknowledged)
 
     def columns_of(self, present: BitMap64, acknowledged: dict[int, BitMap64]) -> MutableRows:
-        """The columns as they are now, with other sets than the bucket has."""
+        """Return the columns as they are now, with other sets than the bucket has."""
         came = self._came
         return MutableRows(self._pages, came.keys, came.deliver_at_ms, came.key_hash, present, acknowledged)
 
     def begin_seal(self, name: str) -> None:
-        """From now on the bucket has the name of the object it is being written as, and what goes is kept as gone."""
+        """Give the bucket the name of its future object, and record what is gone from now on."""
         self.name = name
         self.gone = GoneSet()
 
     def gone_since_cut(self) -> GoneSet:
-        """What has left since `begin_seal`."""
+        """Return what has left since `begin_seal`."""
         if self.gone is None:
             raise InvariantViolated("a mutable bucket that is not being sealed has no gone set")
         return self.gone
@@ -356,24 +350,25 @@ class MutableBucket(Bucket):
 
 
 class _LastRows:
-    """The last row of each position that came several times. A few parts sorted by key, of which later ones count, and
-    each is at least twice as long as the next.
+    """The last row of each position that was added several times.
+
+    It has a few parts sorted by key, of which later ones win, and each is at least twice as long as the next.
     """
 
     def __init__(self) -> None:
         self._parts: list[KeyedRows] = []
 
     def add(self, rows: KeyedRows) -> None:
-        """Later rows, of each position one."""
+        """Add later rows, one for each position."""
         part = rows.take(np.argsort(rows.keys))
         while self._parts and 2 * len(part) >= len(self._parts[-1]):
             merged = KeyedRows.concat([self._parts.pop(), part])
-            # The first of the reversed is the last that came.
+            # The first in reverse order is the last that was added.
             part = merged.take(len(merged) - 1 - np.unique(merged.keys[::-1], return_index=True)[1])
         self._parts.append(part)
 
     def are_last(self, rows: KeyedRows) -> npt.NDArray[np.bool_]:
-        """Which of the rows have the time and the key hash of the last ones of their positions."""
+        """Return the mask of rows with the time and key hash of the last ones of their positions."""
         found = np.zeros(len(rows), np.bool_)
         left = np.arange(len(rows))
         for part in reversed(self._parts):

@@ -1,17 +1,11 @@
-"""Positions as 64-bit keys, and sets of positions as Roaring bitmaps of keys.
+"""Maps positions to 64-bit keys, and sets of positions to Roaring bitmaps of keys.
 
-Owns: the tables that give every page of an index (2^32 entry ids of one ledger) an ordinal; a position's key is the
-ordinal above the low 32 bits of its entry id, so that one bitmap and one array hold positions of any ledger. A position
-that is in two indexes of a topic has two keys.
-Does not own: what a set of positions means (`bucket`, `subscription_state`), and stored forms
-(`storage_backends.formats`).
+A table gives every page of an index (2^32 entry ids of one ledger) an ordinal. A position's key is that ordinal above
+the low 32 bits of its entry id, so one bitmap and one array hold positions of any ledger. A position that is in two
+indexes of a topic has two keys. Keys live in memory only and mean nothing in another topic. Their order is not the
+order of positions. Stored forms are in `storage_backends.formats`.
 
-Keys live in memory only and mean nothing in another topic. Their order is not the order of positions.
-
-Finding rows of a growing column of keys.
-
-Owns: the order of the keys, made when it is first asked for and kept up with the column.
-Does not own: the columns (`mutable_bucket`).
+`KeyIndex` finds the rows of keys in a growing column.
 """
 
 from __future__ import annotations
@@ -36,51 +30,51 @@ PAGE_BITS = 32
 _LOW = (1 << PAGE_BITS) - 1
 LOW_MASK = np.uint64(_LOW)
 _SHIFT = np.uint64(PAGE_BITS)
-# A key that no table gives out: lookups of unknown positions.
+# A key that no table assigns, for look-ups of unknown positions
 _UNKNOWN = (1 << 64) - 1
 UNKNOWN_KEY = np.uint64(_UNKNOWN)
 _HEADER = struct.Struct("<Q")
 _PAGE_HEADER = struct.Struct("<I")
-# So many keys in any order make a set faster when they are sorted first.
+# From this many unordered keys on, sorting them first makes the set faster.
 _SORTED_FIRST = 20000
-# Up to so many keys plain Python is faster than columns: to name pages and make a set, and to look into a set.
+# Up to this many keys plain Python is faster than columns: for pages and sets, and for look-ups in a set
 FEW = 16
 _LOOKED_UP = 64
-# The first and the last key, both included.
+# The first and the last key, both included
 KeyRange = tuple[int, int]
-# The ordinal of a page, given by ledger id and number; None when it has none.
+# Returns the ordinal of a page, given by ledger id and number, or None.
 OrdinalOf = Callable[[int, int], int | None]
 Ordinals = npt.NDArray[np.int64]
-# The portable Roaring form: the mark of a bitmap that has run containers; below this many containers such a bitmap
-# carries no offsets; a container is never larger than a plain bit set.
+# The portable Roaring form: the cookie of a bitmap with run containers; the number of containers below which such a
+# bitmap has no offsets; a container is never larger than a plain bit set.
 _COOKIE_WITH_RUNS = 12347
 _COOKIE_WITHOUT_RUNS = 12346
-# Cookie, containers, of the first one its key and its rows less one; behind it its offset.
+# Cookie, number of containers, key of the first one and its rows minus one; its offset follows.
 _ONE_CONTAINER = struct.Struct("<II2xH")
 _ONE_CONTAINER_BYTES = 16
 _CONTAINERS_WITHOUT_OFFSETS = 4
 _BITSET_BYTES = 8192
-# Pages that are looked through at once.
+# Pages that are searched at once
 _PAGES_A_STEP = 1 << 16
-# Where a set has fewer rows a page, its pages are found in the column of its keys.
+# With fewer rows a page, the pages of a set are found in the column of its keys.
 _ROWS_A_PAGE = 64
-# Of a hash whose highest bits count: odd factors with bits in no order.
+# Odd factors with irregular bits, for a hash whose highest bits are used
 _LEDGER_FACTOR, _PAGE_FACTOR = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 _HASH_BITS = 64
 _HASH_MASK = (1 << _HASH_BITS) - 1
-# Of the places of a `_PageIndex`: one that is free, and one that was left.
+# Places of a `_PageIndex`: a free one, and one whose page was removed
 _FREE, _LEFT = 0, (1 << PAGE_BITS) - 1
-# A table may have so many places for a value, before sorting is cheaper.
+# A table may have this many places for each value; beyond that sorting is cheaper.
 _TABLE_SPAN_PER_VALUE = 16
 
 
 def bitmap_of(keys: U64) -> BitMap64:
-    """The set of the keys. (Passing numpy itself to pyroaring is several times dearer.)"""
+    """Return the set of the keys. (Passing a numpy array to pyroaring is several times slower.)"""
     rows = len(keys)
     if rows <= FEW:
         return BitMap64(keys.tolist())
     if int(keys[-1]) - int(keys[0]) == rows - 1 and bool((keys[1:] > keys[:-1]).all()):
-        # Entries without gaps, as a broker writes them.
+        # Entries without gaps, as a broker writes them
         unbroken = BitMap64()
         unbroken.add_range(int(keys[0]), int(keys[-1]) + 1)
         return unbroken
@@ -90,15 +84,16 @@ def bitmap_of(keys: U64) -> BitMap64:
 
 
 def keys_of(bitmap: BitMap64) -> U64:
-    """The keys of the set, ascending."""
+    """Return the keys of the set, ascending."""
     return np.frombuffer(bitmap.to_array(), np.uint64) if bitmap else np.empty(0, np.uint64)
 
 
 def within(bitmap: BitMap64, ranges: Iterable[KeyRange]) -> BitMap64:
-    """The members of the set that lie in one of the ranges. As much work as there are ranges, and as the set takes.
+    """Return the members of the set that lie in one of the ranges.
 
-    What lies between the ranges is removed: a whole page that is added is 65,536 containers, and where a set has many
-    pages ranks and counts look at each of them.
+    The work grows with the number of ranges and the size of the set. Keys between the ranges are removed instead of
+    adding those within: adding a whole page takes 65,536 containers, and with many pages ranks and counts visit each
+    container.
     """
     found = bitmap.copy()
     if not found:
@@ -113,13 +108,13 @@ def within(bitmap: BitMap64, ranges: Iterable[KeyRange]) -> BitMap64:
 
 
 def halves(bitmap: BitMap64) -> tuple[BitMap64, BitMap64]:
-    """The set in two of about one size, the lower keys first; it has at least two members."""
+    """Split a set of at least two members into two of about one size, the lower keys first."""
     first, middle, last = bitmap.min(), bitmap[len(bitmap) // 2], bitmap.max()
     return within(bitmap, [(first, middle - 1)]), within(bitmap, [(middle, last)])
 
 
 def contained(keys: U64, bitmap: BitMap64) -> npt.NDArray[np.bool_]:
-    """Which of the keys are in the set."""
+    """Return the mask of keys that are in the set."""
     if len(keys) <= _LOOKED_UP:
         return np.array([key in bitmap for key in keys.tolist()], np.bool_)
     hits = keys_of(bitmap_of(keys) & bitmap)
@@ -131,7 +126,7 @@ def contained(keys: U64, bitmap: BitMap64) -> npt.NDArray[np.bool_]:
 
 
 def firsts(keys: U64) -> npt.NDArray[np.intp]:
-    """The places of the keys, ascending, of each key the first one."""
+    """Return the places of the first occurrence of each key, ascending."""
     if len(keys) <= 1:
         return np.arange(len(keys))
     return np.sort(np.unique(keys, return_index=True)[1])
@@ -141,7 +136,7 @@ def firsts(keys: U64) -> npt.NDArray[np.intp]:
 class KeyedRows:
     """Rows with the keys of their positions, u64[n].
 
-    `redelivery_count`: u32[n], how often each was negatively acknowledged; None when none was, or where it does not
+    `redelivery_count` is u32[n], how often each was negatively acknowledged; None if none was, or if it does not
     matter.
     """
 
@@ -153,7 +148,7 @@ class KeyedRows:
         return len(self.keys)
 
     def key_hash(self) -> U32:
-        """u32[n], 0 where a row has none."""
+        """Return the key hashes, u32[n], 0 for a row without one."""
         return np.zeros(len(self), np.uint32) if self.rows.key_hash is None else self.rows.key_hash
 
     def take(self, index: Index) -> KeyedRows:
@@ -161,7 +156,7 @@ class KeyedRows:
         return KeyedRows(self.rows.take(index), self.keys[index], counts)
 
     def counts(self) -> U32:
-        """u32[n], the redelivery counts."""
+        """Return the redelivery counts, u32[n]."""
         return np.zeros(len(self), np.uint32) if self.redelivery_count is None else self.redelivery_count
 
     @staticmethod
@@ -185,18 +180,18 @@ _NO_ROWS = KeyedRows(Rows.empty(), np.empty(0, np.uint64))
 
 
 class PagePlaces:
-    """Which page every ordinal stands for, over the page tables of one topic: their keys never collide.
+    """The page of every ordinal, over the page tables of one topic: their keys never collide.
 
-    An ordinal of which anything was kept is never given out twice. `len`: those that were given out. Lookups may run in
-    another thread beside an `add`.
+    An ordinal of which anything was kept is never assigned twice. `len` is the number of assigned ones. Look-ups may
+    run in another thread beside an `add`.
     """
 
     def __init__(self) -> None:
         self._ledgers = np.zeros(16, np.uint64)
         self._pages = np.zeros(16, np.uint64)
-        # Whose table it is: a subscription's own, 0 the shared one.
+        # The owner of the table: a subscription for its index, 0 for the shared one
         self._owners = np.zeros(16, np.uint64)
-        # How many buckets and decisions hold it.
+        # Number of buckets and decisions that hold the page
         self._holders = np.zeros(16, np.uint32)
         self._next = 0
 
@@ -204,7 +199,7 @@ class PagePlaces:
         return self._next
 
     def add(self, ledger_id: int, page: int, owner: int) -> int:
-        """The ordinal of a page that is new in its table."""
+        """Assign an ordinal to a page that is new in its table."""
         ordinal = self._next
         self._next += 1
         if ordinal == len(self._ledgers):
@@ -213,7 +208,7 @@ class PagePlaces:
         return ordinal
 
     def add_all(self, ledger_id: U64, page: U64, owner: int) -> Ordinals:
-        """The ordinals of pages that are new in their table."""
+        """Assign ordinals to pages that are new in their table."""
         first = self._next
         self._next += len(ledger_id)
         if self._next > len(self._ledgers):
@@ -230,36 +225,36 @@ class PagePlaces:
         self._holders = np.concatenate([self._holders, np.zeros(more, np.uint32)])
 
     def take_back(self, ordinals: BitMap) -> None:
-        """Takes back the last of the ordinals that were given out in this turn, if nothing was kept of them."""
+        """Take back the last ordinals assigned in this turn, if nothing was kept of them."""
         while self._next and self._next - 1 in ordinals:
             self._next -= 1
 
     def positions(self, keys: U64) -> tuple[U64, U64]:
-        """(ledger_id, entry_id) of keys."""
+        """Return (ledger_id, entry_id) of keys."""
         ordinals = (keys >> _SHIFT).astype(np.int64)
         return self._ledgers[ordinals], (self._pages[ordinals] << _SHIFT) | (keys & LOW_MASK)
 
     def owners(self, keys: U64) -> U64:
-        """The owners of the tables that the keys are of."""
+        """Return the owners of the keys' tables."""
         return self.owners_of((keys >> _SHIFT).astype(np.int64))
 
     def owners_of(self, ordinals: Ordinals) -> U64:
-        """The owners of the tables that the pages are of."""
+        """Return the owners of the pages' tables."""
         return self._owners[ordinals]
 
     def page_of(self, ordinal: int) -> tuple[int, int]:
-        """(ledger id, page) of an ordinal."""
+        """Return (ledger id, page) of an ordinal."""
         return int(self._ledgers[ordinal]), int(self._pages[ordinal])
 
     def pages_of(self, ordinals: Ordinals) -> tuple[U64, U64]:
-        """(ledger ids, pages) of ordinals."""
+        """Return (ledger ids, pages) of ordinals."""
         return self._ledgers[ordinals], self._pages[ordinals]
 
     def hold(self, ordinals: BitMap) -> None:
         self._holders[ordinals_of(ordinals)] += np.uint32(1)
 
     def let_go(self, ordinals: BitMap) -> Ordinals:
-        """Ends a hold of each; those that are held no longer. Raises InvariantViolated where one was not held."""
+        """Release each page once; return those no longer held. Raise InvariantViolated if one was not held."""
         listed = ordinals_of(ordinals)
         holders = self._holders[listed]
         if not holders.all():
@@ -269,7 +264,7 @@ class PagePlaces:
         return free
 
     def unheld(self, ordinals: BitMap) -> Ordinals:
-        """Those that nothing holds."""
+        """Return the pages that nothing holds."""
         listed = ordinals_of(ordinals)
         unheld: Ordinals = listed[self._holders[listed] == 0]
         return unheld
@@ -281,11 +276,11 @@ class PagePlaces:
         return self._ledgers[ordinals]
 
     def owner_of(self, ordinal: int) -> int:
-        """The owner of the table that a page is of."""
+        """Return the owner of a page's table."""
         return int(self._owners[ordinal])
 
     def of_owner(self, owner: int, first: int, end: int, below_ledger_id: int | None) -> list[int]:
-        """The ordinals of an owner from `first` until before `end`, of lower ledgers, None: of all."""
+        """Return an owner's ordinals in `first`..`end` (exclusive), of ledgers below one or of all if None."""
         chosen = self._owners[first:end] == np.uint64(owner)
         if below_ledger_id is not None:
             chosen &= self._ledgers[first:end] < np.uint64(below_ledger_id)
@@ -293,8 +288,9 @@ class PagePlaces:
         return ordinals
 
     def in_order(self, pages: int, after_ledger_id: int | None) -> npt.NDArray[np.int64]:
-        """The first so many ordinals, those of ledgers after one, by ledger and page. O(pages); may run in another
-        thread when `pages` was taken in this one.
+        """Return the first `pages` ordinals, of ledgers after one, sorted by ledger and page.
+
+        O(pages). It may run in another thread if `pages` was read in this one.
         """
         ledgers = self._ledgers[:pages]
         first = np.uint64(0 if after_ledger_id is None else after_ledger_id + 1)
@@ -304,11 +300,10 @@ class PagePlaces:
 
 
 class _PageIndex:
-    """Finds the ordinal of a page: a hash table of one column, with the ordinal and one more at a place, and open
-    addressing. A topic may have a ledger for each row: then nothing else of a page may be an object.
+    """The ordinals by page: an open-addressing hash table in one column, with ordinal + 1 at each place.
 
-    The page of an ordinal stands in `places`. Lookups may run in another thread beside changes: a page that is known
-    all the while is found.
+    A topic may have a ledger for each row, so a page must not need any other object. The page of an ordinal is in
+    `places`. Look-ups may run in another thread beside changes: a page that is known all the while is found.
     """
 
     def __init__(self, places: PagePlaces) -> None:
@@ -321,7 +316,7 @@ class _PageIndex:
         return self._known
 
     def ordinals(self) -> Ordinals:
-        """Those of all pages, in no order."""
+        """Return the ordinals of all pages, in no order."""
         slots = self._table.slots
         known: U32 = slots[(slots != _FREE) & (slots != _LEFT)]
         return known.astype(np.int64) - 1
@@ -336,11 +331,11 @@ class _PageIndex:
         return None
 
     def find_all(self, ledger_id: U64, page: U64) -> Ordinals:
-        """The ordinal of each; -1 where there is none."""
+        """Return the ordinal of each page, -1 if it is unknown."""
         return self._find(ledger_id, page)[0]
 
     def _find(self, ledger_id: U64, page: U64) -> tuple[Ordinals, Ordinals]:
-        """The ordinal of each of the pages, and its place in the table; -1 where there is none."""
+        """Return (ordinal of each page, its place in the table), -1 if it is unknown."""
         table = self._table
         found = np.full((2, len(ledger_id)), -1)
         place = table.first_places(ledger_id, page)
@@ -357,7 +352,7 @@ class _PageIndex:
         return found[0], found[1]
 
     def add(self, ledger_id: int, page: int, ordinal: int) -> None:
-        """Adds a page that is not known."""
+        """Add a page that is unknown."""
         self._make_room(1)
         slots, mask, shift = self._table
         place = (ledger_id * _LEDGER_FACTOR + page * _PAGE_FACTOR & _HASH_MASK) >> shift
@@ -366,12 +361,12 @@ class _PageIndex:
         slots[place] = ordinal + 1
 
     def add_all(self, ordinals: Ordinals) -> None:
-        """Adds pages that are not known, each once."""
+        """Add distinct pages that are unknown."""
         self._make_room(len(ordinals))
         self._table.put(ordinals, *self._places.pages_of(ordinals))
 
     def remove(self, ordinals: Ordinals) -> None:
-        """Forgets pages. Raises InvariantViolated where one is not known."""
+        """Forget pages. Raise InvariantViolated if one is unknown."""
         found, place = self._find(*self._places.pages_of(ordinals))
         if not np.array_equal(found, ordinals):
             raise InvariantViolated("a page is forgotten that is not known")
@@ -379,7 +374,7 @@ class _PageIndex:
         self._known -= len(ordinals)
 
     def _make_room(self, pages: int) -> None:
-        """Half of the places stay free, so that few steps lead to a page."""
+        """Keep half of the places free, so that few steps lead to a page."""
         if 2 * (self._used + pages) > self._table.mask:
             known = self.ordinals()
             table = _HashTable.of_size(1 << (4 * (self._known + pages) - 1).bit_length())
@@ -390,8 +385,9 @@ class _PageIndex:
 
 
 class _HashTable(NamedTuple):
-    """The places of a `_PageIndex`, a power of two; the highest bits of a hash, behind `shift`, are the first place
-    that is looked at.
+    """The places of a `_PageIndex`, a power of two.
+
+    The highest bits of a hash, after `shift`, are the first place tried.
     """
 
     slots: U32
@@ -407,11 +403,11 @@ class _HashTable(NamedTuple):
         return (hashes >> np.uint64(self.shift)).astype(np.int64)
 
     def put(self, ordinals: Ordinals, ledger_id: U64, page: U64) -> None:
-        """Gives pages that are not there the first free places that they come to."""
+        """Put unknown pages at the first free places on their way."""
         place = self.first_places(ledger_id, page)
         while len(ordinals):
             free = np.flatnonzero(self.slots[place] == _FREE)
-            # Of those that want the same place one gets it.
+            # One of the pages that want the same place gets it.
             chosen = free[np.unique(place[free], return_index=True)[1]]
             self.slots[place[chosen]] = (ordinals[chosen] + 1).astype(np.uint32)
             others = np.ones(len(ordinals), np.bool_)
@@ -422,52 +418,55 @@ class _HashTable(NamedTuple):
 class PageTable:
     """The pages of one index and their ordinals.
 
-    A page stays while a bucket holds it (`hold`, `release`); lookups may run in another thread beside an `intern`.
-    `places`: shared by the tables of one topic. `owner`: the subscription whose own index it is, 0 the shared one.
+    A page stays while a bucket holds it (`hold`, `release`); look-ups may run in another thread beside an `intern`.
+    `places` is shared by the tables of one topic. `owner` is the subscription of a subscription index, 0 for the shared
+    one.
     """
 
     def __init__(self, places: PagePlaces | None = None, *, owner: int = 0) -> None:
         self.places = PagePlaces() if places is None else places
         self._owner = owner
         self._index = _PageIndex(self.places)
-        # Of each ledger its pages beyond the first, ascending: few ledgers have any.
+        # Ledger -> its pages beyond the first, ascending; few ledgers have any.
         self._further_pages: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._index)
 
     def find(self, ledger_id: U64, entry_id: U64) -> U64:
-        """The keys of positions; UNKNOWN_KEY where no bucket holds the page."""
+        """Return the keys of positions, UNKNOWN_KEY if no bucket holds the page."""
         return self._keys(ledger_id, entry_id, self._index.find, self._index.find_all)
 
     def intern(self, ledger_id: U64, entry_id: U64) -> U64:
-        """The keys of positions; new pages get an ordinal."""
+        """Return the keys of positions; new pages get an ordinal."""
         return self._keys(ledger_id, entry_id, self._ordinal, self._ordinals)
 
     def keyed(self, rows: Rows) -> KeyedRows:
-        """Rows of pages that are known, with their keys."""
+        """Return rows of known pages with their keys."""
         return KeyedRows(rows, self.find(rows.ledger_id, rows.entry_id))
 
     def positions(self, keys: U64) -> tuple[U64, U64]:
-        """(ledger_id, entry_id) of keys of any of the topic's tables."""
+        """Return (ledger_id, entry_id) of keys of any of the topic's tables."""
         return self.places.positions(keys)
 
     def hold(self, ordinals: BitMap) -> None:
         self.places.hold(ordinals)
 
     def release(self, ordinals: BitMap) -> None:
-        """A bucket is gone; pages that none holds any more are forgotten. Raises InvariantViolated where one was not
-        held.
+        """Release pages of a dropped bucket and forget those no longer held.
+
+        Raise InvariantViolated if one was not held.
         """
         self._forget(self.places.let_go(ordinals))
 
     def forget_unheld(self, ordinals: BitMap) -> None:
-        """Pages that a lookup interned and no bucket holds are forgotten."""
+        """Forget pages that a look-up interned and no bucket holds."""
         self._forget(self.places.unheld(ordinals))
 
     def undo(self, ordinals: BitMap) -> None:
-        """Forgets pages that were interned in this turn and no bucket holds, and gives their ordinals back: where
-        nothing is kept, nothing grows.
+        """Forget unheld pages that were interned in this turn, and return their ordinals.
+
+        So nothing grows if nothing is kept.
         """
         unheld = self.places.unheld(ordinals)
         if len(unheld):
@@ -489,8 +488,7 @@ class PageTable:
                     del self._further_pages[ledger_id]
 
     def key_ranges(self, ledger_id: int, first_entry_id: int, last_entry_id: int) -> list[KeyRange]:
-        """The keys of a range of entries, both ends included, by ascending entry: one range for each page that is
-        known."""
+        """Return the keys of a range of entries, both ends included, ascending: one range for each known page."""
         first_page, last_page = first_entry_id >> PAGE_BITS, last_entry_id >> PAGE_BITS
         pages = [] if first_page else [0]
         if last_page:
@@ -507,8 +505,9 @@ class PageTable:
         return ranges
 
     def held_below(self, ledger_id: int | None) -> Iterator[int]:
-        """The ordinals of the pages of lower ledgers, None: of all, of those that are known now and that a bucket holds
-        when it is their turn.
+        """Yield ordinals of pages of lower ledgers (all if None) that are known now.
+
+        Pages that no bucket holds any longer when their turn comes are left out.
         """
         pages = len(self.places)
         for first in range(0, pages, _PAGES_A_STEP):
@@ -520,7 +519,7 @@ class PageTable:
         return self.places.page_of(ordinal)[0]
 
     def is_held(self, ordinal: int) -> bool:
-        """Whether a bucket holds the page."""
+        """Return whether a bucket holds the page."""
         return self.places.is_held(ordinal)
 
     def _keys(
@@ -530,7 +529,7 @@ class PageTable:
         ordinal_of: OrdinalOf,
         ordinals_of: Callable[[U64, U64], Ordinals],
     ) -> U64:
-        """`ordinals_of`: as `ordinal_of`, of columns of different pages; -1 where a page has none."""
+        """Compute keys. `ordinals_of` works as `ordinal_of` on columns of distinct pages, with -1 for None."""
         if len(ledger_id) <= FEW:
             return _keys_one_by_one(ledger_id.tolist(), entry_id.tolist(), ordinal_of)
         page = entry_id >> _SHIFT
@@ -557,7 +556,7 @@ class PageTable:
         return ordinal
 
     def _ordinals(self, ledger_id: U64, page: U64) -> Ordinals:
-        """The ordinals of different pages; new pages get one."""
+        """Return the ordinals of distinct pages; new pages get one."""
         ordinals = self._index.find_all(ledger_id, page)
         new = np.flatnonzero(ordinals < 0)
         if len(new):
@@ -571,7 +570,10 @@ class PageTable:
         bisect.insort(self._further_pages.setdefault(ledger_id, []), page)
 
     def to_stored(self, bitmap: BitMap64) -> tuple[PositionBitmap, ...]:
-        """A set of this table's keys as it is stored: a 32-bit bitmap for each page. May run in another thread."""
+        """Return a set of this table's keys in stored form, a 32-bit bitmap for each page.
+
+        It may run in another thread.
+        """
         compact = bitmap.copy()
         compact.run_optimize()
         data = memoryview(compact.serialize())
@@ -588,15 +590,15 @@ class PageTable:
         return tuple(sorted(stored, key=lambda part: (part.ledger_id, part.page)))
 
     def from_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:
-        """A stored set as keys of this table; its pages are interned. The bitmaps are not expanded."""
+        """Return a stored set as keys of this table, interning its pages. The bitmaps are not expanded."""
         return _joined({self._ordinal(part.ledger_id, part.page): part.entries for part in stored})
 
     def intern_stored(self, stored: Iterable[PositionBitmap]) -> BitMap:
-        """The ordinals of the pages of a stored set; new pages get one."""
+        """Return the ordinals of the pages of a stored set; new pages get one."""
         return BitMap([self._ordinal(part.ledger_id, part.page) for part in stored])
 
     def find_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:
-        """The stored sets as keys of this table, without the pages that no bucket holds."""
+        """Return the stored sets as keys of this table, without the pages that no bucket holds."""
         pages: dict[int, bytes] = {}
         for part in stored:
             ordinal = self._index.find(part.ledger_id, part.page)
@@ -614,7 +616,7 @@ def _keys_one_by_one(ledger_id: Sequence[int], entry_id: Sequence[int], ordinal_
 
 
 def _joined(pages: Mapping[int, bytes]) -> BitMap64:
-    """The set of keys of serialized 32-bit bitmaps by the ordinals of their pages."""
+    """Join serialized 32-bit bitmaps, given by the ordinals of their pages, into one set of keys."""
     if not pages:
         return BitMap64()
     body = b"".join(_PAGE_HEADER.pack(ordinal) + pages[ordinal] for ordinal in sorted(pages))
@@ -622,12 +624,12 @@ def _joined(pages: Mapping[int, bytes]) -> BitMap64:
 
 
 def ordinals_of(pages: BitMap) -> Ordinals:
-    """The ordinals of the set, ascending."""
+    """Return the ordinals of the set, ascending."""
     return np.array(pages.to_array(), np.int64)
 
 
 def pages_of(bitmap: BitMap64) -> BitMap:
-    """The ordinals of the pages that the set touches; as many steps as there are pages, where these have many rows."""
+    """Return the ordinals of the pages that the set touches; one step a page if pages have many rows."""
     if not bitmap:
         return BitMap()
     first = bitmap.min() >> PAGE_BITS
@@ -644,7 +646,7 @@ def pages_of(bitmap: BitMap64) -> BitMap:
 
 
 def has_more_pages(bitmap: BitMap64, pages_max: int) -> bool:
-    """Whether the set touches more pages; at most so many steps."""
+    """Return whether the set touches more than `pages_max` pages, in at most as many steps."""
     return next(itertools.islice(_each_page(bitmap), pages_max, None), None) is not None
 
 
@@ -662,13 +664,16 @@ def _each_page(bitmap: BitMap64) -> Iterator[int]:
 
 
 def _portable_length(data: memoryview) -> int:
-    """Bytes of the 32-bit Roaring bitmap in portable form that `data` begins with (Roaring format specification)."""
+    """Return the length of the portable 32-bit Roaring bitmap at the start of `data` (bytes).
+
+    See the Roaring format specification.
+    """
     cookie: int
     containers: int
     last_row: int
     last_offset: int
     if len(data) >= _ONE_CONTAINER.size:
-        # Of few entries there is one container without runs: most bitmaps, where there are many.
+        # Few entries make one container without runs: this covers most bitmaps if there are many.
         cookie, containers, last_row = _ONE_CONTAINER.unpack_from(data)
         if cookie == _COOKIE_WITHOUT_RUNS and containers == 1:
             return _ONE_CONTAINER_BYTES + min(2 * (last_row + 1), _BITSET_BYTES)
@@ -700,7 +705,10 @@ def _portable_length(data: memoryview) -> int:
 
 
 def distinct(values: U64) -> tuple[U64, npt.NDArray[np.intp]]:
-    """(the distinct values, which of them each is): by a table where they lie close together, without a sort."""
+    """Return (distinct values, index of each value among them).
+
+    If the values lie close together, a table is used instead of a sort.
+    """
     lowest = values.min()
     span = int(values.max() - lowest) + 1
     if span > _TABLE_SPAN_PER_VALUE * len(values):
@@ -715,7 +723,7 @@ def distinct(values: U64) -> tuple[U64, npt.NDArray[np.intp]]:
 
 
 def _distinct_pages(ledger_id: U64, page: U64) -> tuple[U64, U64, npt.NDArray[np.intp]]:
-    """(ledger ids, pages) of the distinct pages, and which of them each is."""
+    """Return (ledger ids, pages) of the distinct pages, and the index of each page among them."""
     if not page.any():
         ledgers, inverse = distinct(ledger_id)
         return ledgers, np.zeros(len(ledgers), np.uint64), inverse
@@ -728,7 +736,7 @@ Places = npt.NDArray[np.intp]
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Run:
-    """Rows first..end of the column by ascending key, of one key as they came; `places` is None if all came so."""
+    """Rows first..end of the column by ascending key, equal keys in order. `places` is None if all were in order."""
 
     first: int
     end: int
@@ -737,13 +745,16 @@ class _Run:
 
 
 class KeyIndex:
-    """A few sorted runs, each at least twice as long as the next: asking again costs what has come since."""
+    """An index of a growing column: a few sorted runs, each at least twice as long as the next.
+
+    A repeated look-up sorts only what was added since.
+    """
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
 
     def last_of(self, column: U64, asked: U64) -> Places:
-        """The place of the last row of each key that is asked for and is in the column; no key is asked for twice."""
+        """Return the place of the last row of each requested key that is in the column; the keys are distinct."""
         self._follow(column)
         found = []
         left = asked

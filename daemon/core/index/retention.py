@@ -1,10 +1,8 @@
-"""What a topic needs of its log: of each ledger the lowest entry that has a row.
+"""Finds what a topic needs of its log: for each ledger the lowest entry that has a row.
 
-Owns: looking at the sets of what is present, page by page; what damaged buckets make uncertain.
-Does not own: who asks, and how fresh an answer must be (`daemon.topic.served_topic`).
-
-All buckets of a page are looked at in one turn, so a row that moves from one to another while others have their turn,
-by a seal, a merge or a reschedule, is found in the one or in the other.
+All buckets of a page are checked in one turn. So a row that moves between buckets while others have their turn, by a
+seal, a merge or a reschedule, is found in one or the other. `daemon.topic.served_topic` decides how fresh an answer
+must be.
 """
 
 from __future__ import annotations
@@ -22,14 +20,15 @@ from storage_backends.formats.index_ids import BATCH_BITS
 from storage_backends.formats.row_columns import U64
 
 _BEYOND = 1 << 64
-# Pages of buckets that are looked at before others have their turn.
+# Pages of buckets that are checked before others have a turn
 LOOKS_A_TURN = 1_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Retained:
-    """Ledgers that have rows, ascending, and of each the lowest entry that has one: u64[n] each. `is_complete`: there
-    are no further ones.
+    """Ledgers that have rows, ascending, and the lowest entry of each that has one; u64[n] each.
+
+    `is_complete` is whether there are no further ones.
     """
 
     ledger_id: U64
@@ -39,8 +38,10 @@ class Retained:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RetentionScan:
-    """`lowest`: (ledger, entry): no row, and none that was lost with a damaged bucket, is of a lower position; None
-    when there is none. `ledgers`: how many have rows.
+    """A topic's needs: `lowest` (ledger, entry) and the number of `ledgers` with rows.
+
+    No row is at a lower position, not even one that was lost with a damaged bucket. `lowest` is None if there is no
+    row.
     """
 
     lowest: tuple[int, int] | None
@@ -48,12 +49,12 @@ class RetentionScan:
 
 
 def uncertain(indexes: Indexes) -> list[tuple[int, int]]:
-    """The first and the last ledger of each damaged bucket of which rows are missing, ascending, no range twice."""
+    """Return the first and last ledger of each damaged bucket with missing rows, ascending, without repeats."""
     return sorted({(needed.first_ledger_id, needed.last_ledger_id) for needed in indexes.rebuild_needed()})
 
 
 def pages_of_ledgers(indexes: Indexes, ledger_ids: Iterable[int]) -> list[int]:
-    """The pages of ledgers in all indexes, by ledger and page, as `retained` takes them."""
+    """Return the pages of ledgers in all indexes, by ledger and page, as `retained` takes them."""
     return [
         first >> PAGE_BITS
         for ledger_id in sorted(ledger_ids)
@@ -63,11 +64,13 @@ def pages_of_ledgers(indexes: Indexes, ledger_ids: Iterable[int]) -> list[int]:
 
 
 def retained(indexes: Indexes, pages: Sequence[int], ledgers_max: int) -> Generator[None, None, Retained]:
-    """What there is of pages, given by their ordinals: in the order of ledgers, those of one index and ledger in the
-    order of pages. Returns at most `ledgers_max` ledgers; others may have their turn at each step.
+    """Find the lowest rows of ledgers in pages, for at most `ledgers_max` ledgers.
+
+    `pages` are ordinals in the order of ledgers; those of one index and ledger are in the order of pages. Others may
+    have a turn at each step.
     """
     found: dict[int, int] = {}
-    # Indexes of which the lowest row of the ledger is known.
+    # Indexes whose lowest row of the ledger is known
     known: set[int] = set()
     ledger_id, looks = -1, 0
     for page in pages:
@@ -92,7 +95,7 @@ def retained(indexes: Indexes, pages: Sequence[int], ledgers_max: int) -> Genera
 
 
 def surveyed(indexes: Indexes) -> Generator[None, None, RetentionScan]:
-    """What there is of the topic as a whole; others may have their turn at each step."""
+    """Scan the whole topic; others may have a turn at each step."""
     ledgers: set[int] = set()
     looks = 0
     for page in range(len(indexes.places)):
@@ -117,13 +120,13 @@ def surveyed(indexes: Indexes) -> Generator[None, None, RetentionScan]:
 
 
 def _holding(indexes: Indexes, page: int) -> Index | None:
-    """The index that a page is of; None where no bucket holds the page any more."""
+    """Return the index of a page, or None if no bucket holds the page any longer."""
     index = indexes.get(indexes.places.owner_of(page))
     return index if index is not None and index.pages.is_held(page) else None
 
 
 def _lowest(index: Index, page: int) -> tuple[int | None, int]:
-    """(The lowest entry of a page that has a row, None when none has; how many buckets were looked at.)"""
+    """Return (the lowest entry of a page with a row, or None; the number of buckets checked)."""
     buckets = index.that_may_have_page(page)
     lowest = min(_first_from(bucket, page << PAGE_BITS) for bucket in buckets)
     if lowest >= (page + 1) << PAGE_BITS:
@@ -133,7 +136,7 @@ def _lowest(index: Index, page: int) -> tuple[int | None, int]:
 
 
 def _first_from(bucket: Bucket, key: int) -> int:
-    """The first position of a bucket that has a row, from a key on; beyond every key where none has."""
+    """Return the first present position of a bucket from a key on, or `_BEYOND`."""
     try:
         first: int = bucket.present.next_set_bit(key)
     except ValueError:

@@ -1,18 +1,12 @@
-"""Sorted runs and their merge: the order of hand-out, (deliver_at_ms, ledger_id, entry_id), across many sources.
+"""Keeps sorted runs and merges them in due order, (deliver_at_ms, ledger_id, entry_id), across many sources.
 
-Owns: a run (rows in that order, read from the front) and taking what is due from several runs in one order.
-Does not own: where runs come from (`mutable_bucket`, `segments`) and what taking a row means (`index`).
+Rows that arrive in due order make runs without a sort (FIFO runs). Rows of one delay level, or of any constant delay,
+do. A batch that is in due order, and not before the end of a run, belongs to that run as the range of the bucket's
+columns where it lies anyway. It is not sorted, copied, or searched for when it is nearly due.
 
-Rows that come in due order: runs that cost no sort.
-
-Owns: which rows of a batch follow the end of a run, and the rows of each run as ranges of the bucket's columns.
-Does not own: the columns and the rows that fit no run (`mutable_bucket`), and taking from runs in one order (`runs`).
-
-Rows of one delay level, or of any constant delay, come in due order. A batch that is in due order, and does not lie
-before the end of a run, belongs to that run as the range of the columns where it lies anyway: it is not sorted, nor
-copied, nor looked for when its time is near. Several delays at a time make as many runs, by the rule of patience
-sorting: of the runs that a row may follow it follows the one that ends last. Random delays would come to nothing in
-many short ranges: where a third of the pieces begins a run, or finds none, no more rows are taken in this bucket.
+Several simultaneous delays make as many runs, by the rule of patience sorting: of the runs that a row may follow, it
+follows the one that ends last. Random delays would break into many short ranges: if a third of the pieces begin a run
+or find none, no further rows of this bucket enter runs.
 """
 
 from __future__ import annotations
@@ -29,18 +23,18 @@ from daemon.core.index.position_keys import KeyedRows
 from storage_backends.formats.row_columns import U64, Rows
 
 Place = tuple[int, int, int]
-# No row comes at or after it.
+# A point in due order after all rows
 LAST_PLACE: Place = ((1 << 64) - 1,) * 3
 
-# Looked at one by one before the end of what is due is searched for.
+# Rows that are checked one by one before the end of what is due is searched for
 FEW_ROWS = 3
 
 
 class SortedRun:
-    """Rows in hand-out order, read from the front.
+    """Rows in due order, read from the front.
 
-    `stop`: rows from there on are not to be taken yet. `continues`: more rows of the same source, later ones, follow
-    in another run, so nothing after this run's last row may overtake them.
+    Rows from `stop` on must not be taken yet. With `continues`, later rows of the same source follow in another run, so
+    nothing after this run's last row may overtake them.
     """
 
     __slots__ = ("_next", "continues", "offset", "rows", "stop")
@@ -50,7 +44,7 @@ class SortedRun:
         self.offset = offset
         self.stop = len(rows) if stop is None else stop
         self.continues = continues
-        # The row at an offset is due then: it is asked for at every wake-up, and most of the time the same.
+        # (offset, due time of its row): every wake-up asks for it, mostly for the same row.
         self._next = (-1, 0)
 
     def __len__(self) -> int:
@@ -65,12 +59,12 @@ class SortedRun:
         return self._next[1]
 
     def due_end(self, now_ms: int) -> int:
-        """The index behind the last row that is due."""
+        """Return the index behind the last due row."""
         next_due_ms = self.next_due_ms()
         if next_due_ms is None or next_due_ms > now_ms:
             return self.offset
         times, now = self.rows.rows.deliver_at_ms, np.uint64(now_ms)
-        # Of a trickle one row is due. A search lets go of the interpreter's lock, and may wait to get it back.
+        # A trickle has one due row. A search releases the interpreter's lock, and may wait to get it back.
         for end in range(self.offset + 1, min(self.offset + FEW_ROWS, self.stop)):
             if times[end] > now:
                 return end
@@ -81,15 +75,15 @@ class SortedRun:
         return int(rows.deliver_at_ms[index]), int(rows.ledger_id[index]), int(rows.entry_id[index])
 
     def end_of(self, bound: Place, end: int) -> int:
-        """The index, at most `end`, behind the last row at or before the bound."""
+        """Return the index, at most `end`, behind the last row at or before the bound."""
         return self._ends_at(bound, end)[1]
 
     def end_before(self, bound: Place) -> int:
-        """The index behind the last row before the bound."""
+        """Return the index behind the last row before the bound."""
         return self._ends_at(bound, self.due_end(bound[0]))[0]
 
     def _ends_at(self, bound: Place, end: int) -> tuple[int, int]:
-        """(the index behind the last row before the bound, the same of those at or before it), both at most `end`."""
+        """Return the index behind the last row before the bound, and behind the last at or before it; at most `end`."""
         rows, start = self.rows.rows, self.offset
         for column, value in zip((rows.deliver_at_ms, rows.ledger_id, rows.entry_id), bound, strict=True):
             part, wanted = column[start:end], np.uint64(value)
@@ -106,10 +100,10 @@ class SortedRun:
 
 
 def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[int, KeyedRows]]:
-    """About `limit` of the due rows: (index of the run, its rows).
+    """Take about `limit` due rows: (index of the run, its rows).
 
-    What is left in the runs, or follows them, comes after everything taken in hand-out order. Empty only when no run
-    has a due row.
+    Rows left in the runs, or following them, come after everything taken in due order. The result is empty only if no
+    run has a due row.
     """
     ends = [run.due_end(now_ms) for run in runs]
     if len(runs) == 1 and runs[0].offset < ends[0] <= runs[0].offset + limit:
@@ -118,12 +112,12 @@ def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[i
 
 
 def take_before(runs: Sequence[SortedRun], bound: Place, limit: int) -> list[tuple[int, KeyedRows]]:
-    """About `limit` of the rows that come before a place: (index of the run, its rows)."""
+    """Take about `limit` rows before a point in due order: (index of the run, its rows)."""
     return _take_up_to(runs, [run.end_before(bound) for run in runs], limit)
 
 
 def _take_up_to(runs: Sequence[SortedRun], ends: Sequence[int], limit: int) -> list[tuple[int, KeyedRows]]:
-    """About `limit` of the rows of each run before its end: (index of the run, its rows)."""
+    """Take about `limit` rows from each run before its end: (index of the run, its rows)."""
     due = [(number, run, end) for number, run in enumerate(runs) if (end := ends[number]) > run.offset]
     if not due:
         return []
@@ -147,7 +141,7 @@ def _take_up_to(runs: Sequence[SortedRun], ends: Sequence[int], limit: int) -> l
 
 
 def behind(place: Place) -> Place:
-    """The next place after one."""
+    """Return the next point in due order after one."""
     deliver_at_ms, ledger_id, entry_id = place
     last = LAST_PLACE[2]
     if entry_id < last:
@@ -156,13 +150,13 @@ def behind(place: Place) -> Place:
 
 
 def first_time_ms(times_ms: U64, from_ms: int = 0) -> int | None:
-    """The earliest of times from one on; None when there is none."""
+    """Return the earliest of the times from `from_ms` on, or None."""
     chosen = times_ms[times_ms >= np.uint64(from_ms)] if from_ms else times_ms
     return int(chosen.min()) if len(chosen) else None
 
 
 def earliest(*times_ms: int | None) -> int | None:
-    """The first of the times that there are; None when there is none."""
+    """Return the earliest of the times that are not None, or None."""
     first_ms = None
     for each_ms in times_ms:
         if each_ms is not None and (first_ms is None or each_ms < first_ms):
@@ -171,20 +165,20 @@ def earliest(*times_ms: int | None) -> int | None:
 
 
 def in_due_order(parts: Iterable[KeyedRows]) -> KeyedRows:
-    """The rows of all parts in hand-out order."""
+    """Return the rows of all parts in due order."""
     parts = [part for part in parts if len(part)]
     merged = KeyedRows.concat(parts)
     return merged if len(parts) == 1 else merged.take(merged.rows.due_order())
 
 
 class TieredRuns:
-    """Runs that rows are added to in small batches; each is at least twice as long as the next, so there are few."""
+    """Runs that grow by small batches; each is at least twice as long as the next, so there are few."""
 
     def __init__(self) -> None:
         self.runs: list[SortedRun] = []
 
     def add(self, rows: KeyedRows) -> None:
-        """Rows in any order."""
+        """Add rows in any order."""
         run = SortedRun(rows.take(rows.rows.due_order()))
         while self.runs and 2 * len(run) >= len(self.runs[-1]):
             previous = self.runs.pop()
@@ -200,21 +194,21 @@ class TieredRuns:
 
 
 RUNS_MAX = 32
-# Rows of a run that are made ready to be taken at a time.
+# Rows of a run that are prepared for taking at a time
 CHUNK_ROWS = 16_384
-# A batch of shorter pieces, each in due order, is sorted sooner than they are told apart.
+# For shorter pieces, each in due order, sorting the batch is faster than separating them.
 PIECE_ROWS_LEAST = 16
-# Pieces that followed no run, beyond half of those that did, before no more rows are taken.
+# Pieces that followed no run, beyond half of those that did, after which no further rows are taken
 MISSES_MAX = 64
 
-# Rows of columns: from the first up to the last, not included.
+# Rows of columns from the first to the last, exclusive
 Range = tuple[int, int]
 Index = slice | npt.NDArray[np.integer[Any]]
 Take = Callable[[Index], KeyedRows]
 
 
 class Ranges:
-    """Ranges of columns in an order, which may be taken from the front. `len`: rows that are left."""
+    """Ordered ranges of columns that may be taken from the front. `len` is the number of rows left."""
 
     def __init__(self) -> None:
         self._firsts = array.array("Q")
@@ -227,7 +221,7 @@ class Ranges:
 
     @property
     def first(self) -> int:
-        """The first row that is left; there is one."""
+        """The first row that is left; there must be one."""
         return self._firsts[self._at]
 
     def add(self, first: int, end: int) -> None:
@@ -239,11 +233,11 @@ class Ranges:
         self._rows += end - first
 
     def rows(self) -> Index:
-        """All rows that are left."""
+        """Return all rows that are left."""
         return self._index(len(self._ends) - self._at)
 
     def take(self, rows_max: int) -> Index:
-        """The next rows, at most so many, and at least one if one is left."""
+        """Take the next rows, at most `rows_max`, and at least one if one is left."""
         count = 1
         if self._ends[self._at] - self._firsts[self._at] < rows_max:
             count = min(rows_max, len(self._ends) - self._at)
@@ -274,12 +268,15 @@ class Ranges:
 
 
 def _column(numbers: array.array[int], first: int, count: int) -> npt.NDArray[np.int64]:
-    """A copy: an array whose memory is shared cannot grow."""
+    """Return a copy, since an array whose memory is shared cannot grow."""
     return np.array(numbers[first : first + count], np.int64)
 
 
 class _Run:
-    """`chunk`: rows that are ready to be taken, before those of `ranges`. `end`: the place of the last row ever."""
+    """A FIFO run. `chunk` has rows that are ready to be taken, before those of `ranges`.
+
+    `end` is the place of the last row ever.
+    """
 
     __slots__ = ("chunk", "end", "ranges")
 
@@ -297,24 +294,25 @@ class _Run:
 
 
 class FifoRuns:
-    """At most `runs_max` runs over the columns of a bucket, which are passed in: `take` gives rows of them, `times` are
-    theirs.
+    """At most `runs_max` runs over the columns of a bucket, which are passed in.
+
+    `take` returns rows of the columns, and `times` are their due times.
     """
 
     def __init__(self, *, runs_max: int = RUNS_MAX) -> None:
         self._runs_max = runs_max
         self._takes = runs_max > 0
-        # By where they end; `_ends` are these places.
+        # Ordered by where they end; `_ends` has these places.
         self._runs: list[_Run] = []
         self._ends: list[Place] = []
         self._hits = 0
         self._misses = 0
-        # No row is due before, as long as that is known: what is taken from a run changes it.
+        # A lower bound of the due times while it is known: taking from a run changes it.
         self._next_due_ms: int | None = None
         self._is_next_due_known = True
 
     def add(self, rows: Rows, first: int) -> list[Range]:
-        """Rows that lie in the columns from `first` on; the ranges of those that follow no run."""
+        """Add rows that lie in the columns from `first` on; return the ranges of those that follow no run."""
         cuts = _cuts(rows) if self._takes else None
         if cuts is None:
             return [(first, first + len(rows))]
@@ -332,14 +330,14 @@ class FifoRuns:
         return left
 
     def _run_to_follow(self, rows: Rows, start: int, stop: int) -> tuple[int, int]:
-        """(the run that the first rows of a piece in due order follow, -1: none; where those for a later run begin)."""
+        """Return (the run that the first rows of an ordered piece follow or -1, where rows for a later run begin)."""
         after = bisect.bisect_right(self._ends, _place(rows, start)) - 1
         if after + 1 == len(self._ends) or _place(rows, stop - 1) < self._ends[after + 1]:
             return after, stop
         return after, _first_from(rows, start, stop, self._ends[after + 1])
 
     def _follow(self, after: int, added: Range, end: Place) -> bool:
-        """Puts rows to the run that they follow, or to one that begins; False when there are too many."""
+        """Append rows to the run that they follow, or to a new one; return False if there are too many runs."""
         if after >= 0:
             self._hits += 1
             run = self._runs.pop(after)
@@ -357,14 +355,14 @@ class FifoRuns:
         return True
 
     def next_due_ms(self, times: U64) -> int | None:
-        """No row is due before."""
+        """Return a lower bound of the due times (Unix ms), or None without rows."""
         if not self._is_next_due_known:
             self._next_due_ms = earliest(*[run.next_due_ms(times) for run in self._runs])
             self._is_next_due_known = True
         return self._next_due_ms
 
     def runs_at(self, now_ms: int, times: U64, take: Take) -> list[SortedRun]:
-        """The sorted runs with the next rows of every run that has rows due at `now_ms`. They are about to be taken."""
+        """Return sorted runs with the next rows of every run that has rows due at `now_ms`, for taking at once."""
         next_due_ms = self.next_due_ms(times)
         if next_due_ms is None or next_due_ms > now_ms:
             return []
@@ -391,7 +389,7 @@ def _place(rows: Rows, row: int) -> Place:
 
 
 def _first_from(rows: Rows, start: int, stop: int, bound: Place) -> int:
-    """The first row of a piece in due order that does not lie before the bound."""
+    """Return the first row of an ordered piece that does not lie before the bound."""
     for column, value in zip((rows.deliver_at_ms, rows.ledger_id, rows.entry_id), bound, strict=True):
         part, wanted = column[start:stop], np.uint64(value)
         stop = start + int(part.searchsorted(wanted, side="right"))
@@ -400,7 +398,7 @@ def _first_from(rows: Rows, start: int, stop: int, bound: Place) -> int:
 
 
 def _cuts(rows: Rows) -> list[int] | None:
-    """The rows that lie before the one that came before them, in due order; None when the pieces would be short."""
+    """Return the rows that lie before their predecessor in due order, or None if the pieces would be short."""
     times = rows.deliver_at_ms
     if len(times) == 1:
         return []

@@ -1,22 +1,14 @@
-"""Looking at rows in the order in which they come due: what of a bucket is asked for, and a page over many buckets.
+"""Scans rows in due order: pages over many buckets, and histograms of due times.
 
-Owns: which segments a page needs, the earliest first; which rows of what was read belong to it; where the next begins.
-Does not own: reading (the engine), the sets of a bucket (`bucket`) and counting (`histogram`).
+A page continues from a point in due order, (deliver_at_ms, ledger_id, entry_id, index), not from a place in a bucket.
+So it stays correct when buckets are sealed and merged, or rows come due, between two pages.
 
-A page goes on from a place in the order (deliver_at_ms, ledger_id, entry_id, index), not from one in a bucket: so it
-stays true when buckets are sealed and merged, or rows come due, between two pages.
+A `Part` is taken of a bucket that changes while a thread reads it: it shows one moment. If nothing of a sealed bucket
+is gone except what the head has passed, which counts show, that costs nothing.
 
-Of a bucket that changes, and of what a thread looks at meanwhile, a `Part` is taken: as it is at one moment. Where
-nothing of a sealed bucket is gone but what the head has passed, which is known from counts, that costs nothing.
-
-How many rows come due when: exact counts in bars of one width, from metadata wherever that is enough.
-
-Owns: the bars, which segments of a bucket must be read to count it, and the counts.
-Does not own: reading (the engine), and what of a bucket is asked for (`scan`).
-
-A segment that lies in one bar, and all rows of which are asked for, counts by its number of rows. Where rows are gone,
-how many there are in all is known from the bucket's sets: what lies before the first bar, or what lies behind the last,
-is what the others leave.
+A histogram has exact counts in bars of one width, from metadata where possible. A segment that lies in one bar, with
+all rows wanted, counts by its number of rows. If rows are gone, the total is known from the bucket's sets: what lies
+before the first bar, or behind the last, is what the other bars leave. `daemon.topic.viewing` reads segments.
 """
 
 from __future__ import annotations
@@ -40,15 +32,16 @@ from storage_backends.formats.row_columns import U64, Rows
 
 LAST_MS = (1 << 64) - 1
 _LAST_ID = (1 << 64) - 1
-# The first of so many times as many rows as a page has are found before they are sorted.
+# The first of this many times a page's rows are selected before they are sorted.
 _SORT_AT_ONCE = 4
-# In place of the number of a segment: rows that need not be read.
+# Stands for a segment number: rows that need not be read
 _IN_MEMORY = -1
 
 
 class Place(NamedTuple):
-    """A row's place in the order of all indexes of a topic; the entry id is that which it has in its index
-    (`storage_backends.formats.index_ids`).
+    """A row's point in the due order of all indexes of a topic, with its entry id in its index.
+
+    For entry ids see `storage_backends.formats.index_ids`.
     """
 
     deliver_at_ms: int
@@ -59,10 +52,10 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScanFilter:
-    """Which rows are asked for: `first_ms` <= deliver_at_ms <= `last_ms`, and of ledgers from the first to the last.
+    """The rows to scan: `first_ms` <= deliver_at_ms <= `last_ms` (Unix ms), of the ledgers from the first to the last.
 
-    `subscription_id`: those that it is owed, None: every row. `since_ms`: when it was created. `backlog`: those that
-    are due and that it has not acknowledged; otherwise those that are not due yet.
+    `subscription_id` selects rows that it is owed; None means every row. `since_ms` is when it was created. With
+    `backlog`, rows that are due and not acknowledged by it are scanned, otherwise rows that are not due yet.
     """
 
     first_ms: int = 0
@@ -73,36 +66,38 @@ class ScanFilter:
     backlog: bool = False
 
     def first_ms_of(self, bucket: Bucket) -> int:
-        """No earlier row of the bucket is asked for: of the shared index a subscription is owed what is later than its
-        creation."""
+        """Return a lower bound of the wanted rows' due times in the bucket (Unix ms).
+
+        A subscription is owed only rows of the shared index that come due after its creation.
+        """
         if self.subscription_id is None or bucket.index_id:
             return self.first_ms
         return max(self.first_ms, self.since_ms + 1)
 
     def may_be_in(self, bucket: SealedBucket) -> bool:
-        """Whether the bucket has rows of the ledgers, by what is known of all of it."""
+        """Return whether the bucket may have rows of the ledgers, by its overall range."""
         live = bucket.live
         return self.ledgers is None or (
             live.first_ledger_id <= self.ledgers[1] and live.last_ledger_id >= self.ledgers[0]
         )
 
     def has_all_of(self, bucket: SealedBucket) -> bool:
-        """Whether all rows of the bucket are of the ledgers."""
+        """Return whether all rows of the bucket are of the ledgers."""
         live = bucket.live
         return self.ledgers is None or (
             self.ledgers[0] <= live.first_ledger_id and live.last_ledger_id <= self.ledgers[1]
         )
 
 
-# ---- what of one bucket is asked for
+# ---- the wanted part of one bucket
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class SealedPart:
-    """What of a sealed bucket is asked for, whatever its time, as of one moment.
+    """The wanted part of a sealed bucket, whatever the due times, at one moment.
 
-    `first_ms`: rows before it are not asked for. `start`: (segment, offset in it) of the first row in segments; `late`:
-    rows from before the start, in due order. `wanted`: the positions that are asked for of both, None: all.
+    Rows before `first_ms` are not wanted. `start` is (segment, offset in it) of the first row in segments; `late` are
+    rows from before the start, in due order. `wanted` are the wanted positions of both; None means all.
     """
 
     index_id: int
@@ -115,28 +110,30 @@ class SealedPart:
     late: KeyedRows
 
     def from_start(self, number: int, rows: KeyedRows) -> KeyedRows:
-        """The rows of a segment without those before the start."""
+        """Return the rows of a segment without those before the start."""
         first, offset = self.start
         if number > first:
             return rows
         return rows.take(slice(offset if number == first else len(rows), None))
 
     def wanted_among(self, rows: KeyedRows) -> KeyedRows:
-        """The wanted ones among late rows, or rows of segments from the start on."""
+        """Return the wanted rows among late rows, or rows of segments from the start on."""
         return rows if self.wanted is None else rows.take(contained(rows.keys, self.wanted))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class MemoryPart:
-    """What of a bucket in memory is asked for, whatever its time, as of one moment: `columns` with the wanted positions
-    as those that are present. `first_ms`: as in `SealedPart`."""
+    """The wanted part of a bucket in memory, whatever the due times, at one moment.
+
+    The present positions of `columns` are the wanted ones. For `first_ms` see `SealedPart`.
+    """
 
     index_id: int
     first_ms: int
     columns: MutableRows
 
     def rows(self) -> KeyedRows:
-        """The wanted rows, in no order. As much work as the bucket has rows."""
+        """Return the wanted rows, in no order. O(rows of the bucket)."""
         return self.columns.kept()
 
 
@@ -144,10 +141,10 @@ Part = SealedPart | MemoryPart
 
 
 def part_of(bucket: Bucket, pages: PageTable, asked: ScanFilter, leaving: BitMap64) -> Part | None:
-    """What of a bucket is asked for; None when nothing is. Called where the bucket does not change meanwhile.
+    """Return the wanted part of a bucket, or None if there is none. Call while the bucket does not change.
 
-    `leaving`: positions that a decision which is on its way makes gone: they are asked for no longer. Ledgers are told
-    apart by `of_ledgers`, which is more work.
+    `leaving` are positions that a staged decision removes: they are not wanted. Ledgers are filtered by `of_ledgers`,
+    which is more work.
     """
     if not (bucket.passed_rows if asked.backlog else bucket.waiting_rows):
         return None
@@ -173,11 +170,11 @@ def part_of(bucket: Bucket, pages: PageTable, asked: ScanFilter, leaving: BitMap
 
 
 def _is_whole(bucket: SealedBucket, subscription_id: int | None, leaving: BitMap64) -> bool:
-    """Whether every row from the head on, and every late one, waits and is owed."""
+    """Return whether every row from the head on, and every late one, is pending and owed."""
     if bucket.waiting_rows != bucket.table.rows_from(*bucket.head.place) + len(bucket.late):
         return False
     if leaving and leaving.intersect(bucket.present):
-        # The head has left them behind, and they wait still.
+        # The head has left leaving rows behind, and they are still pending.
         return False
     acknowledged = bucket.acknowledged.get(subscription_id) if subscription_id else None
     return not acknowledged or acknowledged.issubset(bucket.passed)
@@ -193,7 +190,7 @@ def _wanted(bucket: Bucket, asked: ScanFilter, leaving: BitMap64) -> BitMap64:
 
 
 def of_ledgers(part: Part, ledgers: tuple[int, int] | None) -> Part:
-    """The part with the rows of these ledgers alone. As much work as it has positions: not for the event loop."""
+    """Restrict the part to rows of these ledgers. O(positions): not for the event loop."""
     if ledgers is None:
         return part
     if isinstance(part, MemoryPart):
@@ -216,7 +213,7 @@ def _among_ledgers(wanted: BitMap64, pages: PageTable, ledgers: tuple[int, int])
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Found:
-    """Rows in the order of their places. `index_id`: u64[n], the index of each."""
+    """Rows in due order. `index_id` is u64[n], the index of each."""
 
     rows: KeyedRows
     index_id: U64
@@ -239,7 +236,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Read:
-    """Rows of a bucket to look at next: of consecutive segments, or, where there are none, what is in memory."""
+    """Rows of a bucket to read next: consecutive segments or, without any, what is in memory."""
 
     bucket: Bucket
     pages: PageTable
@@ -248,16 +245,17 @@ class Read:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Page:
-    """Rows in the order of their places, and after which place the next page begins; None when there is none."""
+    """Rows in due order, and the point after which the next page begins, or None."""
 
     found: Found
     next_after: Place | None
 
 
 class PageScan:
-    """One page: at most `limit` rows that are asked for, after a place. At most twice a page is kept of what is found.
+    """A scan for one page: at most `limit` wanted rows after a point in due order.
 
-    for every bucket: add(bucket); while next_reads(): take(found in them); page()
+    Call `add` for every bucket; while there are `next_reads`, `take` what `find` returns for them; then call `page`. At
+    most two pages of found rows are kept.
     """
 
     def __init__(self, asked: ScanFilter, after: Place | None, limit: int) -> None:
@@ -265,16 +263,14 @@ class PageScan:
         self.after = after
         self._limit = limit
         self._found = Found.empty()
-        # (no row is due before, the place in `_buckets`, the segment or _IN_MEMORY)
+        # (lower bound of the due times, index in `_buckets`, segment or _IN_MEMORY)
         self._next: list[tuple[int, int, int]] = []
         self._buckets: list[tuple[Bucket, PageTable]] = []
 
-    # ---- which rows to look at
+    # ---- which rows to read
 
     def add(self, bucket: Bucket, pages: PageTable, first_ms: int = 0) -> None:
-        """A bucket of one of the indexes that are looked at; `pages`: the index's. `first_ms`: no earlier row of it is
-        asked for, as is known otherwise.
-        """
+        """Add a bucket with the pages of its index. Rows before `first_ms` are known not to be wanted."""
         number = len(self._buckets)
         if not isinstance(bucket, SealedBucket):
             self._buckets.append((bucket, pages))
@@ -303,7 +299,7 @@ class PageScan:
             heapq.heappush(self._next, (int(bucket.table.min_ms[segment]), number, segment))
 
     def next_reads(self, segments_max: int) -> list[Read]:
-        """What to look at next, the earliest first, about so many segments; empty when the page is complete."""
+        """Return about `segments_max` segments to read next, the earliest first; empty if the page is complete."""
         segments: dict[int, list[int]] = {}
         in_memory = []
         for _ in range(segments_max):
@@ -320,15 +316,15 @@ class PageScan:
 
     @property
     def _bound_ms(self) -> int:
-        """Rows that are due later are not of the page."""
+        """The latest due time of rows of the page (Unix ms)."""
         if len(self._found) <= self._limit:
             return self.asked.last_ms
         return int(self._found.rows.rows.deliver_at_ms[-1])
 
-    # ---- what is found
+    # ---- found rows
 
     def find(self, part: Part, read: Read, rows: Iterable[tuple[int, KeyedRows]]) -> Found:
-        """Those of the rows, by segment, that may be of the page. Many may run in threads at a time."""
+        """Return the rows, given by segment, that may be on the page. Several calls may run in threads at a time."""
         part = of_ledgers(part, self.asked.ledgers)
         if isinstance(part, MemoryPart):
             chosen = self._of_page(part, part.rows())
@@ -348,7 +344,7 @@ class PageScan:
         for number, each in rows:
             if count > self._limit:
                 return
-            # First those of the page, which are few: telling which of them are wanted is more work.
+            # Select rows of the page first, which are few: finding the wanted ones is more work.
             chosen = part.wanted_among(self._of_page(part, part.from_start(number, each)))
             count += len(chosen)
             yield chosen
@@ -362,7 +358,7 @@ class PageScan:
         return rows if chosen.all() else rows.take(chosen)
 
     def take(self, found: Sequence[Found]) -> None:
-        """What was found in all reads that were asked for. Not for the event loop."""
+        """Take the results of all requested reads. Not for the event loop."""
         parts = [each for each in (self._found, *found) if len(each)]
         if not parts:
             return
@@ -377,17 +373,17 @@ class PageScan:
 
     @property
     def can_end(self) -> bool:
-        """Whether a page that ends here brings whoever asks further."""
+        """True if a page that ends here makes progress for the caller."""
         return not self._next or self._next[0][0] > self._bound_ms or self._end > (self.after or Place(0, 0, 0, 0))
 
     @property
     def _end(self) -> Place:
-        """Everything up to it has been looked at."""
+        """The point in due order up to which everything has been read."""
         until_ms = self._next[0][0]
         return Place(until_ms - 1, _LAST_ID, _LAST_ID, _LAST_ID) if until_ms else Place(0, 0, 0, 0)
 
     def page(self) -> Page:
-        """The page as far as it is known: shorter, and followed by another one, when not everything was looked at."""
+        """Return the page as far as it is known; it is shorter, and another follows, if not everything was read."""
         found = self._found
         if self._next and self._next[0][0] <= self._bound_ms:
             known = int(found.rows.rows.deliver_at_ms.searchsorted(np.uint64(self._next[0][0])))
@@ -401,14 +397,14 @@ class PageScan:
 
 
 def _in_order(rows: Rows, index_id: U64) -> npt.NDArray[np.int64]:
-    """The index that sorts rows by their places."""
+    """Return the index that sorts rows into due order."""
     if (index_id == index_id[0]).all():
         return rows.due_order()
     return np.lexsort((index_id, rows.entry_id, rows.ledger_id, rows.deliver_at_ms))
 
 
 def _behind(rows: Rows, index_id: int, after: Place) -> npt.NDArray[np.bool_]:
-    """Which rows of an index come after a place."""
+    """Return the mask of rows of an index that come after a point in due order."""
     behind = rows.deliver_at_ms > np.uint64(after.deliver_at_ms)
     same = np.flatnonzero(rows.deliver_at_ms == np.uint64(after.deliver_at_ms))
     if len(same):
@@ -423,7 +419,7 @@ def _behind(rows: Rows, index_id: int, after: Place) -> npt.NDArray[np.bool_]:
 
 
 BARS_MAX = 10_000
-# So many bars are made where no width is asked for, about.
+# About this many bars are made if no width is requested.
 BARS = 60
 
 I64 = npt.NDArray[np.int64]
@@ -435,15 +431,15 @@ _DAY_MS = 24 * _HOUR_MS
 
 
 def round_width_ms(span_ms: int) -> int:
-    """A width that people like, of which about `BARS` make up the span."""
+    """Return a round width (ms) such that about `BARS` bars make up the span."""
     widths = itertools.pairwise(itertools.chain((1,), _round_widths_ms()))
     narrower, width_ms = next((below, width) for below, width in widths if width * BARS >= span_ms)
-    # The nearer one, as factors go.
+    # The nearer one, by factor
     return width_ms if width_ms * narrower * BARS**2 <= span_ms**2 else narrower
 
 
 def _round_widths_ms() -> Iterator[int]:
-    """Ascending, without end."""
+    """Yield round widths, ascending, without end (ms)."""
     yield from (1, 2, 5, 10, 20, 50, 100, 200, 500)
     for unit_ms in (_SECOND_MS, _MINUTE_MS):
         yield from (unit_ms * number for number in (1, 2, 5, 10, 15, 30))
@@ -454,7 +450,10 @@ def _round_widths_ms() -> Iterator[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bars:
-    """Bar i is from_ms + i * width_ms <= deliver_at_ms < from_ms + (i + 1) * width_ms, and < until_ms."""
+    """Bars of one width.
+
+    Bar i is from_ms + i * width_ms <= deliver_at_ms < from_ms + (i + 1) * width_ms, and < until_ms (Unix ms).
+    """
 
     from_ms: int
     until_ms: int
@@ -465,7 +464,7 @@ class Bars:
         return -(-(self.until_ms - self.from_ms) // self.width_ms)
 
     def slots(self, times: U64) -> I64:
-        """The bar of each time, counted from 1: 0 is before the first, count + 1 behind the last."""
+        """Return the bar of each time, counted from 1: 0 is before the first, count + 1 behind the last."""
         slots = np.zeros(len(times), np.int64)
         inside = (times >= np.uint64(self.from_ms)) & (times < np.uint64(self.until_ms))
         slots[inside] = (times[inside] - np.uint64(self.from_ms)) // np.uint64(self.width_ms) + np.uint64(1)
@@ -475,8 +474,10 @@ class Bars:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Counts:
-    """`rows`: i64[bars + 2], what lies before the first bar, in each bar, and behind the last. `segments_counted`: by
-    their metadata."""
+    """Counts by bar: `rows` is i64[bars + 2], before the first bar, in each bar, and behind the last.
+
+    `segments_counted` were counted by their metadata.
+    """
 
     rows: I64
     segments_counted: int
@@ -495,16 +496,16 @@ class Counts:
 
 
 class PartCount:
-    """Counting what of one bucket is asked for. Not for the event loop; for one thread at a time.
+    """The count of one bucket's wanted part. Not for the event loop; for one thread at a time.
 
-    for number in needed: read(number, its rows), unless is_complete; counts()
+    Call `read` for each number in `needed`, unless `is_complete`; then call `counts`.
     """
 
     def __init__(self, part: Part, bars: Bars, ledgers: tuple[int, int] | None) -> None:
         self._part = part = of_ledgers(part, ledgers)
         self._bars = bars
         self._rows = np.zeros(bars.count + 2, np.int64)
-        # How many rows there are, None where all of them are counted one by one; where those lie that are not.
+        # The total number of rows, None if all are counted one by one; and the bar of those that are not counted
         self._total: int | None = None
         self._rest: int | None = None
         self._earlier_rows = 0
@@ -520,7 +521,7 @@ class PartCount:
             self._choose(part, len(part.wanted))
 
     def _count_whole(self, part: SealedPart) -> None:
-        """Every row from the start on is asked for."""
+        """Count a part in which every row from the start on is wanted."""
         table, (first, offset) = part.table, part.start
         rows = np.diff(table.row_ends, prepend=0)[first:]
         if not len(rows):
@@ -535,14 +536,12 @@ class PartCount:
         self.needed = (np.flatnonzero(~(counted | none)) + first).tolist()
 
     def _choose(self, part: SealedPart, total: int) -> None:
-        """Chooses what not to read: the segments before the first bar or those behind the last, whichever hold more
-        rows.
-        """
+        """Choose what not to read: segments before the first bar or behind the last, whichever have more rows."""
         first = part.start[0]
         rows = np.diff(part.table.row_ends, prepend=0)[first:]
         low, high = self._slots_of(part, first)
         behind = len(self._rows) - 1
-        # Rows that are too early to be owed are counted one by one, and so told from what is left.
+        # Rows that are too early to be owed are counted one by one, which separates them from the remainder.
         owed = part.table.min_ms[first:] >= np.uint64(part.first_ms)
         is_before, is_behind = (high == 0) & owed, (low == behind) & owed
         left = is_before if rows[is_before].sum() > rows[is_behind].sum() else is_behind
@@ -559,11 +558,11 @@ class PartCount:
 
     @property
     def is_complete(self) -> bool:
-        """Whether what was not read yet has nothing more."""
+        """True if segments that were not read yet have no further rows."""
         return self._total is not None and self._total == int(self._rows.sum()) + self._earlier_rows
 
     def read(self, number: int, rows: KeyedRows) -> None:
-        """A segment that is needed."""
+        """Count a needed segment."""
         if isinstance(self._part, SealedPart):
             self._segments_read += 1
             self._add(self._part.wanted_among(self._part.from_start(number, rows)))
@@ -577,7 +576,7 @@ class PartCount:
         self._rows += np.bincount(self._bars.slots(times), minlength=len(self._rows))
 
     def counts(self) -> Counts:
-        """Once everything that is needed was read."""
+        """Return the counts, after everything needed was read."""
         if self._total is not None and self._rest is not None:
             self._rows[self._rest] += self._total - int(self._rows.sum()) - self._earlier_rows
         return Counts(self._rows, self._segments_counted, self._segments_read)

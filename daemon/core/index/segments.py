@@ -1,7 +1,6 @@
-"""Segments of sealed buckets: which are in memory, and reading a bucket segment by segment.
+"""Caches segments of sealed buckets within a budget, and reads buckets segment by segment.
 
-Owns: the cache of loaded segments with its budget, and cursors over a bucket's segments.
-Does not own: loading (the engine does it and puts the rows here) and what reading a row means.
+`daemon.topic.bucket_reads` loads segments and puts the rows here.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.runs import Place, SortedRun, behind
 from storage_backends.formats.bucket_format import SegmentInfos
 
-# Three u64 columns and the keys; key hashes are counted with them.
+# Three u64 columns and the keys, including key hashes
 LOADED_ROW_BYTES = 36
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentRange:
-    """Consecutive segments of one bucket to load with one read; numbers count from 0, `last` is included."""
+    """Consecutive segments of one bucket to load with one read; numbers start at 0, `last` is included."""
 
     bucket: str
     first: int
@@ -29,30 +28,30 @@ class SegmentRange:
 
 
 class SegmentTable:
-    """What is known of a bucket's segments without reading them."""
+    """The metadata of a bucket's segments, known without reading them."""
 
     def __init__(self, segments: SegmentInfos) -> None:
         self.infos = segments
         self.min_ms = segments.min_deliver_at_ms
         self.max_ms = segments.max_deliver_at_ms
-        # i64: the row behind the last of each segment, counted over the bucket.
+        # i64: the row behind the last of each segment, counted over the bucket
         self.row_ends = np.cumsum(segments.rows, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.infos)
 
     def row_ranges(self) -> list[tuple[int, int]]:
-        """The (first, behind the last) row of each segment, counted over the bucket."""
+        """Return (first row, row behind the last) of each segment, counted over the bucket."""
         ends = self.row_ends.tolist()
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
     def rows_from(self, number: int, offset: int) -> int:
-        """How many rows there are from a place on."""
+        """Return how many rows there are from a place on."""
         before = int(self.row_ends[number - 1]) if number else 0
         return int(self.row_ends[-1]) - before - offset
 
     def that_fit(self, first: int, last: int, room_rows: int) -> int:
-        """The last of the segments first..last that fit into the room together; the first one is always read."""
+        """Return the last of the segments first..last that fit into the room together; the first one is always read."""
         room_rows -= self.infos[first].rows
         number = first
         while number < last and room_rows >= self.infos[number + 1].rows:
@@ -61,16 +60,16 @@ class SegmentTable:
         return number
 
     def holding(self, deliver_at_ms: int) -> range:
-        """The segments that may hold rows of that time."""
+        """Return the segments that may have rows of that time."""
         first = int(np.searchsorted(self.max_ms, np.uint64(deliver_at_ms), side="left"))
         end = int(np.searchsorted(self.min_ms, np.uint64(deliver_at_ms), side="right"))
         return range(first, max(first, end))
 
 
 class SegmentCache:
-    """Loaded segments; beyond the budget those that the head has passed are dropped, then the least recently used.
+    """Loaded segments. Beyond the budget those that the head has passed are evicted, then the least recently used.
 
-    What a cursor reads stays with it.
+    Rows that a cursor reads stay with it.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -88,7 +87,7 @@ class SegmentCache:
         return rows
 
     def of_bucket(self, bucket: str) -> dict[int, KeyedRows]:
-        """The bucket's segments, for whoever only looks: they stay no longer for that."""
+        """Return the bucket's segments without counting this as a use."""
         return {number: self._segments[bucket, number] for number in self._of_bucket.get(bucket, ())}
 
     def __contains__(self, segment: tuple[str, int]) -> bool:
@@ -96,11 +95,11 @@ class SegmentCache:
 
     @property
     def room_rows(self) -> int:
-        """What may be loaded without dropping a segment that the head has not passed."""
+        """The number of rows that may be loaded without evicting a segment that the head has not passed."""
         return self._budget_rows - self.rows + self._spent_rows
 
     def spend(self, bucket: str, number: int) -> None:
-        """The head has passed the segment: it is dropped before any other."""
+        """Mark a segment as passed by the head: it is evicted before any other."""
         rows = self._segments.get((bucket, number))
         if rows is not None and (bucket, number) not in self._spent:
             self._spent.add((bucket, number))
@@ -137,7 +136,7 @@ class SegmentCache:
 
 
 class SegmentCursor:
-    """A place in a sealed bucket: a segment and an offset in it. `run` is the rest of the segment once it is loaded."""
+    """A place in a sealed bucket: a segment and an offset in it. `run` is the rest of a loaded segment."""
 
     __slots__ = ("_following", "_left_behind", "_table", "bucket", "number", "offset", "run")
 
@@ -145,7 +144,7 @@ class SegmentCursor:
         self.bucket = bucket
         self._table = table
         self._following = (-1, 0, 0)
-        # No row from here on comes before: the last segment ended there.
+        # Point at or before all rows from here on: the end of the last segment
         self._left_behind: Place = (0, 0, 0)
         self.number = number
         self.offset = offset
@@ -157,7 +156,7 @@ class SegmentCursor:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(segment, offset in it) of the next row."""
+        """The (segment, offset in it) of the next row."""
         if self.run is None:
             return self.number, self.offset
         if self.run.offset == len(self.run.rows):
@@ -165,7 +164,7 @@ class SegmentCursor:
         return self.number, self.run.offset
 
     def settle(self, cache: SegmentCache) -> SortedRun | None:
-        """Moves past what was read, and picks the next segment up if it is loaded; None if it is not, or at the end."""
+        """Move past what was read and return the next segment if it is loaded; None if it is not, or at the end."""
         if self.run is not None:
             self.offset = self.run.offset
             if self.offset < len(self.run.rows):
@@ -180,7 +179,7 @@ class SegmentCursor:
         return self.run
 
     def move_to_row(self, row: int) -> None:
-        """To a row counted over the bucket."""
+        """Move to a row counted over the bucket."""
         self.run = None
         for number, (first, end) in enumerate(self._table.row_ranges()):
             if row < end:
@@ -189,7 +188,7 @@ class SegmentCursor:
         self.number, self.offset = len(self._table), 0
 
     def next_due_ms(self) -> int | None:
-        """No row from here on is due before; None at the end."""
+        """Return a lower bound of the due times from here on (Unix ms), or None at the end."""
         run_ms = None if self.run is None else self.run.next_due_ms()
         if run_ms is not None:
             return run_ms
@@ -197,7 +196,7 @@ class SegmentCursor:
         return None if following is None else following[1]
 
     def first_place(self, cache: SegmentCache) -> Place | None:
-        """No row from here on comes before; None at the end. Exact where the segment is in memory."""
+        """Return a point at or before all rows from here on, exact if in memory; None at the end."""
         run = self.settle(cache)
         if run is not None:
             return run.place(run.offset)
@@ -206,12 +205,10 @@ class SegmentCursor:
 
     @property
     def following(self) -> tuple[int, int, int] | None:
-        """The first segment behind `run`: its number, the time that none of its rows is due before, and its rows. None
-        when there is none.
-        """
+        """The first segment behind `run`: (number, lower bound of due times, rows), or None if there is none."""
         number = self.number + (self.run is not None)
         if number != self._following[0]:
-            # It is asked for at every wake-up, and changes with a segment.
+            # Every wake-up asks for it, and it changes only with the segment.
             if number >= len(self._table):
                 return None
             info = self._table.infos[number]
@@ -219,7 +216,7 @@ class SegmentCursor:
         return self._following
 
     def wanted(self, before_ms: int, ahead: int, cache: SegmentCache) -> SegmentRange | None:
-        """The next segments to load: at most `ahead`, that begin before a time and are not in memory."""
+        """Return the next segments to load: at most `ahead`, not in memory, that begin before a time."""
         first = self.number + (self.run is not None)
         while first < len(self._table) and first < self.number + ahead and (self.bucket, first) in cache:
             first += 1

@@ -1,21 +1,15 @@
-"""Who holds what is unacknowledged of each hash (PIP-379).
+"""Knows which consumer holds unacknowledged rows of each hash, until the decision on them is durable (PIP-379).
 
-Owns: of every hash slot the one consumer that holds positions of it, how many they are, and how often others were kept
-back for it meanwhile.
-Does not own: who has a slot (`selectors`), and what is sent (`key_planning`).
+`DrainingHashes` counts: for every hash slot the one consumer that holds positions of it, how many these are, and how
+often others were kept back for it. A hash drains while another consumer than their holder has its slot. Nothing is
+recorded when hash slots move: since held positions are always counted, comparing holders with owners shows which hashes
+drain.
 
-A hash drains while another consumer has its slot than holds its positions. Nothing is entered when slots move: what is
-held is counted from the beginning, so that a hash drains, and does no more, by the mere comparison of holders and
-owners.
+`HashHolds` keeps a hash with its consumer also while a decision on its rows is staged. Otherwise a crash would
+redeliver them after rows that another consumer received meanwhile.
 
-Memory: 11 bytes a slot, 704 KiB if all are in use, which is 72 bytes for each of 10,000 draining hashes; pages of the
-arrays that were never written cost nothing.
-
-Who holds rows of each hash, until what is decided of them is durable.
-
-Owns: that a hash stays with its consumer while that holds rows of it, and while a decision on these is staged: after a
-crash they would come again, behind rows that went to somebody else meanwhile.
-Does not own: the counts (`draining_hashes`), and IN_FLIGHT (`in_flight`), which it watches.
+Memory: 11 bytes a hash slot, 704 KiB if all are in use, which is 72 bytes for each of 10,000 draining hashes. Pages of
+the arrays that were never written cost nothing.
 """
 
 from __future__ import annotations
@@ -36,17 +30,17 @@ _ATTEMPTS_MAX = np.uint32((1 << 32) - 1)
 
 
 class DrainingHashes:
-    """A consumer is an ordinal from 1 on; columns name a slot as often as it has positions.
+    """The holder of each hash slot. Consumers are ordinals from 1 on; columns name a hash slot once for each position.
 
-    `holders`: u16[65536], 0 where nobody holds any. `unacked`: u32[65536]. `cleared_total`: how many hashes became free
-    that others had been kept back for; one that drained while nobody asked for it is not among them. `attempts_total`:
-    how often positions were kept back.
+    `holders` is u16[65536], 0 if no consumer holds any; `unacked` is u32[65536]. `cleared_total` counts hashes that
+    became free after others had been kept back for them; hashes that drained while no consumer wanted them do not
+    count. `attempts_total` counts how often positions were kept back.
     """
 
     def __init__(self) -> None:
         self.holders: U16 = np.zeros(HASH_SLOTS, np.uint16)
         self.unacked: U32 = np.zeros(HASH_SLOTS, np.uint32)
-        # Stays at its highest number rather than begin anew.
+        # Stays at its maximum instead of wrapping around.
         self._attempts: U32 = np.zeros(HASH_SLOTS, np.uint32)
         self._is_unblocked: npt.NDArray[np.bool_] = np.zeros(HASH_SLOTS, np.bool_)
         self.has_unblocked = False
@@ -54,18 +48,24 @@ class DrainingHashes:
         self.attempts_total = 0
 
     def may_receive(self, slots: U16, consumers: U16) -> Mask:
-        """Where nobody but that consumer holds any of the slot. Rows of one slot are for one consumer."""
+        """Return the mask of rows whose hash slot no other consumer holds.
+
+        Rows of one hash slot are for one consumer.
+        """
         holders = self.holders[slots]
         return np.equal(holders, 0) | np.equal(holders, consumers)
 
     def received(self, slots: U16, consumers: U16) -> None:
-        """Positions are IN_FLIGHT at consumers; InvariantViolated, and nothing changed, where another one holds any."""
+        """Count positions as IN_FLIGHT at consumers.
+
+        Raises InvariantViolated, without a change, if another consumer holds positions of a hash slot.
+        """
         if not np.all(consumers):
             raise InvariantViolated("positions are given to no consumer")
         before = self.holders[slots]
         is_free = (before == 0) | (before == consumers)
         self.holders[slots] = consumers
-        # Of one slot two consumers may be named: the last one is its holder now.
+        # Two consumers may be named for one hash slot: the last one is its holder now.
         wrong = ~is_free | (self.holders[slots] != consumers)
         if wrong.any():
             self.holders[slots] = before
@@ -76,9 +76,10 @@ class DrainingHashes:
         np.add.at(self.unacked, slots, _ONE)
 
     def settled(self, slots: U16, consumers: U16 | int) -> None:
-        """Positions are IN_FLIGHT no more: acknowledged or not, or their consumer left.
+        """Count positions as no longer IN_FLIGHT: acknowledged or not, or their consumer left.
 
-        InvariantViolated, and nothing changed, where another consumer holds the slot, or fewer of it.
+        Raises InvariantViolated, without a change, if another consumer holds a hash slot, or fewer positions of it are
+        held.
         """
         wrong = self.holders[slots] != consumers
         before = self.unacked[slots]
@@ -107,8 +108,7 @@ class DrainingHashes:
             self.has_unblocked = True
 
     def blocked(self, slots: U16) -> None:
-        """Positions were kept back for what a consumer holds of their hashes; of a hash that nobody holds nothing is
-        counted."""
+        """Count positions kept back for the holder of their hashes; hashes that no consumer holds do not count."""
         held = slots[self.holders[slots] != 0]
         self.attempts_total += len(held)
         before = self._attempts[held]
@@ -116,13 +116,13 @@ class DrainingHashes:
         self._attempts[held[self._attempts[held] < before]] = _ATTEMPTS_MAX
 
     def attempts(self, slots: U16) -> U64:
-        """How often positions of each were kept back since its holder has it."""
+        """Return how often positions of each hash slot were kept back under its current holder."""
         return self._attempts[slots].astype(np.uint64)
 
     def take_unblocked(self) -> U16:
-        """The slots that became free since the last call and that positions were kept back for; each once, ascending.
+        """Return the hash slots, ascending, that became free after positions were kept back for them.
 
-        One may be held again already, mostly by who waited for it.
+        Each is returned once. One may be held again already, mostly by the consumer that waited for it.
         """
         if not self.has_unblocked:
             return np.empty(0, np.uint16)
@@ -132,18 +132,20 @@ class DrainingHashes:
         return slots
 
     def draining(self, owners: U16) -> U16:
-        """The slots, ascending, that one consumer holds positions of and another one has. `owners`: u16[65536], 0 where
-        nobody has the slot."""
+        """Return the hash slots, ascending, that one consumer has and another one holds positions of.
+
+        `owners` is u16[65536], 0 if no consumer has the hash slot.
+        """
         return np.flatnonzero((self.holders != 0) & (owners != 0) & (self.holders != owners)).astype(np.uint16)
 
 
 class HashHolds:
-    """Watches what is IN_FLIGHT. `draining`: who holds what of each hash."""
+    """A watcher of IN_FLIGHT. `draining` has the holders of each hash."""
 
     def __init__(self, consumers: Consumers) -> None:
         self.draining = DrainingHashes()
         self._consumers = consumers
-        # Rows that were in flight, of which a decision is staged.
+        # Rows that were in flight and for which a decision is staged
         self._leaving = InFlight()
 
     # ---- the watcher of IN_FLIGHT
@@ -160,7 +162,7 @@ class HashHolds:
     # ---- decisions
 
     def settle(self, keys: BitMap64) -> None:
-        """What was decided of rows is durable, or needs not be."""
+        """Release rows whose decision is durable, or need not be."""
         if len(self._leaving):
             rows, dispatchers = self._take(keys)
             if len(rows):
@@ -168,13 +170,13 @@ class HashHolds:
                 self.forget_departed()
 
     def forget_departed(self) -> None:
-        """Consumers that have left, and that nothing is waited for of, are not known any more."""
+        """Forget consumers that have left, unless decisions on their rows are staged."""
         for number in self._consumers.departed:
             if not self._leaving.held_rows(number):
                 self._consumers.forget(number)
 
     def rename(self, keys: U64, new_keys: U64) -> None:
-        """Rows of which a decision is being staged have other keys from now on."""
+        """Give new keys to rows for which a decision is being staged."""
         rows, holders = self._take(bitmap_of(keys))
         if len(rows):
             order = np.argsort(keys)
@@ -182,5 +184,5 @@ class HashHolds:
             self._leaving.add(KeyedRows(rows.rows, new_keys[places]), holders)
 
     def _take(self, keys: BitMap64) -> tuple[KeyedRows, U32]:
-        """Takes those of the rows out of which a decision is staged: (these, who held each)."""
+        """Take out the given rows for which a decision is staged: (rows, the dispatcher that held each)."""
         return self._leaving.take_where(lambda each, _: contained(each.keys, keys))

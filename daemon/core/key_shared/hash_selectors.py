@@ -1,13 +1,20 @@
-"""Selectors: which consumer has each hash slot.
+"""Assigns the hash slots to consumers, by one of three selectors.
 
-Owns: what all selectors have in common for their callers, and which one a policy asks for.
-Does not own: how each divides the slots (`auto_split`, `consistent_hashing`, `sticky`), and when the positions of a
-slot that moved may follow it (`draining_hashes`, `last_sent_position`).
+`draining_hashes` and `last_sent_position` decide when the positions of a moved hash slot may follow it.
 
-Which consumer has each hash slot, kept in step with how many slots each has.
+AUTO_SPLIT (as Pulsar's HashRangeAutoSplit): every consumer has one range of hash slots, and all hash slots are in one.
+A consumer that joins gets the upper half of the largest range, the lowest one if several are equal; the lower half
+keeps the odd slot. A consumer that leaves gives its range to the nearest consumer below, or to the lowest one if there
+is none below: joining and leaving again changes nothing. Every consumer always has a hash slot: there are fewer
+ordinals than hash slots, so the largest range has at least two while an ordinal is free.
 
-Owns: the column of owners, who is there, and the counts: every change of all three is here.
-Does not own: who should have which slot (`auto_split`, `consistent_hashing`, `sticky`), and what a consumer holds.
+CONSISTENT_HASHING (as Pulsar's ConsistentHashingStickyKeyConsumerSelector): every consumer has points on a ring, and
+the hash slots just before them. The ring has 2^32 places and hash slot s stands at s << 16; a hash slot belongs to the
+first point at or after it. The points of a consumer depend only on its name and its instance number. If points share a
+place, the one of the first name wins, then the one of the lowest number. So the assignment depends on which consumers
+are present, not on their order or on former ones. Consumers of one name get the lowest free instance number and keep
+it, so that the others keep their hash slots when one leaves. If no hash slot lies between two points, the upper one has
+none: with many consumers, or few points, a consumer may have no hash slot at all.
 
 AUTO_SPLIT: every consumer has one range of hash slots, and all slots are in one (as Pulsar's HashRangeAutoSplit).
 
@@ -62,9 +69,9 @@ ORDINAL_MAX = (1 << 16) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Joiner:
-    """A consumer that joins: an instance, known by its ordinal, 1 to 65,535, as long as it is there.
+    """A consumer that joins: an instance, known by its ordinal, 1 to 65,535, as long as it is present.
 
-    `hash_ranges`: the slots that it says it has; STICKY only.
+    `hash_ranges` are the hash slots that it asks for; only with STICKY.
     """
 
     ordinal: int
@@ -107,7 +114,7 @@ class HashSelector(abc.ABC):
         return ranges_where(self.owners, ordinal) if self.slots_of_consumer(ordinal) else []
 
     def check_new(self, joiners: Sequence[Joiner]) -> None:
-        """InvariantViolated when one of them is there, or comes twice, or has an ordinal that there is not."""
+        """Raise InvariantViolated if a joiner is present or listed twice, or its ordinal is out of range."""
         ordinals = {joiner.ordinal for joiner in joiners}
         if len(ordinals) < len(joiners) or ordinals & self._slots.keys():
             raise InvariantViolated(f"a consumer of {sorted(ordinals)} joins twice")
@@ -115,23 +122,23 @@ class HashSelector(abc.ABC):
             raise InvariantViolated(f"ordinals {min(ordinals)} to {max(ordinals)} are not within 1 to {ORDINAL_MAX}")
 
     def admit(self, joiners: Sequence[Joiner]) -> None:
-        """New consumers are there, without slots."""
+        """Add new consumers without hash slots."""
         self.check_new(joiners)
         self._slots.update((joiner.ordinal, 0) for joiner in joiners)
 
     def check_joined(self, ordinals: Collection[int]) -> None:
-        """InvariantViolated when one of them is not there, or is named twice."""
+        """Raise InvariantViolated if a consumer is not present, or is named twice."""
         if len(set(ordinals)) < len(ordinals) or not self._slots.keys() >= set(ordinals):
             raise InvariantViolated(f"of consumers {sorted(ordinals)} one has not joined, or leaves twice")
 
     def dismiss(self, ordinals: Collection[int]) -> None:
-        """Consumers are there no longer; they have no slots any more."""
+        """Remove consumers, which must have no hash slots left."""
         for ordinal in ordinals:
             if left := self._slots.pop(ordinal):
                 raise InvariantViolated(f"consumer {ordinal} leaves with {left} hash slots")
 
     def give(self, slots: Slots, owners: U16) -> None:
-        """Each slot, named once, to a consumer that is there, whoever had it; or, 0, to nobody."""
+        """Give each hash slot, named once, to a present consumer or, with 0, to none."""
         before = self.owners[slots]
         self.owners[slots] = owners
         for sign, changed in ((-1, before), (1, owners)):
@@ -142,7 +149,7 @@ class HashSelector(abc.ABC):
 
 
 def refuse_ranges(joiners: Sequence[Joiner], selector: str) -> None:
-    """InvalidArgument when one of them says which slots it has."""
+    """Raise InvalidArgument if a joiner asks for hash slots."""
     for joiner in joiners:
         if joiner.hash_ranges:
             raise InvalidArgument(
@@ -158,12 +165,12 @@ class AutoSplit(HashSelector):
 
     def __init__(self) -> None:
         super().__init__()
-        # Of each range, ascending, the first slot and the consumer.
+        # The first hash slot and the consumer of each range, ascending
         self._firsts = np.empty(0, np.intp)
         self._ordinals = np.empty(0, np.uint16)
 
     def join(self, joiners: Sequence[Joiner]) -> None:
-        """All or none, one after the other. InvalidArgument when one says which slots it has."""
+        """Add all joiners or none, one after the other. Raise InvalidArgument if one asks for hash slots."""
         refuse_ranges(joiners, "AUTO_SPLIT")
         self.admit(joiners)
         for joiner in joiners:
@@ -172,7 +179,7 @@ class AutoSplit(HashSelector):
         self._give_ranges(new, self._ordinals[new])
 
     def leave(self, ordinals: Collection[int]) -> None:
-        """All or none; their order does not matter."""
+        """Remove all consumers or none; their order does not matter."""
         self.check_joined(ordinals)
         stays = np.isin(self._ordinals, list(ordinals), invert=True)
         staying = self._ordinals[stays]
@@ -205,20 +212,20 @@ class AutoSplit(HashSelector):
 Places = npt.NDArray[np.intp]
 
 SLOT_BITS = 16
-# A change costs milliseconds with so many, and is made while everybody waits.
+# With this many a change takes milliseconds, during which the event loop stands still.
 POINTS_MAX = 1_000_000
 POINTS_RETRY_MS = 5_000
 
 
 def points_of(name: str, instance: int, count: int) -> U32:
-    """Where the points of an instance lie, by their number. More of them begin with those that fewer have."""
+    """Return the points of an instance, by their number. A longer result begins with the shorter one."""
     stream = hashlib.shake_128(f"{instance} {name}".encode())
     return np.frombuffer(stream.digest(4 * count), "<u4").astype(np.uint32)
 
 
 @dataclasses.dataclass(slots=True)
 class _Instances:
-    """The numbers of the consumers of one name: below `end`, but for those that are free (a heap)."""
+    """The instance numbers of the consumers of one name: those below `end`, except for `free` ones (a heap)."""
 
     end: int = 0
     free: list[int] = dataclasses.field(default_factory=list)
@@ -245,14 +252,17 @@ class ConsistentHashing(HashSelector):
     def __init__(self, points_per_consumer: int) -> None:
         super().__init__()
         self._points_per_consumer = points_per_consumer
-        # All points, ascending, and whose they are.
+        # All points, ascending, and their consumers
         self._points = np.empty(0, np.uint32)
         self._ordinals = np.empty(0, np.uint16)
         self._members: dict[int, tuple[str, int]] = {}
         self._instances: dict[str, _Instances] = {}
 
     def join(self, joiners: Sequence[Joiner]) -> None:
-        """All or none. InvalidArgument when one says which slots it has, QuotaExceeded for too many points."""
+        """Add all joiners or none.
+
+        Raises InvalidArgument if one asks for hash slots, and QuotaExceeded for too many points.
+        """
         refuse_ranges(joiners, "CONSISTENT_HASHING")
         self._check_points(len(joiners))
         self.admit(joiners)
@@ -272,7 +282,7 @@ class ConsistentHashing(HashSelector):
         places += np.arange(len(places))
         self._order_collisions(places)
         slots, lengths = self._slots_before(places)
-        # The first of a new point's place is among these, be it another one's by now.
+        # The first point at a new point's place is among these, even if it is now another consumer's.
         self.give(slots, np.repeat(self._ordinals[places], lengths))
 
     def _check_points(self, joining: int) -> None:
@@ -285,7 +295,7 @@ class ConsistentHashing(HashSelector):
             )
 
     def leave(self, ordinals: Collection[int]) -> None:
-        """All or none; the order does not matter."""
+        """Remove all consumers or none; their order does not matter."""
         self.check_joined(ordinals)
         if not ordinals:
             return
@@ -298,7 +308,7 @@ class ConsistentHashing(HashSelector):
         self._points, self._ordinals = self._points[stays], self._ordinals[stays]
         heirs = np.full(len(places), NOBODY, np.uint16)
         if len(self._ordinals):
-            # As many stay before a point as come before it and do not go.
+            # The heir's index is the number of points before this one that stay.
             heirs = self._ordinals[(places - np.arange(len(places))) % len(self._ordinals)]
         self.give(slots, np.repeat(heirs, lengths))
         self.dismiss(ordinals)
@@ -309,16 +319,16 @@ class ConsistentHashing(HashSelector):
                 del self._instances[name]
 
     def _slots_before(self, places: Places) -> tuple[Slots, Slots]:
-        """The slots that belong to points, given by their places, ascending; and how many each of these has."""
+        """Return the hash slots of points, given by ascending places, and how many each point has."""
         cells = self._points >> np.uint32(SLOT_BITS)
         last = cells[places].astype(np.intp)
-        # The first point's slots begin behind the last point.
+        # The hash slots of the first point begin behind the last point.
         before = cells[places - 1].astype(np.intp) - HASH_SLOTS * (places == 0)
         lengths = last - before
         return slots_in(before + 1, lengths), lengths
 
     def _order_collisions(self, places: Places) -> None:
-        """Sorts points that share a place on the ring, with one of these among them, by name and instance."""
+        """Sort points that share a place on the ring with one of these by name and instance."""
         here = self._points[places]
         behind = self._points[(places + 1) % len(self._points)]
         collides = (self._points[places - 1] == here) | (behind == here)
@@ -336,8 +346,10 @@ class Sticky(HashSelector):
         self._members: dict[int, Joiner] = {}
 
     def join(self, joiners: Sequence[Joiner]) -> None:
-        """All or none. InvalidArgument: ranges that are none or missing, or a slot that another consumer has, be it one
-        that joins with it.
+        """Add all joiners or none.
+
+        Raises InvalidArgument if ranges are missing or invalid, or if another consumer, present or joining, has a hash
+        slot.
         """
         self.check_new(joiners)
         members = self._members | {joiner.ordinal: joiner for joiner in joiners}
@@ -362,7 +374,7 @@ class Sticky(HashSelector):
         self.give(slots, owners[slots])
 
     def leave(self, ordinals: Collection[int]) -> None:
-        """All or none."""
+        """Remove all consumers or none."""
         self.check_joined(ordinals)
         slots = np.flatnonzero(np.isin(self.owners, list(ordinals)))
         self.give(slots, np.full(len(slots), NOBODY, np.uint16))
@@ -376,7 +388,7 @@ def _overlapping(other: Joiner, wanted: HashRange) -> HashRange:
 
 
 def selector_of(kind: HashSelectorKind, points_per_consumer: int) -> HashSelector:
-    """A new one, without consumers. `points_per_consumer`: of CONSISTENT_HASHING."""
+    """Create a selector without consumers. `points_per_consumer` is used by CONSISTENT_HASHING."""
     match kind:
         case HashSelectorKind.AUTO_SPLIT:
             return AutoSplit()

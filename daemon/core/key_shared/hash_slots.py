@@ -1,7 +1,6 @@
-"""Hash slots, the unit of key order: the low 16 bits of a key hash.
+"""Defines hash slots, the unit of key order (the low 16 bits of a key hash), and ranges of them.
 
-Owns: how many there are, which one a hash has, and ranges of them.
-Does not own: the hash (clients), and who has a slot (`selectors`).
+Clients compute the hash; `hash_selectors` assigns hash slots to consumers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ALL_SLOTS.flags.writeable = False
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
 class HashRange:
-    """The slots from the first to the last, both included."""
+    """The hash slots from the first to the last, both included."""
 
     first: int
     last: int
@@ -37,12 +36,12 @@ class HashRange:
 
 
 def slots_of(key_hash: U32) -> U16:
-    """The slot of each hash; that of 0, which is no key, is 0."""
+    """Return the hash slot of each hash; hash 0, which means no key, has hash slot 0."""
     return key_hash.astype(np.uint16)
 
 
 def check_ranges(field: str, ranges: Sequence[HashRange]) -> None:
-    """InvalidArgument when one of the ranges is not within the slots, or has a slot of another one."""
+    """Raise InvalidArgument if a range is not within the hash slots, or overlaps another one."""
     for each in ranges:
         if not 0 <= each.first <= each.last < HASH_SLOTS:
             raise InvalidArgument(
@@ -54,8 +53,9 @@ def check_ranges(field: str, ranges: Sequence[HashRange]) -> None:
 
 
 def slots_in(firsts: Slots, counts: Slots) -> Slots:
-    """The slots of ranges, one after the other, by the first slot of each and how many it has. The slots are a ring:
-    what is beyond the last one goes on at 0, and a first slot may be negative.
+    """Return the hash slots of ranges, one after the other, by the first of each range and its size.
+
+    The hash slots are a ring: after the last one comes 0, and a first one may be negative.
     """
     ends = np.cumsum(counts)
     slots: Slots = np.repeat(firsts + counts - ends, counts) + np.arange(counts.sum())
@@ -63,7 +63,7 @@ def slots_in(firsts: Slots, counts: Slots) -> Slots:
 
 
 def ranges_where(owners: U16, ordinal: int) -> list[HashRange]:
-    """The slots of one owner, as few ranges as possible, ascending. `owners`: u16[65536]."""
+    """Return the hash slots of one owner as the fewest ranges, ascending. `owners` is u16[65536]."""
     slots = np.flatnonzero(owners == ordinal)
     ends = np.flatnonzero(np.diff(slots, append=2 * HASH_SLOTS) > 1)
     starts = np.concatenate(([0], ends[:-1] + 1))[: len(ends)]

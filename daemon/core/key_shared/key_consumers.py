@@ -1,9 +1,7 @@
-"""The consumers of a KEY_SHARED subscription: who they are, on which stream, and how many permits each has.
+"""Knows the consumers of a KEY_SHARED subscription, their streams and permits.
 
-Owns: the numbers under which tables of hashes know consumers (ordinals), permits, and which streams take nothing now.
-Does not own: which hashes a consumer has (`selectors`), what it holds (`in_flight`), and streams (the engine).
-
-An ordinal is at least 1 and is given again when its consumer has left; 0 is nobody.
+Tables of hashes know a consumer by its ordinal, at least 1, which is reused after the consumer has left; 0 means no
+consumer. `hash_selectors` knows a consumer's hashes, `in_flight` the rows that it holds.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ _ORDINALS_AT_FIRST = 16
 class Joining:
     """A consumer as it joins: an instance of its own, whatever its name.
 
-    `number`: the dispatcher number under which it holds rows; no other one of the subscription has it. `stream`: the
-    number of the stream that it is on. `hash_ranges`: the slots that it asks for.
+    `number` is the dispatcher number under which it holds rows, unique in the subscription. `stream` is the number of
+    its stream. `hash_ranges` are the hash slots that it asks for.
     """
 
     number: int
@@ -41,12 +39,12 @@ class Joining:
 
 
 class Consumers:
-    """Consumers by ordinal and by number. Who has left keeps its ordinal until `forget`."""
+    """Consumers by ordinal and by number. One that has left keeps its ordinal until `forget`."""
 
     def __init__(self) -> None:
         self._by_ordinal: list[Joining | None] = [None]
         self._free: list[int] = []
-        # In the order in which they joined.
+        # Number -> ordinal, in the order of joining
         self._ordinals: dict[int, int] = {}
         self._numbers = np.zeros(_ORDINALS_AT_FIRST, np.uint32)
         self._streams = np.zeros(_ORDINALS_AT_FIRST, np.uint32)
@@ -62,7 +60,7 @@ class Consumers:
         return number in self._ordinals
 
     def __iter__(self) -> Iterator[tuple[int, Joining]]:
-        """(ordinal, consumer) in the order in which they joined."""
+        """Iterate over (ordinal, consumer) in the order of joining."""
         return ((ordinal, self[ordinal]) for ordinal in self._ordinals.values())
 
     def __getitem__(self, ordinal: int) -> Joining:
@@ -74,7 +72,7 @@ class Consumers:
     # ---- joining and leaving
 
     def next_ordinals(self, count: int) -> list[int]:
-        """The ordinals that the next consumers to join will have."""
+        """Return the ordinals that the next consumers to join will have."""
         free = heapq.nsmallest(count, self._free)
         first = len(self._by_ordinal)
         return free + list(range(first, first + count - len(free)))
@@ -108,11 +106,11 @@ class Consumers:
 
     @property
     def departed(self) -> list[int]:
-        """The numbers of those who have left and are not forgotten."""
+        """The numbers of consumers that have left and are not forgotten."""
         return list(self._departed)
 
     def forget(self, number: int) -> None:
-        """Nothing is known any more of a consumer that has left: its ordinal is free."""
+        """Forget a consumer that has left: its ordinal is free."""
         heapq.heappush(self._free, self._departed.pop(number))
 
     # ---- who is who
@@ -121,7 +119,7 @@ class Consumers:
         return self._ordinals[number]
 
     def ordinals_of(self, numbers: U32) -> U16:
-        """The ordinals of a column of numbers, each of a consumer that is there or is not forgotten."""
+        """Return the ordinals of a column of numbers, each of a consumer that is present or not forgotten."""
         if not numbers.strides[0] or (numbers == numbers[0]).all():
             return np.broadcast_to(np.asarray(self._ordinal(int(numbers[0])), np.uint16), len(numbers))
         distinct, inverse = np.unique(numbers, return_inverse=True)
@@ -132,7 +130,7 @@ class Consumers:
         return self._departed[number] if ordinal is None else ordinal
 
     def numbers_of(self, ordinals: U16) -> U32:
-        """The numbers of a column of ordinals; 0 of nobody."""
+        """Return the numbers of a column of ordinals; 0 for ordinal 0."""
         numbers: U32 = self._numbers[ordinals]
         return numbers
 
@@ -141,24 +139,24 @@ class Consumers:
         return streams
 
     def are_on(self, stream: int) -> Mask:
-        """A mask of the ordinals whose consumer is on a stream."""
+        """Return the mask of ordinals whose consumer is on a stream."""
         here: Mask = self._streams == np.uint32(stream)
         return here
 
     def behind(self, number: int, limit: int) -> list[tuple[int, Joining]]:
-        """(ordinal, consumer) of at most so many consumers, in the order of their numbers, behind a number."""
+        """Return (ordinal, consumer) of at most `limit` consumers with higher numbers, in the order of numbers."""
         there = np.flatnonzero(self._numbers > np.uint32(number))
         chosen = there[np.argsort(self._numbers[there])[:limit]]
         return [(ordinal, self[ordinal]) for ordinal in chosen.tolist()]
 
     def on_stream(self, stream: int) -> list[int]:
-        """The numbers of the consumers of a stream."""
+        """Return the numbers of the consumers of a stream."""
         return [consumer.number for _, consumer in self if consumer.stream == stream]
 
     # ---- permits
 
     def grant(self, number: int, permits: int, permits_max: int) -> bool:
-        """Grants a consumer permits: that many more rows may be sent to a consumer; whether it had none."""
+        """Add permits, up to `permits_max`; return whether the consumer had none."""
         ordinal = self._ordinals[number]
         had = int(self._permits[ordinal])
         self._permits[ordinal] = min(had + permits, permits_max)
@@ -169,18 +167,18 @@ class Consumers:
 
     @property
     def permits_together(self) -> int:
-        """How many more rows may be sent to all of them."""
+        """The number of rows that may still be sent to all consumers."""
         return int(self._permits.sum())
 
     def sent(self, ordinals: U16) -> None:
-        """Each of these, of which one may be named many times, has used a permit."""
+        """Use one permit of a consumer for each time that it is named."""
         self._permits -= np.bincount(ordinals, minlength=len(self._permits))
 
     def set_full(self, stream: int, is_full: bool) -> None:
-        """Whether a stream takes nothing now: its consumers count as without permits."""
+        """Set whether a stream takes nothing now: its consumers then count as having no permits."""
         (self._full.add if is_full else self._full.discard)(stream)
         self._takes[self._streams == np.uint32(stream)] = not is_full
 
     def permits(self) -> I64:
-        """How many rows may be sent to the consumer of each ordinal now."""
+        """Return how many rows may be sent now to the consumer of each ordinal."""
         return np.where(self._takes, self._permits, 0)

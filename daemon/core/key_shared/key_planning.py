@@ -1,8 +1,7 @@
-"""Which rows may go, and to whom.
+"""Decides which rows may go, and to which consumer, by the rules of key order.
 
-Owns: the rules of key order, as columns of rows in order against the tables of hashes.
-Does not own: these tables (`selectors`, `draining_hashes`, `nack_blocks`, `last_sent_position`), and what becomes of
-rows that must wait (`key_share`).
+Columns of rows in order are compared with the tables of hashes (`hash_selectors`, `draining_hashes`, `nack_blocks`,
+`last_sent_position`). `key_share` keeps the rows that must wait.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from daemon.core.key_shared.position_order import PositionOrder
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Planning:
-    """The tables that count; None where the policy does not ask for one."""
+    """The tables that apply; one that the policy does not ask for is None."""
 
     selector: HashSelector
     draining: DrainingHashes | None
@@ -35,10 +34,10 @@ class Planning:
     def choose(
         self, rows: KeyedRows, places: Places, slots: U16, permits: I64, room: int, refused: Mask | None = None
     ) -> U16:
-        """Who receives each of the rows at these places, 0: nobody now. `slots`: of these. At most `room` of them.
+        """Return the consumer of each of the rows at these places, 0 for none now; at most `room` rows get one.
 
-        `permits`: by ordinal. `refused`: bool[65536], slots of which a row that stands before must wait; those that get
-        one here are added.
+        `slots` are the hash slots of these rows, and `permits` are by ordinal. `refused` is bool[65536], hash slots in
+        which an earlier row must wait; hash slots in which a row has to wait here are added.
         """
         consumers = self.selector.owners[slots]
         chosen = np.zeros(len(slots), np.uint16)
@@ -48,7 +47,7 @@ class Planning:
         slots, consumers = slots[able], consumers[able]
         may_go = self._may_go(rows, places[able], slots, consumers)
         if self.joined_behind is not None:
-            # Of one hash some rows may go and others must wait.
+            # Some rows of one hash may go while others must wait.
             if refused is not None:
                 may_go &= ~refused[slots]
                 refused[slots[~may_go]] = True
@@ -57,7 +56,7 @@ class Planning:
         return chosen
 
     def are_able(self, slots: U16, permits: I64) -> Mask:
-        """A mask of the slots whose rows may go, of rows that never were delivered, if there are any."""
+        """Return the mask of hash slots whose rows may go, if they were never delivered."""
         consumers = self.selector.owners[slots]
         able: Mask = permits[consumers] > 0
         if self.blocks is not None and self.blocks.any_blocked:
@@ -85,8 +84,9 @@ class Planning:
 
 
 def share_out(consumers: U16, may_go: Mask, permits: I64, limit: int) -> U16:
-    """Who receives each row, 0: nobody now. Of those that may go each consumer receives the first ones, up to its
-    permits, and all together the first `limit`.
+    """Return the consumer of each row, 0 for none now.
+
+    Each consumer receives the first of the rows that may go, up to its permits; `limit` bounds all of them together.
     """
     shared = np.zeros(len(consumers), np.uint16)
     places = np.flatnonzero(may_go)
@@ -105,11 +105,11 @@ def share_out(consumers: U16, may_go: Mask, permits: I64, limit: int) -> U16:
 
 
 def before_refused(slots: U16, refused: Mask) -> Mask:
-    """Which rows no refused row of their slot stands before, themselves included."""
+    """Return the mask of rows before the first refused row of their hash slot."""
     places = np.flatnonzero(refused)
     if not len(places):
         return np.ones(len(slots), np.bool_)
-    # Of several places that are put in one the last one stays.
+    # numpy keeps the last of several values assigned to one place.
     first = np.full(HASH_SLOTS, len(slots))
     first[slots[places[::-1]]] = places[::-1]
     before: Mask = np.arange(len(slots)) < first[slots]

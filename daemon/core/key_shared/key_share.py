@@ -1,29 +1,17 @@
-"""Key_Shared order (PIP-282, then draining hashes): who receives which row, and when.
-
-Owns: sharing what is READY among consumers, so that the rows of a hash are at one consumer at a time and in order; what
-waits for that; what is taken back when a row is negatively acknowledged; plans for messages that are not delayed.
-Does not own: READY and IN_FLIGHT (`subscription_state`), keys of planned positions (`planned_positions`), decisions on
-rows (`ack_decisions`, `nack_decisions`), what is shown (`stats`), and streams (the engine).
+"""Shares the READY rows of a subscription by key: who receives which row, and when (PIP-282, draining hashes).
 
     READY -> waits for its hash or for permits -> IN_FLIGHT at the consumer that has the hash
 
-A row goes when its hash has a consumer with permits, no row of the hash waits before it, no row of the hash is NACKED
-(`nack_order` BLOCK_KEY), and by the order that the policy names: nobody else holds rows of the hash (draining hashes),
-or its consumer did not join before the row could go (last sent position). All of that is columns and tables of 65,536
-hash slots.
+A row goes when its hash has a consumer with permits and no row of the hash waits before it. With `nack_order` BLOCK_KEY
+no row of the hash may be NACKED. The order that the policy names must allow it, too. With draining hashes, no other
+consumer may hold rows of the hash. With the last sent position, its consumer must not have joined before the row could
+go. All of that is columns and tables of 65,536 hash slots.
 
-Positions that dispatchers planned: messages that are not delayed, of which no index has a row.
+`subscription_state` has READY and IN_FLIGHT; `ack_decisions` and `nack_decisions` decide on rows.
 
-Owns: their keys, so that they stand beside rows wherever rows stand by key, and which stream planned each.
-Does not own: where they are, in flight or waiting (`in_flight`, `waiting_rows`), and their order
-(`last_sent_position`).
-
-All of it is memory: what is in hand when the daemon ends is planned again.
-
-Where rows come from that are shared by key.
-
-Owns: what sharing asks of the rows of a subscription.
-Does not own: READY and IN_FLIGHT, which are the subscription's (`daemon.core.decisions.subscription_state`).
+Dispatchers may also plan positions: messages that are not delayed and have no row in any index. They get keys, so that
+they stand beside rows wherever rows are ordered by key. Planned positions are in memory only: those that wait or are in
+flight when the daemon ends are planned again.
 """
 
 from __future__ import annotations
@@ -52,13 +40,14 @@ from storage_backends.formats.index_ids import PLANNED_OWNER, are_of_batch_parts
 from storage_backends.formats.manifest import KeyOrder, KeySharedPolicy, NackOrder
 from storage_backends.formats.row_columns import U32, U64, Rows
 
-# Pages without positions are looked for when there are so many more than after the last look.
+# Pages without positions are looked for again when there are this many more pages than after the last time.
 _PAGES_SLACK = 64
 
 
 class PlannedPositions:
-    """The planned positions of one subscription. `keys`: of those that are in flight or wait. `were_any`: whether there
-    ever was one.
+    """The planned positions of one subscription, and the streams that planned them.
+
+    `keys` are those in flight or waiting. `were_any` is whether there ever was one.
     """
 
     def __init__(self, places: PagePlaces) -> None:
@@ -73,11 +62,11 @@ class PlannedPositions:
         return len(self.keys)
 
     def find(self, ledger_id: U64, entry_id: U64) -> U64:
-        """The keys of positions; UNKNOWN_KEY where none of the neighbourhood is known."""
+        """Return the keys of positions; UNKNOWN_KEY if the page of a position is unknown."""
         return self._pages.find(ledger_id, entry_id)
 
     def intern(self, ledger_id: U64, entry_id: U64) -> U64:
-        """The keys of positions that are about to be planned."""
+        """Return the keys of positions that are about to be planned."""
         keys = self._pages.intern(ledger_id, entry_id)
         new = pages_of(bitmap_of(keys)) - self._held_pages
         self._pages.hold(new)
@@ -85,20 +74,20 @@ class PlannedPositions:
         return keys
 
     def are_planned(self, keys: U64) -> Mask:
-        """Which of the keys of any table are those of planned positions."""
+        """Return the mask of keys, of any table, that belong to planned positions."""
         if not self.keys:
             return np.zeros(len(keys), np.bool_)
         return contained(keys, self.keys)
 
     def add(self, stream: int, keys: U64) -> None:
-        """A stream planned positions, or holds them; another one may have, too."""
+        """Add positions that a stream planned or holds; another stream may have done so, too."""
         added = bitmap_of(keys)
         self.were_any = self.were_any or bool(added)
         self.keys |= added
         self._by_stream.setdefault(stream, BitMap64()).update(added)
 
     def settle(self, keys: BitMap64) -> None:
-        """Positions are acknowledged, or got a row, or are planned no longer."""
+        """Remove positions that are acknowledged, got a row, or are no longer planned."""
         self.keys -= keys
         for planned in self._by_stream.values():
             planned.difference_update(keys)
@@ -112,17 +101,17 @@ class PlannedPositions:
         self._pages_max = 2 * len(self._held_pages) + _PAGES_SLACK
 
     def positions(self, keys: BitMap64) -> tuple[U64, U64]:
-        """(ledger_id, entry_id) of planned ones."""
+        """Return (ledger_id, entry_id) of planned positions."""
         return self._pages.positions(keys_of(keys))
 
     def close(self, stream: int) -> BitMap64:
-        """The positions that a stream planned, which is no more, and no other one."""
+        """Forget a closed stream; return the positions that only it planned."""
         planned = self._by_stream.pop(stream, BitMap64())
         return BitMap64.difference(planned, *self._by_stream.values())
 
 
 class ReadyRows(Protocol):
-    """The READY rows of a subscription, and where they go."""
+    """The port to the READY rows of a subscription, and where they go."""
 
     in_flight: InFlight
 
@@ -131,42 +120,42 @@ class ReadyRows(Protocol):
 
     @property
     def in_flight_room(self) -> int:
-        """How many more rows may be IN_FLIGHT by the subscription's policy."""
+        """The number of further rows that may be IN_FLIGHT by the subscription's policy."""
         ...
 
     def take_ready(self, limit: int) -> KeyedRows:
-        """At most so many, at least one, in order."""
+        """Take at most `limit` rows in order, at least one."""
         ...
 
     def take_redelivered(self) -> KeyedRows:
-        """Takes the READY rows that were delivered before."""
+        """Take the READY rows that were delivered before."""
         ...
 
     def append_ready(self, rows: KeyedRows) -> None: ...
 
     def put_first(self, rows: KeyedRows) -> None:
-        """What was taken last is READY still."""
+        """Put rows back to the front that were taken last."""
         ...
 
     def withdraw(self, keys: BitMap64) -> None:
-        """Takes rows out of READY, of what waits, and of IN_FLIGHT."""
+        """Take rows out of READY, of those that wait, and of IN_FLIGHT."""
         ...
 
 
-# Rows that one hand-out looks at, for each that it may hand out: most may have to wait.
+# Rows that one delivery reads, for each row that it may deliver: most may have to wait.
 LOOKED_AT_A_ROW = 2
-# As many at once, however few may be handed out: each look has its price.
+# The least number of rows read at once, since each read has a fixed cost
 LOOKED_AT_LEAST_ROWS = 256
-# A grant beyond this is cut: nobody holds more.
+# Larger grants are cut to this: no consumer holds more rows.
 PERMITS_MAX = (1 << 32) - 1
-# Planned positions that may wait: they are in memory.
+# Planned positions that may wait, since they are in memory
 PLANNED_WAITING_MAX = 200_000
 PLANNED_WAITING_RETRY_MS = 1_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Assigned:
-    """Rows that are at consumers of a stream: `consumers`, u32[n], their numbers."""
+    """Rows that are at consumers of a stream. `consumers` is u32[n], their numbers."""
 
     stream: int
     rows: KeyedRows
@@ -175,7 +164,7 @@ class Assigned:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Sent:
-    """Rows and the ordinals of who received them."""
+    """Rows and the ordinals of the consumers that received them."""
 
     rows: KeyedRows
     consumers: U16
@@ -185,10 +174,10 @@ _NOTHING_SENT = _Sent(KeyedRows.empty(), np.empty(0, np.uint16))
 
 
 class KeyShared:
-    """How one subscription is shared by key, while somebody has it open so.
+    """The sharing of one subscription by key, while a stream has it open so.
 
-    `policy`: in force as long as this is. `is_whole`: what was NACKED before is known; until then nothing is handed
-    out. `let_go`: while there are rows for which `waiting`, at `waiting_rows_max`, has no room.
+    `policy` stays in force as long as this object. `is_whole` is whether earlier NACKED rows are known; until then
+    nothing is delivered. `let_go` exists while there are rows for which `waiting`, at `waiting_rows_max`, has no room.
     """
 
     def __init__(
@@ -223,20 +212,20 @@ class KeyShared:
             order,
         )
         self._elapsed_ms = elapsed_ms
-        # Something changed that rows wait for.
+        # True if something changed that rows wait for
         self._look_again = False
         self._take_back_behind: list[KeyedRows] = []
         self._in_flight.watcher = self.holds
 
     @property
     def draining(self) -> DrainingHashes | None:
-        """Who holds what of each hash; None where that does not matter."""
+        """The holders of each hash, or None if they do not matter."""
         return None if self.holds is None else self.holds.draining
 
     # ---- consumers
 
     def join(self, joining: Sequence[Joining]) -> None:
-        """Consumers join, all or none of them. Raises InvalidArgument."""
+        """Add all consumers or none. Raise InvalidArgument if the selector refuses them."""
         ordinals = self.consumers.next_ordinals(len(joining))
         self.selector.join(
             [
@@ -251,7 +240,7 @@ class KeyShared:
         self._look_again = True
 
     def leave(self, numbers: Collection[int]) -> None:
-        """Consumers are no more: what they held waits for others, in the order of positions."""
+        """Remove consumers: rows that they held wait for others, in the order of positions."""
         self.back(self._dismiss(numbers))
 
     def _dismiss(self, numbers: Collection[int]) -> KeyedRows:
@@ -266,33 +255,33 @@ class KeyShared:
         return held
 
     def close(self, stream: int) -> None:
-        """A stream is no more: its consumers leave, and its plans end, but for what others hold."""
+        """Close a stream: its consumers leave, and its plans end, except for what others hold."""
         held = self._dismiss(self.consumers.on_stream(stream))
         self.consumers.set_full(stream, False)
         ended = self.plans.close(stream)
         self.back(held.take(~contained(held.keys, ended)) if ended else held)
 
     def end(self) -> None:
-        """Nobody has the subscription open by key any more."""
+        """End the sharing: no stream has the subscription open by key any longer."""
         self._in_flight.watcher = None
 
     def grant(self, number: int, permits: int) -> None:
-        """Grants permits: that many more rows may be sent to a consumer."""
+        """Grant a consumer permits: this many more rows may be sent to it."""
         if self.consumers.grant(number, permits, PERMITS_MAX):
             self._look_again = True
 
     def held_rows(self, number: int) -> int:
-        """How many rows a consumer holds."""
+        """Return how many rows a consumer holds."""
         return self._in_flight.held_rows(number)
 
     def set_full(self, stream: int, is_full: bool) -> None:
-        """Whether a stream takes no rows now."""
+        """Set whether a stream takes no rows now."""
         self.consumers.set_full(stream, is_full)
         if not is_full:
             self._look_again = True
 
     def settle(self, keys: BitMap64) -> None:
-        """What was decided of rows that were in flight is durable, or needs not be."""
+        """Release rows that were in flight and whose decision is durable, or need not be."""
         if self.holds is not None:
             self.holds.settle(keys)
 
@@ -303,11 +292,11 @@ class KeyShared:
         for number in self.consumers.departed:
             self.consumers.forget(number)
 
-    # ---- handing out
+    # ---- delivering
 
     @property
     def may_hand_out(self) -> bool:
-        """Whether `hand_out` might give something, or has something to look at."""
+        """True if `hand_out` might deliver something, or has rows to check."""
         if not self.is_whole or self._ready.in_flight_room <= 0:
             return False
         if len(self.waiting) and self.something_changed():
@@ -316,19 +305,19 @@ class KeyShared:
 
     @property
     def blocked_attempts(self) -> int:
-        """How often a row was kept back for what another consumer holds of its hash."""
+        """The number of times that a row was kept back for another consumer's rows of its hash."""
         return 0 if self.draining is None else self.draining.attempts_total
 
     def now(self, elapsed_ms: int) -> None:
-        """By a clock that never steps."""
+        """Set the time by a clock that never steps (ms)."""
         self._elapsed_ms = elapsed_ms
 
     def look_again(self) -> None:
-        """What waits may go."""
+        """Check waiting rows again at the next delivery."""
         self._look_again = True
 
     def something_changed(self) -> bool:
-        """Whether something changed that rows wait for."""
+        """Return whether something changed that rows wait for."""
         if self.draining is not None and self.draining.has_unblocked:
             self.draining.take_unblocked()
             self._look_again = True
@@ -339,15 +328,15 @@ class KeyShared:
         return self._look_again
 
     def hand_out(self, limit: int, *, elapsed_ms: int) -> list[Assigned]:
-        """At most `limit` rows for the consumers of every stream, IN_FLIGHT from now on; of each stream in the order of
-        hand-out. Looks at a bounded number of READY rows: may be empty while `may_hand_out`.
+        """Deliver at most `limit` rows to the consumers of all streams; those of each stream are in due order.
 
-        `elapsed_ms`: now, by a clock that never steps.
+        The rows are IN_FLIGHT from now on. A call reads a bounded number of READY rows, so the result may be empty
+        while `may_hand_out`. `elapsed_ms` is the time now by a clock that never steps.
         """
         self._elapsed_ms = elapsed_ms
         if not self.is_whole:
             return []
-        # They come before all that waits.
+        # Redelivered rows go before all that wait.
         self.back(self._ready.take_redelivered())
         room = min(limit, self._ready.in_flight_room)
         sent = [self._hand_out_waiting(room)]
@@ -368,7 +357,10 @@ class KeyShared:
         return self._by_stream(rows, numbers)
 
     def _fresh_of(self, rows: KeyedRows) -> KeyedRows:
-        """Those of READY rows that never were delivered. Others are there where nobody listened when they came back."""
+        """Return the READY rows that were never delivered; the others wait first.
+
+        Others are READY if no stream was open when they were redelivered.
+        """
         if rows.redelivery_count is None:
             return rows
         fresh = rows.redelivery_count == 0
@@ -392,12 +384,12 @@ class KeyShared:
             return chosen
 
         rows, consumers = self.waiting.take(choose)
-        # What was not looked at for want of room may go next.
+        # Rows that were not checked for lack of room may go next.
         self._look_again = not left
         return self._sent(rows, consumers)
 
     def send_or_keep(self, rows: KeyedRows, permits: I64, room: int) -> _Sent:
-        """Rows that never were delivered, in order: what may go goes, the others wait."""
+        """Send the rows that may go and keep the others. The rows are in order and were never delivered."""
         slots = slots_of(rows.key_hash())
         must_wait = self.waiting.by_slot[slots] > 0
         if self.let_go is not None:
@@ -407,7 +399,7 @@ class KeyShared:
         consumers[places] = self._planning.choose(rows, places, slots[places], permits, room)
         sent = np.flatnonzero(consumers)
         if len(sent) == room and sent[-1] + 1 < len(rows):
-            # There is no room for what follows, whether it may go or not.
+            # There is no room for later rows, whether they may go or not.
             end = sent[-1] + 1
             self._ready.put_first(rows.take(slice(end, None)))
             rows, consumers = rows.take(slice(0, end)), consumers[:end]
@@ -418,7 +410,7 @@ class KeyShared:
         return self._sent(rows, consumers)
 
     def _keep(self, rows: KeyedRows) -> None:
-        """Rows that never were delivered must wait."""
+        """Keep rows that must wait and were never delivered."""
         if self.let_go is None:
             self.waiting.add_fresh(rows)
             return
@@ -432,16 +424,16 @@ class KeyShared:
 
     @property
     def _evictable_rows(self) -> int:
-        """About how many rows wait that can be let go: planned positions cannot be found again."""
+        """About how many waiting rows can be evicted: planned positions cannot, since they could not be found again."""
         planned_rows = self.waiting.keys.intersection_cardinality(self.planned.keys)
         return self.waiting.never_delivered_rows - planned_rows
 
     def _able_slots(self) -> Mask:
-        """bool[65536]: of which rows could go now, if there were any."""
+        """Return the mask, bool[65536], of hash slots whose rows could go now, if there were any."""
         return self._planning.are_able(ALL_SLOTS, self.consumers.permits())
 
     def _evict(self, able: Mask) -> None:
-        """Rows that cannot go are let go."""
+        """Evict waiting rows that cannot go."""
         rows = self.waiting.evict(~able, self.planned.keys)
         if len(rows):
             if self.let_go is None:
@@ -450,21 +442,21 @@ class KeyShared:
 
     @property
     def reads_on(self) -> bool:
-        """Whether rows that were let go are to be sought now."""
+        """True if evicted rows should be looked for now."""
         if self.let_go is None or self._ready.in_flight_room <= 0:
             return False
         if self.let_go.reader is None:
             return bool((self.let_go.slots & self._able_slots()).any())
-        # With one more, what cannot go makes room.
+        # One more read makes room by evicting rows that cannot go.
         return self._evictable_rows <= self._waiting_rows_max
 
     @property
     def is_held_up(self) -> bool:
-        """Whether who seeks them has found all but those that come behind a row which is not passed."""
+        """True if the reader found all evicted rows except those after a row that is not passed."""
         return self.let_go is not None and self.let_go.reader is not None and self.let_go.reader.is_held_up
 
     def seek_let_go(self, reader: BacklogReader) -> None:
-        """Rows that were let go and can go are sought. `reader`: at the beginning of the backlog."""
+        """Look for evicted rows that can go. `reader` is at the beginning of the backlog."""
         if self.let_go is not None:
             able = self._able_slots()
             if 2 * self._evictable_rows > self._waiting_rows_max:
@@ -472,14 +464,15 @@ class KeyShared:
             self.let_go.seek(able, reader)
 
     def found_let_go(self, rows: KeyedRows, passed_over: KeyedRows, *, are_all: bool) -> None:
-        """Rows that the reader found, in due order, at nobody; those it passed over that are READY; whether it is at
-        the end.
+        """Accept rows that the reader found in due order at no consumer; `are_all` is whether it has reached the end.
+
+        `passed_over` are the rows that it passed over because they are READY.
         """
         if self.let_go is None:
             return
         found = self.let_go.found(self._fresh_of(rows), passed_over)
         self.waiting.add_fresh(found)
-        # Where nothing was found since an earlier row is not passed yet, who passes it looks again.
+        # If nothing was found because an earlier row is not passed yet, passing that row causes the next look.
         self._look_again |= bool(len(found)) or are_all
         if are_all:
             self.let_go.end()
@@ -516,7 +509,7 @@ class KeyShared:
         return rows
 
     def back(self, rows: KeyedRows) -> None:
-        """Rows that were delivered before wait, before all others."""
+        """Let redelivered rows wait before all others."""
         if len(rows):
             self.waiting.add_back(rows)
             self._look_again = True
@@ -524,16 +517,16 @@ class KeyShared:
     # ---- negative acknowledgements
 
     def learn_nacked(self, rows: KeyedRows) -> None:
-        """Rows that were NACKED before the subscription was opened by key, and still are."""
+        """Block the hashes of rows that were NACKED before the subscription was opened by key."""
         if self.nacks is not None:
             self.nacks.blocks.nacked(rows.keys, slots_of(rows.key_hash()), elapsed_ms=self._elapsed_ms)
 
     def knows_nacked(self) -> None:
-        """All of them are known: rows may be handed out."""
+        """Allow deliveries: all NACKED rows are known."""
         self.is_whole = True
 
     def nacked(self, rows: KeyedRows) -> None:
-        """Rows are about to be NACKED, and at nobody: later ones of their hashes wait."""
+        """Block the hashes of rows that are about to be NACKED and are at no consumer."""
         if self.nacks is not None and len(rows):
             slots = slots_of(rows.key_hash())
             self.nacks.blocks.nacked(rows.keys, slots, elapsed_ms=self._elapsed_ms)
@@ -541,8 +534,9 @@ class KeyShared:
                 self._take_back_behind.append(rows)
 
     def take_back(self) -> list[Assigned]:
-        """Takes back what consumers hold behind rows that came to be NACKED since the last call. Call when a request
-        that names such rows is decided as a whole, before anything else happens.
+        """Take back rows that consumers hold after rows that were NACKED since the last call.
+
+        Call this when a request with such rows is decided as a whole, before anything else happens.
         """
         if self.nacks is None or not self._take_back_behind:
             return []
@@ -553,14 +547,18 @@ class KeyShared:
         return assigned
 
     def are_kept_back(self, rows: KeyedRows) -> Mask:
-        """Which of the rows, none of which is in flight or NACKED, nobody may name for now: see `nack_order`."""
+        """Return the mask of rows that no request may name for now, see `nack_blocks`.
+
+        None of the rows may be in flight or NACKED.
+        """
         if self.nacks is None:
             return np.zeros(len(rows), np.bool_)
         return self.nacks.are_kept_back(rows.keys, slots_of(rows.key_hash()))
 
     def takes_back(self, rows_max: int) -> bool:
-        """Whether NACKED rows may come back: fewer than so many wait that were delivered before. Those that wait for
-        something else than permits do not count: it may be a NACKED row, and neither would ever go.
+        """Return whether NACKED rows may become READY: fewer than `rows_max` redelivered rows wait.
+
+        Rows that wait for something else than permits do not count: if that is a NACKED row, neither would ever go.
         """
         if self.waiting.back_rows < rows_max:
             return True
@@ -568,12 +566,12 @@ class KeyShared:
         return self.waiting.back_rows_of(self._planning.are_able(ALL_SLOTS, with_permits)) < rows_max
 
     def redelivered(self, keys: BitMap64) -> None:
-        """NACKED rows are READY again."""
+        """Unblock NACKED rows that are READY again."""
         if self.nacks is not None:
             self.nacks.blocks.redelivered(keys)
 
     def departed(self, keys: BitMap64) -> None:
-        """Rows left the backlog."""
+        """Forget rows that left the backlog."""
         self.settle(keys)
         if self.nacks is not None:
             self.nacks.blocks.left(keys)
@@ -584,23 +582,25 @@ class KeyShared:
             self.last_sent.acknowledged(*self._places.positions(entries))
 
     def look_after(self, *, elapsed_ms: int) -> None:
-        """What depends on time alone: no hash waits for a NACKED row for longer than the policy says."""
+        """Expire blocks: no hash waits for a NACKED row for longer than the policy allows."""
         self._elapsed_ms = elapsed_ms
         if self.nacks is not None:
             self.nacks.blocks.expire(elapsed_ms=elapsed_ms)
 
-    # ---- what consumers hold from before
+    # ---- rows that consumers already hold
 
     def hold(self, rows: KeyedRows, numbers: U32, *, elapsed_ms: int) -> Mask:
-        """Which of the rows, none of which is in flight or NACKED, are IN_FLIGHT from now on at consumers that declare
-        to hold them: not those of a hash of which somebody else holds rows, or that waits for a NACKED one.
+        """Put rows IN_FLIGHT at consumers that declare to hold them; return the mask of these rows.
+
+        None of the rows may be in flight or NACKED. Left out are rows of a hash that another consumer holds rows of, or
+        that waits for a NACKED row.
         """
         slots, ordinals = slots_of(rows.key_hash()), self.consumers.ordinals_of(numbers)
         may_hold = ~self.are_kept_back(rows)
         if self.draining is not None:
             may_hold &= self.draining.may_receive(slots, ordinals)
             places = np.flatnonzero(may_hold)
-            # Of several that name one hash the first one has it.
+            # If several consumers name one hash, the first one gets it.
             _, first, inverse = np.unique(slots[places], return_index=True, return_inverse=True)
             may_hold[places] = ordinals[places] == ordinals[places][first][inverse]
         if may_hold.any():
@@ -611,9 +611,10 @@ class KeyShared:
 
 
 class Plans:
-    """The plans of one subscription, of all its streams: who is to receive messages that are not delayed, and have no
-    row. Nothing of a plan is durable. A planned position that is negatively acknowledged gets a row, and is like any
-    other then.
+    """The plans of all streams of one subscription: who receives messages that are not delayed and have no row.
+
+    Nothing of a plan is durable. A planned position that is negatively acknowledged gets a row, and is like any other
+    then.
     """
 
     def __init__(self, shared: KeyShared, ready: ReadyRows) -> None:
@@ -622,8 +623,10 @@ class Plans:
         self._in_flight: InFlight = ready.in_flight
 
     def hold(self, stream: int, positions: Rows, numbers: U32, *, elapsed_ms: int) -> Mask:
-        """Which of the positions, none of which has a row, are IN_FLIGHT from now on at consumers that declare to hold
-        them: planned by a former owner, or for a stream that is no more. See `KeyShared.hold`.
+        """Put positions IN_FLIGHT at consumers that declare to hold them; return the mask of these.
+
+        See `KeyShared.hold`. None of the positions may have a row. They were planned by a former owner, or for a stream
+        that has closed.
         """
         keys = self._shared.planned.intern(positions.ledger_id, positions.entry_id)
         places = np.flatnonzero(~contained(keys, self._in_flight.among(bitmap_of(keys))))
@@ -631,13 +634,15 @@ class Plans:
         held = np.zeros(len(keys), np.bool_)
         held[places] = self._shared.hold(rows, numbers[places], elapsed_ms=elapsed_ms) if len(places) else False
         self._shared.planned.add(stream, keys[held])
-        # Another stream may have planned it since, and it waited.
+        # Another stream may have planned it since, so that it waited.
         self._shared.last_sent.sent(positions.ledger_id[held], positions.entry_id[held])
         return held
 
     def plan(self, stream: int, positions: Rows, *, elapsed_ms: int) -> U32:
-        """Who of a stream's consumers receives each position now, 0: HELD. Positions in the order of the log, no one
-        twice, none that has a row. Raises QuotaExceeded.
+        """Return the number of the stream's consumer that receives each position now, 0 if it is HELD.
+
+        The positions are in the order of the log, distinct, and without rows. Raises QuotaExceeded if too many would
+        wait.
         """
         self._shared.now(elapsed_ms)
         self._check_planned(len(positions))
@@ -650,7 +655,8 @@ class Plans:
         new = ~known
         self._shared.planned.add(stream, keys)
         if self._shared.holds_joined_back:
-            # Who joined since waits for what was sent before: it must not wait behind what never was.
+            # Consumers that joined since wait for what was sent before, which therefore must not wait after unsent
+            # positions.
             again = new & self._shared.last_sent.were_sent(positions.ledger_id, positions.entry_id)
             self._shared.back(KeyedRows(positions, keys).take(again))
             new &= ~again
@@ -661,7 +667,7 @@ class Plans:
     def _check_planned(self, rows: int) -> None:
         planned = self._shared.planned.keys
         waiting = self._shared.waiting.keys.intersection_cardinality(planned)
-        # Others of them may be READY.
+        # Further ones may be READY.
         waiting += min(self._ready.ready_rows, len(planned) - waiting)
         if waiting + rows > PLANNED_WAITING_MAX:
             waiting = len(planned) - len(self._in_flight.among(planned))
@@ -672,9 +678,7 @@ class Plans:
             )
 
     def _held_on(self, stream: int, positions: Rows, keys: U64) -> U32:
-        """Who on a stream holds each of some positions that are planned already: consumers' numbers, 0 where nobody
-        does.
-        """
+        """Return the consumer on the stream that holds each position that is planned already, 0 if none does."""
         holders = self._in_flight.holders_of(keys)
         held = np.flatnonzero(holders)
         if len(held):
@@ -687,21 +691,23 @@ class Plans:
         answers = np.zeros(len(rows), np.uint32)
         room = self._ready.in_flight_room
         if self._ready.ready_rows or not self._shared.is_whole or room <= 0:
-            # What came before goes first.
+            # Earlier rows go first.
             self._ready.append_ready(rows)
             return answers
         changed, permits = self._shared.something_changed(), self._shared.consumers.permits()
         on_stream = self._shared.consumers.are_on(stream)
         sent = self._shared.send_or_keep(rows, np.where(on_stream, permits, 0), room)
-        # What is for consumers of other streams goes out on these.
+        # Rows for consumers of other streams are sent on those streams.
         if changed or permits[~on_stream].any():
             self._shared.look_again()
         answers[contained(rows.keys, bitmap_of(sent.rows.keys))] = self._shared.consumers.numbers_of(sent.consumers)
         return answers
 
     def take(self, ledger_id: U64, entry_id: U64) -> tuple[Mask, U32]:
-        """Planned positions are acknowledged, or about to have a row, and at nobody then: (which of them are planned,
-        and do not wait for a NACKED row; u32[n], the hashes of these, as far as they were in flight or waited).
+        """Take planned positions that are acknowledged or about to have a row out of where they are.
+
+        Returns (mask of those that are planned and do not wait for a NACKED row; their hashes, u32[n], if they were in
+        flight or waited).
         """
         hashes = np.zeros(len(ledger_id), np.uint32)
         keys = self._shared.planned.find(ledger_id, entry_id)
@@ -725,7 +731,7 @@ class Plans:
         return taken, hashes
 
     def got_rows(self, rows: KeyedRows) -> None:
-        """Entries that had none are about to have a row; those that were planned are planned no longer."""
+        """End the plans of entries that are about to have a row."""
         keys = self._shared.planned.find(rows.rows.ledger_id, rows.rows.entry_id)
         planned = self._shared.planned.are_planned(keys)
         if not planned.any():
@@ -737,29 +743,29 @@ class Plans:
         self._end(bitmap_of(named))
 
     def come_by_rows(self, ledger_id: U64, entry_id: U64) -> None:
-        """Positions that are at nobody have a row: they are planned no longer."""
+        """End the plans of positions that have a row and are at no consumer."""
         keys = bitmap_of(self._shared.planned.find(ledger_id, entry_id)) & self._shared.planned.keys
         self._shared.settle(keys)
         self._shared.last_sent.sent(ledger_id, entry_id)
         self._end(keys)
 
     def are_planned(self, ledger_id: U64, entry_id: U64) -> Mask:
-        """Which of the positions are planned, in flight or waiting."""
+        """Return the mask of positions that are planned, in flight or waiting."""
         return self._shared.planned.are_planned(self._shared.planned.find(ledger_id, entry_id))
 
     def acknowledge(self, ledger_id: U64, entry_id: U64) -> Mask:
-        """Acknowledges planned positions; which of them were."""
+        """Acknowledge planned positions; return the mask of those that were planned."""
         taken, _ = self.take(ledger_id, entry_id)
         if taken.any():
             keys = bitmap_of(self._shared.planned.find(ledger_id[taken], entry_id[taken]))
-            # Nothing of them is durable.
+            # Nothing about them has to become durable.
             self._shared.settle(keys)
             self._end(keys)
             self._shared.last_sent.acknowledged(ledger_id[taken], entry_id[taken])
         return taken
 
     def mark_delete(self, ledger_id: int, entry_id: int) -> None:
-        """Everything that was planned up to a position is acknowledged."""
+        """Acknowledge everything that was planned up to a position."""
         keys = self._shared.planned.find(*self._shared.last_sent.mark_delete(ledger_id, entry_id))
         gone = bitmap_of(keys) & self._shared.planned.keys
         if gone:
@@ -767,7 +773,7 @@ class Plans:
             self._end(gone)
 
     def close(self, stream: int) -> BitMap64:
-        """A stream is no more: what it alone planned, and nobody holds, is planned no longer; these positions."""
+        """End the positions that only a closed stream planned and no consumer holds; return them."""
         planned = self._shared.planned.close(stream)
         ended = planned - self._in_flight.among(planned)
         if ended:
@@ -777,7 +783,7 @@ class Plans:
         return ended
 
     def _end(self, keys: BitMap64) -> None:
-        """Positions are planned no longer."""
+        """Forget positions that are no longer planned."""
         self._shared.planned.settle(keys)
         if self._shared.nacks is not None:
             self._shared.nacks.taken_back -= keys

@@ -1,7 +1,6 @@
-"""What is shown of a KEY_SHARED subscription (PIP-282 and the statistics of draining hashes).
+"""Reads the statistics of a KEY_SHARED subscription off its tables (PIP-282, draining hashes).
 
-Owns: the form, and reading it off the tables. Nothing costs more where there are more rows.
-Does not own: the tables (`key_share`) and the wire.
+The cost does not grow with the number of rows.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from daemon.core.key_shared.key_share import KeyShared
 from daemon.core.key_shared.last_sent_position import Position
 from storage_backends.formats.manifest import KeySharedPolicy
 
-# Of ranges and hashes so many are shown.
+# Ranges and hashes that are shown at most
 SHOWN_MAX = 1_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DrainingHash:
-    """`unacked`: positions that are held of it; `blocked_attempts`: how often one was kept back for it."""
+    """A draining hash: `unacked` positions of it are held, and `blocked_attempts` counts positions kept back for it."""
 
     hash: int
     unacked: int
@@ -31,8 +30,9 @@ class DrainingHash:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConsumerStats:
-    """One consumer; `number`, `stream`: see `consumers`. `last_sent_position_when_joining`: None when nothing had been
-    sent.
+    """One consumer; for `number` and `stream` see `key_consumers`.
+
+    `last_sent_position_when_joining` is None if nothing had been sent.
     """
 
     number: int
@@ -51,7 +51,7 @@ class ConsumerStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConsumerAfterMarkDelete:
-    """A consumer that receives nothing behind a position until everything up to it is acknowledged."""
+    """A consumer that receives nothing after a position until everything up to it is acknowledged."""
 
     name: str
     number: int
@@ -61,7 +61,7 @@ class ConsumerAfterMarkDelete:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeySharedStats:
-    """A subscription. `individually_sent_positions`: (after, up to) of each range."""
+    """A subscription. `individually_sent_positions` has (after, up to) of each range."""
 
     policy: KeySharedPolicy
     consumers: int
@@ -77,19 +77,19 @@ class KeySharedStats:
 
 
 def draining_hashes(key_shared: KeyShared) -> U16:
-    """The hashes of which a consumer holds rows and another one has the slot, or nobody."""
+    """Return the hashes of which a consumer holds rows while another one has the hash slot."""
     if key_shared.draining is None:
         return np.empty(0, np.uint16)
     return key_shared.draining.draining(key_shared.selector.owners)
 
 
 def nack_blocked_hashes(key_shared: KeyShared) -> int:
-    """How many hashes wait for a NACKED row."""
+    """Return how many hashes wait for a NACKED row."""
     return 0 if key_shared.nacks is None else key_shared.nacks.blocks.blocked_hashes
 
 
 def permits(key_shared: KeyShared) -> int:
-    """How many more rows may be sent to all consumers."""
+    """Return how many more rows may be sent to all consumers."""
     return key_shared.consumers.permits_together
 
 
@@ -119,7 +119,7 @@ def _after_mark_delete(consumer: Joining, position: Position) -> ConsumerAfterMa
 
 
 def consumer_stats(key_shared: KeyShared, after: int, limit: int) -> list[ConsumerStats]:
-    """At most `limit` consumers in the order of their numbers, behind the number `after`."""
+    """Return the statistics of at most `limit` consumers with numbers above `after`, in the order of numbers."""
     hashes = draining_hashes(key_shared)
     return [_of_consumer(key_shared, ordinal, hashes) for ordinal, _ in key_shared.consumers.behind(after, limit)]
 

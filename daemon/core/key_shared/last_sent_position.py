@@ -1,16 +1,14 @@
-"""Up to where everything planned was sent, and which consumers joined behind that (PIP-282).
+"""Tracks up to which position everything planned was sent, and which consumers joined after that (PIP-282).
 
-Owns: of the positions offered, in that order, which were sent and which are acknowledged, above the mark-delete
-position; the last sent position, the ranges sent above it, and the recently joined consumers.
-Does not own: the positions' hashes, who has a slot and what waits.
+Of the positions offered, in that order, it knows which were sent and acknowledged above the mark-delete position.
 
-Positions stand in the order in which they were offered: contiguous, before and behind mean this order, whatever ledgers
-and entries are. A consumer is recent from when it joins until everything up to the last sent position of then is
+Positions stand in the order in which they were offered: contiguous, before and after mean this order, whatever ledgers
+and entries are. A consumer is recent from when it joins until everything up to the last sent position of that moment is
 acknowledged; meanwhile it receives nothing that was never sent.
 
-What was sent comes back in the order of (ledger, entry), and so do delayed rows, which were never offered. Both are
-compared with the highest position of what a consumer joined behind: that is the last sent position, but where higher
-ledgers were offered before lower ones. So no row waits that goes before one whose acknowledgement it waits for.
+Redelivered positions go in the order of (ledger, entry), and so do delayed rows, which were never offered. Both are
+compared with the highest position that a consumer joined after. That is the last sent position, unless higher ledgers
+were offered before lower ones. So no row waits for the acknowledgement of a row that it goes before.
 
 Memory: 10 to 35 bytes for each position above the mark-delete position, and as much for those below it that were not
 pruned yet, which are fewer or about a thousand.
@@ -33,19 +31,19 @@ Position = tuple[int, int]
 
 _U64_MAX = (1 << 64) - 1
 _NO_BOUND = _U64_MAX, _U64_MAX
-# Columns are pruned when so many positions, and most of them, are below the mark-delete position.
+# Columns are pruned when this many positions, and most of them, are below the mark-delete position.
 PRUNED_MIN = 1024
 
 
 class LastSentPosition:
-    """Columns of positions, u64[n] each; a position that was never offered, or is mark-deleted, is none of them.
+    """Columns of positions, u64[n] each, without those that were never offered or are mark-deleted.
 
-    `mark_deleted`: the last position up to which all are acknowledged, None while none is.
+    `mark_deleted` is the last position up to which all are acknowledged, or None if none is.
     """
 
     def __init__(self) -> None:
-        # Places below `_acknowledged_end` are mark-deleted, those below `_sent_end` were sent contiguously; what is
-        # acknowledged counts as sent. `_pruned`: how many places there were before the first one.
+        # Places below `_acknowledged_end` are mark-deleted; those below `_sent_end` were sent contiguously. An
+        # acknowledged position counts as sent. `_pruned` is the number of places before the first one.
         self._pages = PageTable()
         self._order = KeyIndex()
         self._keys: U64 = np.empty(PRUNED_MIN, np.uint64)
@@ -56,21 +54,23 @@ class LastSentPosition:
         self._sent_end = 0
         self._acknowledged_end = 0
         self.mark_deleted: Position | None = None
-        # The highest by (ledger, entry) of what was contiguously sent since all of that was last mark-deleted.
+        # The highest (ledger, entry) sent contiguously since everything sent was last mark-deleted
         self._highest_sent: Position = (0, 0)
-        # Recent consumers in the order in which they joined: how many positions must be mark-deleted.
+        # Recent consumer -> how many positions must be mark-deleted, in the order of joining
         self._recent: dict[int, int] = {}
         self._joined: dict[int, Position] = {}
         self._released: list[int] = []
-        # By ordinal the ledger and the entry that a consumer may receive up to; the last column stands for all ordinals
-        # from there on.
+        # The ledger and the entry up to which the consumer of each ordinal may receive; the last column stands for all
+        # higher ordinals.
         self._bounds: npt.NDArray[np.uint64] = np.full((2, 16), _U64_MAX, np.uint64)
 
     # ---- positions
 
     def offer(self, ledger_id: U64, entry_id: U64) -> None:
-        """Positions in the order of the log. One that is there keeps its place; if it was acknowledged it is not any
-        more: it will be delivered again."""
+        """Add positions in the order of the log.
+
+        A known position keeps its place; if it was acknowledged, it no longer is: it will be delivered again.
+        """
         keys = self._pages.intern(ledger_id, entry_id)
         if (keys[1:] <= keys[:-1]).any():
             keys = keys[firsts(keys)]
@@ -93,12 +93,12 @@ class LastSentPosition:
         self._end = end
 
     def sent(self, ledger_id: U64, entry_id: U64) -> None:
-        """Positions are scheduled to be sent to their consumers."""
+        """Mark positions as scheduled to be sent to their consumers."""
         self._is_sent[self._find(ledger_id, entry_id)] = True
         self._advance()
 
     def acknowledged(self, ledger_id: U64, entry_id: U64) -> None:
-        """Nobody will send them any more."""
+        """Mark positions as acknowledged: they are never sent again."""
         self._acknowledge(self._find(ledger_id, entry_id))
 
     def _acknowledge(self, places: Places) -> None:
@@ -107,10 +107,10 @@ class LastSentPosition:
         self._advance()
 
     def mark_delete(self, ledger_id: int, entry_id: int) -> tuple[U64, U64]:
-        """Everything offered up to a position is acknowledged: the positions that were not before, in that order.
+        """Acknowledge everything offered up to a position; return the positions that were not yet, in that order.
 
-        Of a position that is not there the one before it of its ledger counts. Higher entries of its ledger stay: they
-        stand before it where a stream that planned them closed and what was never sent is offered again.
+        An unknown position stands for the one before it in its ledger. Higher entries of its ledger stay. They stand
+        before it if a stream that planned them closed and what was never sent is offered again.
         """
         end = self._place_of(ledger_id, entry_id) + 1
         places = np.arange(self._acknowledged_end, max(end, self._acknowledged_end))
@@ -125,7 +125,7 @@ class LastSentPosition:
         return found
 
     def _place_of(self, ledger_id: int, entry_id: int) -> int:
-        """The place of a position, or of the highest entry below it of its ledger; -1 when there is none."""
+        """Return the place of a position, or of the highest lower entry of its ledger; -1 if there is none."""
         exact = self._find(np.array([ledger_id], np.uint64), np.array([entry_id], np.uint64))
         if len(exact):
             return int(exact[0])
@@ -141,18 +141,18 @@ class LastSentPosition:
         return np.greater_equal(keys, np.uint64(first)) & np.less_equal(keys, np.uint64(last))
 
     def forget(self, ledger_id: U64, entry_id: U64) -> None:
-        """Positions will not be sent by who offered them; those that never were are there no more. O(what is there)."""
+        """Forget positions that their stream will not send, unless they were sent. O(positions)."""
         places = self._find(ledger_id, entry_id)
         forgotten = places[~self._is_sent[places]]
         if len(forgotten):
-            # All of them stand behind what was sent contiguously: what recent consumers wait for stays where it is.
+            # All of them stand after what was sent contiguously: what recent consumers wait for keeps its place.
             stays = np.ones(self._end, np.bool_)
             stays[forgotten] = False
             self._keep(np.flatnonzero(stays))
             self._advance()
 
     def _find(self, ledger_id: U64, entry_id: U64) -> Places:
-        """The places of those of the positions that are there, in no order."""
+        """Return the places of the positions that are known, in no order."""
         if self._acknowledged_end == self._end:
             return np.empty(0, np.intp)
         return self._places(self._pages.find(ledger_id, entry_id))
@@ -164,7 +164,7 @@ class LastSentPosition:
         return places[places >= self._acknowledged_end]
 
     def _advance(self) -> None:
-        """After flags were set, or positions left."""
+        """Advance the ends after flags were set or positions left."""
         sent_end = _run_end(self._is_sent[: self._end], self._sent_end)
         if sent_end > self._sent_end:
             ledgers, entries = self._pages.positions(self._keys[self._sent_end : sent_end])
@@ -182,7 +182,7 @@ class LastSentPosition:
                 self._prune()
 
     def _prune(self) -> None:
-        """What is mark-deleted leaves the columns, and its ledgers the page table."""
+        """Drop mark-deleted positions from the columns, and their ledgers from the page table."""
         dropped = self._acknowledged_end
         ledgers, entries = self._pages.positions(self._keys[dropped : self._end])
         self._keep(np.arange(dropped, self._end))
@@ -209,14 +209,16 @@ class LastSentPosition:
 
     @property
     def last_sent(self) -> Position | None:
-        """Everything offered up to it was sent; None when nothing was."""
+        """The position up to which everything offered was sent, or None if nothing was."""
         if self._sent_end > self._acknowledged_end:
             return self._position(self._sent_end - 1)
         return self.mark_deleted
 
     def individually_sent(self, limit: int = 1000) -> list[tuple[Position, Position]]:
-        """The last so many ranges (after, up to] that were sent behind the last sent position, in the order offered.
-        O(what is there)."""
+        """Return the last `limit` ranges (after, up to] sent behind the last sent position, in the order offered.
+
+        O(positions).
+        """
         edges = np.diff(self._is_sent[self._sent_end : self._end].view(np.int8), append=np.int8(0))
         afters = np.flatnonzero(edges == 1)[-limit:] + self._sent_end
         lasts = np.flatnonzero(edges == -1)[-limit:] + self._sent_end
@@ -229,7 +231,7 @@ class LastSentPosition:
     # ---- consumers
 
     def joined(self, consumer: int) -> None:
-        """A consumer is recent from now on if anything up to the last sent position is not acknowledged."""
+        """Make a consumer recent unless everything up to the last sent position is acknowledged."""
         last_sent = self.last_sent
         if last_sent is None:
             return
@@ -239,7 +241,7 @@ class LastSentPosition:
             self._bound(consumer, self._highest_sent)
 
     def left(self, consumer: int) -> None:
-        """A consumer is there no more; its ordinal may be used again."""
+        """Forget a consumer that has left; its ordinal may be reused."""
         self._joined.pop(consumer, None)
         self._released = [each for each in self._released if each != consumer]
         if self._recent.pop(consumer, None) is not None:
@@ -253,7 +255,7 @@ class LastSentPosition:
         self._bounds[:, consumer] = bound
 
     def _release(self) -> None:
-        """Consumers behind the mark-delete position are recent no more; who joined first is the first one."""
+        """End the recency of consumers behind the mark-delete position; the first to join is the first in line."""
         mark_deleted = self._pruned + self._acknowledged_end
         free = list(itertools.takewhile(lambda each: self._recent[each] <= mark_deleted, self._recent))
         for consumer in free:
@@ -263,16 +265,19 @@ class LastSentPosition:
 
     @property
     def has_recent(self) -> bool:
-        """Whether any consumer waits for what was sent before it joined."""
+        """True if any consumer waits for what was sent before it joined."""
         return bool(self._recent)
 
     def take_released(self) -> list[int]:
-        """Consumers that came to be recent no more since the last call and are there still."""
+        """Return present consumers that ceased to be recent since the last call."""
         released, self._released = self._released, []
         return released
 
     def may_receive(self, ledger_id: U64, entry_id: U64, consumers: U16) -> Mask:
-        """Which positions their consumers may receive: recent ones only what they joined behind."""
+        """Return the mask of positions that their consumers may receive.
+
+        Recent consumers receive only what they joined after.
+        """
         if not self._recent:
             return np.ones(len(consumers), np.bool_)
         ledgers, entries = self._bounds.take(consumers, axis=1, mode="clip")
@@ -283,7 +288,7 @@ class LastSentPosition:
         return may
 
     def were_sent(self, ledger_id: U64, entry_id: U64) -> Mask:
-        """Which positions are there and were sent: planned again they go before what never was."""
+        """Return the mask of known positions that were sent: planned again they go before unsent ones."""
         keys = self._pages.find(ledger_id, entry_id)
         return np.isin(keys, self._keys_there(keys, are_sent=True))
 
@@ -293,16 +298,16 @@ class LastSentPosition:
         return found
 
     def joined_position(self, consumer: int) -> Position | None:
-        """The last sent position when a consumer joined, also when it is recent no more; None when there was none."""
+        """Return the last sent position when a consumer joined, even if it is no longer recent; None without one."""
         return self._joined.get(consumer)
 
     def after_mark_delete(self) -> list[tuple[int, Position]]:
-        """The recent consumers and the last sent positions when they joined, in the order of these."""
+        """Return the recent consumers and the last sent positions when they joined, in the order of the positions."""
         return [(consumer, self._joined[consumer]) for consumer in self._recent]
 
 
 def _run_end(flags: Mask, start: int) -> int:
-    """The first place from one on that has no flag; the end when all have one."""
+    """Return the first place from `start` on without a flag; the end if all have one."""
     rest = flags[start:]
     if not len(rest):
         return start

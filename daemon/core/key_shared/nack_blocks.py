@@ -1,21 +1,14 @@
-"""Which hashes wait for a position that was negatively acknowledged.
+"""Blocks hashes that wait for a negatively acknowledged position (`nack_order` BLOCK_KEY).
 
-Owns: of every hash slot how many of its positions are NACKED, how many were and have not left the backlog since
-(outstanding), and since when there is any.
-Does not own: when a position comes back (`nack_decisions`), and what is taken back from a consumer (`key_share`).
+A hash is blocked while one of its positions is NACKED, so that this one is redelivered before the later ones. Later
+ones that were delivered already are taken back. `nack_decisions` knows when a position is redelivered; `key_share`
+keeps the rows that were taken back.
 
-A hash is blocked while one of its positions is NACKED, so that it comes back before the later ones. One that never
-succeeds would hold up its hash for good: a hash of which positions were outstanding for as long as the bound, without
-a break, blocks no more until none is.
+A position that never succeeds would hold up its hash for good. Positions are outstanding from when they are NACKED
+until they leave the backlog. A hash that had outstanding positions for as long as the bound, without a break, no longer
+blocks until none is outstanding.
 
-Memory: 17 bytes a slot, of the slots in use, and 10 to 35 bytes for each position outstanding.
-
-Order that survives a negative acknowledgement (`nack_order` BLOCK_KEY): the later rows of a hash wait for the NACKED
-one, also those that were delivered.
-
-Owns: taking back what consumers hold behind a row that is NACKED.
-Does not own: which hashes wait and for how long (`nack_blocks`), and what becomes of rows that were taken back
-(`key_share`).
+Memory: 17 bytes for each hash slot in use, and 10 to 35 bytes for each outstanding position.
 """
 
 from __future__ import annotations
@@ -31,35 +24,36 @@ from daemon.core.key_shared.position_order import PositionOrder, are_greater
 from storage_backends.formats.row_columns import U32, U64
 
 _ONE = np.uint32(1)
-# Columns are packed when most of this many rows or more have left.
+# Columns are packed when at least this many rows are there and most of them have left.
 PACKED_MIN = 1024
 
 
 class NackBlocks:
     """The blocked hashes of one subscription, by the keys of positions.
 
-    `block_max_ms`: the bound. `elapsed_ms`: now, by a clock that never steps. `blocked_hashes`: how many are blocked.
+    `block_max_ms` is the bound. `elapsed_ms` is the time now by a clock that never steps. `blocked_hashes` is their
+    number.
     """
 
     def __init__(self, block_max_ms: int) -> None:
         self._block_max_ms = block_max_ms
         self._nacked = BitMap64()
         self._outstanding = BitMap64()
-        # Of each slot: positions NACKED, outstanding, since when, and whether that is over the bound.
+        # By hash slot: NACKED positions, outstanding ones, since when there are any, and whether that exceeds the bound
         self._nacked_rows: U32 = np.zeros(HASH_SLOTS, np.uint32)
         self._outstanding_rows: U32 = np.zeros(HASH_SLOTS, np.uint32)
         self._since_ms: U64 = np.zeros(HASH_SLOTS, np.uint64)
         self._is_bounded_out: npt.NDArray[np.bool_] = np.zeros(HASH_SLOTS, np.bool_)
         self.blocked_hashes = 0
         self._has_unblocked = False
-        # The slots of positions as they came; the last row of a key counts.
+        # The hash slots of positions in the order of arrival; the last row of a key is the valid one.
         self._order = KeyIndex()
         self._keys: U64 = np.empty(0, np.uint64)
         self._slots: U16 = np.empty(0, np.uint16)
         self._rows = 0
 
     def nacked(self, keys: U64, slots: U16, *, elapsed_ms: int) -> None:
-        """Positions are NACKED now, for the first time or again; one that was stays in the slot that it had."""
+        """Record that positions are NACKED, for the first time or again; a known one stays in its hash slot."""
         if not len(keys):
             return
         keys, first = np.unique(keys, return_index=True)
@@ -89,12 +83,12 @@ class NackBlocks:
         self._rows = end
 
     def redelivered(self, keys: BitMap64) -> None:
-        """Positions are READY again: they stay outstanding. Those that are not NACKED are left out."""
+        """Record that positions are READY again: they stay outstanding. Ignores those that are not NACKED."""
         if self._nacked.intersect(keys):
             self._end(keys & self._nacked, BitMap64())
 
     def left(self, keys: BitMap64) -> None:
-        """Positions are in the backlog no more, whatever they were. Those that are not outstanding are left out."""
+        """Forget positions that left the backlog, whatever they were. Ignores those that are not outstanding."""
         if self._outstanding.intersect(keys):
             self._end(keys & self._nacked, keys & self._outstanding)
             if self._rows >= max(PACKED_MIN, 2 * len(self._outstanding)):
@@ -112,7 +106,7 @@ class NackBlocks:
         self._count_blocked(changed, blocked_before)
 
     def _slots_of(self, keys: BitMap64) -> U16:
-        """The slots of positions that are outstanding, in no order."""
+        """Return the hash slots of outstanding positions, in no order."""
         if not keys:
             return np.empty(0, np.uint16)
         return self._slots[self._order.last_of(self._keys[: self._rows], keys_of(keys))]
@@ -129,20 +123,23 @@ class NackBlocks:
         self._has_unblocked |= bool((before & ~after).any())
 
     def are_blocked(self, slots: U16) -> Mask:
-        """Which slots wait for a position that is NACKED."""
+        """Return the mask of hash slots that wait for a NACKED position."""
         return np.not_equal(self._nacked_rows[slots], 0) & ~self._is_bounded_out[slots]
 
     @property
     def any_blocked(self) -> bool:
-        """Whether any hash is blocked."""
+        """True if any hash is blocked."""
         return self.blocked_hashes != 0
 
     def is_bounded_out(self, slots: U16) -> Mask:
-        """Which slots block no more, and take nothing back, until none of their positions is outstanding."""
+        """Return the mask of hash slots that exceeded the bound.
+
+        They do not block or take back anything until none of their positions is outstanding.
+        """
         return self._is_bounded_out[slots]
 
     def expire(self, *, elapsed_ms: int) -> None:
-        """Slots that had positions outstanding for as long as the bound block no more. O(slots)."""
+        """Unblock hash slots that had outstanding positions for as long as the bound. O(hash slots)."""
         if not self._outstanding:
             return
         slots = np.flatnonzero((self._outstanding_rows != 0) & ~self._is_bounded_out).astype(np.uint16)
@@ -152,13 +149,13 @@ class NackBlocks:
         self._count_blocked(over, blocked_before)
 
     def take_unblocked(self) -> bool:
-        """Whether a hash that was blocked came to be so no more since the last call."""
+        """Return whether a blocked hash was unblocked since the last call."""
         has_unblocked, self._has_unblocked = self._has_unblocked, False
         return has_unblocked
 
 
 class BlockingNacks:
-    """`blocks`: the hashes that wait. `taken_back`: rows that were taken back and not handed out again."""
+    """Blocked hashes, and `taken_back`: rows that were taken back and not delivered again."""
 
     def __init__(self, block_max_ms: int, in_flight: InFlight, order: PositionOrder) -> None:
         self.blocks = NackBlocks(block_max_ms)
@@ -167,7 +164,7 @@ class BlockingNacks:
         self._order = order
 
     def take_behind(self, nacked: KeyedRows) -> tuple[KeyedRows, U32]:
-        """Takes what is in flight behind NACKED rows of its hash: (these rows, who held each)."""
+        """Take what is in flight after NACKED rows of its hash: (the rows, the dispatcher that held each)."""
         slots = slots_of(nacked.key_hash())
         blocking = ~self.blocks.is_bounded_out(slots)
         rows, slots = nacked.take(blocking), slots[blocking]
@@ -193,8 +190,9 @@ class BlockingNacks:
         return taken, holders
 
     def are_kept_back(self, keys: U64, slots: U16) -> Mask:
-        """Which rows, of these that are neither in flight nor NACKED, nobody may acknowledge or hold: they wait for a
-        NACKED one, or come again behind one.
+        """Return the mask of rows that no consumer may acknowledge or hold.
+
+        They wait for a NACKED row, or are redelivered after one. None of the rows given is in flight or NACKED.
         """
         kept_back = np.zeros(len(keys), np.bool_)
         if self.blocks.any_blocked:

@@ -1,8 +1,4 @@
-"""The order of positions, messages of batches beside their entries.
-
-Owns: comparing rows of all of a topic's indexes by position.
-Does not own: what the order is good for (`key_share`).
-"""
+"""Orders the rows of all indexes of a topic by position, with messages of batches next to their entries."""
 
 from __future__ import annotations
 
@@ -15,12 +11,12 @@ from daemon.core.index.position_keys import KeyedRows, PagePlaces
 from storage_backends.formats.index_ids import are_of_batch_parts, of_part
 from storage_backends.formats.row_columns import U64
 
-# (ledger_id, entry_id, batch index and 1, 0 of entries as a whole) of n rows.
+# (ledger_id, entry_id, batch index + 1 or 0 for an entry as a whole) of n rows
 Columns = tuple[U64, U64, U64]
 
 
 class PositionOrder:
-    """`places`: the topic's."""
+    """The order of a topic's positions; `places` are those of the topic."""
 
     def __init__(self, places: PagePlaces) -> None:
         self._places = places
@@ -35,12 +31,12 @@ class PositionOrder:
         return ledger_id, np.where(parts, entry_of_part, entry_id), places
 
     def ordered(self, rows: KeyedRows) -> KeyedRows:
-        """The rows by position."""
+        """Return the rows by position."""
         return rows.take(np.lexsort(self.columns(rows)[::-1]))
 
 
 def are_greater(columns: Columns, others: Sequence[U64]) -> Mask:
-    """Which positions come after others, one by one."""
+    """Return the mask of positions that come after others, pairwise."""
     greater: Mask = columns[-1] > others[-1]
     for column, other in zip(columns[-2::-1], others[-2::-1], strict=True):
         greater = (column > other) | ((column == other) & greater)

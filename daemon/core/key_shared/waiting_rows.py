@@ -1,24 +1,18 @@
-"""Rows that are due or planned and wait for their hash or for permits, in the order in which they will be handed out.
+"""Keeps rows that wait for their hash or for permits, in the order in which they will be delivered.
 
-Owns: the rows, how many there are of each hash, and their order: what was delivered before, by position, and then what
-never was, as it came; and what comes behind rows that were let go.
-Does not own: why they wait and which of them may go (`key_share`).
+`key_share` alone uses it; it stands apart because it is a table with an order of its own. `key_share` knows why rows
+wait and which of them may go.
 
-Both classes are kept as a few parts, each at least twice as long as the next; of what was delivered before no two parts
-have a slot in common, so that only those of its slots are sorted again when a row comes. A row that leaves is marked,
-and a part of which less than half is left is packed. Looking at all that waits is one pass over the columns of each
-part.
+Redelivered rows go first, by position; then new rows as they arrived; last what comes after evicted rows. Each class is
+kept as a few parts, each at least twice as long as the next. No two parts of redelivered rows share a hash slot, so a
+new row causes a sort of its hash slot's part only. A row that leaves is marked, and a part is packed when less than
+half of it is left. Checking all waiting rows is one pass over the columns of each part.
 
-Rows that must wait for their hash and for which there is no room: they stay in the backlog, and are sought again.
-
-Owns: of which hashes rows were let go, and which of these a reader of the backlog seeks.
-Does not own: reading (`feeding`), what waits in memory (`waiting_rows`), and which hashes may go (`key_share`).
-
-When too many rows wait, those of hashes that cannot go now are let go, and so is what comes later of these. When some
-of the hashes can go, a reader looks through the backlog from the beginning: what it finds of them waits in memory
-again. At the end nothing of them is let go any more. Of those of which it passed a row over that was READY just then it
-seeks no more: that may be let go later, behind it, and goes before the later ones. So a consumer without permits costs
-no memory, and nobody waits for it.
+When too many rows wait, those of hashes that cannot go now are evicted, and so are later rows of these hashes: they
+stay in the backlog. When some of the hashes can go, a reader (`feeding`) scans the backlog from the beginning; rows of
+them that it finds wait in memory again. At its end these hashes are no longer evicted. If the reader passed over a
+READY row of a hash, it stops looking for that hash: the READY row may be evicted later, behind the reader, and goes
+before the later ones. So a consumer without permits costs no memory and delays no other consumer.
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ from daemon.core.key_shared.key_planning import before_refused
 from daemon.core.key_shared.position_order import PositionOrder
 from storage_backends.formats.row_columns import U64
 
-# Of rows, of which only some are there, who receives each: rows, which of them are there, the slots of these.
+# Chooses the receiver of each row, given rows, the places of those that are left, and the hash slots of these.
 Choose = Callable[[KeyedRows, Places, U16], U16]
 
 
@@ -50,7 +44,7 @@ class _Part:
     places: Places
 
     def take(self, chosen: Mask) -> KeyedRows:
-        """Removes and returns rows. `chosen`: of those that are there."""
+        """Remove and return rows. `chosen` is a mask of those that are left."""
         taken = self.rows.take(self.places[chosen])
         self.places = self.places[~chosen]
         if 2 * len(self.places) < len(self.rows):
@@ -64,7 +58,7 @@ def _part_of(rows: KeyedRows) -> _Part:
 
 
 class WaitingRows:
-    """What waits, of one subscription. `keys`: of all of them. `by_slot`: u32[65536], how many."""
+    """The waiting rows of one subscription. `keys` are those of all; `by_slot` is u32[65536], rows by hash slot."""
 
     def __init__(self, order: PositionOrder) -> None:
         self.keys = BitMap64()
@@ -78,7 +72,7 @@ class WaitingRows:
         return len(self.keys)
 
     def add_back(self, rows: KeyedRows) -> None:
-        """Rows that were delivered before: they go before all others of their slots, by position."""
+        """Add redelivered rows: they go before all others of their hash slots, by position."""
         if not len(rows):
             return
         self._came(rows)
@@ -93,7 +87,7 @@ class WaitingRows:
         self._back = [*apart, _part_of(self._order.ordered(rows))]
 
     def add_fresh(self, rows: KeyedRows) -> None:
-        """Rows that never were, behind the others."""
+        """Add rows that were never delivered, behind the others."""
         if not len(rows):
             return
         self._came(rows)
@@ -103,14 +97,15 @@ class WaitingRows:
         self._fresh.append(_part_of(rows))
 
     def add_last(self, rows: KeyedRows) -> None:
-        """Rows that never were, and that come behind some that are not here: they stay until `end_last`."""
+        """Add never delivered rows that come after some that are not here: they stay until `end_last`."""
         if len(rows):
             self._came(rows)
             self._last.append(_part_of(rows))
 
     def end_last(self, let_go: Mask) -> None:
-        """Moves the last rows behind the others, but those of slots that were let go: everything that they come behind
-        is here. `let_go`: bool[65536].
+        """Move the last rows behind the others, except in hash slots that are still evicted.
+
+        All rows before them are here now. `let_go` is bool[65536].
         """
         for part in self._last:
             rows = part.take(~let_go[part.slots[part.places]])
@@ -119,8 +114,9 @@ class WaitingRows:
         self._tidy()
 
     def evict(self, slots: Mask, staying: BitMap64) -> KeyedRows:
-        """Removes and returns rows of slots that never were delivered, but for `staying`, which are the last ones where
-        they come behind one that leaves. `slots`: bool[65536]. O(what waits).
+        """Remove and return never delivered rows of hash slots, except for `staying`.
+
+        Staying rows that come after an evicted one become last rows. `slots` is bool[65536]. O(waiting rows).
         """
         evicted, left = [], np.zeros(HASH_SLOTS, np.bool_)
         last = []
@@ -146,7 +142,7 @@ class WaitingRows:
         np.add.at(self.by_slot, slots_of(rows.key_hash())[fresh], np.uint32(1))
 
     def take(self, choose: Choose) -> tuple[KeyedRows, U16]:
-        """Removes the rows that somebody receives: (these in order, who receives each). O(what waits)."""
+        """Remove the rows that get a receiver: (the rows in order, the receiver of each). O(waiting rows)."""
         taken, receivers = [], [np.empty(0, np.uint16)]
         for part in (*self._back, *self._fresh):
             consumers = choose(part.rows, part.places, part.slots[part.places])
@@ -160,7 +156,7 @@ class WaitingRows:
         return rows, np.concatenate(receivers)
 
     def remove(self, keys: BitMap64) -> KeyedRows:
-        """Removes and returns the rows of a set. O(what waits)."""
+        """Remove and return the rows of a set. O(waiting rows)."""
         if not self.keys.intersect(keys):
             return KeyedRows.empty()
         taken = [part.take(contained(part.rows.keys[part.places], keys)) for part in self._parts()]
@@ -170,7 +166,10 @@ class WaitingRows:
         return rows
 
     def where(self, keys: BitMap64, condition: Callable[[U64, U16], Mask]) -> BitMap64:
-        """Those of the positions that wait and for which, by key and slot, the condition holds. O(what waits)."""
+        """Return the waiting positions of a set for which the condition holds.
+
+        `condition` is called with keys and hash slots. O(waiting rows).
+        """
         found = BitMap64()
         if self.keys.intersect(keys):
             for part in self._parts():
@@ -194,27 +193,29 @@ class WaitingRows:
 
     @property
     def never_delivered_rows(self) -> int:
-        """How many of them never were delivered."""
+        """The number of rows that were never delivered."""
         return sum(len(part.places) for part in (*self._fresh, *self._last))
 
     @property
     def back_rows(self) -> int:
-        """How many of them were delivered before."""
+        """The number of rows that were delivered before."""
         return sum(len(part.places) for part in self._back)
 
     def back_rows_of(self, slots: Mask) -> int:
-        """How many rows of some slots were delivered before. `slots`: bool[65536]. O(what waits)."""
+        """Return how many redelivered rows some hash slots have. `slots` is bool[65536]. O(waiting rows)."""
         return sum(int(np.count_nonzero(slots[part.slots[part.places]])) for part in self._back)
 
     def first_ms(self, from_ms: int) -> int | None:
-        """The earliest time of a row from a time on; None when there is none. O(what waits)."""
+        """Return the earliest due time of a row from a time on (Unix ms), or None. O(waiting rows)."""
         times = [first_time_ms(part.rows.rows.deliver_at_ms[part.places], from_ms) for part in self._parts()]
         return min((time_ms for time_ms in times if time_ms is not None), default=None)
 
 
 class EvictedSlots:
-    """`slots`: bool[65536], of which rows were let go. `reader`: while some of them are sought. `first_ms`: no row that
-    was let go has a time before; None when none was.
+    """The hash slots of evicted rows: `slots` is bool[65536].
+
+    `reader` is set while some of them are looked for. `first_ms` is a lower bound of the evicted rows' due times (Unix
+    ms), or None if there are none.
     """
 
     def __init__(self) -> None:
@@ -225,41 +226,41 @@ class EvictedSlots:
         self._again: Mask = np.zeros(HASH_SLOTS, np.bool_)
 
     def add(self, rows: KeyedRows) -> None:
-        """Rows that just came are let go."""
+        """Evict rows that just arrived."""
         self.slots[slots_of(rows.key_hash())] = True
         self.first_ms = earliest(self.first_ms, first_time_ms(rows.rows.deliver_at_ms, 1))
 
     def evict(self, rows: KeyedRows) -> None:
-        """Rows that waited are let go: the reader may be behind them."""
+        """Evict rows that waited: the reader may be behind them."""
         self.add(rows)
         self._sought[slots_of(rows.key_hash())] = False
 
     def are_let_go(self, slots: U16) -> Mask:
-        """Which slots are of rows that were let go: whatever comes later waits for these."""
+        """Return the mask of hash slots with evicted rows: later rows of these have to wait."""
         let_go: Mask = self.slots[slots]
         return let_go
 
     def seek(self, able: Mask, reader: BacklogReader) -> None:
-        """Looks for rows of the slots that may go. `reader`: at the beginning."""
+        """Look for rows of the hash slots that may go. `reader` is at the beginning."""
         self.reader = reader
         self._sought = self.slots & able
         self._again[:] = False
 
     def seek_again(self) -> None:
-        """A row may have come into the backlog behind the reader."""
+        """Note that a row may have been added to the backlog behind the reader."""
         self._again[:] = True
 
     def found(self, rows: KeyedRows, passed_over: KeyedRows) -> KeyedRows:
-        """The sought ones of the rows that the reader found at nobody. `passed_over`: those that are READY."""
+        """Return the wanted rows among those that the reader found at no consumer. `passed_over` rows are READY."""
         chosen = self._sought[slots_of(rows.key_hash())]
         if len(passed_over):
-            # What is behind a READY row of its slot must not overtake it.
+            # A row after a READY row of its hash slot must not overtake it.
             chosen &= _before(rows, passed_over)
             self._sought[slots_of(passed_over.key_hash())] = False
         return rows.take(chosen)
 
     def end(self) -> None:
-        """The reader is at the end."""
+        """End the search: the reader is at the end."""
         self.reader = None
         self.slots &= ~self._sought | self._again
         self._sought[:] = False
@@ -268,7 +269,7 @@ class EvictedSlots:
 
 
 def _before(rows: KeyedRows, others: KeyedRows) -> Mask:
-    """Which of the rows are due before all of the others of their slot."""
+    """Return the mask of rows that are due before all of the others in their hash slot."""
     together = KeyedRows.concat([rows, others])
     order = together.rows.due_order()
     before = np.empty(len(together), np.bool_)
