@@ -55,7 +55,7 @@ class DeletionMetrics:
             "tarry_deletions_given_up", "Deletions of ledgers that failed too often and became dead letters."
         )
         in_flight = gauge("tarry_deletions_in_flight", "Deletions of ledgers that have not ended.", "component")
-        # Looked up once: they are set every second.
+        # Looked up once, since they are set every second
         self._in_flight = {component: in_flight.labels(_label(component)) for component in LedgerComponent}
         self._dead = gauge("tarry_deletions_dead", "Deletions of ledgers that are dead letters.")
         self._held = gauge(

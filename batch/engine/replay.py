@@ -214,7 +214,7 @@ class Decisions:
             case PurgeRecord() if record.subscription_id in self._ids:
                 self.dead_letters[record.subscription_id].left(record.dead_letter_id)
             case WaiveRecord() | NackRecord() | ReplayRecord() | PurgeRecord():
-                # The subscription is no more.
+                # The subscription was removed.
                 pass
             case _:
                 assert_never(record)

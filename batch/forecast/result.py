@@ -217,7 +217,7 @@ class Bars:
 
 
 def _widths_ms(least_ms: int) -> Iterator[int]:
-    """Ascending, without end."""
+    """Yield round widths, ascending, without end (ms)."""
     liked = [MINUTE_MS * number for number in (1, 2, 5, 10, 15, 30)]
     liked += [HOUR_MS * number for number in (1, 2, 3, 6, 12)]
     days = (DAY_MS * number * 10**power for power in itertools.count() for number in (1, 2, 5))

@@ -84,7 +84,7 @@ class DeletionWorkers:
         return len(self._made)
 
     def report_metrics(self) -> None:
-        """Once a second: how many there are, of what, and since when."""
+        """Report the numbers and kinds of deletions, and since when. Called once a second."""
         in_flight: collections.Counter[LedgerComponent] = collections.Counter()
         dead = held = ledgers_in_use = 0
         now_ms = oldest_ms = self._environment.clock.now_ms()

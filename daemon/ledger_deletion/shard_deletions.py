@@ -179,7 +179,7 @@ class ShardDeletions:
         # Deletes of requests in flight that are not recorded yet
         self._deletes_to_come = 0
         self._ledgers_to_come = 0
-        # Topics of which a long REPLACE is under way; the future ends with it.
+        # Topic with a long REPLACE in flight -> a future that ends with it
         self._replacing: dict[str, asyncio.Future[None]] = {}
         self._room: asyncio.Future[None] | None = None
         # Attempts of a former owner that have no answer
@@ -344,11 +344,11 @@ class ShardDeletions:
         none_or_few = change is InUseChange.RECORD or self.state.counts.held <= HELD_FEW
         return LEDGERS_A_DECISION if none_or_few else FORGOTTEN_A_DECISION
 
-    # ---- what the state takes of room
+    # ---- size of the state
 
     @property
     def ledgers_in_use(self) -> int:
-        """Ledgers in use, those included that are being recorded."""
+        """The number of ledgers in use, including those being recorded."""
         return self.state.in_use.ledgers + self._ledgers_to_come
 
     @property

@@ -54,7 +54,7 @@ NO_POLICY = SubscriptionPolicy()
 
 
 class Shards(Protocol):
-    """What the calls see of the engine."""
+    """The port through which calls use the engine."""
 
     @property
     def shards(self) -> Mapping[int, ServedShard]:
@@ -62,7 +62,7 @@ class Shards(Protocol):
         ...
 
     def shard_of(self, topic: str) -> ServedShard:
-        """The shard of a topic. Raises what a caller is told while the shard is not served here."""
+        """Return the shard of a topic. Raise the caller's error while the shard is not served here."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class Shards(Protocol):
     def topics_damaged(self) -> int: ...
 
     def check_serving(self) -> None:
-        """Raises what a caller is told while nothing is served here."""
+        """Raise the caller's error while nothing is served here."""
         ...
 
     def location_of(self, topic: str) -> call_values.TopicLocation:

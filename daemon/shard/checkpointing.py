@@ -126,7 +126,7 @@ class ShardOfCheckpoints(Protocol):
         ...
 
     def lose(self, error: BaseException) -> None:
-        """The shard cannot be served any more."""
+        """Give up a shard that cannot be served any longer."""
         ...
 
 

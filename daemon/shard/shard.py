@@ -245,12 +245,12 @@ class ServedShard:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether no successor acts yet. May be asked in any thread."""
+        """True if no successor is active yet; any thread may read it."""
         return self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
 
     @property
     def alone_in_s(self) -> float:
-        """When no former owner acts any more; 0.0 when that is so."""
+        """The time until no former owner is active any longer (seconds); 0.0 if that is so."""
         return 0.0 if self._alone.done() else max(0.0, self._alone_from_s - self._environment.clock.elapsed_s())
 
     async def alone(self) -> None:

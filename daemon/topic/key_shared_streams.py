@@ -508,7 +508,7 @@ class SharingRounds:
         self._ask(shared)
 
     def grant(self, stream: KeySharedStream, number: int, permits: int) -> None:
-        """Grants permits: that many more rows may be sent to a consumer."""
+        """Grant a consumer permits: this many more rows may be sent to it."""
         shared = self._open()
         shared.key_shared.grant(number, permits)
         self._ask(shared)

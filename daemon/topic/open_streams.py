@@ -77,7 +77,7 @@ class WaitingLine:
 MESSAGES_ROWS_MAX = 10_000
 # The largest one within a pass.
 IN_PASS_ROWS_MAX = 500
-# A grant beyond this is cut: nobody holds more.
+# Larger grants are cut to this: no consumer holds more rows.
 PERMITS_MAX = (1 << 32) - 1
 
 

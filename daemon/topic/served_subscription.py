@@ -159,7 +159,7 @@ class ServedSubscription:
         if self._behind is not None:
             self._behind.cancel()
 
-    # ---- handing out
+    # ---- delivering
 
     def hand_out(self, dispatcher: int, limit: int) -> KeyedRows:
         """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now.

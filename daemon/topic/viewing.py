@@ -347,7 +347,7 @@ class _Nacked:
 
     @staticmethod
     def of(frozen: FrozenNacks) -> _Nacked:
-        """O(n): for a thread."""
+        """Build the state for a checkpoint. O(n): for a thread."""
         keys = BitMap64()
         first_ms: int | None = None
         for rows, _ in frozen.parts():

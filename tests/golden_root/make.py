@@ -201,7 +201,7 @@ class Story:
         assert len(rows) == len(entries)
         return rows
 
-    # ---- what there is
+    # ---- reading
 
     def checkpoint_of(self, shard: int) -> str | None:
         """The newest one of a shard, by its key."""

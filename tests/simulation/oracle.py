@@ -314,7 +314,7 @@ class Oracle:
         slot = header.slot
         index = record.subscription_id
         if index and index_ids.subscription_of(index) not in topic.subscriptions:
-            # The subscription is no more.
+            # The subscription was removed.
             return
         if isinstance(record, slot_format.AddRecord):
             rows = record.rows

@@ -382,7 +382,7 @@ class Promises:
                 if topic.added[position] <= sent.slot:
                     self._done.add((stream.topic, position, topic.added[position], stream.subscription_id))
 
-    # ---- what is there
+    # ---- contents
 
     def sending(self, daemon: Daemon, topic: str) -> Sent:
         """A request without positions of its own."""

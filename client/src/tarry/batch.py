@@ -113,7 +113,7 @@ class Origin:
     received_at_ms: NDArray[np.int64]
 
     def take(self, rows: slice | NDArray[Any] | list[int]) -> Origin:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Origin(self.number[rows], self.row[rows], self.received_at_ms[rows])
 
     def by_batch(self) -> Iterator[tuple[int, NDArray[np.intp]]]:

@@ -53,7 +53,7 @@ class Positions(NamedTuple):
         return np.full(self.rows, NO_BATCH_INDEX, np.uint32) if self.batch_index is None else self.batch_index
 
     def take(self, rows: slice | NDArray[Any]) -> Positions:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Positions(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
 
 
@@ -215,7 +215,7 @@ class NackColumns:
             yield self.take(slice(first, first + rows_max))
 
     def take(self, rows: slice | NDArray[Any]) -> NackColumns:
-        """Some of the rows."""
+        """Return some of the rows."""
         return dataclasses.replace(
             self,
             positions=self.positions.take(rows),

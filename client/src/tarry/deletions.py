@@ -390,7 +390,7 @@ class OrphanedLedger:
 
 @dataclasses.dataclass(frozen=True)
 class SweptObjects:
-    """Objects and their bytes."""
+    """A number of objects and their size (bytes)."""
 
     objects: int
     size_bytes: int

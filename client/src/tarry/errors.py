@@ -59,7 +59,7 @@ class NotFound(TarryError):
 
 
 class AlreadyExists(TarryError):
-    """The topic or subscription exists with other properties."""
+    """A topic or subscription that exists with other properties."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 
@@ -78,10 +78,7 @@ class ResourceExhausted(TarryError):
 
 
 class NotOwner(TarryError):
-    """Another daemon serves the topic.
-
-    `owner_address`: its host:port, empty when it is not known.
-    """
+    """A topic that another daemon serves. `owner_address` is its host:port, empty if unknown."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 

@@ -565,7 +565,7 @@ class ConsumerStats:
 
 @dataclasses.dataclass(frozen=True)
 class ConsumerAfterMarkDelete:
-    """A consumer that receives nothing behind a position until everything up to it is acknowledged."""
+    """A consumer that receives nothing after a position until everything up to it is acknowledged."""
 
     name: str
     instance_id: int

@@ -503,7 +503,7 @@ class Merged:
 
 @dataclasses.dataclass(frozen=True)
 class GarbageCount:
-    """Objects and their bytes."""
+    """A number of objects and their size (bytes)."""
 
     objects: int
     size_bytes: int

@@ -314,7 +314,7 @@ class MessagesColumns:
     """KEY_SHARED: who receives each; otherwise None."""
 
     def take(self, rows: NDArray[Any]) -> MessagesColumns:
-        """Some of the rows."""
+        """Return some of the rows."""
         given = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self)[1:])
         return dataclasses.replace(self, **{name: column[rows] for name, column in given if column is not None})
 

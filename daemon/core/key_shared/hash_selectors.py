@@ -159,8 +159,9 @@ def refuse_ranges(joiners: Sequence[Joiner], selector: str) -> None:
 
 
 class AutoSplit(HashSelector):
-    """Few consumers are touched by a change, one or two, and none has more than twice what another one has, until some
-    leave. The cost of a change is that of a pass over the consumers.
+    """The selector AUTO_SPLIT. A change affects one or two other consumers, and costs a pass over the consumers.
+
+    Until some leave, no consumer has more than twice as many hash slots as another.
     """
 
     def __init__(self) -> None:
@@ -245,8 +246,10 @@ class _Instances:
 
 
 class ConsistentHashing(HashSelector):
-    """A change moves the slots of who comes or goes, and no others: 1 in n, some of everybody's. Its cost is that of
-    inserting into, or deleting from, two columns of all points, 6 bytes each.
+    """The selector CONSISTENT_HASHING.
+
+    A change moves the hash slots of the consumers that join or leave, and no others. These are 1 in n, some of every
+    consumer's. The cost is that of inserting into, or deleting from, two columns of all points, 6 bytes each.
     """
 
     def __init__(self, points_per_consumer: int) -> None:
@@ -339,7 +342,7 @@ class ConsistentHashing(HashSelector):
 
 
 class Sticky(HashSelector):
-    """Nothing moves: a consumer's slots are its own until it leaves, and nobody's then."""
+    """The selector STICKY. Nothing moves: a consumer keeps its hash slots until it leaves; then they have none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -307,7 +307,7 @@ async def test_what_is_being_deleted_cannot_be_used_any_more(
     assert ended.outcome == tarry.DeletionOutcome.DELETED
 
 
-# Given up.
+# Given up
 
 
 async def test_what_belongs_to_nobody_is_given_up_retried_and_forgotten(

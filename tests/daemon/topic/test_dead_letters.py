@@ -225,7 +225,7 @@ async def test_a_topic_that_is_deleted_leaves_no_dead_letters_to_the_one_after_i
     assert not ids_of(await listed(one))
 
 
-# ---- looking
+# ---- reading
 
 
 async def test_a_filter_chooses_by_ids_ledgers_reason_and_time(machines: EngineFixture) -> None:

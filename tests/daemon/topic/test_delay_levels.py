@@ -47,7 +47,7 @@ def levels(daemon: Daemon, topic: str = "t") -> asyncio.Task[TopicLevels]:
 
 
 async def pending(daemon: Daemon) -> dict[int, int]:
-    """By level, of those that have any."""
+    """The number of pending rows by level, without levels that have none."""
     return {level: rows for level, rows in enumerate((await levels(daemon)).pending, 1) if rows}
 
 

@@ -25,7 +25,7 @@ from tests.daemon._support.nacking import (
     with_rows,
 )
 
-# ---- positions that Tarry has not handed out
+# ---- positions that Tarry has not delivered
 
 
 @pytest.mark.parametrize("settings", [(), SMALL])

@@ -144,7 +144,7 @@ class LiveTopic:
         self._stop()
         self.account.check(before, listed)
 
-    # ---- looking
+    # ---- reading
 
     def buckets(self) -> int:
         return self._client.stats(self.name).buckets

@@ -115,7 +115,7 @@ class StoredTopic:
         self.seal(made)
         return made
 
-    # ---- what is there
+    # ---- contents
 
     def tip(self) -> TopicManifest:
         tip = self.log.read_tip()

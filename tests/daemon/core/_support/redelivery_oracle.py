@@ -366,7 +366,7 @@ class RedeliveryOracle(Oracle):
     def purge(self, number: int, ids: Iterable[int]) -> None:
         self.staged_leaving += [(number, dead_letter_id) for dead_letter_id in ids]
 
-    # ---- decisions are applied
+    # ---- applying decisions
 
     def commit(self) -> None:
         ended = list(self.staged_acknowledgements)

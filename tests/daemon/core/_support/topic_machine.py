@@ -91,7 +91,7 @@ class TopicMachine(WithdrawingMachine):
             self.topic.quarantine(name)
             self.oracle.quarantine(name, index, held)
 
-    # ---- what is there
+    # ---- contents
 
     @rule(
         asked=st.lists(test_containment.ranges, min_size=1, max_size=4),

@@ -127,7 +127,7 @@ class ViewedTopic(JournaledTopic):
         while self.begun:
             self.finish()
 
-    # ---- looking
+    # ---- reading
 
     def indexes(self, asked: ScanFilter) -> list[Index]:
         if asked.subscription_id is None:

@@ -209,7 +209,7 @@ def test_a_row_that_is_due_is_returned_once_and_stored_in_no_index_and_one_that_
     )
 
 
-# ---- handing out
+# ---- delivering
 
 
 def test_what_is_due_in_both_indexes_is_handed_out_in_one_order() -> None:

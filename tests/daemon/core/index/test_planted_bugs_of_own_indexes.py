@@ -102,7 +102,7 @@ def the_first_subscription_alone_gets_what_is_for_all(patch: pytest.MonkeyPatch)
     patch.setattr(add_decisions, "stage", first)
 
 
-# ---- handing out
+# ---- delivering
 
 
 def own_rows_never_come_due(patch: pytest.MonkeyPatch) -> None:

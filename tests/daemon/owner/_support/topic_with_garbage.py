@@ -150,7 +150,7 @@ class TopicWithGarbage:
             summary += collector.delete_orphans(orphans.found)
         return summary + collector.collect_manifests(listed, orphans.tip, dry_run=dry_run)
 
-    # ---- what is there
+    # ---- contents
 
     def objects(self) -> list[str]:
         return sorted(each.key for each in self.store.list(OBJECTS))

@@ -237,7 +237,7 @@ class DeletionsMachine(RuleBasedStateMachine):
             self.deletions.apply(record)
         self.handed_out = set()
 
-    # ---- what is there
+    # ---- contents
 
     @invariant()
     def the_state_is_the_one_that_was_told(self) -> None:
