@@ -1,9 +1,8 @@
 """Client of Tarry, the scheduling daemon for delayed positions.
 
-Owns: the generated wire types (`tarry.v1`), the client library over them, for threads and for an event loop
-(`tarry.aio`), positions of logs (`tarry.positions`), and the `tarry` command (extra `cli`).
-
-Does not own: anything of the daemon; this package lives in other people's environments.
+Holds the client library for threads and for an event loop (`tarry.aio`), the generated wire types (`tarry.v1`),
+positions of message logs (`tarry.positions`) and the `tarry` command (extra `cli`). It shares no code with the daemon,
+because it is installed into other people's environments.
 """
 
 from tarry import aio, positions

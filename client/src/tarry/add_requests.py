@@ -1,12 +1,9 @@
-"""The requests of an add stream: which are in flight, and what becomes of them. No I/O, no threads, no waiting.
+"""Tracks the requests of an add stream, without I/O, threads or waiting.
 
-Owns: their order, sending again what a broken stream left unanswered or the daemon refused for now, giving up at the
-deadline. Adds are idempotent, so a request that was durable already is answered with duplicates.
-Does not own: the stream (`tarry.streams`); cutting and encoding batches (`tarry.columns`, `tarry.wire`); who waits for
-what (`tarry.aio.add_stream`).
-
-Whoever drives it settles what a method returns, and only then calls `remove`: who waits until nothing is in flight
-finds every answer settled.
+Keeps their order, sends again what a broken stream left unanswered or the daemon refused for now, and gives up at the
+deadline. Adds are idempotent: a request that was already durable is answered with duplicates.
+The driver (`tarry.aio.add_stream`) settles what a method returns and only then calls `remove`. A caller that waits
+until nothing is in flight therefore finds every answer settled.
 """
 
 from __future__ import annotations
@@ -36,7 +33,10 @@ class _InFlight(Generic[Answer]):
 
 
 class AddRequests(Generic[Answer]):
-    """`Answer` is the driver's kind of future, made by it and given back in what is settled."""
+    """The requests of one add stream.
+
+    `Answer` is the future type of the driver, which makes the futures and settles them.
+    """
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class AddRequests(Generic[Answer]):
         bytes_max: int,
         policy: attempts.RetryPolicy,
     ) -> None:
-        """`in_flight` is the most that may be unanswered. Raises InvalidArgument."""
+        """Allow up to `in_flight` unanswered requests. Raises InvalidArgument."""
         if in_flight < 1:
             raise errors.InvalidArgument(f"in_flight is {in_flight}; it must be at least 1")
         self._topic = wire.utf8("topic", topic)
@@ -61,22 +61,22 @@ class AddRequests(Generic[Answer]):
         self._last_request_id = 0
         self._sending: streams.Sending | None = None
         self._features: frozenset[str] | None = None
-        """What the daemon of the stream can do; None: there is no stream."""
+        """The features of the stream's daemon; None without a stream."""
         self._first_failure: errors.TarryError | None = None
         self.ended: errors.TarryError | None = None
 
     def __len__(self) -> int:
-        """Requests that are in flight."""
+        """Return the number of requests in flight."""
         return len(self._in_flight)
 
     @property
     def may_begin(self) -> bool:
-        """Whether another request may go out, or `begin` tells why not."""
+        """True if another request may be sent, or if `begin` would raise what ended the stream."""
         return self.ended is not None or len(self._in_flight) < self._in_flight_max
 
     @property
     def wants_stream(self) -> bool:
-        """Whether there is something to send and no stream."""
+        """True if there is something to send and no stream."""
         return self._sending is None and bool(self._in_flight)
 
     def encode(
@@ -91,7 +91,7 @@ class AddRequests(Generic[Answer]):
         already_due: results.AlreadyDue,
         on_invalid: reasons.OnInvalid,
     ) -> Iterator[tuple[int, bytes]]:
-        """A batch as requests, each with the index of its first row. Raises InvalidArgument before the first."""
+        """Yield a batch as requests, each with the index of its first row. Raises InvalidArgument before the first."""
         rows = columns.add_columns(
             ledger_id,
             entry_id,
@@ -107,7 +107,10 @@ class AddRequests(Generic[Answer]):
     def begin(
         self, add: bytes, answer: Answer, deadline: attempts.Deadline, *, needs: attempts.Need | None = None
     ) -> None:
-        """Sends a request. `needs`: what the daemon has to be able to do. Raises Unsupported, what ended the stream."""
+        """Send a request, which may need a feature of the daemon.
+
+        Raises Unsupported if the daemon lacks the feature, or the error that ended the stream.
+        """
         if self.ended is not None:
             raise self.ended
         if (unmet := self._unmet(needs)) is not None:
@@ -119,26 +122,27 @@ class AddRequests(Generic[Answer]):
             self._sending.put(message)
 
     def too_many(self, timeout_s: float) -> errors.DeadlineExceeded:
-        """What to raise when `may_begin` stayed False."""
+        """Return the error to raise if `may_begin` stays False for this time (seconds)."""
         return errors.DeadlineExceeded(
             f"{self._in_flight_max} requests are in flight, and none was answered within {timeout_s:g} s"
         )
 
     def unanswered(self, timeout_s: float | None) -> errors.DeadlineExceeded:
-        """What to raise when requests stayed in flight."""
+        """Return the error to raise if requests stay in flight for this time (seconds)."""
         return errors.DeadlineExceeded(f"{len(self._in_flight)} requests are unanswered after {timeout_s or 0:g} s")
 
     def raise_first_failure(self) -> None:
-        """Raises the first failure since it was last called, if any."""
+        """Raise the first failure since the last call, if any."""
         failure, self._first_failure = self._first_failure, None
         if failure is not None:
             raise failure
 
-    # What happens to the stream.
+    # Events of the stream
 
     def opened(self, sending: streams.Sending, features: frozenset[str]) -> list[Settled[Answer]]:
-        """A stream has begun: everything in flight is sent, in its order, but for the requests that are returned: the
-        daemon does not know them. `features`: what it can do.
+        """Send every request in flight, in order, on a new stream whose daemon has these features.
+
+        Returns, as failed, the requests that need a feature which the daemon lacks; they are not sent.
         """
         self._sending, self._features = sending, features
         unmet: list[Settled[Answer]] = []
@@ -151,7 +155,7 @@ class AddRequests(Generic[Answer]):
         return unmet
 
     def received(self, response: delayed_delivery_pb2.StreamAddMessagesResponse) -> Settled[Answer] | None:
-        """The request that is answered now, if any. Raises NotOwner: the stream is of no use any more."""
+        """Return the request that this response settles, if any. Raises NotOwner if the stream is of no further use."""
         request_id = response.request_id
         request = self._in_flight.get(request_id)
         if response.WhichOneof("result") == "error":
@@ -161,7 +165,7 @@ class AddRequests(Generic[Answer]):
         return streams.Settled(request_id, request.answer, results.AddResult.from_message(response.added), None)
 
     def interrupted(self, error: errors.TarryError) -> list[Settled[Answer]]:
-        """The stream is gone and will be opened again: the requests whose time is over."""
+        """Note that the stream broke and will be opened again; return the requests whose deadline has passed."""
         self._sending = self._features = None
         return [
             self._given_up(number, request, error)
@@ -170,23 +174,23 @@ class AddRequests(Generic[Answer]):
         ]
 
     def close(self) -> None:
-        """Nothing more may begin."""
+        """Refuse further requests."""
         if self.ended is None:
             self.ended = errors.Closed("the add stream is closed")
 
     def failed(self, error: errors.TarryError) -> list[Settled[Answer]]:
-        """There will be no other stream: everything in flight."""
+        """Note that no other stream will be opened; return everything in flight as failed."""
         self._sending = self._features = None
         if self.ended is None:
             self.ended = error
         return [self._failed(number, request, error) for number, request in self._in_flight.items()]
 
     def remove(self, request_id: int) -> None:
-        """Forgets a request whose answer is settled."""
+        """Forget a request whose answer is settled."""
         del self._in_flight[request_id]
 
     def _unmet(self, needs: attempts.Need | None) -> errors.Unsupported | None:
-        """The failure of a request that the daemon of the stream does not know."""
+        """Return the failure of a request that needs a feature the daemon lacks, or None."""
         return None if needs is None else needs.unmet(self._features, f"the daemon of topic {self._topic.decode()!r}")
 
     def _refused(

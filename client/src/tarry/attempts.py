@@ -1,22 +1,11 @@
-"""Asking a daemon until it answers: the rules, without the network and without the waiting.
+"""Decides how often, when and which daemon a call asks, without network or waiting.
 
-A *plan* is a generator. It yields steps, `Send` and `Wait`, is resumed with the response of a `Send` (or its failure, a
-TarryError, is thrown into it), and returns what the caller asked for. Whoever runs a plan
+A *plan* is a generator. It yields steps, `Send` and `Wait`. It is resumed with the response of a `Send`, or its
+failure, a TarryError, is thrown into it; it returns what the caller asked for. The runner of a plan
 (`tarry.aio.connections`) performs the steps and decides nothing.
-
-Owns: how often, when and whom a call asks; the owner of each topic as far as it is known.
-Does not own: which failures are worth another attempt (`tarry.errors`), the back-off (`tarry.attempts`), requests and
-results (`tarry.calls`).
-
-How long to wait before a request is sent again.
-
-Owns: the delay, from the kind of the failure and the number of attempts; the time by which the caller wants an answer.
-Does not own: which failures are worth it (`tarry.errors`) and the waiting itself.
-
-What the plans of all calls share.
-
-Owns: the settings of one client that a plan needs, its deadline and attempts, and arguments that several calls check.
-Does not own: the plans (`tarry.calls`, `tarry.calls`, `tarry.deletion_calls`).
+Contents: back-off and deadlines (`RetryPolicy`, `Deadline`), the known owner of each topic and the features of daemons
+(`Owners`), the attempts of one call (`Asking`), and settings and argument checks that the plans of all calls share
+(`Planning`). `tarry.errors` decides which failures are worth another attempt.
 """
 
 from __future__ import annotations
@@ -33,9 +22,10 @@ from tarry.v1 import cluster_pb2, inspect_pb2
 
 @dataclasses.dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential back-off with full jitter: the n-th is uniform from 0 to `initial_s * 2^(n-1)`, at most `max_s`.
+    """Exponential back-off with full jitter.
 
-    A daemon that says when to come back (`retry-after-ms`) is obeyed, and the owner it names is asked at once.
+    The n-th delay is uniform from 0 to `initial_s * 2^(n-1)`, at most `max_s` (seconds). If a daemon says when to retry
+    (`retry-after-ms`), that time is kept, and an owner that it names is asked at once.
     """
 
     initial_s: float = 0.05
@@ -43,7 +33,7 @@ class RetryPolicy:
     uniform: Callable[[float, float], float] = random.uniform
 
     def delay_s(self, error: errors.TarryError, attempt: int) -> float:
-        """Seconds to wait after the `attempt`-th failure in a row (1 = the first)."""
+        """Return the delay after the `attempt`-th failure in a row (seconds); the first is 1."""
         if isinstance(error, (errors.ResourceExhausted, errors.Unavailable)) and error.retry_after_ms is not None:
             return error.retry_after_ms / 1000
         if isinstance(error, errors.NotOwner) and error.owner_address and attempt == 1:
@@ -64,15 +54,15 @@ class Deadline:
         return Deadline(timeout_s, time.monotonic() + timeout_s)
 
     def extend(self, seconds: float) -> None:
-        """The caller waits for so long for something that is not counted."""
+        """Move the deadline, because the caller waits this long for something that does not count (seconds)."""
         self.at_s += seconds
 
     def remaining_s(self) -> float:
-        """Not below 0."""
+        """Return the time left (seconds), not below 0."""
         return max(0.0, self.at_s - time.monotonic())
 
     def exceeded(self, last: errors.TarryError | None, *, attempts: int) -> errors.DeadlineExceeded:
-        """The failure to raise when the time is over, after `last`."""
+        """Return the failure to raise after the deadline, when `last` was the last failure."""
         error = errors.DeadlineExceeded(f"no answer within {self.timeout_s:g} s", last=last)
         error.attempts = attempts
         return error
@@ -84,7 +74,7 @@ Response = TypeVar("Response")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Method(Generic[Response]):
-    """A method of the wire: its path, and how its answer is read. Requests are bytes."""
+    """A method of the wire, with its path and the parser of its answer. Requests are bytes."""
 
     path: str
     read: Callable[[bytes], Response]
@@ -92,7 +82,7 @@ class Method(Generic[Response]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Send:
-    """A call to `address` that may take `timeout_s`."""
+    """A call to `address` that may take `timeout_s` (seconds)."""
 
     method: Method[Any]
     request: bytes
@@ -102,7 +92,10 @@ class Send:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing is sent for so long, unless the client is closed. `why`: what is waited for, where it is worth saying."""
+    """A pause of `delay_s` (seconds), cut short when the client is closed.
+
+    `why` is the reason if it is worth reporting.
+    """
 
     delay_s: float
     why: str = ""
@@ -110,50 +103,49 @@ class Wait:
 
 Step: TypeAlias = Send | Wait
 Plan: TypeAlias = Generator[Step, Any, T]
-"""Steps to perform, and in the end the result."""
+"""Steps to perform, and finally the result"""
 
 
 VERSION = Method("/tarry.v1.Cluster/GetVersion", cluster_pb2.GetVersionResponse.FromString)
 HANDOUT_NAMES = "handout_names"
-"""A feature of daemons: they know hand-outs by their redelivery counts, and `forwarded`."""
+"""Daemon feature: deliveries are named by their redelivery counts, and `forwarded` is understood."""
 ON_INVALID = "on_invalid"
-"""A feature of daemons: they store the other rows of an add of which some are invalid."""
+"""Daemon feature: the valid rows of an add with invalid ones are stored."""
 RETENTION = "retention"
-"""A feature of daemons: they say what a topic needs of its log, and trim to dead letters."""
+"""Daemon feature: the daemon reports what a topic needs of its message log, and trims to dead letters."""
 SUBSCRIBE_MANY = "subscribe_many"
-"""A feature of daemons: they carry many subscriptions on one stream."""
+"""Daemon feature: one stream carries many subscriptions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Need:
-    """What a request asks for, in the caller's words, and the feature of a daemon that it needs."""
+    """The daemon feature that a request needs; `what` names the request's part in the caller's words."""
 
     what: str
     feature: str
 
     def unmet(self, features: frozenset[str] | None, where: str) -> errors.Unsupported | None:
-        """What to raise where a daemon cannot do it; None where it can. `features`: of the daemon, None: not known."""
+        """Return the error if these features lack it, or None if they have it or are unknown (None)."""
         if features is None or self.feature in features:
             return None
         return errors.Unsupported(f"{self.what}: {where} does not know it (feature {self.feature}); update the daemon")
 
 
 FORWARDED = Need("forwarded", HANDOUT_NAMES)
-"""A daemon of before would take a negative acknowledgement that is `forwarded` for one that is not."""
+"""An older daemon would take a negative acknowledgement that is `forwarded` for one that is not."""
 INVALID_RETURNED = Need("on_invalid", ON_INVALID)
-"""A daemon of before would refuse the whole request for one row."""
+"""An older daemon would refuse the whole request for one row."""
 DEAD_LETTER = Need("dead_letter", RETENTION)
-"""A daemon of before would drop what is to become dead letters."""
+"""An older daemon would drop the rows that should become dead letters."""
 RETAINED = Need("retention", RETENTION)
-"""A daemon of before does not know the call."""
+"""An older daemon does not know the call."""
 
 
 class Owners:
-    """Whom to ask for a topic, and what daemons can do. Threads may share it: every method is one operation of a
-    dictionary.
+    """The known owner of each topic, and the features of daemons.
 
-    The topic None stands for what is of no topic, such as the list of topics: its owner is the one that a daemon
-    which stands by has named.
+    Threads may share it: every method is one operation of a dictionary. The topic None stands for calls without a
+    topic, such as the list of topics; its owner is the one that a standby has named.
     """
 
     def __init__(self, target: str) -> None:
@@ -162,19 +154,20 @@ class Owners:
         self._features: dict[str, frozenset[str]] = {}
 
     def features(self, address: str) -> frozenset[str] | None:
-        """What the daemon at an address has said that it can do; None: it is to be asked."""
+        """Return the features that the daemon at an address reported, or None if it must be asked."""
         return self._features.get(address)
 
     def learn_features(self, address: str, features: frozenset[str]) -> None:
         self._features[address] = features
 
     def address(self, topic: str | None) -> str:
-        """The topic's owner if it is known, otherwise the target."""
+        """Return the topic's owner if it is known, otherwise the target."""
         return self._owners.get(topic, self.target)
 
     def learn(self, topic: str | None, error: errors.TarryError) -> None:
-        """Takes from a failure whom to ask next: the owner that it names, otherwise the target again. Behind the
-        address that was asked there may be another daemon from now on.
+        """Learn from a failure which daemon to ask next: the owner that it names, otherwise the target again.
+
+        Forgets the features of the asked address, because another daemon may be there from now on.
         """
         self._features.pop(self.address(topic), None)
         if isinstance(error, errors.NotOwner) and error.owner_address:
@@ -185,7 +178,7 @@ class Owners:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asking:
-    """What the attempts of one call, or of several that share a deadline, go by."""
+    """The rules for the attempts of one call, or of several that share a deadline."""
 
     owners: Owners
     policy: RetryPolicy
@@ -199,10 +192,11 @@ class Asking:
         topic: str | None,
         needs: Need | None = None,
     ) -> Plan[Response]:
-        """Sends an idempotent request until it is answered. `request` may be made anew for each attempt. `needs`: what
-        the daemon is asked first whether it can.
+        """Send an idempotent request until it is answered.
 
-        Raises the failure that a retry does not cure, DeadlineExceeded, Closed; Unsupported: the daemon cannot.
+        `request` may be a function that makes it for each attempt. The daemon is first asked whether it has the feature
+        in `needs`. Raises a failure that a retry does not fix, DeadlineExceeded, Closed, or Unsupported if the feature
+        is missing.
         """
         response, _ = yield from self.ask_and_tell(method, request, topic=topic, needs=needs)
         return response
@@ -215,7 +209,7 @@ class Asking:
         topic: str | None,
         needs: Need | None = None,
     ) -> Plan[tuple[Response, bool]]:
-        """Asks as `ask` does; also tells whether an earlier attempt may have been carried out, its answer lost."""
+        """Ask as `ask` does; also return whether an earlier attempt may have been carried out without an answer."""
         last: errors.TarryError | None = None
         may_have_landed = False
         attempt = 0
@@ -238,7 +232,7 @@ class Asking:
             last = error
             delay_s = self.policy.delay_s(error, attempt)
             if isinstance(error, errors.Unavailable) and error.former_owner_ms is not None:
-                # It is the owner's answer, and it has done nothing: the caller's time is for what comes after.
+                # The owner answered and has done nothing yet: the caller's time is for what comes after.
                 self.deadline.extend(delay_s)
                 yield Wait(delay_s, error.message)
                 continue
@@ -250,7 +244,7 @@ class Asking:
         raise self.deadline.exceeded(last, attempts=attempt)
 
     def _check_can(self, needs: Need, address: str, remaining_s: float) -> Plan[None]:
-        """Raises Unsupported, and what asking ends with."""
+        """Raise Unsupported if the daemon lacks the feature, or the failure of asking."""
         features = self.owners.features(address)
         if features is None:
             try:
@@ -266,10 +260,10 @@ class Asking:
 
 
 class Planning:
-    """The base of what makes plans."""
+    """The base of the classes that make plans."""
 
     def __init__(self, target: str, policy: RetryPolicy, *, timeout_s: float, rows_max: int, bytes_max: int) -> None:
-        """Raises InvalidArgument: a port that there is not."""
+        """Make plans with these settings. Raises InvalidArgument if the target's port is invalid."""
         credentials.check_target(target)
         self.owners = Owners(target)
         self.policy = policy
@@ -285,25 +279,25 @@ class Planning:
 
 
 def needs_of(on_invalid: reasons.OnInvalid) -> Need | None:
-    """What an add needs of a daemon."""
+    """Return what an add needs of a daemon, or None."""
     return INVALID_RETURNED if on_invalid is reasons.OnInvalid.RETURN else None
 
 
 def check_names(topic: str, subscription: str = "") -> None:
-    """Refuses names that have no UTF-8 form: raises InvalidArgument."""
+    """Raise InvalidArgument if a name has no UTF-8 form."""
     wire.utf8("topic", topic)
     wire.utf8("subscription", subscription)
 
 
 def time_range(first_name: str, first: int | None, last_name: str, last: int | None) -> dict[str, int]:
-    """Both ends of a range of times; 0 where one is open. Raises InvalidArgument."""
+    """Return both ends of a range of times, with 0 for an open end. Raises InvalidArgument."""
     for name, value in ((first_name, first), (last_name, last)):
         columns.check_unsigned(name, value or 0, bits=64)
     return {first_name: first or 0, last_name: last or 0}
 
 
 def ledger_range(ledgers: tuple[int, int] | None) -> inspect_pb2.LedgerRange | None:
-    """A range of ledgers, both ends included; None: all. Raises InvalidArgument."""
+    """Return a range of ledgers, both ends included, or None for all. Raises InvalidArgument."""
     if ledgers is None:
         return None
     first, last = ledgers

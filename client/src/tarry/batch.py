@@ -1,10 +1,7 @@
-"""What is handed out, on a stream or leased, and what of a stream is still held.
+"""Batches of delivered positions, streamed or leased, and the account of those still held.
 
-Owns: `Batch` and `Leased`, joining batches, and the account of positions that were received and are neither
-acknowledged nor released.
-Does not own: the stream, its permits and which batches are joined by themselves (`tarry.receiving`).
-
-Reads and writes the names of hand-outs as text, with the headers that carry them through another system.
+Also reads and writes the names of deliveries as text, with the headers that carry them through another system.
+`tarry.receiving` decides which batches are joined automatically.
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ from tarry import columns, errors, results, wire
 from tarry.v1 import dispatch_pb2
 
 DELIVERY_ID_HEADER = "tarry-delivery-id"
-"""The header of a message that was passed on: the name of its hand-out."""
+"""Header of a message that was passed on, with the name of its delivery"""
 REDELIVERY_COUNT_HEADER = "tarry-redelivery-count"
-"""The header of a message that was passed on: how often it was negatively acknowledged or timed out before."""
+"""Header of a message that was passed on, with how often it was negatively acknowledged or timed out before"""
 
 _FORM = re.compile(
     r"(0|[1-9]\d*)-(0|[1-9]\d*)(?:\.(0|[1-9]\d*))?-(0|[1-9]\d*)-(0|[1-9]\d*)(?:-([0-9a-f]{8}))?", re.ASCII
@@ -35,21 +32,20 @@ _BITS = (64, 64, 32, 64, 32)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeliveryId:
-    """The name of a hand-out of one position of a subscription.
+    """The name of one delivery of a position to a subscription.
 
-    Names are equal, and hash alike, by the hand-out alone, whatever `log` says.
-
+    Names of the same delivery are equal and hash alike, whatever `log` is.
     Example: `client.nack(topic, subscription, tarry.DeliveryId.parse(text).positions, forwarded=True)`
     """
 
     ledger_id: int
     entry_id: int
     batch_index: int | None
-    """None: the entry as a whole."""
+    """None for the entry as a whole"""
     deliver_at_ms: int
     redelivery_count: int
     log: str = dataclasses.field(default="", compare=False)
-    """Eight hexadecimal digits that stand for topic and subscription (`log_of`); empty if the text does not say."""
+    """Eight hexadecimal digits for topic and subscription (`log_of`); empty if the text has none"""
 
     def __str__(self) -> str:
         part = "" if self.batch_index is None else f".{self.batch_index}"
@@ -58,12 +54,12 @@ class DeliveryId:
 
     @staticmethod
     def log_of(topic: str, subscription: str) -> str:
-        """Return what stands for a topic and a subscription at the end of a name: eight hexadecimal digits."""
+        """Return the eight hexadecimal digits that stand for a topic and a subscription at the end of a name."""
         return hashlib.sha256(f"{topic}\0{subscription}".encode()).hexdigest()[:8]
 
     @staticmethod
     def parse(text: str) -> DeliveryId:
-        """Read what `str` gives. Raises InvalidArgument."""
+        """Parse the text that `str` gives. Raises InvalidArgument."""
         found = _FORM.fullmatch(text)
         if found is None:
             raise errors.InvalidArgument(
@@ -81,7 +77,7 @@ class DeliveryId:
 
     @staticmethod
     def of(positions: columns.Positions, row: int) -> DeliveryId:
-        """Return the name of a row of what was handed out."""
+        """Return the delivery id of one row of these positions."""
         index = None if positions.batch_index is None else int(positions.batch_index[row])
         count = 0 if positions.redelivery_count is None else int(positions.redelivery_count[row])
         return DeliveryId(
@@ -94,7 +90,7 @@ class DeliveryId:
 
     @property
     def positions(self) -> columns.Positions:
-        """What an acknowledgement, or a negative one, of this hand-out names."""
+        """The columns that acknowledge this delivery, positively or negatively."""
         index = columns.NO_BATCH_INDEX if self.batch_index is None else self.batch_index
         return columns.positions(self.ledger_id, self.entry_id, self.deliver_at_ms, index, self.redelivery_count)
 
@@ -104,12 +100,12 @@ AnyBatch = TypeVar("AnyBatch", bound="Batch")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Origin:
-    """Where each row of a joined batch is from: columns of its length."""
+    """The origin of each row of a joined batch, as columns of its length."""
 
     number: NDArray[np.int64]
-    """Of the batch that it came in."""
+    """Number of the batch in which the row arrived"""
     row: NDArray[np.intp]
-    """Its place there."""
+    """Index of the row in that batch"""
     received_at_ms: NDArray[np.int64]
 
     def take(self, rows: slice | NDArray[Any] | list[int]) -> Origin:
@@ -117,7 +113,7 @@ class Origin:
         return Origin(self.number[rows], self.row[rows], self.received_at_ms[rows])
 
     def by_batch(self) -> Iterator[tuple[int, NDArray[np.intp]]]:
-        """The number of each batch, and its rows that are among these."""
+        """Yield the number of each batch with those of its rows that are here."""
         if not len(self.number):
             return
         order = np.argsort(self.number, kind="stable")
@@ -127,62 +123,63 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Due positions, columns of one length, in the order of hand-out."""
+    """Due positions in the order of delivery, as columns of one length."""
 
     epoch: int
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
     deliver_at_ms: NDArray[np.uint64]
     key_hash: NDArray[np.uint32] | None
-    """None when no row has one; rows without one have 0."""
+    """None if no row has a key; rows without one have 0."""
     received_at_ms: int
-    """Unix time in ms by this machine's clock. Of a joined batch that of the part that came last."""
+    """Unix time by this machine's clock (ms); in a joined batch, that of the part that came last"""
     number: int
-    """Counts the batches of the subscription from 1; 0 for what is leased. A part of a batch has the whole one's, a
-    joined batch that of its first part."""
+    """Counts the batches of the subscription from 1; 0 for leased ones. A part of a batch has the number of the whole,
+    a joined batch that of its first part.
+    """
     redelivery_count: NDArray[np.uint32]
-    """How often each was negatively acknowledged or timed out before."""
+    """Number of times that each row was negatively acknowledged or timed out before"""
     batch_index: NDArray[np.uint32] | None = None
-    """None when all rows are entries as a whole; else of each row the message of its batch that was negatively
-    acknowledged by itself, or `tarry.NO_BATCH_INDEX`."""
+    """None if all rows are whole entries; otherwise the index of the message that was negatively acknowledged within
+    its batch entry, or `tarry.NO_BATCH_INDEX`.
+    """
     rows: NDArray[np.intp] | None = dataclasses.field(default=None, repr=False)
-    """Which rows of the whole batch these are; None = all, or it is joined."""
+    """Indexes of these rows in the whole batch; None for all, or if the batch is joined"""
     origin: Origin | None = dataclasses.field(default=None, repr=False)
-    """Of a joined batch, where its rows are from; otherwise None."""
+    """Origins of the rows of a joined batch, otherwise None"""
 
     def __len__(self) -> int:
         return len(self.entry_id)
 
     @property
     def positions(self) -> columns.Positions:
-        """The columns that an acknowledgement names; a tuple."""
+        """The columns that an acknowledgement names, as a tuple."""
         return columns.Positions(
             self.ledger_id, self.entry_id, self.deliver_at_ms, self.batch_index, self.redelivery_count
         )
 
     def delivery_id(self, row: int) -> str:
-        """The name of a hand-out, as text: `<ledger>-<entry>[.<batch index>]-<deliver_at_ms>-<redelivery count>`.
+        """Return the delivery's name: `<ledger>-<entry>[.<batch index>]-<deliver_at_ms>-<redelivery count>`.
 
-        It is the same when the same hand-out comes again, after a broken stream or a crash, and another one after each
-        negative acknowledgement and ack time-out. An output that drops what it has under an id, behind a prefix for
-        topic and subscription, has each hand-out once. `tarry.DeliveryId.parse` reads it.
-
+        The name stays the same if the same delivery is sent again, after a broken stream or a crash, and changes after
+        each negative acknowledgement and ack timeout. An output that drops messages whose id it already has, with topic
+        and subscription as a prefix, holds each delivery once. `tarry.DeliveryId.parse` reads it.
         Example: `headers[tarry.DELIVERY_ID_HEADER] = batch.delivery_id(row)`
         """
         return str(DeliveryId.of(self.positions, row))
 
     @property
     def received_at_ms_by_row(self) -> NDArray[np.int64]:
-        """When each row came, also in a joined batch: Unix time in ms by this machine's clock."""
+        """The arrival of each row, also in a joined batch: Unix time by this machine's clock (ms)."""
         return np.full(len(self), self.received_at_ms) if self.origin is None else self.origin.received_at_ms
 
     @property
     def lateness_ms(self) -> NDArray[np.int64]:
-        """Received minus due, by row, in ms."""
+        """The time from due to received of each row (ms)."""
         return self.received_at_ms_by_row - self.deliver_at_ms.astype(np.int64)
 
     def take(self, rows: slice | NDArray[Any] | list[int]) -> Self:
-        """A part of the batch: a slice, a mask or indexes. It can be acknowledged and released like the whole."""
+        """Return a part of the batch, by a slice, a mask or indexes; acknowledge and release it like the whole."""
         chosen = None if self.origin is not None else self._rows()[rows]
         return dataclasses.replace(
             self,
@@ -198,12 +195,11 @@ class Batch:
 
     @staticmethod
     def concat(batches: Iterable[AnyBatch]) -> AnyBatch:
-        """Joins batches of one subscription, or parts of them: their rows in this order, as one batch.
+        """Join batches of one subscription, or parts of them, into one batch with their rows in this order.
 
-        It is acknowledged, negatively acknowledged, released and taken apart like any other; each row gives its permit
-        back once, also when it is in several of them. `epoch` is the lowest of theirs.
-        Raises InvalidArgument: there is none, they are of different kinds or, KEY_SHARED, of different consumers.
-
+        It is acknowledged, negatively acknowledged, released and split like any other. Each row gives its permit back
+        once, even if it is in several of them. `epoch` is the lowest of theirs. Raises InvalidArgument if there is
+        none, or if they are of different kinds or, for KEY_SHARED, of different consumers.
         Example: `subscription.ack(tarry.Batch.concat(waiting))`
         """
         parts = list(batches)
@@ -215,7 +211,7 @@ class Batch:
         return dataclasses.replace(first, **_joined_columns(parts), **first._joined_fields(parts))
 
     def _joined_fields(self, parts: Sequence[Self]) -> dict[str, Any]:
-        """What its kind has beside columns, when it is the first of these. Raises InvalidArgument."""
+        """Return the fields, besides columns, of this kind of batch when it is joined. Raises InvalidArgument."""
         kinds = {type(part).__name__ for part in parts}
         if len(kinds) > 1:
             raise errors.InvalidArgument(
@@ -224,32 +220,34 @@ class Batch:
         return {}
 
     def _rows(self) -> NDArray[np.intp]:
-        """The places of the rows in the whole batch."""
+        """Return the indexes of the rows in the whole batch."""
         return np.arange(len(self)) if self.rows is None else self.rows
 
     def _origins(self) -> Origin:
-        """Where the rows are from."""
+        """Return the origins of the rows."""
         if self.origin is not None:
             return self.origin
         return Origin(np.full(len(self), self.number), self._rows(), self.received_at_ms_by_row)
 
     @staticmethod
     def from_columns(received: wire.MessagesColumns, number: int) -> Batch:
-        """Received now."""
+        """Make a batch that is received now."""
         return Batch(**columns_of(received), number=number)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Leased(Batch):
-    """Due positions without a stream: in flight until they are acknowledged or the lease is over.
+    """Due positions leased without a stream; in flight until they are acknowledged or the lease ends.
 
-    Empty when nothing came due in time.
+    Empty if nothing came due in time.
     """
 
     lease_ms: int
-    """How long they are leased, from the answer on; joined, how long all of them are, from `received_at_ms` on."""
+    """Length of the lease from the answer on (ms); in a joined batch, how long all rows are leased from
+    `received_at_ms` on
+    """
     rebuild_needed: tuple[results.RebuildNeeded, ...]
-    """Ranges of which rows were lost with a damaged bucket: add them again."""
+    """Ranges to add again, because a damaged bucket lost rows of them"""
 
     def _joined_fields(self, parts: Sequence[Self]) -> dict[str, Any]:
         joined = super()._joined_fields(parts)
@@ -261,7 +259,7 @@ class Leased(Batch):
 
     @staticmethod
     def from_response(response: dispatch_pb2.GetScheduledMessagesResponse) -> Leased:
-        """Received now."""
+        """Make a leased batch that is received now."""
         return Leased(
             **columns_of(wire.messages_columns(response.messages)),
             number=0,
@@ -277,7 +275,8 @@ HandedOut: TypeAlias = (
     | tuple[columns.Column, columns.Column, columns.Column, columns.Column | None, columns.Column | None]
 )
 """A batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index[, redelivery_count]]). A batch
-names its hand-outs by their redelivery counts; columns without counts mean any hand-out."""
+names its deliveries by their redelivery counts; columns without counts mean any delivery.
+"""
 
 
 _NO_ROWS = np.empty(0, dtype=np.uint64)
@@ -285,10 +284,7 @@ NOTHING = columns.Positions(_NO_ROWS, _NO_ROWS, _NO_ROWS)
 
 
 def positions_of(given: HandedOut, batch_index: columns.Column | None = None) -> columns.Positions:
-    """The columns of what is acknowledged, of one length; `batch_index` takes the place of theirs.
-
-    Raises InvalidArgument.
-    """
+    """Return the columns to acknowledge, of one length; `batch_index` replaces theirs. Raises InvalidArgument."""
     if batch_index is not None:
         named = given.positions if isinstance(given, Batch) else given
         return columns.positions(*named[:3], batch_index, *named[4:])
@@ -296,12 +292,12 @@ def positions_of(given: HandedOut, batch_index: columns.Column | None = None) ->
 
 
 def key_hash_of(given: HandedOut) -> NDArray[np.uint32] | None:
-    """The hashes of their keys; None where they are not known."""
+    """Return the hashes of their keys, or None if they are unknown."""
     return given.key_hash if isinstance(given, Batch) else None
 
 
 def _joined_columns(parts: Sequence[Batch]) -> dict[str, Any]:
-    """What any kind of batch has when it is joined of these. A column that none has stays away."""
+    """Return the fields that any kind of batch has when it is joined of these parts; omits columns that no part has."""
     positions = concatenate([part.positions for part in parts])
     origins = [part._origins() for part in parts]
     hashes = [np.zeros(len(part), np.uint32) if part.key_hash is None else part.key_hash for part in parts]
@@ -324,7 +320,7 @@ def _joined_columns(parts: Sequence[Batch]) -> dict[str, Any]:
 
 
 def columns_of(received: wire.MessagesColumns) -> dict[str, Any]:
-    """What any kind of batch has of them: they are received now."""
+    """Return the fields that any kind of batch has of these columns, received now."""
     counts = received.redelivery_count
     return {
         "epoch": received.epoch,
@@ -340,7 +336,7 @@ def columns_of(received: wire.MessagesColumns) -> dict[str, Any]:
 
 @dataclasses.dataclass(slots=True)
 class _Share:
-    """What is held of one batch: all rows, or those that `left` marks."""
+    """The held rows of one batch: all, or those that `left` marks."""
 
     batch: Batch
     count: int
@@ -353,23 +349,23 @@ class _Share:
 
 
 class HeldPositions:
-    """Received positions that are not given back yet. A whole batch costs one entry, whatever its rows."""
+    """Received positions that are not given back yet. A whole batch costs one entry, however many rows it has."""
 
     def __init__(self) -> None:
         self._shares: dict[int, _Share] = {}
         self._rows = 0
 
     def __len__(self) -> int:
-        """Rows held."""
+        """Return the number of rows held."""
         return self._rows
 
     def add(self, batch: Batch) -> None:
-        """Holds a whole batch."""
+        """Hold a whole batch."""
         self._shares[batch.number] = _Share(batch, len(batch))
         self._rows += len(batch)
 
     def give_back(self, given: Batch | columns.Positions) -> int:
-        """Holds these rows no longer; how many of them were held."""
+        """Stop holding these rows; return how many of them were held."""
         before = self._rows
         if isinstance(given, Batch):
             self._give_back_batch(given)
@@ -379,15 +375,15 @@ class HeldPositions:
         return before - self._rows
 
     def find(self, positions: columns.Positions) -> list[Batch]:
-        """What is held of these positions, oldest batch first."""
+        """Return the held rows of these positions, oldest batch first."""
         return among(self.batches(), positions)
 
     def batches(self) -> list[Batch]:
-        """Everything held, oldest batch first."""
+        """Return everything held, oldest batch first."""
         return [share.batch if share.left is None else share.batch.take(share.left) for share in self._shares.values()]
 
     def positions(self) -> columns.Positions:
-        """Everything held, oldest batch first."""
+        """Return the positions of everything held, oldest batch first."""
         return concatenate([part.positions for part in self.batches()])
 
     def _give_back_batch(self, batch: Batch) -> None:
@@ -398,7 +394,7 @@ class HeldPositions:
             self._give_back_rows(number, rows)
 
     def _give_back_rows(self, number: int, rows: NDArray[np.intp] | None) -> None:
-        """Rows of the batch of that number; None: all."""
+        """Stop holding these rows of the batch with that number; None means all."""
         share = self._shares.get(number)
         if share is None:
             return
@@ -418,7 +414,7 @@ class HeldPositions:
 
 
 def concatenate(parts: list[columns.Positions]) -> columns.Positions:
-    """One set of columns from many."""
+    """Return one set of columns from many."""
     if not parts:
         return NOTHING
     if len(parts) == 1:
@@ -430,7 +426,7 @@ def concatenate(parts: list[columns.Positions]) -> columns.Positions:
         None
         if all(part.batch_index is None for part in parts)
         else np.concatenate([part.batch_indexes() for part in parts]),
-        # Where one of them means any hand-out, hand-outs are not told apart.
+        # If one part means any delivery, deliveries are not distinguished.
         np.concatenate([part.redelivery_count for part in parts if part.redelivery_count is not None])
         if all(part.redelivery_count is not None for part in parts)
         else None,
@@ -438,7 +434,7 @@ def concatenate(parts: list[columns.Positions]) -> columns.Positions:
 
 
 def among(batches: list[Batch], positions: columns.Positions) -> list[Batch]:
-    """The rows of the batches that are among the positions; of batches without any nothing."""
+    """Return the rows of the batches that are among the positions; leaves out batches without any."""
     if not batches:
         return []
     found = members(concatenate([part.positions for part in batches]), positions)
@@ -447,7 +443,7 @@ def among(batches: list[Batch], positions: columns.Positions) -> list[Batch]:
 
 
 def members(positions: columns.Positions, wanted: columns.Positions) -> NDArray[np.bool_]:
-    """Which of the positions are among the wanted ones."""
+    """Return a mask of the positions that are among the wanted ones."""
     groups = _groups(concatenate([positions, wanted]))
     is_wanted = np.arange(len(groups)) >= positions.rows
     group_is_wanted = np.bincount(groups, weights=is_wanted) > 0
@@ -456,7 +452,7 @@ def members(positions: columns.Positions, wanted: columns.Positions) -> NDArray[
 
 
 def last_of_each(positions: columns.Positions) -> NDArray[np.bool_]:
-    """Which rows name a position that no later row names."""
+    """Return a mask of the rows whose position no later row names."""
     groups = _groups(positions)
     last = np.zeros(len(groups), np.intp)
     np.maximum.at(last, groups, np.arange(len(groups)))
@@ -465,7 +461,7 @@ def last_of_each(positions: columns.Positions) -> NDArray[np.bool_]:
 
 
 def _groups(positions: columns.Positions) -> NDArray[np.intp]:
-    """A number for each row, the same for equal positions: they are sorted, and equal rows become neighbours."""
+    """Return a number for each row, equal for equal positions: sorting makes equal rows neighbours."""
     sorted_by = [column for column in positions if column is not None]
     order = np.lexsort(sorted_by[::-1])
     begins = np.zeros(len(order), dtype=np.bool_)

@@ -1,14 +1,8 @@
-"""Every unary call as a plan: its requests, and what its answers mean.
+"""Makes a plan of each unary call: its requests, and the meaning of its answers.
 
-Owns: checking arguments, requests of at most the daemon's size, putting the answers of several requests together, and
-which failure of a retry means that it is done.
-Does not own: the attempts (`tarry.attempts`), performing them, and the calls' documentation (`tarry.Client`); the plans
-of redelivery (`tarry.calls`) and of two-phase deletion (`tarry.deletion_calls`).
-
-The unary calls of redelivery as plans: negative acknowledgements, dead letters, delay levels.
-
-Owns: as `tarry.calls`, of which this is a part.
-Does not own: the attempts (`tarry.attempts`), performing them, and the calls' documentation (`tarry.Client`).
+Plans check arguments, split requests to the daemon's limits, combine the answers, and decide which failure of a retry
+means that the call is done. `tarry.attempts` decides about attempts, `tarry.Client` documents the calls, and
+`tarry.deletion_calls` has the plans of two-phase deletion.
 """
 
 from __future__ import annotations
@@ -42,12 +36,12 @@ PURGE_DEAD_LETTERS = attempts.Method("/tarry.v1.Admin/PurgeDeadLetters", admin_p
 SET_DELAY_LEVELS = attempts.Method("/tarry.v1.Admin/SetDelayLevels", admin_pb2.SetDelayLevelsResponse.FromString)
 GET_DELAY_LEVELS = attempts.Method("/tarry.v1.Admin/GetDelayLevels", admin_pb2.GetDelayLevelsResponse.FromString)
 
-# The most that a request may name.
+# The daemon's limit of ids in a request
 DEAD_LETTER_IDS_MAX = 100_000
 
 
 class RedeliveryCalls(attempts.Planning):
-    """A part of `tarry.calls.Calls`."""
+    """The redelivery calls of `tarry.calls.Calls`: negative acknowledgements, dead letters, delay levels."""
 
     def nack(
         self,
@@ -153,7 +147,7 @@ class RedeliveryCalls(attempts.Planning):
 
 
 def _filters(which: redelivery.DeadLetterFilter | None, ids_max: int) -> list[inspect_pb2.DeadLetterFilter]:
-    """One for each so many ids; one when none are named. Raises InvalidArgument."""
+    """Return filters with at most `ids_max` ids each; one filter if no ids are named. Raises InvalidArgument."""
     which = which or redelivery.DeadLetterFilter()
     others: dict[str, Any] = {
         "ledgers": attempts.ledger_range(which.ledgers),
@@ -221,9 +215,9 @@ RETENTION_PAGE = 10_000
 
 
 class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
-    """The calls of one client; each method gives the plan of one call, with the arguments of `tarry.Client`'s."""
+    """The calls of one client; each method returns the plan of one call and has the arguments of `tarry.Client`'s."""
 
-    # The publish path.
+    # The publish path
 
     def add(
         self,
@@ -362,7 +356,7 @@ class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
         message = yield from self.asking(timeout_s).ask(CLEAR, request.SerializeToString(), topic=topic)
         return message.cleared
 
-    # Dispatchers.
+    # Dispatchers
 
     def get(
         self,
@@ -386,7 +380,7 @@ class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
                 subscription=subscription,
                 max_rows=max_rows,
                 lease_ms=lease_ms or 0,
-                # A retry waits for what is left of the time.
+                # A retry waits only for the rest of the time.
                 wait_ms=math.ceil(waiting.remaining_s() * 1000),
             ).SerializeToString()
 
@@ -453,7 +447,7 @@ class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
             return results.SubscriptionDeleted(dead_letters=None)
         return results.SubscriptionDeleted.from_message(message)
 
-    # Inspection.
+    # Inspection
 
     def topics_page(
         self, page_token: str, *, page_size: int, timeout_s: float | None
@@ -596,7 +590,7 @@ class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
         message = yield from self.asking(timeout_s).ask(LOOKUP, request.SerializeToString(), topic=None)
         return results.TopicLocation.from_message(message)
 
-    # Operators.
+    # Operators
 
     def policy_of(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicPolicies]:
         attempts.check_names(topic)
@@ -628,7 +622,7 @@ class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
     def collect_garbage(
         self, *, dry_run: bool, force: bool, retry_dead_objects: bool, timeout_s: float | None
     ) -> attempts.Send:
-        """Not a plan: many answers, and no second attempt."""
+        """Return a call instead of a plan, because there are many answers and no second attempt."""
         request = admin_pb2.CollectGarbageRequest(dry_run=dry_run, force=force, retry_dead_objects=retry_dead_objects)
         remaining_s = self.deadline(timeout_s).remaining_s()
         return attempts.Send(COLLECT_GARBAGE, request.SerializeToString(), self.owners.target, remaining_s)
@@ -639,7 +633,7 @@ class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
         try:
             message = yield from self.asking(timeout_s).ask(DELETE_TOPIC, request.SerializeToString(), topic=topic)
         except errors.NotFound as error:
-            # As of a subscription.
+            # An earlier attempt may have deleted it, as in `delete_subscription`.
             if not error.may_have_landed:
                 raise
             return results.TopicDeleted(rows=None, incarnation=None)
@@ -649,9 +643,9 @@ class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
 def _rest(
     asked: columns.EntryColumns, place: delayed_delivery_pb2.ContainsContinuation
 ) -> tuple[columns.EntryColumns, int | None]:
-    """What is not answered yet, and the entry at which it begins within a range.
+    """Return what is not answered yet, and the entry at which it begins within a range.
 
-    Raises Internal when nothing was answered.
+    Raises Internal if nothing was answered.
     """
     if place.index >= len(asked) or (place.index == 0 and place.entry_id <= asked.entry_id[0]):
         raise errors.Internal(

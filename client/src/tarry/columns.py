@@ -1,8 +1,6 @@
-"""What a caller gives, as columns.
+"""Converts a caller's numbers, lists and arrays into integer columns, and cuts them into requests.
 
-Owns: turning numbers, lists and arrays into integer columns, the shape rules of a batch, and cutting a batch into
-requests.
-Does not own: names, delays and limits, which are the daemon's to judge; the bytes (`tarry.wire`).
+Checks shapes only: the daemon checks names, delays and limits.
 """
 
 from __future__ import annotations
@@ -18,38 +16,38 @@ from numpy.typing import NDArray
 from tarry import errors
 
 Column: TypeAlias = SupportsIndex | Sequence[int] | NDArray[Any]
-"""One value for the whole batch, or one per row."""
+"""One value for the whole batch, or one per row"""
 
 ROWS_PER_REQUEST_MAX = 100_000
 REQUEST_BYTES_MAX = 16 * 1024 * 1024
-# Names, tags and lengths around the columns, and the gRPC frame.
+# Names, tags and lengths around the columns, and the gRPC frame
 REQUEST_OVERHEAD_BYTES = 4096
 _U64_MAX = 2**64 - 1
-# The longest that a delay level gets on the wire; more than it has in memory.
+# The longest encoding of a delay level on the wire; more than it takes in memory
 _LEVEL_BYTES = 5
 
 NO_BATCH_INDEX = 2**32 - 1
-"""In a column of batch indexes: the entry as a whole."""
+"""Marks the whole entry in a column of batch indexes"""
 
 
 class Positions(NamedTuple):
-    """What was handed out, columns of one length."""
+    """Delivered positions, as columns of one length."""
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
     deliver_at_ms: NDArray[np.uint64]
     batch_index: NDArray[np.uint32] | None = None
-    """The message of its batch that each row is, or `NO_BATCH_INDEX`; None when all rows are entries as a whole."""
+    """Index of the message within its batch entry, or `NO_BATCH_INDEX`; None if all rows are whole entries"""
     redelivery_count: NDArray[np.uint32] | None = None
-    """Which hand-out of it each row is, by its redelivery count; None: any."""
+    """Redelivery count that names the row's delivery; None means any"""
 
     @property
     def rows(self) -> int:
-        """Not `len`, which is that of a tuple."""
+        """The number of rows; `len` is that of the tuple."""
         return len(self.entry_id)
 
     def batch_indexes(self) -> NDArray[np.uint32]:
-        """The column also where there is none."""
+        """Return the column of batch indexes, filled if it is None."""
         return np.full(self.rows, NO_BATCH_INDEX, np.uint32) if self.batch_index is None else self.batch_index
 
     def take(self, rows: slice | NDArray[Any]) -> Positions:
@@ -59,7 +57,7 @@ class Positions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AddColumns:
-    """Rows to add: columns of one length, `entry_id`, or of length 1. One of the three time columns is not None."""
+    """Rows to add, as columns of the length of `entry_id` or of length 1. Exactly one time column is set."""
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
@@ -72,7 +70,7 @@ class AddColumns:
         return len(self.entry_id)
 
     def requests(self, rows_max: int, bytes_max: int) -> Iterator[tuple[int, AddColumns]]:
-        """Cuts the batch into requests of at most so many rows and bytes: (index of the first row, rows)."""
+        """Yield requests of at most this many rows and bytes, as (index of the first row, rows)."""
         given = (self.ledger_id, self.entry_id, self.deliver_at_ms, self.delay_ms, self.key_hash)
         row_bytes = sum(column.itemsize for column in given if column is not None)
         row_bytes += 0 if self.delay_level is None else _LEVEL_BYTES
@@ -97,7 +95,7 @@ class AddColumns:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EntryColumns:
-    """Positions, or ranges of entries when `last_entry_id` is given: columns of one length."""
+    """Positions as columns of one length; with `last_entry_id`, ranges of entries."""
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
@@ -107,13 +105,13 @@ class EntryColumns:
         return len(self.entry_id)
 
     def requests(self, rows_max: int, bytes_max: int) -> Iterator[EntryColumns]:
-        """Cuts them into requests of at most so many rows and bytes."""
+        """Yield requests of at most this many rows and bytes."""
         step = rows_per_request(3 * np.dtype(np.uint64).itemsize, rows_max, bytes_max)
         for first in range(0, len(self), step):
             yield self._rows(slice(first, first + step))
 
     def from_place(self, index: int, entry_id: int) -> EntryColumns:
-        """What is left at a place: the rows from `index` on, of the first of them the entries from `entry_id` on."""
+        """Return the rows from `index` on, with the first of them starting at `entry_id`."""
         rest = self._rows(slice(index, None))
         first = rest.entry_id.copy()
         first[:1] = entry_id
@@ -133,10 +131,10 @@ def add_columns(
     key_hash: Column | None = None,
     delay_level: Column | None = None,
 ) -> AddColumns:
-    """Checks and converts the columns of a batch.
+    """Check and convert the columns of a batch.
 
-    Raises InvalidArgument: no rows, lengths that differ, several or none of the time columns, values that are not
-    integers of their column.
+    Raises InvalidArgument if there are no rows, if lengths differ, if there is not exactly one time column, or if
+    values are not integers of their column.
     """
     if sum(given is not None for given in (deliver_at_ms, delay_ms, delay_level)) != 1:
         raise errors.InvalidArgument("exactly one of deliver_at_ms, delay_ms and delay_level must be given")
@@ -154,7 +152,7 @@ def add_columns(
 
 
 def entry_columns(ledger_id: Column, entry_id: Column, last_entry_id: Column | None = None) -> EntryColumns:
-    """Checks and converts positions or ranges. Raises InvalidArgument as `add_columns`."""
+    """Check and convert positions or ranges. Raises InvalidArgument as `add_columns` does."""
     ledger, entry = u64("ledger_id", ledger_id), u64("entry_id", entry_id)
     last = None if last_entry_id is None else u64("last_entry_id", last_entry_id)
     rows = _rows_of(ledger_id=ledger, entry_id=entry, last_entry_id=last)
@@ -172,7 +170,7 @@ def positions(
     batch_index: Column | None = None,
     redelivery_count: Column | None = None,
 ) -> Positions:
-    """Checks and converts positions that were handed out. Raises InvalidArgument as `add_columns`."""
+    """Check and convert delivered positions. Raises InvalidArgument as `add_columns` does."""
     ledger, entry = u64("ledger_id", ledger_id), u64("entry_id", entry_id)
     due = u64("deliver_at_ms", deliver_at_ms)
     index = None if batch_index is None else u32("batch_index", batch_index)
@@ -188,17 +186,17 @@ def positions(
 
 
 def parts(given: Positions, rows_max: int) -> Iterator[Positions]:
-    """Cuts positions into requests of at most so many rows."""
+    """Yield the positions in requests of at most this many rows."""
     for first in range(0, given.rows, rows_max):
         yield given.take(slice(first, first + rows_max))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NackColumns:
-    """Positions that are negatively acknowledged, and how. Beside them columns of their length or of length 1.
+    """Negatively acknowledged positions, with columns of their length or of length 1.
 
-    Without `delay_ms`, `delay_level` and `reject` the subscription's policy says when they come back. `forwarded`: what
-    was acknowledged already comes back, too.
+    Without `delay_ms`, `delay_level` and `reject`, the subscription's policy sets the time of redelivery. With
+    `forwarded`, positions that are already acknowledged are redelivered too.
     """
 
     positions: Positions
@@ -210,7 +208,7 @@ class NackColumns:
     forwarded: bool = False
 
     def requests(self, rows_max: int) -> Iterator[NackColumns]:
-        """Cuts them into requests of at most so many rows."""
+        """Yield requests of at most this many rows."""
         for first in range(0, self.positions.rows, rows_max):
             yield self.take(slice(first, first + rows_max))
 
@@ -220,7 +218,7 @@ class NackColumns:
             self,
             positions=self.positions.take(rows),
             **{
-                # Of one position the column for all is that for it.
+                # For a single position, a column for all is also one for each.
                 name: column[rows] if len(column) == self.positions.rows else column
                 for name in ("delay_ms", "delay_level", "key_hash")
                 if (column := getattr(self, name)) is not None
@@ -238,7 +236,10 @@ def nack_columns(
     reason: str = "",
     forwarded: bool = False,
 ) -> NackColumns:
-    """Checks and converts what goes with positions. Raises InvalidArgument: both delays, columns of another length."""
+    """Check and convert the columns that go with positions.
+
+    Raises InvalidArgument if both delays are given, or if a column has another length.
+    """
     if delay_ms is not None and delay_level is not None:
         raise errors.InvalidArgument("at most one of delay_ms and delay_level may be given")
     delay = None if delay_ms is None else u64("delay_ms", delay_ms)
@@ -254,7 +255,7 @@ def nack_columns(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlanColumns:
-    """Messages of the log that are planned: columns of one length, `entry_id`, or of length 1."""
+    """Messages of the message log to plan, as columns of the length of `entry_id` or of length 1."""
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
@@ -264,21 +265,21 @@ class PlanColumns:
         return len(self.entry_id)
 
     def requests(self, rows_max: int) -> Iterator[PlanColumns]:
-        """Cuts them into requests of at most so many rows."""
+        """Yield requests of at most this many rows."""
         for first in range(0, len(self), rows_max):
             rows = slice(first, first + rows_max)
             hashes = None if self.key_hash is None else _cut(self.key_hash, rows)
             yield PlanColumns(_cut(self.ledger_id, rows), self.entry_id[rows], hashes)
 
     def whole(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
-        """Ledgers, entries and hashes, each of full length."""
+        """Return ledgers, entries and hashes, each of full length."""
         rows = len(self)
         hashes = np.zeros(1, np.uint32) if self.key_hash is None else self.key_hash
         return np.broadcast_to(self.ledger_id, rows), self.entry_id, np.broadcast_to(hashes, rows)
 
 
 def plan_columns(ledger_id: Column, entry_id: Column, key_hash: Column | None) -> PlanColumns:
-    """Checks and converts messages to plan. Raises InvalidArgument as `add_columns`."""
+    """Check and convert messages to plan. Raises InvalidArgument as `add_columns` does."""
     ledger, entry = u64("ledger_id", ledger_id), u64("entry_id", entry_id)
     hashes = None if key_hash is None else u32("key_hash", key_hash)
     rows = _rows_of(ledger_id=ledger, entry_id=entry, key_hash=hashes)
@@ -286,24 +287,24 @@ def plan_columns(ledger_id: Column, entry_id: Column, key_hash: Column | None) -
 
 
 def check_unsigned(name: str, value: int, *, bits: int) -> None:
-    """Raises InvalidArgument: not a whole number from 0 to what so many bits hold."""
+    """Raise InvalidArgument if the value is not a whole number from 0 to the maximum of that many bits."""
     limit = 2**bits - 1
     if not isinstance(value, (int, np.integer)) or not 0 <= value <= limit:
         raise errors.InvalidArgument(f"{name} is {value!r}; it must be a whole number from 0 to {limit}")
 
 
 def u64(name: str, values: Column) -> NDArray[np.uint64]:
-    """The column as unsigned 64-bit numbers; raises InvalidArgument."""
+    """Return the column as unsigned 64-bit numbers. Raises InvalidArgument."""
     return _integers(name, values, np.dtype(np.uint64))
 
 
 def u32(name: str, values: Column) -> NDArray[np.uint32]:
-    """The column as unsigned 32-bit numbers; raises InvalidArgument."""
+    """Return the column as unsigned 32-bit numbers. Raises InvalidArgument."""
     return _integers(name, values, np.dtype(np.uint32))
 
 
 def i32(name: str, values: Column) -> NDArray[np.int32]:
-    """The column as signed 32-bit numbers; raises InvalidArgument."""
+    """Return the column as signed 32-bit numbers. Raises InvalidArgument."""
     return _integers(name, values, np.dtype(np.int32))
 
 
@@ -336,7 +337,7 @@ def _from_numbers(name: str, values: SupportsIndex | Sequence[int]) -> NDArray[A
     array = np.asarray(values)
     if array.dtype.kind not in "fO" or not len(values):
         return array
-    # numpy makes floats or objects of a list that mixes numbers below and above 2^63, and of numbers beyond 64 bits.
+    # numpy makes floats or objects of a list that mixes numbers below and above 2^63, or has numbers beyond 64 bits.
     for value in values:
         if not isinstance(value, (int, np.integer)):
             raise errors.InvalidArgument(f"{name} holds {value!r}; it must hold integers")
@@ -347,7 +348,7 @@ def _from_numbers(name: str, values: SupportsIndex | Sequence[int]) -> NDArray[A
 
 
 def _rows_of(**given: NDArray[Any] | None) -> int:
-    """The length of the longest column; the others have it too, or 1. Raises InvalidArgument."""
+    """Return the length of the longest column; the others must have it too, or 1. Raises InvalidArgument."""
     lengths = {name: len(column) for name, column in given.items() if column is not None}
     rows = max(lengths.values())
     for name, length in lengths.items():
@@ -359,7 +360,7 @@ def _rows_of(**given: NDArray[Any] | None) -> int:
 
 
 def rows_per_request(row_bytes: int, rows_max: int, bytes_max: int) -> int:
-    """How many rows of so many bytes are one request."""
+    """Return how many rows of this size (bytes) fit one request."""
     return max(1, min(rows_max, (bytes_max - REQUEST_OVERHEAD_BYTES) // row_bytes))
 
 

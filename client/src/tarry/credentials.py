@@ -1,13 +1,7 @@
-"""What a client shows to daemons, and what it wants to see of them: TLS, its certificate, its token.
+"""Gives connections their TLS, token, gRPC options and metadata.
 
-Owns: reading their files, and reading them again when they change; where a token may be sent.
-Does not own: channels (`tarry.aio.connections`), and what else a call carries (`tarry.credentials`).
-
-What every connection to a daemon goes by, whoever waits for its answers.
-
-Owns: the default target and time-out, which ports there are, which targets are of this machine, gRPC's options, and the
-metadata of a call.
-Does not own: the channels themselves (`tarry.aio.connections`); TLS and tokens (`tarry.credentials`).
+Files are read again when they change, and a token is only sent where no one else can read it. Both clients use this
+module; `tarry.aio.connections` holds the channels.
 """
 
 from __future__ import annotations
@@ -34,36 +28,36 @@ DEFAULT_TIMEOUT_S = 30.0
 Options: TypeAlias = tuple[tuple[str, str | int], ...]
 
 _OPTIONS: Options = (
-    # The daemon bounds what it sends by rows; a bound here would only turn an answer into an error.
+    # The daemon limits answers by rows; a limit here would only turn an answer into an error.
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # gRPC's own back-off grows to two minutes: far longer than a daemon needs to come back.
+    # gRPC's default back-off grows to two minutes, far longer than a daemon needs to return.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A host that is gone sends nothing: only a ping tells an idle stream.
+    # A host that is gone sends nothing: only a ping shows that an idle stream is dead.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # Two clients in one process are to fail and recover apart.
+    # Two clients in one process must fail and recover separately.
     ("grpc.use_local_subchannel_pool", 1),
 )
-# What a proxy reaches as loopback is another machine's.
+# An address that a proxy reaches as loopback belongs to another machine.
 _NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
 
 PORT_MAX = 65_535
 
 CLIENT_ID_KEY = "tarry-client-id"
 CLIENT_ID_MAX_BYTES = 128
-# A call that has to wait for a former owner is answered at once with how long, and waited for here.
+# A daemon that waits for a former owner reports the time at once, and the client waits here.
 TOLD_OF_FORMER_OWNER = ("tarry-told-of-former-owner", "1")
 
 
 def unsaid(why: str) -> None:
-    """Nobody wants to know what is waited for."""
+    """Ignore the reason of a wait."""
 
 
 def check_target(target: str, *, name: str = "target") -> None:
-    """Raises InvalidArgument where host:port has a port that there is not. What a gRPC target may be else is gRPC's."""
+    """Raise InvalidArgument if host:port has an invalid port. gRPC checks the rest of the target."""
     port = re.fullmatch(r"(?:(?:dns|ipv4|ipv6):.*|[^:]+|\[.*\]):([0-9]+)", target)
     if port is not None and int(port[1]) > PORT_MAX:
         raise errors.InvalidArgument(f"{name} is {target!r}, and {port[1]} is no port; it must be at most {PORT_MAX}")
@@ -74,10 +68,10 @@ def is_unix_socket(target: str) -> bool:
 
 
 def is_of_this_machine(target: str) -> bool:
-    """Whether what is sent there leaves the machine in no case: loopback by number or as `localhost`, a Unix socket."""
+    """Return True if data sent there stays on the machine: loopback by number or as `localhost`, or a Unix socket."""
     if is_unix_socket(target):
         return True
-    # A name server of one's own (`dns://server/localhost`) may say anything.
+    # A custom name server (`dns://server/localhost`) may return any address.
     addresses = re.sub(r"^(?:dns|ipv4|ipv6):(?:///)?", "", target).split(",")
     return all(_is_loopback(re.sub(r"^\[(.*)\](?::[0-9]+)?$|^([^:]*):[0-9]+$", r"\1\2", each)) for each in addresses)
 
@@ -90,7 +84,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def options_of(target: str, *, server_name: str | None = None) -> Options:
-    """gRPC's options for a channel. `server_name`: what the daemon's certificate is for; None: the target's host."""
+    """Return gRPC's options for a channel.
+
+    `server_name` is the name in the daemon's certificate; None means the target's host.
+    """
     options = _OPTIONS
     if is_of_this_machine(target):
         options += _NO_PROXY
@@ -100,7 +97,7 @@ def options_of(target: str, *, server_name: str | None = None) -> Options:
 
 
 def metadata_of(client_id: str | None) -> tuple[tuple[str, str], ...]:
-    """What every call carries. Raises InvalidArgument."""
+    """Return the metadata of every call. Raises InvalidArgument."""
     if client_id is None:
         return (TOLD_OF_FORMER_OWNER,)
     if not 1 <= len(client_id) <= CLIENT_ID_MAX_BYTES or not re.fullmatch("[!-~]+", client_id):
@@ -129,14 +126,15 @@ _SYSTEM_ROOTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Tls:
-    """TLS with daemons whose certificates are verified: who has issued them, and that they are for the address's host.
+    """Settings of TLS. Daemons' certificates are verified: their issuer, and that they name the address's host.
 
-    `ca_file`: certificates of the authorities that may issue a daemon's; None: those that this system trusts.
-    `cert_file`, `key_file`: the certificate, with its chain, that this client shows, and its private key; both or none.
-    `server_name`: what the daemons' certificates are for, where that is not the address's host, as behind a tunnel.
-    All files are PEM. Those that change are read again: later calls go by what they say, and open streams stay.
-
-    Raises InvalidArgument: one of `cert_file` and `key_file` alone, an empty `server_name`.
+    - `ca_file` has the certificates of the authorities that may issue a daemon's; None means those that this system
+      trusts.
+    - `cert_file` and `key_file` are the certificate that this client presents, with its chain, and its private key;
+      both or none.
+    - `server_name` is the name in the daemons' certificates if it differs from the address's host, as behind a tunnel.
+    All files are PEM. Changed files are read again: later calls use them, and open streams stay. Raises InvalidArgument
+    if only one of `cert_file` and `key_file` is given, or if `server_name` is empty.
     """
 
     ca_file: File | None = None
@@ -154,9 +152,9 @@ class Tls:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Shown:
-    """What one call shows to a daemon; two are equal when they show the same.
+    """The credentials that one call shows to a daemon; equal if they show the same.
 
-    `channel`: TLS and the certificate, None where nothing is encrypted. `metadata`: the token.
+    `channel` is TLS and the certificate, or None without encryption. `metadata` holds the token.
     """
 
     channel: grpc.ChannelCredentials | None
@@ -167,7 +165,7 @@ class Credentials:
     """TLS and the token of one client. Threads may share it."""
 
     def __init__(self, tls: Tls | None = None, *, token: str | None = None, token_file: File | None = None) -> None:
-        """Raises InvalidArgument: a file that cannot be read, or does not say what it should; two tokens."""
+        """Read the files. Raises InvalidArgument if one is unreadable or invalid, or if two tokens are given."""
         if token is not None and token_file is not None:
             raise errors.InvalidArgument("token and token_file are given; a client has one token")
         self.server_name = None if tls is None else tls.server_name
@@ -175,9 +173,9 @@ class Credentials:
         self._token = _of_token(token, token_file)
 
     def shown_to(self, target: str) -> Shown:
-        """What a call to a target shows now.
+        """Return the credentials that a call to a target shows now.
 
-        Raises InvalidArgument where there is a token, and others could read it on its way.
+        Raises InvalidArgument if there is a token and others could read it on its way.
         """
         channel = None if is_unix_socket(target) else self._channel.now()
         token = self._token.now()
@@ -192,8 +190,9 @@ class Credentials:
 
 
 class _FromFiles(Generic[T]):
-    """A value that is made of files, and made anew when one of them changes. Where that fails, it stays as it was: who
-    replaces two files cannot do it at once.
+    """A value made from files, and made again when one of them changes.
+
+    If that fails, the former value stays, because two files cannot be replaced at once.
     """
 
     def __init__(self, files: Sequence[File], make: Callable[[], T]) -> None:
@@ -205,7 +204,7 @@ class _FromFiles(Generic[T]):
 
     def now(self) -> T:
         with self._lock:
-            # Looked at before it is read: what changes between the two is seen the next time.
+            # Checked before reading: a change in between is noticed the next time.
             if (found := self._look()) != self._seen:
                 self._seen = found
                 try:
@@ -219,7 +218,7 @@ class _FromFiles(Generic[T]):
 
 
 def _state_of(file: Path) -> tuple[int, ...] | None:
-    """What differs when another file is there, or something else in it; None: it cannot be looked at."""
+    """Return a value that changes if the file is replaced or its contents change, or None if it cannot be checked."""
     try:
         found = file.stat()
     except OSError:
@@ -244,7 +243,7 @@ def _of_token(token: str | None, token_file: File | None) -> _FromFiles[str | No
 
 
 def _check_token(token: str, name: str) -> None:
-    """Raises InvalidArgument, which does not say the token: errors get into logs."""
+    """Raise InvalidArgument if the token is malformed; the text omits the token, because errors get into logs."""
     if not 1 <= len(token) <= TOKEN_MAX_BYTES or not re.fullmatch("[!-~]+", token):
         raise errors.InvalidArgument(
             f"{name} has no token of 1 to {TOKEN_MAX_BYTES} printable ASCII characters, no blanks; it has {len(token)}"
@@ -267,7 +266,7 @@ def _of_tls(tls: Tls | None) -> _FromFiles[grpc.ChannelCredentials | None]:
 
 
 def _check_tls(tls: Tls) -> None:
-    """Raises InvalidArgument for files that gRPC would only say of that no handshake can be made."""
+    """Raise InvalidArgument for files of which gRPC would only report a failed handshake."""
     files = [Path(file) for file in (tls.ca_file, tls.cert_file, tls.key_file) if file is not None]
     if not all(file.is_file() for file in files):
         # A pipe can be read once.
@@ -291,14 +290,12 @@ def _check_tls(tls: Tls) -> None:
 
 
 def _without_password() -> str:
-    """Else OpenSSL asks for it, in the terminal."""
+    """Return an empty password; otherwise OpenSSL would ask for one in the terminal."""
     return ""
 
 
 def _system_roots() -> str | None:
-    """Where this system keeps the certificates that it trusts; None: gRPC's own are taken, or those that its variable
-    names.
-    """
+    """Return the file of this system's trusted certificates, or None for gRPC's own or those of its variable."""
     if os.environ.get(_GRPC_ROOTS_VARIABLE):
         return None
     known = (ssl.get_default_verify_paths().cafile, *_SYSTEM_ROOTS)

@@ -1,7 +1,6 @@
-"""The unary calls of two-phase deletion as plans, and the request of a sweep.
+"""Makes plans of the unary calls of two-phase deletion, and the request of a sweep.
 
-Owns: as `tarry.calls`, of which this is a part.
-Does not own: the attempts (`tarry.attempts`), performing them, and the calls' documentation (`tarry.Client`).
+Separate from `tarry.calls`, whose part it is, because these calls serve owners of ledgers rather than dispatchers.
 """
 
 from __future__ import annotations
@@ -46,29 +45,29 @@ SWEEP_ORPHANS = attempts.Method(
     "/tarry.v1.LedgerDeletion/SweepOrphans", ledger_deletion_pb2.SweepOrphansResponse.FromString
 )
 
-# The most that a request may have.
+# The daemon's limits of a request
 DELETES_MAX = 1_000
 DELETION_IDS_MAX = 1_000
 
-# Of a list that is read to its end: the most that a page has.
+# Page size of a list that is read to its end: the maximum
 ITERATED_PAGE_SIZE = 1_000
 
 _Listed: TypeAlias = tuple[type[Any], attempts.Method[Any]]
 PENDING: _Listed = (ledger_deletion_pb2.ListPendingDeletesRequest, LIST_PENDING_DELETES)
 DEAD: _Listed = (ledger_deletion_pb2.ListDeadDeletesRequest, LIST_DEAD_DELETES)
 ENDED: _Listed = (ledger_deletion_pb2.ListEndedDeletesRequest, LIST_ENDED_DELETES)
-"""Which deletions are listed: the request, and whom it is sent to."""
+"""The list of deletions to read: the request's class and the method"""
 
 
 class DeletionCalls(attempts.Planning):
-    """A part of `tarry.calls.Calls`."""
+    """The deletion calls of `tarry.calls.Calls`."""
 
     def record_pending_deletes(
         self, topic: str, deletes: Iterable[deletions.PendingDelete], *, timeout_s: float | None
     ) -> attempts.Plan[deletions.RecordedDeletes]:
         attempts.check_names(topic)
         given = tuple(deletes)
-        # All of them before the first is sent: what cannot be sent is refused as a whole.
+        # Encode all before the first is sent, so that one that cannot be sent refuses the whole.
         messages = [_message(index, each) for index, each in enumerate(given)]
         asking = self.asking(timeout_s)
         answers = []
@@ -177,7 +176,7 @@ class DeletionCalls(attempts.Planning):
         force: bool,
         timeout_s: float | None,
     ) -> attempts.Send:
-        """Not a plan, as `tarry.calls.Calls.collect_garbage`."""
+        """Return a call instead of a plan, as `tarry.calls.Calls.collect_garbage` does."""
         columns.check_unsigned("grace_ms", grace_ms or 0, bits=64)
         try:
             request = ledger_deletion_pb2.SweepOrphansRequest(
@@ -195,7 +194,10 @@ class DeletionCalls(attempts.Planning):
         ledger_type: deletions.LedgerType,
         uuid: deletions.UuidColumn | None,
     ) -> Iterator[tuple[dict[str, Any], range]]:
-        """The fields of each request, and which of the ledgers it has. At least one: no ledger is a statement, too."""
+        """Yield the fields of each request with the range of its ledgers.
+
+        Yields at least one, because an empty list of ledgers is a statement too.
+        """
         attempts.check_names(topic)
         ledgers = columns.u64("ledger_id", ledger_id)
         halves = _uuid_columns(uuid, len(ledgers))
@@ -209,7 +211,7 @@ class DeletionCalls(attempts.Planning):
 
 
 def _message(index: int, delete: deletions.PendingDelete) -> ledger_deletion_pb2.PendingDelete:
-    """Raises InvalidArgument: a value that no field can hold."""
+    """Encode a deletion. Raises InvalidArgument if a field cannot hold a value."""
     columns.check_unsigned(f"ledger_id of deletion {index}", delete.ledger_id, bits=64)
     try:
         return delete.to_message()
@@ -218,10 +220,10 @@ def _message(index: int, delete: deletions.PendingDelete) -> ledger_deletion_pb2
 
 
 def _portions(messages: Sequence[ledger_deletion_pb2.PendingDelete], bytes_max: int) -> Iterator[slice]:
-    """Which of them are one request: so many, and so many bytes."""
+    """Yield the slices that form one request each, within the limits of rows and bytes."""
     first, size_bytes = 0, 0
     for index, message in enumerate(messages):
-        # Its tag and its length are a few bytes more.
+        # Room for its tag and length
         message_bytes = message.ByteSize() + 10
         full = index - first == DELETES_MAX or size_bytes + message_bytes > bytes_max - columns.REQUEST_OVERHEAD_BYTES
         if full and index > first:
@@ -233,7 +235,7 @@ def _portions(messages: Sequence[ledger_deletion_pb2.PendingDelete], bytes_max: 
 
 
 def _uuid_columns(uuid: deletions.UuidColumn | None, ledgers: int) -> dict[str, NDArray[np.uint64]]:
-    """By the names of their fields; none without a UUID. Raises InvalidArgument."""
+    """Return the halves of the UUIDs by field name, empty without a UUID. Raises InvalidArgument."""
     if uuid is None:
         return {}
     given = list(uuid) if isinstance(uuid, Sequence) else [uuid]
@@ -247,7 +249,7 @@ def _uuid_columns(uuid: deletions.UuidColumn | None, ledgers: int) -> dict[str, 
 
 
 def _filters(which: deletions.DeletionFilter | None, ids_max: int) -> list[ledger_deletion_pb2.DeletionFilter]:
-    """One for each so many ids; one when none are named. Raises InvalidArgument."""
+    """Return filters with at most `ids_max` ids each; one filter if no ids are named. Raises InvalidArgument."""
     which = which or deletions.DeletionFilter()
     attempts.check_names(which.topic or "")
     columns.check_unsigned("ledger_id", which.ledger_id or 0, bits=64)
@@ -259,7 +261,7 @@ def _filters(which: deletions.DeletionFilter | None, ids_max: int) -> list[ledge
     }
     if which.deletion_ids is None:
         return [ledger_deletion_pb2.DeletionFilter(**others)]
-    # A text is a sequence of texts, too.
+    # A text is also a sequence of texts.
     if isinstance(which.deletion_ids, str) or not all(isinstance(each, str) for each in which.deletion_ids):
         raise errors.InvalidArgument(f"deletion_ids is {which.deletion_ids!r}; it must be a list of texts")
     ids = list(dict.fromkeys(which.deletion_ids))

@@ -1,7 +1,7 @@
-"""Deletions of ledgers and offloaded ledgers in two phases (PIP-186): frozen values, free of wire types.
+"""Values of two-phase deletion of ledgers and offloaded ledgers (PIP-186), frozen and free of wire types.
 
-Owns: what is recorded, what is seen of it, what a sweep finds, and how each is read from and written to its message.
-Does not own: the meaning of a field, which is the comment on it in `proto/tarry/v1`; limits, which are the daemon's.
+They cover records, their state, and what a sweep finds, to and from messages. Comments in `proto/tarry/v1` define each
+field; the daemon checks limits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tarry import errors, inspection, wire
 from tarry.v1 import ledger_deletion_pb2
 
 UuidColumn: TypeAlias = uuid.UUID | Sequence[uuid.UUID | None]
-"""One UUID for all ledgers, or one a ledger; None = under whatever UUID."""
+"""One UUID for all ledgers, or one for each; None means any UUID"""
 DeletionsMessage: TypeAlias = (
     ledger_deletion_pb2.ListPendingDeletesResponse
     | ledger_deletion_pb2.ListDeadDeletesResponse
@@ -32,73 +32,73 @@ _HALF_MASK = 2**_HALF_BITS - 1
 
 
 class LedgerComponent(enum.IntEnum):
-    """What a ledger is for."""
+    """The purpose of a ledger."""
 
     MANAGED_LEDGER = ledger_deletion_pb2.LEDGER_COMPONENT_MANAGED_LEDGER
-    """Messages of a topic."""
+    """Messages of a topic"""
     MANAGED_CURSOR = ledger_deletion_pb2.LEDGER_COMPONENT_MANAGED_CURSOR
-    """A subscription's cursor."""
+    """A subscription's cursor"""
     SCHEMA_STORAGE = ledger_deletion_pb2.LEDGER_COMPONENT_SCHEMA_STORAGE
-    """A schema."""
+    """A schema"""
 
 
 class LedgerType(enum.IntEnum):
-    """Who has it."""
+    """The holder of a ledger."""
 
     LEDGER = ledger_deletion_pb2.LEDGER_TYPE_LEDGER
-    """Its owner, who deletes it."""
+    """Its owner, who deletes it"""
     OFFLOADED_LEDGER = ledger_deletion_pb2.LEDGER_TYPE_OFFLOADED_LEDGER
-    """An object store."""
+    """An object store"""
 
 
 class DeletionState(enum.IntEnum):
-    """How far a deletion is."""
+    """The progress of a deletion."""
 
     WAITING = ledger_deletion_pb2.Deletion.STATE_WAITING
-    """For its next attempt."""
+    """It waits for its next attempt."""
     BEGUN = ledger_deletion_pb2.Deletion.STATE_BEGUN
-    """An attempt is under way, or was when a daemon ended."""
+    """An attempt is in flight, or was when a daemon ended."""
     GIVEN_UP = ledger_deletion_pb2.Deletion.STATE_GIVEN_UP
-    """A dead letter."""
+    """A dead letter"""
     ENDED = ledger_deletion_pb2.Deletion.STATE_ENDED
 
 
 class DeletionOutcome(enum.IntEnum):
-    """What came of a deletion that ended."""
+    """The result of a deletion that ended."""
 
     DELETED = ledger_deletion_pb2.Deletion.OUTCOME_DELETED
     ALREADY_GONE = ledger_deletion_pb2.Deletion.OUTCOME_ALREADY_GONE
     IN_USE = ledger_deletion_pb2.Deletion.OUTCOME_IN_USE
-    """It was not deleted. If its owner said so by `record_in_use`, it is pending again when that is taken back."""
+    """It was not deleted. If its owner recorded it with `record_in_use`, it is pending again when that is withdrawn."""
     METADATA_MISMATCH = ledger_deletion_pb2.Deletion.OUTCOME_METADATA_MISMATCH
-    """What is there is not what the record says; it was not deleted."""
+    """The ledger differs from the record; it was not deleted."""
     MALFORMED = ledger_deletion_pb2.Deletion.OUTCOME_MALFORMED
-    """The store cannot know what is meant."""
+    """The store cannot interpret the record."""
 
 
 class RefusalReason(enum.IntEnum):
-    """Why a deletion was not recorded."""
+    """A reason why a deletion was not recorded."""
 
     MALFORMED = ledger_deletion_pb2.RefusedDelete.REASON_MALFORMED
-    """A field is missing, wrong or one too many."""
+    """A field is missing, wrong or not allowed."""
     DISABLED = ledger_deletion_pb2.RefusedDelete.REASON_DISABLED
     """The topic's policy has `two_phase_deletion_enabled` off."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadContext:
-    """Where an offloaded ledger is. Example: `OffloadContext(offload_uuid, "aws-s3", {"bucket": "archive"})`."""
+    """The location of an offloaded ledger. Example: `OffloadContext(offload_uuid, "aws-s3", {"bucket": "archive"})`."""
 
     uuid: uuid.UUID
-    """In the names of the two objects."""
+    """Part of the names of the two objects"""
     driver_name: str
-    """Which object store has it: as of the daemon's `deletion.object_stores`."""
-    # Not in the hash: a mapping has none.
+    """Object store, named as in the daemon's `deletion.object_stores`"""
+    # Excluded from the hash, because a mapping has none
     driver_metadata: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
-    """What the driver says of the place, such as `bucket`."""
+    """The driver's metadata of the location, such as `bucket`"""
 
     def to_message(self) -> ledger_deletion_pb2.OffloadContext:
-        """Raises TypeError or ValueError: a value that the field cannot hold."""
+        """Return the message. Raises TypeError or ValueError if a field cannot hold a value."""
         msb, lsb = uuid_halves(self.uuid)
         return ledger_deletion_pb2.OffloadContext(
             uuid_msb=msb, uuid_lsb=lsb, driver_name=self.driver_name, driver_metadata=self.driver_metadata
@@ -115,10 +115,9 @@ class OffloadContext:
 
 @dataclasses.dataclass(frozen=True)
 class PendingDelete:
-    """A ledger of a topic that is to be deleted (PIP-186, PendingDeleteLedgerInfo); without more one of its messages.
+    """A ledger of a topic to delete (PIP-186, PendingDeleteLedgerInfo); by default one of its message ledgers.
 
-    One that exists as a ledger and as an offloaded one takes two.
-
+    A ledger that exists both as a ledger and as an offloaded one takes two.
     Examples: `PendingDelete(7)`, `PendingDelete(8, LedgerComponent.MANAGED_CURSOR, cursor_name="departures")`,
     `PendingDelete(7, ledger_type=LedgerType.OFFLOADED_LEDGER, offload_context=OffloadContext(offload_uuid, "aws-s3"))`.
     """
@@ -127,14 +126,14 @@ class PendingDelete:
     component: LedgerComponent = LedgerComponent.MANAGED_LEDGER
     ledger_type: LedgerType = LedgerType.LEDGER
     cursor_name: str | None = None
-    """Required for a MANAGED_CURSOR, and nowhere else allowed."""
+    """Required for a MANAGED_CURSOR and not allowed elsewhere"""
     schema_id: str | None = None
-    """Required for SCHEMA_STORAGE, and nowhere else allowed."""
+    """Required for SCHEMA_STORAGE and not allowed elsewhere"""
     offload_context: OffloadContext | None = None
-    """Required for an OFFLOADED_LEDGER, and nowhere else allowed."""
+    """Required for an OFFLOADED_LEDGER and not allowed elsewhere"""
 
     def to_message(self) -> ledger_deletion_pb2.PendingDelete:
-        """Raises TypeError or ValueError: a value that the field cannot hold."""
+        """Return the message. Raises TypeError or ValueError if a field cannot hold a value."""
         return ledger_deletion_pb2.PendingDelete(
             component=LedgerComponent(self.component).value,
             cursor_name=self.cursor_name or "",
@@ -164,23 +163,23 @@ class RefusedDelete:
     delete: PendingDelete
     reason: RefusalReason
     text: str
-    """For people."""
+    """Explanation for people"""
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedDeletes:
-    """What became of deletions that were to be recorded."""
+    """The result of recording deletions."""
 
     recorded: tuple[PendingDelete, ...]
     """Durable: these ledgers may leave the owner's metadata now."""
     already_recorded: tuple[PendingDelete, ...]
-    """Those of `recorded` that were there before, and are not over."""
+    """Those of `recorded` that had been recorded before and are not over"""
     refused: tuple[RefusedDelete, ...]
 
     def remaining(self, ledger_ids: Iterable[int]) -> list[int]:
-        """Which of a topic's ledgers must stay in its metadata, in their order: all but those that were recorded, each
-        with every deletion that was given of it.
+        """Return the ledgers of a topic that must stay in its metadata, in the given order.
 
+        Only ledgers whose given deletions were all recorded may leave.
         Example: `client.record_pending_deletes("flights", [tarry.PendingDelete(1)]).remaining([1, 2, 3])`
         """
         leaving = {each.ledger_id for each in self.recorded} - {each.delete.ledger_id for each in self.refused}
@@ -190,14 +189,14 @@ class RecordedDeletes:
     def from_message(
         message: ledger_deletion_pb2.RecordPendingDeletesResponse, given: Sequence[PendingDelete]
     ) -> RecordedDeletes:
-        """`given`: those of the request."""
+        """Read the answer to a request with the `given` deletions."""
         refused = {
             each.index: RefusedDelete(given[each.index], _member(RefusalReason, each.reason), each.text)
             for each in message.refused
         }
         recorded = tuple(each for index, each in enumerate(given) if index not in refused)
         if len(recorded) != message.recorded:
-            # Whoever drops a ledger that is not recorded loses it.
+            # An owner that drops an unrecorded ledger would lose it.
             raise errors.Internal(f"of {len(given)} deletions {message.recorded} are recorded, {len(refused)} refused")
         return RecordedDeletes(
             recorded, tuple(given[index] for index in message.already_recorded), tuple(refused.values())
@@ -205,7 +204,7 @@ class RecordedDeletes:
 
     @staticmethod
     def merge(parts: Sequence[RecordedDeletes]) -> RecordedDeletes:
-        """The result of all from those of several requests."""
+        """Combine the results of several requests."""
         return RecordedDeletes(
             recorded=tuple(each for part in parts for each in part.recorded),
             already_recorded=tuple(each for part in parts for each in part.already_recorded),
@@ -215,12 +214,12 @@ class RecordedDeletes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InUseRecorded:
-    """What became of ledgers that were said to be in use."""
+    """The result of recording ledgers as in use."""
 
     recorded: int
-    """How many count as in use now: no deletion of them begins."""
+    """Ledgers that count as in use now: no deletion of them begins."""
     being_deleted_index: NDArray[np.int64]
-    """Which of them were too late: their deletion has begun, and they must not be used."""
+    """Indexes of ledgers recorded too late: their deletion has begun, and they must not be used."""
 
     @staticmethod
     def from_message(message: ledger_deletion_pb2.RecordInUseResponse) -> InUseRecorded:
@@ -228,7 +227,7 @@ class InUseRecorded:
 
     @staticmethod
     def merge(parts: Sequence[tuple[int, InUseRecorded]]) -> InUseRecorded:
-        """The result of all from those of several requests, each with the index of its first ledger."""
+        """Combine the results of several requests, each with the index of its first ledger."""
         return InUseRecorded(
             recorded=sum(part.recorded for _, part in parts),
             being_deleted_index=np.concatenate([part.being_deleted_index + first for first, part in parts]),
@@ -237,7 +236,7 @@ class InUseRecorded:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeletionFilter:
-    """Which deletions: those that everything that is given holds for.
+    """A filter of deletions; all given fields must match.
 
     Example: `DeletionFilter(topic="flights", ledger_type=tarry.LedgerType.OFFLOADED_LEDGER)`.
     """
@@ -247,33 +246,33 @@ class DeletionFilter:
     ledger_type: LedgerType | None = None
     ledger_id: int | None = None
     deletion_ids: Sequence[str] | None = None
-    """Their `deletion_id`s, in any order."""
+    """Their `deletion_id`s, in any order"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Deletion:
-    """What is known of a deletion that was recorded."""
+    """A recorded deletion and its state."""
 
     deletion_id: str
-    """Names it among all."""
+    """Unique among all deletions"""
     topic: str
     pending_delete: PendingDelete
     recorded_at_ms: int
     by_sweeper: bool
-    """A sweep found it."""
+    """True if a sweep found it"""
     state: DeletionState
     outcome: DeletionOutcome | None
-    """None as long as it has not ended."""
+    """None until it has ended"""
     failures: int
-    """Attempts that failed."""
+    """Attempts that failed"""
     next_attempt_at_ms: int | None
-    """When it is tried again; None when it is not waiting."""
+    """Unix time of the next attempt (ms); None if it is not waiting"""
     maybe_deleted: bool
-    """An attempt may have deleted something, though its answer is missing: it cannot be in use any more."""
+    """An attempt without an answer may have deleted something, so the ledger can no longer be in use."""
     ended_at_ms: int | None
-    """When it ended or was given up."""
+    """Unix time when it ended or was given up (ms)"""
     text: str
-    """What was said last: why an attempt failed, or what did not match."""
+    """The last explanation: why an attempt failed, or what did not match"""
 
     @staticmethod
     def from_message(message: ledger_deletion_pb2.Deletion) -> Deletion:
@@ -306,7 +305,7 @@ class DeletionPage(inspection.Page[Deletion]):
 
 @dataclasses.dataclass(frozen=True)
 class DeletionCount:
-    """Deletions of one component and type."""
+    """Counts of the deletions of one component and type."""
 
     component: LedgerComponent
     ledger_type: LedgerType
@@ -329,24 +328,26 @@ class DeletionCount:
 
 @dataclasses.dataclass(frozen=True)
 class DeletionStats:
-    """How much is to be deleted."""
+    """Counts of deletions."""
 
     in_flight: int
-    """Deletions that are not over, what is held not counted; 0 = all are (PIP-186,
-    getEstimatedInflightDeletionLedgerCount)."""
+    """Deletions that are not over, without held ones; 0 means that all are over (PIP-186,
+    getEstimatedInflightDeletionLedgerCount).
+    """
     begun: int
-    """How many of `in_flight` have an attempt that has begun."""
+    """Those of `in_flight` with an attempt that has begun"""
     oldest_ms: int | None
-    """When the oldest of them was recorded, or retried."""
+    """Unix time when the oldest of them was recorded or retried (ms)"""
     given_up: int
-    """Dead letters, which are over."""
+    """Dead letters, which are over"""
     held: int
-    """Those that ended since their owner says by `record_in_use` that the ledger is in use: pending again when it takes
-    that back."""
+    """Deletions that ended because the owner recorded the ledger as in use (`record_in_use`); pending again when the
+    owner withdraws that
+    """
     in_use: int
-    """Ledgers that are in use as their owners say."""
+    """Ledgers that their owners recorded as in use"""
     counts: tuple[DeletionCount, ...]
-    """By component and type, those that have any."""
+    """By component and type, without empty ones"""
     as_of_ms: int
 
     @staticmethod
@@ -365,17 +366,17 @@ class DeletionStats:
 
 @dataclasses.dataclass(frozen=True)
 class OrphanedLedger:
-    """An offloaded ledger that no record names and nobody uses."""
+    """An offloaded ledger that no record names and no topic uses."""
 
     topic: str
     pending_delete: PendingDelete
-    """What would be recorded."""
+    """The deletion that would be recorded"""
     size_bytes: int
-    """The size of its objects together."""
+    """Size of all its objects (bytes)"""
     modified_ms: int
-    """When the youngest of them was written."""
+    """Unix time when the youngest object was written (ms)"""
     unknown_topic: bool
-    """Nobody has stated what its topic uses."""
+    """True if the ledgers in use of its topic were never recorded"""
 
     @staticmethod
     def from_message(message: ledger_deletion_pb2.OrphanedLedger) -> OrphanedLedger:
@@ -402,7 +403,7 @@ class SweptObjects:
 
 @dataclasses.dataclass(frozen=True)
 class SweepCounts:
-    """What a sweep has seen so far. Fields as in `tarry.v1.SweepCounts`."""
+    """The counts of a sweep so far. Fields are those of `tarry.v1.SweepCounts`."""
 
     listed: SweptObjects
     foreign: SweptObjects
@@ -414,9 +415,9 @@ class SweepCounts:
     unidentified: SweptObjects
     unanswered: SweptObjects
     ledgers_recorded: int
-    """Ledgers whose deletion this sweep has recorded."""
+    """Ledgers whose deletion this sweep has recorded"""
     ledgers_left: int
-    """Ledgers whose deletion it was to record, and has not."""
+    """Ledgers whose deletion it should have recorded but has not"""
 
     @staticmethod
     def from_message(message: ledger_deletion_pb2.SweepCounts) -> SweepCounts:
@@ -431,16 +432,16 @@ class SweepCounts:
 
 @dataclasses.dataclass(frozen=True)
 class SweepStep:
-    """How far a sweep is."""
+    """The progress of a sweep."""
 
     orphans: tuple[OrphanedLedger, ...]
-    """Found since the step before."""
+    """Found since the step before"""
     counts: SweepCounts
-    """So far."""
+    """Counts so far"""
     done: bool
-    """Whether it is over: nothing follows."""
+    """True for the last step"""
     refused: str
-    """Why nothing was recorded; empty when nothing stands in the way."""
+    """Reason why nothing was recorded; empty if there is none"""
 
     @staticmethod
     def from_message(message: ledger_deletion_pb2.SweepOrphansResponse) -> SweepStep:
@@ -453,7 +454,7 @@ class SweepStep:
 
 
 def uuid_halves(value: uuid.UUID | None) -> tuple[int, int]:
-    """The most and the least significant half; 0 and 0 for none."""
+    """Return the most and the least significant half; 0 and 0 for None."""
     return (0, 0) if value is None else (value.int >> _HALF_BITS, value.int & _HALF_MASK)
 
 

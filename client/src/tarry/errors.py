@@ -1,7 +1,7 @@
-"""The failures that a caller of the client sees: one class for each gRPC status code that the daemon answers with.
+"""The failures that a caller of the client sees, one class for each gRPC status code of the daemon.
 
-Owns: the classes, how a status becomes one of them, and which of them a retry may cure.
-Does not own: when and where to retry (`tarry.attempts`, `tarry.attempts`, `tarry.streams`).
+Also turns a status into its class, and knows which failures a retry may fix. Every other module may import this one, so
+it imports none of them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ FORMER_OWNER_KEY = "former-owner-ms"
 
 
 class TarryError(Exception):
-    """Every failure of this library.
+    """Any failure of this library.
 
-    `code`: the gRPC status code. `message`: what the daemon said.
-    `attempts`: how often the request was sent. `may_have_landed`: an earlier attempt may have been carried out.
+    `code` is the gRPC status code and `message` the daemon's text. `attempts` is how often the request was sent.
+    `may_have_landed` is True if an earlier attempt may have been carried out.
     """
 
     code = grpc.StatusCode.UNKNOWN
@@ -41,19 +41,19 @@ class TarryError(Exception):
 
 
 class InvalidArgument(TarryError, ValueError):
-    """The request is wrong; the message names the field, the value and the limit."""
+    """An invalid request; the message names the field, the value and the limit."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class OutOfRange(TarryError):
-    """A delay is over the limit."""
+    """A delay over the limit."""
 
     code = grpc.StatusCode.OUT_OF_RANGE
 
 
 class NotFound(TarryError):
-    """The topic or the subscription does not exist."""
+    """A topic or subscription that does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
 
@@ -65,9 +65,9 @@ class AlreadyExists(TarryError):
 
 
 class ResourceExhausted(TarryError):
-    """Too much.
+    """A limit of the daemon that was reached.
 
-    `retry_after_ms`: when the daemon wants it tried again; None when waiting does not help.
+    `retry_after_ms` is the daemon's time for a retry, or None if waiting does not help.
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -94,14 +94,14 @@ class Aborted(TarryError):
 
 
 class PlanLost(Aborted):
-    """The stream that messages were planned on has ended (`KeySharedSubscription.plan`)."""
+    """The end of the stream on which messages were planned (`KeySharedSubscription.plan`)."""
 
 
 class Unavailable(TarryError):
-    """The daemon cannot be reached, or cannot reach its store, or is starting or stopping.
+    """A daemon that cannot be reached, cannot reach its store, or is starting or stopping.
 
-    `retry_after_ms`: when the daemon wants it tried again; None when it does not say. `former_owner_ms`: for so long a
-    daemon that owned the topic before may still hand out rows, and what was asked waits; None when it is not that.
+    `retry_after_ms` is the daemon's time for a retry, or None if it names none. `former_owner_ms` is how long a former
+    owner of the topic may still deliver rows while the request waits, or None for other causes.
     """
 
     code = grpc.StatusCode.UNAVAILABLE
@@ -113,15 +113,15 @@ class Unavailable(TarryError):
 
 
 class OutcomeUnknown(TarryError):
-    """The request may or may not be durable; repeating it is safe."""
+    """A request that may or may not be durable; repeating it is safe."""
 
     code = grpc.StatusCode.UNKNOWN
 
 
 class DataLoss(TarryError):
-    """Stored data is damaged; the message names what is lost.
+    """Damaged stored data; the message names what is lost.
 
-    `of_topic`: it is the topic that was asked for, which is not served before it is mended.
+    `of_topic` is True if it is the requested topic, which is not served until it is repaired.
     """
 
     code = grpc.StatusCode.DATA_LOSS
@@ -138,15 +138,15 @@ class Internal(TarryError):
 
 
 class Unsupported(TarryError):
-    """The daemon does not know something that the request asks for; nothing was sent. The message names it."""
+    """A feature, named in the message, that the daemon does not support; nothing was sent."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
 
 
 class Unauthenticated(TarryError):
-    """The daemon wants to know who asks, and was shown no token or certificate that it knows.
+    """A missing token or certificate that the daemon requires, or one that it does not know.
 
-    `is_outdated`: the client's files have others by now than were shown, so that it is worth another attempt.
+    `is_outdated` is True if the client's files have changed since, so that another attempt is worthwhile.
     """
 
     code = grpc.StatusCode.UNAUTHENTICATED
@@ -157,15 +157,15 @@ class Unauthenticated(TarryError):
 
 
 class PermissionDenied(TarryError):
-    """The daemon knows who asks, and that one may not do it; the message says which scope is missing."""
+    """A known caller without permission; the message names the missing scope."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class DeadlineExceeded(TarryError, TimeoutError):
-    """The caller's time ran out. Whether the request is durable is not known; repeating it is safe.
+    """The end of the caller's timeout; the request may or may not be durable, and repeating it is safe.
 
-    `last`: the failure of the last attempt, None when there was no answer at all.
+    `last` is the failure of the last attempt, or None if there was no answer.
     """
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -176,7 +176,7 @@ class DeadlineExceeded(TarryError, TimeoutError):
 
 
 class Closed(TarryError):
-    """The client, the stream or the subscription was closed by its user."""
+    """A client, stream or subscription that its user closed."""
 
     code = grpc.StatusCode.CANCELLED
 
@@ -201,7 +201,7 @@ _CODE_BY_NUMBER: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code i
 
 
 def is_retryable(error: TarryError) -> bool:
-    """Whether the same request may succeed later. Every request of this library is idempotent."""
+    """Return True if the same request may succeed later. Every request of this library is idempotent."""
     if isinstance(error, ResourceExhausted):
         return error.retry_after_ms is not None
     if isinstance(error, Unauthenticated):
@@ -210,19 +210,20 @@ def is_retryable(error: TarryError) -> bool:
 
 
 def is_unknown_call(error: TarryError) -> bool:
-    """Whether the daemon does not know the call: it is of before it."""
+    """Return True if the daemon is too old to know the call."""
     return error.code is grpc.StatusCode.UNIMPLEMENTED
 
 
 def ends_stream(error: TarryError) -> bool:
-    """Whether a stream of a topic is not opened again after the failure. What is damaged ends only the streams that
-    were told that it is their topic.
+    """Return True if a stream of a topic is not opened again after the failure.
+
+    Damage ends only streams whose own topic is reported as damaged.
     """
     return not (is_retryable(error) or (isinstance(error, DataLoss) and not error.of_topic))
 
 
 def from_rpc(error: grpc.RpcError) -> TarryError:
-    """The failure of a call."""
+    """Return the failure of a call."""
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return Internal(f"gRPC failed without a status: {error!r}")
     hints = {str(key): _text(value) for key, value in error.trailing_metadata() or ()}
@@ -230,7 +231,10 @@ def from_rpc(error: grpc.RpcError) -> TarryError:
 
 
 def from_status(status: status_pb2.Status) -> TarryError:
-    """The failure of one request of a stream, answered in band. Its hints are the ErrorInfo's, with underscores."""
+    """Return the failure of one request of a stream, answered in band.
+
+    Its hints are the ErrorInfo's, with underscores.
+    """
     hints: dict[str, str] = {}
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()

@@ -1,4 +1,4 @@
-"""The hash by which messages are ordered, the one that every producer of a topic must use.
+"""Computes the hash that orders messages by key, which every producer of a topic must use.
 
 Owns: what of a message is hashed, its ordering key before its key, and the hash: Murmur3 32-bit, x86, with seed 0.
 Does not own: which keys a message has; which consumer gets a hash: the daemon divides the low 16 bits among them.
@@ -19,15 +19,14 @@ from numpy.typing import NDArray
 from tarry import errors
 
 Key: TypeAlias = str | bytes | None
-"""Text is its UTF-8. None: the message has none; an empty one is one, with the hash 0."""
+"""Text is hashed as UTF-8. None means no key; an empty key is one, with the hash 0."""
 
 
 def key_hash(keys: Key | Iterable[Key] = None, *, ordering_keys: Key | Iterable[Key] = None) -> NDArray[np.uint32]:
-    """The hash of each message's ordering key, or of its key when it has none, or else 0.
+    """Return the hash of each message's ordering key, or else of its key, or else 0.
 
-    One key, or one ordering key, is that of all messages; alone it gives a column of length 1. Raises InvalidArgument
-    when there are several of both, and not as many.
-
+    One key, or one ordering key, applies to all messages; alone it gives a column of length 1. Raises InvalidArgument
+    if there are several of both, in different numbers.
     Example: `key_hash(["N14228", "N24211"], ordering_keys=[None, "LAX"])`
     """
     of_messages, before_them = _listed(keys), _listed(ordering_keys)

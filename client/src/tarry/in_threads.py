@@ -1,9 +1,7 @@
-"""What the client of threads waits with, and what gRPC is like there.
+"""Waiting and gRPC for the client of threads, under the names of `tarry.on_event_loop`.
 
-Owns: conditions, promises, the thread and the requests of a stream, how gRPC's calls end; by the names of
-`tarry.on_event_loop`. What is written for an event loop (`tarry.aio`) becomes the client of threads (`tarry.threads`)
-by these.
-Does not own: any rule of the client.
+Conditions, promises, the thread and the requests of a stream, and how gRPC's calls end. With this module, code written
+for an event loop (`tarry.aio`) becomes the client of threads (`tarry.threads`).
 """
 
 from __future__ import annotations
@@ -29,32 +27,34 @@ ResponseOut = TypeVar("ResponseOut", covariant=True)
 Condition = threading.Condition
 
 Arrivals = queue.SimpleQueue
-"""What has arrived for one reader, in its order."""
+"""Items that have arrived for one reader, in order"""
 
 CHANNEL_CLOSED = ValueError
-"""What a call raises when another thread has closed its channel."""
+"""Raised by a call whose channel another thread has closed"""
 
 _MESSAGES_END = object()
 
 
 class Promise(concurrent.futures.Future[T]):
-    """A future whose `cancel` has no effect: the request is on its way."""
+    """A future whose `cancel` has no effect, because the request is in flight."""
 
-    # To say of each that it runs (`set_running_or_notify_cancel`) would take as long as making it: 0.6 us.
+    # Marking each as running (`set_running_or_notify_cancel`) would take as long as creating it: 0.6 us.
     def cancel(self) -> bool:
         return False
 
 
 def promise() -> concurrent.futures.Future[Any]:
-    """A future whose `cancel` has no effect."""
+    """Return a future whose `cancel` has no effect."""
     return Promise()
 
 
 def open_channel(
     address: str, credentials: grpc.ChannelCredentials | None = None, *, server_name: str | None = None
 ) -> grpc.Channel:
-    """A channel, which connects with its first call. `credentials`: None: nothing is encrypted. `server_name`: what the
-    daemon's certificate is for; None: the address's host.
+    """Open a channel, which connects with its first call.
+
+    Without credentials nothing is encrypted. `server_name` is the name in the daemon's certificate; None means the
+    address's host.
     """
     options = options_of(address, server_name=server_name)
     if credentials is None:
@@ -63,12 +63,12 @@ def open_channel(
 
 
 def is_being_cancelled() -> bool:
-    """Nobody can ask for the end of a thread."""
+    """Return False: a thread cannot be cancelled."""
     return False
 
 
 class Running:
-    """A thread that runs from its making until it returns; then `ended` is called."""
+    """A thread that runs from its creation until it returns; then `ended` is called."""
 
     def __init__(self, run: Callable[[], None], ended: Callable[[], None], *, name: str) -> None:
         def run_to_the_end() -> None:
@@ -81,13 +81,13 @@ class Running:
         self._thread.start()
 
     def join(self) -> None:
-        """Waits for its end, unless it is the thread itself that asks."""
+        """Wait for its end, unless the caller is the thread itself."""
         if self._thread is not threading.current_thread():
             self._thread.join()
 
 
 class StreamCall(Protocol[ResponseOut]):
-    """A stream, as gRPC opens it."""
+    """A stream as gRPC opens it."""
 
     def __iter__(self) -> Iterator[ResponseOut]: ...
 
@@ -95,7 +95,7 @@ class StreamCall(Protocol[ResponseOut]):
 
 
 def answers(call: StreamCall[Response]) -> Iterator[Response]:
-    """The answers of a stream's call, as they come. Raises the status that the stream ended with."""
+    """Return the answers of a stream's call as they arrive. Raises the status with which the stream ended."""
     return iter(call)
 
 
@@ -107,31 +107,32 @@ class _Later:
 
 
 class Outbox:
-    """What is to be sent on one stream: the requests that gRPC pulls. A stream that breaks takes it with it.
+    """The requests of one stream, which gRPC pulls; a stream that breaks takes them with it.
 
     Any thread puts encoded messages; one thread, gRPC's, iterates until `close`.
     """
 
     def __init__(self, joined_bytes: int = 0) -> None:
-        """`joined_bytes`: what is ready is sent as one message, until it has so many; 0: message by message."""
+        """Join ready messages into one until it has `joined_bytes`; 0 sends them one by one."""
         self._joined_bytes = joined_bytes
         self._ready: queue.SimpleQueue[object] = queue.SimpleQueue()
-        # Only the iterating thread touches the heap: a held-back message travels through the queue first.
+        # Only the iterating thread touches the heap: a delayed message travels through the queue first.
         self._held_back: list[_Later] = []
         self._numbers = itertools.count()
 
     def put(self, message: bytes) -> None:
-        """Sends after what was put before."""
+        """Send a message after all earlier ones."""
         self._ready.put(message)
 
     def put_after(self, delay_s: float, message: Callable[[], bytes | None]) -> None:
-        """Sends when the delay has passed, unless the stream ends before; what, is asked then, in gRPC's thread. None:
-        nothing.
+        """Call `message` after `delay_s`, in gRPC's thread, and send its result.
+
+        Sends nothing if it is None, or if the stream has ended.
         """
         self._ready.put(_Later(time.monotonic() + delay_s, next(self._numbers), message))
 
     def close(self) -> None:
-        """Ends the iteration when what was put before is sent; what is held back is dropped."""
+        """End the iteration after the messages put before; drop delayed ones."""
         self._ready.put(_MESSAGES_END)
 
     def __iter__(self) -> Outbox:
@@ -148,7 +149,7 @@ class Outbox:
         return joined[0] if len(joined) == 1 else b"".join(joined)
 
     def _next(self, *, waits: bool) -> bytes | None:
-        """What is to be sent next; None: nothing more, or nothing yet where it does not wait."""
+        """Return the next message to send, or None if there are no more, or none yet and it does not wait."""
         while True:
             timeout_s = None
             if self._held_back:
@@ -168,6 +169,6 @@ class Outbox:
             if isinstance(item, _Later):
                 heapq.heappush(self._held_back, item)
                 continue
-            # To be met again by whoever asks next.
+            # Keep the mark for the next call.
             self._ready.put(_MESSAGES_END)
             return None

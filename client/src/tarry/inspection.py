@@ -1,14 +1,6 @@
-"""What inspection answers with: frozen values, free of wire types.
+"""The answers of inspection calls, frozen and free of wire types.
 
-Owns: the classes of what is seen of topics, and how each is read from its message.
-Does not own: the meaning of a field, which is the comment on it in `proto/tarry/v1`; other answers (`tarry.results`),
-and of consumers (`tarry.inspection`).
-
-What is seen of the consumers of a KEY_SHARED subscription: frozen values, free of wire types.
-
-Owns: the classes, and how each is read from its message.
-Does not own: the meaning of a field, which is the comment on it in `proto/tarry/v1`; what else is seen of topics
-(`tarry.inspection`).
+Comments in `proto/tarry/v1` define each field. `tarry.results` has the other answers.
 """
 
 from __future__ import annotations
@@ -34,8 +26,10 @@ def _position(message: inspect_pb2.Position) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class TopicSummary:
-    """One topic of a daemon. `next_due_ms` is None when nothing is pending. `due` rows are due and not acknowledged by
-    every subscription, or wait for the first one; 0 also when the daemon is of before it told.
+    """Counts of one topic of a daemon.
+
+    `next_due_ms` is None if nothing is pending. `due` rows are due and not acknowledged by every subscription, or wait
+    for the first one; 0 also if the daemon is too old to report it.
     """
 
     topic: str
@@ -61,9 +55,9 @@ class TopicSummary:
 
 @dataclasses.dataclass(frozen=True)
 class SubscriptionStats:
-    """Counts of one subscription: `backlog` is due and not acknowledged, `dispatchers` are its open streams.
+    """Counts of one subscription: `backlog` rows are due and unacknowledged, `dispatchers` are its open streams.
 
-    Of `in_flight`, `leased` positions are leased.
+    `leased` positions are a part of `in_flight`.
     """
 
     subscription: str
@@ -76,16 +70,16 @@ class SubscriptionStats:
     leased: int = 0
     policy: policies.SubscriptionPolicy = dataclasses.field(default_factory=policies.SubscriptionPolicy)
     own_pending: int = 0
-    """How many of the topic's `pending` rows are in this subscription's own index."""
+    """Those of the topic's `pending` rows that are in this subscription's index"""
     nacked: int = 0
-    """How many positions of `backlog` wait for their redelivery."""
+    """Positions of `backlog` that wait for their redelivery"""
     next_redelivery_ms: int | None = None
-    """When the next of these comes back; None when there is none."""
+    """Unix time of the next redelivery (ms); None if there is none"""
     dead_letters: int = 0
     consumers: int = 0
-    """Consumers of its KEY_SHARED streams."""
+    """Consumers of its KEY_SHARED streams"""
     waiting: int = 0
-    """Positions that are due or planned and wait for their key, or for the permits of its consumer."""
+    """Positions, due or planned, that wait for their key or for permits of its consumer"""
 
     @staticmethod
     def from_message(message: inspect_pb2.SubscriptionStats) -> SubscriptionStats:
@@ -110,7 +104,7 @@ class SubscriptionStats:
 
 @dataclasses.dataclass(frozen=True)
 class TopicStats:
-    """Counts of one topic as of `as_of_ms`. The times of rows are None when there is no such row."""
+    """Counts of one topic as of `as_of_ms`. Times of rows are None if there is no such row."""
 
     topic: str
     topic_id: str
@@ -129,17 +123,19 @@ class TopicStats:
     as_of_ms: int
     rebuild_needed: tuple[RebuildNeeded, ...] = ()
     last_due_ms: int | None = None
-    """No row that is not due yet is due later. Exact until a row is cancelled or rescheduled."""
+    """No pending row is due later. Exact until a row is cancelled or rescheduled."""
     merges: int = 0
-    """Merges that are under way."""
+    """Merges in flight"""
     lowest_position: tuple[int, int] | None = None
-    """(ledger, entry): no row, and none that was lost with a damaged bucket, is of a lower position, as of a minute ago
-    at most; None when there is none, or the daemon is of before it told."""
+    """(ledger, entry) with no row, and no row lost with a damaged bucket, at a lower position, as of at most a minute
+    ago; None if there is none, or if the daemon is too old to report it
+    """
     ledgers: int = 0
-    """Ledgers of which there are rows, as of the same moment."""
+    """Ledgers with rows, as of the same moment"""
     due: int = 0
-    """Rows that are due and not acknowledged by every subscription, or wait for the first one; 0 also when the daemon
-    is of before it told."""
+    """Rows that are due and not acknowledged by every subscription, or wait for the first one; 0 also if the daemon is
+    too old to report it
+    """
 
     @staticmethod
     def from_message(message: inspect_pb2.GetTopicStatsResponse) -> TopicStats:
@@ -173,10 +169,10 @@ class BucketSummary:
     """One sealed bucket. `pending` rows are not due yet, `due` ones are due and not gone."""
 
     bucket: str
-    """The object's name."""
+    """Name of the object"""
     size_bytes: int
     rows: int
-    """Rows that were stored."""
+    """Rows stored"""
     pending: int
     due: int
     first_ledger_id: int
@@ -185,16 +181,16 @@ class BucketSummary:
     max_deliver_at_ms: int
     segments: int
     segments_loaded: int
-    """Segments that are in memory."""
+    """Segments in memory"""
     level: int
-    """0 = sealed from a mutable bucket."""
+    """0 for a bucket sealed from the mutable one"""
     compatible_form: bool
     quarantined: bool
-    """Damaged: neither read nor deleted."""
+    """Damaged, and neither read nor deleted"""
     damage: str
-    """What was found, when it is quarantined."""
+    """Damage found, if it is quarantined"""
     subscription: str
-    """The subscription whose own index it is of; empty: the shared index."""
+    """Subscription to whose index it belongs; empty for the shared index"""
 
     @staticmethod
     def from_message(message: inspect_pb2.BucketSummary) -> BucketSummary:
@@ -217,12 +213,12 @@ class Page(Generic[T]):
 
 @dataclasses.dataclass(frozen=True)
 class TopicPage(Page[TopicSummary]):
-    """Topics in the order of their names."""
+    """Topics, ordered by name."""
 
     topics_loading: int
-    """Topics that the daemon owns and has not loaded yet: they are not listed."""
+    """Topics that the daemon owns but has not loaded yet, which are not listed"""
     topics_damaged: int
-    """Topics that cannot be served because they are damaged: the daemon's log names them."""
+    """Topics that cannot be served because they are damaged; the daemon's log names them"""
 
     @staticmethod
     def from_message(message: inspect_pb2.ListTopicsResponse) -> TopicPage:
@@ -237,10 +233,10 @@ class TopicPage(Page[TopicSummary]):
 
 @dataclasses.dataclass(frozen=True)
 class BucketPage(Page[BucketSummary]):
-    """Sealed buckets of a topic in the order of (first ledger, last ledger)."""
+    """Sealed buckets of a topic, ordered by (first ledger, last ledger)."""
 
     mutable_rows: int
-    """Rows that are in no sealed bucket."""
+    """Rows that are in no sealed bucket"""
 
     @staticmethod
     def from_message(message: inspect_pb2.ListBucketsResponse) -> BucketPage:
@@ -254,7 +250,7 @@ class BucketPage(Page[BucketSummary]):
 
 @dataclasses.dataclass(frozen=True)
 class SubscriptionPage(Page[SubscriptionStats]):
-    """Subscriptions of a topic in the order of their names."""
+    """Subscriptions of a topic, ordered by name."""
 
     @staticmethod
     def from_message(message: inspect_pb2.ListSubscriptionsResponse) -> SubscriptionPage:
@@ -266,33 +262,33 @@ class SubscriptionPage(Page[SubscriptionStats]):
 
 
 class BacklogState(enum.IntEnum):
-    """Where a row is that is due and not acknowledged."""
+    """The state of a row that is due and not acknowledged."""
 
     READY = inspect_pb2.BACKLOG_STATE_READY
-    """At no dispatcher."""
+    """At no dispatcher"""
     IN_FLIGHT = inspect_pb2.BACKLOG_STATE_IN_FLIGHT
-    """Handed out, on a stream or under a lease."""
+    """Delivered, on a stream or under a lease"""
     NACKED = inspect_pb2.BACKLOG_STATE_NACKED
-    """Negatively acknowledged: it comes back at its redelivery time."""
+    """Negatively acknowledged, until its redelivery time"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsPage:
-    """A part of the rows that were asked for, in due order, as columns of one length, as of `as_of_ms`.
+    """A part of the requested rows in due order, as columns of one length, as of `as_of_ms`.
 
-    `next_page_token` is empty on the last page. A page may have fewer rows than were asked for, and none, before that.
+    `next_page_token` is empty on the last page. An earlier page may have fewer rows than requested, even none.
     """
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
     deliver_at_ms: NDArray[np.uint64]
     key_hash: NDArray[np.uint32]
-    """0 where a row has none."""
+    """0 for a row without a key"""
     next_page_token: str
     as_of_ms: int
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return len(self.entry_id)
 
 
@@ -301,9 +297,9 @@ class ScheduledPage(RowsPage):
     """Rows that are not due yet."""
 
     subscription_index: NDArray[np.int64]
-    """Which of `subscriptions` each row is of."""
+    """Index into `subscriptions` for each row"""
     subscriptions: tuple[str, ...]
-    """Subscriptions whose own index a row is in; the empty name is the shared index."""
+    """Subscriptions whose own index holds a row; the empty name is the shared index"""
 
     @staticmethod
     def from_message(message: inspect_pb2.ListScheduledResponse) -> ScheduledPage:
@@ -321,13 +317,13 @@ class BacklogPage(RowsPage):
     """Rows that are due and not acknowledged."""
 
     state: NDArray[np.int64]
-    """The `BacklogState` of each row."""
+    """`BacklogState` of each row"""
     redelivery_count: NDArray[np.uint32]
-    """How often each was negatively acknowledged or timed out."""
+    """Number of times that each row was negatively acknowledged or timed out"""
     batch_index: NDArray[np.uint32] | None
-    """The message of its batch that each row is, or `NO_BATCH_INDEX`; None when all rows are entries as a whole."""
+    """Index of the message within its batch entry, or `NO_BATCH_INDEX`; None if all rows are whole entries"""
     redeliver_at_ms: NDArray[np.uint64]
-    """When a NACKED row comes back; 0 where it is not one."""
+    """Unix time of a NACKED row's redelivery (ms); 0 for other rows"""
 
     @staticmethod
     def from_message(message: inspect_pb2.ListBacklogResponse) -> BacklogPage:
@@ -344,19 +340,19 @@ class BacklogPage(RowsPage):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeadLetterPage(RowsPage):
-    """Dead letters in the order in which they became such; `deliver_at_ms` is that of their last hand-out."""
+    """Dead letters, oldest first; `deliver_at_ms` is that of their last delivery."""
 
     dead_letter_id: NDArray[np.uint64]
     """Ascending; a subscription never uses an id again."""
     batch_index: NDArray[np.uint32] | None
-    """The message of its batch that each row is, or `NO_BATCH_INDEX`; None when all rows are entries as a whole."""
+    """Index of the message within its batch entry, or `NO_BATCH_INDEX`; None if all rows are whole entries"""
     redelivery_count: NDArray[np.uint32]
-    """How often each was negatively acknowledged or timed out, the last time included."""
+    """Number of times that each row was negatively acknowledged or timed out, including the last time"""
     dead_at_ms: NDArray[np.uint64]
     reason: NDArray[np.int64]
-    """The `DeadLetterReason` of each row."""
+    """`DeadLetterReason` of each row"""
     text_index: NDArray[np.int64]
-    """Which of `texts` the dispatcher gave as the reason of each row."""
+    """Index into `texts` of the reason that the dispatcher gave for each row"""
     texts: tuple[str, ...]
     """The first one is empty."""
 
@@ -402,7 +398,7 @@ def _rows_of(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Retention:
-    """What a topic needs of its log: of each ledger, ascending, the lowest entry that has a row, waiting or due.
+    """The part of a message log that a topic needs: for each ledger, ascending, the lowest entry with a row.
 
     Example: `{ledger: entry for ledger, entry in await client.retention("flights")}`
     """
@@ -410,23 +406,24 @@ class Retention:
     ledger_id: NDArray[np.uint64]
     lowest_entry_id: NDArray[np.uint64]
     uncertain: tuple[tuple[int, int], ...]
-    """The first and the last ledger of damaged buckets: rows of them were lost and are to be added again, so all of
-    their entries are needed."""
+    """First and last ledger of damaged buckets: their lost rows must be added again, so all of their entries are
+    needed.
+    """
     as_of_ms: int
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Each ledger with its lowest entry."""
+        """Iterate over the ledgers, each with its lowest entry."""
         return zip(self.ledger_id.tolist(), self.lowest_entry_id.tolist(), strict=True)
 
     @property
     def lowest_position(self) -> tuple[int, int] | None:
-        """(ledger, entry): nothing that is needed is of a lower position; None when nothing is needed."""
+        """The (ledger, entry) below which nothing is needed; None if nothing is needed."""
         known = [next(iter(self))] if len(self.ledger_id) else []
         return min([*known, *((first, 0) for first, _ in self.uncertain)], default=None)
 
     @staticmethod
     def from_messages(messages: Sequence[inspect_pb2.GetRetentionResponse]) -> Retention:
-        """The pages of an answer, in their order."""
+        """Read the pages of an answer, in order."""
         return Retention(
             ledger_id=np.concatenate([wire.decode_u64(each.ledger_id) for each in messages]),
             lowest_entry_id=np.concatenate([wire.decode_u64(each.lowest_entry_id) for each in messages]),
@@ -439,18 +436,18 @@ class Retention:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Histogram:
-    """How many rows come due when: bar i counts those from `from_ms` + i * `width_ms` on, none beyond `until_ms`."""
+    """A histogram of due times: bar i counts rows from `from_ms` + i * `width_ms` on, none beyond `until_ms`."""
 
     from_ms: int
     until_ms: int
     width_ms: int
     rows: NDArray[np.uint64]
     rows_before: int
-    """Rows that are not due yet and lie before the first bar."""
+    """Pending rows before the first bar"""
     rows_after: int
-    """Those behind the last bar."""
+    """Pending rows after the last bar"""
     segments_counted: int
-    """Segments of buckets whose metadata was enough."""
+    """Segments counted by their metadata alone"""
     segments_read: int
     as_of_ms: int
 
@@ -471,7 +468,7 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Position:
-    """A position of a log."""
+    """A position of a message log."""
 
     ledger_id: int
     entry_id: int
@@ -486,7 +483,7 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class PositionRange:
-    """Positions behind `after` and up to `up_to`, which is included: (3:4, 3:5] is 3:5 alone."""
+    """The positions after `after` up to and including `up_to`: (3:4, 3:5] is 3:5 alone."""
 
     after: Position
     up_to: Position
@@ -505,9 +502,9 @@ class DrainingHash:
 
     hash: int
     unacked: int
-    """Positions that the consumer holds of it."""
+    """Positions of the hash that the consumer holds"""
     blocked_attempts: int
-    """How often a position was kept back for it."""
+    """Times that a position was kept back for it"""
 
     @staticmethod
     def from_message(message: inspect_pb2.DrainingHash) -> DrainingHash:
@@ -516,8 +513,9 @@ class DrainingHash:
 
 @dataclasses.dataclass(frozen=True)
 class ConsumerStats:
-    """One consumer. `instance_id` is given by the daemon, `consumer_id` by its dispatcher; consumers of one stream have
-    the same `stream`.
+    """One consumer. The daemon assigns `instance_id`, its dispatcher `consumer_id`.
+
+    Consumers of one stream have the same `stream`.
     """
 
     name: str
@@ -527,18 +525,18 @@ class ConsumerStats:
     stream: int
     permits: int
     unacked: int
-    """Positions in flight at it."""
+    """Positions in flight at the consumer"""
     slots: int
-    """Hash slots that it has; without any it receives nothing."""
+    """Hash slots; without any it receives nothing"""
     hash_ranges: tuple[policies.HashRange, ...] = ()
-    """The first 1,000 of them."""
+    """The first 1,000 of them"""
     last_sent_position_when_joining: Position | None = None
-    """LAST_SENT_POSITION: what it waits behind; None when it joined behind nothing."""
+    """With LAST_SENT_POSITION, the position that it waits behind; None if there is none"""
     draining_hashes_count: int = 0
-    """Hashes that it has and must give up, and the positions that it holds of them."""
+    """Hashes that it has and must give up, and the positions of them that it holds"""
     draining_hashes_unacked: int = 0
     draining_hashes: tuple[DrainingHash, ...] = ()
-    """The first 1,000 of them."""
+    """The first 1,000 of them"""
 
     @staticmethod
     def from_message(message: inspect_pb2.ConsumerStats) -> ConsumerStats:
@@ -584,26 +582,26 @@ class ConsumerAfterMarkDelete:
 
 @dataclasses.dataclass(frozen=True)
 class KeySharedStats:
-    """What the keys of a subscription wait for. `policy` is the one in force, every field that counts is set."""
+    """The state of a subscription's keys. `policy` is the one in force, with every relevant field set."""
 
     policy: policies.KeySharedPolicy
     consumers: int
     waiting: int
-    """Positions that are due or planned, and wait for their consumer's permits or for their hash."""
+    """Positions, due or planned, that wait for their consumer's permits or for their hash"""
     draining_hashes: int
-    """Hashes of which a consumer holds positions and another one has the slot."""
+    """Hashes whose slot belongs to one consumer while another still holds positions of them"""
     draining_hashes_cleared: int
-    """Hashes that became free and that a position had been kept back for, since the first consumer joined."""
+    """Hashes freed since the first consumer joined, after a position had been kept back for them"""
     draining_hashes_unacked: int
-    """Positions that are held of those that drain."""
+    """Positions of draining hashes that consumers hold"""
     nack_blocked_hashes: int
-    """Hashes that wait for a position that was negatively acknowledged."""
+    """Hashes that wait for a negatively acknowledged position"""
     last_sent_position: Position | None
-    """LAST_SENT_POSITION (PIP-282); None when nothing was planned."""
+    """With LAST_SENT_POSITION (PIP-282); None if nothing was planned"""
     individually_sent_positions: tuple[PositionRange, ...]
-    """Sent beyond it; the last 1,000 at most."""
+    """Sent beyond it; at most the last 1,000"""
     consumers_after_mark_delete_position: tuple[ConsumerAfterMarkDelete, ...]
-    """Consumers that wait for everything up to their last sent position, in the order of these."""
+    """Consumers that wait for everything up to their last sent position, in the order of those positions"""
     slots_without_consumer: int
 
     @staticmethod
@@ -634,7 +632,7 @@ class ConsumerPage(Page[ConsumerStats]):
     """Consumers in the order in which they joined."""
 
     key_shared: KeySharedStats | None
-    """None when nobody opened the subscription as KEY_SHARED."""
+    """None if no client opened the subscription as KEY_SHARED"""
 
     @staticmethod
     def from_message(message: inspect_pb2.ListConsumersResponse) -> ConsumerPage:

@@ -1,8 +1,7 @@
-"""What a dispatcher of a KEY_SHARED subscription says and is told.
+"""The values that a dispatcher of a KEY_SHARED subscription sends and receives.
 
-Owns: its consumers, and what `tarry.KeySharedSubscription` gives: batches of one consumer, what is taken back.
-Does not own: who gets what, which the daemon decides; permits and streams (`tarry.key_shared_receiving`); policies of
-key order (`tarry.policies`); what is seen of consumers (`tarry.inspection`).
+They are its consumers, and what `tarry.KeySharedSubscription` yields: batches of one consumer, positions taken back,
+and requests to plan again. The daemon decides who receives what.
 """
 
 from __future__ import annotations
@@ -15,27 +14,29 @@ from tarry import batch, columns, errors, policies, wire
 from tarry.v1 import dispatch_pb2
 
 HELD = 0
-"""In the answer to a plan: nobody receives it yet. It comes by itself when it is free."""
+"""In the answer to a plan, a position that no consumer receives yet; it arrives when it is free."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Consumer:
-    """A receiver behind a dispatcher. Each object is a consumer of its own, also with the name of another.
+    """A receiver behind a dispatcher. Each object is a separate consumer, even with another's name.
 
     Example: `tarry.Consumer("gate-1", permits=500, address="10.0.0.7:4711")`
     """
 
     name: str = dataclasses.field(kw_only=False)
-    """1 to 255 bytes of UTF-8. With CONSISTENT_HASHING one that comes back with its name has about the same keys."""
+    """1 to 255 bytes of UTF-8. With CONSISTENT_HASHING, a consumer that returns under its name gets about the same
+    keys.
+    """
     permits: int = 1_000
-    """How many positions it may have received and neither acknowledged nor released."""
+    """Positions that it may have received and neither acknowledged nor released"""
     address: str = ""
-    """Where it is connected from, shown to people."""
+    """Address from which it is connected, shown to people"""
     hash_ranges: tuple[policies.HashRange, ...] = ()
-    """STICKY: its slots, at least one range. Otherwise none."""
+    """Its slots with STICKY, at least one range; otherwise empty"""
 
     def message(self, consumer_id: int, permits: int) -> dispatch_pb2.Consumer:
-        """Raises InvalidArgument: a value that a field cannot hold."""
+        """Return the message. Raises InvalidArgument if a field cannot hold a value."""
         wire.utf8("name", self.name)
         wire.utf8("address", self.address)
         try:
@@ -52,14 +53,14 @@ class Consumer:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ConsumerBatch(batch.Batch):
-    """Positions for one consumer, in the order in which it is to have them.
+    """Positions for one consumer, in the order in which it must receive them.
 
     Those that were planned and never delayed have 0 in `deliver_at_ms`.
     """
 
     consumer: Consumer
     consumer_id: int
-    """Its number on the stream, which `tarry consumers` shows; no other one of this subscription has it."""
+    """Its number on the stream, as `tarry consumers` shows; no other consumer of this subscription has it."""
 
     def _joined_fields(self, parts: Sequence[Self]) -> dict[str, Any]:
         joined = super()._joined_fields(parts)
@@ -74,10 +75,11 @@ class ConsumerBatch(batch.Batch):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TakenBack:
-    """What a consumer received and must not go on with: it comes again, here or elsewhere, if it is still there.
+    """Positions that a consumer received and must stop processing.
 
-    Acknowledgements of it are ignored until then. So it is with `nack_order` BLOCK_KEY behind a position that was
-    negatively acknowledged, and, after another stream had to be opened, with what another consumer has keys of by now.
+    They are delivered again, here or elsewhere, if they still exist; until then acknowledgements of them are ignored.
+    This happens with `nack_order` BLOCK_KEY behind a negatively acknowledged position. It also happens after a new
+    stream, to positions whose keys another consumer has by now.
     """
 
     consumer: Consumer
@@ -91,15 +93,14 @@ class TakenBack:
 
 @dataclasses.dataclass(frozen=True)
 class PlanAgain:
-    """Another stream is open, and what was planned on the one before and came to nobody yet is forgotten.
+    """The start of another stream, which forgets planned positions that no consumer has received.
 
-    From now on plan everything from the mark-delete position on that is not acknowledged, the first time with
-    `anew=True`; any other plan fails with PlanLost. What consumers hold of it stays with them and comes in no batch
-    again.
+    From now on plan everything unacknowledged from the mark-delete position on, the first time with `anew=True`; any
+    other plan fails with PlanLost. Positions that consumers hold stay with them and are in no later batch.
     """
 
     epoch: int
 
 
 Event: TypeAlias = ConsumerBatch | TakenBack | PlanAgain
-"""What `KeySharedSubscription.receive` gives, for each consumer in the order in which the daemon decided it."""
+"""Results of `KeySharedSubscription.receive`, for each consumer in the order in which the daemon decided them"""

@@ -1,20 +1,17 @@
-"""One KEY_SHARED subscription's side of its stream. No I/O, no threads, no waiting.
+"""One KEY_SHARED subscription's side of its stream, without I/O, threads or waiting.
 
-Owns: the consumers and the permits of each, who holds what, what is taken back, plans.
-Does not own: what all subscriptions have alike (`tarry.receiving`); what the user sees of it (`tarry.key_shared`).
-
-Consumers. Their numbers are given here and never used twice. `Open` names those that have joined, with their permits;
-requests to join are repeated after it, requests to leave are done with the stream. What comes for a consumer that was
-removed is dropped.
-
-Plans go out one after the other, so that none overtakes one that was refused for now and is sent again. A stream that
-ends takes them with it: those that are not answered fail, and others are not accepted before the caller was told and
-says that it plans anew; by then it has taken everything that was decided before. What came to consumers stays with
-them: it is declared with its hash when a stream is opened again.
-
-What a consumer is to receive is in one row with everything else that comes, however it came to be: the answer to a plan
-says only who that is. What is taken back leaves what is held, and the batches that nobody has taken yet; requests that
-name it are repeated without it.
+Keeps the consumers, the permits of each, who holds what, positions taken back, and plans. `tarry.receiving` has what
+all subscriptions share.
+Consumers: their numbers are assigned here and never reused. `Open` names those that have joined, with their permits.
+Requests to join are repeated after it; requests to leave are done with the stream. Rows for a removed consumer are
+dropped.
+Plans: they are sent one after the other, so that none overtakes one that was refused for now and is sent again. A
+stream that ends takes them with it. Unanswered ones fail, and others are not accepted until the caller has received
+`PlanAgain` and plans with `anew`; by then it has taken everything decided before. Positions that consumers hold stay
+with them, and are declared with their hash when a stream is opened again.
+Order: everything for a consumer is in one queue, however it came to be; the answer to a plan only names the consumers.
+Positions taken back leave what is held and the batches that no caller has taken yet; requests that name them are
+repeated without them.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from tarry import attempts, batch, columns, errors, key_shared, receiving, resul
 from tarry.stream_requests import Answer, Settled
 from tarry.v1 import dispatch_pb2
 
-# Of one request.
+# Rows of one request
 _PLANNED_ROWS_MAX = 10_000
 _KIND = dispatch_pb2.SUBSCRIPTION_TYPE_KEY_SHARED
 
@@ -41,12 +38,12 @@ class _Joined:
 
     consumer: key_shared.Consumer
     is_known: bool
-    """Whether the daemon is known to have it."""
+    """True if the daemon is known to have it"""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Membership(stream_requests.Request[Answer]):
-    """A consumer joins or leaves."""
+    """A request of a consumer to join or leave."""
 
     consumer_id: int = 0
     joins: bool = False
@@ -54,14 +51,14 @@ class _Membership(stream_requests.Request[Answer]):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Plan(stream_requests.Request[Answer]):
-    """Messages that are planned."""
+    """A request to plan messages."""
 
     held_by: NDArray[np.uint32] | None = None
-    """Who has held each since it was sent, 0: nobody; None: none of them was planned before."""
+    """Holder of each position since the request was sent, 0 for none; None if none of them was planned before"""
 
 
 class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
-    """A KEY_SHARED subscription: several receivers, the positions of a key to one of them at a time."""
+    """A KEY_SHARED subscription: several receivers, with the positions of a key at one of them at a time."""
 
     def __init__(
         self,
@@ -73,7 +70,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         policy: attempts.RetryPolicy,
         ack_linger: stream_requests.AckLinger | None = None,
     ) -> None:
-        """Begins with these consumers. Raises InvalidArgument."""
+        """Begin with these consumers. Raises InvalidArgument."""
         linger = ack_linger or stream_requests.AckLinger(0)
         super().__init__(topic, subscription, {}, rows_max=rows_max, policy=policy, ack_linger=linger)
         self._consumers: dict[int, _Joined] = {}
@@ -84,7 +81,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         self._has_planned = False
         self._must_plan_anew = False
         self._was_told = False
-        # By ledger the highest entry that was planned: what is behind it was not planned before.
+        # Ledger -> highest planned entry; entries above it were not planned before
         self._planned_up_to: dict[int, int] = {}
         for consumer in consumers:
             self._admit(consumer, is_known=True)
@@ -94,7 +91,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         """The consumers that were not removed, in the order in which they were added."""
         return tuple(each.consumer for each in self._consumers.values())
 
-    # What its user does.
+    # Calls of the user
 
     def take(self, max_rows: int = receiving.ROWS_MAX) -> key_shared.Event | None:
         event = super().take(max_rows)
@@ -103,7 +100,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         return event
 
     def add_consumer(self, consumer: key_shared.Consumer, promise: Callable[[], Answer]) -> Answer:
-        """Has a consumer join. Raises InvalidArgument, what ended it."""
+        """Let a consumer join. Raises InvalidArgument, or what ended the subscription."""
         self._check_open()
         number = self._admit(consumer, is_known=False)
         self._windows[number].granted = consumer.permits
@@ -114,7 +111,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         return self._send(joining).answer
 
     def remove_consumer(self, consumer: key_shared.Consumer, promise: Callable[[], Answer]) -> Answer:
-        """Has a consumer leave: it holds nothing any more. Raises InvalidArgument, what ended it."""
+        """Let a consumer leave; it no longer holds anything. Raises InvalidArgument, or what ended it."""
         self._check_open()
         number = next((number for number, each in self._consumers.items() if each.consumer is consumer), None)
         if number is None:
@@ -133,7 +130,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         *,
         anew: bool,
     ) -> list[Answer]:
-        """Asks who receives messages. Raises InvalidArgument, PlanLost, what ended it."""
+        """Ask which consumers receive messages. Raises InvalidArgument, PlanLost, or what ended the subscription."""
         asked = columns.plan_columns(ledger_id, entry_id, key_hash)
         self._check_open()
         if self._must_plan_anew and not (anew and self._was_told):
@@ -148,7 +145,10 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         return [each.answer for each in plans]
 
     def mark_delete(self, ledger_id: int, entry_id: int, promise: Callable[[], Answer]) -> Answer:
-        """Tells up to where everything planned is acknowledged. Raises InvalidArgument, what ended it."""
+        """Report the position up to which everything planned is acknowledged.
+
+        Raises InvalidArgument, or what ended the subscription.
+        """
         columns.check_unsigned("ledger_id", ledger_id, bits=64)
         columns.check_unsigned("entry_id", entry_id, bits=64)
         self._check_open()
@@ -172,7 +172,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         forwarded: bool = False,
     ) -> list[Answer]:
         if key_hash is None and isinstance(given, key_shared.ConsumerBatch) and not given.deliver_at_ms.all():
-            # A daemon that knows nothing of the plan any more is to know the key all the same.
+            # A daemon that no longer knows the plan must know the key all the same.
             key_hash = batch.key_hash_of(given)
         return super().nack(
             given,
@@ -186,7 +186,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
             forwarded=forwarded,
         )
 
-    # What happens to the stream.
+    # Events of the stream
 
     def received(self, response: receiving.Response) -> tuple[bool, list[Settled[Answer]]]:
         if isinstance(response, dispatch_pb2.SubscribeResponse):
@@ -202,7 +202,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         settled = super().interrupted(error)
         self._plan_in_flight = None
         self._was_told = False
-        # It comes again when there is a stream to plan on, behind what that takes back.
+        # It is sent again when there is a stream to plan on, behind what that takes back.
         self._inbox.keep(lambda event: None if isinstance(event, key_shared.PlanAgain) else event)
         if self._has_planned:
             self._has_planned, self._must_plan_anew = False, True
@@ -269,10 +269,10 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
                 self._consumers[request.consumer_id].is_known = True
         return settled
 
-    # Consumers.
+    # Consumers
 
     def _admit(self, consumer: key_shared.Consumer, *, is_known: bool) -> int:
-        """The number of a new consumer. Raises InvalidArgument."""
+        """Add a consumer and return its number. Raises InvalidArgument."""
         receiving.check_permits(consumer.permits)
         if any(each.consumer is consumer for each in self._consumers.values()):
             raise errors.InvalidArgument(f"{consumer!r} is there already; make another Consumer with that name")
@@ -295,7 +295,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
             return given.consumer_id
         return None
 
-    # What comes.
+    # Incoming rows
 
     def _take_in(self, messages: wire.MessagesColumns) -> bool:
         if messages.consumer_id is None:
@@ -316,7 +316,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         window.granted = max(0, window.granted - rows)
 
     def _receive(self, number: int, messages: wire.MessagesColumns) -> key_shared.ConsumerBatch:
-        """They are held from now on."""
+        """Hold the positions from now on."""
         each = self._consumers[number]
         each.is_known = True
         self._last_batch += 1
@@ -327,7 +327,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         self._note_holder(received.positions, number)
         return received
 
-    # What is taken back.
+    # Positions taken back
 
     def _take_back(self, message: dispatch_pb2.TakenBack) -> bool:
         if not self._is_of_owner(message.epoch):
@@ -346,7 +346,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         return True
 
     def _take_back_declared(self, not_held: NDArray[np.int64]) -> None:
-        """Tells consumers what they must not go on with, by its index among what was declared as held."""
+        """Send consumers TakenBack for positions declared as held, given by index."""
         first = 0
         for number, part in self._held_declared:
             rows = not_held[(not_held >= first) & (not_held < first + len(part))] - first
@@ -375,10 +375,10 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
             self._inbox.append(key_shared.TakenBack(consumer, number, taken.take(told), self.epoch))
         self._grant([(number, window)])
 
-    # Plans.
+    # Plans
 
     def _send_plan(self) -> None:
-        """The next one, when none is in flight."""
+        """Send the next plan if none is in flight."""
         if self._sending is not None and self._plans and self._plan_in_flight is None:
             plan = self._plans[0]
             plan.held_by = self._held_of(plan.rows)
@@ -397,17 +397,17 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
             raise errors.Internal(f"the daemon planned {len(consumer_id)} of {len(asked)} positions")
         messages = wire.MessagesColumns(planned.epoch, *_planned_positions(asked)[:3], asked.whole()[2])
         if plan.attempt > 1:
-            # When it was sent again is not known; what was acknowledged since may come once more.
+            # The time of the retry is unknown; positions acknowledged since may be delivered once more.
             plan.held_by = self._held_of(asked)
         for number, rows in _by_consumer(consumer_id):
             if number == key_shared.HELD:
                 continue
             if number not in self._consumers:
-                # It was removed, which the daemon did not know yet: the position waits for another one.
+                # The consumer was removed, which the daemon did not know yet: the position waits for another one.
                 consumer_id[rows] = key_shared.HELD
                 continue
             if plan.held_by is not None:
-                # Planned again, it used no permit, and is where it was.
+                # A position that is planned again used no permit and stays where it is.
                 rows = rows[plan.held_by[rows] != number]
             if len(rows):
                 self._spend(number, len(rows))
@@ -415,7 +415,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         return [streams.Settled(plan.request_id, plan.answer, consumer_id, None)]
 
     def _held_of(self, asked: columns.PlanColumns) -> NDArray[np.uint32] | None:
-        """Who holds each of them now; from now on they were planned."""
+        """Return the current holder of each position, and record them as planned."""
         if not self._were_planned(asked):
             return None
         positions = _planned_positions(asked)
@@ -425,7 +425,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         return held_by
 
     def _were_planned(self, asked: columns.PlanColumns) -> bool:
-        """Whether some of them may have been planned before."""
+        """Return True if some of them may have been planned before."""
         ledger_id, entry_id, _ = asked.whole()
         before = False
         for ledger in np.unique(ledger_id).tolist():
@@ -435,7 +435,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         return before
 
     def _note_holder(self, positions: columns.Positions, number: int) -> None:
-        """Who holds positions has changed while a plan is in flight."""
+        """Record a change of holders for the plan in flight."""
         plan = self._plans[0] if self._plan_in_flight is not None else None
         if plan is not None and plan.held_by is not None:
             plan.held_by[batch.members(_planned_positions(plan.rows), positions)] = number
@@ -472,14 +472,14 @@ def _plan_lost() -> errors.PlanLost:
 
 
 def _by_consumer(consumer_id: NDArray[np.uint32]) -> Iterator[tuple[int, NDArray[np.intp]]]:
-    """Each consumer with its rows, in their order."""
+    """Yield each consumer with its rows, in order."""
     order = np.argsort(consumer_id, kind="stable")
     numbers, begins = np.unique(consumer_id[order], return_index=True)
     yield from zip(numbers.tolist(), np.split(order, begins)[1:], strict=True)
 
 
 def _planned_hashes(parts: Iterable[batch.Batch]) -> NDArray[np.uint32] | None:
-    """The key hashes of what has no time, 0 for the others; None when all have one."""
+    """Return the key hashes of positions without a time, 0 for others; None if all have a time or no key."""
     hashes = [np.zeros(0, np.uint32)]
     for part in parts:
         hashes.append(np.zeros(len(part), np.uint32))

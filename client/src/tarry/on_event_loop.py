@@ -1,8 +1,7 @@
-"""What the client of an event loop waits with, and what gRPC is like there.
+"""Waiting and gRPC for the client of an event loop.
 
-Owns: conditions, promises, the task and the requests of a stream, how gRPC's calls end. `tarry.in_threads` has the same
-names for threads: code of `tarry.aio` that uses these, and no others of asyncio, runs in threads as well.
-Does not own: any rule of the client.
+Conditions, promises, the task and the requests of a stream, and how gRPC's calls end. `tarry.in_threads` has the same
+names for threads: code of `tarry.aio` that uses only these of asyncio runs in threads as well.
 """
 
 from __future__ import annotations
@@ -26,38 +25,38 @@ Opened = TypeVar("Opened", bound=contextlib.AbstractAsyncContextManager[Any])
 Arguments = ParamSpec("Arguments")
 
 CHANNEL_CLOSED = asyncio.CancelledError
-"""What a call raises when its channel is closed, unless `is_being_cancelled`."""
+"""Raised by a call whose channel is closed, unless `is_being_cancelled`"""
 
-# What gRPC calls a write that failed.
+# gRPC's text for a write that failed
 _WRITE_FAILED = "Internal error from Core"
 
-# An event loop holds its tasks weakly.
+# Keeps tasks alive, because an event loop holds them weakly
 _RUNNING: set[asyncio.Task[None]] = set()
 
 
 class Condition:
-    """Waiting until something is true. Where one thread does everything, nothing is guarded."""
+    """Waits until something is true. A single thread does everything, so nothing is guarded."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
 
     def __enter__(self) -> None:
-        """Begins what no other thread may come between."""
+        """Begin a block that no other thread interrupts."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Ends it."""
+        """End the block."""
 
     def notify_all(self) -> None:
-        """Wakes who waits, to look again. To be called after every change that someone may wait for."""
+        """Wake all waiters, so that they check again. Call it after every change that they may wait for."""
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             if not each.done():
                 each.set_result(None)
 
     async def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> bool:
-        """Returns True as soon as the predicate holds, False when it still does not after `timeout` seconds."""
+        """Return True as soon as the predicate holds, or False if it still does not after `timeout` (seconds)."""
         if predicate():
             return True
         try:
@@ -72,15 +71,17 @@ class Condition:
 
 
 def promise() -> asyncio.Future[Any]:
-    """A future of the running loop. Cancelling it takes nothing back: the request is on its way."""
+    """Return a future of the running loop. Cancelling it does not take back the request, which is in flight."""
     return asyncio.get_running_loop().create_future()
 
 
 def open_channel(
     address: str, credentials: grpc.ChannelCredentials | None = None, *, server_name: str | None = None
 ) -> grpc.aio.Channel:
-    """A channel, which connects with its first call. `credentials`: None: nothing is encrypted. `server_name`: what the
-    daemon's certificate is for; None: the address's host.
+    """Open a channel, which connects with its first call.
+
+    Without credentials nothing is encrypted. `server_name` is the name in the daemon's certificate; None means the
+    address's host.
     """
     options = options_of(address, server_name=server_name)
     if credentials is None:
@@ -89,28 +90,28 @@ def open_channel(
 
 
 def is_being_cancelled() -> bool:
-    """Whether someone has asked for the end of the running task."""
+    """Return True if the running task has been asked to cancel."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class Running:
-    """A task that runs from its making until it returns; then `ended` is called, also when the task was cancelled."""
+    """A task that runs from its creation until it returns or is cancelled; then `ended` is called."""
 
     def __init__(self, run: Callable[[], Coroutine[Any, Any, None]], ended: Callable[[], None], *, name: str) -> None:
         self._task = asyncio.get_running_loop().create_task(run(), name=name)
-        # A task that is cancelled before its first step runs nothing of itself, and calls back all the same.
+        # A task that is cancelled before its first step runs none of its code, but still calls back.
         self._task.add_done_callback(lambda _: ended())
         _RUNNING.add(self._task)
         self._task.add_done_callback(_RUNNING.discard)
 
     async def join(self) -> None:
-        """Waits for its end."""
+        """Wait for its end."""
         await asyncio.wait((self._task,))
 
 
 class Arrivals(Generic[T]):
-    """What has arrived for one reader, in its order."""
+    """Items that have arrived for one reader, in order."""
 
     def __init__(self) -> None:
         self._arrived: asyncio.Queue[T] = asyncio.Queue()
@@ -119,25 +120,25 @@ class Arrivals(Generic[T]):
         self._arrived.put_nowait(item)
 
     async def get(self) -> T:
-        """Waits for the next one."""
+        """Wait for the next item and return it."""
         return await self._arrived.get()
 
 
 class Outbox:
-    """What is to be sent on one stream: the requests that gRPC pulls. A stream that breaks takes it with it."""
+    """The requests of one stream, which gRPC pulls; a stream that breaks takes them with it."""
 
     def __init__(self, joined_bytes: int = 0) -> None:
-        """`joined_bytes`: what is ready is sent as one message, until it has so many; 0: message by message."""
+        """Join ready messages into one until it has `joined_bytes`; 0 sends them one by one."""
         self._joined_bytes = joined_bytes
         self._ready: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._held_back: set[asyncio.TimerHandle] = set()
 
     def put(self, message: bytes) -> None:
-        """Sends after what was put before."""
+        """Send a message after all earlier ones."""
         self._ready.put_nowait(message)
 
     def put_after(self, delay_s: float, message: Callable[[], bytes | None]) -> None:
-        """Sends when the delay has passed, unless the stream ends before; what, is asked then. None: nothing."""
+        """Call `message` after `delay_s` and send its result, unless it is None or the stream has ended."""
 
         def put() -> None:
             self._held_back.discard(timer)
@@ -148,7 +149,7 @@ class Outbox:
         self._held_back.add(timer)
 
     def close(self) -> None:
-        """Ends the iteration when what was put before is sent; what is held back is dropped."""
+        """End the iteration after the messages put before; drop delayed ones."""
         for timer in self._held_back:
             timer.cancel()
         self._held_back.clear()
@@ -166,7 +167,7 @@ class Outbox:
         joined, size_bytes = [message], len(message)
         while size_bytes < self._joined_bytes and not self._ready.empty():
             if (message := self._ready.get_nowait()) is None:
-                # To be met again, behind this message.
+                # Keep the mark for the next call.
                 self._ready.put_nowait(None)
                 break
             joined.append(message)
@@ -175,19 +176,19 @@ class Outbox:
 
 
 StreamCall: TypeAlias = grpc.aio.StreamStreamCall[bytes, Response]
-"""A stream, as gRPC opens it."""
+"""A stream as gRPC opens it"""
 
 
 def answers(call: StreamCall[Response]) -> AsyncIterator[Response]:
-    """The answers of a stream's call, as they come. Raises the status that the stream ended with."""
+    """Return the answers of a stream's call as they arrive. Raises the status with which the stream ended."""
     return _Answers(call)
 
 
 class _Answers(Generic[Response]):
-    """Reads the status when it comes.
+    """The answers of a stream, which keep the first status.
 
     In grpcio, 1.85 included, a write that fails because the stream has ended overwrites the status; the first one is
-    the daemon's. When the write is told of first, all that is known is that the stream is broken.
+    the daemon's. If the failed write is reported first, it is only known that the stream is broken.
     """
 
     def __init__(self, call: StreamCall[Response]) -> None:
@@ -206,11 +207,11 @@ class _Answers(Generic[Response]):
         except asyncio.CancelledError:
             if is_being_cancelled():
                 raise
-        # gRPC's word for a stream that it could not write to, and for a channel or a call that was closed here.
+        # gRPC's signal for a stream that it could not write to, and for a channel or a call that was closed here
         raise StopAsyncIteration
 
     def _note(self, call: grpc.aio.Call) -> None:
-        """Called by gRPC as soon as there is a status, so that nothing below waits."""
+        """Record the status. gRPC calls it as soon as there is one, so nothing below waits."""
         if self._failure is not None:
             return
         code, details = _at_once(call.code()), _at_once(call.details())
@@ -220,12 +221,12 @@ class _Answers(Generic[Response]):
 
 
 def is_failed_write(code: grpc.StatusCode, details: str | None) -> bool:
-    """Whether a status is gRPC's word for a stream that it could not write to, and not the daemon's."""
+    """Return True if a status is gRPC's for a stream that it could not write to, not the daemon's."""
     return code is grpc.StatusCode.INTERNAL and details == _WRITE_FAILED
 
 
 def _at_once(answer: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that does not wait."""
+    """Return the result of a coroutine that does not wait."""
     try:
         answer.send(None)
     except StopIteration as finished:
@@ -236,7 +237,7 @@ def _at_once(answer: Coroutine[Any, Any, T]) -> T:
 
 
 class Opening(Generic[Opened]):
-    """What is being opened: await it, or enter it with `async with`."""
+    """An object being opened: await it, or enter it with `async with`."""
 
     def __init__(self, opening: Callable[[], Coroutine[Any, Any, Opened]]) -> None:
         self._opening = opening
@@ -258,7 +259,7 @@ class Opening(Generic[Opened]):
 
 
 def opening(opens: Callable[Arguments, Coroutine[Any, Any, Opened]]) -> Callable[Arguments, Opening[Opened]]:
-    """Lets what a method opens be awaited or entered. In threads it is opened on return, and this is left out."""
+    """Let callers await or enter what a method opens. In threads it is open on return, and this is left out."""
 
     @functools.wraps(opens)
     def opened(*given: Arguments.args, **named: Arguments.kwargs) -> Opening[Opened]:

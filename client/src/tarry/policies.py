@@ -1,15 +1,7 @@
-"""What may be set for one topic or one subscription.
+"""Policies of topics and subscriptions, the table of delays, and how consumers share keys.
 
-Owns: the two policies and the table of delays as frozen values, to and from their messages. A field that is None has
-the daemon's default.
-Does not own: limits and defaults, which are the daemon's; when redeliveries come (`tarry.redelivery`); how keys are
-shared (`tarry.policies`).
-
-How consumers of a subscription share keys.
-
-Owns: the policy of key order and ranges of hash slots as frozen values, to and from their messages.
-Does not own: limits, defaults and the sharing, which are the daemon's; the hash of a key (`tarry.hashing`); what is
-seen of consumers (`tarry.inspection`).
+All are frozen values, to and from their messages. A field that is None takes the daemon's default; the daemon checks
+limits. `tarry.redelivery` has the delays of redeliveries.
 """
 
 from __future__ import annotations
@@ -26,31 +18,33 @@ E = TypeVar("E", bound=enum.IntEnum)
 
 
 class HashSelector(enum.IntEnum):
-    """Which consumer has a hash slot."""
+    """The rule that gives hash slots to consumers."""
 
     AUTO_SPLIT = policy_pb2.HASH_SELECTOR_AUTO_SPLIT
-    """One range each: who joins has half of the largest one, who leaves gives its range to a neighbour."""
+    """One range each: a consumer that joins takes half of the largest, one that leaves gives its range to a neighbour.
+    """
     CONSISTENT_HASHING = policy_pb2.HASH_SELECTOR_CONSISTENT_HASHING
-    """Each has points on a ring: who joins or leaves moves few slots of everybody, evenly."""
+    """Points on a ring: joining or leaving moves a few slots of every consumer, evenly."""
     STICKY = policy_pb2.HASH_SELECTOR_STICKY
-    """The ranges that each says."""
+    """The ranges that each consumer names"""
 
 
 class KeyOrder(enum.IntEnum):
-    """What keeps the order of keys when slots move from one consumer to another."""
+    """The rule that keeps keys in order when slots move between consumers."""
 
     DRAINING_HASHES = policy_pb2.KEY_ORDER_DRAINING_HASHES
-    """A hash goes to its new consumer when the old one has nothing unacknowledged of it; others do not wait."""
+    """A hash moves when its old consumer holds nothing unacknowledged of it; other hashes do not wait."""
     LAST_SENT_POSITION = policy_pb2.KEY_ORDER_LAST_SENT_POSITION
-    """A consumer that joined receives nothing behind the last sent position of then, until everything up to it is
-    acknowledged (PIP-282)."""
+    """A consumer that joined receives nothing after the last sent position of that moment until everything up to it is
+    acknowledged (PIP-282).
+    """
 
 
 class NackOrder(enum.IntEnum):
-    """What becomes of the later positions of a key when one is negatively acknowledged."""
+    """The treatment of a key's later positions when one is negatively acknowledged."""
 
     SKIP = policy_pb2.NACK_ORDER_SKIP
-    """They go on."""
+    """They are delivered."""
     BLOCK_KEY = policy_pb2.NACK_ORDER_BLOCK_KEY
     """They wait until it is acknowledged or a dead letter, or for `nack_block_max_ms`."""
 
@@ -63,7 +57,7 @@ class HashRange:
     last: int
 
     def to_message(self) -> policy_pb2.HashRange:
-        """Raises InvalidArgument: a value that the field cannot hold."""
+        """Return the message. Raises InvalidArgument if a field cannot hold a value."""
         try:
             return policy_pb2.HashRange(first=self.first, last=self.last)
         except (TypeError, ValueError) as wrong:
@@ -76,27 +70,27 @@ class HashRange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeySharedPolicy:
-    """How KEY_SHARED streams share keys. A field that is None has the daemon's default.
+    """The rules by which KEY_SHARED streams share keys. A field that is None takes the daemon's default.
 
     Example: `KeySharedPolicy(selector=tarry.HashSelector.STICKY, nack_order=tarry.NackOrder.BLOCK_KEY)`.
     """
 
     selector: HashSelector | None = None
-    """None: CONSISTENT_HASHING."""
+    """Default: CONSISTENT_HASHING"""
     points_per_consumer: int | None = None
-    """How many points of the ring each has, 1 to 1,000, None: 100. Only with CONSISTENT_HASHING."""
+    """Points of each consumer on the ring, 1 to 1,000, default 100; only with CONSISTENT_HASHING"""
     order: KeyOrder | None = None
-    """None: DRAINING_HASHES."""
+    """Default: DRAINING_HASHES"""
     allow_out_of_order_delivery: bool = False
-    """Positions go to the consumer that has their slot now: neither of the two orders is kept. Not with BLOCK_KEY."""
+    """Positions go to the current consumer of their slot, so neither order is kept. Not allowed with BLOCK_KEY."""
     nack_order: NackOrder | None = None
-    """None: SKIP."""
+    """Default: SKIP"""
     nack_block_max_ms: int | None = None
-    """For how long a hash waits for a position that is not acknowledged after all; 1 ms to 12 hours, None: 10 minutes.
-    Only with BLOCK_KEY."""
+    """Longest wait of a hash for an unacknowledged position, 1 ms to 12 hours, default 10 minutes; only with BLOCK_KEY
+    """
 
     def to_message(self) -> policy_pb2.KeySharedPolicy:
-        """Raises InvalidArgument: a value that the field cannot hold."""
+        """Return the message. Raises InvalidArgument if a field cannot hold a value."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         try:
             return policy_pb2.KeySharedPolicy(**fields)
@@ -116,7 +110,7 @@ class KeySharedPolicy:
 
 
 def _known(kind: type[E], name: str, number: int) -> E | None:
-    """None for unspecified."""
+    """Return the member, or None for unspecified."""
     try:
         return kind(number) if number else None
     except ValueError:
@@ -124,55 +118,56 @@ def _known(kind: type[E], name: str, number: int) -> E | None:
 
 
 class BucketForm(enum.IntEnum):
-    """How the buckets of a topic are written."""
+    """The form in which a topic's buckets are written."""
 
     COLUMNAR = policy_pb2.BUCKET_FORM_COLUMNAR
-    """Small and fast."""
+    """Small and fast"""
     COMPATIBLE = policy_pb2.BUCKET_FORM_COMPATIBLE
-    """Read in full by programs made from PIP-195."""
+    """Readable by any program made from PIP-195"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopicPolicy:
-    """Policy of a topic, as of PIP-195 where a name is its own. Rows keep their times, buckets their form.
+    """The policy of a topic, with the names of PIP-195 where it has one. Rows keep their times, buckets their form.
 
     Example: `TopicPolicy(bucket_rows_max=50_000, delay_max_ms=7 * 86_400_000)`.
     """
 
     delay_max_ms: int | None = None
-    """How far ahead a row may be due."""
+    """Largest delay of a row"""
     min_index_count_per_bucket: int | None = None
-    """Rows from which the mutable bucket is sealed when a higher ledger arrives; at least 1."""
+    """Rows from which the mutable bucket is sealed when a higher ledger arrives; at least 1"""
     bucket_rows_max: int | None = None
-    """Rows, bytes and age in ms at which it is sealed whatever the ledger; at least 1."""
+    """Rows, bytes and age (ms) at which it is sealed whatever the ledger; at least 1"""
     bucket_bytes_max: int | None = None
     bucket_age_max_ms: int | None = None
     max_time_step_per_bucket_snapshot_segment_seconds: int | None = None
-    """How a bucket is cut into segments: span of due times; rows, -1 = no limit; rows from which the span cuts."""
+    """Limits of a segment: span of due times; rows, -1 for no limit; rows from which the span applies"""
     max_indexes_per_bucket_snapshot_segment: int | None = None
     min_indexes_per_bucket_snapshot_segment: int | None = None
     bucket_form: BucketForm | None = None
-    """How buckets are written from now on; both forms are always read."""
+    """Form of buckets written from now on; both forms are always read"""
     shared_index: bool | None = None
-    """Whether subscriptions share one index; if not, rows that are added from now on are copied to each one's own."""
+    """True if subscriptions share one index; otherwise rows added from now on are copied into each subscription's index
+    """
     max_num_buckets: int | None = None
-    """Sealed buckets of one index above which neighbours are merged; at least 1, -1 = never."""
+    """Sealed buckets of one index above which neighbours are merged; at least 1, -1 for never"""
     merge_buckets_max: int | None = None
-    """Buckets that one merge reads, at least 2, and rows of a merged bucket, at least 1."""
+    """Buckets that one merge reads, at least 2, and rows of a merged bucket, at least 1"""
     merge_rows_max: int | None = None
     tick_ms: int | None = None
-    """Hand-outs are batched by as much, only ever later; 1 to 500."""
+    """Interval in which deliveries are batched, which only ever delays them; 1 to 500"""
     pending_rows_max: int | None = None
-    """Rows that may be pending, and that may come due within one second; 0 = no limit."""
+    """Rows that may be pending, and that may come due within one second; 0 for no limit"""
     due_rows_per_second_max: int | None = None
     client_rows_per_second_max: int | None = None
-    """What one client may add in a second, in rows and in bytes of requests; 0 = no limit."""
+    """Rows, and bytes of requests, that one client may add in a second; 0 for no limit"""
     client_bytes_per_second_max: int | None = None
     two_phase_deletion_enabled: bool | None = None
-    """Whether deletions of the topic's ledgers are recorded (PIP-186), from now on."""
+    """True if deletions of the topic's ledgers are recorded from now on (PIP-186)"""
 
     def to_message(self) -> policy_pb2.TopicPolicy:
-        """Raises InvalidArgument: a value that the field cannot hold."""
+        """Return the message. Raises InvalidArgument if a field cannot hold a value."""
         message = policy_pb2.TopicPolicy()
         for field in dataclasses.fields(self):
             _set(message, field.name, getattr(self, field.name))
@@ -192,27 +187,29 @@ class TopicPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SubscriptionPolicy:
-    """Policy of a subscription. Example: `SubscriptionPolicy(in_flight_rows_max=1_000, lease_ms=60_000)`."""
+    """The policy of a subscription. Example: `SubscriptionPolicy(in_flight_rows_max=1_000, lease_ms=60_000)`."""
 
     in_flight_rows_max: int | None = None
-    """Positions that may be in flight at all dispatchers together; at least 1."""
+    """Positions in flight at all dispatchers together, at most; at least 1"""
     lease_ms: int | None = None
-    """Lease of a `get` that names none; 1 ms to 12 hours."""
+    """Lease of a `get` that names none; 1 ms to 12 hours"""
     properties: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Free for the user: at most 64, names of at most 128 bytes, values of at most 1,024 bytes."""
+    """Free for the user: at most 64, with names of at most 128 bytes and values of at most 1,024 bytes"""
     redelivery: redelivery.RedeliveryPolicy | None = None
-    """When a negatively acknowledged position that names no delay comes back."""
+    """Delay of a negatively acknowledged position that names none"""
     max_redeliver_count: int | None = None
-    """What is negatively acknowledged more often becomes a dead letter; 0: at the first time, None: never."""
+    """Redeliveries after which a negatively acknowledged position becomes a dead letter; 0 means at the first time,
+    None never
+    """
     ack_timeout_ms: int | None = None
-    """What is in flight for so long is negatively acknowledged; 100 ms to 12 hours, None: never."""
+    """Time after which a position in flight is negatively acknowledged; 100 ms to 12 hours, None for never"""
     nack_precision_bits: int | None = None
-    """Redelivery times are rounded up to multiples of 2^n ms (PIP-393): 0 to 20, 0 = exact."""
+    """Redelivery times are rounded up to multiples of 2^n ms (PIP-393); 0 to 20, 0 for exact"""
     key_shared: KeySharedPolicy | None = None
-    """How KEY_SHARED streams share keys; it counts from the next time on that no such stream is open."""
+    """Rules of KEY_SHARED streams, which apply from the next time on that no such stream is open"""
 
     def to_message(self) -> policy_pb2.SubscriptionPolicy:
-        """Raises InvalidArgument: a value that the field cannot hold."""
+        """Return the message. Raises InvalidArgument if a field cannot hold a value."""
         message = policy_pb2.SubscriptionPolicy()
         for field in _PLAIN_FIELDS:
             _set(message, field, getattr(self, field))
@@ -249,12 +246,12 @@ class DelayLevels:
     """A table of delays (RocketMQ). Example: `DelayLevels("1s 5s 10s 30s 1m")`."""
 
     table: str
-    """1 to 256 delays, level 1 first: positive whole numbers, each with s, m, h or d, separated by white space."""
+    """1 to 256 delays, level 1 first: positive whole numbers, each with s, m, h or d, separated by white space"""
     clamp: bool = True
-    """A level above the last one is the last one; if not, it is refused."""
+    """True if a level above the last one means the last one; otherwise it is refused"""
 
     def to_message(self) -> admin_pb2.DelayLevels:
-        """Raises InvalidArgument: a value that the field cannot hold."""
+        """Return the message. Raises InvalidArgument if a field cannot hold a value."""
         message = admin_pb2.DelayLevels()
         _set(message, "table", self.table)
         _set(message, "clamp", self.clamp)

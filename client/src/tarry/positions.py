@@ -1,15 +1,11 @@
-"""Positions of your log: what a log calls its messages, as positions, and back.
+"""Maps the message ids of your message log to positions, and back.
 
-Owns: for each log the mapping of its message ids to (ledger id, entry id) and the exact inverse, the version of each
-mapping, and what does not fit into it.
-Does not own: reading the log; which topic a message goes to; batches of what is added or handed out (`tarry.columns`).
-
-Each mapping is a class with two functions, `to_positions` and `from_positions`, and has a name with a version, such as
-"kafka/1". A mapping never changes, for its positions are stored: another one gets another version and a class of its
-own. What is given is a column or one value, which is a column of length 1; what is returned are columns of one length.
-
-A stream or topic of a log that is deleted and made again counts from its first id again. Its Tarry topic needs another
-name then, with the generation in it.
+Each mapping is a class with two functions, `to_positions` and its exact inverse `from_positions`, and a name with a
+version, such as "kafka/1". A mapping never changes, because its positions are stored: a changed one gets another
+version and a class of its own. Arguments are columns or single values, which are columns of length 1; results are
+columns of one length.
+If a stream or topic of a log is deleted and created again, it counts from its first id again. Its Tarry topic then
+needs another name that contains the generation.
 """
 
 from __future__ import annotations
@@ -29,66 +25,65 @@ TextId: TypeAlias = str | bytes
 _U64_MAX = 2**64 - 1
 _I64_MAX = 2**63 - 1
 _I32_MAX = 2**31 - 1
-# The ledger of logs that have one number for a message.
+# Ledger of logs that have one number for a message
 _ONLY_LEDGER = 1
-# Redis: the time of an id above, its sequence number in the low bits.
+# Redis: the time of an id in the high bits, its sequence number in the low ones
 _SEQUENCE_BITS = 20
 _SEQUENCE_MAX = 2**_SEQUENCE_BITS - 1
 _TIME_MAX = 2 ** (64 - _SEQUENCE_BITS) - 1
 _REDIS_LEDGER = 0
 _REDIS_FORM = re.compile(r"(0|[1-9][0-9]{0,19})-(0|[1-9][0-9]{0,19})")
-# What the daemon can name of a batch: of more entries, or of larger batches, only entries as a whole.
+# The daemon's limits for single messages of batches; above them only whole entries can be named.
 _BATCH_INDEX_MAX = 2**16 - 1
 _BATCHED_ENTRY_ID_MAX = 2**48 - 1
 _NO_PULSAR_INDEX = -1
 
 
 class Entries(NamedTuple):
-    """Positions, columns of one length. `client.add(topic, *entries, delay_ms=...)` takes them as they are."""
+    """Positions, as columns of one length. `client.add(topic, *entries, delay_ms=...)` takes them unchanged."""
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
 
 
 class EntryParts(NamedTuple):
-    """Positions of single messages of batches, columns of one length."""
+    """Positions of single messages of batches, as columns of one length."""
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
     batch_index: NDArray[np.uint32]
-    """The message of its batch that each row is, or `tarry.NO_BATCH_INDEX`: the entry as a whole."""
+    """Index of the message within its batch entry, or `tarry.NO_BATCH_INDEX` for the whole entry"""
 
 
 class KafkaOffsets(NamedTuple):
-    """Records of a Kafka topic, columns of one length."""
+    """Records of a Kafka topic, as columns of one length."""
 
     partition: NDArray[np.int32]
     offset: NDArray[np.int64]
 
 
 class PulsarMessages(NamedTuple):
-    """Message ids of a Pulsar topic without their partition, columns of one length."""
+    """Message ids of a Pulsar topic without their partition, as columns of one length."""
 
     ledger_id: NDArray[np.int64]
     entry_id: NDArray[np.int64]
     batch_index: NDArray[np.int32]
-    """-1, as in Pulsar: the entry as a whole."""
+    """-1 for the whole entry, as in Pulsar"""
 
 
 class Kafka1:
-    """Records of a Kafka topic as positions of one Tarry topic: ledger = partition, entry = offset. Mapping "kafka/1".
+    """Mapping "kafka/1": records of a Kafka topic in one Tarry topic, with ledger = partition, entry = offset.
 
-    Partitions are ledgers side by side: each is trimmed by itself, never with `all_lower_ledgers`.
+    Partitions are independent ledgers: trim each separately, never with `all_lower_ledgers`.
     """
 
     NAME: Final = "kafka/1"
 
     @staticmethod
     def to_positions(partition: columns.Column, offset: columns.Column) -> Entries:
-        """The positions of records. Raises InvalidArgument.
+        """Return the positions of records. Raises InvalidArgument.
 
-        `partition`: 0 to 2^31 - 1, one for each record or one for all. `offset`: 0 to 2^63 - 1.
-
+        `partition` is 0 to 2^31 - 1, one for each record or one for all. `offset` is 0 to 2^63 - 1.
         Example: `client.add("orders", *tarry.positions.Kafka1.to_positions(3, [17, 18]), delay_ms=5_000)`
         """
         ledger_id = _whole_numbers("partition", partition, most=_I32_MAX)
@@ -96,7 +91,7 @@ class Kafka1:
 
     @staticmethod
     def from_positions(ledger_id: columns.Column, entry_id: columns.Column) -> KafkaOffsets:
-        """The records of positions that `to_positions` gave. Raises InvalidArgument: it did not."""
+        """Return the records of positions. Raises InvalidArgument for positions that `to_positions` cannot return."""
         partition = _whole_numbers("ledger_id", ledger_id, most=_I32_MAX)
         offset = _whole_numbers("entry_id", entry_id, most=_I64_MAX)
         partition, offset = _of_one_length(ledger_id=partition, entry_id=offset)
@@ -104,13 +99,13 @@ class Kafka1:
 
 
 class NatsStream1:
-    """Messages of a NATS JetStream stream: ledger = 1, entry = stream sequence. Mapping "nats-stream/1"."""
+    """Mapping "nats-stream/1": messages of a NATS JetStream stream, with ledger = 1, entry = stream sequence."""
 
     NAME: Final = "nats-stream/1"
 
     @staticmethod
     def to_positions(sequence: columns.Column) -> Entries:
-        """The positions of messages by their stream sequence, 1 to 2^64 - 1. Raises InvalidArgument.
+        """Return the positions of messages by their stream sequence, 1 to 2^64 - 1. Raises InvalidArgument.
 
         Example: `tarry.positions.NatsStream1.to_positions([message.metadata.sequence.stream for message in messages])`
         """
@@ -118,21 +113,21 @@ class NatsStream1:
 
     @staticmethod
     def from_positions(ledger_id: columns.Column, entry_id: columns.Column) -> NDArray[np.uint64]:
-        """The stream sequences of positions that `to_positions` gave. Raises InvalidArgument: it did not."""
+        """Return the stream sequences. Raises InvalidArgument for positions that `to_positions` cannot return."""
         return _of_ledger(_ONLY_LEDGER, ledger_id, _whole_numbers("entry_id", entry_id, least=1))
 
 
 class RabbitStream1:
-    """Messages of a RabbitMQ stream: ledger = 1, entry = offset. Mapping "rabbitmq-stream/1".
+    """Mapping "rabbitmq-stream/1": messages of a RabbitMQ stream, with ledger = 1, entry = offset.
 
-    Each partition of a super stream is a stream, with a Tarry topic of its own.
+    Each partition of a super stream is a stream with a Tarry topic of its own.
     """
 
     NAME: Final = "rabbitmq-stream/1"
 
     @staticmethod
     def to_positions(offset: columns.Column) -> Entries:
-        """The positions of messages by their offset, 0 to 2^64 - 1. Raises InvalidArgument.
+        """Return the positions of messages by their offset, 0 to 2^64 - 1. Raises InvalidArgument.
 
         Example: `tarry.positions.RabbitStream1.to_positions(range(100, 200))`
         """
@@ -140,23 +135,23 @@ class RabbitStream1:
 
     @staticmethod
     def from_positions(ledger_id: columns.Column, entry_id: columns.Column) -> NDArray[np.uint64]:
-        """The offsets of positions that `to_positions` gave. Raises InvalidArgument: it did not."""
+        """Return the offsets. Raises InvalidArgument for positions that `to_positions` cannot return."""
         return _of_ledger(_ONLY_LEDGER, ledger_id, _whole_numbers("entry_id", entry_id))
 
 
 class RedisStream1:
-    """Entries of a Redis stream in its order: ledger = 0, entry = ms * 2^20 + sequence. Mapping "redis-stream/1".
+    """Mapping "redis-stream/1": entries of a Redis stream in its order, ledger = 0, entry = ms * 2^20 + sequence.
 
-    An id is "<ms>-<sequence>", as XADD answers it: ms up to 2^44 - 1, in the year 2527, the sequence number up to
+    An id is "<ms>-<sequence>", as XADD returns it: ms up to 2^44 - 1, in the year 2527, the sequence number up to
     1,048,575. Redis gives larger ones only when its clock has been set back, or in a script of more than a million
-    XADDs. `RedisSequences1` costs less where the order does not matter.
+    XADDs. `RedisSequences1` costs less if the order does not matter.
     """
 
     NAME: Final = "redis-stream/1"
 
     @staticmethod
     def to_positions(ids: TextId | Iterable[TextId]) -> Entries:
-        """The positions of entries by their ids, text or bytes. Raises InvalidArgument.
+        """Return the positions of entries by their ids, text or bytes. Raises InvalidArgument.
 
         Example: `tarry.positions.RedisStream1.to_positions(["1795773600000-0", b"1795773600000-1"])`
         """
@@ -165,24 +160,24 @@ class RedisStream1:
 
     @staticmethod
     def from_positions(ledger_id: columns.Column, entry_id: columns.Column) -> list[str]:
-        """The ids of positions that `to_positions` gave, as text. Raises InvalidArgument: it did not."""
+        """Return the ids as text. Raises InvalidArgument for positions that `to_positions` cannot return."""
         numbers = _of_ledger(_REDIS_LEDGER, ledger_id, _whole_numbers("entry_id", entry_id, least=1))
         return [f"{each >> _SEQUENCE_BITS}-{each & _SEQUENCE_MAX}" for each in numbers.tolist()]
 
 
 class RedisSequences1:
-    """Entries of a Redis stream: ledger = sequence number, entry = ms. Mapping "redis-sequences/1".
+    """Mapping "redis-sequences/1": entries of a Redis stream, with ledger = sequence number, entry = ms.
 
-    Positions take a fraction of the bytes of `RedisStream1`, and any id fits; but their order is that of the stream
-    only among equal sequence numbers. It is not for order by keys, cursors and `all_lower_ledgers`, and not for streams
-    in which thousands of entries have one ms.
+    Positions take a fraction of the bytes of `RedisStream1`, and any id fits, but their order is that of the stream
+    only among equal sequence numbers. Do not use it for order by keys, cursors or `all_lower_ledgers`, or for streams
+    with thousands of entries in one ms.
     """
 
     NAME: Final = "redis-sequences/1"
 
     @staticmethod
     def to_positions(ids: TextId | Iterable[TextId]) -> Entries:
-        """The positions of entries by their ids, text or bytes. Raises InvalidArgument.
+        """Return the positions of entries by their ids, text or bytes. Raises InvalidArgument.
 
         Example: `tarry.positions.RedisSequences1.to_positions(["1795773600000-0", b"1795773600000-1"])`
         """
@@ -191,7 +186,7 @@ class RedisSequences1:
 
     @staticmethod
     def from_positions(ledger_id: columns.Column, entry_id: columns.Column) -> list[str]:
-        """The ids of positions that `to_positions` gave, as text. Raises InvalidArgument: it did not."""
+        """Return the ids as text. Raises InvalidArgument for positions that `to_positions` cannot return."""
         sequence, time_ms = _of_one_length(
             ledger_id=_whole_numbers("ledger_id", ledger_id), entry_id=_whole_numbers("entry_id", entry_id)
         )
@@ -203,11 +198,11 @@ class RedisSequences1:
 
 
 class Pulsar1:
-    """Messages of a Pulsar topic: ledger and entry as they are, and the index in a batch. Mapping "pulsar/1".
+    """Mapping "pulsar/1": messages of a Pulsar topic, with its ledger and entry, and the index in a batch.
 
-    The partition of a message id is not in its position: each partition of a Pulsar topic is a topic by itself, with
-    ledgers of its own, and so is its Tarry topic. An add takes entries as a whole, a negative acknowledgement also
-    single messages of them.
+    The partition of a message id is not in its position: each partition of a Pulsar topic is a separate topic with
+    ledgers of its own, and so is its Tarry topic. An add takes whole entries, a negative acknowledgement also single
+    messages of them.
     """
 
     NAME: Final = "pulsar/1"
@@ -216,11 +211,10 @@ class Pulsar1:
     def to_positions(
         ledger_id: columns.Column, entry_id: columns.Column, batch_index: columns.Column = _NO_PULSAR_INDEX
     ) -> EntryParts:
-        """The positions of messages. Raises InvalidArgument.
+        """Return the positions of messages. Raises InvalidArgument.
 
-        `ledger_id`, `entry_id`: 0 to 2^63 - 1. `batch_index`: 0 to 65,535, or -1, the entry as a whole; only entries up
-        to 2^48 - 1 have messages that can be named.
-
+        `ledger_id` and `entry_id` are 0 to 2^63 - 1. `batch_index` is 0 to 65,535, or -1 for the whole entry; only
+        entries up to 2^48 - 1 allow single messages.
         Example: `tarry.positions.Pulsar1.to_positions(7, [0, 1, 1], [-1, 0, 1])`
         """
         ledgers = _whole_numbers("ledger_id", ledger_id, most=_I64_MAX)
@@ -235,9 +229,9 @@ class Pulsar1:
     def from_positions(
         ledger_id: columns.Column, entry_id: columns.Column, batch_index: columns.Column | None = None
     ) -> PulsarMessages:
-        """The messages of positions that `to_positions` gave. Raises InvalidArgument: it did not.
+        """Return the messages. Raises InvalidArgument for positions that `to_positions` cannot return.
 
-        `batch_index`: of what was handed out; None, and in a column `tarry.NO_BATCH_INDEX`: the entry as a whole.
+        `batch_index` is that of a delivery; None, and `tarry.NO_BATCH_INDEX` in a column, mean the whole entry.
         """
         ledgers = _whole_numbers("ledger_id", ledger_id, most=_I64_MAX)
         entries = _whole_numbers("entry_id", entry_id, most=_I64_MAX)
@@ -261,13 +255,13 @@ MAPPINGS: Final[Mapping[str, AnyMapping]] = {
     RedisSequences1.NAME: RedisSequences1,
     Pulsar1.NAME: Pulsar1,
 }
-"""All mappings by their names, which are to be kept beside what they made."""
+"""All mappings by name; keep the name next to positions made by it."""
 
 
 def _redis_numbers(
     ids: TextId | Iterable[TextId], *, time_max: int, sequence_max: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """(ms, sequence number) of each id. Raises InvalidArgument."""
+    """Return (ms, sequence number) of each id. Raises InvalidArgument."""
     given = [ids] if isinstance(ids, (str, bytes)) else list(ids)
     numbers = [_redis_number(row, each, time_max=time_max, sequence_max=sequence_max) for row, each in enumerate(given)]
     both = np.array(numbers, np.uint64).reshape(-1, 2)
@@ -275,7 +269,7 @@ def _redis_numbers(
 
 
 def _redis_number(row: int, given: TextId, *, time_max: int, sequence_max: int) -> tuple[int, int]:
-    """(ms, sequence number). Raises InvalidArgument: not an id that Redis writes, or its numbers do not fit."""
+    """Return (ms, sequence number). Raises InvalidArgument if Redis writes no such id, or if its numbers do not fit."""
     text = given.decode("ascii", "replace") if isinstance(given, bytes) else given
     found = _REDIS_FORM.fullmatch(text) if isinstance(text, str) else None
     if found is None:
@@ -294,13 +288,13 @@ def _in_ledger(ledger_id: int, entry_id: NDArray[np.uint64]) -> Entries:
 
 
 def _of_ledger(only: int, ledger_id: columns.Column, entry_id: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The entries. Raises InvalidArgument: positions of another ledger."""
+    """Return the entries. Raises InvalidArgument for positions of another ledger."""
     ledgers = _whole_numbers("ledger_id", ledger_id, least=only, most=only)
     return _of_one_length(ledger_id=ledgers, entry_id=entry_id)[1]
 
 
 def _check_batched(entry_id: NDArray[np.uint64], is_part: NDArray[np.bool_]) -> None:
-    """Raises InvalidArgument for messages of entries of which none can be named."""
+    """Raise InvalidArgument for single messages of entries that do not allow them."""
     beyond = np.flatnonzero(is_part & (entry_id > np.uint64(_BATCHED_ENTRY_ID_MAX)))
     if len(beyond):
         row = int(beyond[0])
@@ -311,7 +305,7 @@ def _check_batched(entry_id: NDArray[np.uint64], is_part: NDArray[np.bool_]) -> 
 
 
 def _of_one_length(**given: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """The columns, those of length 1 repeated. Raises InvalidArgument: lengths that differ."""
+    """Return the columns, with those of length 1 repeated. Raises InvalidArgument if lengths differ."""
     lengths = {name: len(column) for name, column in given.items()}
     rows = next((length for length in lengths.values() if length != 1), 1)
     for name, length in lengths.items():
@@ -329,7 +323,7 @@ def _signed(field: str, values: columns.Column, *, least: int, most: int) -> NDA
 
 
 def _checked(field: str, values: columns.Column, least: int, most: int) -> NDArray[Any]:
-    """The values as a column of integers of any kind. Raises InvalidArgument: they are none, or out of the range."""
+    """Return the values as a column of integers. Raises InvalidArgument if a value is none or out of range."""
     if isinstance(values, np.ndarray) and values.dtype.kind in "ui":
         array = values.reshape(1) if values.ndim == 0 else values
     else:
@@ -341,14 +335,14 @@ def _checked(field: str, values: columns.Column, least: int, most: int) -> NDArr
 
 
 def _check_range(field: str, array: NDArray[Any], least: int, most: int) -> None:
-    """Raises InvalidArgument for a number that is not from `least` to `most`."""
+    """Raise InvalidArgument for a number that is not from `least` to `most`."""
     for row in (int(array.argmin()), int(array.argmax())) if len(array) else ():
         if not least <= int(array[row]) <= most:
             raise errors.InvalidArgument(f"{field}[{row}] is {array[row]}; it must be from {least} to {most}")
 
 
 def _array_of(field: str, values: Any) -> NDArray[Any]:
-    """Numbers of Python as an array of objects: numpy has no type for all of them. Raises InvalidArgument."""
+    """Return Python's numbers as objects, because no numpy type holds all of them. Raises InvalidArgument."""
     is_one = isinstance(values, (str, bytes)) or not isinstance(values, Iterable)
     given: list[Any] = [values] if is_one else list(values)
     for row, value in enumerate(given):

@@ -1,13 +1,10 @@
-"""The batches that a producer makes of single rows: which rows go together and when, and what became of each. No I/O,
-no threads, no waiting; the time is an argument.
+"""Makes batches of a producer's single rows, without I/O, threads or waiting; the time is an argument.
 
-Owns: one batch for each kind of time, its end by lingering, by its rows or by a flush, the bound on rows that are not
-answered, taking a refused batch apart, and the outcome of each row.
-Does not own: requests in flight, and sending them again (`tarry.add_requests`); who waits for what
-(`tarry.aio.producer`).
-
-Whoever drives it settles what `outcomes` returns, and only then calls `remove`: who waits until rows are answered finds
-every one of them settled.
+Decides which rows are sent together and when, and the outcome of each row. There is one open batch for each kind of
+time, which ends by lingering, by its rows or by a flush. A refused batch is split. The number of unanswered rows is
+bounded. `tarry.add_requests` tracks requests in flight.
+The driver (`tarry.aio.producer`) settles what `outcomes` returns and only then calls `remove`. A caller that waits
+until rows are answered therefore finds every one of them settled.
 """
 
 from __future__ import annotations
@@ -31,16 +28,16 @@ Answer = TypeVar("Answer")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Added:
-    """What became of a row that a producer added: it is durable, unless it was returned.
+    """The result of a row that a producer added: it is durable, unless it was returned.
 
-    A position that was in the index already looks like one that is new: its time is unchanged. The daemon counts such
-    rows and does not name them.
+    A position that was already in the index looks like a new one: its time is unchanged. The daemon counts such rows
+    and does not name them.
     """
 
     returned: bool = False
-    """It was due already and not stored (AlreadyDue.RETURN)."""
+    """True if it was already due and not stored (AlreadyDue.RETURN)"""
     raised_deliver_at_ms: int | None = None
-    """The later time than the one asked for that it was stored with; None where that is the one asked for."""
+    """The stored time if it is later than requested (ms), otherwise None"""
 
 
 Outcome: TypeAlias = Added | errors.TarryError
@@ -50,8 +47,9 @@ _NEVER_S = math.inf
 
 
 class Batch(Generic[Answer]):
-    """Rows of one kind of time, in the order in which they came. `number`: a later batch has a higher one, parts of a
-    batch have that of the whole.
+    """Rows of one kind of time, in order of arrival.
+
+    A later batch has a higher `number`; parts of a batch have that of the whole.
     """
 
     __slots__ = (
@@ -67,7 +65,7 @@ class Batch(Generic[Answer]):
     )
 
     def __init__(self, number: int, column: str) -> None:
-        """`column`: the name of the time column."""
+        """Begin a batch with a time column of this name."""
         self.number = number
         self.column = column
         self.answers: list[Answer] = []
@@ -90,10 +88,10 @@ class Batch(Generic[Answer]):
         time: SupportsIndex | None,
         key_hash: object,
     ) -> int:
-        """Takes a row in; how many there are now. Raises InvalidArgument, and is as before."""
+        """Append a row and return the new number of rows. Raises InvalidArgument and leaves the batch unchanged."""
         answers = self.answers
         try:
-            # Arrays of C refuse what is no number of their size, and cost less than to ask before.
+            # C arrays refuse what is no number of their size, and cost less than a check before.
             self._ledger_id.append(ledger_id)  # type: ignore[arg-type]
             self._entry_id.append(entry_id)  # type: ignore[arg-type]
             self._time.append(time)  # type: ignore[arg-type]
@@ -106,18 +104,18 @@ class Batch(Generic[Answer]):
         return len(answers)
 
     def columns(self) -> dict[str, NDArray[np.integer]]:
-        """By the names of the arguments with which a stream of batches takes them."""
+        """Return the columns by the argument names of `AddStream.add`."""
         given: dict[str, NDArray[np.integer]] = {
             "ledger_id": _short(np.frombuffer(self._ledger_id, np.uint64)),
             "entry_id": np.frombuffer(self._entry_id, np.uint64),
             self.column: _short(np.frombuffer(self._time, np.int32 if self.column == _LEVEL else np.uint64)),
         }
         hashes = _short(np.frombuffer(self._key_hash, np.uint32))
-        # On the wire the hash 0 is that of a row without a key.
+        # On the wire, hash 0 is that of a row without a key.
         return given | {"key_hash": hashes} if hashes.any() else given
 
     def halves(self) -> list[Batch[Answer]]:
-        """Both halves of at least two rows, in their order."""
+        """Return both halves of at least two rows, in order."""
         middle = len(self) // 2
         return [self._rows(slice(0, middle)), self._rows(slice(middle, None))]
 
@@ -129,7 +127,7 @@ class Batch(Generic[Answer]):
         return part
 
     def _wrong_row(self, *values: object) -> errors.InvalidArgument:
-        """What to raise for a row of which some value is no number of its column."""
+        """Return the error to raise for a row with a value that is no number of its column."""
         names = ("ledger_id", "entry_id", self.column, "key_hash")
         for name, value, bits in zip(names, values, (64, 64, 64, 32), strict=True):
             if name == _LEVEL:
@@ -142,10 +140,13 @@ class Batch(Generic[Answer]):
 
 
 class Batches(Generic[Answer]):
-    """`Answer` is the driver's kind of future, one for each row, made by it and given back in the batch."""
+    """The batches of one producer.
+
+    `Answer` is the future type of the driver, which makes one for each row and finds it in the batch.
+    """
 
     def __init__(self, *, linger_ms: float, rows_max: int, outstanding_max: int) -> None:
-        """`rows_max`: of a batch. `outstanding_max`: rows that may be unanswered. Raises InvalidArgument."""
+        """Limit a batch to `rows_max` rows, and unanswered rows to `outstanding_max`. Raises InvalidArgument."""
         if not 0 <= linger_ms < math.inf:
             raise errors.InvalidArgument(f"linger_ms is {linger_ms}; it must be 0 or more")
         for name, value in (("batch_rows", rows_max), ("max_outstanding", outstanding_max)):
@@ -155,22 +156,22 @@ class Batches(Generic[Answer]):
         self._rows_max = rows_max
         self._outstanding_max = outstanding_max
         self._open: dict[str, Batch[Answer]] = {}
-        """By time column, what still takes rows in."""
+        """Time column -> batch that still takes rows"""
         self._ready: collections.deque[Batch[Answer]] = collections.deque()
         self._unanswered: set[Batch[Answer]] = set()
         self._last_number = 0
         self._taken_rows = 0
-        """Rows that are sent and not answered."""
+        """Rows sent and not answered"""
         self._first_failure: errors.TarryError | None = None
         self.outstanding = 0
-        """Rows that are not answered."""
+        """Rows not answered"""
         self._on_invalid = reasons.OnInvalid.RETURN
-        """Of the next batch. A daemon that does not know RETURN ends it for good."""
+        """Used for the next batch. A daemon that does not know RETURN ends it for good."""
         self.ended: errors.TarryError | None = None
 
     @property
     def may_put(self) -> bool:
-        """Whether another row may come, or `put` tells why not."""
+        """True if another row may be put, or if `put` would raise what ended the producer."""
         return self.outstanding < self._outstanding_max or self.ended is not None
 
     def put(
@@ -185,7 +186,10 @@ class Batches(Generic[Answer]):
         key_hash: SupportsIndex | NDArray[np.uint32] | None,
         now_s: float,
     ) -> bool:
-        """Takes a row in; whether that changes when the next batch is due. Raises InvalidArgument, what ended it."""
+        """Add a row; return True if that changes when the next batch is due.
+
+        Raises InvalidArgument, or what ended the producer.
+        """
         if self.ended is not None:
             raise self.ended
         if (deliver_at_ms is None) + (delay_ms is None) + (delay_level is None) != 2:
@@ -198,7 +202,7 @@ class Batches(Generic[Answer]):
         if key_hash is None:
             key_hash = 0
         elif isinstance(key_hash, np.ndarray) and key_hash.size == 1:
-            # What `tarry.key_hash` makes of one key.
+            # The form in which `tarry.key_hash` returns one key
             key_hash = key_hash.item()
         batch = self._open.get(column) or self._begin(column)
         rows = batch.append(answer, ledger_id, entry_id, time=time, key_hash=key_hash)
@@ -213,11 +217,11 @@ class Batches(Generic[Answer]):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a batch is due, or will be."""
+        """True if a batch is due, or will be."""
         return bool(self._ready) or any(self._open.values())
 
     def due_in_s(self, now_s: float) -> float | None:
-        """How long the next batch lingers, not below 0; None: there is none."""
+        """Return how long the next batch lingers (seconds), not below 0, or None if there is none."""
         if self._ready:
             return 0.0
         lingering = [batch.due_at_s for batch in self._open.values() if batch]
@@ -228,9 +232,9 @@ class Batches(Generic[Answer]):
         return max(0.0, min(lingering) - now_s)
 
     def take(self, now_s: float) -> Batch[Answer] | None:
-        """The batch to be sent now, if any is due."""
+        """Return the batch to send now, if any is due."""
         lingered = [batch for batch in self._open.values() if batch and (batch.due_at_s <= now_s or self._is_stuck)]
-        # The oldest first: full batches of one kind of time would let none of another pass.
+        # Oldest first: otherwise full batches of one kind of time would block the others.
         batch = min((*itertools.islice(self._ready, 1), *lingered), key=_number_of, default=None)
         if batch is None:
             return None
@@ -243,72 +247,74 @@ class Batches(Generic[Answer]):
         return batch
 
     def flush(self) -> int:
-        """Every row is due now; the number of the last batch that has some of them."""
+        """Make every row due now; return the number of the last batch that has some of them."""
         self._ready.extend(batch for batch in self._open.values() if batch)
         self._open.clear()
         return self._last_number
 
     def is_answered(self, number: int) -> bool:
-        """Whether every row of the batches up to that number is."""
+        """Return True if every row of the batches up to that number is answered."""
         return all(batch.number > number for batch in self._unanswered)
 
     def outcomes(
         self, batch: Batch[Answer], result: results.AddResult | None, error: errors.TarryError | None
     ) -> Sequence[Outcome] | None:
-        """What became of each row of a batch that was taken; None: it is due again, otherwise or in halves."""
+        """Return the outcome of each row of a taken batch, or None if it is due again, changed or in halves."""
         self._taken_rows -= len(batch)
         if result is not None:
             outcomes = _outcomes(result, len(batch))
         elif (parts := self._again(batch, error)) is not None:
             self._unanswered.remove(batch)
             self._unanswered.update(parts)
-            # Before what came after it.
+            # Ahead of later batches
             self._ready = collections.deque(sorted((*parts, *self._ready), key=_number_of))
             return None
         else:
-            # Each its own: an exception keeps the places where it was raised.
+            # One copy for each row, because an exception keeps the places where it was raised
             outcomes = [copy.copy(error) for _ in batch.answers if error is not None]
         if self._first_failure is None and (result is None or result.refused):
             self._first_failure = next(each for each in outcomes if isinstance(each, errors.TarryError))
         return outcomes
 
     def remove(self, batch: Batch[Answer]) -> None:
-        """Forgets a batch whose rows are settled."""
+        """Forget a batch whose rows are settled."""
         if batch in self._unanswered:
             self._unanswered.remove(batch)
             self.outstanding -= len(batch)
 
     def end(self, error: errors.TarryError) -> None:
-        """No row may come any more, and none is due; idempotent."""
+        """Refuse further rows, and make none due. Idempotent."""
         if self.ended is None:
             self.ended = error
 
     def left(self) -> list[Batch[Answer]]:
-        """Everything that is not answered, when nothing will be any more."""
+        """Return everything unanswered, when no more answers will arrive."""
         self._open.clear()
         self._ready.clear()
         return list(self._unanswered)
 
     def raise_first_failure(self) -> None:
-        """Raises the first failure since it was last called, if any."""
+        """Raise the first failure since the last call, if any."""
         failure, self._first_failure = self._first_failure, None
         if failure is not None:
             raise failure
 
     def too_many(self, timeout_s: float) -> errors.DeadlineExceeded:
-        """What to raise when `may_put` stayed False."""
+        """Return the error to raise if `may_put` stays False for this time (seconds)."""
         return errors.DeadlineExceeded(
             f"{self.outstanding} rows are outstanding, and none was answered within {timeout_s:g} s"
         )
 
     def unanswered(self, timeout_s: float | None) -> errors.DeadlineExceeded:
-        """What to raise when rows stayed outstanding."""
+        """Return the error to raise if rows stay unanswered for this time (seconds)."""
         return errors.DeadlineExceeded(f"{self.outstanding} rows are unanswered after {timeout_s or 0:g} s")
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether no row can come before a batch is sent. While one is on its way, its answer makes room for more: to
-        send at once then would keep batches as small as the first of them.
+        """True if no row can be put before a batch is sent.
+
+        While a batch is in flight, its answer makes room for more; sending at once then would keep batches as small as
+        the first of them.
         """
         is_full = self.outstanding >= self._outstanding_max
         return is_full and not self._taken_rows and not self._ready
@@ -321,7 +327,7 @@ class Batches(Generic[Answer]):
         return batch
 
     def _again(self, batch: Batch[Answer], error: errors.TarryError | None) -> list[Batch[Answer]] | None:
-        """What a failed batch is sent again as."""
+        """Return the batches as which a failed one is sent again, or None if it is not."""
         if self.ended is not None:
             return None
         is_returning = batch.on_invalid is reasons.OnInvalid.RETURN
@@ -334,7 +340,7 @@ class Batches(Generic[Answer]):
 
 
 def _short(column: NDArray[np.integer]) -> NDArray[np.integer]:
-    """One value for all rows, where it is the same for all."""
+    """Return a single value if it is the same for all rows."""
     return column[:1] if (column == column[0]).all() else column
 
 
@@ -343,8 +349,10 @@ def _number_of(batch: Batch[Any]) -> int:
 
 
 def _may_be_of_some_rows(error: errors.TarryError | None, *, is_returning: bool) -> bool:
-    """Whether fewer rows may be accepted: they are more than a quota lets through at once, or some are invalid, which a
-    daemon that returns these says otherwise.
+    """Return True if fewer rows may be accepted.
+
+    There may be more rows than a quota admits at once. Some may also be invalid, which a daemon that returns invalid
+    rows reports differently.
     """
     if isinstance(error, errors.ResourceExhausted):
         return not errors.is_retryable(error)
@@ -363,7 +371,7 @@ def _outcomes(result: results.AddResult, rows: int) -> list[Outcome]:
 
 
 def _refusal(reason: reasons.RefusedReason | int) -> errors.TarryError:
-    """The failure of a row that did not come into the index while others of its batch did."""
+    """Return the failure of a row that was not stored while others of its batch were."""
     if reason is reasons.RefusedReason.DELAY_TOO_LONG:
         return errors.OutOfRange("the row is further ahead than the largest delay; it was not stored")
     if reason is reasons.RefusedReason.TIME_IN_SECONDS:

@@ -1,8 +1,7 @@
-"""Rows of a request that nothing was done with, each with its reason.
+"""Rows of a request that were left alone, each with its reason.
 
-Owns: a count that tells which rows it counts and why, and what of an add is refused.
-Does not own: the answers that have it (`tarry.results`); the meaning of a reason, which is the comment on it in
-`proto/tarry/v1`.
+Separate from `tarry.results` because `tarry.attempts` needs it without the other answers. Comments in `proto/tarry/v1`
+define the reasons.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ Reason = TypeVar("Reason", bound=enum.IntEnum)
 
 
 class RowsWithReasons(int, Generic[Reason]):
-    """A number of rows, with which and why."""
+    """A number of rows that also has their indexes and reasons."""
 
     known: ClassVar[type[enum.IntEnum]]
-    """The reasons that there are."""
+    """The known reasons"""
     index: NDArray[np.int64]
-    """The rows in what was given, ascending."""
+    """Indexes of the rows in the request, ascending"""
     reason: NDArray[np.int64]
-    """Of each row a reason, or the number of one that this version does not know."""
+    """Reason of each row, or the number of one that this version does not know"""
 
     def items(self) -> Iterator[tuple[int, Reason | int]]:
-        """Each row with its reason."""
+        """Yield each row with its reason."""
         known = {int(each): each for each in self.known}
         for row, reason in zip(self.index.tolist(), self.reason.tolist(), strict=True):
             yield row, known.get(reason, reason)
@@ -40,7 +39,7 @@ class RowsWithReasons(int, Generic[Reason]):
 def rows_and_reasons(
     index_field: Sequence[int], reason_field: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The columns of an answer that has a reason for each row, or one for all, or none that is told."""
+    """Return the columns of an answer that has a reason for each row, one for all, or none."""
     index, reason = wire.decode_indexes(index_field), wire.decode_indexes(reason_field)
     if len(reason) != len(index):
         reason = np.full(len(index), reason[0] if len(reason) else 0, np.int64)
@@ -48,29 +47,30 @@ def rows_and_reasons(
 
 
 class OnInvalid(enum.IntEnum):
-    """What happens to a row that cannot be stored with the time that is asked for: the delay is too long, the time is
-    in seconds, or there is no such delay level.
+    """The treatment of a row that cannot be stored with its time.
+
+    The delay is too long, the time is in seconds, or the delay level does not exist.
     """
 
     REFUSE = delayed_delivery_pb2.ON_INVALID_REFUSE
     """The whole batch is refused."""
     RETURN = delayed_delivery_pb2.ON_INVALID_RETURN
-    """It is not stored; its index is returned, and why. The others are stored."""
+    """The row is not stored, and its index is returned with the reason. The others are stored."""
 
 
 class RefusedReason(enum.IntEnum):
-    """Why a row was not stored (OnInvalid.RETURN)."""
+    """A reason why a row was not stored (OnInvalid.RETURN)."""
 
     DELAY_TOO_LONG = delayed_delivery_pb2.REFUSED_REASON_DELAY_TOO_LONG
-    """It is further ahead than the largest delay."""
+    """The row is further ahead than the largest delay."""
     TIME_IN_SECONDS = delayed_delivery_pb2.REFUSED_REASON_TIME_IN_SECONDS
     """The time can only be meant in seconds."""
     DELAY_LEVEL = delayed_delivery_pb2.REFUSED_REASON_DELAY_LEVEL
-    """There is no such delay level."""
+    """The delay level does not exist."""
 
 
 class Refused(RowsWithReasons[RefusedReason]):
-    """How many rows of a batch were refused: a number, with which and why.
+    """A number of refused rows of a batch, with their indexes and reasons.
 
     Example: `for row, why in result.refused.items(): print(entry_id[row], why.name)`
     """
@@ -84,17 +84,17 @@ class Refused(RowsWithReasons[RefusedReason]):
 
     @staticmethod
     def nothing() -> Refused:
-        """No row."""
+        """Return a result without rows."""
         return Refused(np.empty(0, np.int64), np.empty(0, np.int64))
 
     @staticmethod
     def from_message(message: delayed_delivery_pb2.AddMessagesResponse) -> Refused:
-        """What an add was answered with."""
+        """Read the answer to an add."""
         return Refused(*rows_and_reasons(message.refused_index, message.refused_reason))
 
     @staticmethod
     def merge(parts: Sequence[tuple[int, Refused]]) -> Refused:
-        """The result of a batch from those of its requests, each with the index of its first row."""
+        """Combine the results of a batch's requests, each with the index of its first row."""
         return Refused(
             np.concatenate([part.index + first for first, part in parts]),
             np.concatenate([part.reason for _, part in parts]),

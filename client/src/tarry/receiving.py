@@ -1,41 +1,27 @@
-"""One subscription's side of its stream: what is received, held and given back. No I/O, no threads, no waiting.
+"""One subscription's side of its stream: rows received, held and given back; without I/O, threads or waiting.
 
-Owns: the permits, what is held and declared when a stream is opened again, sending and repeating requests until they
-are durable (acknowledgements, negative ones, extensions of the ack time-out), and dropping what a former owner sends.
-Does not own: what a request names and is settled with (`tarry.stream_requests`); the stream (`tarry.streams`); the
-account of held rows (`tarry.batch`); what came and was not taken (`tarry.receiving`); consumers and plans
-(`tarry.key_shared_receiving`); who waits for what (`tarry.aio.subscription`).
-
-Permits. `permits` is how many positions may be received and neither acknowledged nor released. They come back when a
-batch is acknowledged, positively or negatively (not only when that is durable), or released; they are granted again in
-portions, at least a quarter of all unless the daemon has none left. When requests about eight times `permits` positions
-wait to become durable, no more are granted until some are. Each receiver of a stream has a window of them; the one of a
-SHARED subscription is receiver 0.
-
-Reopening. `Open` declares every position that is held and every one whose acknowledgement is not known to be durable:
-they stay in flight and are not sent again. After `Opened` these requests are sent again.
-
-Forwarded. A negative acknowledgement that is `forwarded` may name what was acknowledged long ago, or was received by
-another stream: of what it names only what is held here by that very name is given back, or declared. A stream opens
-with what its daemon can do; where that does not know `forwarded`, such requests fail, and what they name is not
-declared: it is handed out again.
-
-Lingering. Acknowledgements may wait a few ms for others (`tarry.stream_requests`), and go out as one request of the
-wire; each is settled by itself. They give their permits back at once, and count as requests that are not durable: a
-stream that is opened meanwhile declares them. Whatever else is sent, but for permits, sends them before it. Where the
-daemon does not say which positions it ignored, none waits.
-
-Whoever drives it settles what a method returns, and only then calls `remove`: who waits until every request is durable
-finds every answer settled.
-
-What came on a stream and nobody has taken yet, in the order in which it came.
-
-Owns: which batches are joined when they are taken, and when enough is there to stop waiting for more.
-Does not own: permits and what is held (`tarry.receiving`); what a joined batch is (`tarry.batch`).
-
-Batches are joined when they are taken, not when they come: what is taken back meanwhile has left them by then. Those of
-one receiver and one epoch are joined, past batches of other receivers, but not past anything else: what a receiver is
-told of what it has stays in its place among its batches.
+Keeps the permits and what is held, declares held positions when a stream is opened again, repeats requests until they
+are durable, and drops what a former owner sends. The inbox at the top holds what no caller has taken yet, in order.
+`tarry.stream_requests` has the requests, `tarry.batch` the account of held rows.
+Permits: `permits` is how many positions may be received and neither acknowledged nor released. They return when a batch
+is acknowledged, positively or negatively (before that is durable), or released. They are granted again in portions of
+at least a quarter of all, unless the daemon has none left. While requests for about eight times `permits` positions are
+not durable, no more are granted. Each receiver of a stream has a window of them; the one of a SHARED subscription is
+receiver 0.
+Reopening: `Open` declares every held position and every one whose acknowledgement is not known to be durable. They stay
+in flight and are not sent again. After `Opened` these requests are sent again.
+Forwarded: a negative acknowledgement that is `forwarded` may name positions that were acknowledged long ago or received
+on another stream. Only those held here under that very name are given back, or declared. A stream knows the features of
+its daemon. If `forwarded` is missing, such requests fail and their positions are not declared, so Tarry redelivers
+them.
+Lingering: acknowledgements may wait a few ms for others and are sent as one request; each is settled separately. They
+return their permits at once and count as not durable, so a stream opened meanwhile declares them. Anything else that is
+sent, except permits, sends them first. If the daemon does not report which positions it ignored, none waits.
+Joining: batches are joined when they are taken, not when they arrive, so positions taken back have left by then.
+Batches of one receiver and one epoch are joined, past batches of other receivers but past nothing else: a receiver's
+other events keep their place among its batches.
+The driver (`tarry.aio.subscription`) settles what a method returns and only then calls `remove`. A caller that waits
+until every request is durable therefore finds every answer settled.
 """
 
 from __future__ import annotations
@@ -55,29 +41,29 @@ from tarry.v1 import dispatch_pb2
 Received = TypeVar("Received")
 
 ROWS_MAX = 10_000
-"""How many rows of several batches are joined when nothing else is said."""
+"""Default limit of rows joined from several batches"""
 
 
 class Inbox(Generic[Received]):
-    """Batches, and whatever else comes between them."""
+    """A queue of batches and of the events between them."""
 
     def __init__(self) -> None:
         self._waiting: deque[Received] = deque()
         self._rows = 0
-        # What comes that is no batch.
+        # Events that are no batch
         self._others = 0
 
     def __len__(self) -> int:
-        """How many batches and other things wait, joined or not."""
+        """Return the number of waiting batches and other events, joined or not."""
         return len(self._waiting)
 
     def append(self, event: Received) -> None:
-        """Appends an event behind all that wait."""
+        """Append an event behind all that wait."""
         self._waiting.append(event)
         self._count(event, 1)
 
     def keep(self, left_of: Callable[[Received], Received | None]) -> None:
-        """Puts what `left_of` gives in the place of each; None: it leaves."""
+        """Replace each event by the result of `left_of`; None removes it."""
         given = [left_of(event) for event in self._waiting]
         self._waiting, self._rows, self._others = deque(), 0, 0
         for event in given:
@@ -85,12 +71,12 @@ class Inbox(Generic[Received]):
                 self.append(event)
 
     def waited_ms(self, now_ms: int) -> int:
-        """How long the first batch waits already, by the clock that is given; 0 where none comes first."""
+        """Return how long the first batch has waited by this clock (ms); 0 if no batch is first."""
         first: Any = self._waiting[0] if self._waiting else None
         return max(0, now_ms - first.received_at_ms) if isinstance(first, batch.Batch) else 0
 
     def is_enough(self, max_rows: int) -> bool:
-        """Whether nothing that may come would be taken together with what is here, or so many rows are here."""
+        """Return True if later arrivals would not be joined with what is here, or if there are this many rows."""
         if not self._waiting or self._others or self._rows >= max_rows:
             return True
         first: Any = self._waiting[0]
@@ -98,7 +84,10 @@ class Inbox(Generic[Received]):
         return bool(first.epoch != last.epoch)
 
     def take(self, max_rows: int, receiver_of: Callable[[Any], int | None]) -> Received:
-        """What came first: joined with the batches that may go with it, at most so many rows. There is something."""
+        """Remove the first event and join it with the batches that may follow it, at most this many rows.
+
+        There must be an event.
+        """
         first: Any = self._waiting.popleft()
         self._count(first, -1)
         taken: Any = first
@@ -109,7 +98,7 @@ class Inbox(Generic[Received]):
         return joined
 
     def _behind(self, first: batch.Batch, room: int, receiver_of: Callable[[Any], int | None]) -> list[batch.Batch]:
-        """Takes out what may go with the first, at most so many rows."""
+        """Remove the batches that may be joined with the first, at most this many rows."""
         parts: list[batch.Batch] = []
         passed: list[Received] = []
         receiver = receiver_of(first)
@@ -128,7 +117,7 @@ class Inbox(Generic[Received]):
         return parts
 
     def _cut(self, whole: batch.Batch, rows: int) -> batch.Batch:
-        """The first rows of a batch that was taken out; the others go back to the front."""
+        """Return the first rows of a removed batch; the others go back to the front."""
         if len(whole) <= rows:
             return whole
         rest: Any = whole.take(slice(rows, None))
@@ -144,7 +133,7 @@ class Inbox(Generic[Received]):
 
 
 def check(max_rows: int, linger_ms: int) -> None:
-    """Refuses what a caller cannot mean: raises InvalidArgument."""
+    """Raise InvalidArgument for values that a caller cannot mean."""
     columns.check_unsigned("max_rows", max_rows, bits=64)
     columns.check_unsigned("linger_ms", linger_ms, bits=32)
     if max_rows < 1:
@@ -152,7 +141,7 @@ def check(max_rows: int, linger_ms: int) -> None:
 
 
 Response: TypeAlias = wire.MessagesColumns | dispatch_pb2.SubscribeResponse
-"""What comes on the stream: due positions, or something else."""
+"""A message of the stream: due positions, or something else"""
 
 
 def read(response: bytes) -> Response:
@@ -170,7 +159,7 @@ Rows = TypeVar("Rows", columns.Positions, columns.NackColumns)
 
 @dataclasses.dataclass(slots=True)
 class Window:
-    """What one receiver may be sent, and what it holds."""
+    """The permits of one receiver and the positions that it holds."""
 
     permits: int
     granted: int = 0
@@ -178,7 +167,7 @@ class Window:
 
     @property
     def free(self) -> int:
-        """Permits that are neither used nor granted; below 0 when more came than was granted."""
+        """The permits neither used nor granted; below 0 if more rows arrived than were granted."""
         return self.permits - len(self.held) - self.granted
 
     @property
@@ -188,7 +177,7 @@ class Window:
 
 
 def distinct(held: list[tuple[int, batch.Batch]]) -> list[tuple[int, batch.Batch]]:
-    """Each position where it is named last."""
+    """Return each position once, where it is named last."""
     if not held:
         return []
     last = batch.last_of_each(batch.concatenate([part.positions for _, part in held]))
@@ -205,10 +194,10 @@ def _nacked(done: dispatch_pb2.Done, ignored: results.Ignored) -> results.Nacked
 
 
 class Receiving(abc.ABC, Generic[Answer, Received]):
-    """What all kinds of subscriptions have alike.
+    """The common part of all kinds of subscriptions.
 
-    `Answer` is the driver's kind of future, made by it and given back in what is settled; `Received` is what `take`
-    gives.
+    `Answer` is the future type of the driver, which makes the futures and settles them; `Received` is what `take`
+    returns.
     """
 
     def __init__(
@@ -221,18 +210,18 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         policy: attempts.RetryPolicy,
         ack_linger: stream_requests.AckLinger,
     ) -> None:
-        """Nothing is received before a stream is `opened`. Raises InvalidArgument."""
+        """Receive nothing until a stream is `opened`. Raises InvalidArgument."""
         self._topic = wire.utf8("topic", topic)
         self._subscription = wire.utf8("subscription", subscription)
         self._windows = windows
         self._rows_max = rows_max
         self._policy = policy
         self._ack_linger = ack_linger
-        # What is not sent yet though there is a stream, and whether the end of its time will be told.
+        # Requests not sent yet although there is a stream, and whether the end of their wait is timed
         self._lingering: list[Request[Answer]] = []
         self._lingering_rows = 0
         self._is_linger_timed = False
-        # Of this stream, by their numbers on the wire.
+        # Joined requests of this stream, by number on the wire
         self._joined: dict[int, stream_requests.Joined[Answer]] = {}
         self._inbox: Inbox[Received] = Inbox()
         self._unconfirmed: dict[int, Request[Answer]] = {}
@@ -242,7 +231,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         self._opening: streams.Sending | None = None
         self._sending: streams.Sending | None = None
         self._features: frozenset[str] | None = None
-        """What the daemon of the stream can do; None: there is no stream."""
+        """Features of the stream's daemon; None without a stream"""
         self.epoch = 0
         self.streams_opened = 0
         self.rebuild_needed: tuple[results.RebuildNeeded, ...] = ()
@@ -252,22 +241,23 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
 
     @property
     def held(self) -> int:
-        """Positions received, and neither acknowledged nor released."""
+        """The number of positions received and neither acknowledged nor released."""
         return sum(len(window.held) for window in self._windows.values())
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` has something, or tells that there will be nothing."""
+        """True if `take` returns something, or reports that nothing will come."""
         return bool(self._inbox) or self.ended is not None or self.closed
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether every request is durable, or `raise_ended` tells that it will not be."""
+        """True if every request is durable, or if `raise_ended` reports that it will not be."""
         return not self._unconfirmed or self.ended is not None
 
     def take(self, max_rows: int = ROWS_MAX) -> Received | None:
-        """The next of what came, joined with what came behind it where that may be, at most so many rows; None when
-        there is none yet, or when it is closed. Raises what ended it.
+        """Return the next event, joined with later ones where allowed, at most this many rows.
+
+        Returns None if there is none yet, or if the subscription is closed. Raises what ended it.
         """
         if self.closed:
             return None
@@ -277,28 +267,29 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         return None
 
     def is_enough(self, max_rows: int) -> bool:
-        """Whether waiting for more would bring `take` nothing."""
+        """Return True if waiting for more would bring `take` nothing."""
         return self._inbox.is_enough(max_rows) or self.ended is not None or self.closed
 
     def lingers_s(self, linger_ms: int, now_ms: int) -> float:
-        """How long what came first is still to wait for more, when it waits so long from its coming on."""
+        """Return how long the first event still waits for more, if it waits this long from its arrival (seconds)."""
         return max(0, linger_ms - self._inbox.waited_ms(now_ms)) / 1000
 
     def raise_ended(self) -> None:
-        """Raises the failure that ended it, if any."""
+        """Raise the failure that ended the subscription, if any."""
         if self.ended is not None:
             raise self.ended
 
     def unconfirmed(self, timeout_s: float | None) -> errors.DeadlineExceeded:
-        """What to raise when requests stayed unconfirmed."""
+        """Return the error to raise if requests are not durable after this time (seconds)."""
         return errors.DeadlineExceeded(
             f"{len(self._unconfirmed)} requests are not durable after {timeout_s or 0:g} s",
             last=self.last_error,
         )
 
     def acknowledge(self, given: batch.HandedOut, promise: Callable[[], Answer]) -> list[Answer]:
-        """Sends acknowledgements, now or together with others, each with an answer that `promise` makes. Raises
-        InvalidArgument, what ended it.
+        """Send acknowledgements, now or joined with others, each with an answer made by `promise`.
+
+        Raises InvalidArgument, or what ended the subscription.
         """
         positions = batch.positions_of(given)
         self._check_open()
@@ -323,7 +314,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         reason: str = "",
         forwarded: bool = False,
     ) -> list[Answer]:
-        """Sends negative acknowledgements, as `acknowledge`. Raises Unsupported, too."""
+        """Send negative acknowledgements, as `acknowledge` does. Also raises Unsupported."""
         positions = batch.positions_of(given, batch_index)
         nack = columns.nack_columns(
             positions,
@@ -342,13 +333,13 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
             self._name_positions(wire.encode_nack, part, part.positions, _nacked, promise(), needs)
             for part in nack.requests(self._rows_max)
         ]
-        # Of a message of a batch the entry as a whole stays here; a batch that is forwarded may be of another stream.
+        # With a batch index, the entry as a whole stays here; a forwarded batch may be of another stream.
         named = batch_index is not None or forwarded
         self._give_back(positions if named else given, positions, requests)
         return [request.answer for request in requests]
 
     def extend(self, given: batch.HandedOut, promise: Callable[[], Answer]) -> list[Answer]:
-        """Sends extensions of the ack time-out, as `acknowledge`; the positions stay here."""
+        """Send extensions of the ack timeout, as `acknowledge` does; the positions stay here."""
         positions = batch.positions_of(given)
         self._check_open()
         return [
@@ -357,7 +348,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         ]
 
     def acknowledge_unconfirmed(self, given: batch.HandedOut) -> None:
-        """Sends acknowledgements without answer. Raises InvalidArgument, what ended it."""
+        """Send acknowledgements without answer. Raises InvalidArgument, or what ended the subscription."""
         positions = batch.positions_of(given)
         self._check_open()
         if self._sending is not None:
@@ -367,7 +358,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         self._give_back(given, positions, [])
 
     def send_lingering(self) -> None:
-        """Sends the acknowledgements that wait for others, without waiting any longer."""
+        """Send the acknowledgements that wait for others now."""
         lingering, self._lingering, self._lingering_rows = self._lingering, [], 0
         if self._sending is None:
             return
@@ -380,15 +371,17 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
             self._sending.put(joined.message())
 
     def release(self, given: batch.Batch) -> None:
-        """Takes the permits back. Raises what ended it."""
+        """Take the permits back. Raises what ended the subscription."""
         self._check_open()
         self._give_back(given, given.positions, [])
 
-    # What happens to the stream.
+    # Events of the stream
 
     def opened(self, sending: streams.Sending, features: frozenset[str]) -> list[Settled[Answer]]:
-        """A stream has begun: it is opened with what is held. Nothing else is sent before it is answered. `features`:
-        what the daemon can do. The requests that it cannot answer.
+        """Open a new stream, on a daemon with these features; return the requests that it cannot answer.
+
+        The stream declares what is held.
+        Nothing else is sent before it is answered.
         """
         self._opening, self._features = sending, features
         unmet: list[Settled[Answer]] = [
@@ -402,9 +395,9 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         return unmet
 
     def received(self, response: Response) -> tuple[bool, list[Settled[Answer]]]:
-        """Whether the answer shows progress, and the requests that are settled now.
+        """Return whether the answer shows progress, and the requests that it settles.
 
-        Raises Unavailable, NotOwner: the stream is of no use any more.
+        Raises Unavailable or NotOwner if the stream is of no further use.
         """
         if isinstance(response, wire.MessagesColumns):
             return self._take_in(response), []
@@ -424,43 +417,43 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
                 raise errors.NotOwner(
                     f"topic {self._topic.decode()!r} moved to {owner or 'an unknown owner'}", owner_address=owner
                 )
-        # Or a kind of answer that this version does not know.
+        # Or a kind of answer that this version does not know
         return False, []
 
     def interrupted(self, error: errors.TarryError) -> list[Settled[Answer]]:
-        """The stream is gone and will be opened again: the requests that cannot be repeated."""
+        """Note that the stream broke and will be opened again; return the requests that cannot be repeated."""
         self._forget_stream()
         self.last_error = error
         return []
 
     def failed(self, error: errors.TarryError) -> list[Settled[Answer]]:
-        """There will be no other stream: every request that is not durable."""
+        """Note that no other stream will be opened; return every request that is not durable."""
         self._forget_stream()
         self.ended = error
         return [streams.Settled(number, request.answer, None, error) for number, request in self._unconfirmed.items()]
 
     def remove(self, request_id: int) -> None:
-        """Forgets a request whose answer is settled."""
+        """Forget a request whose answer is settled."""
         was_bounded = self._is_bounded
         self._unconfirmed_rows -= self._unconfirmed.pop(request_id).size_rows
         if was_bounded:
             self._grant(self._windows.items())
 
-    # What kinds of subscriptions do each in its way.
+    # Kinds of subscriptions differ in these
 
     @abc.abstractmethod
     def _open(self) -> bytes:
-        """The bytes of the first message of a stream: everything held, and what is not known to be acknowledged."""
+        """Return the first message of a stream, with everything held and everything not known to be acknowledged."""
 
     @abc.abstractmethod
     def _take_in(self, messages: wire.MessagesColumns) -> bool:
-        """Whether it is of the owner."""
+        """Take rows in; return whether they come from the owner."""
 
     @abc.abstractmethod
     def _receiver_of(self, given: batch.Batch) -> int | None:
-        """None when it is not there any more."""
+        """Return the receiver of a batch, or None if it is no longer there."""
 
-    # What they share.
+    # Shared parts
 
     def _check_open(self) -> None:
         if self.closed:
@@ -468,7 +461,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         self.raise_ended()
 
     def _unmet(self, needs: attempts.Need | None) -> errors.Unsupported | None:
-        """The failure of a request that the daemon of the stream does not know."""
+        """Return the failure of a request that needs a feature the daemon lacks, or None."""
         return None if needs is None else needs.unmet(self._features, f"the daemon of topic {self._topic.decode()!r}")
 
     def _name_positions(
@@ -480,7 +473,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         answer: Answer,
         needs: attempts.Need | None = None,
     ) -> Request[Answer]:
-        """Sends a request about positions."""
+        """Send a request about positions."""
         number = self._next_request_id()
         return self._send(Request(number, encode, rows, answer, read, positions, positions.rows, needs=needs))
 
@@ -489,8 +482,9 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         return self._last_request_id
 
     def _send(self, request: Request[Answer]) -> Request[Answer]:
-        """Sends it now, an acknowledgement after lingering, and on every stream until it is answered. Raises
-        InvalidArgument: the wire cannot hold it.
+        """Send a request now, an acknowledgement after lingering, and on every stream until it is answered.
+
+        Raises InvalidArgument if the wire cannot hold it.
         """
         message = None if self._may_linger(request) else request.message()
         self._unconfirmed[request.request_id] = request
@@ -504,13 +498,13 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         return request
 
     def _may_linger(self, request: Request[Answer]) -> bool:
-        """Whether it may be sent together with others. An answer without indexes cannot be shared out."""
+        """Return whether it may be joined with others. An answer without indexes cannot be divided among them."""
         if self._ack_linger.is_off or not request.is_acknowledgement:
             return False
         return self._features is not None and attempts.HANDOUT_NAMES in self._features
 
     def _linger(self, request: Request[Answer]) -> None:
-        """Has an acknowledgement wait for others; the stream is open."""
+        """Let an acknowledgement wait for others; the stream must be open."""
         self._lingering.append(request)
         self._lingering_rows += request.size_rows
         if self._lingering_rows >= self._rows_max:
@@ -520,18 +514,21 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
             self._sending.put_after(self._ack_linger.wait_s(), self._end_linger)
 
     def _end_linger(self) -> None:
-        """The time is over. It may be that of what was sent already; then what came since waits less."""
+        """Send lingering acknowledgements at the end of their time.
+
+        The time may be that of ones already sent; later ones then wait less.
+        """
         self._is_linger_timed = False
         self.send_lingering()
 
     def _forget_stream(self) -> None:
-        """It is gone, with everything that was sent or waited to be sent on it."""
+        """Forget the stream, with everything sent on it or waiting for it."""
         self._opening = self._sending = self._features = None
         self._lingering, self._lingering_rows, self._is_linger_timed = [], 0, False
         self._joined = {}
 
     def _give_back(self, given: batch.HandedOut, positions: columns.Positions, requests: list[Request[Answer]]) -> None:
-        """The positions are held no longer; the requests say why."""
+        """Stop holding the positions because of these requests."""
         if isinstance(given, batch.Batch):
             receiver = self._receiver_of(given)
             leaving = [] if receiver is None else [(receiver, given)]
@@ -548,7 +545,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         self._grant((number, self._windows[number]) for number, _ in leaving)
 
     def _declared(self) -> tuple[list[tuple[int, batch.Batch]], list[tuple[int, batch.Batch]]]:
-        """What is declared when a stream is opened, by receiver: what is held, and what may be acknowledged by now."""
+        """Return what a new stream declares, by receiver: held positions, and those that may be acknowledged by now."""
         held = [(number, part) for number, window in self._windows.items() for part in window.held.batches()]
         leaving = [
             (number, part)
@@ -556,17 +553,18 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
             for number, part in request.leaving
             if number in self._windows
         ]
-        # What was redelivered before its negative acknowledgement was answered is both, or in two requests.
+        # A position that was redelivered before its negative acknowledgement was answered is in both, or in two
+        # requests.
         return held, stream_requests.without(distinct(leaving), batch.concatenate([part.positions for _, part in held]))
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether so much waits to become durable that nothing more is granted."""
+        """True if too much waits to become durable, so that no permits are granted."""
         permits = sum(window.permits for window in self._windows.values())
         return self._unconfirmed_rows >= _UNCONFIRMED_PER_PERMIT * permits
 
     def _grant(self, windows: Iterable[tuple[int, Window]]) -> None:
-        """Sends the permits that are free, when they are worth a message."""
+        """Send the free permits, if they are worth a message."""
         if self._sending is None or self._is_bounded:
             return
         for receiver, window in windows:
@@ -576,7 +574,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
                 self._sending.put(wire.encode_flow(free, receiver))
 
     def _start(self, opened: dispatch_pb2.Opened) -> list[Settled[Answer]]:
-        """The stream is open: requests go out again, and permits for all that is not held."""
+        """Start on an open stream: send requests again, and permits for all that is not held."""
         if opened.epoch < self.epoch:
             raise errors.Unavailable(f"a former owner answered, of epoch {opened.epoch}; {self.epoch} was seen")
         self.epoch = opened.epoch
@@ -589,7 +587,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         return settled
 
     def _repeat(self, request: Request[Answer]) -> Settled[Answer] | None:
-        """Sends it on a new stream; or what it is settled with because there is nothing to ask for any more."""
+        """Send a request on a new stream, or return what settles it if nothing is left to ask for."""
         if request.asks_for_nothing:
             return request.settled_unsent()
         if self._may_linger(request):
@@ -600,7 +598,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         return None
 
     def _is_of_owner(self, epoch: int) -> bool:
-        """Whether an answer with this epoch counts."""
+        """Return whether an answer with this epoch is valid; remember the highest."""
         if epoch < self.epoch:
             return False
         self.epoch = epoch
@@ -626,7 +624,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         return streams.Settled(done.request_id, request.answer, None, error)
 
     def _settled_together(self, done: dispatch_pb2.Done) -> list[Settled[Answer]]:
-        """What the answer to joined acknowledgements settles."""
+        """Return what the answer to joined acknowledgements settles."""
         joined = self._joined[done.request_id]
         if not self._is_of_owner(done.epoch):
             return []
@@ -641,7 +639,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
             joined.attempt += 1
             self.last_error = error
             return []
-        # One of them may be wrong, and the others are not: each is asked for by itself.
+        # One of them may be wrong while the others are not, so each is sent separately.
         del self._joined[done.request_id]
         for member in joined.members:
             if self._sending is not None and not member.asks_for_nothing:
@@ -662,7 +660,7 @@ class SharedReceiving(Receiving[Answer, batch.Batch]):
         policy: attempts.RetryPolicy,
         ack_linger: stream_requests.AckLinger | None = None,
     ) -> None:
-        """`permits` are those of its one receiver. `ack_linger`: None: none waits. Raises InvalidArgument."""
+        """Give its receiver these permits. Without `ack_linger` no acknowledgement waits. Raises InvalidArgument."""
         check_permits(permits)
         self._window = Window(permits)
         windows = {0: self._window}
@@ -692,6 +690,6 @@ class SharedReceiving(Receiving[Answer, batch.Batch]):
 
 
 def check_permits(permits: int) -> None:
-    """Refuses permits that the wire cannot grant: raises InvalidArgument."""
+    """Raise InvalidArgument for permits that the wire cannot grant."""
     if not 1 <= permits <= PERMITS_MAX:
         raise errors.InvalidArgument(f"permits is {permits}; it must be from 1 to {PERMITS_MAX}")

@@ -1,8 +1,6 @@
-"""When what was negatively acknowledged comes back, and what was given up.
+"""Redelivery policies and the filter of dead letters, as frozen values.
 
-Owns: the redelivery policies and the filter of dead letters as frozen values, and the policies to and from their
-messages.
-Does not own: limits, defaults and the arithmetic, which are the daemon's.
+The daemon checks limits, knows defaults and computes the delays.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from tarry.v1 import inspect_pb2, policy_pb2
 
 @dataclasses.dataclass(frozen=True)
 class ConstantDelay:
-    """Always the same. Example: `ConstantDelay(10_000)`."""
+    """A constant delay. Example: `ConstantDelay(10_000)`."""
 
     delay_ms: int
     kind: Literal["constant"] = dataclasses.field(default="constant", init=False)
@@ -25,7 +23,7 @@ class ConstantDelay:
 
 @dataclasses.dataclass(frozen=True)
 class LinearDelay:
-    """`initial_ms` the first time, `step_ms` more each further time, at most `max_ms`.
+    """A delay of `initial_ms` at first and `step_ms` more each further time, at most `max_ms`.
 
     Example: `LinearDelay(1_000, 5_000, max_ms=60_000)`.
     """
@@ -33,30 +31,30 @@ class LinearDelay:
     initial_ms: int
     step_ms: int
     max_ms: int | None = None
-    """None: the daemon's limit on delays."""
+    """None means the daemon's limit on delays"""
     kind: Literal["linear"] = dataclasses.field(default="linear", init=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialDelay:
-    """`initial_ms` the first time, `multiplier` times as much each further time, at most `max_ms`.
+    """A delay of `initial_ms` at first and `multiplier` times as much each further time, at most `max_ms`.
 
     Example: `ExponentialDelay(1_000, max_ms=600_000, jitter=0.2)`.
     """
 
     initial_ms: int
     multiplier: float = 2.0
-    """1 to 100."""
+    """1 to 100"""
     max_ms: int | None = None
-    """None: the daemon's limit on delays."""
+    """None means the daemon's limit on delays"""
     jitter: float = 0.0
-    """0 to 1: of a delay d it is drawn evenly from [(1 - jitter) * d, d]."""
+    """0 to 1: a delay d is drawn uniformly from [(1 - jitter) * d, d]."""
     kind: Literal["exponential"] = dataclasses.field(default="exponential", init=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayList:
-    """One delay for each time, 1 to 100 of them; the last one from then on.
+    """One delay for each time, 1 to 100 of them; afterwards the last one.
 
     Example: `DelayList((1_000, 5_000, 30_000))`.
     """
@@ -67,17 +65,17 @@ class DelayList:
 
 @dataclasses.dataclass(frozen=True)
 class DelayLadder:
-    """The topic's delay levels from the third on, and the highest from then on (RocketMQ). Example: `DelayLadder()`."""
+    """The topic's delay levels from the third on, afterwards the highest (RocketMQ). Example: `DelayLadder()`."""
 
     kind: Literal["ladder"] = dataclasses.field(default="ladder", init=False)
 
 
 RedeliveryPolicy: TypeAlias = ConstantDelay | LinearDelay | ExponentialDelay | DelayList | DelayLadder
-"""The delay of a redelivery by how often the position was negatively acknowledged."""
+"""The delay of a redelivery by how often the position was negatively acknowledged"""
 
 
 def policy_to_message(policy: RedeliveryPolicy) -> policy_pb2.RedeliveryPolicy:
-    """Raises InvalidArgument: a value that the field cannot hold."""
+    """Return the message. Raises InvalidArgument if a field cannot hold a value."""
     try:
         match policy:
             case ConstantDelay():
@@ -125,29 +123,29 @@ def policy_from_message(message: policy_pb2.RedeliveryPolicy) -> RedeliveryPolic
 
 
 class DeadLetterReason(enum.IntEnum):
-    """Why a position became a dead letter."""
+    """The cause that made a position a dead letter."""
 
     TOO_OFTEN = inspect_pb2.DEAD_LETTER_REASON_TOO_OFTEN
-    """Negatively acknowledged, or timed out, more often than the policy's `max_redeliver_count`."""
+    """Negatively acknowledged, or timed out, more often than the policy's `max_redeliver_count`"""
     REJECTED = inspect_pb2.DEAD_LETTER_REASON_REJECTED
-    """A dispatcher rejected it."""
+    """Rejected by a dispatcher"""
     TRIMMED = inspect_pb2.DEAD_LETTER_REASON_TRIMMED
-    """Its log was trimmed, by a trim with `dead_letter`. It has neither a time nor a key hash."""
+    """Trimmed from its log, by a trim with `dead_letter`; it has neither a time nor a key hash"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DeadLetterFilter:
-    """Which dead letters: those that everything that is given holds for; nothing is given: all.
+    """A filter of dead letters; all given fields must match, and an empty filter matches all.
 
     Example: `DeadLetterFilter(reason=tarry.DeadLetterReason.REJECTED, ledgers=(7, 7))`.
     """
 
     ids: columns.Column | None = None
-    """Their `dead_letter_id`s, in any order."""
+    """Their `dead_letter_id`s, in any order"""
     ledgers: tuple[int, int] | None = None
-    """First and last ledger, both included."""
+    """First and last ledger, both included"""
     reason: DeadLetterReason | None = None
     from_ms: int | None = None
-    """Dead at this time or later, Unix time in ms."""
+    """Dead at this Unix time or later (ms)"""
     until_ms: int | None = None
-    """Dead before this time."""
+    """Dead before this Unix time (ms)"""

@@ -1,8 +1,6 @@
-"""What the client answers with: frozen values, free of wire types.
+"""The results of the client's calls, frozen and free of wire types.
 
-Owns: the result classes and how each is read from its message.
-Does not own: the meaning of a field, which is the comment on it in `proto/tarry/v1`; what is seen of topics
-(`tarry.inspection`).
+Comments in `proto/tarry/v1` define each field. `tarry.inspection` has the answers of inspection calls.
 """
 
 from __future__ import annotations
@@ -20,31 +18,31 @@ from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2,
 
 
 class AlreadyDue(enum.IntEnum):
-    """What happens to a row whose time has come before it is added."""
+    """The treatment of a row that is due before it is added."""
 
     DELIVER = delayed_delivery_pb2.ALREADY_DUE_DELIVER
-    """It is stored and handed out at once."""
+    """The row is stored and delivered at once."""
     RETURN = delayed_delivery_pb2.ALREADY_DUE_RETURN
-    """It is not stored; its index is returned: the caller is about to send the message itself."""
+    """The row is not stored and its index is returned: the caller sends the message itself."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AddResult:
-    """What became of a batch; every accepted row is durable. Indexes are those of the rows in the batch."""
+    """The result of a batch; every accepted row is durable. Indexes are those of rows in the batch."""
 
     accepted: int
-    """Rows that are now stored."""
+    """Rows stored"""
     duplicates: int
-    """Rows whose position was in the index already; their time is unchanged."""
+    """Rows whose position was already in the index; their time is unchanged"""
     late_on_arrival: int
-    """Rows that were due already when they came."""
+    """Rows that were already due on arrival"""
     returned_index: NDArray[np.int64]
-    """Rows that were due already and not stored (AlreadyDue.RETURN)."""
+    """Rows that were already due and not stored (AlreadyDue.RETURN)"""
     raised_index: NDArray[np.int64]
-    """Rows that were stored with a later time than the one asked for, and below, that time."""
+    """Rows stored with a later time than requested; the times are in `raised_deliver_at_ms`"""
     raised_deliver_at_ms: NDArray[np.uint64]
     refused: reasons.Refused = dataclasses.field(default_factory=reasons.Refused.nothing)
-    """Rows that were not stored since their time or level is invalid: how many, which, and why (OnInvalid.RETURN)."""
+    """Rows not stored because their time or level is invalid, with indexes and reasons (OnInvalid.RETURN)"""
 
     @staticmethod
     def from_message(message: delayed_delivery_pb2.AddMessagesResponse) -> AddResult:
@@ -60,7 +58,7 @@ class AddResult:
 
     @staticmethod
     def merge(parts: Sequence[tuple[int, AddResult]]) -> AddResult:
-        """The result of a batch from those of its requests, each with the index of its first row."""
+        """Combine the results of a batch's requests, each with the index of its first row."""
         if len(parts) == 1 and parts[0][0] == 0:
             return parts[0][1]
         return AddResult(
@@ -75,20 +73,20 @@ class AddResult:
 
 
 class IgnoredReason(enum.IntEnum):
-    """Why nothing happened to a position that a request named."""
+    """A reason why a position that a request named was left alone."""
 
     NOT_THERE = dispatch_pb2.IGNORED_REASON_NOT_THERE
     """The subscription is owed no row of it."""
     NOT_DUE = dispatch_pb2.IGNORED_REASON_NOT_DUE
-    """Its row is not due yet, by the daemon's clock: it comes by itself."""
+    """Its row is not due yet by the daemon's clock; it is delivered when it is."""
     OTHER_TIME = dispatch_pb2.IGNORED_REASON_OTHER_TIME
     """Its row has another time."""
     OTHER_DELIVERY = dispatch_pb2.IGNORED_REASON_OTHER_DELIVERY
-    """It is that row, and another hand-out of it."""
+    """It is that row, but another delivery of it."""
     TAKEN_BACK = dispatch_pb2.IGNORED_REASON_TAKEN_BACK
-    """It was taken back, since it is behind a row of its key that was negatively acknowledged."""
+    """It was taken back, because it is behind a negatively acknowledged row of its key."""
     NOT_HELD = dispatch_pb2.IGNORED_REASON_NOT_HELD
-    """Of an extension: it is not in flight at this stream, or not leased."""
+    """For an extension: it is not in flight on this stream, or not leased."""
 
 
 AnswerOnIgnored: TypeAlias = (
@@ -100,16 +98,16 @@ AnswerOnIgnored: TypeAlias = (
 
 
 class Ignored(reasons.RowsWithReasons[IgnoredReason]):
-    """How many positions of a request were ignored: a number, with which and why.
+    """A number of ignored positions of a request, with their indexes and reasons.
 
     Example: `for row, why in (await subscription.ack(batch)).items(): print(batch.delivery_id(row), why.name)`
     """
 
     known = IgnoredReason
     index: NDArray[np.int64]
-    """Their rows in what was given, ascending. Empty where the daemon is of before it told."""
+    """Indexes of the rows in the request, ascending; empty if the daemon is too old to report them"""
     rows: int
-    """How many positions were given."""
+    """Number of positions in the request"""
 
     def __new__(cls, ignored: int, index: NDArray[np.int64], reason: NDArray[np.int64], rows: int) -> Ignored:
         made = super().__new__(cls, ignored)
@@ -118,13 +116,13 @@ class Ignored(reasons.RowsWithReasons[IgnoredReason]):
 
     @staticmethod
     def from_message(message: AnswerOnIgnored, rows: int) -> Ignored:
-        """What a request of so many positions was answered with."""
+        """Read the answer to a request with this many positions."""
         index, reason = reasons.rows_and_reasons(message.ignored_index, message.ignored_reason)
         return Ignored(message.ignored, index, reason, rows)
 
     @staticmethod
     def merge(parts: Sequence[Ignored]) -> Ignored:
-        """The result of a batch from those of its requests, in their order."""
+        """Combine the results of a batch's requests, in order."""
         firsts = np.cumsum([0, *(part.rows for part in parts)])
         nothing = np.empty(0, np.int64)
         return Ignored(
@@ -135,8 +133,9 @@ class Ignored(reasons.RowsWithReasons[IgnoredReason]):
         )
 
     def placed(self, places: NDArray[np.int64], rows: int) -> Ignored:
-        """The result for a request of `rows` positions that was sent without those that are not among `places`: these
-        were taken back before.
+        """Return the result for a request of `rows` positions of which only those at `places` were sent.
+
+        The others had been taken back.
         """
         taken_back = np.setdiff1d(np.arange(rows), places)
         index = np.concatenate([places[self.index], taken_back])
@@ -147,12 +146,12 @@ class Ignored(reasons.RowsWithReasons[IgnoredReason]):
 
 @dataclasses.dataclass(frozen=True)
 class Nacked:
-    """What became of positions that were negatively acknowledged. All others come back later, durably."""
+    """The result of a negative acknowledgement. All other positions are redelivered later, durably."""
 
     ignored: Ignored
-    """Nothing happened to them: how many, which, and why."""
+    """Positions left alone, with indexes and reasons"""
     dead_lettered: int
-    """Dead letters now, durably: rejected, or redelivered as often as the policy allows."""
+    """Durable dead letters by now: rejected, or redelivered as often as the policy allows"""
 
     @staticmethod
     def from_message(message: dispatch_pb2.NegativeAcknowledgeResponse, rows: int) -> Nacked:
@@ -160,7 +159,7 @@ class Nacked:
 
     @staticmethod
     def merge(parts: Sequence[Nacked]) -> Nacked:
-        """The result of a batch from those of its requests."""
+        """Combine the results of a batch's requests."""
         return Nacked(
             ignored=Ignored.merge([part.ignored for part in parts]),
             dead_lettered=sum(part.dead_lettered for part in parts),
@@ -169,22 +168,21 @@ class Nacked:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Withdrawn:
-    """Positions of a batch that are as they were, by why; indexes are those of the rows in the batch."""
+    """The positions of a batch that were left alone, by reason; indexes are those of rows in the batch."""
 
     not_found_index: NDArray[np.int64]
-    """There is no row: never added, acknowledged, cancelled before, or lost with a damaged bucket."""
+    """No row exists: never added, acknowledged, cancelled before, or lost with a damaged bucket."""
     already_due_index: NDArray[np.int64]
-    """Due, and at no dispatcher."""
+    """Due, and at no dispatcher"""
     in_flight_index: NDArray[np.int64]
-    """Handed out to a dispatcher."""
+    """Delivered to a dispatcher"""
     may_have_landed: bool
-    """Whether the answer of an earlier try was lost. If so, that try may have done it to positions that are not found
-    now."""
+    """True if the answer of an earlier try was lost, which may have withdrawn positions that are not found now"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cancelled(Withdrawn):
-    """What became of positions to cancel. Every other position than those listed was cancelled, durably."""
+    """The result of a cancellation. Every position that is not listed was cancelled, durably."""
 
     cancelled: int
 
@@ -194,17 +192,17 @@ class Cancelled(Withdrawn):
 
     @staticmethod
     def merge(parts: Sequence[tuple[int, Cancelled]]) -> Cancelled:
-        """The result of a batch from those of its requests, each with the index of its first row."""
+        """Combine the results of a batch's requests, each with the index of its first row."""
         return Cancelled(**_merged(parts), cancelled=sum(part.cancelled for _, part in parts))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rescheduled(Withdrawn):
-    """What became of positions to reschedule. Every other position than those listed has its new time, durably."""
+    """The result of a rescheduling. Every position that is not listed has its new time, durably."""
 
     rescheduled: int
     raised_index: NDArray[np.int64]
-    """Rows that were stored with a later time than the one asked for, and below, that time."""
+    """Rows stored with a later time than requested; the times are in `raised_deliver_at_ms`"""
     raised_deliver_at_ms: NDArray[np.uint64]
 
     @staticmethod
@@ -219,7 +217,7 @@ class Rescheduled(Withdrawn):
 
     @staticmethod
     def merge(parts: Sequence[tuple[int, Rescheduled]]) -> Rescheduled:
-        """The result of a batch from those of its requests, each with the index of its first row."""
+        """Combine the results of a batch's requests, each with the index of its first row."""
         return Rescheduled(
             **_merged(parts),
             rescheduled=sum(part.rescheduled for _, part in parts),
@@ -245,12 +243,12 @@ def _merged(parts: Sequence[tuple[int, Withdrawn]]) -> dict[str, Any]:
 
 
 class Trimmed(int):
-    """How many rows a trim dropped, or the subscription is owed no longer: a number, with what became of them."""
+    """The number of rows that a trim dropped, or that the subscription is no longer owed, with details."""
 
     dead_lettered: int
-    """Of these, dead letters now."""
+    """Those of them that are dead letters now"""
     may_have_landed: bool
-    """Whether the answer of an earlier try was lost. If so, that try may have dropped rows that are not counted."""
+    """True if the answer of an earlier try was lost, which may have dropped rows that are not counted"""
 
     def __new__(cls, trimmed: int, *, dead_lettered: int, may_have_landed: bool) -> Trimmed:
         made = super().__new__(cls, trimmed)
@@ -263,7 +261,7 @@ class Trimmed(int):
 
     @staticmethod
     def merge(parts: Sequence[Trimmed]) -> Trimmed:
-        """The result of a trim from those of its requests."""
+        """Combine the results of a trim's requests."""
         return Trimmed(
             sum(parts),
             dead_lettered=sum(part.dead_lettered for part in parts),
@@ -273,14 +271,14 @@ class Trimmed(int):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EntryRanges:
-    """Ranges of entries, columns of one length, both ends included. Iterating gives (ledger, first, last)."""
+    """Ranges of entries, both ends included, as columns of one length. Iterating yields (ledger, first, last)."""
 
     ledger_id: NDArray[np.uint64]
     first_entry_id: NDArray[np.uint64]
     last_entry_id: NDArray[np.uint64]
 
     def __len__(self) -> int:
-        """Ranges."""
+        """Return the number of ranges."""
         return len(self.ledger_id)
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
@@ -288,7 +286,7 @@ class EntryRanges:
 
     @property
     def rows(self) -> int:
-        """Positions in all ranges."""
+        """The number of positions in all ranges."""
         return sum(last - first + 1 for _, first, last in self)
 
     @staticmethod
@@ -301,13 +299,16 @@ class EntryRanges:
 
 
 class RangesInParts:
-    """Ranges that come in several answers; a range that an answer cut is whole again."""
+    """Ranges from several answers; joins a range that the end of an answer split."""
 
     def __init__(self) -> None:
         self._parts: list[EntryRanges] = []
 
     def append(self, message: delayed_delivery_pb2.EntryRanges, *, continues_at: int | None) -> None:
-        """`continues_at`: the entry within a range of the request at which the answer before ended."""
+        """Append an answer's ranges.
+
+        `continues_at` is the entry within a range of the request at which the previous answer ended.
+        """
         part = EntryRanges.from_message(message)
         before = self._parts[-1] if self._parts else None
         if (
@@ -335,30 +336,30 @@ class RangesInParts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Contained:
-    """What of positions or ranges is in the index. A cursor that reads a log skips both.
+    """The positions or ranges that are in the index. A cursor that reads a log skips both kinds.
 
-    Ranges stand in the order of the request, and within one of its ranges by entry; neighbouring entries are one range.
+    Ranges are in the order of the request, and within one of its ranges by entry; neighbouring entries form one range.
     """
 
     pending: EntryRanges
-    """Rows that are not due yet."""
+    """Rows that are not due yet"""
     due: EntryRanges
-    """Rows that are due and not acknowledged."""
+    """Rows that are due and not acknowledged"""
 
 
 @dataclasses.dataclass(frozen=True)
 class RebuildNeeded:
-    """A range of which rows were lost with a damaged bucket: adding it again heals it without doubling."""
+    """A range that lost rows with a damaged bucket; adding it again restores them without duplicates."""
 
     first_ledger_id: int
     last_ledger_id: int
     rows: int
-    """Rows of the bucket that were not gone and have not been added again."""
+    """Rows of the bucket that were not gone and have not been added again"""
     bucket: str
     damage: str
-    """What was found."""
+    """Damage that was found"""
     positions_known: bool
-    """Whether it is known which positions are missing. If not, every position of these ledgers that is added counts."""
+    """True if the missing positions are known; otherwise every added position of these ledgers counts"""
 
     @staticmethod
     def from_message(message: inspect_pb2.RebuildNeeded) -> RebuildNeeded:
@@ -377,11 +378,11 @@ class SubscriptionCreated:
     """A subscription that exists now."""
 
     subscription_id: int
-    """Never used again, also when the name is."""
+    """Never used again, even if the name is"""
     since_ms: int
-    """It is owed rows with deliver_at_ms greater than this."""
+    """The subscription is owed rows with deliver_at_ms greater than this."""
     created: bool
-    """False when it existed already."""
+    """False if it already existed"""
 
     @staticmethod
     def from_message(message: dispatch_pb2.CreateSubscriptionResponse) -> SubscriptionCreated:
@@ -390,10 +391,10 @@ class SubscriptionCreated:
 
 @dataclasses.dataclass(frozen=True)
 class SubscriptionDeleted:
-    """A subscription that is gone."""
+    """A deleted subscription."""
 
     dead_letters: int | None
-    """Dead letters that left with it; None when the answer that told it was lost."""
+    """Dead letters deleted with it; None if the answer with the number was lost"""
 
     @staticmethod
     def from_message(message: dispatch_pb2.DeleteSubscriptionResponse) -> SubscriptionDeleted:
@@ -402,12 +403,12 @@ class SubscriptionDeleted:
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """What became of dead letters that were to be delivered again."""
+    """The result of replaying dead letters."""
 
     replayed: int
-    """Rows of the subscription again, durably, with no redelivery counted."""
+    """Rows of the subscription again, durably, with no redelivery counted"""
     skipped: int
-    """Dead letters still: the subscription's own index has a row of their position."""
+    """Still dead letters, because the subscription's index has a row of their position"""
 
     @staticmethod
     def from_message(message: admin_pb2.ReplayDeadLettersResponse) -> Replayed:
@@ -415,7 +416,7 @@ class Replayed:
 
     @staticmethod
     def merge(parts: Sequence[Replayed]) -> Replayed:
-        """The result of a call from those of its requests."""
+        """Combine the results of a call's requests."""
         return Replayed(replayed=sum(part.replayed for part in parts), skipped=sum(part.skipped for part in parts))
 
 
@@ -425,12 +426,13 @@ class DelayLevelsInForce:
 
     levels: policies.DelayLevels
     delay_ms: tuple[int, ...]
-    """Level 1 first."""
+    """Level 1 first"""
     of_topic: bool
-    """They were set for the topic; if not, they are the daemon's."""
+    """True if they were set for the topic, False if they are the daemon's"""
     pending: tuple[int, ...]
-    """How many rows of the topic are not due yet, by the level they were added by, level 1 first; it may be longer than
-    the table, which had more levels then."""
+    """Pending rows of the topic by the level with which they were added, level 1 first; may be longer than the table if
+    that had more levels then
+    """
 
     @staticmethod
     def from_message(message: admin_pb2.GetDelayLevelsResponse) -> DelayLevelsInForce:
@@ -444,11 +446,11 @@ class DelayLevelsInForce:
 
 @dataclasses.dataclass(frozen=True)
 class DelayLevelsSet:
-    """Delay levels that are in force now."""
+    """The delay levels that are in force now."""
 
     levels: policies.DelayLevels
     warnings: tuple[str, ...]
-    """What is allowed and may be a mistake."""
+    """Settings that are allowed but may be mistakes"""
 
     @staticmethod
     def from_message(message: admin_pb2.SetDelayLevelsResponse) -> DelayLevelsSet:
@@ -460,9 +462,9 @@ class TopicPolicies:
     """The policy of a topic."""
 
     policy: policies.TopicPolicy
-    """What was set."""
+    """Stored policy"""
     effective: policies.TopicPolicy
-    """What is in force with the daemon's defaults: every field is set."""
+    """Policy in force, with the daemon's defaults: every field is set"""
 
     @staticmethod
     def from_message(message: admin_pb2.GetTopicPolicyResponse) -> TopicPolicies:
@@ -477,9 +479,9 @@ class Sealed:
     """A bucket that was sealed on request."""
 
     rows: int
-    """Rows in the new bucket; 0 when there was nothing to seal."""
+    """Rows in the new bucket; 0 if there was nothing to seal"""
     bucket: str
-    """The object's name, empty when there was nothing to seal."""
+    """Name of the object; empty if there was nothing to seal"""
 
     @staticmethod
     def from_message(message: admin_pb2.SealBucketResponse) -> Sealed:
@@ -488,13 +490,13 @@ class Sealed:
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """Merges that were made on request."""
+    """The merges made on request."""
 
     merges: int
     merged_buckets: int
-    """Buckets that they replaced."""
+    """Buckets that the merges replaced"""
     buckets: int
-    """Sealed buckets of the topic now."""
+    """Sealed buckets of the topic now"""
 
     @staticmethod
     def from_message(message: admin_pb2.MergeBucketsResponse) -> Merged:
@@ -515,15 +517,15 @@ class GarbageCount:
 
 @dataclasses.dataclass(frozen=True)
 class Garbage:
-    """What a collection has done so far, or in a dry run would have done. Fields as in `tarry.v1.GarbageSummary`."""
+    """The counts of a garbage collection, or a dry run, so far. Fields are those of `tarry.v1.GarbageSummary`."""
 
     shards_done: int
     shards: int
     topics_done: int
     topics: int
-    """How many the shards have that were listed so far."""
+    """Topics of the shards that were listed so far"""
     done: bool
-    """Whether it is over: nothing follows."""
+    """True for the last step"""
     tombstones: GarbageCount
     orphans: GarbageCount
     manifests: GarbageCount
@@ -551,12 +553,12 @@ class Garbage:
 
 @dataclasses.dataclass(frozen=True)
 class TopicDeleted:
-    """A topic that is gone. Both are None when the answer that told them was lost."""
+    """A deleted topic. Both fields are None if the answer with them was lost."""
 
     rows: int | None
-    """Rows that left with it, due or not."""
+    """Rows deleted with it, due or not"""
     incarnation: int | None
-    """The incarnation that was deleted."""
+    """Incarnation that was deleted"""
 
     @staticmethod
     def from_message(message: admin_pb2.DeleteTopicResponse) -> TopicDeleted:
@@ -565,17 +567,17 @@ class TopicDeleted:
 
 @dataclasses.dataclass(frozen=True)
 class TopicLocation:
-    """The shard of a topic and its owner, whether the topic exists or not."""
+    """The shard of a topic and its owner, even if the topic does not exist."""
 
     shard: int
     owner_address: str
-    """host:port of the owner; empty when the shard has none."""
+    """host:port of the owner; empty if the shard has none"""
     owner: str
-    """The daemon id of the owner; empty when the shard has none."""
+    """Daemon id of the owner; empty if the shard has none"""
     epoch: int
-    """The shard's epoch as far as the daemon that answered knows."""
+    """Epoch of the shard as known to the daemon that answered"""
     served_here: bool
-    """Whether the daemon that answered is the owner."""
+    """True if the daemon that answered is the owner"""
 
     @staticmethod
     def from_message(message: cluster_pb2.LookupTopicResponse) -> TopicLocation:

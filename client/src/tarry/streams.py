@@ -1,8 +1,7 @@
-"""What a stream that outlives its connections decides, whoever reads and writes it.
+"""Decides when and where a stream is opened again, for the readers and writers of any stream.
 
-Owns: when and where it is opened again, what ended it, and what its requests are settled with.
-Does not own: reading, writing and waiting (`tarry.aio.session`); what is sent and what the answers mean
-(`tarry.add_requests`, `tarry.receiving`).
+A stream outlives its connections. `tarry.aio.session` reads, writes and waits; `tarry.add_requests` and
+`tarry.receiving` know what is sent and what the answers mean.
 """
 
 from __future__ import annotations
@@ -29,36 +28,36 @@ Response = TypeVar("Response")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamMethod(Generic[Response]):
-    """A bidirectional method of the wire: its path, and how an answer is read. Requests are bytes."""
+    """A bidirectional method of the wire, with its path and the parser of an answer. Requests are bytes."""
 
     path: str
     read: Callable[[bytes], Response]
 
 
 VERSION: StreamMethod[cluster_pb2.GetVersionResponse] = StreamMethod(attempts.VERSION.path, attempts.VERSION.read)
-"""A call of one request and one answer, read as a stream is: so who closes need not wait for it."""
+"""A call with one request and one answer, read like a stream so that closing need not wait for it"""
 
 
 class Sending(Protocol):
-    """The requests of one connection, in order. Nothing that is put after its end is sent."""
+    """The requests of one connection, in order. Nothing put after its end is sent."""
 
     def put(self, message: bytes) -> None:
-        """Sends after what was put before."""
+        """Send a message after all earlier ones."""
 
     def put_after(self, delay_s: float, message: Callable[[], bytes | None]) -> None:
-        """Sends when the delay has passed, unless the stream ends before; what, is asked then. None: nothing."""
+        """Call `message` after `delay_s` and send its result, unless it is None or the stream has ended."""
 
 
 class Requests(Sending, Protocol):
-    """The requests of one connection, or of a lane of one, to their end."""
+    """The requests of one connection, or of one lane, up to their end."""
 
     def close(self) -> None:
-        """Nothing more is put; idempotent."""
+        """Send nothing more. Idempotent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settled(Generic[Answer, Result]):
-    """A request that has its result or its failure: one of them is not None."""
+    """A request with its result or its failure; exactly one of them is set."""
 
     request_id: int
     answer: Answer
@@ -67,7 +66,7 @@ class Settled(Generic[Answer, Result]):
 
 
 class Lifetime:
-    """One stream through its connections."""
+    """One stream across its connections."""
 
     def __init__(self, owners: attempts.Owners, policy: attempts.RetryPolicy, topic: str, name: str) -> None:
         self.name = name
@@ -76,20 +75,20 @@ class Lifetime:
         self._topic = topic
         self._failures = 0
         self.features: frozenset[str] | None = None
-        """What the daemon can do at which a stream is being opened; None: that is not known."""
+        """Features of the daemon where a stream is being opened; None if unknown"""
 
     @property
     def failures(self) -> int:
-        """Failures in a row, without progress between them."""
+        """The number of failures in a row, without progress between them."""
         return self._failures
 
     @property
     def address(self) -> str:
-        """Where to open it."""
+        """The address where the stream is opened next."""
         return self._owners.address(self._topic)
 
     def must_ask(self, address: str) -> bool:
-        """Whether it is not known what the daemon there can do."""
+        """Return True if the features of the daemon there are unknown."""
         self.features = self._owners.features(address)
         return self.features is None
 
@@ -98,9 +97,10 @@ class Lifetime:
         self._owners.learn_features(address, self.features)
 
     def may_open(self, address: str, error: errors.TarryError) -> bool:
-        """Whether a stream may be opened there after the daemon was asked. `error`: with which the asking ended. A
-        daemon that refuses to say what it can do, as those of before, can do nothing of it; one that does not know who
-        asks is asked for nothing else.
+        """Return whether a stream may be opened there, after asking the daemon ended with this error.
+
+        A daemon that refuses to report its features, as older ones do, counts as having none. One that cannot
+        authenticate the caller is asked for nothing else.
         """
         refuses = errors.ends_stream(error) and not isinstance(error, errors.Unauthenticated)
         if self.features is None and refuses:
@@ -113,7 +113,7 @@ class Lifetime:
         self._failures = 0
 
     def reopens_after_s(self, error: errors.TarryError) -> float:
-        """How long to wait after a failure. Raises the failure when no retry cures it."""
+        """Return how long to wait after a failure (seconds). Raises the failure if no retry fixes it."""
         if errors.ends_stream(error):
             raise error
         self._failures += 1
@@ -130,7 +130,7 @@ class Lifetime:
 
 
 def why_ended(failure: grpc.RpcError | None) -> errors.TarryError:
-    """What ended a connection that nobody here has cancelled; None: it ended without a failure."""
+    """Return what ended a connection that this client has not cancelled; None means that it ended without a failure."""
     error = None if failure is None else errors.from_rpc(failure)
     if error is None or error.code is grpc.StatusCode.OK:
         return errors.Unavailable("the daemon ended the stream")
@@ -138,7 +138,7 @@ def why_ended(failure: grpc.RpcError | None) -> errors.TarryError:
 
 
 def why_lane_ended(status: status_pb2.Status) -> errors.TarryError:
-    """What ended a lane that nobody here has left."""
+    """Return what ended a lane that this client has not left."""
     return why_ended(None) if status.code == _OK else _dropped(errors.from_status(status))
 
 

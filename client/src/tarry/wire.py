@@ -57,7 +57,7 @@ _RESPONSE_FIELDS = frozenset((_RESPONSE_LANE, _RESPONSE))
 
 
 def utf8(name: str, text: str) -> bytes:
-    """Raises InvalidArgument: text that has no UTF-8 form."""
+    """Encode text. Raises InvalidArgument if it has no UTF-8 form."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -109,12 +109,12 @@ def encode_stream_add(request_id: int, add: bytes) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class OpenConsumers:
-    """What the `Open` of a KEY_SHARED subscription has besides; columns as long as that of the held positions."""
+    """The additions to the `Open` of a KEY_SHARED subscription; columns are as long as that of the held positions."""
 
     consumers: Sequence[dispatch_pb2.Consumer]
     held_consumer_id: U32Column
     held_key_hash: U32Column | None
-    """None when no position that Tarry planned is held."""
+    """None if no position that Tarry planned is held"""
 
 
 def encode_open(
@@ -282,36 +282,36 @@ def _signed(column: I32Column | None) -> bytes | None:
 
 
 def decode_u64(field: Sequence[int]) -> U64Column:
-    """A repeated field of a received message as an array that is the caller's own."""
+    """Copy a repeated field of a received message into a new array."""
     return np.array(field, dtype=np.uint64) if field else np.empty(0, dtype=np.uint64)
 
 
 def decode_u32(field: Sequence[int]) -> U32Column:
-    """A repeated field of a received message as an array that is the caller's own."""
+    """Copy a repeated field of a received message into a new array."""
     return np.array(field, dtype=np.uint32) if field else np.empty(0, dtype=np.uint32)
 
 
 def decode_indexes(field: Sequence[int]) -> NDArray[np.int64]:
-    """A repeated field of row numbers as an array that is the caller's own."""
+    """Copy a repeated field of row numbers into a new array."""
     return np.array(field, dtype=np.int64) if field else np.empty(0, dtype=np.int64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MessagesColumns:
-    """What a `Messages` carries; the arrays are the caller's own."""
+    """The columns of a `Messages`; the arrays belong to the caller."""
 
     epoch: int
     ledger_id: U64Column
     entry_id: U64Column
     deliver_at_ms: U64Column
     key_hash: U32Column | None
-    """None when no row has one."""
+    """None if no row has a key"""
     redelivery_count: U32Column | None = None
-    """None when all are 0."""
+    """None if all are 0"""
     batch_index: U32Column | None = None
-    """None when all rows are entries as a whole."""
+    """None if all rows are whole entries"""
     consumer_id: U32Column | None = None
-    """KEY_SHARED: who receives each; otherwise None."""
+    """With KEY_SHARED, the receiver of each row; otherwise None"""
 
     def take(self, rows: NDArray[Any]) -> MessagesColumns:
         """Return some of the rows."""
@@ -320,7 +320,7 @@ class MessagesColumns:
 
 
 def messages_columns(messages: dispatch_pb2.Messages) -> MessagesColumns:
-    """The columns of a message that the generated code has read."""
+    """Return the columns of a message that the generated code has parsed."""
     return MessagesColumns(
         messages.epoch,
         decode_u64(messages.ledger_id),
@@ -363,7 +363,7 @@ def _column(data: bytes, field: tuple[int, int], form: np.dtype[T]) -> NDArray[T
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaneResponse:
-    """What comes for one lane: the bytes of a `SubscribeResponse`, or how the lane ended."""
+    """A message for one lane: the bytes of a `SubscribeResponse`, or the status with which the lane ended."""
 
     lane: int
     response: bytes

@@ -1,5 +1,4 @@
-"""The relay between a broker and Tarry: the broker keeps the messages, Tarry knows when each is due.
+"""A relay between a broker and Tarry: the broker keeps the messages, Tarry keeps when each is due.
 
-Owns: everything that a user of `tarry-relay` sees. Does not own: when what is due (the daemon), which is asked by the
-public client alone.
+It reaches the daemon through the public client alone.
 """

@@ -1,4 +1,4 @@
-"""Says what each failure of a call to Tarry means for the request, and whether it passes by itself."""
+"""Interprets the failures of calls to Tarry: what each means for its request, and whether it is temporary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tarry_relay import port
 from tarry_relay.port import Cause, Meaning, Meant
 
 TABLE: Mapping[type[tarry.TarryError], Meant] = {
-    # It names what is wrong with the request, so it will be wrong again.
+    # The request itself is wrong and will be wrong again.
     tarry.InvalidArgument: Meant(Meaning.REFUSED),
     tarry.OutOfRange: Meant(Meaning.REFUSED),
     tarry.ResourceExhausted: Meant(Meaning.NOT_NOW, Cause.LIMIT),
@@ -23,13 +23,13 @@ TABLE: Mapping[type[tarry.TarryError], Meant] = {
     tarry.OutcomeUnknown: Meant(Meaning.UNKNOWN),
     tarry.Internal: Meant(Meaning.UNKNOWN),
 }
-"""Failures that concern one call. Any other one, such as a topic or subscription that was deleted meanwhile, a feature
-that the daemon lacks, or a client that is closed, ends the session.
+"""Failures of one call. Any other one, such as a deleted topic or subscription, a feature that the daemon lacks, or a
+closed client, ends the session.
 """
 
 
 def meant(error: BaseException) -> Meant | None:
-    """Return what a failure means; None if the table does not have it."""
+    """Return what a failure means, or None if the table does not have it."""
     for kind in type(error).__mro__:
         if (found := TABLE.get(kind)) is not None:
             return found
@@ -37,7 +37,7 @@ def meant(error: BaseException) -> Meant | None:
 
 
 def passes(error: BaseException) -> bool:
-    """Say whether another try may cure a failure of either end. It does not cure `Internal`, which is a bug."""
+    """Return whether another try may fix a failure of either end. It does not fix `Internal`, which is a bug."""
     if isinstance(error, port.Unreachable):
         return True
     found = meant(error)

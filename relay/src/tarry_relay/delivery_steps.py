@@ -1,7 +1,7 @@
-"""Keeps the way of each message through a relay: what has to be done to it next, and what may not be done before.
+"""Keeps the step of each message in a relay: its next work, and what must not happen before.
 
-Nothing here waits, and nothing here is durable. A message is committed, or acknowledged, last, so what ends with the
-process begins again. Times are arguments, in seconds of a clock that never goes back.
+Nothing here waits and nothing here is durable. A message is committed, or acknowledged, last, so work that ends with
+the process begins again. Times are arguments, in seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Lane = TypeVar("Lane", bound=Hashable)
 
 
 class Work(enum.Enum):
-    """What is done to a message at a step."""
+    """The work that a step requires."""
 
     ADD = "add it to Tarry"
     ADD_LATE = "add it to Tarry for this subscription"
@@ -36,69 +36,69 @@ class Work(enum.Enum):
 
 
 class Step(enum.Enum):
-    """Where a message is. The first group was read from a log of the broker, the second was handed out by Tarry."""
+    """The step of a message. The first group was read from a log of the broker, the second was delivered by Tarry."""
 
     READ = "read"
-    """It has a time."""
+    """Has a time"""
     DIRECT = "direct"
-    """It has none, and goes straight on."""
+    """Has no time and is published directly"""
     OVERDUE = "overdue"
-    """It has none, and has waited too long for its target: it waits in Tarry, so that it holds no lane."""
+    """Has no time but has waited too long for its target: it waits in Tarry, so that it holds no lane"""
     CLAIMED = "claimed"
-    """It names a hand-out that a consumer has failed with, and not its log: the name may be of another one."""
+    """Names a delivery that a consumer failed to process, but not its log: the name may belong to another one"""
     RETURNED = "returned"
-    """It names a hand-out of this relay's log that a consumer has failed with."""
+    """Names a delivery of this relay's log that a consumer failed to process"""
     WITHDRAWAL = "withdrawal"
-    """It names another message of the source, to be cancelled or rescheduled. What is not committed might be added
-    again after that."""
+    """Names another message of the source to cancel or reschedule; an uncommitted one might be added again after that
+    """
     AWAITED = "awaited"
-    """What it names is committed."""
+    """The message that it names is committed"""
     RESULT = "result"
-    """What came of it is known, and goes to whoever asked."""
+    """The result is known and goes to the requester"""
     BARE_RESULT = "bare result"
-    """A result without headers and payload of its message, which was refused with them."""
+    """A result without the headers and payload of its message, which was refused with them"""
     SHORT_RESULT = "short result"
-    """A bare result without the correlation id, which was refused with it."""
+    """A bare result without the correlation id, which was refused with it"""
     BAD = "bad"
-    """It cannot be delayed as it asks, and goes to the dead letters of the broker."""
+    """Cannot be delayed as requested, and goes to the dead letters of the broker"""
     BARE = "bare"
-    """A dead letter without headers and payload, which was refused with them."""
+    """A dead letter without headers and payload, which was refused with them"""
     BURIED = "buried"
-    """A dead letter that its target refuses bare, too: it becomes one of Tarry."""
+    """A dead letter that its target refuses even bare: it becomes one of Tarry"""
     ADDED = "added"
-    """What was to come of it is durable elsewhere: in Tarry, or at a target."""
+    """Its result is durable elsewhere: in Tarry, or at a target"""
     COMMITTED = "committed"
 
     HANDED_OUT = "handed out"
     FETCHED = "fetched"
     PARKED = "parked"
-    """It waits for its target by name alone: it holds no permit, and its payload is fetched again."""
+    """Waits for its target by name alone: it holds no permit, and its payload is fetched again"""
     PRODUCED = "produced"
-    """The output has confirmed it."""
+    """Confirmed by the output"""
     ACKNOWLEDGED = "acknowledged"
     LOST = "lost"
-    """The source no longer has it, or its target refuses it for good."""
+    """Dropped by the source, or refused for good by its target"""
     REJECTED = "rejected"
 
 
 class Answer(enum.Enum):
-    """What came of work."""
+    """The result of a work."""
 
     DONE = "done"
-    """Durably."""
+    """Durable"""
     AGAIN = "again"
-    """Nothing, or nobody knows: it is done again."""
+    """Failed, or the result is unknown: repeat it"""
     REFUSED = "refused"
-    """It never will be: a bad time, a payload that is gone or too large."""
+    """Never possible: a bad time, a payload that is gone or too large"""
 
 
 class Row(NamedTuple):
-    """A line of the table: the work of a step, and the steps that it leads to."""
+    """A line of the table: the work of a step, and the next steps."""
 
     work: Work
     done: Step
     refused: Step | None
-    """None if the work cannot be refused."""
+    """None if the work cannot be refused"""
 
 
 TABLE: Mapping[Step, Row] = {
@@ -124,65 +124,65 @@ TABLE: Mapping[Step, Row] = {
 }
 """A step that is not a key has no work left: the message is forgotten."""
 OUT = frozenset((Step.HANDED_OUT, Step.FETCHED, Step.PARKED, Step.PRODUCED, Step.LOST))
-"""Steps of what was handed out."""
+"""Steps of messages that Tarry delivered"""
 _DROPPED = frozenset((Step.ADDED, Step.PARKED, Step.PRODUCED, Step.LOST))
-"""Steps from which on a payload is no longer needed, or is fetched again."""
+"""Steps from which on a payload is no longer needed, or is fetched again"""
 _NEW_MESSAGES = frozenset((Step.BAD, Step.BARE, Step.RESULT, Step.BARE_RESULT, Step.SHORT_RESULT))
-"""Steps at which another message is published than before."""
+"""Steps at which another message is published than before"""
 ENDING = (Step.ADDED, Step.PRODUCED, Step.LOST)
-"""Steps at which only a commit, an acknowledgement or a rejection is missing."""
+"""Steps at which only a commit, an acknowledgement or a rejection is missing"""
 
 
 class CannotBeRefused(Exception):
-    """Work was refused that has no other way. The message says which, and why."""
+    """A refusal of work that has no alternative. The message says which work, and why."""
 
 
 @dataclasses.dataclass(slots=True)
 class Trials:
-    """How often a message was not taken, while others were."""
+    """The failed tries of a message whose target took others."""
 
     first_s: float
-    """When it was first not taken."""
+    """Time of the first failure (seconds)"""
     taken_before: int
-    """How many messages its target had taken when it was last not taken."""
+    """Number of messages that its target had taken at the last failure"""
     count: int = 0
-    """How often it was not taken although its target took others; limits of space, quotas and rights do not count."""
+    """Failures while its target took others; limits of space, quotas and rights do not count"""
     rests: int = 0
-    """How often it has rested by itself."""
+    """Number of times that it has rested alone"""
     may_have_landed: bool = False
-    """Whether an answer left open if it is there."""
+    """True if an answer left open whether it was published"""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Item(Generic[Content, Lane]):
-    """One message on its way. `Passage` alone changes its step, target and reason."""
+    """One message in a relay. Only `Passage` changes its step, target and reason."""
 
     step: Step
     content: Content
-    """What the work needs."""
+    """Input of the work"""
     target: str = ""
-    """Where it is published; of use at steps whose work is PRODUCE."""
+    """Target to which it is published; used at steps whose work is PRODUCE"""
     reason: str = ""
-    """Why it is BAD, BARE, BURIED or LOST."""
+    """Reason why it is BAD, BARE, BURIED or LOST"""
     lane: Lane | None = None
-    """The part of a log that it was read from; None if it was handed out."""
+    """Part of a log from which it was read; None if Tarry delivered it"""
     position: tuple[int, int] | None = None
-    """Where it stands in its lane; None if it was handed out."""
+    """Its position in the lane; None if Tarry delivered it"""
     size_bytes: int = 0
-    """What its payload takes in memory; 0 once it is dropped."""
+    """Memory of its payload (bytes); 0 once it is dropped"""
     in_order: bool = True
-    """Whether a commit of its lane stands for everything that was read there before."""
+    """True if a commit of its lane covers everything read there before"""
     entered_s: float = 0.0
     trials: Trials | None = None
     raised: int = 0
-    """How often its present work has raised for this message alone."""
+    """Number of times that its present work has raised for this message alone"""
     may_be_done: bool = False
-    """Whether a failure of its present work left open if it was done; of publishing `trials` say so."""
+    """True if a failure of its present work left open whether it was done; for publishing, `trials` has that"""
     is_forgotten: bool = False
 
 
 class Passage(Generic[Content, Lane]):
-    """The messages that are on their way through one relay. Each is given out for one work at a time."""
+    """The messages of one relay. Each is given out for one work at a time."""
 
     def __init__(
         self,
@@ -194,21 +194,21 @@ class Passage(Generic[Content, Lane]):
     ) -> None:
         """Begin empty.
 
-        `dead_letters`: the target of what is BAD. `results`: the target of results; empty if nobody is told of them.
-        `table`: another one, of tests. `drop` is called when the payload of a message is no longer needed.
+        `dead_letters` is the target of BAD messages. `results` is the target of results; if empty, no one gets them.
+        Tests pass another `table`. `drop` is called when the payload of a message is no longer needed.
         """
         self._drop = drop
         self.read_bytes = 0
-        """What the payloads take of messages that were read."""
+        """Memory of the payloads of messages that were read (bytes)"""
         self.fetched_bytes = 0
-        """What the payloads take of messages that were handed out."""
+        """Memory of the payloads of messages that Tarry delivered (bytes)"""
         self._dead_letters = dead_letters
         self._results = results
         self._table = table
         self._waiting: dict[Work, deque[Item[Content, Lane]]] = {
             work: deque() for work in Work if work not in (Work.PRODUCE, Work.COMMIT)
         }
-        # By target: one that is slow or away does not keep the others. A target is in one of the two.
+        # By target, so that a slow or unreachable one does not block the others. A target is in one of the two.
         self._to_produce: dict[str, deque[Item[Content, Lane]]] = {}
         self._resting: dict[str, deque[Item[Content, Lane]]] = {}
         self._rests_until: dict[str, float] = {}
@@ -217,43 +217,43 @@ class Passage(Generic[Content, Lane]):
         self._messages_rest: list[tuple[float, int, Item[Content, Lane]]] = []
         self._numbers = itertools.count()
         self._known: dict[tuple[Lane, tuple[int, int]], Item[Content, Lane]] = {}
-        # Read of lanes that are committed in order, and ADDED of the others.
+        # Messages read from lanes that are committed in order, and ADDED ones of other lanes
         self._lanes: dict[Lane, deque[Item[Content, Lane]]] = {}
         self._done: dict[Lane, deque[Item[Content, Lane]]] = {}
         self._committing: dict[Lane, list[Item[Content, Lane]]] = {}
         self._counts: Counter[Step] = Counter()
 
-    # What is there.
+    # Contents
 
     def count(self, *steps: Step) -> int:
-        """Return how many messages are at these steps."""
+        """Return the number of messages at these steps."""
         return sum(self._counts[step] for step in steps)
 
     @property
     def read(self) -> int:
-        """How many messages were read and are not committed."""
+        """The number of messages that were read and are not committed."""
         return sum(self._counts.values()) - self.handed_out
 
     @property
     def handed_out(self) -> int:
-        """How many messages were handed out and are neither acknowledged nor rejected."""
+        """The number of messages that Tarry delivered and that are neither acknowledged nor rejected."""
         return self.count(*OUT)
 
     @property
     def has_to_produce(self) -> bool:
-        """Whether messages wait to be published, or for their target to take more."""
+        """True if messages wait to be published, or for their target to take more."""
         return bool(self._to_produce or self._resting or self._parked or self._messages_rest)
 
     def find(self, lane: Lane, position: tuple[int, int]) -> Item[Content, Lane] | None:
-        """Return what was read at a position of a lane and is not committed."""
+        """Return the uncommitted message that was read at a position of a lane."""
         return self._known.get((lane, position))
 
     def held(self, of: Callable[[Lane], bool]) -> list[Item[Content, Lane]]:
-        """Return what was read from these lanes and is not committed."""
+        """Return the uncommitted messages that were read from these lanes."""
         return [item for (lane, _), item in self._known.items() if of(lane)]
 
     def lanes_held(self, before_s: float) -> list[Lane]:
-        """Return the lanes of which something has kept the commit since before then."""
+        """Return the lanes whose commit something has blocked since before that time."""
         return [
             lane
             for lane, order in self._lanes.items()
@@ -261,13 +261,13 @@ class Passage(Generic[Content, Lane]):
         ]
 
     def waiting_for(self, target: str) -> int:
-        """Return how many messages wait for a target."""
+        """Return the number of messages that wait for a target."""
         return sum(len(each.get(target, ())) for each in (self._to_produce, self._resting, self._parked))
 
-    # What comes in, is taken, and is answered.
+    # Entering, taking, answering
 
     def enter(self, items: Iterable[Item[Content, Lane]]) -> None:
-        """Take in what was read or handed out, in that order."""
+        """Add messages that were read or delivered, in that order."""
         for item in items:
             self._counts[item.step] += 1
             size_bytes, item.size_bytes = item.size_bytes, 0
@@ -279,7 +279,7 @@ class Passage(Generic[Content, Lane]):
             self._wait(item)
 
     def resize(self, item: Item[Content, Lane], size_bytes: int) -> None:
-        """Say what the payload of a message takes in memory now."""
+        """Set the memory of a message's payload."""
         if item.step in OUT:
             self.fetched_bytes += size_bytes - item.size_bytes
         else:
@@ -299,10 +299,10 @@ class Passage(Generic[Content, Lane]):
     def take_to_produce(
         self, rows_max: int, allowed: Callable[[str, int], int], bytes_max: int = 2**63
     ) -> list[Item[Content, Lane]]:
-        """Take up to `rows_max` messages to publish, which take about `bytes_max` in memory.
+        """Take up to `rows_max` messages to publish, of about `bytes_max` in memory.
 
-        `allowed` is asked for each target that has messages and does not rest how many of so many may go to it now. The
-        target that was served first is asked last the next time.
+        `allowed` is called for each target that has messages and does not rest, with a number of messages, and returns
+        how many may go to it now. The target that was served first is asked last the next time.
         """
         taken: list[Item[Content, Lane]] = []
         bytes_left = bytes_max
@@ -323,17 +323,17 @@ class Passage(Generic[Content, Lane]):
                 if waiting:
                     self._to_produce[target] = waiting
                 if len(waiting) < rows_max:
-                    # Twice as many: one message tries whether the target is there, and then it is soon at full speed.
+                    # Twice as many: one message tries whether the target works, and then it soon runs at full speed.
                     self._unpark(target, min(2 * rows, rows_max))
             if len(taken) >= rows_max or bytes_left <= 0:
                 break
         return taken
 
     def take_to_commit(self, of: Callable[[Lane], bool] = lambda lane: True) -> list[Item[Content, Lane]]:
-        """Take what may be committed of one lane, in the order of reading where that counts.
+        """Take the messages of one lane that may be committed, in the order of reading where that matters.
 
-        In a lane that is committed in order that is the longest prefix of which everything is durable elsewhere, and
-        else all that is. A lane has one commit under way. `of` says of which lanes.
+        In a lane that is committed in order, that is the longest prefix in which everything is durable elsewhere;
+        otherwise, everything durable elsewhere. A lane has one commit in flight. `of` selects lanes.
         """
         for lane, done in self._done.items():
             if done and lane not in self._committing and of(lane):
@@ -351,7 +351,7 @@ class Passage(Generic[Content, Lane]):
         return []
 
     def committed(self, items: Sequence[Item[Content, Lane]], answer: Answer) -> None:
-        """Say what came of what `take_to_commit` gave."""
+        """Record the result of committing what `take_to_commit` returned."""
         lane = items[0].lane
         if lane is None or self._committing.pop(lane, None) is None:
             return  # The lane was lost meanwhile.
@@ -364,9 +364,9 @@ class Passage(Generic[Content, Lane]):
     def answer(
         self, item: Item[Content, Lane], answer: Answer, reason: str = "", *, instead: Step | None = None
     ) -> None:
-        """Say what came of the work that a message was given out for.
+        """Record the result of the work for which a message was taken.
 
-        `reason` says why it was refused. `instead` takes the place of the step that a refusal leads to. Raises
+        `reason` is the reason of a refusal. `instead` replaces the step to which a refusal leads. Raises
         CannotBeRefused.
         """
         if item.is_forgotten:
@@ -383,11 +383,11 @@ class Passage(Generic[Content, Lane]):
         self._move(item, step)
 
     def lose(self, lane: Lane) -> None:
-        """Forget what was read from a lane that another relay reads now, and whatever is answered of it later."""
+        """Forget messages of a lane that another relay reads now, and ignore later answers about them."""
         for item in (*self._committing.pop(lane, ()), *self._lanes.pop(lane, ())):
             self._forget(item)
 
-    # Targets and messages that rest.
+    # Targets and messages at rest
 
     def rest_target(self, target: str, until_s: float) -> None:
         """Give out nothing for a target until then."""
@@ -408,9 +408,9 @@ class Passage(Generic[Content, Lane]):
             self._unpark(target, 1)
 
     def rest_message(self, item: Item[Content, Lane], until_s: float, *, parked: bool) -> None:
-        """Let a message that was given out to be published rest by itself.
+        """Let a message that was taken for publishing rest alone.
 
-        `parked`: it was handed out, and its payload is dropped and fetched again.
+        With `parked`, which is for a delivered message, its payload is dropped and fetched again.
         """
         if item.is_forgotten:
             return
@@ -432,11 +432,11 @@ class Passage(Generic[Content, Lane]):
     def park(
         self, rows: int, takes_nothing: Callable[[str], bool], bytes_over: int = 0, rows_max: int = 2**31
     ) -> list[Item[Content, Lane]]:
-        """Park what was handed out and waits for a target that takes nothing now; return it.
+        """Park delivered messages that wait for a target which takes nothing now; return them.
 
-        Park so many, and more until `bytes_over` less are taken in memory, but at most `rows_max`.
-        Those go first that came last for the target with the most. A target that does not rest keeps one, which finds
-        out when it takes messages again; one that rests needs none.
+        Parks `rows` messages, and more until memory is down by `bytes_over`, but at most `rows_max`. The last messages
+        of the target with the most go first. A target that does not rest keeps one, which finds out when it takes
+        messages again; one that rests needs none.
         """
         queues = [(target, each, 0) for target, each in self._resting.items() if each]
         queues += [(name, each, 1) for name, each in self._to_produce.items() if len(each) > 1 and takes_nothing(name)]
@@ -461,7 +461,7 @@ class Passage(Generic[Content, Lane]):
         return parked
 
     def take_overdue(self, before_s: float) -> int:
-        """Move what is DIRECT and has waited for its target since before then to OVERDUE; return how many."""
+        """Move DIRECT messages that have waited for their target since before then to OVERDUE; return how many."""
         if not self._counts[Step.DIRECT]:
             return 0
         overdue: list[Item[Content, Lane]] = []
@@ -482,7 +482,7 @@ class Passage(Generic[Content, Lane]):
         return len(overdue)
 
     def take_waiting(self, target: str, rows_max: int) -> list[Item[Content, Lane]]:
-        """Take at most so many of what waits for a target, also while it rests, each until it is answered."""
+        """Take at most this many messages that wait for a target, even while it rests, each until it is answered."""
         taken: list[Item[Content, Lane]] = []
         for queues in (self._to_produce, self._resting, self._parked):
             waiting = queues.get(target, deque())
@@ -493,7 +493,7 @@ class Passage(Generic[Content, Lane]):
         return [item for item in taken if not item.is_forgotten]
 
     def _unpark(self, target: str, rows: int) -> None:
-        """Let at most so many of what was parked be fetched again."""
+        """Let at most this many parked messages be fetched again."""
         if (parked := self._parked.get(target)) is None:
             return
         for _ in range(min(rows, len(parked))):
@@ -538,7 +538,7 @@ class Passage(Generic[Content, Lane]):
                 del self._known[key]
 
     def _wait(self, item: Item[Content, Lane]) -> None:
-        """Let it wait for the work of its step; in a lane with an order it stands already."""
+        """Let a message wait for the work of its step; in a lane with an order it is queued already."""
         work = self._table[item.step].work
         if work is Work.PRODUCE:
             queues = self._resting if item.target in self._rests_until else self._to_produce

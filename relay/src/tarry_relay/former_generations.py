@@ -1,4 +1,8 @@
-"""Ends what waits in Tarry for logs that no longer exist: a source that was made anew is another Tarry topic."""
+"""Ends what waits in Tarry for logs that no longer exist.
+
+A source that was created again is another Tarry topic. Separate from `retention_guard`, which watches the present
+source.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ _ENTRY_MAX = 2**64 - 1
 
 
 async def former_topics(settings: Settings, client: tarry.aio.Client, topic: str) -> list[str]:
-    """Return the topics of former generations. `topic`: that of the source as it is now."""
+    """Return the topics of former generations of the source whose topic is now `topic`."""
     names = [each.topic async for each in client.topics()]
     return [name for name in names if name != topic and name.startswith(settings.relay.topic_of(""))]
 
 
 class FormerGenerations:
-    """Makes dead letters of what waits there. No payload can be fetched: another message stands at its position."""
+    """Turns what waits in former topics into dead letters: other messages have their positions now."""
 
     def __init__(self, settings: Settings, client: tarry.aio.Client, topic: str, metrics: RelayMetrics) -> None:
         self._settings = settings
@@ -33,7 +37,7 @@ class FormerGenerations:
         self._metrics = metrics
 
     async def run(self) -> None:
-        """Look again and again. A look that fails for now is skipped."""
+        """Look again and again; skip a look that fails temporarily."""
         while True:
             try:
                 await self.look()
@@ -44,11 +48,11 @@ class FormerGenerations:
             await asyncio.sleep(self._settings.source.retention_every_s)
 
     async def look(self) -> None:
-        """Make dead letters of what is due in former topics, and of what waits there if the settings say so."""
+        """Turn due rows of former topics into dead letters, and pending ones if the settings say so."""
         for topic in await former_topics(self._settings, self._client, self._topic):
             stats = await self._client.stats(topic)
             named = [each for each in stats.subscriptions if each.subscription == self._settings.relay.subscription]
-            # Who still receives from it has not noticed yet, or is the relay of another source.
+            # A remaining dispatcher has not noticed yet, or is the relay of another source.
             if not named or named[0].dispatchers:
                 continue
             if self._settings.source.retention == "dead_letter" and (stats.pending or named[0].backlog):
@@ -57,7 +61,7 @@ class FormerGenerations:
                 self._tell(topic, await self._reject(topic))
 
     async def _trim(self, topic: str) -> int:
-        """Make dead letters of all that waits there; return how many."""
+        """Turn all that waits there into dead letters; return how many."""
         ledgers = list(dict(await self._client.retention(topic)))
         if not ledgers:
             return 0
@@ -67,7 +71,7 @@ class FormerGenerations:
         return trimmed.dead_lettered
 
     async def _reject(self, topic: str) -> int:
-        """Make dead letters of what is due there, with the reason; return how many."""
+        """Turn due rows into dead letters, with the reason; return how many."""
         relay = self._settings.relay
         generation = topic.removeprefix(relay.topic_of(""))
         reason = (

@@ -1,4 +1,4 @@
-"""Keeps what a relay says of its health, and says in the log when that changes.
+"""Keeps the health of a relay for /health, and logs its changes.
 
 An end is the broker or the daemon. It is silent while nothing proves that it works: a poll that times out proves
 nothing.
@@ -15,17 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 log = logging.getLogger(__name__)
 
 SILENT_S = 10.0
-"""An end that has not answered for so long makes the relay unhealthy."""
+"""Silence of an end that makes the relay unhealthy (seconds)"""
 AGAIN_S = 60.0
-"""How often a failure that goes on is logged again, with its count."""
+"""Interval at which a continuing failure is logged again, with its count (seconds)"""
 TARGETS_MAX = 20
-"""How many targets that do not take messages the body of /health names."""
+"""Failing targets that the body of /health names at most"""
 ENDS = ("broker", "daemon")
 
 
 @dataclasses.dataclass(slots=True)
 class _Failing:
-    """A failure that goes on. Times by `time.monotonic`."""
+    """A failure that continues. Times by `time.monotonic`."""
 
     since_s: float
     error: str
@@ -33,11 +33,11 @@ class _Failing:
     logged_s: float = 0.0
     logged_count: int = 0
     is_over: bool = False
-    """Whether a later call was answered. One that fails again soon is not logged anew."""
+    """True if a later call was answered. One that fails again soon is not logged again."""
 
 
 class Health:
-    """The health of one relay. Its event loop writes it, the thread of /health reads it."""
+    """The health of one relay. Its event loop writes it; the thread of /health reads it."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         """Begin with ends that have just answered."""
@@ -49,7 +49,7 @@ class Health:
         self._lanes: Sequence[str] = ()
 
     def answered(self, end: str, which: str = "") -> None:
-        """Say that an end has answered, or a target has taken a message."""
+        """Record that an end has answered, or that a target has taken a message."""
         with self._lock:
             if end in self._answered_s:
                 self._answered_s[end] = self._now_s()
@@ -65,9 +65,9 @@ class Health:
             log.info("answers again", extra={"end": end, "failures": found.count})
 
     def failed(self, end: str, error: str, which: str = "") -> None:
-        """Say that a call has failed and is repeated. `which`: the name of a target.
+        """Record that a call has failed and is repeated; `which` is the name of a target.
 
-        A failure is logged once, and then each minute with its count; of targets those of the first twenty.
+        A failure is logged once, and then each minute with its count; for targets, only those of the first twenty.
         """
         now_s = self._now_s()
         with self._lock:
@@ -90,33 +90,33 @@ class Health:
             log.warning("still does not answer", extra={**fields, "failures": more})
 
     def explain(self, what: str, reason: str) -> None:
-        """Give a reason of a 503 until `settle` takes it back. `what` is broken: `session`, `source`."""
+        """Add a reason for a 503 until `settle` removes it; `what` is broken: `session`, `source`."""
         with self._lock:
             self._reasons[what] = reason
 
     def settle(self, what: str) -> None:
-        """Take back a reason."""
+        """Remove a reason."""
         with self._lock:
             self._reasons.pop(what, None)
 
     def hold_lanes(self, lanes: Sequence[str]) -> None:
-        """Name the lanes whose commit something has held for a minute."""
+        """Set the lanes whose commit something has blocked for a minute."""
         self._lanes = lanes
 
     def silent_s(self, end: str) -> float:
-        """Return for how long an end has not answered (seconds)."""
+        """Return how long an end has not answered (seconds)."""
         with self._lock:
             return self._now_s() - self._answered_s[end]
 
     def failing_s(self, end: str) -> float:
-        """Return for how long calls of an end have failed, or of the target that failed first (seconds)."""
+        """Return how long calls of an end, or of the target that failed first, have failed (seconds)."""
         now_s = self._now_s()
         with self._lock:
             failing = [each for (of, _), each in self._failing.items() if of == end and not each.is_over]
         return max((now_s - each.since_s for each in failing), default=0.0)
 
     def body(self) -> tuple[bool, Mapping[str, object]]:
-        """Return whether the relay is healthy, and what /health answers."""
+        """Return whether the relay is healthy, and the body of /health."""
         now_s = self._now_s()
         with self._lock:
             failing = {

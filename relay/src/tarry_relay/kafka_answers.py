@@ -1,7 +1,7 @@
-"""Says what Kafka's answers mean: to a publish, by a table, and to every other call.
+"""Interprets Kafka's answers: to a publish, by a table, and to every other call.
 
 Contents: `MEANT`, the table; `meant`, `produced`, `raised`; `failure` for other calls. Codes are those of
-`confluent_kafka.KafkaError`; a leading underscore marks one that the client itself gives.
+`confluent_kafka.KafkaError`; a leading underscore marks one of the client itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEANT: Mapping[int, Meant] = {
     KafkaError.MSG_SIZE_TOO_LARGE: _REFUSED,
     KafkaError.RECORD_LIST_TOO_LARGE: _REFUSED,
     KafkaError.INVALID_RECORD: _REFUSED,
-    # No topic can have this name, or Kafka keeps it for itself. The client gives the second for more than 512 letters.
+    # No topic can have this name, or Kafka reserves it. The client gives the second for more than 512 letters.
     KafkaError.TOPIC_EXCEPTION: _REFUSED,
     KafkaError._INVALID_ARG: _REFUSED,
     KafkaError.TOPIC_AUTHORIZATION_FAILED: _LIMIT,
@@ -34,7 +34,7 @@ MEANT: Mapping[int, Meant] = {
     KafkaError.UNKNOWN_TOPIC_OR_PART: _MISSING,
     KafkaError.UNKNOWN_TOPIC_ID: _MISSING,
     KafkaError._UNKNOWN_TOPIC: _MISSING,
-    # Elections, starts, and brokers that have heard of them later than others.
+    # Elections, starts, and brokers that learn of them later than others
     KafkaError.LEADER_NOT_AVAILABLE: _NOT_NOW,
     KafkaError.NOT_LEADER_FOR_PARTITION: _NOT_NOW,
     KafkaError.BROKER_NOT_AVAILABLE: _NOT_NOW,
@@ -50,23 +50,24 @@ MEANT: Mapping[int, Meant] = {
     KafkaError.CONCURRENT_TRANSACTIONS: _NOT_NOW,
     KafkaError._UNKNOWN_PARTITION: _NOT_NOW,
     KafkaError._ISR_INSUFF: _NOT_NOW,
-    # The bytes were damaged on the way; a broker before 2.4 says so, too, of a message that a compacted topic refuses.
+    # The bytes were damaged in transit; a broker before 2.4 also reports this for a message that a compacted topic
+    # refuses.
     KafkaError.INVALID_MSG: _NOT_NOW,
-    # Clocks are apart, or the topic is set so that it takes nothing of this client. Somebody can change that.
+    # Clocks differ, or the topic's settings refuse everything of this client. An operator can change that.
     KafkaError.INVALID_TIMESTAMP: _NOT_NOW,
     KafkaError.INVALID_REQUIRED_ACKS: _NOT_NOW,
     KafkaError.UNSUPPORTED_COMPRESSION_TYPE: _NOT_NOW,
     KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT: _NOT_NOW,
     KafkaError.UNSUPPORTED_VERSION: _NOT_NOW,
-    # A rule of whoever runs the cluster. It may be about this message or about the target: if others of the target are
-    # taken, it is the message, and the relay finds that out.
+    # A rule of the cluster's operator. It may be about this message or about the target: if other messages of the
+    # target are taken, it is the message, and the relay finds that out.
     KafkaError.POLICY_VIOLATION: _NOT_NOW,
-    # Never sent.
+    # Never sent
     KafkaError._QUEUE_FULL: _NOT_NOW,
     KafkaError._PURGE_QUEUE: _NOT_NOW,
-    # Another message of its batch is bad, so that the broker took nothing of the batch.
+    # Another message of its batch is bad, so the broker took nothing of the batch.
     KafkaError._INVALID_DIFFERENT_RECORD: _NOT_NOW,
-    # Sent, perhaps, and not answered; or written by the leader alone.
+    # Perhaps sent and not answered, or written by the leader alone
     KafkaError._MSG_TIMED_OUT: _UNKNOWN,
     KafkaError._TIMED_OUT: _UNKNOWN,
     KafkaError._TIMED_OUT_QUEUE: _UNKNOWN,
@@ -77,11 +78,11 @@ MEANT: Mapping[int, Meant] = {
     KafkaError.NETWORK_EXCEPTION: _UNKNOWN,
     KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND: _UNKNOWN,
     KafkaError.KAFKA_STORAGE_ERROR: _UNKNOWN,
-    # The leader has lost what it knew of this producer.
+    # The leader has lost its state of this producer.
     KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER: _UNKNOWN,
     KafkaError.UNKNOWN_PRODUCER_ID: _UNKNOWN,
 }
-"""Code -> meaning. A code that is not here is unknown."""
+"""Code -> meaning. A missing code is unknown."""
 
 OF_A_BATCH = frozenset(
     (
@@ -91,16 +92,16 @@ OF_A_BATCH = frozenset(
         KafkaError._INVALID_DIFFERENT_RECORD,
     )
 )
-"""Answers that all messages of a batch get, whichever of them is to blame. Nothing of the batch is there."""
+"""Answers to all messages of a batch, whichever is to blame; nothing of the batch was published"""
 OF_A_TRANSACTION = frozenset((KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT, KafkaError._STATE))
-"""Answers that messages get when their transaction fails, whichever of them is to blame."""
+"""Answers to messages whose transaction failed, whichever is to blame"""
 FENCED = frozenset((KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH))
 """Another producer has the transactional id by now."""
 NO_RIGHT = frozenset((KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED))
 REFUSED_CREDENTIALS = frozenset(
     (
         KafkaError._AUTHENTICATION,
-        # A certificate that has expired, or that the other end does not know.
+        # An expired certificate, or one that the other end does not know
         KafkaError._SSL,
         KafkaError.SASL_AUTHENTICATION_FAILED,
         KafkaError.UNSUPPORTED_SASL_MECHANISM,
@@ -124,27 +125,27 @@ def meant(code: int) -> Meant:
 
 
 def produced(target: str, error: KafkaError) -> port.Produced:
-    """Return what came of a message that Kafka or its client has not taken."""
+    """Return the result of a message that Kafka or its client has not taken."""
     return port.Produced(meant(error.code()), error.name(), f"{target}: {told(error)}")
 
 
 def raised(target: str, error: Exception) -> port.Produced:
-    """Return what came of a message whose publishing raised."""
+    """Return the result of a message whose publishing raised."""
     return port.Produced(_UNKNOWN, type(error).__name__, f"{target}: {type(error).__name__}: {error}")
 
 
 def refused(target: str, fault: str) -> port.Produced:
-    """Return what came of a message for a target that can be none."""
+    """Return the result of a message for an impossible target."""
     return port.Produced(_REFUSED, "TOPIC_EXCEPTION", f"{target}: {fault}")
 
 
 def told(error: KafkaError) -> str:
-    """Return an error in words: its name, and what the client says."""
+    """Return an error in words: its name, and the client's text."""
     return f"{error.name()}: {error.str()}"
 
 
 def failure(error: KafkaError, of: str = "") -> Exception:
-    """Return what the port calls a failed call that published nothing. `of` begins its message."""
+    """Return the port's exception for a failed call that published nothing; `of` begins its message."""
     text = f"{of}{told(error)}"
     if error.code() in _NO_TOPIC:
         return port.NotThere(text)

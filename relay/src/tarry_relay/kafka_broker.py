@@ -39,23 +39,23 @@ log = logging.getLogger(__name__)
 Content = TypeVar("Content")
 _NO_OFFSET = KafkaError._AUTO_OFFSET_RESET
 _COMMIT_WAIT_S = 1.0
-"""The wait of a partition that is given up for its commit (seconds)."""
+"""Wait for the commit of a partition that is given up (seconds)"""
 _LOOK_AGAIN_S = 0.1
-"""The pause between checks that the topic is still the same (seconds)."""
+"""Pause between checks that the topic is still the same (seconds)"""
 _REST_S = 1.0
-"""A reader that was not asked for so long rests (seconds)."""
+"""Time without a read after which a reader rests (seconds)"""
 _POLL_S = 0.25
-"""The longest poll, so that a reader can end (seconds)."""
+"""Longest poll, so that a reader can end (seconds)"""
 _AT_ONCE = 1_000
 _AT_ONCE_FOR_NOTHING = 20
-"""Messages to take together: few if passed ones are not kept, since these are read for nothing."""
+"""Messages to take together; few if passed ones are not kept, because these are read in vain"""
 
 Pair = tuple[int, int]
-"""Partition and offset."""
+"""Partition and offset"""
 
 
 _QUEUE_BYTES_MAX = 16 * 2**20
-"""What each of the consumers reads ahead at most; a relay has three."""
+"""Bytes that each consumer reads ahead at most; a relay has three consumers"""
 
 
 class Kept(Generic[Content]):
@@ -73,7 +73,7 @@ class Kept(Generic[Content]):
         return self._bytes_max > 0
 
     def keep(self, position: Pair, message: Content, size: int) -> None:
-        """Keep a message of so many bytes, if there is room for it at all."""
+        """Keep a message of this size (bytes), if there is room for it at all."""
         with self._lock:
             self._drop(position)
             if size > self._bytes_max:
@@ -98,7 +98,7 @@ class Kept(Generic[Content]):
 
 
 class Found(NamedTuple):
-    """A message, and a moment at which it had been read, by `time.monotonic`."""
+    """A message, and a moment by which it had been read, by `time.monotonic`."""
 
     record: Record
     read_until_s: float
@@ -125,7 +125,7 @@ class KafkaBroker:
         self.output = output
 
     def header_key(self, name: str) -> str:
-        """Return a header's name in small letters."""
+        """Return a header's name in lower case."""
         return kafka_judgement.header_key(name)
 
     def position_of(self, text: str) -> tuple[int, int]:
@@ -133,19 +133,19 @@ class KafkaBroker:
         return kafka_judgement.position_of(text)
 
     def position_fault(self, ledger_id: int, entry_id: int) -> str:
-        """Say why (ledger, entry) can be no (partition, offset); empty if it can."""
+        """Return the reason why (ledger, entry) cannot be a (partition, offset); empty if it can."""
         return kafka_judgement.position_fault(ledger_id, entry_id)
 
     def target_fault(self, target: str) -> str:
-        """Say why a name can be no topic to publish to; empty if it can."""
+        """Return the reason why a name cannot be a topic to publish to; empty if it can."""
         return kafka_judgement.target_fault(target)
 
     def message_fault(self, message: port.Message) -> str:
-        """Say why a message cannot be published again; empty if it can."""
+        """Return the reason why a message cannot be published again; empty if it can."""
         return kafka_judgement.message_fault(message.body.size, has_headers=message.body.headers is not None)
 
     def comes_back(self, target: str) -> bool:
-        """Say whether it is the source or the retry log."""
+        """Return whether the target is the source or the retry log."""
         return target in self._settings.read_names
 
     def own_targets(self) -> Sequence[str]:
@@ -153,7 +153,7 @@ class KafkaBroker:
         return self._settings.read_names
 
     async def must_answer(self) -> None:
-        """Ask for what the group of the source has committed, and for the end of one of its partitions.
+        """Ask for the committed offsets of the source's group, and for the end of one of its partitions.
 
         Raises Unreachable, SessionOver, NotThere.
         """
@@ -181,11 +181,11 @@ class KafkaBroker:
             yield await self._finding_of("target", target)
 
     async def source_findings(self) -> Sequence[port.Finding]:
-        """Judge again whether a payload of the source can go before its delivery. Raises NotThere, Unreachable."""
+        """Judge again whether the source can drop a payload before its delivery. Raises NotThere, Unreachable."""
         return (await self._judged_source())[1]
 
     async def _judged_source(self) -> tuple[Mapping[str, str] | None, Sequence[port.Finding]]:
-        """Return the settings of the source, or None if Kafka does not tell them, and what they mean."""
+        """Return the settings of the source, or None if Kafka withholds them, and what they mean."""
         name = self._settings.source.name
         try:
             settings = await self._topics.settings(name)
@@ -211,7 +211,7 @@ class KafkaBroker:
 
 
 class KafkaLog:
-    """The source by its partitions and offsets."""
+    """The source, by partition and offset."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class KafkaLog:
         timeout_s: float,
         bytes_max: int,
     ) -> None:
-        """`kept` is what was read lately, `bytes_max` how much a fetch should bring."""
+        """Use the cache `kept` of messages read lately; a fetch brings about `bytes_max`."""
         self._topic = topic
         self._topics = topics
         self._consumer = kafka.Consumer(properties.fetcher(topic))
@@ -232,15 +232,15 @@ class KafkaLog:
         self._at_once = _AT_ONCE if kept.keeps else _AT_ONCE_FOR_NOTHING
         self._thread = Thread("fetch", properties.errors)
         self._partitions = 0
-        """A lower bound on its number."""
+        """Lower bound on its number of partitions"""
         self._found_bytes = 0
-        """What the present call has found."""
+        """Bytes that the present call has found"""
         self._fetched = 0
         self._kept_ones = 0
         self._read_for_it = 0
         self._is_closing = False
         self.tells_limits = True
-        """False once Kafka has not told the settings of the topic for want of rights."""
+        """False once Kafka has withheld the settings of the topic for lack of permission"""
 
     async def generation(self) -> str:
         """Return the topic's id."""
@@ -251,7 +251,7 @@ class KafkaLog:
         return await self._topics.first_offsets(self._topic, ledgers)
 
     async def kept_ms(self) -> int | None:
-        """Return `retention.ms` of the topic; None if it is -1 or not told."""
+        """Return `retention.ms` of the topic, or None if it is -1 or withheld."""
         try:
             settings = await self._topics.settings(self._topic)
         except Untold:
@@ -261,11 +261,11 @@ class KafkaLog:
         return kafka_judgement.kept_ms(settings)
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
-        """Return the messages at these positions, which ascend; None for one that is gone or never was, NOT_YET when a
-        portion is full.
+        """Return the messages at these ascending positions.
 
-        What is not kept is found by reading its partition on, all partitions at once. The cluster is asked for the
-        generation, unless it was since then. Raises NotThere, Unreachable, SessionOver.
+        Returns None for one that is gone or never existed, and NOT_YET once a portion is full. What is not kept is
+        found by reading its partition on, all partitions at once. The cluster is asked for the generation, unless it
+        was since then. Raises NotThere, Unreachable, SessionOver.
         """
         found: dict[Pair, Found] = {}
         wanted: dict[int, list[int]] = {}
@@ -299,7 +299,7 @@ class KafkaLog:
         await ended_within({"fetch": self.end})
 
     def end(self) -> None:
-        """Block until the call that is under way has returned, and leave."""
+        """Block until the call in flight has returned, and leave."""
         self._is_closing = True
         self._thread.end()
         self._thread.join()
@@ -309,16 +309,16 @@ class KafkaLog:
             log.info("has fetched", extra={"messages": self._fetched, **told})
 
     async def _look_for(self, wanted: Mapping[int, Sequence[int]], found: dict[Pair, Found]) -> Mapping[int, Search]:
-        """Add what is found at these offsets of each partition; return the searches that are not over."""
+        """Add what is found at these offsets of each partition; return the unfinished searches."""
         if max(wanted) >= self._partitions:
             self._partitions = await self._topics.partitions(self._topic)
-        # A partition that the topic does not have never had what is looked for.
+        # A partition that the topic lacks never had the message.
         searches = {each: Search(of) for each, of in wanted.items() if each < self._partitions}
         if searches:
             await self._thread.call(self._read_on, searches, found)
         return searches
 
-    # In the thread.
+    # In the thread
 
     def _read_on(self, searches: dict[int, Search], found: dict[Pair, Found]) -> None:
         """Read all partitions on until each search is over, or a portion is full.
@@ -342,7 +342,7 @@ class KafkaLog:
             self._consumer.unassign()
 
     def _take(self, event: Event, searches: Mapping[int, Search], found: dict[Pair, Found]) -> int | None:
-        """Find a message, or keep it; return up to where its partition was read."""
+        """Find a message, or keep it; return the offset up to which its partition was read."""
         search = searches.get(event.partition())
         if event.error() is not None:
             return self._look(event, search)
@@ -362,7 +362,7 @@ class KafkaLog:
         )
 
     def _go_on(self, searches: dict[int, Search], reached: Mapping[int, int | None]) -> None:
-        """End searches that are over, and jump where the next offset is far, or reading has stopped (None)."""
+        """End finished searches, and jump if the next offset is far, or if reading has stopped (None)."""
         for partition, offset in reached.items():
             search = searches.get(partition)
             if search is None or not (search.next is None or offset is None or search.jumps(offset)):
@@ -374,9 +374,9 @@ class KafkaLog:
                 self._begin({partition: search})
 
     def _look(self, event: Event, search: Search | None) -> int | None:
-        """Ask where a partition begins and ends whose end was reached, or which does not have the offset asked for.
+        """Ask for the first and last offset of a partition whose end was reached, or which lacks the requested offset.
 
-        Return up to where it was read. Raises KafkaException, NotThere, Unreachable.
+        Returns the offset up to which it was read. Raises KafkaException, NotThere, Unreachable.
         """
         error, reached = event.error(), None
         if error.code() not in (KafkaError._PARTITION_EOF, _NO_OFFSET):
@@ -385,7 +385,7 @@ class KafkaLog:
             reached = event.offset()
             search.begins_at(reached)
         if search is not None and search.next is not None:
-            # A new leader refuses to name its end before it knows it, but what it gives to read may be short of that.
+            # A new leader refuses to name its end before it knows it, but its messages may stop short of that.
             first, end = _ends(self._consumer, TopicPartition(self._topic, event.partition()), self._timeout_s)
             search.begins_at(first)
             search.ends_at(end)
@@ -393,10 +393,10 @@ class KafkaLog:
 
 
 class KafkaReader:
-    """A member of the group of relays that read a topic, each of whose partitions is read by one of them.
+    """A member of the group of relays that share the partitions of a topic.
 
-    The name of the group has the id of the topic, so a relay that has not noticed yet that the topic is another one
-    commits nothing there.
+    The name of the group contains the id of the topic, so a relay that has not noticed yet that the topic is another
+    one commits nothing there.
     """
 
     commits_in_order = True
@@ -413,8 +413,9 @@ class KafkaReader:
         kept: Kept[Found] | None = None,
         failures_of: str = "",
     ) -> None:
-        """`bytes_max` is how much a call should bring. `kept` gets what is read. `failures_of`: of a retry log, the
-        topic of the relay.
+        """Bring about `bytes_max` a call, and cache messages in `kept`.
+
+        For a retry log, `failures_of` is the topic of the relay.
         """
         self._topic = topic
         self._group = properties.reader_group(topic, generation)
@@ -429,29 +430,29 @@ class KafkaReader:
         self._consumer = kafka.Consumer({**properties.reader(topic, generation), "error_cb": self._failed})
         self._polling = Thread(f"read-{topic}", self._errors)
         self._committing = Thread(f"commit-{topic}", self._errors)
-        # A commit that a silent broker does not answer holds its thread up without end.
+        # A commit that a silent broker does not answer blocks its thread without end.
         self._asking = Thread(f"ask-{topic}", self._errors)
-        # A partition that comes back is another lane: it begins at what was committed.
+        # A partition that returns is another lane: it begins at the committed offset.
         self._lanes: dict[int, tuple[int, int]] = {}
         self._lanes_made = 0
         self._giving_up = threading.Lock()
         self._lost: list[tuple[int, int]] = []
         self._early: deque[Event] = deque()
-        """Events that came while no more could be taken."""
+        """Events that arrived when no more could be taken"""
         self._held: port.Portion | None = None
-        """Read, and not handed on: it may not be known yet to be of the right topic."""
+        """Read but not passed on: it may not be known yet to be of the right topic"""
         self._has_joined = False
         self._is_resting = False
         self._is_away = False
         self._is_closing = False
         self._trouble = ""
-        """The last error that kept the group from reading; Kafka says it only once."""
+        """Last error that kept the group from reading; Kafka reports it only once"""
         self._questions = itertools.count()
         self._asked_at_s = time.monotonic()
         self._looks_at_s = 0.0
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
-        """Return what comes next in the partitions that are this relay's now."""
+        """Return the next messages of the partitions that this relay has now."""
         while self._held is None:
             await self._polling.call(self._poll, rows_max, wait_s)
         if self._held.read and self._looks_at_s <= time.monotonic():
@@ -465,7 +466,7 @@ class KafkaReader:
         return portion
 
     async def commit(self, read: Sequence[port.Read]) -> None:
-        """Commit the offset behind the last of them; do nothing if the partition is another relay's by now."""
+        """Commit the offset after the last of them; do nothing if another relay has the partition by now."""
         last = read[-1]
         behind = TopicPartition(
             self._topic,
@@ -477,10 +478,10 @@ class KafkaReader:
         await self._committing.call(self._commit, last.lane, behind)
 
     async def hold(self, read: Sequence[port.Read]) -> None:
-        """Do nothing: the partition stays with its member, and what was polled is not given again."""
+        """Do nothing: the partition stays with its member, and polled messages are not delivered again."""
 
     async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
-        """Say for each whether it lies before the offset that the group has committed in its partition."""
+        """Return for each position whether it lies before the group's committed offset of its partition."""
         ledgers = {ledger for ledger, entry in positions if not kafka_judgement.position_fault(ledger, entry)}
         asked = [TopicPartition(self._topic, each) for each in ledgers]
         found = await self._committing.call(self._consumer.committed, asked, self._timeout_s) if asked else []
@@ -503,7 +504,7 @@ class KafkaReader:
             raise port.Unreachable(f"topic {self._topic}: {self._trouble}")
 
     async def finding_of_other_readers(self) -> port.Finding | None:
-        """Judge whether another relay reads this retry log, too; return None if none does. Raises Unreachable."""
+        """Judge whether another relay also reads this retry log; return None if none does. Raises Unreachable."""
         if not self._generation:
             # It did not exist when the session was opened, which ends with the first read.
             return None
@@ -511,11 +512,11 @@ class KafkaReader:
         return kafka_judgement.finding_of_retry_readers(self._topic, committed, self._group, self._failures_of)
 
     async def keep_place(self) -> None:
-        """Keep its place in the group while it is not read, without end: a member that does not poll is left out."""
+        """Poll without end while there are no reads, because the group removes a member that does not poll."""
         while True:
             await asyncio.sleep(_REST_S)
             if self._has_joined and self._asked_at_s + _REST_S < time.monotonic():
-                # A session that is over is reported by the next call that somebody waits for.
+                # The next awaited call reports a session that is over.
                 with contextlib.suppress(port.Unreachable, port.NotThere, port.SessionOver):
                     await self._polling.call(self._rest)
 
@@ -524,35 +525,38 @@ class KafkaReader:
         await ended_within({self._topic: self.end})
 
     def end(self) -> None:
-        """Block until what is under way has returned, and leave the group."""
+        """Block until the calls in flight have returned, and leave the group."""
         self._is_closing = True
         threads = (self._committing, self._asking, self._polling)
         for each in threads:
             each.end()
-        # The client must not be closed while another thread uses it: it would crash.
+        # Closing the client while another thread uses it would crash it.
         for each in threads:
             each.join()
         self._consumer.close()
 
     async def _look_whether_same(self) -> None:
-        """Check the topic's id. All that was read until now is of the topic that has it: an id does not come back."""
+        """Check the topic's id, which never returns: all that was read until now is of the topic that has it."""
         looked_at_s = time.monotonic()
         port.must_be_same(f"topic {self._topic}", self._generation, await self._topics.generation(self._topic))
         self._looks_at_s = looked_at_s + _LOOK_AGAIN_S
 
-    # In the thread of the consumer.
+    # In the thread of the consumer
 
     def _poll(self, rows_max: int, wait_s: float) -> None:
-        """Take message by message: each is of the lane that its partition has after the call that gave it."""
+        """Take message by message.
+
+        Each belongs to the lane that its partition has after the call that returned it.
+        """
         if self._held is not None:
-            # A cancelled call has read it. If it were dropped, the next commit would pass it.
+            # A cancelled call has read it. If it were dropped, the next commit would skip it.
             return
         self._take_part()
         read: list[port.Read] = []
         try:
             self._take(read, rows_max, wait_s)
         finally:
-            # Also if a call has failed after the first message.
+            # Also if a call failed after the first message
             if read:
                 self._hand_on(read)
         self._asked_at_s = time.monotonic()
@@ -563,7 +567,7 @@ class KafkaReader:
             self._hand_on(read)
 
     def _take(self, read: list[port.Read], rows_max: int, wait_s: float) -> None:
-        """Add what comes. Raises NotThere, Unreachable, SessionOver for an error that comes first."""
+        """Add what arrives. Raises NotThere, Unreachable, SessionOver for an error that comes first."""
         event = self._early.popleft() if self._early else self._wait_for_one(wait_s)
         size_bytes = 0
         while event is not None:
@@ -614,7 +618,7 @@ class KafkaReader:
 
     def _assigned(self, consumer: kafka.Consumer, partitions: list[TopicPartition]) -> None:
         consumer.incremental_assign(partitions)
-        # A pause is of the partition, and is still there when it comes back.
+        # A pause belongs to the partition, and still applies when it returns.
         (consumer.pause if self._is_resting else consumer.resume)(partitions)
         for each in partitions:
             self._lanes_made += 1
@@ -624,8 +628,8 @@ class KafkaReader:
         log.info("reads partitions", extra={"topic": self._topic, "partitions": sorted(self._lanes)})
 
     def _revoked(self, consumer: kafka.Consumer, partitions: list[TopicPartition]) -> None:
-        # A commit that was sent ends before another relay has the partition, or it would undo the other's. One that was
-        # not sent is held back by the client until this call returns.
+        # A commit that was sent must end before another relay has the partition, or it would undo the other's. The
+        # client holds back unsent ones until this call returns.
         is_over = self._giving_up.acquire(timeout=_COMMIT_WAIT_S)
         try:
             for each in partitions:
@@ -642,9 +646,9 @@ class KafkaReader:
             self._is_away = True
 
     def _look(self, event: Event) -> None:
-        """Deal with an error that came in place of a message. Raises NotThere, Unreachable, SessionOver.
+        """Process an error that came in place of a message. Raises NotThere, Unreachable, SessionOver.
 
-        An error of the whole group has a partition of 0 and no offset, as one of partition 0 may have.
+        An error of the whole group has partition 0 and no offset, as one of partition 0 may have.
         """
         error, is_stale = event.error(), event.partition() not in self._lanes
         if error.code() == _NO_OFFSET and not is_stale:
@@ -671,7 +675,7 @@ class KafkaReader:
             log.error("next offset does not exist; restarting at the first", extra=fields)
 
     def _leave_metadata(self, partition: int) -> None:
-        """Commit the first offset, so that another relay finds whose retry log it is before anything has failed."""
+        """Commit the first offset, so that another relay can see whose retry log it is before anything has failed."""
         first, _ = _ends(self._consumer, TopicPartition(self._topic, partition), self._timeout_s)
         self._consumer.commit(
             offsets=[TopicPartition(self._topic, partition, first, metadata=self._metadata)], asynchronous=True
@@ -680,7 +684,7 @@ class KafkaReader:
     def _partitions(self) -> list[TopicPartition]:
         return [TopicPartition(self._topic, each) for each in self._lanes]
 
-    # In a thread of its own, so that a commit does not wait for what is read next.
+    # In a thread of its own, so that a commit does not wait for reads
 
     def _commit(self, lane: Hashable, behind: TopicPartition) -> None:
         with self._giving_up:
@@ -689,7 +693,7 @@ class KafkaReader:
                     if each.error is not None:
                         raise KafkaException(each.error)
 
-    # In a thread of its own, too.
+    # In a thread of its own too
 
     def _ask(self) -> None:
         until_s = time.monotonic() + self._timeout_s
@@ -712,7 +716,7 @@ class KafkaReader:
 
 
 def _ends(consumer: kafka.Consumer, partition: TopicPartition, timeout_s: float) -> tuple[int, int]:
-    """Ask the leader of a partition for its first offset and the one behind its last.
+    """Ask the leader of a partition for its first offset and the one after its last.
 
     Raises KafkaException, Unreachable.
     """
@@ -724,7 +728,7 @@ def _ends(consumer: kafka.Consumer, partition: TopicPartition, timeout_s: float)
 
 @contextlib.asynccontextmanager
 async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka) -> AsyncIterator[KafkaBroker]:
-    """Open a session; a topic that does not exist is no reason not to. Raises SettingsError, Unreachable."""
+    """Open a session; a missing topic does not prevent it. Raises SettingsError, Unreachable."""
     relay, source = settings.relay, settings.source.name
     bytes_max = portion_bytes(relay.memory_bytes)
     queue_bytes = min(_QUEUE_BYTES_MAX, bytes_max)
@@ -763,12 +767,12 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
 
 
 async def _connect(client: admin.AdminClient, properties: ClientProperties, broker: relay_settings.Kafka) -> None:
-    """Ask the cluster what it has. Raises Unreachable with the reason."""
+    """Ask the cluster for its topics. Raises Unreachable with the reason."""
     thread = Thread("connect", properties.errors)
     try:
         await thread.call(lambda: client.list_topics(timeout=broker.timeout_s))
     except (port.Unreachable, port.SessionOver) as error:
-        # The client reports the failure of a connection outside the call.
+        # The client reports a failed connection outside the call.
         client.poll(0)
         why = properties.errors.refusal or str(error)
         url = relay_settings.without_credentials(broker.url)
@@ -789,7 +793,7 @@ def _refused_settings() -> Iterator[None]:
 
 
 async def _generation_now(topics: ClusterTopics, topic: str) -> str:
-    """Return the id of a topic; empty if it does not exist: who reads it when it does finds out. Raises Unreachable."""
+    """Return the id of a topic, empty if it does not exist: its reader finds that out later. Raises Unreachable."""
     try:
         return await topics.generation(topic)
     except port.NotThere:
@@ -803,7 +807,7 @@ def _message(event: Event) -> tuple[port.Message, int | None]:
 
 
 def _fetched(pair: Pair, found: Found | None, left: Search | None) -> port.Message | None:
-    """Return what came of a position. `left` is the search of its partition if it is not over."""
+    """Return the result for a position; `left` is the unfinished search of its partition."""
     if found is not None:
         return found.record.message()
     is_left = left is not None and left.next is not None and left.next <= pair[1]

@@ -1,4 +1,4 @@
-"""Uses Kafka's client for the adapter: its properties, its blocking calls, its admin calls, and publishing.
+"""Wraps Kafka's client: its properties, blocking calls, admin calls, and publishing.
 
 Clients: `ClientProperties`, `ClientErrors`, `Thread`, `ended_within`. Reading messages: `Record`. The cluster:
 `ClusterTopics`. Publishing: `KafkaOutput`. Meanings of answers: `kafka_answers`.
@@ -29,35 +29,35 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 Properties: TypeAlias = dict[str, Any]
 Event: TypeAlias = Any
-"""A message of Kafka's client, or an error of a partition; by its types everything of it may be None."""
+"""A message of Kafka's client, or an error of a partition; by its types every part may be None"""
 
 CLOSE_S = 3.0
-"""The time for the end of a session (seconds). The process has five after `drain_s`."""
+"""Time for the end of a session (seconds); the process has five after `drain_s`"""
 _admin: Any = admin
-"""By its types it does not export all that it has."""
+"""Any, because its types do not export all that it has"""
 _raised_bare: Any = KafkaError
-"""The client raises some fatal errors as this class, which is no BaseException."""
+"""Class as which the client raises some fatal errors, although it is no BaseException"""
 _ID_LETTERS = str.maketrans("/+", "_-")
-"""From those of the client to those of Kafka's own tools."""
+"""From the letters of the client to those of Kafka's own tools"""
 _OWN = "tarry-"
-"""The prefix of the names of Tarry's own headers."""
+"""Prefix of the names of Tarry's own headers"""
 _MISSING_MAX = 10_000
-"""A producer keeps 3 KB for each topic that it was given, also for one that does not exist: then it is replaced."""
+"""Messages for missing topics after which the producer is replaced, because it keeps 3 KB for each such topic"""
 _MESSAGE_BYTES = 500
-"""The memory of a message besides its key, value and headers (bytes)."""
+"""Memory of a message besides its key, value and headers (bytes)"""
 _SHARED: Properties = {
     "client.id": "tarry-relay",
-    "log_level": 2,  # Each call reports what it has failed with.
+    "log_level": 2,  # Each call reports its failure.
     "reconnect.backoff.max.ms": 1_000,
     "topic.metadata.refresh.interval.ms": 30_000,
 }
 _CONSUMER: Properties = {
     "enable.auto.commit": False,
     "enable.auto.offset.store": False,
-    # A partition without a position is reported, and begun by the relay.
+    # A partition without a position is reported, and the relay begins it.
     "auto.offset.reset": "error",
     "fetch.queue.backoff.ms": 10,
-    # A message that is larger than all this comes alone, and must not close the connection.
+    # A message larger than all this arrives alone, and must not close the connection.
     "receive.message.max.bytes": 2_147_483_647,
 }
 _QUEUE_BYTES_MIN = 2 * 2**20
@@ -71,17 +71,17 @@ _READER: Properties = {
 _FETCHER: Properties = {
     **_CONSUMER,
     "enable.partition.eof": True,
-    # A request that waits at the end of one partition keeps those of the others waiting.
+    # A request that waits at the end of one partition blocks those of the others.
     "fetch.wait.max.ms": 10,
     "queued.min.messages": 1_000,
-    # A message that is fetched was committed when it was read.
+    # A fetched message was committed when it was read.
     "isolation.level": "read_uncommitted",
 }
 _PRODUCER: Properties = {
     "acks": "all",
     "enable.idempotence": True,
     "linger.ms": 0,
-    # Kafka's own producer chooses the partition of a key like this.
+    # Kafka's own producer chooses the partition of a key this way.
     "partitioner": "murmur2_random",
     # The limits of the topics apply.
     "message.max.bytes": kafka_judgement.MESSAGE_BYTES_MAX,
@@ -109,13 +109,13 @@ class ClientErrors:
         self._refusal = ""
 
     def heard(self, error: KafkaError) -> None:
-        """Note an error. Every client of the session calls this, each in a thread of its own."""
+        """Record an error. Every client of the session calls this, each in its own thread."""
         if error.code() in kafka_answers.REFUSED_CREDENTIALS:
             self._refusal = kafka_answers.told(error)
 
     @property
     def refusal(self) -> str:
-        """Why a broker refuses the credentials; empty if none does."""
+        """The reason why a broker refuses the credentials; empty if none does."""
         return self._refusal
 
     def check(self) -> None:
@@ -134,11 +134,11 @@ class ClientProperties:
         identity: str,
         queue_bytes: int = 16 * 2**20,
     ) -> None:
-        """Read the password. `identity` is that of the relay, `queue_bytes` what a consumer reads ahead.
+        """Read the password.
 
-        Raises SettingsError.
+        `identity` is that of the relay; a consumer reads ahead `queue_bytes`. Raises SettingsError.
         """
-        # A fetch asks for no less than the client's limit of a message.
+        # A fetch asks for at least the client's limit of a message.
         queue_bytes = max(_QUEUE_BYTES_MIN, queue_bytes)
         self._queues: Properties = {
             "queued.max.messages.kbytes": queue_bytes // 1_024,
@@ -163,7 +163,7 @@ class ClientProperties:
         return {**_SHARED, "error_cb": self.errors.heard, **self._reached_with, **self._more}
 
     def reader(self, topic: str, generation: str) -> Properties:
-        """Return the properties of a member of the group that reads a topic of this generation on."""
+        """Return the properties of a member of the group that reads a topic of this generation."""
         session_ms = int(self._broker.session_s * 1_000)
         own = {
             "group.id": self.reader_group(topic, generation),
@@ -182,7 +182,7 @@ class ClientProperties:
         confirm_ms = int(self._broker.confirm_s * 1_000)
         own: Properties = {
             "message.timeout.ms": confirm_ms,
-            # A topic may be unknown for so long: one that was made a moment ago, or does not exist.
+            # Time for which a topic may be unknown, because it was just created or does not exist
             "topic.metadata.propagation.max.ms": int(self._broker.timeout_s * 1_000),
         }
         if self._broker.transactional:
@@ -193,7 +193,7 @@ class ClientProperties:
         return {**_PRODUCER, **own, **self.shared()}
 
     def group_of(self, topic: str) -> str:
-        """Return what the name of the group of relays that read a topic begins with."""
+        """Return the beginning of the name of the group of relays that read a topic."""
         return f"{self._subscription}-{topic}"
 
     def reader_group(self, topic: str, generation: str) -> str:
@@ -222,7 +222,7 @@ class ClientProperties:
 class Thread:
     """A daemon thread that makes the blocking calls of one client, one after the other.
 
-    No executor: the interpreter would wait at its end for a call that a silent broker holds up.
+    It is no executor: the interpreter would wait at its end for a call that a silent broker blocks.
     """
 
     def __init__(self, name: str, errors: ClientErrors) -> None:
@@ -246,12 +246,12 @@ class Thread:
         try:
             return await asyncio.wrap_future(future)
         except KafkaException as error:
-            # A call that timed out does not say why.
+            # A call that timed out does not report why.
             self._errors.check()
             raise kafka_answers.failure(error.args[0]) from error
 
     def end(self) -> None:
-        """Make no more calls than those that were begun."""
+        """Make no further calls after those that have begun."""
         self._has_ended = True
         self._calls.put(None)
 
@@ -271,7 +271,7 @@ class Thread:
                 future.set_exception(error)
             else:
                 future.set_result(answer)
-            # A client that was dropped meanwhile ends here, and not while the next call is waited for.
+            # A client dropped meanwhile must end here, not while waiting for the next call.
             del task, future, blocking
 
 
@@ -283,7 +283,7 @@ def kafka_errors() -> Iterator[None]:
     except _raised_bare as error:
         raise KafkaException(error) from None
     except SystemError as error:
-        # The client calls back with an error raised already, which Python takes for an error of the callback.
+        # The client calls back with an error already raised, which Python takes for an error of the callback.
         if isinstance(error.__cause__, KafkaException):
             raise error.__cause__ from error
         if isinstance(error.__cause__, KafkaError):
@@ -292,13 +292,13 @@ def kafka_errors() -> Iterator[None]:
 
 
 async def ended_within(closing: Mapping[str, Callable[[], object]], limit_s: float = CLOSE_S) -> None:
-    """End clients, by name and all at once; leave those behind that take longer than the limit (seconds).
+    """End clients, by name and all at once; leave behind those that take longer than the limit (seconds).
 
-    Each ends in a daemon thread of its own, which keeps what it needs.
+    Each ends in its own daemon thread, which keeps what it needs.
     """
     ended: dict[str, Future[None]] = {name: Future() for name in closing}
     for name, blocking in closing.items():
-        # It cannot be cancelled any longer, only left behind.
+        # It can no longer be cancelled, only left behind.
         ended[name].set_running_or_notify_cancel()
         threading.Thread(target=_end, args=(blocking, ended[name]), name=f"kafka-end-{name}", daemon=True).start()
     if not ended:
@@ -326,37 +326,37 @@ class Body(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: Sequence[tuple[str, bytes | None]] | None
-    """None if the client cannot read them."""
+    """None if the client cannot read them"""
 
     @property
     def size(self) -> int:
-        """Bytes of key, value and headers."""
+        """The size of key, value and headers (bytes)."""
         headers = sum(len(name) + len(value or b"") for name, value in self.headers or ())
         return len(self.key or b"") + len(self.value or b"") + headers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """A message that was read, taken apart once: the client cannot be asked for its headers a second time."""
+    """A message that was read, unpacked once: the client cannot be asked for its headers a second time."""
 
     body: Body
     sent_at_ms: int
-    """Unix time in ms, as its producer or the broker has said; -1 if none has."""
+    """Unix time (ms) from its producer or the broker; -1 if there is none"""
     leader_epoch: int | None
 
     @classmethod
     def of(cls, event: Event) -> Record:
-        """Take a message of the client apart."""
+        """Unpack a message of the client."""
         _, sent_at_ms = event.timestamp()
         return cls(Body(event.key(), event.value(), _headers(event)), sent_at_ms, event.leader_epoch())
 
     @property
     def memory_bytes(self) -> int:
-        """About what it takes in memory (bytes)."""
+        """The approximate memory of the message (bytes)."""
         return _MESSAGE_BYTES + self.body.size
 
     def message(self) -> port.Message:
-        """Return it as the port has it: the last of headers with one name is read, and all are published again."""
+        """Return it in the port's form: of equal headers the last is read, and all are published again."""
         told: dict[str, str] = {}
         seen: set[str] = set()
         repeated: list[str] = []
@@ -371,11 +371,11 @@ class Record:
 
 
 def _headers(event: Event) -> Sequence[tuple[str, bytes | None]] | None:
-    """Return the headers; None if the name of one is no UTF-8.
+    """Return the headers, or None if the name of one is no UTF-8.
 
-    The client then returns a list with an empty place and raises as well. Called through `partial`, Python notices the
-    exception; called directly, it may not, and whoever touches the list crashes. A second such name is decoded while
-    the first one's exception is set, which raises more SystemErrors, each by the one before.
+    The client then returns a list with an empty place and also raises. Called through `partial`, Python notices the
+    exception; called directly, it may not, and touching the list crashes. A second such name is decoded while the first
+    one's exception is set, which raises more SystemErrors, each caused by the one before.
     """
     try:
         return tuple(functools.partial(event.headers)() or ())
@@ -389,7 +389,7 @@ def _headers(event: Event) -> Sequence[tuple[str, bytes | None]] | None:
 
 
 class Untold(port.Unreachable):
-    """The broker does not say it for want of rights."""
+    """An answer that the broker withholds for lack of permission."""
 
 
 class ClusterTopics:
@@ -399,14 +399,14 @@ class ClusterTopics:
         self._client = client
         self._timeout_s = timeout_s
         self._seen: dict[str, tuple[str, float]] = {}
-        """Topic -> its last id, and when it was asked for."""
+        """Topic -> its last id, and when it was requested"""
 
     async def partitions(self, topic: str) -> int:
-        """Return how many partitions a topic has. Raises NotThere, Unreachable."""
+        """Return the number of partitions of a topic. Raises NotThere, Unreachable."""
         return len((await self._described(topic)).partitions)
 
     async def generation(self, topic: str) -> str:
-        """Return the id of a topic, which another one of its name does not have. Raises NotThere, Unreachable."""
+        """Return the id of a topic, which no other topic of that name has. Raises NotThere, Unreachable."""
         asked_at_s = time.monotonic()
         found = str((await self._described(topic)).topic_id).translate(_ID_LETTERS)
         self._seen[topic] = found, asked_at_s
@@ -415,7 +415,7 @@ class ClusterTopics:
     async def confirm(self, topic: str, generation: str, read_until_s: float) -> None:
         """Make sure that messages read until then, by `time.monotonic`, are of this generation of the topic.
 
-        An id does not come back, so the cluster is asked unless it was since then. Raises NotThere, Unreachable.
+        An id never returns, so the cluster is asked unless it was since then. Raises NotThere, Unreachable.
         """
         now, asked_at_s = self._seen.get(topic, ("", 0.0))
         if now != generation or asked_at_s < read_until_s:
@@ -423,7 +423,7 @@ class ClusterTopics:
         port.must_be_same(f"topic {topic}", generation, now)
 
     async def first_offsets(self, topic: str, partitions: Iterable[int]) -> Mapping[int, int]:
-        """Return the first offset that each partition still has; none for a partition that does not exist.
+        """Return the first offset that each partition still has; leave out partitions that do not exist.
 
         Raises NotThere, Unreachable.
         """
@@ -435,16 +435,16 @@ class ClusterTopics:
         return {partition.partition: int((await _asked(topic, answer)).offset) for partition, answer in asked.items()}
 
     async def settings(self, topic: str) -> Mapping[str, str]:
-        """Return the settings of a topic, by name. Raises NotThere, Unreachable; Untold for want of rights."""
+        """Return the settings of a topic by name. Raises NotThere, Unreachable; Untold for lack of permission."""
         self._prepare(topic)
         resource = _admin.ConfigResource(_admin.ConfigResource.Type.TOPIC, topic)
         (asked,) = self._client.describe_configs([resource], request_timeout=self._timeout_s).values()
         return {name: each.value or "" for name, each in (await _asked(topic, asked)).items()}
 
     async def committed_metadata(self, topic: str, generation: str) -> Mapping[str, Collection[str]]:
-        """Return the metadata of what groups of relays have committed of a topic of this generation, by group.
+        """Return the metadata that groups of relays have committed for a topic of this generation, by group.
 
-        Groups that the broker does not show are left out. Raises Unreachable.
+        Groups that the broker hides are left out. Raises Unreachable.
         """
         self._prepare(topic)
         told = await _asked(topic, self._client.list_consumer_groups(request_timeout=self._timeout_s))
@@ -463,10 +463,10 @@ class ClusterTopics:
         return await _asked(topic, asked[topic])
 
     def _prepare(self, topic: str) -> None:
-        """Refuse names that the client would cut at a NUL, or with which it would wait for ever. Raises NotThere."""
+        """Refuse names that the client would cut at a NUL, or on which it would hang. Raises NotThere."""
         if fault := kafka_judgement.topic_fault(topic):
             raise port.NotThere(f"topic {topic[:250]!r} cannot exist: {fault}")
-        # Errors that nobody takes away pile up in the client.
+        # Errors that are not polled pile up in the client.
         self._client.poll(0)
 
 
@@ -481,21 +481,21 @@ async def _asked(topic: str, answer: Any) -> Any:
 
 
 class KafkaOutput:
-    """The topics of a cluster. A repeated message is not dropped; with transactions a call publishes all or nothing."""
+    """The topics of a cluster. Repeats are published again; with transactions a call publishes all or nothing."""
 
     def __init__(self, source: str, properties: ClientProperties, broker: relay_settings.Kafka) -> None:
         self._properties = properties.producer(source)
         self._identity = properties.identity
         self._is_transactional = broker.transactional
-        # A message fails by itself before that.
+        # A message fails on its own before that.
         self._timeout_s = broker.confirm_s + broker.timeout_s
         self._producer: kafka.Producer | None = None
         self._missing = 0
-        """The number of messages that this producer had for topics that do not exist."""
+        """Messages of this producer for topics that do not exist"""
         self._thread = Thread("publish", properties.errors)
 
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
-        """Publish messages and return what came of each; those taken are at all replicas that are in sync.
+        """Publish messages and return the result of each; taken ones are at all in-sync replicas.
 
         Raises Unreachable if all may be repeated; SessionOver if another relay has the same id.
         """
@@ -511,7 +511,7 @@ class KafkaOutput:
         self._thread.join()
         self._producer = None
 
-    # In the thread.
+    # In the thread
 
     def _produce(self, messages: Sequence[port.Outgoing]) -> list[port.Produced]:
         answers: dict[int, port.Produced] = {}
@@ -529,7 +529,7 @@ class KafkaOutput:
                 is_known = kafka_answers.meant(error.code()).meaning is not port.Meaning.UNKNOWN
                 if not is_known and not any(each.is_taken for each in answers.values()):
                     raise
-                # Nobody publishes again what was taken in this call.
+                # A message taken in this call must not be published again.
                 came = _Round([error] * len(rows))
             rounds += _settle(messages, rows, came, answers)
         self._missing += sum(each.meant.cause is port.Cause.MISSING for each in answers.values())
@@ -549,7 +549,7 @@ class KafkaOutput:
                     self._producer = None
                 return came
         except KafkaException as failed:
-            # Another producer begins by ending what this one may have left open.
+            # The next producer begins by ending what this one may have left open.
             self._producer = None
             if self._is_transactional and failed.args[0].code() in kafka_answers.FENCED:
                 raise port.SessionOver(
@@ -562,7 +562,7 @@ class KafkaOutput:
             raise
 
     def _in_transaction(self, producer: kafka.Producer, messages: Sequence[port.Outgoing]) -> _Round:
-        """Commit all of the messages, or abort all. Raises KafkaException if it is unknown which."""
+        """Commit all of the messages or abort all. Raises KafkaException if it is unknown which."""
         producer.begin_transaction()
         came = self._send(producer, messages)
         if came.broken is not None and _ends_producer(came.broken):
@@ -588,13 +588,12 @@ class KafkaOutput:
 
     def _abort(self, producer: kafka.Producer) -> None:
         """End the transaction with nothing published, at the latest by the next producer of this id."""
-        # This one would go on with numbers of messages that the broker has not seen, and be refused for that.
+        # This producer would continue with message numbers that the broker has not seen, and be refused.
         self._producer = None
         try:
             producer.abort_transaction(self._timeout_s)
         except KafkaException as failed:
-            # A transaction to which the first partition could not be added is none to the broker, which then refuses
-            # to end it.
+            # If the first partition could not be added, the broker has no such transaction and refuses to end it.
             if failed.args[0].code() in kafka_answers.FENCED:
                 raise
 
@@ -607,7 +606,7 @@ class KafkaOutput:
         return self._producer
 
     def _send(self, producer: kafka.Producer, messages: Sequence[port.Outgoing]) -> _Round:
-        """Return what each message has failed with, and what the producer has."""
+        """Return the failure of each message, and that of the producer."""
         untold = KafkaError(KafkaError._TIMED_OUT)
         errors: list[KafkaError | Exception | None] = [untold] * len(messages)
         broken: KafkaError | None = None
@@ -623,9 +622,9 @@ class KafkaOutput:
                 errors[row] = error.args[0]
             except BufferError:
                 errors[row] = KafkaError(KafkaError._QUEUE_FULL)
-            except Exception as error:  # noqa: BLE001 - it is told with the message
+            except Exception as error:  # noqa: BLE001 - it is reported with the message
                 errors[row] = error
-        # An error of the producer itself is raised between the reports of messages, and behind the last one.
+        # An error of the producer itself is raised between the reports of messages, and after the last one.
         calls: deque[Callable[[], object]] = deque([lambda: producer.flush(self._timeout_s), lambda: producer.poll(0)])
         while calls:
             try:
@@ -638,7 +637,7 @@ class KafkaOutput:
                 broken = broken or error.args[0]
         for row, came in enumerate(errors):
             if came is untold:
-                # It must not be published later: it is repeated.
+                # It must not be published later, because it is repeated.
                 broken = broken or untold
                 errors[row] = broken
             elif isinstance(came, KafkaError) and _ends_producer(came):
@@ -662,13 +661,13 @@ class _Round:
     """The result of publishing some messages once."""
 
     errors: Sequence[KafkaError | Exception | None]
-    """Message -> its failure, or None."""
+    """Message -> its failure, or None"""
     whole: KafkaError | None = None
-    """The failure of the transaction, if no single message is known to be at fault."""
+    """Failure of the transaction, if no single message is known to be at fault"""
     broken: KafkaError | None = None
-    """The failure of the producer, which cannot be used again."""
+    """Failure of the producer, which cannot be used again"""
     is_aborted: bool = False
-    """True if nothing of it is there."""
+    """True if nothing of it was published"""
 
 
 def _settle(
@@ -686,7 +685,7 @@ def _settle(
         elif error is None or (came.is_aborted and error.code() in kafka_answers.OF_A_TRANSACTION):
             undone.append(row)
         elif error.code() in kafka_answers.OF_A_BATCH and len(rows) > 1:
-            # By itself each shows whether it is to blame.
+            # Alone, each shows whether it is to blame.
             alone.append([row])
         else:
             answers[row] = kafka_answers.produced(target, error)
@@ -708,7 +707,7 @@ def _ends_producer(error: KafkaError) -> bool:
 
 
 def _published(outgoing: port.Outgoing) -> dict[str, Any]:
-    """Return what the producer is given. Raises UnicodeEncodeError for a name that would crash the client."""
+    """Return the arguments of the producer. Raises UnicodeEncodeError for a name that would crash the client."""
     for name in outgoing.own_headers:
         name.encode()
     own = [(name, text.encode(errors="replace")) for name, text in outgoing.own_headers.items()]

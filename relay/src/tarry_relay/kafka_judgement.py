@@ -1,4 +1,4 @@
-"""Judges what people wrote for Kafka: names, positions, sizes, and the settings of a source.
+"""Judges users' input for Kafka: names, positions, sizes, and the settings of a source.
 
 Contents: `topic_fault`, `target_fault`, `position_of`, `position_fault`, `message_fault`; `findings_of_source`,
 `finding_of_clock`, `kept_ms`, `finding_of_retry_readers`. Nothing here asks a broker.
@@ -15,22 +15,22 @@ from tarry_relay.port import Finding, Grade
 PARTITION_MAX = 2**31 - 1
 OFFSET_MAX = 2**63 - 1
 MESSAGE_BYTES_MAX = 500_000_000
-"""The client publishes nothing larger (bytes). A topic's own limit is lower, and the broker tells it."""
+"""Largest message of the client (bytes); a topic's own limit is lower, and the broker reports it"""
 _NAME_LETTERS_MAX = 249
 _NO_LETTER_OF_A_NAME = re.compile(r"[^a-zA-Z0-9._-]", re.ASCII)
 _KAFKAS_OWN = "__"
 _RETRY_READER = "tarry-relay reads the failures of topic "
-"""Begins the metadata of offsets that are committed of a retry log; the topic follows."""
+"""Beginning of the metadata of a retry log's committed offsets; the topic follows"""
 _POSITION = re.compile(r"(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,18})", re.ASCII)
 
 
 def header_key(name: str) -> str:
-    """Return a header's name in small letters."""
+    """Return a header's name in lower case."""
     return name.lower()
 
 
 def topic_fault(name: str) -> str:
-    """Say why no topic can have this name; return an empty text if one can."""
+    """Return the reason why no topic can have this name; empty if one can."""
     if not name:
         return "it is empty"
     if (strange := _NO_LETTER_OF_A_NAME.search(name)) is not None:
@@ -41,7 +41,7 @@ def topic_fault(name: str) -> str:
 
 
 def target_fault(name: str) -> str:
-    """Say why a name can be no target; return an empty text if it can."""
+    """Return the reason why a name cannot be a target; empty if it can."""
     if name.startswith(_KAFKAS_OWN) and not topic_fault(name):
         return f"it begins with {_KAFKAS_OWN!r}, as the topics that Kafka keeps for itself do"
     return topic_fault(name)
@@ -56,7 +56,7 @@ def position_of(text: str) -> tuple[int, int]:
 
 
 def position_fault(ledger_id: int, entry_id: int) -> str:
-    """Say why (ledger, entry) can be no (partition, offset); return an empty text if it can."""
+    """Return the reason why (ledger, entry) cannot be a (partition, offset); empty if it can."""
     if not 0 <= ledger_id <= PARTITION_MAX:
         return f"ledger is {ledger_id}; a partition of Kafka is 0 to {PARTITION_MAX}"
     if not 0 <= entry_id <= OFFSET_MAX:
@@ -65,9 +65,9 @@ def position_fault(ledger_id: int, entry_id: int) -> str:
 
 
 def message_fault(size: int, *, has_headers: bool) -> str:
-    """Say why a message of this size (bytes) cannot be published with the relay's headers; empty if it can.
+    """Return the reason why a message of this size (bytes) cannot be published; empty if it can.
 
-    `has_headers` is False if its headers cannot be read.
+    The size excludes the relay's headers. `has_headers` is False if its headers cannot be read.
     """
     if not has_headers:
         return "the name of a header is no UTF-8, so its headers cannot be read"
@@ -77,7 +77,7 @@ def message_fault(size: int, *, has_headers: bool) -> str:
 
 
 def findings_of_source(topic: str, settings: Mapping[str, str]) -> Sequence[Finding]:
-    """Judge whether a payload of a topic with these settings can go before its delivery, and whether its end can."""
+    """Judge whether a topic with these settings can drop a payload before its delivery, or its latest messages."""
     policy = settings.get("cleanup.policy", "")
     text = f"topic {topic}: cleanup.policy is {policy or 'empty'}"
     if "compact" in policy:
@@ -110,7 +110,7 @@ def _finding_of_elections(topic: str, settings: Mapping[str, str]) -> Finding:
 
 
 def finding_of_clock(topic: str, settings: Mapping[str, str]) -> Finding:
-    """Say whose clock the delays of a topic's messages count from."""
+    """Report whose clock sets the start of the delays of a topic's messages."""
     clock = "the broker" if settings.get("message.timestamp.type") == "LogAppendTime" else "the producer"
     return Finding("clock", Grade.OK, f"topic {topic}: delays count from the time that {clock} has given")
 
@@ -123,9 +123,9 @@ def retry_reader(topic: str) -> str:
 def finding_of_retry_readers(
     retry: str, committed: Mapping[str, Collection[str]], own_group: str, topic: str
 ) -> Finding | None:
-    """Judge whose retry log it is; return None if it is nobody else's.
+    """Judge whose retry log it is; return None if no other relay reads it.
 
-    `committed`: group -> metadata of its offsets. `own_group` and `topic`: those of this relay.
+    `committed` maps a group to the metadata of its offsets. `own_group` and `topic` are those of this relay.
     """
     own = own_group, retry_reader(topic)
     readers = {(group, text) for group, texts in committed.items() for text in texts if text.startswith(_RETRY_READER)}
@@ -142,13 +142,13 @@ def finding_of_retry_readers(
 
 
 def kept_ms(settings: Mapping[str, str]) -> int | None:
-    """Return for how long a topic with these settings keeps a message (ms); None if no age ends it."""
+    """Return how long a topic with these settings keeps a message (ms), or None for no limit of age."""
     ms = _number(settings, "retention.ms")
     return None if ms is None or ms < 0 else ms
 
 
 def _number(settings: Mapping[str, str], name: str) -> int | None:
-    """Return a whole number; None if the broker does not tell it."""
+    """Return a whole number, or None if the broker does not report it."""
     try:
         return int(settings.get(name, ""))
     except ValueError:

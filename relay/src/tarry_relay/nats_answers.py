@@ -1,4 +1,4 @@
-"""Says what NATS's answers to a publish mean.
+"""Interprets NATS's answers to a publish.
 
 Contents: the failures of a request, `read_answer` for the data of an answer, the table `KNOWN`, and `produced`, which
 turns a failure into the port's result. The codes of JetStream are those of the server's `errors.json`.
@@ -25,21 +25,21 @@ NOT_JETSTREAM: Final = "no answer of the stream"
 TIMEOUT: Final = "timeout"
 
 _STORE_FAILED = 10_077
-"""JetStream's code for anything that its store says, which is in the description."""
+"""JetStream's code for any error of its store, which is in the description"""
 _LIMIT = Meant(Meaning.NOT_NOW, Cause.LIMIT)
 _NOT_NOW = Meant(Meaning.NOT_NOW)
 _REFUSED = Meant(Meaning.REFUSED)
 _UNKNOWN = Meant(Meaning.UNKNOWN)
 
 KNOWN: Final = {
-    # Too large, or of a kind that the stream never takes.
+    # Too large, or of a kind that the stream never takes
     MAX_PAYLOAD: _REFUSED,
     BAD_SUBJECT: _REFUSED,
     "10054": _REFUSED,  # message size exceeds maximum allowed
     "10097": _REFUSED,  # header size exceeds maximum allowed of 64k
     "10077 message too large": _REFUSED,
     "10169": _REFUSED,  # message counter increment is missing: the stream takes nothing but increments
-    # Space, quotas, rights.
+    # Space, quotas, permissions
     DENIED: _LIMIT,
     "10002": _LIMIT,  # resource limits exceeded for account
     "10023": _LIMIT,  # insufficient resources
@@ -48,27 +48,27 @@ KNOWN: Final = {
     "10077 maximum bytes exceeded": _LIMIT,
     "10077 maximum messages exceeded": _LIMIT,
     "10077 maximum messages per subject exceeded": _LIMIT,
-    "10077 no space left on device": _LIMIT,  # newer servers answer nothing then
+    "10077 no space left on device": _LIMIT,  # newer servers do not answer then
     # No stream has the subject.
     NO_STREAM: Meant(Meaning.NOT_NOW, Cause.MISSING),
     # A stream without a leader, or a server that starts or stops.
     NO_RESPONDERS: _NOT_NOW,
     NOT_CONNECTED: _NOT_NOW,
-    NOT_SENT: _NOT_NOW,  # those before it in the same call have failed
+    NOT_SENT: _NOT_NOW,  # earlier ones in the same call have failed
     "10077 store is closed": _NOT_NOW,
     "10077 snapshot in progress": _NOT_NOW,
     "10109": _NOT_NOW,  # invalid operation on sealed stream: another stream may get the subject
-    # It may have landed.
+    # Possibly published
     LOST: _UNKNOWN,
     NOT_JETSTREAM: _UNKNOWN,
     TIMEOUT: _UNKNOWN,
     "10158": _UNKNOWN,  # duplicate message id is in process
 }
-"""The meaning of each known answer, by its code. Everything else is unknown."""
+"""Code -> meaning. Any other code is unknown."""
 
 
 class Failed(port.Unreachable):
-    """A request to NATS that brought no answer of the one asked. `code` is a key of `KNOWN`."""
+    """A request to NATS without an answer of the stream or service asked. `code` is a key of `KNOWN`."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -76,7 +76,7 @@ class Failed(port.Unreachable):
 
 
 class ApiError(Exception):
-    """An error that JetStream answers with."""
+    """An error answer of JetStream."""
 
     def __init__(self, code: int, err_code: int, description: str) -> None:
         super().__init__(f"{description} (JetStream's error {err_code})")
@@ -94,7 +94,7 @@ class Answer:
 
 
 def read_answer(data: bytes) -> Answer | None:
-    """Read an answer to a publish. Return None if it has another form: any service may answer on a subject."""
+    """Parse an answer to a publish. Returns None if it has another form: any service may answer on a subject."""
     try:
         told = json.loads(data)
     except (ValueError, RecursionError):
@@ -109,7 +109,7 @@ def read_answer(data: bytes) -> Answer | None:
 
 
 def api_error(told: object) -> ApiError | None:
-    """Read the `error` of an answer of JetStream. Return None if it has another form."""
+    """Parse the `error` of an answer of JetStream. Returns None if it has another form."""
     if not isinstance(told, dict):
         return None
     code, err_code, description = told.get("code"), told.get("err_code", 0), told.get("description", "")

@@ -1,7 +1,7 @@
 """Adapts NATS JetStream: a stream is the source, another one the retry log, and targets are subjects of streams.
 
-Contents: `NatsBroker` with names and findings, `NatsLog`, `NatsReader`, `NatsOutput`, and `opened`. The tables stand in
-`nats_judgement` and `nats_answers`, the protocol in `nats_client`.
+Contents: `NatsBroker` with names and findings, `NatsLog`, `NatsReader`, `NatsOutput`, and `opened`. Tables:
+`nats_judgement`, `nats_answers`. Protocol: `nats_client`.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from tarry_relay.nats_client import NatsClient
 from tarry_relay.port import Finding, Grade
 
 _NO_MESSAGE = 10_037
-"""JetStream's code for a sequence that a stream does not have."""
+"""JetStream's code for a sequence that a stream does not have"""
 _ACK_PREFIX = "$JS.ACK."
 _ACK_WORDS = 9
-"""Words of the reply subject of a message; two or three more where the server names domain and account."""
+"""Words of the reply subject of a message; two or three more if the server names domain and account"""
 _ENDS = re.compile(r"404|408|409 (Batch Completed|Exceeded MaxAckPending|Message Size Exceeds MaxBytes)")
-"""Statuses that end a pull without a fault."""
+"""Statuses that end a pull without a fault"""
 _HEARTBEAT = 100
 _QUIET_S = 0.1
-"""After so long without another message a portion is complete (seconds)."""
+"""Time without another message after which a portion is complete (seconds)"""
 _RETRY_READER = "tarry-relay reads the failures of topic "
-"""Begins the description of a consumer of a retry log; the topic follows."""
+"""Beginning of the description of a retry log's consumer; the topic follows"""
 _FLIGHT_BYTES = 32 * 2**20
-"""How many bytes of messages are in flight. The server closes a connection that has more than 64 MiB to take."""
+"""Bytes of messages in flight; the server closes a connection that has more than 64 MiB to take"""
 _PULL_BYTES = 8 * 2**20
-"""How many bytes one pull may bring, if no message can be so large alone."""
+"""Bytes that one pull may bring, if no message can be that large alone"""
 _STREAMS_MAX = 10_000
-"""Of how many targets the streams are remembered."""
+"""Targets whose streams are remembered"""
 Given = TypeVar("Given")
 Answered = TypeVar("Answered")
 
 
 class NatsBroker:
-    """One connection, which is made again whenever it breaks."""
+    """One connection, which is opened again whenever it breaks."""
 
     def __init__(self, client: NatsClient, settings: relay_settings.Settings, broker: relay_settings.Nats) -> None:
         self._client = client
@@ -68,14 +68,14 @@ class NatsBroker:
         self.output = NatsOutput(client, broker)
 
     async def learn_own_subjects(self) -> None:
-        """Ask which subjects source and retry log have; a stream that does not exist has none. Raises Unreachable."""
+        """Ask for the subjects of source and retry log; a stream that does not exist has none. Raises Unreachable."""
         for log in (self._source, self._retry_log):
             if log is not None:
                 with contextlib.suppress(port.NotThere):
                     await log.info()
 
     def header_key(self, name: str) -> str:
-        """Return a header's name in small letters: clients of NATS read any case."""
+        """Return a header's name in lower case, because clients of NATS read any case."""
         return nats_client.header_key(name)
 
     def position_of(self, text: str) -> tuple[int, int]:
@@ -83,23 +83,23 @@ class NatsBroker:
         return nats_judgement.position_of(text)
 
     def position_fault(self, ledger_id: int, entry_id: int) -> str:
-        """Say why (ledger, entry) can be no position of a stream; return an empty text if it can."""
+        """Return the reason why (ledger, entry) cannot be a position of a stream; empty if it can."""
         return nats_judgement.position_fault(ledger_id, entry_id)
 
     def target_fault(self, target: str) -> str:
-        """Say why no message can be published to a subject; return an empty text if one can."""
+        """Return the reason why no message can be published to a subject; empty if one can."""
         return nats_judgement.target_fault(target)
 
     def message_fault(self, message: port.Message) -> str:
-        """Say why a message's headers do not fit next to those of the relay; return an empty text if they do."""
+        """Return the reason why a message's headers do not fit next to those of the relay; empty if they do."""
         return nats_judgement.headers_fault(message.body.headers_size)
 
     def comes_back(self, target: str) -> bool:
-        """Say whether a target is a subject of the source or of the retry log."""
+        """Return whether a target is a subject of the source or of the retry log."""
         return any(nats_judgement.fits(each, target) for subjects in self._own_subjects.values() for each in subjects)
 
     def own_targets(self) -> Sequence[str]:
-        """Return the subjects of source and retry log, with words where a wildcard stands."""
+        """Return the subjects of source and retry log, with words in place of wildcards."""
         return nats_judgement.examples(each for subjects in self._own_subjects.values() for each in subjects)
 
     async def must_answer(self) -> None:
@@ -132,7 +132,7 @@ class NatsBroker:
             yield await self._finding_of_target(subject)
 
     async def source_findings(self) -> Sequence[Finding]:
-        """Judge again whether a payload of the source can go before its delivery. Raises NotThere, Unreachable."""
+        """Judge again whether the source can drop a payload before its delivery. Raises NotThere, Unreachable."""
         stream = self._source.stream
         config = (await self._source.info())["config"]
         there = Finding("source", Grade.OK, f"stream {stream}: exists")
@@ -141,7 +141,7 @@ class NatsBroker:
     def _name_fault(self) -> Finding | None:
         if fault := nats_judgement.name_fault(self._source.stream):
             return Finding("source", Grade.WRONG, f"source.name: {fault}; take another name")
-        # The consumer's name has the generation, too.
+        # The consumer's name also contains the generation.
         if fault := nats_judgement.name_fault(self._settings.relay.subscription, nats_judgement.NAME_BYTES_MAX - 32):
             return Finding("source", Grade.WRONG, f"relay.subscription: {fault}; take another name")
         return None
@@ -192,7 +192,7 @@ class NatsBroker:
 
 
 class NatsLog(port.FirstGeneration):
-    """A stream by its sequence numbers."""
+    """A stream, by sequence number."""
 
     tells_limits = True
 
@@ -204,20 +204,20 @@ class NatsLog(port.FirstGeneration):
         own_subjects: dict[str, Sequence[str]],
         bytes_max: int,
     ) -> None:
-        """`bytes_max`: how much a fetch should bring."""
+        """Bring about `bytes_max` a fetch."""
         self._client = client
         self.stream = stream
         self._bytes_max = bytes_max
         self._flight = _Flight(broker.in_flight, min(_FLIGHT_BYTES, bytes_max))
         self._expected = client.max_payload
-        """How large the next message may be (bytes), by those that came."""
+        """Expected size of the next message, from earlier ones (bytes)"""
         self._own_subjects = own_subjects
         self._allow_direct = True
         self.told_at = ""
-        """The server's clock in the last answer, RFC 3339; empty if it did not say."""
+        """Server's clock in the last answer, RFC 3339; empty if it named none"""
 
     async def info(self) -> Mapping[str, Any]:
-        """Return what NATS says of the stream, with every field. Raises NotThere, Unreachable, SessionOver."""
+        """Return NATS's description of the stream, with every field. Raises NotThere, Unreachable, SessionOver."""
         if fault := nats_judgement.name_fault(self.stream):
             # NATS would not answer.
             raise port.NotThere(f"stream {fault}")
@@ -231,14 +231,14 @@ class NatsLog(port.FirstGeneration):
         return told
 
     async def _generation_now(self) -> str:
-        """Return the moment at which the stream was made (in µs)."""
+        """Return the moment of the stream's creation, to the µs."""
         made = datetime.datetime.fromisoformat((await self.info())["created"]).astimezone(datetime.UTC)
         return f"{made:%Y%m%dT%H%M%S.%f}Z"
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
         """Return the messages at these positions by direct gets, many in flight.
 
-        None for one that is gone for good, NOT_YET when a portion is full.
+        Returns None for one that is gone for good, and NOT_YET once a portion is full.
         """
         ledgers, entries = zip(*positions, strict=True)
         sequences = NatsStream1.from_positions(list(ledgers), list(entries)).tolist()
@@ -261,13 +261,13 @@ class NatsLog(port.FirstGeneration):
             return message
 
         def expected(_: int) -> int:
-            # Those of another call may have been smaller: the first of each call show how large they are now.
+            # Messages of an earlier call may have been smaller: the first ones of each call show the present size.
             return self._expected if came else max(self._expected, self._bytes_max // ROWS_FIRST)
 
         found: list[port.Message | None] = []
         for each in await _gathered(fetch_one, sequences, self._flight, expected):
             if isinstance(each, port.Unreachable):
-                # The messages may have been too large for the connection all together.
+                # All messages together may have been too large for the connection.
                 self._expected = self._client.max_payload
                 found.append(port.NOT_YET)
             elif isinstance(each, Exception):
@@ -286,7 +286,7 @@ class NatsLog(port.FirstGeneration):
                 found = await answer()
             if nats_client.sequence_of(found) == sequence:
                 return self._fetched(nats_client.fetched(found))
-        # A replica that is behind has no message either; its leader knows.
+        # A replica that lags behind has no message either, but its leader knows.
         try:
             told = await self._client.api(f"STREAM.MSG.GET.{self.stream}", seq=sequence)
         except ApiError as error:
@@ -305,7 +305,7 @@ class NatsLog(port.FirstGeneration):
         return dict.fromkeys(ledgers, int(first))
 
     async def kept_ms(self) -> int | None:
-        """Return the `max_age` of the stream (ms); None if it has none."""
+        """Return the `max_age` of the stream (ms), or None if it has none."""
         age_ns = (await self.info())["config"].get("max_age") or 0
         return int(age_ns) // 1_000_000 or None
 
@@ -313,7 +313,7 @@ class NatsLog(port.FirstGeneration):
 class NatsReader:
     """A durable pull consumer, which relays share.
 
-    Its name has the generation of its stream: a relay that has not noticed yet that the stream is another one can
+    Its name contains the generation of its stream: a relay that has not noticed yet that the stream is another one can
     neither read nor acknowledge anything there.
     """
 
@@ -330,7 +330,7 @@ class NatsReader:
         self._client = client
         self._log = log
         self._subscription = relay.subscription
-        # Of all relays together, and each holds as much as it reads ahead.
+        # For all relays together, each of which holds as much as it reads ahead
         self._max_ack_pending = 16 * relay.read_ahead
         self._pull_bytes = min(_PULL_BYTES, portion_bytes(relay.memory_bytes))
         self._ack_wait_s = broker.ack_wait_s
@@ -338,11 +338,11 @@ class NatsReader:
         self.hold_every_s: float | None = broker.ack_wait_s / 3
         self._inbox: nats_client.Inbox | None = None
         self._pull: _Pull | None = None
-        """The pull that has not ended."""
+        """The unfinished pull"""
         self._pulls = itertools.count(1)
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
-        """Return what comes next; an empty portion if nothing comes within `wait_s`."""
+        """Return the next messages; an empty portion if none comes within `wait_s`."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + wait_s
         try:
@@ -350,9 +350,9 @@ class NatsReader:
             await self._ask_for(inbox, rows_max, wait_s, no_wait=True)
             read = await self._come(inbox, rows_max, until_s)
             if not read and self._pull is None and (left_s := until_s - loop.time()) > 0:
-                # Servers differ in whether a pull without waiting waits for its first message, and a full consumer
-                # refuses one; so is one whose first message is too large. This pull asks for one message, since another
-                # would wait here until the next call.
+                # Servers differ in whether a pull without waiting waits for its first message. A full consumer refuses
+                # one, and so is one refused whose first message is too large. This pull asks for one message, because
+                # another would wait here until the next call.
                 await self._ask_for(inbox, 1, left_s, no_wait=False)
                 read = await self._come(inbox, 1, until_s)
         except port.Unreachable:
@@ -362,7 +362,10 @@ class NatsReader:
         return port.Portion(read)
 
     async def commit(self, read: Sequence[port.Read]) -> None:
-        """Acknowledge messages, each alone: what lies between may be another relay's. Wait until NATS has the last."""
+        """Acknowledge messages one by one, because others between them may be another relay's.
+
+        Waits until NATS has the last.
+        """
         if not read:
             return
         *others, last = (each.receipt for each in read)
@@ -371,14 +374,14 @@ class NatsReader:
         await self._client.ask(last)
 
     async def hold(self, read: Sequence[port.Read]) -> None:
-        """Tell NATS that these are in progress, so that it waits for `ack_wait_s` again before it redelivers them."""
+        """Report to NATS that these are in progress, which restarts `ack_wait_s` before it redelivers them."""
         for each in read:
             await self._client.send(each.receipt, b"+WPI")
 
     async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
-        """Say which lie below the floor of the consumer, up to which everything is acknowledged.
+        """Return which lie below the consumer's floor, up to which everything is acknowledged.
 
-        NATS does not say which are acknowledged above it.
+        NATS does not report which are acknowledged above it.
         """
         durable = durable_of(self._subscription, await self._log.first_generation())
         told = await self._client.api(f"CONSUMER.INFO.{self._log.stream}.{durable}")
@@ -411,7 +414,7 @@ class NatsReader:
             await self._client.leave(inbox)
 
     async def _ask_for(self, inbox: nats_client.Inbox, rows_max: int, wait_s: float, *, no_wait: bool) -> None:
-        """Send a pull, unless the last one has not ended: it is gone on with."""
+        """Send a pull, unless the last one has not ended, which then continues."""
         now_s = time.monotonic()
         if self._pull is not None and now_s < self._pull.given_up_s:
             return
@@ -423,7 +426,7 @@ class NatsReader:
         await self._client.send(inbox.answers.subject, json.dumps(asked).encode(), reply=reply)
 
     async def _come(self, inbox: nats_client.Inbox, rows_max: int, until_s: float) -> list[port.Read]:
-        """Return what comes for the pull, until it ends, or has brought something and then nothing for a moment."""
+        """Return what arrives for the pull, until it ends, or has brought something and then nothing for a moment."""
         loop = asyncio.get_running_loop()
         read: list[port.Read] = []
         while self._pull is not None and len(read) < rows_max:
@@ -464,18 +467,18 @@ class NatsReader:
 
 @dataclasses.dataclass(slots=True)
 class _Pull:
-    """A request for messages that has not ended."""
+    """An unfinished request for messages."""
 
     reply: str
     left: int
-    """How many messages may still come; 0 when it has ended."""
+    """Messages that may still arrive; 0 once it has ended"""
     sent_s: float
-    """When it was sent, by `time.monotonic`: what comes for it was not given to anybody before."""
+    """Time when it was sent, by `time.monotonic`: its messages were not delivered before"""
     given_up_s: float
-    """Until when its end is waited for, by `time.monotonic`."""
+    """Time until which its end is awaited, by `time.monotonic`"""
 
     def end(self, status: Any) -> None:
-        """Take in a status. Raises Failed if it says more than that there is nothing."""
+        """Process a status. Raises Failed if it reports more than that there is nothing."""
         code, said = nats_client.status_of(status), nats_client.description_of(status)
         if code == _HEARTBEAT:
             return
@@ -486,18 +489,18 @@ class _Pull:
 
 
 class NatsOutput:
-    """Subjects, each in a stream that drops what it has within its duplicate window."""
+    """Subjects, each in a stream that drops repeats within its duplicate window."""
 
     def __init__(self, client: NatsClient, broker: relay_settings.Nats) -> None:
         self._client = client
         self._flight = _Flight(broker.in_flight)
         self._streams: dict[str, Sequence[str]] = {}
-        """Target -> the streams that have it, as JetStream said when it was asked last"""
+        """Target -> the streams that have it, as of JetStream's last answer"""
 
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
-        """Publish messages, many in flight; what is confirmed is durable.
+        """Publish messages, many in flight; confirmed ones are durable.
 
-        A message is taken when the stream that has its target says so: any service may answer on a subject.
+        A message is taken when the stream that has its target confirms it: any service may answer on a subject.
         """
         await self._client.up()
         streams, unsent = await self._streams_of({each.target for each in messages})
@@ -546,7 +549,7 @@ class NatsOutput:
     async def _streams_of(
         self, targets: Collection[str]
     ) -> tuple[Mapping[str, Sequence[str]], Mapping[str, Exception]]:
-        """Return the streams that have each target, and for the other targets why they cannot be published to now."""
+        """Return the streams that have each target, and for other targets why they cannot be published to now."""
         if len(self._streams) > _STREAMS_MAX:
             self._streams.clear()
         found = {target: self._streams[target] for target in targets if target in self._streams}
@@ -587,7 +590,7 @@ class NatsOutput:
 
 
 class _OfAnotherStream(Failed):
-    """Something else answered a publish: a stream of that name, or a service if it is empty."""
+    """An answer to a publish by something else: a stream of that name, or a service if it is empty."""
 
     def __init__(self, stream: str, streams: Sequence[str]) -> None:
         who = f"stream {stream!r}" if stream else "a service"
@@ -620,7 +623,7 @@ def _produced(
     streams: Mapping[str, Sequence[str]],
     gone: Mapping[str, Exception],
 ) -> port.Produced:
-    """Return what came of a message, by what JetStream says now about the streams of the targets that were in doubt."""
+    """Return the result of a message, by JetStream's present streams for the targets in doubt."""
     target = outgoing.target
     if outcome is None:
         return port.Produced()
@@ -653,7 +656,7 @@ def _finding_of_clock(told: str, asked_at_ms: int) -> Finding:
 
 
 class _Flight:
-    """Bounds what is in flight, by number and by bytes; what is larger than the bound goes alone."""
+    """A limit on what is in flight, by number and by bytes; anything larger than the limit goes alone."""
 
     def __init__(self, number_max: int, bytes_max: int = _FLIGHT_BYTES) -> None:
         self._number_max = number_max
@@ -662,7 +665,7 @@ class _Flight:
         self._has_left = asyncio.Event()
 
     async def enter(self, size: int) -> None:
-        """Wait until there is room for so many bytes."""
+        """Wait until there is room for this many bytes."""
         while self._number >= self._number_max or (self._number and self._bytes + size > self._bytes_max):
             self._has_left.clear()
             await self._has_left.wait()
@@ -670,7 +673,7 @@ class _Flight:
         self._bytes += size
 
     def leave(self, size: int, _: object = None) -> None:
-        """Give back the room."""
+        """Release the room."""
         self._number -= 1
         self._bytes -= size
         self._has_left.set()
@@ -682,7 +685,7 @@ async def _gathered(
     flight: _Flight,
     size_of: Callable[[Given], int],
 ) -> list[Answered | Exception]:
-    """Return the answers to many calls, or what each has raised, when all have ended."""
+    """Return the answers to many calls, or what each has raised, once all have ended."""
 
     async def one(value: Given) -> Answered | Exception:
         try:
@@ -696,7 +699,7 @@ async def _gathered(
             size = size_of(value)
             await flight.enter(size)
             task = asyncio.create_task(one(value))
-            # A task that is cancelled before it begins runs nothing of its own.
+            # A task that is cancelled before it begins runs none of its code.
             task.add_done_callback(functools.partial(flight.leave, size))
             tasks.append(task)
         return await asyncio.gather(*tasks)

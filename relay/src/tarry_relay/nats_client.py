@@ -1,9 +1,8 @@
-"""Speaks NATS below nats-py, whose reading of headers takes a producer's word for the server's.
+"""Speaks NATS below nats-py, whose parser takes a producer's headers for the server's.
 
-It has one importer, the adapter, and holds everything that depends on private names of nats-py.
-
-Contents: blocks of headers, as they are and taken apart; the connection (`_Connection`, `_Parser`), which hands on raw
-blocks; `NatsClient`, which sends requests, and ends them at once when the connection is lost, closed or refused.
+It has one importer, the adapter, and stands alone because it holds everything that depends on private names of nats-py.
+Contents: blocks of headers, raw and parsed; the connection (`_Connection`, `_Parser`), which passes on raw blocks;
+`NatsClient`, which sends requests, and ends them at once when the connection is lost, closed or refused.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _BLANKS = (b" ", b"\t")
 _FIRST_LINE = b"NATS/1.0"
 _STATUS = re.compile(rb"NATS/1\.0[ \t]+(\d{3})(?!\d)[ \t]*([^\r\n]*)")
 _NATS_OWN = "nats-"
-"""Headers of NATS itself, which say how a message was published, and not what it is."""
+"""Prefix of NATS's own headers, which describe how a message was published, not the message"""
 _RELAY_OWN = "tarry-"
 _MESSAGE_BYTES = 500
-"""What a message costs in memory beside its headers and payload."""
+"""Memory of a message besides its headers and payload (bytes)"""
 _SEQUENCE = re.compile(rb"^Nats-Sequence:[ \t]*(\d+)[ \t]*\r?$", re.MULTILINE)
 _TIME = re.compile(rb"^Nats-Time-Stamp: *([^\r\n]+)", re.IGNORECASE | re.MULTILINE)
 _LINE_ENDS = str.maketrans({"\r": " ", "\n": " "})
@@ -49,21 +48,21 @@ _CREDENTIALS_REFUSED = re.compile(r"authorization violation|authentication (expi
 _JWT = re.compile(r"-+BEGIN NATS USER JWT-+\s+[^\s-]")
 _SEED = re.compile(r"-+BEGIN USER NKEY SEED-+\s+(\S+)")
 _NOT_FOUND = frozenset({10_014, 10_059})
-"""Codes of JetStream: no such consumer, no such stream."""
+"""Codes of JetStream: no such consumer, no such stream"""
 _PASSES = frozenset({408, 429, 500, 503})
 _LIMITS = frozenset({10_002, 10_026})
-"""Codes of JetStream: the account's resources, the stream's number of consumers."""
+"""Codes of JetStream: the account's resources, the stream's number of consumers"""
 _PING_S = 10
-"""How often the server is pinged (seconds). After three pings without an answer nats-py reconnects."""
+"""Interval of pings to the server (seconds); after three without an answer nats-py reconnects"""
 _RECONNECT_S = 0.2
 
 
-# Headers.
+# Headers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Original:
-    """A message's bytes, but for the headers of NATS itself. Each field is a header's key and its line."""
+    """A message's bytes without NATS's own headers. Each field is a header's key and its line."""
 
     first_line: bytes
     fields: tuple[tuple[str, bytes], ...]
@@ -80,7 +79,7 @@ def header_key(name: str) -> str:
 
 
 def message_of(block: bytes, data: bytes, sent_at_ms: int = 0) -> port.Message:
-    """Take apart a message as a stream has it. Never raises, whatever the bytes are."""
+    """Parse a message as a stream has it. Never raises, whatever the bytes are."""
     first_line = _FIRST_LINE
     lines = re.findall(rb"[^\n]*\n|[^\n]+$", block)
     if lines and lines[0].startswith(_FIRST_LINE):
@@ -102,13 +101,13 @@ def message_of(block: bytes, data: bytes, sent_at_ms: int = 0) -> port.Message:
 
 
 def block_of(outgoing: port.Outgoing) -> bytes:
-    """Put together the headers to publish: those of the relay, then those of the original as they were."""
+    """Return the headers to publish: those of the relay, then the unchanged ones of the original."""
     own = {**outgoing.own_headers, nats_judgement.ONCE_HEADER: outgoing.once_id}
     replaced = {header_key(name) for name in own}
     original = Original(_FIRST_LINE, (), b"") if outgoing.message is None else outgoing.message.body
     kept = _without(original.fields, lambda key: key in replaced or key.startswith(_RELAY_OWN))
     lines = [line for _, line in kept]
-    # A line that begins with a blank would go on with the relay's last header.
+    # A line that begins with a blank would continue the relay's last header.
     before = list(itertools.takewhile(lambda line: line.startswith(_BLANKS), lines))
     text = [f"{name}: {value.translate(_LINE_ENDS).strip()}\r\n" for name, value in own.items()]
     own_lines = [each.encode(errors="replace") for each in text]
@@ -116,7 +115,7 @@ def block_of(outgoing: port.Outgoing) -> bytes:
 
 
 def _without(fields: Iterable[tuple[str, bytes]], is_dropped: Callable[[str], bool]) -> list[tuple[str, bytes]]:
-    """Drop headers by their keys, and with each the lines that some clients read as going on with its value."""
+    """Drop headers by their keys, each with the lines that some clients read as the rest of its value."""
     kept = []
     drops = False
     for key, line in fields:
@@ -131,13 +130,13 @@ def _key_of(line: bytes) -> str:
     return header_key(name.decode(errors="replace")) if colon else ""
 
 
-# The connection.
+# The connection
 
 
 class Block(dict[str, str]):
-    """The headers of a message that has arrived, as nats-py asks for them: the status alone.
+    """The headers of an arrived message, of which nats-py asks only for the status.
 
-    Only the first line of a block is the server's word: a header named `Status` is a producer's.
+    Only the first line of a block is the server's: a header named `Status` is a producer's.
     """
 
     def __init__(self, raw: bytes) -> None:
@@ -149,12 +148,12 @@ class Block(dict[str, str]):
 
 
 def raw_block(message: Msg) -> bytes:
-    """Return the block of headers of a message that has arrived; empty if it has none."""
+    """Return the block of headers of an arrived message; empty if it has none."""
     return message.headers.raw if isinstance(message.headers, Block) else b""
 
 
 def status_of(message: Msg) -> int:
-    """Return the status of an answer; 0 if it has none. A stream's message may have one, too: check that first."""
+    """Return the status of an answer; 0 if it has none. A stream's message may also have one: check that first."""
     return int((message.headers or {}).get("Status", "0"))
 
 
@@ -165,25 +164,25 @@ def description_of(message: Msg) -> str:
 
 
 def sequence_of(message: Msg) -> int:
-    """Return the sequence that a direct get has put behind the headers of a message; 0 if the answer has no message."""
+    """Return the sequence that a direct get appends to a message's headers; 0 if the answer has no message."""
     found = _SEQUENCE.findall(raw_block(message))
     return int(found[-1]) if found else 0
 
 
 def fetched(message: Msg) -> port.Message:
-    """Take apart the answer to a direct get, which has a message."""
+    """Parse the answer to a direct get, which must have a message."""
     block = raw_block(message)
     return message_of(block, message.data, _ms(_TIME.findall(block)[-1].decode()))
 
 
 def _ms(moment: str) -> int:
-    """Return a moment as Unix time in ms, rounded down."""
+    """Return a moment as Unix time (ms), rounded down."""
     since = datetime.datetime.fromisoformat(moment) - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
     return since // datetime.timedelta(milliseconds=1)
 
 
 class _Parser(Parser):
-    """Reads what the server sends. nats-py's own parser fails for ever on a subject with a vertical tab."""
+    """A parser of what the server sends. nats-py's own fails for good on a subject with a vertical tab."""
 
     nc: _Connection
 
@@ -241,13 +240,13 @@ class _Parser(Parser):
 
 
 class _Connection(nats.aio.client.Client):
-    """A connection of nats-py that hands on headers as they are, and takes blocks of them."""
+    """A connection of nats-py that passes on raw headers, and accepts blocks of them."""
 
     def __init__(self, error_came: Callable[[str], None]) -> None:
         super().__init__()
         self._ps = _Parser(self)
         self.error_came = error_came
-        """Called with each error that the server sends, in its own letters: nats-py has small ones."""
+        """Called with each error of the server, in its original case; nats-py lowers it"""
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
         return Block(headers) if headers else None
@@ -255,12 +254,12 @@ class _Connection(nats.aio.client.Client):
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
     ) -> Msg:
-        # A subject need not be UTF-8. What is raised here ends the reading of this connection.
+        # A subject need not be UTF-8. An exception here would end the reading of this connection.
         text, reply_text = subject.decode(errors="replace"), reply.decode(errors="replace")
         return Msg(_client=self, subject=text, reply=reply_text, data=data, headers=headers, _sid=sid)
 
     async def publish_block(self, subject: str, data: bytes, reply: str, block: bytes) -> None:
-        """Publish with a block of headers as it is. Raises what `publish` raises."""
+        """Publish with a raw block of headers. Raises what `publish` raises."""
         headers: dict[str, Any] = {_FIRST_LINE.decode(): block}
         await self.publish(subject, data, reply, headers)
 
@@ -280,32 +279,32 @@ class _Connection(nats.aio.client.Client):
             await self._flush_pending()
 
     async def _connect_to_server(self, s: Srv) -> None:
-        # nats-py leaves open the socket of each attempt that a server has refused.
+        # nats-py leaves the socket open of each attempt that a server refused.
         self.abort()
         await super()._connect_to_server(s)
 
     async def close(self) -> None:
-        if self._flush_queue is not None:  # Else `connect` has refused its arguments, and there is nothing to close.
+        if self._flush_queue is not None:  # Otherwise `connect` refused its arguments, and there is nothing to close.
             await super().close()
 
     def release_senders(self) -> None:
-        """Let those go on who wait until a lost connection has taken what they send."""
+        """Release callers that wait for a lost connection to take what they send."""
         while self._flush_queue is not None and not self._flush_queue.empty():
             waiting = self._flush_queue.get_nowait()
             if not waiting.done():
                 waiting.set_result(None)
 
     def abort(self) -> None:
-        """Drop the socket with everything that is not sent: a server that is suspended takes nothing."""
+        """Drop the socket with everything unsent, because a suspended server takes nothing."""
         if (writer := getattr(self._transport, "_io_writer", None)) is not None:
             writer.transport.abort()
 
 
-# Requests.
+# Requests
 
 
 class Answers:
-    """What arrives for a request, in its order, until the request fails."""
+    """The answers to a request, in order, until the request fails."""
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
@@ -314,17 +313,17 @@ class Answers:
         self._news = asyncio.Event()
 
     def put(self, message: Msg) -> None:
-        """Add an answer."""
+        """Append an answer."""
         self._arrived.append(message)
         self._news.set()
 
     def fail(self, failure: Exception) -> None:
-        """Let the next call raise this, when everything that has arrived is taken."""
+        """Make the next call raise this, once every arrived answer is taken."""
         self._failure = failure
         self._news.set()
 
     async def next(self, until_s: float) -> Msg | None:
-        """Return the next answer, or None if there is none by then (time of the event loop). Raises what failed."""
+        """Return the next answer, or None if there is none by then (time of the event loop). Raises the failure."""
         while not self._arrived:
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -340,26 +339,26 @@ class Answers:
 
 
 class NatsClient:
-    """A connection to NATS, which is made again whenever it breaks, until the server closes it for good."""
+    """A connection to NATS, opened again whenever it breaks, until the server closes it for good."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._connection = _Connection(self._error_came)
         self._asked: dict[str, Answers] = {}
-        """Requests by the last word of their reply subject."""
+        """Requests by the last word of their reply subject"""
         self._watched: set[Answers] = set()
         self._numbers = itertools.count()
         self._inbox = ""
         self._settled = asyncio.Event()
-        """Set while the connection is there, and when it is over."""
+        """Set while connected, and when the connection is over"""
         self._over = ""
-        """Why the connection is over; empty while it is not."""
+        """Reason why the connection is over; empty while it is not"""
         self._said = ""
-        """The last thing that went wrong with the connection."""
+        """Last failure of the connection"""
         self._deaf = ""
-        """Why no answer can come; empty while one can."""
+        """Reason why no answer can arrive; empty while one can"""
 
-    # Opening and closing.
+    # Opening and closing
 
     async def connect(self, name: str, broker: relay_settings.Nats) -> None:
         """Connect within `timeout_s`. Raises Unreachable, SettingsError."""
@@ -383,7 +382,7 @@ class NatsClient:
         connecting = asyncio.ensure_future(knocking)
         url = relay_settings.without_credentials(broker.url)
         try:
-            # With attempts without end it knocks without end the first time, too.
+            # With unlimited attempts it also tries without end the first time.
             await asyncio.wait((connecting,), timeout=broker.timeout_s)
             if not connecting.done():
                 raise port.Unreachable(
@@ -391,7 +390,7 @@ class NatsClient:
                 )
             connecting.result()
         except nats.errors.Error as error:
-            # Everything that another try may cure is tried again inside.
+            # Failures that another try may fix are retried inside.
             raise relay_settings.SettingsError(f"broker.url is {url!r}: {_text(error)}") from error
         finally:
             await port.end((connecting,))
@@ -408,12 +407,12 @@ class NatsClient:
             self._connection.abort()
         await port.end((closing,))
 
-    # What nats-py reports.
+    # Callbacks of nats-py
 
     async def _error(self, error: Exception) -> None:
         self._said = _text(error)
         if self._inbox and _CREDENTIALS_REFUSED.search(self._said):
-            # It would knock for ever with what it has read from its files when it was opened.
+            # Otherwise it would try for ever with the credentials that it read when it was opened.
             self._end()
 
     async def _disconnected(self) -> None:
@@ -436,7 +435,7 @@ class NatsClient:
         if (denied := _DENIED.search(text)) is None:
             return
         if denied[1].lower() == "subscription":
-            # No answer can arrive then. The server repeats it after each reconnect.
+            # No answer can arrive then. The server repeats the error after each reconnect.
             self._deaf = text
             self._fail_all(self._denied)
             return
@@ -464,15 +463,15 @@ class NatsClient:
         if (answers := self._asked.get(message.subject.rpartition(".")[2])) is not None:
             answers.put(message)
 
-    # Sending.
+    # Sending
 
     @property
     def max_payload(self) -> int:
-        """The most that a message may have, with its headers (bytes)."""
+        """The largest size of a message with its headers (bytes)."""
         return self._connection.max_payload
 
     async def up(self) -> None:
-        """Wait until the connection is there, for at most `timeout_s`. Raises Failed, SessionOver."""
+        """Wait until connected, for at most `timeout_s`. Raises Failed, SessionOver."""
         if not self._settled.is_set() and not self._connection.is_closed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.timeout_s):
@@ -496,7 +495,7 @@ class NatsClient:
             await self._sending(self._connection.publish_block(subject, data, reply, block))
 
     async def _sending(self, sent: Awaitable[Any]) -> Any:
-        """Wait until a command is on its way. Raises Failed, SessionOver."""
+        """Wait until a command is sent. Raises Failed, SessionOver."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await sent
@@ -515,9 +514,9 @@ class NatsClient:
     async def asking(
         self, subject: str, data: bytes = b"", *, block: bytes | None = None
     ) -> AsyncIterator[Callable[[], Awaitable[Msg]]]:
-        """Send a request, and give a call for its answers: any service may add one to them.
+        """Send a request, and yield a call for its answers: any service may add one.
 
-        The call raises Failed when `timeout_s` has passed since the request was sent, and SessionOver.
+        The call raises Failed once `timeout_s` has passed since the request was sent, and SessionOver.
         """
         if self._deaf:
             raise Failed(nats_answers.DENIED, f"NATS says {self._deaf}: give the relay's user that permission")
@@ -569,7 +568,7 @@ class NatsClient:
             self._watched.discard(answers)
 
     async def listen(self, subject: str) -> Inbox:
-        """Make a subject to which the answers of many requests to `subject` come. Raises Failed, SessionOver."""
+        """Create a subject for the answers to many requests to `subject`. Raises Failed, SessionOver."""
         answers = Answers(subject)
         self._watched.add(answers)
 
@@ -582,7 +581,7 @@ class NatsClient:
         return Inbox(reply, answers, made)
 
     async def leave(self, inbox: Inbox) -> None:
-        """Take nothing more from this inbox."""
+        """Take nothing further from this inbox."""
         self._watched.discard(inbox.answers)
         # It is left because something failed.
         with contextlib.suppress(nats.errors.Error):
@@ -591,7 +590,7 @@ class NatsClient:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inbox:
-    """A subject with one more word for each request, and what comes there."""
+    """A subject with one more word for each request, and its answers."""
 
     subject: str
     answers: Answers
@@ -610,7 +609,7 @@ async def connected(name: str, broker: relay_settings.Nats) -> AsyncIterator[Nat
 
 
 def stored(told: Mapping[str, Any]) -> port.Message:
-    """Take apart a message in an answer of STREAM.MSG.GET."""
+    """Parse a message in an answer of STREAM.MSG.GET."""
     block, data = (base64.b64decode(told.get(each) or "") for each in ("hdrs", "data"))
     return message_of(block, data, _ms(told["time"]))
 
@@ -635,7 +634,7 @@ def _options(broker: relay_settings.Nats) -> dict[str, Any]:
 
 
 def _tls(broker: relay_settings.Nats) -> ssl.SSLContext | None:
-    """Return what connections are made with; None without TLS. Raises SettingsError."""
+    """Return the TLS context of connections, or None without TLS. Raises SettingsError."""
     if not (broker.ca_file or broker.cert_file or broker.url.startswith("tls://")):
         return None
     try:
@@ -648,7 +647,7 @@ def _tls(broker: relay_settings.Nats) -> ssl.SSLContext | None:
 
 
 def _quoted(subject: str) -> str:
-    """Return a subject as the server quotes it. The two differ in characters that cannot be printed."""
+    """Return a subject as the server quotes it; the two differ only in unprintable characters."""
     return json.dumps(subject, ensure_ascii=False)
 
 

@@ -1,7 +1,7 @@
 """Judges names, positions, headers and settings of NATS, without asking NATS.
 
-Contents: targets and other names, positions of the source, the size of a header block, and the findings about the
-configuration of a stream, as STREAM.INFO shows it.
+Contents: targets and other names, positions of the source, the size of a header block, and findings about a stream's
+configuration as STREAM.INFO reports it.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from tarry_relay import port
 from tarry_relay.port import Finding, Grade
 
 CONTROL_LINE_MAX: Final = 4_096
-"""The server closes a connection for good that sends a longer control line (bytes)."""
+"""Longest control line (bytes); the server closes a connection for good that sends a longer one"""
 CONTROL_LINE_REST_MAX: Final = 128
-"""An upper bound on the control line of a publish but for the subject: the reply subject and two sizes (bytes)."""
+"""Upper bound on a publish's control line without the subject: the reply subject and two sizes (bytes)"""
 SUBJECT_BYTES_MAX: Final = CONTROL_LINE_MAX - CONTROL_LINE_REST_MAX
 HEADERS_BYTES_MAX: Final = 65_535
-"""JetStream stores no larger block of headers (bytes)."""
+"""Largest block of headers that JetStream stores (bytes)"""
 NAME_BYTES_MAX: Final = 255
-"""The longest name of a stream or a consumer (bytes)."""
+"""Longest name of a stream or a consumer (bytes)"""
 ONCE_HEADER: Final = "Nats-Msg-Id"
 _ONCE_HEADER_BYTES_MAX = 512
 _LEDGER = 1
 _OWN_WORDS = frozenset({"_INBOX", "_R_", "_GR_"})
-"""First words of subjects that NATS answers requests on."""
+"""First words of subjects on which NATS answers requests"""
 _UNUSABLE_IN_SUBJECTS = re.compile(r"[\x00-\x20\x7f]")
-"""Blanks end a subject for the server. The other control characters break clients that read it."""
+"""Blanks end a subject for the server; other control characters break clients that read it"""
 _UNUSABLE_IN_NAMES = re.compile(r"[\x00-\x20\x7f.*>/\\]")
 _LISTED_MAX = 64
 
 
-# Names.
+# Names
 
 
 def target_fault(target: str) -> str:
-    """Say why no message can be published to a subject; return an empty text if one can."""
+    """Return the reason why no message can be published to a subject; empty if one can."""
     try:
         size = len(target.encode())
     except UnicodeEncodeError:
@@ -48,7 +48,7 @@ def target_fault(target: str) -> str:
     if _UNUSABLE_IN_SUBJECTS.search(target):
         return f"{_shown(target)} has a blank or a control character"
     if "\ufffd" in target:
-        # It stands for what could not be read, so the name is not the one that was written.
+        # It replaces unreadable bytes, so the name is not the one that was written.
         return f"{_shown(target)} has bytes that are no UTF-8"
     words = target.split(".")
     if "" in words:
@@ -61,7 +61,7 @@ def target_fault(target: str) -> str:
 
 
 def name_fault(name: str, bytes_max: int = NAME_BYTES_MAX) -> str:
-    """Say why a text can be no name of a stream or a consumer; return an empty text if it can."""
+    """Return the reason why a text cannot be the name of a stream or a consumer; empty if it can."""
     if not name or _UNUSABLE_IN_NAMES.search(name):
         return f"{_shown(name)} is empty, or has a blank, a full stop, a wildcard or a slash"
     if len(name.encode()) > bytes_max:
@@ -70,7 +70,7 @@ def name_fault(name: str, bytes_max: int = NAME_BYTES_MAX) -> str:
 
 
 def fits(subject: str, target: str) -> bool:
-    """Say whether a stream's subject stands for a target: `*` is one word, `>` one or more."""
+    """Return whether a stream's subject matches a target: `*` is one word, `>` one or more."""
     words, own = subject.split("."), target.split(".")
     if words[-1] == ">":
         words, own = words[:-1], own[: len(words) - 1] if len(own) >= len(words) else []
@@ -78,7 +78,7 @@ def fits(subject: str, target: str) -> bool:
 
 
 def examples(subjects: Iterable[str]) -> Sequence[str]:
-    """Return targets that these subjects of streams stand for, with words in place of wildcards."""
+    """Return targets that match these subjects of streams, with words in place of wildcards."""
     found = [
         re.sub(r"[*>]$", end, subject).replace("*", "any")
         for subject in subjects
@@ -87,7 +87,7 @@ def examples(subjects: Iterable[str]) -> Sequence[str]:
     return list(dict.fromkeys(found))
 
 
-# Positions.
+# Positions
 
 
 def position_of(text: str) -> tuple[int, int]:
@@ -99,7 +99,7 @@ def position_of(text: str) -> tuple[int, int]:
 
 
 def position_fault(ledger_id: int, entry_id: int) -> str:
-    """Say why (ledger, entry) can be no position of a stream; return an empty text if it can."""
+    """Return the reason why (ledger, entry) cannot be a position of a stream; empty if it can."""
     if ledger_id != _LEDGER:
         return f"ledger {ledger_id} is none of a NATS stream, which has ledger {_LEDGER} alone"
     if not 1 <= entry_id < 2**64:
@@ -107,20 +107,20 @@ def position_fault(ledger_id: int, entry_id: int) -> str:
     return ""
 
 
-# Headers.
+# Headers
 
 
 def headers_fault(size: int) -> str:
-    """Say why a block of headers of so many bytes does not fit next to the relay's own; empty if it does."""
+    """Return the reason why headers of this size (bytes) do not fit next to the relay's own; empty if they do."""
     most = HEADERS_BYTES_MAX - port.OWN_HEADERS_BYTES_MAX - _ONCE_HEADER_BYTES_MAX
     return f"its headers have {size} bytes; next to those of the relay at most {most} fit" if size > most else ""
 
 
-# Settings.
+# Settings
 
 
 def judge_source(stream: str, config: Mapping[str, Any]) -> Sequence[Finding]:
-    """Judge whether a payload of the source can go before its delivery, by the stream's configuration."""
+    """Judge by the stream's configuration whether the source can drop a payload before its delivery."""
     found = [_of_retention(stream, config), _of_size(stream, config), _of_subject_limit(stream, config)]
     if config.get("allow_rollup_hdrs"):
         goes = "any producer can purge it by a header Nats-Rollup; set allow_rollup_hdrs to false"
@@ -144,7 +144,7 @@ def judge_source(stream: str, config: Mapping[str, Any]) -> Sequence[Finding]:
 
 
 def max_ack_pending(config: Mapping[str, Any], wanted: int) -> int:
-    """Return how many messages a consumer may hold without an acknowledgement: `wanted`, or what the stream allows."""
+    """Return how many unacknowledged messages a consumer may hold: `wanted`, or fewer if the stream allows fewer."""
     most = _of_consumers(config, "max_ack_pending")
     return min(wanted, most) if most > 0 else wanted
 
@@ -171,7 +171,7 @@ def judge_target(subject: str, stream: str, config: Mapping[str, Any]) -> Findin
 
 
 def durability(what: str, config: Mapping[str, Any]) -> Sequence[Finding]:
-    """Return a finding if what the stream has confirmed can be lost with the server."""
+    """Return a finding if messages that the stream confirmed can be lost with the server."""
     if config.get("storage") == "memory":
         text = f"{what} is in memory and is gone after a restart of its servers; take file storage"
         return [Finding("storage", Grade.WARNING, text)]

@@ -1,6 +1,6 @@
-"""Decides how much may go to each target now, and when a log is read on or jumped over.
+"""Decides how much may go to each target now, and when to jump ahead in a log instead of reading on.
 
-Pure: times are arguments, in seconds of a clock that never goes back.
+Pure: times are arguments, in seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 BURST_S = 0.1
-"""A target that was idle may get this many seconds' worth at once, or one message."""
+"""An idle target may get this many seconds' worth at once, or one message."""
 REST_S = 1.0
-"""How long a target rests after a failure. Each message that tries it again doubles the rest, until one is taken."""
+"""Rest of a target after a failure (seconds); each message that tries it again doubles it, until one is taken"""
 REST_MAX_S = 8.0
 MISSING_REST_MAX_S = 300.0
-"""The longest rest of a target that the broker says it does not have."""
+"""Longest rest of a target that the broker reports as missing (seconds)"""
 GAP_MAX = 500
-"""The number of offsets that are read through; a jump costs a round trip or more."""
+"""Offsets that are read through, because a jump costs a round trip or more"""
 _KNOWN_MAX = 10_000
 _UNLIMITED = 2**31
 
@@ -29,23 +29,26 @@ class _Target:
     filled_at_s: float
     rests_until_s: float = 0.0
     rest_s: float = 0.0
-    """How long it rests after a failure; 0.0 if its last message was taken."""
+    """Rest after a failure (seconds); 0.0 if its last message was taken"""
     rest_max_s: float = REST_MAX_S
     taken: int = 0
 
 
 class Pacing:
-    """The pace of each target, which is its own: of a pattern, too, each name has the whole limit."""
+    """The separate pace of each target; each name that matches a pattern also has the whole limit."""
 
     def __init__(self, limit: Callable[[str], float | None]) -> None:
-        """Begin without targets. `limit`: messages a second that a target may get; None for no limit."""
+        """Begin without targets.
+
+        `limit` returns the messages a second that a target may get, or None for no limit.
+        """
         self._limit = limit
         self._targets: dict[str, _Target] = {}
         self._taken_before = 0
-        """At least as many as any target has taken that is no longer known."""
+        """Upper bound on the messages taken by any target that was forgotten"""
 
     def take(self, target: str, wanted: int, now_s: float) -> int:
-        """Return how many of `wanted` messages may go there now; they count as gone. One tries a target that failed."""
+        """Return how many of `wanted` messages may go there now, and count them as sent. A failed target gets one."""
         state = self._state(target, now_s)
         given = min(wanted, self._room(state, now_s))
         if state.per_s is not None:
@@ -56,16 +59,16 @@ class Pacing:
         return given
 
     def takes_nothing(self, target: str, now_s: float) -> bool:
-        """Say whether nothing may go there now."""
+        """Return whether nothing may go there now."""
         return self._room(self._state(target, now_s), now_s) == 0
 
     def is_failing(self, target: str) -> bool:
-        """Say whether it has not taken a message since it failed."""
+        """Return whether it has taken no message since it failed."""
         found = self._targets.get(target)
         return found is not None and found.rest_s > 0
 
     def rest(self, target: str, now_s: float, *, is_missing: bool = False) -> float:
-        """Let a target that has failed rest; return until when. One that is missing may rest longer."""
+        """Let a failed target rest; return until when. A missing one may rest longer."""
         state = self._state(target, now_s)
         state.rest_max_s = MISSING_REST_MAX_S if is_missing else REST_MAX_S
         state.rest_s = min(state.rest_s or REST_S, state.rest_max_s)
@@ -73,13 +76,13 @@ class Pacing:
         return state.rests_until_s
 
     def has_taken(self, target: str, now_s: float) -> None:
-        """Say that a target has taken a message."""
+        """Record that a target has taken a message."""
         state = self._state(target, now_s)
         state.rest_s = state.rests_until_s = 0.0
         state.taken += 1
 
     def end_rest(self, target: str) -> None:
-        """Say that a target has answered, although it took nothing."""
+        """Record that a target has answered, although it took nothing."""
         if (found := self._targets.get(target)) is not None:
             found.rest_s = found.rests_until_s = 0.0
 
@@ -111,16 +114,16 @@ class Pacing:
         return found
 
     def _forget(self) -> None:
-        """Forget the targets that take what they get; those that fail rest on."""
+        """Forget the targets that take what they get; failing ones stay."""
         self._taken_before = max((each.taken for each in self._targets.values()), default=self._taken_before)
         self._targets = {name: each for name, each in self._targets.items() if each.rest_s}
 
 
 class Search:
-    """The offsets of one partition that are looked for, while it is read on from the first of them."""
+    """A search for offsets of one partition, which is read on from the first of them."""
 
     def __init__(self, offsets: Iterable[int]) -> None:
-        """Look for offsets, which ascend."""
+        """Search for offsets in ascending order."""
         self._left = deque(offsets)
 
     @property
@@ -129,7 +132,7 @@ class Search:
         return self._left[0] if self._left else None
 
     def meets(self, offset: int) -> bool:
-        """Say whether the message that was read is looked for. What was looked for below it is gone."""
+        """Return whether the message that was read is wanted. Wanted ones below it are gone."""
         self.begins_at(offset)
         if self.next != offset:
             return False
@@ -137,15 +140,15 @@ class Search:
         return True
 
     def begins_at(self, first: int) -> None:
-        """Say that the log has nothing below an offset: what was looked for there is gone."""
+        """Record that the log has nothing below an offset: wanted messages there are gone."""
         while self._left and self._left[0] < first:
             self._left.popleft()
 
     def ends_at(self, end: int) -> None:
-        """Say that the log has nothing from an offset on."""
+        """Record that the log has nothing from an offset on."""
         while self._left and self._left[-1] >= end:
             self._left.pop()
 
     def jumps(self, offset: int) -> bool:
-        """Say whether the next offset lies so far beyond the message that was read that reading up to it costs more."""
+        """Return whether the next offset is so far beyond the message that was read that a jump costs less."""
         return self.next is not None and self.next - offset > GAP_MAX

@@ -1,10 +1,9 @@
-"""The port between a relay and a broker. Each broker has an adapter that fills it.
+"""The port between a relay and a broker. Each broker has an adapter that implements it.
 
-Positions are those that Tarry stores: ledger and entry. An adapter maps them to what its broker calls a message.
-
-Failures have three scopes. `Unreachable` passes: the relay repeats the call. `SessionOver` and `NotThere` end the
+Positions are those that Tarry stores: ledger and entry. An adapter maps them to the broker's message ids.
+Failures have three scopes. `Unreachable` is temporary: the relay repeats the call. `SessionOver` and `NotThere` end the
 session with the broker: the relay closes it and opens another one. Any other exception is a surprise. It ends the
-message that was handled, if there is one, or else the session; it never ends the process.
+message being handled, if there is one, or else the session; it never ends the process.
 """
 
 from __future__ import annotations
@@ -20,35 +19,36 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 CLOCK_APART_MS = 1_000
-"""How far two clocks may differ before a finding says so (ms)."""
+"""Difference of two clocks from which a finding reports it (ms)"""
 OWN_HEADERS_BYTES_MAX = 2_048
-"""An upper bound on the headers that the relay adds to a message (bytes)."""
+"""Upper bound on the headers that the relay adds to a message (bytes)"""
 _CANCEL_AGAIN_S = 1.0
 
 
 class Unreachable(Exception):
-    """The broker cannot do it now. The message says what was tried and what came of it."""
+    """A broker that is unable to do it now. The message says what was tried and what happened."""
 
 
 class NotThere(Exception):
-    """The log does not exist, or is another one by now: the relay opens a new session."""
+    """A log that does not exist, or is another one by now: the relay opens a new session."""
 
 
 class SessionOver(Exception):
-    """The connection is closed for good, or its credentials are refused: the relay opens a new session."""
+    """A connection closed for good, or refused credentials: the relay opens a new session."""
 
 
 class BadPosition(ValueError):
-    """A text is no position of this broker. The message says what it is and how a position is written."""
+    """A text that is no position of this broker. The message says what it is and how a position is written."""
 
 
 class NobodyCancelled(Exception):
-    """A library has raised `asyncio.CancelledError`, and nobody had cancelled the call."""
+    """An `asyncio.CancelledError` of a library, although no one had cancelled the call."""
 
 
 async def asked(call: Awaitable[T]) -> T:
-    """Await a call. Raises NobodyCancelled where `asyncio.CancelledError`, which no handler catches, would end the
-    process although nobody has cancelled this task.
+    """Await a call; raise NobodyCancelled for an `asyncio.CancelledError` without a cancellation of this task.
+
+    No handler catches CancelledError, so it would end the process.
     """
     try:
         return await call
@@ -60,7 +60,10 @@ async def asked(call: Awaitable[T]) -> T:
 
 
 def one_for_each(answers: object, rows: int, kind: type[T]) -> list[T]:
-    """Return answers of a call that answers for each message. Raises TypeError if they are not so many of this type."""
+    """Return the answers of a call that answers for each message.
+
+    Raises TypeError if they are not that many of this type.
+    """
     if not isinstance(answers, Sequence):
         raise TypeError(f"{type(answers).__name__} was answered in place of {rows} rows")
     found = [each for each in answers if isinstance(each, kind)]
@@ -70,12 +73,12 @@ def one_for_each(answers: object, rows: int, kind: type[T]) -> list[T]:
 
 
 def must_be_same(log: str, generation: str, now: str) -> None:
-    """Compare a log's generation with the one it had. Raises NotThere if it is another one."""
+    """Compare a log's generation with its former one. Raises NotThere if it is another one."""
     if now != generation:
         raise NotThere(f"{log} was made anew: its generation is {now} now, and was {generation}")
 
 
-# Messages.
+# Messages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,37 +86,38 @@ class Message:
     """A message as its broker has it."""
 
     headers: Mapping[str, str]
-    """Headers as text, for the relay to read; names as `Names.header_key` gives them."""
+    """Headers as text for the relay, with the names that `Names.header_key` gives"""
     body: Any
-    """What the adapter needs to publish it again: every header and every byte."""
+    """Everything that the adapter needs to publish it again: every header and every byte"""
     repeated: Collection[str] = ()
-    """Names of headers that stand twice or more, as in `headers`."""
+    """Names of headers that occur more than once, as in `headers`"""
     sent_at_ms: int = 0
-    """When the broker took it, Unix time in ms: the same whenever it is read. Negative or in seconds if its producer
-    said so."""
+    """Unix time when the broker took it (ms), the same at each read; negative or in seconds if its producer set it so
+    """
     size_bytes: int = 0
-    """About what its headers and payload take in memory."""
+    """Approximate memory of its headers and payload (bytes)"""
 
 
 NOT_YET = Message({}, None)
-"""Stands for a message that could not be fetched now. Compare it by identity."""
+"""Stands for a message that could not be fetched now; compare it by identity."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-    """A message that was read and has to be committed."""
+    """A message that was read and must be committed."""
 
     ledger_id: int
     entry_id: int
     message: Message | None
-    """None if the log had lost it when it was read."""
+    """None if the log had lost it when it was read"""
     lane: Hashable
-    """The part of the log it belongs to. A partition that comes back after it was lost is another lane."""
+    """Part of the log to which it belongs; a partition that returns after it was lost is another lane"""
     receipt: Any = None
-    """What the adapter needs to commit it."""
+    """Data that the adapter needs to commit it"""
     alone_until_s: float = 0.0
-    """Until when, by `time.monotonic`, no other relay can have read it, and this one only once; 0.0 if it may have been
-    read before."""
+    """Time by `time.monotonic` until which no other relay can have read it, and this one only once; 0.0 if it may have
+    been read before
+    """
 
     @property
     def position(self) -> tuple[int, int]:
@@ -121,18 +125,19 @@ class Read:
 
     @property
     def sent_at_ms(self) -> int:
-        """When the broker took it, Unix time in ms; 0 if nothing is known of it."""
+        """The Unix time when the broker took it (ms); 0 if nothing is known of it."""
         return 0 if self.message is None else self.message.sent_at_ms
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Portion:
-    """What one call has read."""
+    """The result of one read."""
 
     read: Sequence[Read] = ()
     lost_lanes: Sequence[Hashable] = ()
-    """Lanes that another relay reads from now on. The relay forgets what it has not committed of them before it takes
-    in `read`."""
+    """Lanes that another relay reads from now on; the relay forgets their uncommitted messages before it takes in
+    `read`
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,37 +146,37 @@ class Outgoing:
 
     target: str
     message: Message | None
-    """The original. None for a bare one: it has neither headers nor payload but the relay's own."""
+    """The original; None for a bare message, whose headers and payload are only the relay's own"""
     own_headers: Mapping[str, str]
-    """Headers of the relay. They replace the original's of the same name."""
+    """Headers of the relay, which replace the original's of the same name"""
     once_id: str
-    """An output that can drop what it has drops a message by this name."""
+    """Name by which an output that can drop repeats drops a message"""
 
 
-# Answers.
+# Answers
 
 
 class Meaning(enum.Enum):
-    """What a broker's answer to one message means."""
+    """The meaning of a broker's answer to one message."""
 
     TAKEN = "taken"
-    """Confirmed and durable."""
+    """Confirmed and durable"""
     REFUSED = "refused for good"
-    """It will never be taken, and nothing of it is there."""
+    """Never possible, and nothing was published"""
     NOT_NOW = "refused for now"
-    """Nothing of it is there. Another try may succeed."""
+    """Nothing was published; another try may succeed"""
     UNKNOWN = "unknown"
-    """It may be there or not. Another try is safe."""
+    """Possibly published; another try is safe"""
 
 
 class Cause(enum.Enum):
-    """Why a target did not take a message."""
+    """The reason why a target did not take a message."""
 
     OTHER = "other"
     LIMIT = "space, quota or rights"
     """Other messages may still pass, so repeated refusals never become a refusal for good."""
     MISSING = "no such target"
-    """The broker says that it does not have the target."""
+    """The broker reports that it does not have the target."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,24 +189,24 @@ class Meant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Produced:
-    """What came of one message."""
+    """The result of one message."""
 
     meant: Meant = Meant(Meaning.TAKEN)
     code: str = ""
-    """The broker's own name of the answer, for metrics; the class of an exception if there is none."""
+    """The broker's name of the answer, for metrics; the class of an exception if there is none"""
     text: str = ""
-    """What happened, for people; begins with the target. Empty if it was taken."""
+    """Explanation for people, beginning with the target; empty if it was taken"""
 
     @property
     def is_taken(self) -> bool:
         return self.meant.meaning is Meaning.TAKEN
 
 
-# Findings.
+# Findings
 
 
 class Grade(enum.Enum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -209,7 +214,7 @@ class Grade(enum.Enum):
     MISSING = "missing"
     """A name does not exist. `check` calls it wrong; `run` waits for the source and the retry log."""
     WRONG = "wrong"
-    """A payload can go before its delivery, or a name is of another kind. A relay does not start."""
+    """A payload can be dropped before its delivery, or a name is of another kind. A relay does not start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,14 +222,14 @@ class Finding:
     """One thing that was judged."""
 
     name: str
-    """What was judged, such as `retention`; `source.accept` names it."""
+    """Subject of the judgement, such as `retention`; `source.accept` names it"""
     grade: Grade
     text: str
-    """One line that names the object, its value and, unless the grade is OK, what to do."""
+    """One line that names the object, its value and, unless the grade is OK, what to do"""
 
 
 def finding_of_clock(whose: str, told_ms: int, asked_at_ms: int) -> Finding:
-    """Judge a clock that has told its time between then and now, both in Unix ms."""
+    """Judge a clock by the time that it reported between `asked_at_ms` and now, both Unix time (ms)."""
     apart_ms = told_ms - min(max(told_ms, asked_at_ms), now_ms())
     text = f"{whose} is {apart_ms:+d} ms from this machine"
     if abs(apart_ms) < CLOCK_APART_MS:
@@ -234,28 +239,28 @@ def finding_of_clock(whose: str, told_ms: int, asked_at_ms: int) -> Finding:
 
 
 def now_ms() -> int:
-    """Return the time of this machine, Unix time in ms."""
+    """Return this machine's Unix time (ms)."""
     return time.time_ns() // 1_000_000
 
 
-# What an adapter does.
+# Methods of an adapter
 
 
 class Reader(Protocol):
-    """Reads a log on, as one of a group: what one member has read, no other one has until that member is gone."""
+    """A member of a group that reads a log: no member gets what another has read until that member is gone."""
 
     @property
     def commits_in_order(self) -> bool:
-        """Whether a commit stands for everything that was read of its lane before it."""
+        """True if a commit covers everything that was read from its lane before it."""
         ...
 
     @property
     def hold_every_s(self) -> float | None:
-        """How often `hold` must be called for what is read and not committed (seconds); None if never."""
+        """The interval of `hold` for uncommitted messages (seconds); None if it need not be called."""
         ...
 
     async def read(self, rows_max: int, wait_s: float) -> Portion:
-        """Return what comes next, at most `rows_max`; an empty portion if nothing comes within `wait_s`."""
+        """Return the next messages, at most `rows_max`; an empty portion if none comes within `wait_s`."""
         ...
 
     async def commit(self, read: Sequence[Read]) -> None:
@@ -263,35 +268,35 @@ class Reader(Protocol):
         ...
 
     async def hold(self, read: Sequence[Read]) -> None:
-        """Tell the broker that this relay still works on these messages, so that it gives them to no other one."""
+        """Report to the broker that this relay still works on these messages, so that no other relay gets them."""
         ...
 
     async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
-        """Say for each (ledger, entry) whether no member of the group will read it again.
+        """Return for each (ledger, entry) whether no member of the group will read it again.
 
-        True if a relay has committed it, or the log never had it and is read beyond it. False wherever the broker does
-        not say so.
+        True if a relay has committed it, or if the log never had it and is read beyond it. False if the broker does not
+        report it.
         """
         ...
 
 
 class Log(Protocol):
-    """The source, by positions."""
+    """The source, by position."""
 
     @property
     def tells_limits(self) -> bool:
-        """Whether the broker tells by which limits it drops messages. If not, only a message that is gone shows it."""
+        """True if the broker reports the limits by which it drops messages. Otherwise only a loss reveals them."""
         ...
 
     async def generation(self) -> str:
-        """Return a name that another log of this name, made after this one was deleted, does not have."""
+        """Return a name that no other log of this name has, even one created after this one was deleted."""
         ...
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[Message | None]:
-        """Return the messages at these (ledger, entry), which ascend; None for one that is gone for good.
+        """Return the messages at these ascending (ledger, entry), with None for one that is gone for good.
 
-        Return NOT_YET for those that could not be fetched now; raise Unreachable if that is all of them. Raises
-        NotThere, by a look at the generation after they were read: another log has other messages at these positions.
+        Returns NOT_YET for those that could not be fetched now; raises Unreachable if that is all of them. Raises
+        NotThere if a check after the read finds another generation, whose messages at these positions are others.
         """
         ...
 
@@ -300,23 +305,23 @@ class Log(Protocol):
         ...
 
     async def kept_ms(self) -> int | None:
-        """Return for how long the log keeps a message (ms); None if no age ends it."""
+        """Return how long the log keeps a message (ms), or None for no limit of age."""
         ...
 
 
 class FirstGeneration(abc.ABC):
-    """Remembers the generation that a log was found with first."""
+    """A log that remembers the generation found first."""
 
     _first: str | None = None
 
     async def generation(self) -> str:
-        """Return a name that another log of this name, made after this one was deleted, does not have."""
+        """Return a name that no other log of this name has, even one created after this one was deleted."""
         now = await self._generation_now()
         self._first = self._first or now
         return now
 
     async def first_generation(self) -> str:
-        """Return the generation that was found first; the log may be another one by now."""
+        """Return the generation found first; the log may be another one by now."""
         return self._first or await self.generation()
 
     @abc.abstractmethod
@@ -325,10 +330,10 @@ class FirstGeneration(abc.ABC):
 
 
 class Output(Protocol):
-    """Where messages are published."""
+    """The publishing side of a broker."""
 
     async def produce(self, messages: Sequence[Outgoing]) -> Sequence[Produced]:
-        """Publish messages and return what came of each. Two calls may be under way at once.
+        """Publish messages and return the result of each. Two calls may be in flight at once.
 
         Raises Unreachable if all of them may be repeated. Any other exception makes the relay publish them one by one.
         """
@@ -336,42 +341,42 @@ class Output(Protocol):
 
 
 class Names(Protocol):
-    """What can be a name at this broker. Nothing is asked of the broker for that."""
+    """The rules of names at this broker, which are checked without asking it."""
 
     def header_key(self, name: str) -> str:
-        """Return a header's name as `Message.headers` has it: in small letters where the broker reads any case."""
+        """Return a header's name as in `Message.headers`: in lower case if the broker reads any case."""
         ...
 
     def position_of(self, text: str) -> tuple[int, int]:
-        """Return the (ledger, entry) of a message of the source, by what the broker answered its producer with.
+        """Return the (ledger, entry) of a message of the source, from the broker's answer to its producer.
 
-        NATS: the stream sequence, `17`. Redis: the id of the entry, `1795773600000-0`. Kafka: partition and offset,
-        `3-17`. Raises BadPosition.
+        For NATS that is the stream sequence, `17`; for Redis the id of the entry, `1795773600000-0`; for Kafka
+        partition and offset, `3-17`. Raises BadPosition.
         """
         ...
 
     def position_fault(self, ledger_id: int, entry_id: int) -> str:
-        """Say why (ledger, entry) can be no position of the source; return an empty text if it can."""
+        """Return the reason why (ledger, entry) cannot be a position of the source; empty if it can."""
         ...
 
     def target_fault(self, target: str) -> str:
-        """Say why a name can be no target, by the rules of the broker; return an empty text if it can.
+        """Return the reason why a name cannot be a target by the broker's rules; empty if it can.
 
-        Names that the broker or the relay use themselves are none: they would pass some pattern. Whether messages would
-        come back is asked of `comes_back`.
+        Names that the broker or the relay use themselves cannot, because they would match some pattern. `comes_back`
+        checks whether messages would return to the relay.
         """
         ...
 
     def message_fault(self, message: Message) -> str:
-        """Say why a message cannot be published with the relay's headers beside its own; empty if it can."""
+        """Return the reason why a message cannot be published with the relay's headers added; empty if it can."""
         ...
 
     def comes_back(self, target: str) -> bool:
-        """Say whether this relay reads what is published to this target, as source or retry log."""
+        """Return whether this relay reads what is published to this target, as source or retry log."""
         ...
 
     def own_targets(self) -> Sequence[str]:
-        """Return the targets that come back, by name; where a name may stand for many, an example of them."""
+        """Return the targets that this relay reads, by name; for a name that stands for many, an example of them."""
         ...
 
 
@@ -383,7 +388,7 @@ class Broker(Names, Protocol):
 
     @property
     def retries(self) -> Reader | None:
-        """None if no retry log is configured."""
+        """The reader of the retry log; None if none is configured."""
         ...
 
     @property
@@ -393,18 +398,18 @@ class Broker(Names, Protocol):
     def output(self) -> Output: ...
 
     async def must_answer(self) -> None:
-        """Ask something that the broker can only answer if it works. Raises Unreachable, SessionOver, NotThere."""
+        """Ask something that a broker can only answer if it works. Raises Unreachable, SessionOver, NotThere."""
         ...
 
     def findings(self) -> AsyncIterator[Finding]:
-        """Judge everything a relay needs of the broker; change nothing. The source and the retry log come first.
+        """Judge everything a relay needs of the broker, source and retry log first; change nothing.
 
-        The name of a finding that says whether a log exists is `source`, `retry` or `target`.
+        The name of a finding about the existence of a log is `source`, `retry` or `target`.
         """
         ...
 
     async def source_findings(self) -> Sequence[Finding]:
-        """Judge again whether a payload of the source can go before its delivery. Raises NotThere, Unreachable."""
+        """Judge again whether the source can drop a payload before its delivery. Raises NotThere, Unreachable."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Publishes to targets: what goes where, how fast, and what it means if a target does not take a message.
+"""Publishes to targets: what goes where, how fast, and what follows if a target does not take a message.
 
-A message is told apart from its target. If others of its target are taken after it, the message rests, and else the
-target.
+A failing message is distinguished from a failing target. If the target takes others after it, the message rests,
+otherwise the target.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ RESULT_HEADER = "tarry-result"
 DELIVER_AT_HEADER = "tarry-deliver-at"
 MAY_HAVE_LANDED_HEADER = "tarry-may-have-landed"
 REASON_BYTES_MAX = 512
-"""The longest reason of a dead letter in UTF-8 (bytes), so that a dead letter always fits."""
+"""Longest reason of a dead letter in UTF-8 (bytes), so that a dead letter always fits"""
 OVERDUE_S = 30.0
-"""How long a message without a time waits for its target before it waits in Tarry."""
+"""Time that a message without a time waits for its target before it waits in Tarry (seconds)"""
 TRIALS_MAX = 10
 TRIALS_S = 300.0
-"""A message that was not taken so often, over at least so long, while its target took others, is refused for good."""
+"""Failures after which, over at least `TRIALS_S`, a message is refused for good while its target takes others"""
 RAISED_MAX = 3
-"""A message whose work has raised so often for it alone is refused for good."""
+"""Exceptions for a message alone after which it is refused for good"""
 LANES_HELD_S = 60.0
 _MESSAGE_REST_S = 1.0
 _MESSAGE_REST_MAX_S = 60.0
@@ -67,22 +67,22 @@ class RelayLane:
 
 @dataclasses.dataclass(slots=True)
 class Content:
-    """What the work on a message needs. `read` or `delivery_id` says where it comes from."""
+    """The data for the work on a message. `read` or `delivery_id` identifies its origin."""
 
     read: port.Read | None = None
     deliver_at_ms: int = 0
-    """When a message that was read is due, Unix time in ms."""
+    """Unix time when a message that was read is due (ms)"""
     delivery_id: tarry.DeliveryId | None = None
-    """What was handed out, or handed back by a consumer."""
+    """Delivery by Tarry, or one that a consumer returned"""
     handed_out: tuple[tarry.Batch, int] | None = None
-    """The batch and the row that hold its permit; None if it holds none."""
+    """Batch and row that hold its permit; None if it holds none"""
     message: port.Message | None = None
     withdrawal: Withdrawal | None = None
-    """What a message asks for that cancels or reschedules another one."""
+    """The cancel or reschedule that the message requests"""
     alone_until_s: float = 0.0
-    """Until when nobody can have asked for the withdrawal before, by `time.monotonic`."""
+    """Time by `time.monotonic` until which no one can have requested the withdrawal before"""
     told: dict[str, str] | None = None
-    """What came of the withdrawal, as headers."""
+    """Result of the withdrawal, as headers"""
 
 
 MessageItem: TypeAlias = "Item[Content, RelayLane]"
@@ -90,49 +90,49 @@ Subscription: TypeAlias = tarry.aio.Subscription
 
 
 class WorkQueue:
-    """The passage of one relay, and waiting for news of it."""
+    """The passage of one relay, with a wait for its changes."""
 
     def __init__(self, passage: Passage[Content, RelayLane]) -> None:
         self.passage = passage
         self._changed = asyncio.Condition()
 
     async def enter(self, items: Sequence[MessageItem]) -> None:
-        """Take in messages, and wake who waits for work."""
+        """Enter messages, and wake waiters."""
         self.passage.enter(items)
         await self.tell()
 
     async def tell(self) -> None:
-        """Wake who waits."""
+        """Wake waiters."""
         async with self._changed:
             self._changed.notify_all()
 
     async def next(self, take: Callable[[], list[MessageItem]]) -> list[MessageItem]:
-        """Return what `take` gives, as soon as it gives something."""
+        """Return what `take` returns, as soon as that is not empty."""
         async with self._changed:
             while not (items := take()):
                 await self._wait()
         return items
 
     async def news(self) -> None:
-        """Wait for news, or a moment."""
+        """Wait for a change, or for a moment."""
         async with self._changed:
             await self._wait()
 
     async def _wait(self) -> None:
-        # Also by the clock: a target may have rested, or may get more by its limit.
+        # Also wakes by the clock: a target's rest may end, or its limit may allow more.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.05 if self.passage.has_to_produce else _WAIT_S):
                 await self._changed.wait()
 
 
 async def rest_after(failures: int) -> int:
-    """Wait before the next try of a call that has failed so often in a row; return the failures with this one."""
+    """Wait before the next try of a call, longer after more failures in a row; return the failures with this one."""
     await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
     return failures + 1
 
 
 class Publishing:
-    """Publishes what waits for its target in the passage of one relay."""
+    """The publisher of what waits for its target in the passage of one relay."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Publishing:
         topic: str,
         metrics: RelayMetrics,
     ) -> None:
-        """Publish to an output. `topic`: the Tarry topic, which gives what is published its name."""
+        """Publish to an output; the Tarry topic is part of the published names."""
         self._settings = settings
         self._sorting = sorting
         self._queue = queue
@@ -155,19 +155,21 @@ class Publishing:
         self._metrics = metrics
         self._pacing = Pacing(self._limit_of)
         self._tried: set[str] = set()
-        """Targets that have failed, and to which one message is under way now."""
+        """Failed targets with one message in flight now"""
         self._missing: dict[str, float] = {}
-        """Targets of a pattern that the broker does not have: since when, by `time.monotonic`."""
+        """Target of a pattern that the broker does not have -> since when, by `time.monotonic`"""
         self._named = frozenset(settings.named_targets())
 
     def loops(self, subscription: Subscription) -> list[Coroutine[Any, Any, None]]:
-        """Return the loops to run: one for targets that take messages, one for those that fail, so that one that hangs
-        keeps no other, and one that watches what waits.
+        """Return the loops to run.
+
+        One is for targets that take messages, one for failing ones, so that a hanging target blocks no other, and one
+        watches what waits.
         """
         return [self._publish(subscription, failing=False), self._publish(subscription, failing=True), self._watch()]
 
     def park(self, subscription: Subscription) -> None:
-        """Keep half of the permits, and of the memory for what is fetched, free of what no target takes now."""
+        """Keep half of the permits, and of the memory for fetched messages, free of those that no target takes now."""
         relay, now_s = self._settings.relay, time.monotonic()
         waiting, parked = self._passage.count(Step.FETCHED), self._passage.count(Step.PARKED)
         rows, bytes_over = waiting - relay.permits // 2, self._passage.fetched_bytes - relay.memory_bytes // 4
@@ -182,7 +184,7 @@ class Publishing:
         )
 
     def refuse(self, item: MessageItem, reason: str) -> None:
-        """Make a dead letter of a message that cannot be delivered, or that nobody takes."""
+        """Turn a message that cannot be delivered, or that no target takes, into a dead letter."""
         if item.step in (Step.HANDED_OUT, Step.FETCHED, Step.PARKED):
             self._metrics.lost.inc()
             fields = {"reason": cut(reason), "delivery_id": item.content.delivery_id}
@@ -201,7 +203,7 @@ class Publishing:
         self._passage.answer(item, Answer.REFUSED, reason)
 
     def report(self, item: MessageItem, reason: str) -> None:
-        """Leave a line in the log of a dead letter or a result that nothing takes."""
+        """Log a dead letter or a result that nothing takes."""
         self._metrics.unreported.inc()
         headers = {} if item.content.message is None else item.content.message.headers
         fields = {
@@ -215,7 +217,7 @@ class Publishing:
             "nothing takes this dead letter or result; it is committed, and this line is what is left", extra=fields
         )
 
-    # Publishing.
+    # Publishing
 
     async def _publish(self, subscription: Subscription, *, failing: bool) -> None:
         failures = 0
@@ -229,7 +231,7 @@ class Publishing:
             except port.Unreachable as error:
                 failed = error
             finally:
-                # Of some the answer may have come before.
+                # Some answers may have arrived before.
                 self._judge(subscription, items[: len(answers)], answers)
             if failed is None:
                 failures = 0
@@ -241,7 +243,7 @@ class Publishing:
             await self._queue.tell()
 
     async def _produce(self, items: Sequence[MessageItem], answers: list[Produced]) -> None:
-        """Append to `answers` what came of each. What raises together is published one by one."""
+        """Append the result of each to `answers`. If publishing all raises, publish them one by one."""
         try:
             outgoing = [self._outgoing(item) for item in items]
             answers += port.one_for_each(await port.asked(self._output.produce(outgoing)), len(items), Produced)
@@ -275,7 +277,7 @@ class Publishing:
 
     @contextlib.contextmanager
     def _trying(self, items: Sequence[MessageItem], subscription: Subscription) -> Iterator[None]:
-        """Park whatever else waits for these targets, however long they do not answer."""
+        """Park everything else that waits for these targets, however long they do not answer."""
         self._tried = {item.target for item in items}
         self.park(subscription)
         try:
@@ -283,10 +285,10 @@ class Publishing:
         finally:
             self._tried = set()
 
-    # What comes of it.
+    # Results
 
     def _judge(self, subscription: Subscription, items: Sequence[MessageItem], answers: Sequence[Produced]) -> None:
-        # First what was taken: it shows that a target takes messages.
+        # Taken messages first, because they show that a target takes messages.
         both = list(zip(items, answers, strict=True))
         takers = {item.target for item, answer in both if answer.is_taken}
         for item, answer in both:
@@ -314,7 +316,7 @@ class Publishing:
         self._passage.answer(item, Answer.DONE)
 
     def _pacing_of_refusal(self, target: str) -> None:
-        """Go on with a target that has refused a message for good: it answers."""
+        """Continue with a target that has refused a message for good, because it answers."""
         if self._pacing.is_failing(target):
             self._pacing.end_rest(target)
             self._passage.wake_target(target)
@@ -347,7 +349,7 @@ class Publishing:
             self._passage.rest_target(target, self._pacing.rest(target, now_s))
 
     def _rest_message(self, subscription: Subscription, item: MessageItem, now_s: float, trials: Trials) -> None:
-        """Let one message rest. What was handed out waits by name alone, so that it holds no permit."""
+        """Let one message rest. A delivered one waits by name alone, so that it holds no permit."""
         trials.rests += 1
         rest_s = min(_MESSAGE_REST_S * 2 ** (trials.rests - 1), _MESSAGE_REST_MAX_S)
         may_park = self._passage.count(Step.PARKED) < self._settings.relay.parked_max
@@ -358,14 +360,14 @@ class Publishing:
 
     @staticmethod
     def _reason(item: MessageItem, text: str) -> str:
-        """Return a reason that says if the message may be there all the same."""
+        """Return a reason that says if the message may have been published all the same."""
         if item.trials is not None and item.trials.may_have_landed:
             return f"may have landed: {text}"
         return text
 
     @staticmethod
     def _let_go(subscription: Subscription, parked: Sequence[MessageItem]) -> None:
-        """Give back the permits of what is parked, and drop the payloads."""
+        """Return the permits of parked messages, and drop the payloads."""
         holding: dict[int, tuple[tarry.Batch, list[int]]] = {}
         for item in parked:
             content = item.content
@@ -376,10 +378,10 @@ class Publishing:
         for batch, held in holding.values():
             subscription.release(batch.take(sorted(held)))
 
-    # What waits too long.
+    # Waiting too long
 
     async def _watch(self) -> None:
-        """Move what waits too long: to Tarry what has no time, to the dead letters what no target takes."""
+        """Move what waits too long: messages without a time to Tarry, those no target takes to the dead letters."""
         refused = 0
         while True:
             await asyncio.sleep(_WATCH_S / 10 if refused else _WATCH_S)
@@ -395,7 +397,7 @@ class Publishing:
     def _refuse_missing(self, now_s: float) -> int:
         """Refuse what waits for targets that the broker does not have, after a time or when too much waits.
 
-        Return how many messages were refused: some at a time, so that others go on meanwhile.
+        Returns how many messages were refused: some at a time, so that others proceed meanwhile.
         """
         relay = self._settings.relay
         waiting = {target: self._passage.waiting_for(target) for target in self._missing}
@@ -409,12 +411,12 @@ class Publishing:
                 too_many -= 1
                 refused += 1
             if not self._passage.waiting_for(target):
-                # A message that comes later finds out again.
+                # A later message finds out again.
                 del self._missing[target]
                 self._metrics.health.answered("target", target)
         return refused
 
-    # What is published.
+    # Outgoing messages
 
     def _outgoing(self, item: MessageItem) -> port.Outgoing:
         content, message = item.content, item.content.message
@@ -422,7 +424,7 @@ class Publishing:
         kind, name = item.step.value, ""
         if item.step in (Step.FETCHED, Step.DIRECT):
             delivery = content.delivery_id or _first_delivery(content)
-            # Its log stands behind it, which outputs do not compare.
+            # Followed by its log, which outputs do not compare
             name = str(delivery)
             own[tarry.DELIVERY_ID_HEADER] = f"{name}-{self._log}"
             own[tarry.REDELIVERY_COUNT_HEADER] = str(delivery.redelivery_count)
@@ -440,7 +442,7 @@ class Publishing:
         return port.Outgoing(item.target, message, own, f"{self._topic}:{kind}:{name}")
 
     def _correlation(self, item: MessageItem) -> dict[str, str]:
-        """Return the correlation id for a bare result; a whole one has it among its headers."""
+        """Return the correlation id for a bare result; a full one has it among its headers."""
         message, name = item.content.message, self._sorting.correlation_header
         if item.step is not Step.BARE_RESULT or message is None or name not in message.headers:
             return {}
@@ -452,7 +454,7 @@ class Publishing:
 
 
 def cut(reason: str) -> str:
-    """Return a reason in one line that fits into a header, cut at a letter."""
+    """Return a reason in one line that fits into a header, cut between letters."""
     line = " ".join(reason.split())
     clean = "".join(letter if letter.isprintable() else "\ufffd" for letter in line[: 2 * REASON_BYTES_MAX])
     encoded = clean.encode(errors="replace")
@@ -462,7 +464,7 @@ def cut(reason: str) -> str:
 
 
 def _first_delivery(content: Content) -> tarry.DeliveryId:
-    """Return the name that a message without a time has at outputs, also if it comes from Tarry later."""
+    """Return the name that a message without a time has at outputs, even if Tarry delivers it later."""
     read = content.read
     if read is None:
         raise ValueError("what was read has a position")
@@ -470,7 +472,7 @@ def _first_delivery(content: Content) -> tarry.DeliveryId:
 
 
 def _fields(item: MessageItem) -> dict[str, object]:
-    """Return where a message stands, for the log."""
+    """Return the position of a message, for the log."""
     read, lane = item.content.read, item.lane
     if read is None or lane is None:
         return {}

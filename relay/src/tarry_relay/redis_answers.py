@@ -1,6 +1,6 @@
-"""Says what the errors of Redis, and of its client, mean.
+"""Interprets the errors of Redis and of its client.
 
-Its one importer is `redis_broker`: real answers of a server are held to these tables.
+Its one importer is `redis_broker`; it stands alone so that its tables are tested against a server's real answers.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _NOT_NOW = Meant(Meaning.NOT_NOW)
 _LIMIT = Meant(Meaning.NOT_NOW, Cause.LIMIT)
 
 ANSWERS: Mapping[str, Meant] = {
-    # Space and rights.
+    # Space and permissions
     "OOM": _LIMIT,
     "MISCONF": _LIMIT,
     "NOREPLICAS": _LIMIT,
     "NOPERM": _LIMIT,
-    # The key was replaced by one of another kind, which may be taken away again.
+    # The key was replaced by one of another kind, which may be removed again.
     "WRONGTYPE": _NOT_NOW,
-    # The last id of the stream is the greatest that there is: it takes nothing until it is made anew.
+    # The last id of the stream is the greatest possible: it takes nothing until it is created again.
     EXHAUSTED: _NOT_NOW,
-    # The server starts, is a replica, or is busy; or it is a cluster that moves keys.
+    # The server starts, is a replica, or is busy; or a cluster moves keys.
     "ASK": _NOT_NOW,
     "BUSY": _NOT_NOW,
     "CLUSTERDOWN": _NOT_NOW,
@@ -44,15 +44,15 @@ ANSWERS: Mapping[str, Meant] = {
     "MOVED": _NOT_NOW,
     "READONLY": _NOT_NOW,
     "TRYAGAIN": _NOT_NOW,
-    # Nothing of it was done.
+    # Nothing was done.
     "EXECABORT": _NOT_NOW,
     "NOSCRIPT": _NOT_NOW,
     WATCHED: _NOT_NOW,
-    # The message itself.
+    # The message itself
     TOO_LARGE: _REFUSED,
     NO_FIELDS: _REFUSED,
 }
-"""Known answers to a publish, by code: the first word of an error, or a name of our own for a text without one."""
+"""Known answers to a publish, by code: the first word of an error, or a name of our own for a text without one"""
 
 _CODES_OF_TEXTS = {
     "Elements are too large to be stored": TOO_LARGE,
@@ -60,7 +60,7 @@ _CODES_OF_TEXTS = {
     "Protocol error: invalid multibulk length": TOO_LARGE,
     "The ID specified in XADD is equal or smaller": EXHAUSTED,
     "The stream has exhausted the last possible ID": EXHAUSTED,
-    # Redis 6.2 tells it so inside of scripts, without a code.
+    # Redis 6.2 reports it this way inside scripts, without a code.
     "The user executing the script can't": "NOPERM",
     "Watched variable changed": WATCHED,
     "Wrong number of args calling Redis command": NO_FIELDS,
@@ -80,12 +80,12 @@ _CODES_OF_CLASSES: Mapping[type[Exception], str] = {
     redis.exceptions.ReadOnlyError: "READONLY",
     redis.exceptions.TryAgainError: "TRYAGAIN",
 }
-"""The client cuts these codes from the text of an error."""
+"""Codes that the client cuts from the text of an error"""
 _PASSING = {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "NOSCRIPT", "OOM", "READONLY"}
 _PASSING |= {"TRYAGAIN"}
 _LOG_IS_GONE = {"NOGROUP", "NOKEY", "UNBLOCKED", "WRONGTYPE"}
 _WHO_WE_ARE = {"NOAUTH", "NOPERM", "WRONGPASS"}
-# Before Redis 7 an error of a script has its text behind one or two of these.
+# Before Redis 7, the text of a script's error follows one or two of these.
 _SCRIPT = re.compile(r"(ERR )?(Error running script \(call to \w+\): )?(@user_script: ?\d+: )*-?(ERR )?")
 # The client puts this before an error in a transaction, with the beginning of the command.
 _PIPELINE = re.compile(r"Command # \d+ .* of pipeline caused error: \(['\"](.*)['\"],\)", re.DOTALL)
@@ -93,7 +93,7 @@ _CODE = re.compile(r"[A-Z]{2,}\b")
 
 
 def text_of(error: Exception) -> str:
-    """Return what an error says, without what script and client put before it."""
+    """Return the text of an error, without the prefixes of script and client."""
     text = str(error)
     if in_pipeline := _PIPELINE.fullmatch(text):
         text = in_pipeline[1]
@@ -115,15 +115,15 @@ def code_of(error: Exception) -> str:
 
 
 def produced(target: str, error: Exception) -> port.Produced:
-    """Return what an error means for the one message that was published."""
+    """Return what an error means for the single message that was published."""
     code = code_of(error)
     return port.Produced(ANSWERS.get(code, Meant(Meaning.UNKNOWN)), code, f"{target}: {text_of(error)}")
 
 
 def failure_of(what: str, error: Exception) -> Exception | None:
-    """Return the failure of the port that an error of another call stands for; None if it is a surprise.
+    """Return the port's failure for an error of another call, or None if it is a surprise.
 
-    `what`: what was asked, for people.
+    `what` names the request, for people.
     """
     code = code_of(error)
     text = f"{what}: {text_of(error)}"

@@ -1,7 +1,7 @@
 """Reads, fetches and publishes entries of Redis Streams. Source, retry log and targets are streams of one server.
 
-A message is the fields of an entry, which are its headers, too. Errors are read by `redis_answers`, names and settings
-judged by `redis_judgement`.
+A message is the fields of an entry, which are also its headers. `redis_answers` interprets errors; `redis_judgement`
+judges names and settings.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from tarry_relay.redis_answers import failures
 
 Fields: TypeAlias = Sequence[tuple[bytes, bytes]]
 Entries: TypeAlias = list[tuple[str, Fields | None]]
-"""Ids and fields; None where the stream has dropped the entry."""
+"""Ids and fields; None if the stream has dropped the entry"""
 
-# The key is set after the entry is there: an entry that a stream refuses would count as there otherwise. If only the
-# key fails, the entry is there all the same. A stream at the former key is somebody's target, and remembers nothing.
+# The key is set after the entry is added: otherwise an entry that a stream refuses would count as published. If only
+# the key fails, the entry was published all the same. A stream at the former key is another target, and remembers
+# nothing.
 _PRODUCE = """
 if redis.call('EXISTS', KEYS[2]) == 1 or redis.call('TYPE', KEYS[3]).ok == 'string' then return 0 end
 local added = redis.pcall('XADD', KEYS[1], '*', unpack(ARGV, 2))
@@ -41,21 +42,21 @@ if type(added) == 'table' and added.err then return added end
 redis.pcall('SET', KEYS[2], '', 'EX', ARGV[1])
 return 1
 """
-# Lua cannot pass on as many arguments, so XADD stands between these two in a transaction. The first keeps the length of
-# the target, by which the second sees whether the target has taken the entry.
+# Lua cannot pass on that many arguments, so XADD stands between these two in a transaction. The first stores the length
+# of the target, by which the second sees whether the target has taken the entry.
 _BEFORE_LARGE = "return redis.call('SET', KEYS[2], redis.call('XLEN', KEYS[1]), 'EX', ARGV[1])"
 _AFTER_LARGE = """
 if tonumber(redis.call('GET', KEYS[2])) == redis.call('XLEN', KEYS[1]) then redis.call('DEL', KEYS[2]) end
 return 1
 """
 _MESSAGE_BYTES = 500
-"""What a message costs in memory beside its fields."""
+"""Memory of a message besides its fields (bytes)"""
 _FIELD_BYTES = 150
-"""What a field costs in memory beside its name and value."""
+"""Memory of a field besides its name and value (bytes)"""
 _UNPACKED_FIELDS_MAX = 3_000
 _LARGE_TRIES = 5
 _PIPELINE_BYTES = 4 * 2**20
-# A group that nobody reads with: it goes when the stream is deleted, and so names this one.
+# A group that no one reads with: it is deleted with the stream, and so identifies this one.
 _GENERATION = """
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'stream' then return {kind} end
@@ -66,7 +67,7 @@ redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[1] .. ARGV[2], '0')
 return {kind, ARGV[2]}
 """
 _GENERATION_PREFIX = "tarry-generation-"
-# In one step with the look whether the stream is still the same: another one has no such group.
+# One step with the check that the stream is still the same: another one has no such group.
 _JOIN = """
 if redis.call('TYPE', KEYS[1]).ok ~= 'stream' then return 0 end
 local is_same, is_there = false, false
@@ -78,7 +79,7 @@ if not is_same then return 0 end
 if not is_there then redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[2], '0') end
 return 1
 """
-# In one step with the look whose entry it is: what another relay has claimed meanwhile stays that relay's.
+# One step with the check of the entry's owner: an entry that another relay has claimed meanwhile stays that relay's.
 _HOLD = """
 local claim = {}
 for i = 3, #ARGV do
@@ -90,7 +91,7 @@ redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, unpack(claim))
 return #claim - 1
 """
 _HELD_AT_ONCE = 500
-# Entries are named and not returned: a payload may be large.
+# Entries are named, not returned, because a payload may be large.
 _LOOK = """
 local delivered
 for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
@@ -119,7 +120,7 @@ _CLAIM_STEPS = 20
 
 
 class RedisBroker:
-    """One server, reached by connections that are made again whenever they break."""
+    """One server, with connections that are opened again whenever they break."""
 
     def __init__(self, server: Any, settings: relay_settings.Settings, broker: relay_settings.Redis) -> None:
         self._server = server
@@ -127,7 +128,7 @@ class RedisBroker:
         self._timeout_s = broker.timeout_s
         self._look = server.register_script(_LOOK)
         self._samples: list[str] = []
-        """Entries that were not committed when the source was last judged."""
+        """Entries that were uncommitted when the source was last judged"""
         relay = settings.relay
         self.log = RedisLog(server, settings.source.name, portion_bytes(relay.memory_bytes))
         self.source = RedisReader(server, settings.source.name, relay, broker, self.log)
@@ -137,7 +138,7 @@ class RedisBroker:
         self.output = RedisOutput(server, broker)
 
     def header_key(self, name: str) -> str:
-        """Return the name as it is: `Delay` and `delay` are two fields."""
+        """Return the name unchanged: `Delay` and `delay` are two fields."""
         return name
 
     def position_of(self, text: str) -> tuple[int, int]:
@@ -145,19 +146,19 @@ class RedisBroker:
         return redis_judgement.position_of(text)
 
     def position_fault(self, ledger_id: int, entry_id: int) -> str:
-        """Say why (ledger, entry) is no position of a stream; return an empty text if it is one."""
+        """Return the reason why (ledger, entry) is no position of a stream; empty if it is one."""
         return redis_judgement.position_fault(ledger_id, entry_id)
 
     def target_fault(self, target: str) -> str:
-        """Say why a name can be no target; return an empty text if it can."""
+        """Return the reason why a name cannot be a target; empty if it can."""
         return redis_judgement.target_fault(target)
 
     def message_fault(self, message: port.Message) -> str:
-        """Say why a message cannot be published; return an empty text if it can."""
+        """Return the reason why a message cannot be published; empty if it can."""
         return redis_judgement.message_fault(message.body)
 
     def comes_back(self, target: str) -> bool:
-        """Say whether it is the source or the retry log."""
+        """Return whether the target is the source or the retry log."""
         return target in self._settings.read_names
 
     def own_targets(self) -> Sequence[str]:
@@ -190,7 +191,7 @@ class RedisBroker:
             yield redis_judgement.finding_of_key("target", target, await _kind(self._server, target))
 
     async def source_findings(self) -> Sequence[port.Finding]:
-        """Judge whether an entry of the source can go before its delivery. Raises NotThere, Unreachable."""
+        """Judge whether the source can drop an entry before its delivery. Raises NotThere, Unreachable."""
         found = await self._judge_source()
         if found[0].grade is port.Grade.MISSING:
             raise port.NotThere(found[0].text)
@@ -237,19 +238,19 @@ class RedisBroker:
 
 
 class RedisLog(port.FirstGeneration):
-    """A stream by the ids of its entries."""
+    """A stream, by the ids of its entries."""
 
     tells_limits = False
 
     def __init__(self, server: Any, stream: str, bytes_max: int) -> None:
-        """`bytes_max`: how much a fetch should bring."""
+        """Bring about `bytes_max` a fetch."""
         self._server = server
         self._stream = stream
         self._bytes_max = bytes_max
         self._generation = server.register_script(_GENERATION)
 
     async def _generation_now(self) -> str:
-        """Return the name that a group of the stream keeps; it goes with the stream."""
+        """Return the name that a group of the stream holds and that is deleted with it."""
         with failures(f"key {self._stream}"):
             kind, *generation = await self._generation([self._stream], [_GENERATION_PREFIX, secrets.token_hex(4)])
         if not generation:
@@ -258,9 +259,10 @@ class RedisLog(port.FirstGeneration):
         return _text(generation[0])
 
     async def fetch(self, positions: Sequence[tuple[int, int]], generation: str) -> Sequence[port.Message | None]:
-        """Return the entries at these positions; None for one that is gone for good, NOT_YET when a portion is full.
+        """Return the entries at these positions.
 
-        Each pipeline ends with the look at the generation.
+        Returns None for one that is gone for good, and NOT_YET once a portion is full. Each pipeline ends with a check
+        of the generation.
         """
         ledgers, entries = zip(*positions, strict=True)
         ids = RedisSequences1.from_positions(list(ledgers), list(entries))
@@ -284,8 +286,9 @@ class RedisLog(port.FirstGeneration):
         return [_message(*entry[0]) if entry else None for entry in found]
 
     async def first_entries(self, ledgers: Sequence[int]) -> Mapping[int, int]:
-        """Return the first entry that each ledger may still have: a ledger is a sequence number, its entries are
-        times (ms).
+        """Return the first entry that each ledger may still have.
+
+        A ledger is a sequence number; its entries are times (ms).
         """
         with failures(f"key {self._stream}"):
             found: Entries = await self._server.xrange(self._stream, count=1)
@@ -300,10 +303,10 @@ class RedisLog(port.FirstGeneration):
 
 
 class RedisReader:
-    """A consumer of a group that relays share. It makes the group.
+    """A consumer of a group that relays share, and that it creates.
 
-    At the source the name of the group has the generation: a relay that has not noticed yet that the stream is another
-    one can read nothing there.
+    At the source the name of the group contains the generation: a relay that has not noticed yet that the stream is
+    another one can read nothing there.
     """
 
     commits_in_order = False
@@ -316,7 +319,7 @@ class RedisReader:
         broker: relay_settings.Redis,
         log: RedisLog | None = None,
     ) -> None:
-        """Read a stream. `log`: the source; None for the retry log, which is made if it does not exist."""
+        """Read a stream: the source with `log`, or, without, the retry log, which is created if it does not exist."""
         self._server = server
         self._stream = stream
         self._log = log
@@ -326,26 +329,26 @@ class RedisReader:
         self._consumer = relay.id
         readers = hashlib.sha256(f"{relay.topic}\0{relay.subscription}".encode()).hexdigest()
         self._owner = f"{redis_judgement.RETRY_OWNER_PREFIX}{readers[:16]}"
-        # A read that blocks as long as an answer may take would count as none.
+        # A read that blocks for as long as an answer may take would count as none.
         self._block_s_max = broker.timeout_s / 2
         self._claim_s = broker.claim_s
         self._bytes_max = portion_bytes(relay.memory_bytes)
         self.hold_every_s: float | None = broker.claim_s / 3
         self._has_group = False
         self._own_after: str | None = "0"
-        """The last entry given of those that it had before it was started; None if it has given all of them."""
+        """Last entry returned of those that it had before the start; None once it has returned all of them"""
         self._claim_after: str | bytes = "0-0"
-        """The cursor of XAUTOCLAIM."""
+        """Cursor of XAUTOCLAIM"""
         self._claims_at_s = 0.0
 
     def group_of(self, generation: str) -> str:
-        """Return the group that relays read a source of this generation with."""
+        """Return the group with which relays read a source of this generation."""
         return f"{self._subscription}@{generation}"
 
     async def read(self, rows_max: int, wait_s: float) -> port.Portion:
-        """Return what this relay had read before, then what others have left, then what is new.
+        """Return first what this relay had read before, then what others have left, then new entries.
 
-        An empty portion may come before `wait_s` while the look for what others have left is not at its end.
+        Returns an empty portion before `wait_s` if the search for what others have left is unfinished.
         """
         with failures(f"key {self._stream}"):
             await self._make_group()
@@ -358,7 +361,7 @@ class RedisReader:
                 if (portion := await self._portion(self._claim, rows_max)).read:
                     return portion
                 if _text(self._claim_after) != "0-0":
-                    # The look goes on with the next call.
+                    # The search continues with the next call.
                     block_ms = None
 
             async def new(rows: int) -> Entries:
@@ -371,9 +374,9 @@ class RedisReader:
     async def _portion(
         self, call: Callable[[int], Awaitable[Entries]], rows_max: int, alone_until_s: float = 0.0
     ) -> port.Portion:
-        """Read until a portion is full, or a call brings less than it was asked for.
+        """Read until a portion is full, or a call brings less than requested.
 
-        What came before a call that fails is handed on.
+        Entries that arrived before a failing call are passed on.
         """
         portion = Filling(self._bytes_max, rows_max)
         read: list[port.Read] = []
@@ -392,7 +395,7 @@ class RedisReader:
         return port.Portion(read)
 
     async def _own(self, rows: int) -> Entries:
-        """Read on what this relay had read before it was started, and not committed."""
+        """Continue with what this relay had read, and not committed, before it started."""
         entries = await self._group_read(self._own_after or "0", rows, None)
         if entries:
             self._own_after = entries[-1][0]
@@ -415,12 +418,12 @@ class RedisReader:
                 await _executed(calls)
 
     async def passed(self, positions: Sequence[tuple[int, int]]) -> Sequence[bool]:
-        """Say of each position whether it is acknowledged: the group was given it, and it is not pending."""
+        """Return whether each position is acknowledged: the group received it, and it is not pending."""
         ledgers, entries = zip(*positions, strict=True)
         ids = RedisSequences1.from_positions(list(ledgers), list(entries))
         with failures(f"key {self._stream}"):
             await self._make_group()
-            # In this order: what is given after the first answer counts as not given.
+            # In this order: an entry delivered after the first answer counts as not delivered.
             groups = await self._server.xinfo_groups(self._stream)
             async with self._server.pipeline(transaction=False) as calls:
                 for entry_id in ids:
@@ -433,7 +436,7 @@ class RedisReader:
         ]
 
     async def judge_as_retry_log(self) -> list[port.Finding]:
-        """Judge the stream as one that this relay makes and no relay of another topic reads; change nothing."""
+        """Judge the stream as one that this relay creates and no relay of another topic reads; change nothing."""
         kind = await _kind(self._server, self._stream)
         found = [redis_judgement.finding_of_key("retry", self._stream, kind)]
         if kind != "stream":
@@ -448,7 +451,7 @@ class RedisReader:
         return found if owners is None else [*found, owners]
 
     async def _make_group(self) -> None:
-        """Make the group if this session has not done so: its name depends on the stream."""
+        """Create the group if this session has not done so: its name depends on the stream."""
         if self._has_group:
             return
         if self._log is None:
@@ -474,8 +477,8 @@ class RedisReader:
     async def _claim(self, rows: int) -> Entries:
         """Take over entries that a relay has read, and neither committed nor held for `claim_s`.
 
-        A step looks at ten pending entries for each one that is wanted. The next step starts behind them, also across
-        calls, so that many held entries hide none that was left.
+        A step checks ten pending entries for each wanted one. The next step starts behind them, also in a later call,
+        so that many held entries hide none that was left.
         """
         for _ in range(_CLAIM_STEPS):
             claimed = await self._server.execute_command(
@@ -483,7 +486,7 @@ class RedisReader:
                 *(self._stream, self._group, self._consumer, int(self._claim_s * 1_000), self._claim_after),
                 *("COUNT", rows, "JUSTID"),
             )
-            # Redis 7 and later names apart what the stream has dropped, and forgets it.
+            # Redis 7 and later list separately what the stream has dropped, and forget it.
             self._claim_after, *ids = claimed
             if _text(self._claim_after) == "0-0":
                 self._claims_at_s = time.monotonic() + self._claim_s / _CLAIMS_PER_CLAIM_S
@@ -494,7 +497,7 @@ class RedisReader:
         return []
 
     async def _entries(self, ids: Sequence[bytes]) -> Entries:
-        """Read entries by their ids. XAUTOCLAIM of Redis 6.2 does not name those that the stream has dropped."""
+        """Read entries by id. XAUTOCLAIM of Redis 6.2 does not report those that the stream has dropped."""
         async with self._server.pipeline(transaction=False) as calls:
             for entry_id in ids:
                 calls.xrange(self._stream, entry_id, entry_id)
@@ -509,7 +512,7 @@ class RedisReader:
 
 
 class RedisOutput:
-    """Streams, each with keys that remember what it has taken lately."""
+    """Streams, each with keys that remember its recent messages."""
 
     def __init__(self, server: Any, broker: relay_settings.Redis) -> None:
         self._server = server
@@ -519,7 +522,7 @@ class RedisOutput:
     async def produce(self, messages: Sequence[port.Outgoing]) -> Sequence[port.Produced]:
         """Publish messages, each once for its id, by pipelines of a few MiB.
 
-        If the connection is lost, and the server is there, messages are published one by one. One that makes the
+        If the connection is lost although the server works, messages are published one by one. One that makes the
         server close the connection ends alone, as unknown. Raises Unreachable if no message was answered, and
         SessionOver.
         """
@@ -552,7 +555,7 @@ class RedisOutput:
         return answer
 
     async def _look_for_server(self) -> None:
-        """Ask by a new connection: those that are idle may be closed, and nobody has noticed yet."""
+        """Ask by a new connection, because idle ones may have been closed unnoticed."""
         with failures("PING"):
             await self._server.connection_pool.disconnect(inuse_connections=False)
             await self._server.ping()
@@ -573,7 +576,7 @@ class RedisOutput:
         return [_produced(each, answer) for each, answer in zip(messages, answers, strict=True)]
 
     async def _publish_large(self, outgoing: port.Outgoing, fields: Sequence[bytes]) -> port.Produced:
-        """Publish a message that has more fields than Lua can pass on, by a transaction."""
+        """Publish a message with more fields than Lua can pass on, by a transaction."""
         target, once, former = _keys(outgoing)
         for _ in range(_LARGE_TRIES):
             async with self._server.pipeline() as calls:
@@ -597,7 +600,7 @@ class RedisOutput:
 
 
 class _Headers(Mapping[str, str]):
-    """Fields as text, each decoded when it is asked for: the payload is among them."""
+    """Fields as text, each decoded on access, because the payload is among them."""
 
     __slots__ = ("_values",)
 
@@ -616,7 +619,7 @@ class _Headers(Mapping[str, str]):
 
 @contextlib.asynccontextmanager
 async def opened(settings: relay_settings.Settings, broker: relay_settings.Redis) -> AsyncIterator[RedisBroker]:
-    """Open a session. Connections are made when they are needed. Raises SettingsError, Unreachable."""
+    """Open a session; connections are made on demand. Raises SettingsError, Unreachable."""
     _check_files(broker)
     shown: dict[str, Any] = {
         "username": broker.user,
@@ -631,11 +634,11 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Redis
             protocol=2,
             socket_timeout=broker.timeout_s,
             socket_connect_timeout=broker.timeout_s,
-            # The relay repeats what fails: what has failed half is not done twice without its knowing.
+            # The relay repeats failures itself, so that nothing half done is repeated without its knowledge.
             retry=Retry(NoBackoff(), 0),
             **{name: value for name, value in shown.items() if value is not None},
         )
-        # The URL may say otherwise, and answers are read by the form that they have in this protocol.
+        # The URL may set others, but answers are parsed in the form of this protocol.
         pool.connection_kwargs.update(protocol=2, decode_responses=False)
         # The library refuses unknown options of the URL only when it makes a connection.
         pool.make_connection()
@@ -656,7 +659,7 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Redis
 
 
 def _check_files(broker: relay_settings.Redis) -> None:
-    """Raises SettingsError if files of TLS cannot be used: the library calls that a lost connection."""
+    """Raise SettingsError if files of TLS cannot be used: the library reports that as a lost connection."""
     files = {name: getattr(broker, name) for name in ("ca_file", "cert_file", "key_file")}
     given = {f"broker.{name}": path for name, path in files.items() if path is not None}
     if not given:
@@ -693,7 +696,7 @@ def _generation_of(groups: Sequence[str]) -> str | None:
 
 
 async def _told(what: str, answer: Awaitable[Any]) -> Any:
-    """Return an answer; None if Redis refuses it, as managed servers do."""
+    """Return an answer, or None if Redis refuses it, as managed servers do."""
     with failures(what):
         try:
             return await answer
@@ -702,7 +705,7 @@ async def _told(what: str, answer: Awaitable[Any]) -> Any:
 
 
 async def _executed(calls: Any) -> list[Any]:
-    """Return the answers of a pipeline, or raise the first error of Redis among them, as it is."""
+    """Return the answers of a pipeline, or raise the first error of Redis among them unchanged."""
     answers: list[Any] = await calls.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, Exception):
@@ -711,7 +714,7 @@ async def _executed(calls: Any) -> list[Any]:
 
 
 def _portions(messages: Sequence[port.Outgoing]) -> Iterator[list[port.Outgoing]]:
-    """Divide messages into pipelines by their bytes. A message with very many fields has one of its own."""
+    """Divide messages into pipelines by their bytes. A message with very many fields has its own."""
     some: list[port.Outgoing] = []
     size = 0
     for each in messages:
@@ -735,7 +738,7 @@ def _is_large(outgoing: port.Outgoing) -> bool:
 
 
 def _keys(outgoing: port.Outgoing) -> list[str]:
-    """Return the target, and the keys that remember the message there: this version's and the one of before."""
+    """Return the target, and the keys that remember the message there: this version's and the former one."""
     target, once_id = outgoing.target, outgoing.once_id
     return [target, redis_judgement.once_key(target, once_id), redis_judgement.former_once_key(target, once_id)]
 
@@ -751,7 +754,7 @@ def _unknown(outgoing: port.Outgoing, failure: port.Unreachable) -> port.Produce
 
 
 def _message(entry_id: str, fields: Fields | None) -> port.Message | None:
-    """Return the message that an entry is; None if the stream has dropped it."""
+    """Return the message of an entry, or None if the stream has dropped it."""
     if fields is None:
         return None
     headers = _Headers(fields)
@@ -764,7 +767,7 @@ def _message(entry_id: str, fields: Fields | None) -> port.Message | None:
 
 
 def _size(messages: Sequence[port.Message | None]) -> int:
-    """Return what messages take in memory (bytes)."""
+    """Return the memory of messages (bytes)."""
     return sum(each.size_bytes for each in messages if each is not None)
 
 
@@ -777,7 +780,7 @@ def _numbers(entry_id: bytes) -> tuple[int, int]:
 
 
 def _entries_of(answer: Any, **_: Any) -> Entries:
-    """Read the entries of an answer; the client would make dicts of their fields."""
+    """Parse the entries of an answer; the client would make dicts of their fields."""
     return [
         (_text(entry_id), None if flat is None else tuple(zip(flat[::2], flat[1::2], strict=True)))
         for entry_id, flat in answer or ()
@@ -789,4 +792,4 @@ _CALLBACKS: Mapping[str, Callable[..., Any]] = {
     "XRANGE": _entries_of,
     "XREADGROUP": lambda answer, **_: _entries_of(answer[0][1]) if answer else [],
 }
-"""Functions that read an answer, by command."""
+"""Parsers of answers by command"""

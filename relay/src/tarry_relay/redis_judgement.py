@@ -1,6 +1,6 @@
 """Judges names, messages, positions and settings by the rules of Redis. Pure: it asks nothing.
 
-Its one importer is `redis_broker`: this part is held to its tables without a server.
+Its one importer is `redis_broker`; it stands alone so that its tables are tested without a server.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tarry_relay import port
 from tarry_relay.port import Finding, Grade
 
 TARGET_BYTES_MAX = 1_024
-"""The longest name of a target (bytes). Redis takes longer keys, but each published message keeps one for `once_s`."""
+"""Longest name of a target (bytes). Redis takes longer keys, but each published message keeps one for `once_s`."""
 FIELDS_MAX = 524_000
-"""The most fields of a message. Redis 6.2 takes 1,048,576 arguments in one command."""
+"""Most fields of a message; Redis 6.2 takes 1,048,576 arguments in one command"""
 RETRY_OWNER_PREFIX = "tarry-retry-of-"
-"""Groups of a retry log with this prefix name the relays that read it."""
+"""Prefix of a retry log's groups that name the relays reading it"""
 _ONCE = ":tarry-once:"
 # Versions before `_ONCE` had keys such as `due:orders@0a1b2c3d:relay:0-1795773600000-1795773660000-0`.
 _FORMER_ONCE = re.compile(r":.+@[0-9a-f]{8}:", re.DOTALL)
@@ -30,24 +30,24 @@ _POLICY_OF_KEYS_WITH_TTL = "volatile-"
 _SHOWN_MAX = 100
 
 
-# Names.
+# Names
 
 
 def once_key(target: str, once_id: str) -> str:
     """Return the key that remembers that a target has a message.
 
-    It begins with the target, so that rights to `<target>*` cover it. No target has such a name.
+    It begins with the target, so that permissions for `<target>*` cover it. No target has such a name.
     """
     return f"{target}{_ONCE}{once_id}"
 
 
 def former_once_key(target: str, once_id: str) -> str:
-    """Return the key that versions before `_ONCE` made for the same message."""
+    """Return the key of versions before `_ONCE` for the same message."""
     return f"{target}:{once_id}"
 
 
 def target_fault(target: str) -> str:
-    """Say why no stream that a relay publishes to can have this name; return an empty text if one can."""
+    """Return the reason why no target stream can have this name; empty if one can."""
     if not target:
         return "the name of a key must not be empty"
     try:
@@ -64,7 +64,7 @@ def target_fault(target: str) -> str:
 
 
 def position_fault(ledger_id: int, entry_id: int) -> str:
-    """Say why (ledger, entry) is no position of a stream; return an empty text if it is one."""
+    """Return the reason why (ledger, entry) is no position of a stream; empty if it is one."""
     try:
         RedisSequences1.from_positions(ledger_id, entry_id)
     except tarry.InvalidArgument as error:
@@ -82,11 +82,11 @@ def position_of(text: str) -> tuple[int, int]:
     return int(ledger), int(entry)
 
 
-# Messages.
+# Messages
 
 
 def message_fault(fields: Sequence[tuple[bytes, bytes]]) -> str:
-    """Say why a message with these fields cannot be published; return an empty text if it can."""
+    """Return the reason why a message with these fields cannot be published; empty if it can."""
     if len(fields) > FIELDS_MAX:
         return f"the message has {len(fields)} fields; Redis takes at most {FIELDS_MAX} beside those of the relay"
     return ""
@@ -95,7 +95,7 @@ def message_fault(fields: Sequence[tuple[bytes, bytes]]) -> str:
 def fields_of(outgoing: port.Outgoing) -> list[bytes]:
     """Return names and values in turn, as XADD takes them: the original's, then those of the relay.
 
-    Fields of the original named `tarry-...` or as one of the relay's are left out.
+    Fields of the original named `tarry-...` or like one of the relay's are left out.
     """
     own = {name.encode(errors="replace"): text.encode(errors="replace") for name, text in outgoing.own_headers.items()}
     flat: list[bytes] = []
@@ -107,11 +107,11 @@ def fields_of(outgoing: port.Outgoing) -> list[bytes]:
     return flat
 
 
-# Keys and settings.
+# Keys and settings
 
 
 def finding_of_key(name: str, key: str, kind: str, *, is_made: bool = True) -> Finding:
-    """Judge a key by what TYPE says. `is_made`: the relay makes it if there is none."""
+    """Judge a key by its TYPE; with `is_made` the relay creates it if it is missing."""
     if kind == "stream":
         return Finding(name, Grade.OK, f"key {key}: is a stream")
     if kind != "none":
@@ -123,7 +123,7 @@ def finding_of_key(name: str, key: str, kind: str, *, is_made: bool = True) -> F
 
 
 def finding_of_ttl(name: str, key: str, pttl_ms: int, grade: Grade) -> Finding:
-    """Judge the time that a key has left, by PTTL (ms; negative if it has no TTL). `grade`: of a key with a TTL."""
+    """Judge the time that a key has left, by PTTL (ms; negative without a TTL); `grade` is that of a key with a TTL."""
     if pttl_ms < 0:
         return Finding(name, Grade.OK, f"key {key}: has no TTL")
     text = f"key {key}: expires in {pttl_ms} ms with everything in it; remove the TTL with PERSIST {key}"
@@ -131,10 +131,10 @@ def finding_of_ttl(name: str, key: str, pttl_ms: int, grade: Grade) -> Finding:
 
 
 def finding_of_eviction(key: str, policy: str | None) -> Finding:
-    """Judge `maxmemory_policy` of INFO; None if Redis does not tell it.
+    """Judge `maxmemory_policy` of INFO, which is None if Redis withholds it.
 
     Policies `volatile-...` evict only keys with a TTL. The source has none, or else `ttl` is wrong; but the keys that
-    remember what was published have one.
+    remember published messages have one.
     """
     advice = "set maxmemory-policy noeviction"
     if policy is None:
@@ -154,7 +154,7 @@ def finding_of_eviction(key: str, policy: str | None) -> Finding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """An entry that was not committed at the look before, by its id, and what is known of it now."""
+    """An entry that was uncommitted at the look before, by id, with its present state."""
 
     entry_id: str
     exists: bool
@@ -163,22 +163,22 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """The state of the source and of the relay's group: ids, empty if there is none."""
+    """The state of the source and of the relay's group, as ids; empty if there is none."""
 
     first: str
-    """The first entry of the stream."""
+    """First entry of the stream"""
     delivered: str
-    """The last entry that the group has read."""
+    """Last entry that the group has read"""
     lowest_pending: str
-    """The lowest entry that is read and not committed, even if the stream has dropped it."""
+    """Lowest entry that is read and not committed, even if the stream has dropped it"""
     samples: Sequence[Sample] = ()
 
 
 def finding_of_size(key: str, look: Look | None) -> Finding:
-    """Judge whether entries go before they are committed. `look`: None if the relay's group does not exist.
+    """Judge whether entries disappear before they are committed; `look` is None if the relay's group does not exist.
 
-    Redis does not say how producers trim a stream (`MAXLEN`, `MINID` of XADD), so only a loss shows it. A loss since
-    the look before is wrong, once, since the next look has other samples. A loss before the first look is a warning.
+    Redis does not report how producers trim a stream (`MAXLEN`, `MINID` of XADD), so only a loss shows it. A loss since
+    the look before is wrong, once, because the next look has other samples. A loss before the first look is a warning.
     """
     advice = "let nobody trim what is not delivered, or set source.accept = ['size']"
     if look is None:
@@ -203,12 +203,12 @@ def finding_of_size(key: str, look: Look | None) -> Finding:
 
 
 def findings_of_server(info: Mapping[str, Any] | None, appendfsync: str | None) -> list[Finding]:
-    """Judge durability and role by INFO and by CONFIG GET appendfsync; None of what Redis does not tell."""
+    """Judge durability and role by INFO and by CONFIG GET appendfsync; None means that Redis withholds it."""
     if info is None:
         text = "Redis refuses INFO, so nobody knows if a crash loses entries; allow INFO"
         return [Finding("durability", Grade.WARNING, text)]
     found = [_finding_of_durability(info.get("aof_enabled"), appendfsync)]
-    # Redis 7 and later check it for scripts, too.
+    # Redis 7 and later also check it for scripts.
     if "min_slaves_good_slaves" in info and _major(info) < 7:
         text = (
             f"min-replicas-to-write is set, and Redis {info.get('redis_version')} does not heed it in scripts, as the "
@@ -225,9 +225,9 @@ def findings_of_server(info: Mapping[str, Any] | None, appendfsync: str | None) 
 
 
 def finding_of_retry_owners(key: str, groups: Collection[str], own: str) -> Finding | None:
-    """Judge whose retry log it is, by the names of its groups; return None if it is nobody else's.
+    """Judge whose retry log it is, by the names of its groups; return None if no other relay reads it.
 
-    `own`: the group of this relay.
+    `own` is the group of this relay.
     """
     others = sorted(each for each in groups if each.startswith(RETRY_OWNER_PREFIX) and each != own)
     if not others:
@@ -240,7 +240,7 @@ def finding_of_retry_owners(key: str, groups: Collection[str], own: str) -> Find
 
 
 def numbers(entry_id: str) -> tuple[int, int]:
-    """Return (ms, sequence number), in which ids have the order of their stream."""
+    """Return (ms, sequence number), which sorts ids in the order of their stream."""
     ms, _, sequence = entry_id.partition("-")
     return int(ms), int(sequence)
 

@@ -1,4 +1,4 @@
-"""The command `tarry-relay`: its commands, their output and exit status, signals, and the form of the log.
+"""The command `tarry-relay`: its subcommands, their output and exit status, signals, and the form of the log.
 
 Exit status: 0 done, or all is well; 1 it cannot go on; 2 wrong usage or settings; 3 an end cannot be reached; 4
 something is not as a relay needs it; 5 a message is bad, and `source.on_bad` is "stop".
@@ -40,17 +40,15 @@ EXIT_UNREACHABLE = 3
 EXIT_FOUND = 4
 EXIT_STOPPED = 5
 _LAST_S = 4.5
-"""How much longer than `relay.drain_s` the process may take to end after a signal (seconds)."""
+"""Time beyond `relay.drain_s` that the process may take to end after a signal (seconds)"""
 _ASK_S = 5.0
-"""How long `check` and `status` wait for an answer of the daemon at most (seconds)."""
+"""Longest wait of `check` and `status` for an answer of the daemon (seconds)"""
 _WORDS = {Grade.OK: "ok", Grade.WARNING: "warn", Grade.MISSING: "WRONG", Grade.WRONG: "WRONG"}
 _NO_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as one JSON object a line: time, level, logger, message, fields, and `exception` if there is
-    one.
-    """
+    """A formatter of one JSON object a line: time, level, logger, message, fields, and `exception` if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.datetime.fromtimestamp(record.created, tz=datetime.UTC)
@@ -73,9 +71,9 @@ class JsonLines(logging.Formatter):
 )
 @click.version_option(package_name="tarry-relay")
 def main() -> None:
-    """Publish messages of Kafka, NATS and Redis Streams when their time has come.
+    """Publish messages of Kafka, NATS and Redis Streams when they are due.
 
-    Each command takes a FILE in TOML, which says what the relay stands between.
+    Each command takes a FILE in TOML with the settings of both ends.
     """
 
 
@@ -89,10 +87,10 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="JSON, for progr
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
 def run(file: Path, log_level: str) -> None:
-    """Relay until SIGTERM or SIGINT, and then until what is under way has ended, relay.drain_s at most.
+    """Relay until SIGTERM or SIGINT, then finish what is in flight, for at most relay.drain_s.
 
-    Judge both ends first, as check does, and end with status 4 if something is wrong. Wait for an end that does not
-    answer, and for a source that does not exist. The log is JSON on standard error.
+    Both ends are first judged as by check; the command exits with status 4 if something is wrong. It waits for an end
+    that does not answer, and for a source that does not exist. The log is JSON on standard error.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
@@ -120,9 +118,9 @@ async def _run(settings: relay_settings.Settings, metrics: RelayMetrics) -> None
 
 
 def _end_at_last(after_s: float) -> None:
-    """End the process after that time, whatever the library of a broker or a thread of it still waits for.
+    """End the process after that time, even if a broker's library or thread still waits.
 
-    What is not committed, or not acknowledged, comes again.
+    Messages that are not committed, or not acknowledged, are delivered again.
     """
 
     def end_now() -> None:
@@ -142,9 +140,8 @@ def _end_at_last(after_s: float) -> None:
 def check(file: Path, as_json: bool) -> None:
     """Judge the file, both ends and their clocks, and change nothing.
 
-    But a source of Redis gets a group, which a relay would make, too: its name is kept with the stream, and tells it
-    from one that is made anew.
-
+    The exception is a source of Redis, which gets a group that a relay would create too: its name is stored with the
+    stream, and distinguishes it from one that is created again.
     Exit status 4: something is wrong or missing. Warnings do not count.
     """
     with _failures():
@@ -161,7 +158,7 @@ def check(file: Path, as_json: bool) -> None:
 
 
 async def _check(settings: relay_settings.Settings, *, tell: bool) -> list[port.Finding]:
-    """Return what was found. `tell`: print each as soon as it is."""
+    """Return the findings; with `tell`, print each as soon as it is there."""
     found = []
     async with sessions.opened(settings) as ends:
         async for each in sessions.judged(settings, ends):
@@ -172,7 +169,7 @@ async def _check(settings: relay_settings.Settings, *, tell: bool) -> list[port.
 
 
 def _asking(settings: relay_settings.Settings) -> relay_settings.Settings:
-    """Return settings for a command that somebody waits for."""
+    """Return settings for a command whose caller waits."""
     timeout_s = min(settings.daemon.timeout_s, _ASK_S)
     daemon = msgspec.structs.replace(settings.daemon, timeout_s=timeout_s)
     return msgspec.structs.replace(settings, daemon=daemon)
@@ -182,7 +179,7 @@ def _asking(settings: relay_settings.Settings) -> relay_settings.Settings:
 @_settings_file
 @_as_json
 def status(file: Path, as_json: bool) -> None:
-    """Show what waits, what is due, and what has become a dead letter of Tarry."""
+    """Show pending and due messages, and dead letters of Tarry."""
     with _failures():
         told = asyncio.run(_status(_asking(relay_settings.load(file))))
     if as_json:
@@ -217,7 +214,7 @@ async def _status(settings: relay_settings.Settings) -> dict[str, str | int]:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Print a failure in a line and end with its status; print the traceback of a bug."""
+    """Print a failure in a line and exit with its status; print the traceback of a bug."""
     try:
         yield
     except relay_settings.SettingsError as error:

@@ -1,4 +1,4 @@
-"""Counts what a relay does: its metrics, in a registry of their own."""
+"""Counts what a relay does, as metrics in a registry of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tarry_relay.delivery_steps import TABLE, Passage
 from tarry_relay.health import ENDS, Health
 
 _CODES_MAX = 50
-"""How many codes of answers have a series of their own; others are counted as `other`."""
+"""Codes of answers with a series of their own; others are counted as `other`"""
 _LATENESS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3_600)
 
 
@@ -20,7 +20,7 @@ class RelayMetrics:
     """The metrics of one relay."""
 
     def __init__(self, health: Health) -> None:
-        """Begin with zeros. `health` gives the gauges of ends that do not answer."""
+        """Begin with zeros. `health` supplies the gauges of ends that do not answer."""
         self.health = health
         self.registry = CollectorRegistry()
 
@@ -68,22 +68,22 @@ class RelayMetrics:
             buckets=_LATENESS_S,
         )
         self.cut_ledgers = 0
-        """Ledgers of which the source has dropped entries that still wait, at the last look."""
+        """Ledgers of which the source has dropped waiting entries, at the last look"""
         self.warnings = 0
-        """Warnings of the last judgement."""
+        """Warnings of the last judgement"""
         self.passage: Passage[Any, Any] = Passage("")
         self.registry.register(_UnderWay(self))
 
     def watch(self, passage: Passage[Any, Any]) -> None:
-        """Show how many messages are at each step from now on."""
+        """Report the number of messages at each step from now on."""
         self.passage = passage
 
     def late(self, seconds: float) -> None:
-        """Record how late a message was confirmed after it was due (seconds)."""
+        """Record how long after its due time a message was confirmed (seconds)."""
         self.lateness.observe(max(0.0, seconds))
 
     def failed(self, end: str, error: str, which: str = "") -> None:
-        """Record a call that has failed and is repeated. `which`: the name of a target."""
+        """Record a call that failed and is repeated; `which` is the name of a target."""
         self.failures.labels(end).inc()
         self.health.failed(end, error, which)
 
@@ -96,7 +96,7 @@ class RelayMetrics:
 
 
 class _UnderWay:
-    """Collects what is under way when it is asked for."""
+    """A collector of the messages in flight."""
 
     def __init__(self, metrics: RelayMetrics) -> None:
         self._metrics = metrics

@@ -1,7 +1,6 @@
-"""What a relay is told by its TOML file.
+"""Reads the TOML file of a relay: the settings, their defaults and limits.
 
-Owns: the settings, their defaults and limits, and errors that name the line, the field, the value and what is allowed.
-Does not own: what the settings do.
+An error names the line, the field, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Kind = Literal["kafka", "nats", "redis"]
 DELAY_FORM = "a whole number with ms, s, m, h, d, such as 10s"
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DELAY = re.compile(r"(\d{1,15})(ms|s|m|h|d)", re.ASCII)
-# How msgspec names the place of a bad value, and what it expected there.
+# The place of a bad value in msgspec's errors, and what it expected there
 _PLACE = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
 _EXPECTED = re.compile(r"Expected `([a-z |]+)`(.*?)(?:, got `.*)?")
 _TYPES = {
@@ -43,11 +42,11 @@ _TYPES = {
 
 
 class SettingsError(Exception):
-    """The file cannot be used. The message begins with the field, and says why."""
+    """A file that cannot be used. The message begins with the field, and gives the reason."""
 
 
 class Tls(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """TLS with the daemon, as `tarry.Tls`: files of PEM, which are read again when they change."""
+    """TLS with the daemon, as `tarry.Tls`: PEM files, which are read again when they change."""
 
     ca_file: str | None = None
     cert_file: str | None = None
@@ -56,125 +55,131 @@ class Tls(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Daemon(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where Tarry is, and what is shown to it."""
+    """The address of Tarry, and the credentials shown to it."""
 
     address: Name = tarry.DEFAULT_TARGET
     timeout_s: Seconds = 30.0
     tls: Tls | None = None
     token_file: str | None = None
-    """The token that is shown, read again when the file changes."""
+    """File of the token, read again when it changes"""
 
 
 class Relay(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which relay this is, and how much of it is under way."""
+    """The identity of this relay, and its limits."""
 
     topic: Name
-    """The Tarry topic; its name goes on with `@` and the generation of the source."""
+    """The Tarry topic; its name continues with `@` and the generation of the source"""
     subscription: Name = "relay"
     id: Name = msgspec.field(default_factory=socket.gethostname)
-    """Of relays that read one source each needs its own."""
+    """Must differ between relays that read one source"""
     listen: str | None = "127.0.0.1:7463"
-    """For metrics and health."""
+    """Address of metrics and health"""
     drain_s: Seconds = 30.0
-    """At the end: how long to wait for what is under way."""
+    """Time at the end to wait for what is in flight"""
     permits: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
-    """How much may be handed out and not acknowledged, but for what is parked."""
+    """Messages that may be delivered and not acknowledged, besides parked ones"""
     parked_max: Annotated[int, Meta(ge=0, le=10_000_000)] = 100_000
-    """Of how much that is due for targets which take nothing now only the names are kept, so that others go on."""
+    """Due messages for targets that take nothing now of which only the names are kept, so that others proceed"""
     missing_target_s: Seconds = 3_600.0
-    """How long messages wait for a target of a pattern that the broker does not have; then each is a dead letter."""
+    """Time that messages wait for a target of a pattern that the broker does not have; then each is a dead letter"""
     memory_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
-    """About how much memory messages may take: what is read and waits for Tarry or its target has half at most, what
-    is due and fetched the other half. One that is larger comes alone."""
+    """Approximate memory of messages: half at most for those read that wait for Tarry or their target, half for due
+    ones that were fetched. A larger one is taken alone.
+    """
     read_ahead: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
-    """How much may be read and not committed."""
+    """Messages that may be read and not committed"""
     rows: Annotated[int, Meta(ge=1, le=10_000)] = 500
-    """How many messages go to the broker, or to Tarry, at once."""
+    """Messages that go to the broker, or to Tarry, at once"""
     linger_ms: Annotated[int, Meta(ge=0, le=60_000)] = 5
-    """How long the first of what comes due waits for more."""
+    """Time that the first due message waits for more"""
 
     def topic_of(self, generation: str) -> str:
-        """The Tarry topic of a source of this generation."""
+        """Return the Tarry topic of a source of this generation."""
         return f"{self.topic}@{generation}"
 
 
 class Headers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Names of the headers that a producer sets."""
+    """The names of the headers that a producer sets."""
 
     deliver_at: Name = "deliver-at"
-    """Unix time in ms, or RFC 3339 with a zone."""
+    """Unix time in ms, or RFC 3339 with a zone"""
     delay: Name = "delay"
-    """From the moment at which the broker took the message: a whole number with ms, s, m, h or d."""
+    """From the moment at which the broker took the message: a whole number with ms, s, m, h or d"""
     level: Name = "delay-level"
-    """A level of `source.levels`, from 1."""
+    """A level of `source.levels`, from 1"""
     target: Name = "target"
     cancel_of: Name = "cancel-of"
-    """The message is none to deliver: it cancels the one at this position, as the broker has answered its producer."""
+    """The message is not delivered: it cancels the one at this position, as the broker's answer to its producer names
+    it.
+    """
     reschedule_of: Name = "reschedule-of"
-    """It gives that one the time of this message."""
+    """The message gives that one its own time."""
     correlation: Name = "correlation-id"
-    """Of a cancel or a reschedule: comes back with the result."""
+    """For a cancel or a reschedule: returned with the result"""
 
 
 class Source(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The log whose messages are delayed."""
 
     name: Name
-    """A stream, or a topic of Kafka."""
+    """A stream, or a topic of Kafka"""
     headers: Headers = Headers()
     levels: Annotated[str, Meta(min_length=1)] = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
-    """Delays, level 1 first."""
+    """Delays, level 1 first"""
     delay_max: str | None = None
-    """No message is delayed for longer, from when it was sent; None: for as long as Tarry takes."""
+    """Longest delay of a message from when it was sent; None for as long as Tarry takes"""
     target: str | None = None
-    """Of messages that name none."""
+    """Target of messages that name none"""
     on_bad: OnBad = "dead_letter"
-    """What becomes of a message whose time, level or target cannot be used: published to `dead_letters` with the
-    reason; passed on at once, where its target can be used; or the relay stops."""
+    """The treatment of a message whose time, level or target cannot be used: published to `dead_letters` with the
+    reason; passed on at once, if its target can be used; or the relay stops.
+    """
     dead_letters: str = ""
-    """A target; it need not stand under `targets`."""
+    """A target; it need not be in `targets`."""
     results: str = ""
-    """A target, which need not stand under `targets`, that is told what came of each cancel and reschedule; empty: none
-    is."""
+    """A target, which need not be in `targets`, that gets the result of each cancel and reschedule; empty for none"""
     await_commit_s: Seconds = 120.0
-    """How long a cancel or reschedule waits until what it names is committed, by whichever relay has read it."""
+    """Time that a cancel or reschedule waits until the message that it names is committed, by any relay that has read
+    it
+    """
     retention: Literal["warn", "dead_letter"] = "warn"
-    """What happens when the log has dropped what still waits: it is told, and each is a dead letter of Tarry when it
-    comes due; or they are so at once."""
+    """The treatment of waiting messages that the log has dropped: it is reported, and each is a dead letter of Tarry
+    when it is due; or they are dead letters at once.
+    """
     retention_every_s: Seconds = 60.0
     accept: tuple[Literal["size", "subject", "compaction", "rollup", "ttl", "eviction", "age"], ...] = ()
-    """Findings that are warnings here although a payload can go before its delivery."""
+    """Findings that are only warnings here although a payload can be dropped before its delivery"""
 
 
 class Retry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The log to which consumers publish the `tarry-delivery-id` of what they have failed with.
+    """The log to which consumers publish the `tarry-delivery-id` of messages that they failed to process.
 
-    The delays and the count are given to a subscription that the relay makes; the policy of one that exists stays.
+    The delays and the count go to a subscription that the relay creates; an existing one keeps its policy.
     """
 
     name: Name
     delays_ms: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] = (1_000, 10_000, 60_000, 600_000)
-    """After the first failure, the second, and so on; the last one goes on."""
+    """After the first failure, the second, and so on; then the last one"""
     count_max: Annotated[int, Meta(ge=1)] | None = 16
-    """After so many failures it is a dead letter of Tarry; None: never."""
+    """Failures after which it is a dead letter of Tarry; None for never"""
 
 
 class Target(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where messages may go: exactly one of `name` and `pattern`."""
+    """The targets to which messages may go: exactly one of `name` and `pattern`."""
 
     name: str | None = None
     pattern: str | None = None
-    """A regular expression that the whole name fits."""
+    """A regular expression that matches the whole name"""
     rate_limit: Annotated[float, Meta(gt=0)] | None = None
-    """Messages a second, of each target by itself; None: as fast as it takes them."""
+    """Messages a second, for each target separately; None for as fast as it takes them"""
 
     def allows(self, target: str) -> bool:
-        """Whether messages may go there by this."""
+        """Return whether this setting allows a target."""
         return target == self.name or (self.pattern is not None and re.fullmatch(self.pattern, target) is not None)
 
 
 class _Server(Struct, tag_field="kind", frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What every broker is reached with."""
+    """The connection settings of every broker."""
 
     user: str | None = None
     password_file: str | None = None
@@ -190,41 +195,41 @@ class Nats(_Server, tag="nats", frozen=True, forbid_unknown_fields=True, kw_only
     url: Name = "nats://127.0.0.1:4222"
     credentials_file: str | None = None
     in_flight: Annotated[int, Meta(ge=1, le=10_000)] = 256
-    """Requests that are not answered."""
+    """Unanswered requests"""
     ack_wait_s: Seconds = 60.0
-    """What was read and not committed for so long is read again, by any relay."""
+    """Time after which an uncommitted message is read again, by any relay"""
 
 
 class Redis(_Server, tag="redis", frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Redis Streams, of one server; source, retry and targets are streams."""
 
     url: Name = "redis://127.0.0.1:6379"
-    """Also rediss:// and unix://."""
+    """Also rediss:// and unix://"""
     once_s: Annotated[int, Meta(ge=1, le=86_400 * 30)] = 3_600
-    """How long a target remembers what it has."""
+    """Time that a target remembers its messages"""
     claim_s: Seconds = 60.0
-    """What another relay has read and not committed for so long is read here."""
+    """Time after which a message that another relay has read and not committed is read here"""
 
 
 class Kafka(_Server, tag="kafka", frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Kafka; source, retry and targets are topics."""
 
     url: Name = "127.0.0.1:9092"
-    """Host and port of a broker, or of several with commas between."""
+    """Host and port of a broker, or of several, separated by commas"""
     tls: bool = False
-    """With the CAs of this machine; it need not be said beside `ca_file` or `cert_file`."""
+    """With the CAs of this machine; not needed with `ca_file` or `cert_file`"""
     sasl: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
-    """How `user` is shown, if there is one."""
+    """Mechanism for `user`, if there is one"""
     transactional: bool = False
-    """What is published at once appears at once, or not at all, to consumers that read what is committed."""
+    """Messages published together appear together, or not at all, to consumers that read committed messages."""
     session_s: Annotated[float, Meta(ge=0.1, le=3_600)] = 10.0
-    """The partitions of a relay that was silent for so long are read by others."""
+    """Time after which others read the partitions of a silent relay"""
     confirm_s: Annotated[float, Meta(ge=1, le=3_600)] = 30.0
-    """How long a message may take to be confirmed. While it takes no longer, it is there once, whatever brokers do."""
+    """Longest confirmation of a message. Within it, a message is published exactly once, whatever brokers do."""
     kept_bytes: Annotated[int, Meta(ge=0)] = 64 * 2**20
-    """Memory for messages that were read and may be due soon: these are not fetched."""
+    """Memory for messages that were read and may be due soon, which are not fetched"""
     properties: dict[Name, str | int | float | bool] = {}
-    """More of Kafka's client, by the names of librdkafka."""
+    """Further settings of Kafka's client, by the names of librdkafka"""
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -243,14 +248,14 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return (self.source.name,) if self.retry is None else (self.source.name, self.retry.name)
 
     def targets_by_field(self) -> dict[str, str]:
-        """Where messages may go by a name that the file says, by the field that says it."""
+        """Return the targets that the file names, by the field that names them."""
         named: dict[str, str | None] = {f"targets[{n}].name": target.name for n, target in enumerate(self.targets)}
         for field in ("target", "dead_letters", "results"):
             named[f"source.{field}"] = getattr(self.source, field)
         return {field: name for field, name in named.items() if name}
 
     def named_targets(self) -> list[str]:
-        """Where messages may go by a name that the file says, each once."""
+        """Return the targets that the file names, each once."""
         return list(dict.fromkeys(self.targets_by_field().values()))
 
 
@@ -270,19 +275,19 @@ def load(path: Path) -> Settings:
 
 
 def delay_ms(text: str) -> int | None:
-    """A delay in ms; None: the text is none."""
+    """Return a delay (ms), or None if the text is none."""
     found = _DELAY.fullmatch(text)
     return None if found is None else int(found[1]) * _UNITS_MS[found[2]]
 
 
 def delay_text(ms: int) -> str:
-    """A delay as it is written, in the largest unit that fits."""
+    """Return a delay as it is written, in the largest unit that fits."""
     name, unit_ms = [(name, unit_ms) for name, unit_ms in _UNITS_MS.items() if ms % unit_ms == 0][-1]
     return f"{ms // unit_ms}{name}"
 
 
 def delay_max_ms(source: Source) -> int | None:
-    """The longest delay that the file allows; None: it does not say. Raises SettingsError."""
+    """Return the longest delay that the file allows (ms), or None if it names none. Raises SettingsError."""
     if source.delay_max is None:
         return None
     most_ms = delay_ms(source.delay_max)
@@ -292,7 +297,7 @@ def delay_max_ms(source: Source) -> int | None:
 
 
 def levels_ms(source: Source) -> list[int]:
-    """The delays of the levels, in ms, level 1 first. Raises SettingsError."""
+    """Return the delays of the levels (ms), level 1 first. Raises SettingsError."""
     levels = []
     most_ms = delay_max_ms(source)
     for text in source.levels.split():
@@ -308,7 +313,7 @@ def levels_ms(source: Source) -> list[int]:
 
 
 def client_of(daemon: Daemon) -> tarry.aio.Client:
-    """A client of the daemon. Raises SettingsError: a file that cannot be read, or is not what it should be."""
+    """Return a client of the daemon. Raises SettingsError if a file cannot be read or is invalid."""
     try:
         tls = None if daemon.tls is None else tarry.Tls(**msgspec.structs.asdict(daemon.tls))
         return tarry.aio.Client(daemon.address, timeout_s=daemon.timeout_s, tls=tls, token_file=daemon.token_file)
@@ -317,7 +322,7 @@ def client_of(daemon: Daemon) -> tarry.aio.Client:
 
 
 def secret(field: str, path: str | None) -> str | None:
-    """What a file of a password says, without white space around it. Raises SettingsError."""
+    """Return the text of a password's file, without surrounding white space. Raises SettingsError."""
     if path is None:
         return None
     try:
@@ -327,12 +332,12 @@ def secret(field: str, path: str | None) -> str | None:
 
 
 def without_credentials(url: str) -> str:
-    """A URL of a broker, to be told: what stands before the host may be a password."""
+    """Return a broker's URL for messages, without what precedes the host, which may be a password."""
     return re.sub(r"^(\w+://)?.*@", r"\1", url)
 
 
 def _settings(document: dict[str, Any]) -> Settings:
-    """Convert what the file says. Raises SettingsError."""
+    """Convert the contents of the file. Raises SettingsError."""
     declared = dict(_declared(document, [Settings]))
     try:
         settings = msgspec.convert(document, Settings)
@@ -373,7 +378,7 @@ def _structs(declared: Any) -> list[type[Struct]]:
 
 
 def _check(settings: Settings) -> None:
-    """What no single field shows."""
+    """Check what no single field shows. Raises SettingsError."""
     source = settings.source
     if source.on_bad != "stop" and not source.dead_letters:
         raise SettingsError(
@@ -403,7 +408,7 @@ def _check(settings: Settings) -> None:
 
 
 def _in_words(message: str, document: dict[str, Any], declared: Mapping[str, Any]) -> str:
-    """Say the field, its value and what it must be, for a message of msgspec."""
+    """Rewrite a message of msgspec as the field, its value and what it must be."""
     place = _PLACE.search(message)
     where, what = ("", message) if place is None else (place[2], message[: place.start()])
     missing = re.fullmatch("Object missing required field `(.*)`", what)
@@ -438,7 +443,7 @@ def _keys(field: str) -> list[str | int]:
 
 
 def _line(text: str, message: str) -> str:
-    """Name the line of the field with which a message begins, or else of its table; name none if neither is there."""
+    """Return the line of the field with which a message begins, or else of its table; empty if neither exists."""
     keys = _keys(message.split(maxsplit=1)[0])
     for length in range(len(keys), 0, -1):
         line = toml_lines.line_of(text, keys[:length])

@@ -1,4 +1,4 @@
-"""Judges whether the source keeps what waits, at start and again and again, and finds what it has dropped."""
+"""Judges, at start and repeatedly, whether the source keeps what waits, and finds what it has dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def accepted(settings: Settings, findings: Sequence[Finding]) -> list[Finding]:
-    """Turn what `source.accept` names from wrong into a warning."""
+    """Turn the wrong findings that `source.accept` names into warnings."""
     return [
         Finding(each.name, Grade.WARNING, f"{each.text} (accepted by source.accept)")
         if each.grade is Grade.WRONG and each.name in settings.source.accept
@@ -30,7 +30,7 @@ def accepted(settings: Settings, findings: Sequence[Finding]) -> list[Finding]:
 async def findings_of_waiting(
     settings: Settings, source: port.Log, client: tarry.aio.Client, topic: str
 ) -> list[Finding]:
-    """Judge whether the source keeps messages for as long as they wait, and has what waits in Tarry now.
+    """Judge whether the source keeps messages for as long as they wait, and has those that wait in Tarry now.
 
     Raises NotThere, Unreachable, and what the client raises.
     """
@@ -62,7 +62,7 @@ async def _finding_of_age(settings: Settings, source: port.Log, client: tarry.ai
         return Finding("age", Grade.OK, f"{kept}, and {says}; the rest is for outages and retries")
     return Finding(
         "age",
-        # Without a longest delay in the file nobody knows if a message will wait for longer.
+        # Without a longest delay in the file, it is unknown if a message will wait for longer.
         Grade.WRONG if settings.source.delay_max is not None else Grade.WARNING,
         f"{kept}, and {says}: what waits for longer ends as a dead letter. Let the source keep messages for longer "
         "than the longest delay, the longest outage and the retries together, or set source.delay_max to less than "
@@ -71,7 +71,7 @@ async def _finding_of_age(settings: Settings, source: port.Log, client: tarry.ai
 
 
 async def _cut(source: port.Log, client: tarry.aio.Client, topic: str) -> dict[int, int]:
-    """Return the first entry that the source has, for each ledger of which entries that wait are gone."""
+    """Return the source's first entry for each ledger of which waiting entries are gone."""
     try:
         lowest = dict(await client.retention(topic))
     except tarry.NotFound:
@@ -80,12 +80,12 @@ async def _cut(source: port.Log, client: tarry.aio.Client, topic: str) -> dict[i
 
 
 def _gone(lowest: Mapping[int, int], first: Mapping[int, int]) -> dict[int, int]:
-    """Return the first entry of each ledger whose lowest entry that waits lies below it."""
+    """Return the first entry of each ledger whose lowest waiting entry lies below it."""
     return {ledger: first[ledger] for ledger, entry in lowest.items() if entry < first.get(ledger, 0)}
 
 
 class RetentionGuard:
-    """Judges the source of a relay that runs. What is wrong stops reading, and not the relay."""
+    """The judge of a running relay's source. A wrong finding stops reading, but not the relay."""
 
     def __init__(
         self, settings: Settings, broker: port.Broker, client: tarry.aio.Client, generation: str, metrics: RelayMetrics
@@ -99,14 +99,14 @@ class RetentionGuard:
         self._metrics = metrics
         self._wrong = ""
         self._lowest_kept: dict[int, int] = {}
-        """Ledger -> first entry that the source had at the last look"""
+        """Ledger -> first entry of the source at the last look"""
         self._is_trimmed = False
         self.may_read = asyncio.Event()
-        """Set while the source may be read and committed."""
+        """Set while the source may be read and committed"""
         self.may_read.set()
 
     def judge(self, findings: Sequence[Finding]) -> None:
-        """Stop reading the source if one of these findings is wrong; go on if none is."""
+        """Stop reading the source if one of these findings is wrong; resume if none is."""
         wrong = "; ".join(each.text for each in findings if each.grade is Grade.WRONG)
         if wrong:
             self._metrics.health.explain("source", f"is not read: {wrong}")
@@ -121,7 +121,7 @@ class RetentionGuard:
         self._wrong = wrong
 
     async def run(self) -> None:
-        """Look again and again. A look that fails for now is skipped. Raises NotThere if the source is another one."""
+        """Look again and again; skip a look that fails temporarily. Raises NotThere if the source is another one."""
         while True:
             try:
                 await self.look()
@@ -132,7 +132,7 @@ class RetentionGuard:
             await asyncio.sleep(self._settings.source.retention_every_s)
 
     async def cut(self) -> dict[int, int]:
-        """Return the first entry that the source has, for each ledger of which entries that wait are gone."""
+        """Return the source's first entry for each ledger of which waiting entries are gone."""
         return await _cut(self._broker.log, self._client, self._topic)
 
     async def look(self) -> None:
@@ -166,9 +166,9 @@ class RetentionGuard:
             )
 
     def _findings_of_trims(self, lowest: Mapping[int, int], first: Mapping[int, int]) -> list[Finding]:
-        """Judge a source whose broker does not tell its limits by what it has dropped since the last look.
+        """Judge a source whose broker does not report its limits by what it has dropped since the last look.
 
-        What waits and had gone before may be a message that a consumer has handed back late, and shows nothing.
+        A waiting message that had gone before may be one that a consumer returned late, and proves nothing.
         """
         before, self._lowest_kept = self._lowest_kept, dict(first)
         if self._broker.log.tells_limits:

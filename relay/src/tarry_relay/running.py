@@ -1,8 +1,8 @@
-"""Runs a relay in one session: each kind of work of the table has a loop of its own, until it is told to end.
+"""Runs a relay for one session: each kind of work of the table has a loop of its own, until the relay ends.
 
-What fails ends a message or the session. A failure that passes is repeated. A batch that raises anything else is done
-again one by one, and what raises alone three times is refused for good. An acknowledgement, a rejection or a commit
-that raises ends the session: nothing can be refused there.
+A failure ends a message or the session. A temporary failure is repeated. A batch that raises anything else is done
+again one by one, and a message that raises alone three times is refused for good. An acknowledgement, a rejection or a
+commit that raises ends the session, because nothing can be refused there.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ Asking = TypeVar("Asking")
 
 _WAIT_S = 1.0
 _WATCH_S = 3.0
-"""How often each end is asked something that it must answer."""
+"""Interval at which each end is asked something that it must answer (seconds)"""
 _LAST_S = 2.0
-"""How long a session that ends still commits, acknowledges and rejects what is done."""
+"""Time for which an ending session still commits, acknowledges and rejects finished messages (seconds)"""
 _CLOCK_BEHIND_MS = 60_000
-"""How far the daemon's clock may be behind. What is not due for longer has got another time since, and another name."""
+"""Largest lag of the daemon's clock (ms); a message not due for longer has got another time since, and another name"""
 _ROUNDED_MS = 1
-"""How far apart two versions may round the time of a message: NATS tells it in ns."""
+"""Difference by which two versions may round the time of a message (ms): NATS reports it in ns"""
 _NOT_DUE_S = 0.2
 _LOOK_S = (0.02, 0.05, 0.1, 0.2, 0.5)
-"""How long to wait before the next look at what is committed, the longer the more looks found nothing new."""
+"""Waits before the next check of what is committed (seconds); longer the more checks found nothing new"""
 _CHANGES_TARRY = (Work.ADD, Work.ADD_LATE, Work.NACK, Work.WITHDRAW)
 _ENDS_SESSION = (port.SessionOver, port.NotThere)
 
 
 class BadMessage(Exception):
-    """A message cannot be used, and `source.on_bad` says that the relay stops then."""
+    """A message that cannot be used while `source.on_bad` makes the relay stop."""
 
 
 class Relay:
@@ -81,9 +81,9 @@ class Relay:
         metrics: RelayMetrics,
         findings: Sequence[Finding] = (),
     ) -> None:
-        """Relay from a source of this generation, which gives the Tarry topic its name.
+        """Relay from a source of this generation, which is part of the Tarry topic's name.
 
-        `findings`: of the source; one that is wrong keeps it from being read.
+        Among the `findings` of the source, a wrong one keeps it from being read.
         """
         self._settings = settings
         self._sorting = Sorting(settings.source, settings.targets, broker)
@@ -109,16 +109,16 @@ class Relay:
             self._logs.append(ReadLog(settings.retry.name, broker.retries, is_source=False))
         self._portions = Portions(settings.relay.memory_bytes // 2, settings.relay.rows)
         self._unacknowledged: set[tarry.DeliveryId | None] = set()
-        """What was handed out here and is not acknowledged; a consumer may have failed with it already."""
+        """Deliveries that are not acknowledged; a consumer may already have failed to process one"""
         self._again: set[tarry.DeliveryId | None] = set()
-        """What of that was handed out again since it was last acknowledged or rejected."""
+        """Those of them that were delivered again since they were last acknowledged or rejected"""
         self._ending = asyncio.Event()
         metrics.watch(self._passage)
 
     async def run(self, ending: asyncio.Event) -> None:
-        """Run until `ending` is set, and then until what is under way has ended, `relay.drain_s` at most.
+        """Run until `ending` is set, and then until nothing is in flight, for at most `relay.drain_s`.
 
-        Raises what ends the session, after it has sent what is done.
+        Raises what ends the session, after sending what is finished.
         """
         relay = self._settings.relay
         await self._make_subscription()
@@ -135,7 +135,7 @@ class Relay:
                 await tasks.until(self._drained(tasks.intake))
             except Exception:
                 await port.end([*tasks.intake, *tasks.work])
-                # The one that has raised goes on with the other messages.
+                # The loop that has raised continues with the other messages.
                 tasks.restart(tasks.last, self._last_loops(subscription))
                 await tasks.until_last(self._done())
                 raise
@@ -149,12 +149,12 @@ class Relay:
         if retry is not None:
             delays = tarry.DelayList(retry.delays_ms)
             policy = tarry.SubscriptionPolicy(redelivery=delays, max_redeliver_count=retry.count_max)
-        # It is there, with another policy, which somebody has set.
+        # It exists with another policy, which an operator has set.
         with contextlib.suppress(tarry.AlreadyExists):
             await self._client.create_subscription(self._topic, self._settings.relay.subscription, policy)
         self._health.answered("daemon")
 
-    # What comes in.
+    # Intake
 
     def _intake(self, subscription: Subscription) -> Iterable[Coroutine[Any, Any, None]]:
         for each in self._logs:
@@ -194,7 +194,7 @@ class Relay:
                 await self._queue.enter(items)
 
     def _new(self, of: ReadLog, reads: Sequence[port.Read]) -> list[MessageItem]:
-        """Return what is not under way here yet. What is has a newer receipt from now on."""
+        """Return messages that are not in flight here yet. Those in flight get the newer receipt."""
         items: list[MessageItem] = []
         new: dict[tuple[RelayLane, tuple[int, int]], MessageItem] = {}
         for read in reads:
@@ -244,7 +244,7 @@ class Relay:
         return Item(step, Content(read, delivery_id=delivery, message=message), lane=lane)
 
     def _id_fault(self, delivery: tarry.DeliveryId) -> str:
-        """Say why a delivery id is none of this relay's; return an empty text if it can be."""
+        """Return the reason why a delivery id is none of this relay's; empty if it can be."""
         if delivery.log and delivery.log != self._log:
             return (
                 f"it is of another source or relay, or of a former source: its log is {delivery.log}, not {self._log}"
@@ -272,13 +272,13 @@ class Relay:
                 await self._queue.enter(self._handed_out(subscription, batch))
 
     def _handed_out(self, subscription: Subscription, batch: tarry.Batch) -> list[MessageItem]:
-        """Return what of a batch is not under way here already.
+        """Return the rows of a batch that are not in flight here already.
 
-        What is was parked, and its stream has ended since; or the hand-out before was handed back when Tarry had this
+        Such a row was parked, and its stream has ended since; or its former delivery was nacked when Tarry had this
         one's acknowledgement, whose answer is not here yet.
         """
         names = [tarry.DeliveryId.parse(batch.delivery_id(row)) for row in range(len(batch))]
-        # A name that stands twice is of two streams.
+        # A name that occurs twice comes from two streams.
         last = {name: row for row, name in enumerate(names)}
         new = sorted(row for name, row in last.items() if name not in self._unacknowledged)
         if len(new) < len(names):
@@ -287,7 +287,7 @@ class Relay:
         self._unacknowledged.update(names)
         return [Item(Step.HANDED_OUT, Content(delivery_id=names[row], handed_out=(batch, row))) for row in new]
 
-    # What is done.
+    # Work
 
     def _work_loops(self, subscription: Subscription) -> Iterable[Coroutine[Any, Any, None]]:
         yield self._work(Work.ADD, "daemon", self._add)
@@ -305,7 +305,7 @@ class Relay:
         yield self._watch("daemon", self._daemon_must_answer)
 
     def _last_loops(self, subscription: Subscription) -> Iterable[Coroutine[Any, Any, None]]:
-        """Yield the loops that a session which ends still runs for a moment."""
+        """Yield the loops that an ending session still runs for a moment."""
         yield self._work(Work.ACKNOWLEDGE, "daemon", lambda items: self._acknowledge(subscription, items))
         yield self._work(Work.REJECT, "daemon", lambda items: self._reject(subscription, items))
         for each in self._logs:
@@ -320,7 +320,7 @@ class Relay:
         do: Callable[[Sequence[MessageItem]], Awaitable[None]],
         rows: Callable[[], int] | None = None,
     ) -> None:
-        """Do one kind of work. `do` answers each item, or raises. `rows` says how many items may be taken at once."""
+        """Do one kind of work. `do` answers each item, or raises. `rows` returns how many items to take at once."""
         failures = 0
         while True:
             items = await self._queue.next(
@@ -337,13 +337,13 @@ class Relay:
         items: Sequence[MessageItem],
         failures: int,
     ) -> int:
-        """Do work once; return the failures in a row. What raises is found one by one, and refused for good at last."""
+        """Do work once; return the failures in a row. A message that raises is found one by one, and then refused."""
         try:
             await port.asked(do(items))
         except _ENDS_SESSION:
             raise
         except Exception as error:
-            # Of some the answer may have come before.
+            # Some items may have been answered before.
             left = [item for item in items if TABLE[item.step].work is work and not item.is_forgotten]
             found = daemon_answers.meant(error)
             if work in _CHANGES_TARRY and (found is None or found.meaning is Meaning.UNKNOWN):
@@ -374,7 +374,7 @@ class Relay:
         return await rest_after(0 if is_refused else 1)
 
     def _has_raised(self, item: MessageItem, error: Exception, *, is_refused: bool) -> bool:
-        """Count what a message's work has raised; return whether it is refused now."""
+        """Count an exception of a message's work; return whether it is refused now."""
         item.raised += 1
         if not is_refused:
             self._metrics.surprises.labels("message").inc()
@@ -386,7 +386,7 @@ class Relay:
         return True
 
     def _refuse(self, item: MessageItem, reason: str) -> None:
-        """Refuse a message for good at the step where it is."""
+        """Refuse a message for good at its present step."""
         if item.step in (Step.HANDED_OUT, Step.PARKED, Step.FETCHED, Step.BURIED):
             self._publishing.refuse(item, reason)
             return
@@ -421,9 +421,10 @@ class Relay:
                 self._passage.answer(item, Answer.DONE)
 
     async def _compare(self, items: Sequence[MessageItem]) -> None:
-        """Compare ids that do not name their log with the messages at their positions, by the times of these.
+        """Compare ids that do not name their log with the messages at their positions, by time.
 
-        An id of a source that was made anew, of another source or of a message that was rescheduled has another time.
+        An id of a source that was created again, of another source or of a message that was rescheduled has another
+        time.
         """
         for item, message in await self._fetch(items):
             fault = self._time_fault(item, message)
@@ -440,16 +441,17 @@ class Relay:
         except Bad:
             # With on_bad = "now" it was delivered all the same.
             due_ms = None
-        # What is due at once has the time 1 in Tarry.
+        # A message that is due at once has the time 1 in Tarry.
         time_ms = max(1, sent_ms(message) if due_ms is None else due_ms)
         is_same = abs(time_ms - _due_ms(item)) <= _ROUNDED_MS
         return "" if is_same else f"the time of the message at its position is another, {time_ms}"
 
     async def _nack(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
-        """Hand messages back. What the daemon ignores needs nothing: it comes by itself, or has come again already.
+        """Negatively acknowledge messages.
 
-        What is due by this clock and not yet by the daemon's is handed back again: it would come by the name that the
-        output has, and be dropped there.
+        An ignored one needs nothing: it is delivered anyway, or was redelivered already. A message that is due by this
+        clock but not yet by the daemon's is nacked again: otherwise it would be delivered under the name that the
+        output has, and dropped there.
         """
         nacked = await subscription.nack(_columns(items), forwarded=True)
         not_due = [items[row] for row, why in nacked.ignored.items() if why is tarry.IgnoredReason.NOT_DUE]
@@ -462,9 +464,9 @@ class Relay:
             await asyncio.sleep(_NOT_DUE_S)
 
     async def _bury(self, subscription: Subscription, items: Sequence[MessageItem]) -> None:
-        """Make dead letters of Tarry of messages whose dead letters the broker refuses.
+        """Turn messages whose dead letters the broker refuses into dead letters of Tarry.
 
-        A message of the retry log gets a line in the log instead: at its position another message of the source stands.
+        A message of the retry log is logged instead, because its position belongs to another message of the source.
         """
         for item in items:
             read, lane = item.content.read, item.lane
@@ -486,8 +488,9 @@ class Relay:
         self._publishing.park(subscription)
 
     async def _fetch(self, items: Sequence[MessageItem]) -> list[tuple[MessageItem, port.Message | None]]:
-        """Fetch the messages at the positions of items. What did not come is fetched again: at once, if those that came
-        fill a portion.
+        """Fetch the messages at the positions of items.
+
+        Missing ones are fetched again: at once, if those that arrived fill a portion.
         """
         ordered = sorted(items, key=_position)
         found = await self._broker.log.fetch([_position(item) for item in ordered], self._generation)
@@ -514,7 +517,7 @@ class Relay:
         try:
             item.target = self._sorting.target_of(message)
         except Bad as error:
-            # The settings are others than when it was read, or the rules.
+            # The settings, or the rules, have changed since it was read.
             self._refuse(item, str(error))
             return
         item.content.message = message
@@ -534,8 +537,10 @@ class Relay:
 
     @contextlib.contextmanager
     def _handing_back(self, items: Sequence[MessageItem]) -> Iterator[None]:
-        """Acknowledge or reject within the block. What is handed out again meanwhile is acknowledged once more: the
-        answer may be about the hand-out before.
+        """Acknowledge or reject within the block.
+
+        A message delivered again meanwhile is acknowledged once more, because the answer may be about the former
+        delivery.
         """
         names = {item.content.delivery_id for item in items}
         self._again -= names
@@ -566,10 +571,10 @@ class Relay:
                 self._passage.committed(items, Answer.DONE)
             await self._queue.tell()
 
-    # What is held, and who answers.
+    # Holding and watching
 
     async def _hold(self, of: ReadLog, every_s: float) -> None:
-        """Hold what is read and not committed, while the daemon answers: else another relay gets it."""
+        """Hold uncommitted messages while the daemon answers; otherwise another relay gets them."""
         while True:
             await asyncio.sleep(every_s)
             if not self._may_hold(every_s):
@@ -585,11 +590,11 @@ class Relay:
                     break
 
     def _may_hold(self, every_s: float) -> bool:
-        """Say whether the daemon has answered lately: else what is read is for another relay."""
+        """Return whether the daemon has answered lately; if not, messages are left to another relay."""
         return self._health.silent_s("daemon") < min(SILENT_S, max(every_s, 2 * _WATCH_S))
 
     async def _watch(self, end: str, ask: Callable[[], Awaitable[None]]) -> None:
-        """Ask an end again and again what it must answer: a poll that times out proves nothing."""
+        """Ask an end again and again something that it must answer: a poll that times out proves nothing."""
         while True:
             if end == "daemon":
                 self._settle_idle()
@@ -606,7 +611,7 @@ class Relay:
             await asyncio.sleep(_WATCH_S)
 
     def _settle_idle(self) -> None:
-        """Take back the reasons of work that no message waits for: nothing else shows that it succeeds again."""
+        """Remove the reasons of work that no message waits for, because nothing else would show its success."""
         for work in Work:
             if not self._passage.count(*(step for step, row in TABLE.items() if row.work is work)):
                 self._health.settle(f"daemon: {work.name.lower()}")
@@ -614,10 +619,10 @@ class Relay:
     async def _daemon_must_answer(self) -> None:
         await self._client.stats(self._topic, timeout_s=_WATCH_S)
 
-    # Withdrawals.
+    # Withdrawals
 
     async def _await(self) -> None:
-        """Look again and again which withdrawals name what is committed. Those of one position pass in their order."""
+        """Check again and again which withdrawals name committed messages. Those of one position pass in order."""
         waiting: list[tuple[MessageItem, Withdrawal, float]] = []
         failures = looks = 0
         while True:
@@ -650,7 +655,7 @@ class Relay:
                 await asyncio.sleep(_LOOK_S[min(looks, len(_LOOK_S) - 1)])
 
     async def _passed(self, waiting: Sequence[tuple[MessageItem, Withdrawal, float]]) -> Sequence[bool]:
-        """Say of each whether what it names is committed. One that raises by itself three times is refused."""
+        """Return for each whether the message it names is committed. One that raises alone three times is refused."""
         try:
             passed = await port.asked(self._broker.source.passed([each.position for _, each, _ in waiting]))
             return port.one_for_each(passed, len(waiting), bool)
@@ -659,7 +664,7 @@ class Relay:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this message's
             if len(waiting) > 1:
                 return [has_passed for each in waiting for has_passed in await self._passed([each])]
-            # It stays among those that are asked for, in its order.
+            # It stays among the checked ones, in its order.
             for item, _, _ in waiting:
                 self._has_raised(item, error, is_refused=False)
             await rest_after(1)
@@ -672,11 +677,11 @@ class Relay:
         return await self._queue.next(take) if is_idle else take()
 
     async def _withdraw(self) -> None:
-        """Ask in their order, and again until there is an answer: what follows may be about the same position."""
+        """Request withdrawals in order, and again until there is an answer: the next may be about the same position."""
         failures = 0
         while True:
             items = await self._queue.next(lambda: self._passage.take(Work.WITHDRAW, self._settings.relay.rows))
-            # One that was tried again stands here twice; the second time it is at another step.
+            # A retried one is here twice; the second time it is at another step.
             asked = [(item, each) for item in items if (each := item.content.withdrawal) is not None]
             for alike in rounds(asked):
                 while there := [item for item, _ in alike if item.step is Step.AWAITED and not item.is_forgotten]:
@@ -699,12 +704,12 @@ class Relay:
             self._resolve(item, outcome, Answer.DONE)
 
     def _resolve(self, item: MessageItem, outcome: Outcome, answer: Answer) -> None:
-        """Take in the result of a withdrawal. Whoever asked is told before it is committed."""
+        """Process the result of a withdrawal, which is sent to its requester before it is committed."""
         self._metrics.withdrawals.labels(outcome.result.value).inc()
         item.content.told = outcome.headers
         self._passage.answer(item, answer)
 
-    # Failing, and ending.
+    # Failing and ending
 
     async def _rest(self, end: str, error: Exception, failures: int, work: Work | None = None) -> int:
         """Record a failure and wait before the next try; return the failures in a row."""
@@ -718,7 +723,7 @@ class Relay:
             self._health.explain(f"{end}: {what}", str(error))
 
     async def _drained(self, intake: Sequence[asyncio.Task[None]]) -> None:
-        """Wait until nothing is under way. What is left comes again, to another relay."""
+        """Wait until nothing is in flight. Messages that are left are redelivered to another relay."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.relay.drain_s):
                 await asyncio.wait(intake)
@@ -726,7 +731,7 @@ class Relay:
                     await self._queue.news()
 
     async def _done(self) -> None:
-        """Wait until what is done is committed, acknowledged or rejected."""
+        """Wait until finished messages are committed, acknowledged or rejected."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_S):
                 while self._passage.count(*ENDING):
@@ -734,7 +739,7 @@ class Relay:
 
 
 class _Tasks:
-    """The loops of a session, in three groups: what takes in, what works, and what ends the messages."""
+    """The loops of a session, in three groups: intake, work, and the end of messages."""
 
     def __init__(self) -> None:
         self.intake: list[asyncio.Task[None]] = []
@@ -745,7 +750,7 @@ class _Tasks:
         group += [asyncio.create_task(each) for each in loops]
 
     def restart(self, group: list[asyncio.Task[None]], loops: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Run those loops of a group anew that have ended. `loops`: all of the group, in its order."""
+        """Restart the loops of a group that have ended; `loops` are all of the group, in order."""
         for index, each in enumerate(loops):
             if group[index].done():
                 group[index] = asyncio.create_task(each)
@@ -760,7 +765,7 @@ class _Tasks:
         await self._until(reached, self.all())
 
     async def until_last(self, reached: Coroutine[Any, Any, object]) -> None:
-        """Wait until it is reached, or one of the last loops ends, too."""
+        """Wait until it is reached, or until one of the last loops also ends."""
         with contextlib.suppress(Exception):
             await self._until(reached, [each for each in self.last if not each.done()])
 
@@ -779,39 +784,39 @@ class _Tasks:
             goal.cancel()
 
 
-# Withdrawals: asking Tarry, and what its answers mean.
+# Withdrawals: requests to Tarry, and the meaning of its answers
 
 
 class Result(enum.Enum):
-    """What came of a withdrawal; all but the first two have changed nothing."""
+    """The result of a withdrawal; all but the first two have changed nothing."""
 
     CANCELLED = "CANCELLED"
     """It will never be delivered."""
     RESCHEDULED = "RESCHEDULED"
     """It has the new time."""
     ALREADY_DUE = "ALREADY_DUE"
-    """Its time has come before."""
+    """It was already due."""
     IN_FLIGHT = "IN_FLIGHT"
-    """It is on its way to its target."""
+    """It is in flight to its target."""
     NOT_FOUND = "NOT_FOUND"
     """It does not wait: it had no time, was delivered, cancelled before, or is a dead letter."""
     NOT_COMMITTED = "NOT_COMMITTED"
-    """No relay has committed it in time, so it may still come."""
+    """No relay has committed it in time, so it may still be delivered."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What Tarry has answered about one withdrawal."""
+    """The answer of Tarry about one withdrawal."""
 
     result: Result
     deliver_at_ms: int | None = None
-    """The time that is stored by RESCHEDULED, Unix time in ms."""
+    """Time stored by RESCHEDULED, Unix time (ms)"""
     may_have_landed: bool = False
-    """Whether another try of this withdrawal may have done it, of which this one does not know."""
+    """True if another try of this withdrawal may have done it without this one's knowledge"""
 
     @property
     def headers(self) -> dict[str, str]:
-        """What whoever asked is told."""
+        """The headers sent to the requester."""
         told = {RESULT_HEADER: self.result.value}
         if self.deliver_at_ms is not None:
             told[DELIVER_AT_HEADER] = str(self.deliver_at_ms)
@@ -821,9 +826,9 @@ class Outcome:
 
 
 def rounds(asked: Iterable[tuple[Asking, Withdrawal]]) -> list[list[tuple[Asking, Withdrawal]]]:
-    """Put withdrawals together that can be asked for at once.
+    """Group withdrawals that can be requested at once.
 
-    Each round is of one kind and has no position twice, and those of one position stand in their order.
+    Each round is of one kind and has no position twice; withdrawals of one position stay in order.
     """
     found: list[list[tuple[Asking, Withdrawal]]] = []
     times: dict[tuple[int, int], int] = {}
@@ -842,9 +847,9 @@ def rounds(asked: Iterable[tuple[Asking, Withdrawal]]) -> list[list[tuple[Asking
 async def outcomes(
     client: tarry.aio.Client, topic: str, asked: Sequence[Withdrawal], alone_until_s: Sequence[float]
 ) -> list[Outcome]:
-    """Return what came of one round. Raises what the client raises: then nothing was done, or nobody knows.
+    """Return the results of one round. If the client raises, nothing was done, or the result is unknown.
 
-    `alone_until_s`: until when nobody else can have asked for each, by `time.monotonic`.
+    `alone_until_s` is the time, by `time.monotonic`, until which no one else can have requested each.
     """
     ledgers = [each.ledger_id for each in asked]
     entries = [each.entry_id for each in asked]
@@ -867,7 +872,7 @@ async def outcomes(
     now_s = time.monotonic()
     for row, until_s in enumerate(alone_until_s):
         result = left.get(row, done)
-        # A reschedule that has landed may have made it due since; a cancel that has landed leaves nothing to find.
+        # A reschedule that was done may have made it due since; a cancel that was done leaves nothing to find.
         hides_a_landing = result is Result.NOT_FOUND or (bool(times) and result is not done)
         landed = hides_a_landing and (until_s < now_s or answer.may_have_landed)
         found.append(Outcome(result, stored_ms.get(row) if result is Result.RESCHEDULED else None, landed))
@@ -896,12 +901,12 @@ def _due_ms(item: MessageItem) -> int:
 
 
 def _fields(read: port.Read) -> dict[str, object]:
-    """Return where a message stands, for the log."""
+    """Return the position of a message, for the log."""
     return {"ledger_id": read.ledger_id, "entry_id": read.entry_id, "lane": read.lane}
 
 
 def _columns(items: Iterable[MessageItem]) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return hand-outs, by name, as the client library takes them."""
+    """Return deliveries, by name, as columns for the client library."""
     names = [item.content.delivery_id for item in items if item.content.delivery_id is not None]
     return (
         [name.ledger_id for name in names],

@@ -1,4 +1,4 @@
-"""Opens, judges and reopens the two ends of a relay, and says what a failure ends.
+"""Opens, judges and reopens the two ends of a relay, and decides what a failure ends.
 
 The process ends if its file or the first judgement of its ends is wrong, if a bad message meets `source.on_bad =
 "stop"`, or by a signal. Anything else ends a session: it is logged once, makes the relay unhealthy, and another session
@@ -33,17 +33,17 @@ _ADAPTERS = {
     relay_settings.Nats: ("nats", "nats"),
     relay_settings.Redis: ("redis", "redis"),
 }
-"""Kind and library of each broker."""
+"""Name and library of each broker"""
 _BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 
 _ASK_S = 5.0
-"""How long the daemon may take to answer the first question of a session (seconds)."""
+"""Longest answer of the daemon to the first question of a session (seconds)"""
 _LONG_S = 60.0
-"""A session that lasted so long begins the back-off anew."""
+"""Length of a session that restarts the back-off (seconds)"""
 
 
 class WrongEnds(Exception):
-    """The ends are not as a relay needs them. `findings` are those that are wrong."""
+    """Ends that are not as a relay needs them. `findings` are the wrong ones."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         super().__init__("; ".join(each.text for each in findings))
@@ -51,12 +51,12 @@ class WrongEnds(Exception):
 
 
 class NotYet(Exception):
-    """A log that the relay reads does not exist. The relay waits for it."""
+    """A log that the relay reads and that does not exist yet. The relay waits for it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ends:
-    """What a relay stands between."""
+    """The two ends of a relay."""
 
     broker: port.Broker
     client: tarry.aio.Client
@@ -64,7 +64,7 @@ class Ends:
 
 @contextlib.asynccontextmanager
 async def opened(settings: Settings) -> AsyncIterator[Ends]:
-    """Connect to the broker, with credentials read anew; Tarry is asked with the first call.
+    """Connect to the broker, with credentials read again; Tarry is reached with the first call.
 
     Raises SettingsError, Unreachable.
     """
@@ -84,8 +84,8 @@ async def opened(settings: Settings) -> AsyncIterator[Ends]:
 async def judged(settings: Settings, ends: Ends) -> AsyncIterator[Finding]:
     """Judge everything that a relay needs of both ends; change nothing.
 
-    But a source of Redis gets a group, whose name tells it from one that is made anew. Raises SettingsError if a target
-    can be none, NotThere, Unreachable, and what the client raises.
+    The exception is a source of Redis, which gets a group whose name distinguishes it from one that is created again.
+    Raises SettingsError if a target is impossible, NotThere, Unreachable, and what the client raises.
     """
     refuse_rounds(settings, ends.broker)
     has_source = True
@@ -111,7 +111,7 @@ class Sessions:
     """The sessions of one process, one after the other."""
 
     def __init__(self, settings: Settings, metrics: RelayMetrics) -> None:
-        """Begin without one."""
+        """Begin without a session."""
         self._settings = settings
         self._metrics = metrics
         self._health = metrics.health
@@ -191,7 +191,7 @@ class Sessions:
             await relay.run(ending)
 
     def _fail(self, message: str, error: Exception, *, with_traceback: bool = False) -> None:
-        """Log the end of a session once, and again each minute with the count while it goes on for the same reason."""
+        """Log the end of a session once, and again each minute with the count while the reason stays the same."""
         text = f"{type(error).__name__}: {error}" if with_traceback else str(error)
         self._health.explain("session", f"{message}: {text}")
         now_s = time.monotonic()

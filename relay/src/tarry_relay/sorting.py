@@ -1,4 +1,4 @@
-"""Decides what is done with a message that was read: when it is due, and where it goes.
+"""Decides what happens to a message that was read: when it is due, and where it goes.
 
 Pure: the same message gives the same time, whenever it is read.
 """
@@ -18,23 +18,23 @@ from tarry_relay.delivery_steps import Step
 from tarry_relay.relay_settings import Headers, Settings, SettingsError, Source, Target
 
 TIME_MAX_MS = 2**53
-"""The latest time that a header may give, Unix time in ms."""
+"""Latest time that a header may give, Unix time (ms)"""
 _MS_MIN = 978_307_200_000
-"""The first number that is a time in ms. A smaller one, but for 0, is a date, or a time or a delay in seconds."""
+"""Lowest number that is a time in ms. A smaller one, except 0, is a date, or a time or a delay in seconds."""
 
 
 class Bad(ValueError):
-    """A header cannot be used; the message names it, its value, and what is allowed."""
+    """A header that cannot be used; the message names it, its value, and what is allowed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Withdrawal:
-    """What a message asks for that names another one."""
+    """The request of a message that names another one."""
 
     ledger_id: int
     entry_id: int
     deliver_at_ms: int | None
-    """The other time; None if it is to be cancelled."""
+    """The other time; None for a cancel"""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -42,7 +42,7 @@ class Withdrawal:
 
 
 class Sorted(NamedTuple):
-    """What a message asks for. `step`: READ (it waits), DIRECT, WITHDRAWAL or BAD."""
+    """The request of a message. `step` is READ (it waits), DIRECT, WITHDRAWAL or BAD."""
 
     step: Step
     target: str
@@ -52,7 +52,7 @@ class Sorted(NamedTuple):
 
 
 class Sorting:
-    """Sorts what is read from one source."""
+    """A sorter of messages from one source."""
 
     def __init__(self, source: Source, targets: tuple[Target, ...], names: port.Names) -> None:
         """Sort by these settings and the names of the broker."""
@@ -66,11 +66,11 @@ class Sorting:
 
     @property
     def correlation_header(self) -> str:
-        """The name of the header that comes back with a result, as `port.Message.headers` has it."""
+        """The name of the header that is returned with a result, as in `port.Message.headers`."""
         return self._headers.correlation
 
     def sort(self, read: port.Read) -> Sorted:
-        """Return what a message of the source asks for."""
+        """Return the request of a message of the source."""
         message = read.message
         if message is None:
             return Sorted(Step.BAD, self._source.dead_letters, reason="the source had lost it when it was read")
@@ -91,7 +91,7 @@ class Sorting:
         return Sorted(Step.DIRECT, target) if due_ms is None else Sorted(Step.READ, target, due_ms)
 
     def due_at_ms(self, message: port.Message) -> int | None:
-        """Return when a message is due, Unix time in ms; None if it has no time. Raises Bad."""
+        """Return when a message is due, Unix time (ms), or None if it has no time. Raises Bad."""
         sent_at_ms = max(0, message.sent_at_ms)
         due_ms = due_at_ms(message, sent_at_ms, self._headers, self._levels_ms)
         if due_ms is not None and self._delay_max_ms is not None and due_ms - sent_at_ms > self._delay_max_ms:
@@ -102,7 +102,7 @@ class Sorting:
         return due_ms
 
     def target_of(self, message: port.Message) -> str:
-        """Return where a message goes. Raises Bad if it can go nowhere, or cannot be published at all."""
+        """Return the target of a message. Raises Bad if it has none, or cannot be published at all."""
         name = self._headers.target
         if name in message.repeated:
             raise Bad(f"header {name} stands twice")
@@ -127,13 +127,13 @@ class Sorting:
         return None
 
     def _refuse_repeated(self, message: port.Message) -> None:
-        """Raises Bad if a header of the relay stands twice: which one counts would be chance."""
+        """Raise Bad if one of the relay's headers occurs twice: the choice would be arbitrary."""
         for name in message.repeated:
             if name in msgspec.structs.astuple(self._headers):
                 raise Bad(f"header {name} stands twice")
 
     def _withdrawal_of(self, message: port.Message, read: port.Read) -> Withdrawal | None:
-        """Return what it asks for if it names another message. Raises Bad."""
+        """Return the withdrawal of a message that names another one, or None. Raises Bad."""
         names = self._headers
         name = _only_one(message, (names.cancel_of, names.reschedule_of))
         if name is None:
@@ -155,7 +155,7 @@ class Sorting:
 
 
 def refuse_rounds(settings: Settings, names: port.Names) -> None:
-    """Raises SettingsError if a target can be none, or this relay reads it itself: messages would go round for ever."""
+    """Raise SettingsError if a target is impossible, or if this relay reads it: messages would circulate for ever."""
     for field, name in settings.targets_by_field().items():
         if fault := names.target_fault(name):
             raise SettingsError(f"{field} is {_shown(name)}: {fault}")
@@ -174,15 +174,15 @@ def refuse_rounds(settings: Settings, names: port.Names) -> None:
 
 
 def sent_ms(message: port.Message | None) -> int:
-    """Return when a message was sent as a time that Tarry takes, Unix time in ms.
+    """Return when a message was sent, as a time that Tarry takes: Unix time (ms).
 
-    Return 1 if nothing is known of it, or its producer gave no time, or one in seconds.
+    Returns 1 if it is unknown, or if its producer gave no time, or one in seconds.
     """
     return message.sent_at_ms if message is not None and _MS_MIN <= message.sent_at_ms <= TIME_MAX_MS else 1
 
 
 def due_at_ms(message: port.Message, sent_at_ms: int, names: Headers, levels_ms: list[int]) -> int | None:
-    """Return when a message is due; None if it has no time. Raises Bad."""
+    """Return when a message is due, or None if it has no time. Raises Bad."""
     name = _only_one(message, (names.deliver_at, names.delay, names.level))
     if name is None:
         return None
@@ -199,7 +199,7 @@ def due_at_ms(message: port.Message, sent_at_ms: int, names: Headers, levels_ms:
 
 
 def time_ms(name: str, text: str) -> int:
-    """Return a moment as Unix time in ms. Raises Bad."""
+    """Return a moment as Unix time (ms). Raises Bad."""
     if re.fullmatch(r"\d{1,19}", text, re.ASCII):
         number = int(text)
         if 10**9 <= number < _MS_MIN:
@@ -214,12 +214,12 @@ def time_ms(name: str, text: str) -> int:
     if moment.tzinfo is None:
         raise Bad(f"header {name} is {text!r}, which has no time zone: end it with Z or an offset such as +02:00")
     since = moment - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-    # Up, never early.
+    # Rounded up, because early delivery is not allowed
     return max(0, -(-since // datetime.timedelta(milliseconds=1)))
 
 
 def _only_one(message: port.Message, names: Sequence[str]) -> str | None:
-    """Return which of the headers is given, if one is. Raises Bad if more than one is."""
+    """Return the one of the headers that is given, or None. Raises Bad if more than one is."""
     given = [name for name in names if name in message.headers]
     if len(given) > 1:
         raise Bad(f"headers {' and '.join(given)} are given, and only one of them may be")
@@ -227,7 +227,7 @@ def _only_one(message: port.Message, names: Sequence[str]) -> str | None:
 
 
 def _delay_ms(name: str, text: str) -> int:
-    """Return a delay in ms. Raises Bad."""
+    """Return a delay (ms). Raises Bad."""
     delay = relay_settings.delay_ms(text)
     if delay is None:
         raise Bad(f"header {name} is {_shown(text)}, which is no delay: {relay_settings.DELAY_FORM}")
@@ -241,5 +241,5 @@ def _of_level(name: str, text: str, levels_ms: list[int]) -> int:
 
 
 def _shown(text: str) -> str:
-    """Quote a text, cut where it is long, so that what is wrong with it still fits behind it."""
+    """Quote a text, cut if it is long, so that its fault still fits behind it."""
     return repr(text) if len(text) <= 100 else f"{text[:100]!r}... ({len(text)} letters)"

@@ -1,4 +1,4 @@
-"""Finds the lines of a TOML file on which its keys stand, which Python's parser does not report."""
+"""Finds the lines of keys in a TOML file, which Python's parser does not report."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-# An array, alone or in an inline table, may go on after the line: these end it.
+# Endings that complete an array, alone or in an inline table, that continues after the line
 _ENDS = ("", "\n]", "\n]}")
 
 
 def line_of(text: str, keys: Sequence[str | int]) -> int | None:
-    """Return the line, from 1, on which these keys of a valid file first lead to something; None if they do not."""
+    """Return the line, from 1, on which these keys of a valid file first lead to something, or None."""
     lines = text.split("\n")
 
     def is_there(number: int) -> bool:
-        """Say whether the keys are in the file that ends with this line, or with the one that completes its value."""
+        """Return whether the keys are in the file that ends with this line, or where its value is complete."""
         for last in range(number, len(lines) + 1):
             for end in _ENDS:
                 with contextlib.suppress(tomllib.TOMLDecodeError):
@@ -29,7 +29,7 @@ def line_of(text: str, keys: Sequence[str | int]) -> int | None:
 
 
 def _leads(value: Any, keys: Sequence[str | int]) -> bool:
-    """Say whether the keys lead from a table to something."""
+    """Return whether the keys lead from a table to something."""
     for key in keys:
         try:
             value = value[key]

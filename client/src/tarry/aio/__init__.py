@@ -1,16 +1,13 @@
 """The client for programs on an asyncio event loop.
 
-Owns: `Client`, `AddStream`, `Producer`, `Subscription` and `KeySharedSubscription` with the names, arguments, defaults,
-failures and behaviour of those in `tarry`; what waits there is awaited here. Batches, results, policies and failures
-are the same classes.
-Does not own: any rule: requests, retries, permits and what is held are decided by the code that `tarry` uses.
-
-Each behaviour is written here: `scripts/gen_threads.py` makes the client of threads, `tarry.threads`, from this one.
-
+`Client`, `AddStream`, `Producer`, `Subscription` and `KeySharedSubscription` have the names, arguments, defaults,
+failures and behaviour of those in `tarry`; calls that wait there are awaited here. Batches, results, policies and
+failures are the same classes, and both clients use the same code for requests, retries, permits and held rows.
+Behaviour is written here: `scripts/gen_threads.py` generates the client for threads, `tarry.threads`, from this
+package.
 Calls are awaited. Those that list things (`topics`, `scheduled`, ...), `collect_garbage` and `sweep_orphans` are
 asynchronous iterators instead, for `async for`.
-
-A client belongs to the event loop that it is first used on, and is used by that loop's thread alone.
+A client belongs to the event loop on which it is first used, and only that loop's thread may use it.
 
     async with tarry.aio.Client() as client:
         async with client.add_stream("flights") as stream:

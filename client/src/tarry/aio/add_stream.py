@@ -1,7 +1,6 @@
-"""Adding batches one after the other without waiting for the answers.
+"""Adds batches one after the other without waiting for the answers.
 
-Owns: waiting in the caller, and settling futures in the session.
-Does not own: the requests (`tarry.add_requests`), the stream (`tarry.aio.session`).
+Callers wait here and the session settles their futures. `tarry.add_requests` tracks the requests.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from tarry.v1 import delayed_delivery_pb2
 
 
 class AddStream(futures.FlushedWhenLeft):
-    """Made by `Client.add_stream`. A context manager: leaving it waits for every answer, and raises as `flush` does.
+    """A stream of batches, made by `Client.add_stream`.
 
-    Used by one event loop. A stream is opened with the first batch, and again when there is one to send.
-
+    A context manager: leaving it waits for every answer, and raises as `flush` does. A stream is opened with the first
+    batch, and again when there is one to send.
+    Used by one event loop.
     Example: `async with client.add_stream("flights") as stream: answer = await stream.add(1, 7, delay_ms=5_000)`
     """
 
@@ -62,14 +62,14 @@ class AddStream(futures.FlushedWhenLeft):
         on_invalid: reasons.OnInvalid = reasons.OnInvalid.REFUSE,
         timeout_s: float | None = None,
     ) -> Future[results.AddResult]:
-        """Sends a batch; the future has its AddResult when every accepted row is durable. Arguments as of `Client.add`.
+        """Send a batch; the future has its AddResult when every accepted row is durable.
 
-        Waits while `in_flight` requests are unanswered. `timeout_s` bounds this wait, and how long a request is sent
-        again after failures; an answer that simply does not come is bounded by the caller's `asyncio.timeout`.
-        Cancelling the future takes nothing back: the batch is on its way.
-        Raises InvalidArgument, DeadlineExceeded, Closed, or the failure that ended the stream, and, also from the
-        future, Unsupported: the daemon does not know `on_invalid`.
-
+        The arguments are those of `Client.add`. Waits while `in_flight` requests are unanswered. `timeout_s` (seconds)
+        bounds this wait and how long a request is sent again after failures.
+        An answer that never arrives is bounded by the caller's `asyncio.timeout`.
+        Cancelling the future does not take back the batch, which is on its way.
+        Raises InvalidArgument, DeadlineExceeded, Closed, or the failure that ended the stream. Raises Unsupported, also
+        from the future, if the daemon does not support `on_invalid`.
         Example: `answer = await stream.add(7, np.arange(1_000), deliver_at_ms=due); print((await answer).accepted)`
         """
         deadline = attempts.Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
@@ -91,9 +91,9 @@ class AddStream(futures.FlushedWhenLeft):
         return futures.whole(parts, lambda answers: results.AddResult.merge(list(zip(firsts, answers, strict=True))))
 
     async def flush(self, timeout_s: float | None = None) -> None:
-        """Waits until every request is answered.
+        """Wait until every request is answered.
 
-        Raises the first failure since the last flush, if any; DeadlineExceeded.
+        Raises the first failure since the last flush, if any, or DeadlineExceeded after `timeout_s` (seconds).
         """
         with self._changed:
             if not await self._changed.wait_for(lambda: not self._requests, timeout_s):
@@ -101,7 +101,7 @@ class AddStream(futures.FlushedWhenLeft):
             self._requests.raise_first_failure()
 
     async def close(self) -> None:
-        """Ends the stream at once: unanswered futures fail with Closed. Idempotent."""
+        """End the stream at once: unanswered futures fail with Closed. Idempotent."""
         with self._changed:
             self._requests.close()
             self._changed.notify_all()
@@ -119,7 +119,7 @@ class AddStream(futures.FlushedWhenLeft):
                 self._changed.notify_all()
         return answer
 
-    # The session's handler.
+    # Callbacks of the session
 
     async def wait_until_wanted(self) -> bool:
         with self._changed:

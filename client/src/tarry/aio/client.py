@@ -1,9 +1,7 @@
 """The client of one Tarry daemon, or of the daemons behind one gRPC target.
 
-Owns: the calls that a program makes, their arguments, defaults and meaning.
-Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.attempts`), producers
-(`tarry.aio.producer`), streams (`tarry.aio.add_stream`, `tarry.aio.subscription`,
-`tarry.aio.subscription`), and those that subscriptions share (`tarry.aio.shared_streams`).
+Defines the calls that a program makes, their arguments, defaults and meaning. `tarry.calls` builds the requests;
+`tarry.attempts` retries them and follows owners.
 """
 
 from __future__ import annotations
@@ -32,25 +30,26 @@ from tarry.aio.subscription import KeySharedSubscription, Receiver, Subscription
 
 
 class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
-    """For one event loop; an asynchronous context manager. Nothing is sent before the first call.
+    """A client of one daemon or of the daemons behind one gRPC target.
 
-    `target`: host:port of a daemon, or any gRPC target; the owner that a daemon names is followed, also by what is of
-    no topic, such as `topics`. A port above 65535 raises InvalidArgument.
-    `timeout_s`: how long a call is tried, retries included, unless the call says otherwise. Every request is
-    idempotent: UNAVAILABLE, ABORTED and UNKNOWN are repeated with jittered back-off, RESOURCE_EXHAUSTED after the time
-    that the daemon names, and a daemon that is not the owner sends the client to the one that is. When the time is over
-    DeadlineExceeded is raised with the last failure in it; every other failure is raised at once (`tarry.errors`).
-    `retry_policy`: the back-off.
-    `rows_per_request`, `request_bytes`: the daemon's limits; longer batches are sent as several requests.
-    `tls`: TLS with every daemon, but for Unix sockets; None: nothing is encrypted.
-    `token`, or `token_file`, which is read again when it changes: who this is, where daemons want to know. It is sent
-    over TLS, by loopback and by Unix sockets alone, also to an owner that a daemon names: otherwise InvalidArgument is
-    raised, and nothing is sent.
-    `client_id`: who this is where a topic limits what one client may add in a second (`tarry.TopicPolicy`), 1 to 128
-    printable ASCII characters; programs with one id share a limit. None: all programs of this host are one client.
-    `waiting`: is told, in words, what a call waits for where a daemon has taken a topic over from one that may still
-    hand out rows; that time, at most 15 s, is not counted in `timeout_s`.
-
+    For one event loop; an asynchronous context manager. Nothing is sent before the first call.
+    - `target` is the host:port of a daemon, or any gRPC target. The client follows the owner that a daemon names, also
+      for calls without a topic, such as `topics`. A port above 65535 raises InvalidArgument.
+    - `timeout_s` (seconds) bounds a call including its retries, unless the call has its own. Every request is
+      idempotent. UNAVAILABLE, ABORTED and UNKNOWN are retried with jittered back-off, RESOURCE_EXHAUSTED after the time
+      that the daemon names, and a call to a daemon that is not the owner goes to the owner. After the timeout,
+      DeadlineExceeded is raised with the last failure in it; every other failure is raised at once (`tarry.errors`).
+    - `retry_policy` sets the back-off.
+    - `rows_per_request` and `request_bytes` are the daemon's limits; longer batches are sent as several requests.
+    - `tls` encrypts connections to every daemon, except over Unix sockets. None means no encryption.
+    - `token`, or `token_file`, which is read again when it changes, identifies the caller to daemons that require it.
+      Tokens are sent only over TLS, loopback and Unix sockets, also to an owner that a daemon names; otherwise
+      InvalidArgument is raised and nothing is sent.
+    - `client_id` identifies the caller where a topic limits the adds per second of one client (`tarry.TopicPolicy`): 1
+      to 128 printable ASCII characters. Programs with the same id share a limit. None means that all programs of this
+      host are one client.
+    - `waiting` is called with the reason, in words, if a call waits because a daemon has taken over a topic from one
+      that may still deliver rows. That time, at most 15 s, does not count towards `timeout_s`.
     Example: `async with tarry.aio.Client() as client: await client.add("flights", 1, range(1_000), delay_ms=5_000)`
     """
 
@@ -82,7 +81,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         )
         self._streams: weakref.WeakSet[add_stream.AddStream | producer.Producer | Receiver[Any]] = weakref.WeakSet()
 
-    # The publish path.
+    # The publish path
 
     async def add(
         self,
@@ -99,17 +98,16 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.AddResult:
-        """Adds positions and returns when every accepted row is durable.
+        """Add positions and return when every accepted row is durable.
 
-        Columns are arrays, lists or single numbers; one of length 1 applies to the whole batch. Exactly one of
-        `deliver_at_ms` (Unix time in ms), `delay_ms` and `delay_level` (of the topic's table of delays, 0 = none) is
-        given. `key_hash` comes from `tarry.key_hash`.
-        `on_invalid`: by default one row whose delay is too long, whose time is in seconds or whose level there is not
-        fails the batch: OutOfRange, InvalidArgument. With RETURN such rows are in `refused` of the result, with the
-        reason, and the others are stored. Raises Unsupported: the daemon cannot do that.
-        `subscription`: the rows are for that one alone. Raises NotFound: no such subscription.
-        A batch over the limits is sent as several requests: when one fails, those before it are durable.
-
+        Columns are arrays, lists or single numbers; one of length 1 applies to the whole batch. Give exactly one of
+        `deliver_at_ms` (Unix time in ms), `delay_ms` and `delay_level` (of the topic's table of delays; 0 means none).
+        `key_hash` comes from `tarry.key_hash`.
+        With the default `on_invalid`, one row with too long a delay, a time in seconds or an unknown level fails the
+        batch with OutOfRange or InvalidArgument. With RETURN such rows are in `refused` of the result, with the reason,
+        and the others are stored. Raises Unsupported if the daemon cannot do that.
+        With `subscription`, the rows are for that subscription alone. Raises NotFound if it does not exist.
+        A batch over the limits is sent as several requests: if one fails, those before it are durable.
         Example: `await client.add("flights", 1, np.arange(1_000), delay_ms=5_000, key_hash=tarry.key_hash("N14228"))`
         """
         return await self._connections.run(
@@ -131,10 +129,9 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     def add_stream(
         self, topic: str, *, in_flight: int = 16, subscription: str | None = None, timeout_s: float | None = None
     ) -> add_stream.AddStream:
-        """A stream of batches with up to `in_flight` requests unanswered: the fast way to add much.
+        """Return a stream of batches with up to `in_flight` requests unanswered: the fast way to add many rows.
 
-        `subscription`: the rows are for that one alone.
-
+        With `subscription`, the rows are for that subscription alone.
         Example: `async with client.add_stream("flights") as stream: await stream.add(1, range(1_000), delay_ms=5_000)`
         """
         stream = add_stream.AddStream(
@@ -154,14 +151,13 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> producer.Producer:
-        """A producer of single rows, which go out together: what comes within `linger_ms`, or `batch_rows` rows.
+        """Return a producer of single rows, which are sent together.
 
-        Each row has a future of its own, and a row that cannot be stored fails no other.
-        `max_outstanding`: how many rows may be unanswered; `add` waits for room, at most `timeout_s`. Where so many
-        wait and none is on its way, they go out at once. `timeout_s` also bounds how long a batch is sent again after
-        failures.
-        `already_due`, `subscription`: as of `add`, for every row. Raises InvalidArgument.
-
+        A batch is sent after `linger_ms` or at `batch_rows` rows. Each row has a future of its own, and a row that
+        cannot be stored fails no other.
+        At most `max_outstanding` rows may be unanswered; `add` waits for room, at most `timeout_s` (seconds). If that
+        many wait and none is in flight, they are sent at once. `timeout_s` also bounds how long a batch is sent again
+        after failures. `already_due` and `subscription` apply to every row, as in `add`. Raises InvalidArgument.
         Example: `async with client.producer("flights") as producer: await producer.add(1, 7, delay_ms=5_000)`
         """
         made = producer.Producer(
@@ -187,11 +183,10 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.Cancelled:
-        """Takes positions out of the index before they are due; what is counted as cancelled is never handed out.
+        """Remove positions from the index before they are due; a position counted as cancelled is never delivered.
 
-        In every index of the topic or in none; with `subscription` only in that one's own index. The result lists the
-        positions that are as they were, and why. No position may be named twice. Raises NotFound.
-
+        Cancels in every index of the topic or in none; with `subscription`, only in that subscription's index. The
+        result lists the positions left unchanged, and why. No position may be named twice. Raises NotFound.
         Example: `(await client.cancel("flights", 1, [17, 18])).in_flight_index`
         """
         return await self._connections.run(
@@ -210,11 +205,10 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.Rescheduled:
-        """Gives positions that are not due yet another time, earlier or later, in one step; results as `cancel`.
+        """Give positions that are not due yet another time, earlier or later, in one step.
 
-        Exactly one of `deliver_at_ms` and `delay_ms` is given. `key_hash`: give it again, the row is a new one.
-        Raises NotFound, OutOfRange: a delay over the limit.
-
+        Give exactly one of `deliver_at_ms` and `delay_ms`. Give `key_hash` again, because the row is a new one. The
+        result is that of `cancel`. Raises NotFound, or OutOfRange if a delay is over the limit.
         Example: `(await client.reschedule("flights", 1, 17, delay_ms=60_000)).rescheduled`
         """
         return await self._connections.run(
@@ -240,13 +234,12 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.Contained:
-        """What of positions is in the index, as ranges: a cursor that reads a log skips it.
+        """Return, as ranges, which of the positions are in the index: a cursor that reads a log skips them.
 
-        With `last_entry_id` each row names a range of entries, both ends included. With `subscription` only what that
-        one is owed and has not acknowledged counts. However long the answer, it is whole; it comes in several requests
-        then, and what changes between them may or may not show.
-        A topic that does not exist contains nothing. Raises NotFound: no such subscription.
-
+        With `last_entry_id` each row names a range of entries, both ends included. With `subscription`, only rows that
+        it is owed and has not acknowledged count. The answer is complete at any length; a long one takes several
+        requests, and changes between them may or may not show.
+        A topic that does not exist contains nothing. Raises NotFound if the subscription does not exist.
         Example: `for ledger, first, last in (await client.contains("flights", 1, 0, last_entry_id=9)).pending: ...`
         """
         return await self._connections.run(
@@ -271,15 +264,14 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.Trimmed:
-        """Drops the rows of each ledger at or before its entry, for the topic or for one subscription.
+        """Drop the rows of each ledger at or before its entry, for the topic or for one subscription.
 
-        `all_lower_ledgers`: also every row of ledgers with a lower id; only with one ledger.
-        `dead_letter`: what the subscription is owed of them becomes dead letters; only with `subscription`.
-        Returns how many rows were dropped, or that the subscription is owed no longer; after a lost answer it is
-        sent again and counts only what was left (`may_have_landed`). A large trim goes in portions: a failure may leave
-        a part of it done. What is added later is not affected. Raises NotFound; Unsupported: the daemon does not know
-        `dead_letter`.
-
+        `all_lower_ledgers` also drops every row of ledgers with a lower id; it allows only one ledger. `dead_letter`
+        turns those that the subscription is owed into dead letters; it requires `subscription`.
+        Returns how many rows were dropped, or how many the subscription is no longer owed. After a lost answer the
+        request is sent again and counts only what was left (`may_have_landed`). A large trim is done in portions: a
+        failure may leave a part of it done. Rows added later are not affected. Raises NotFound, or Unsupported if the
+        daemon does not support `dead_letter`.
         Example: `await client.trim("flights", ledger_id=7, entry_id=1_999, all_lower_ledgers=True)`
         """
         return await self._connections.run(
@@ -295,13 +287,13 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         )
 
     async def clear(self, topic: str, *, subscription: str | None = None, timeout_s: float | None = None) -> int:
-        """Drops every row of a topic, or of one subscription; returns how many, as `trim` does. Raises NotFound.
+        """Drop every row of a topic, or of one subscription; return how many, counted as in `trim`. Raises NotFound.
 
         Example: `await client.clear("flights", subscription="departures")`
         """
         return await self._connections.run(self._calls.clear(topic, subscription=subscription, timeout_s=timeout_s))
 
-    # Dispatchers.
+    # Dispatchers
 
     @on_event_loop.opening
     async def subscribe(
@@ -315,15 +307,16 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         ack_linger_max_ms: int = 50,
         timeout_s: float | None = None,
     ) -> Subscription:
-        """Opens a subscription and returns when its stream is open: `await` it, or enter it with `async with`.
+        """Open a subscription and return when its stream is open: `await` it, or enter it with `async with`.
 
-        `permits`: how many positions may be received and neither acknowledged nor released.
-        `create`: create the subscription, and the topic, if they do not exist; the policy of one that exists stays.
-        `ack_linger_ms`: how long an acknowledgement waits for others, to be one request with them; 0: not at all. The
-        time grows to `ack_linger_max_ms` as this client makes from 100 to 1,000 acknowledgements a second, unless you
-        wait for each. It is that much later durable; no hand-out is later for it.
-        Raises NotFound; later failures are raised from the iteration, broken streams are opened again.
-
+        - `permits` is how many positions may be received and neither acknowledged nor released.
+        - `create` creates the subscription, and the topic, if they do not exist; an existing subscription keeps its
+          policy.
+        - `ack_linger_ms` is how long an acknowledgement waits to be joined with others in one request; 0 means not at
+          all. The time grows to `ack_linger_max_ms` as this client's rate rises from 100 to 1,000 acknowledgements a
+          second, unless the caller waits for each. Acknowledgements become durable that much later; deliveries are not
+          delayed.
+        Raises NotFound. Later failures are raised from the iteration; broken streams are opened again.
         Example: `async with client.subscribe("flights", "departures") as due: [due.ack(batch) async for batch in due]`
         """
         deadline = self._calls.deadline(timeout_s)
@@ -348,14 +341,13 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         ack_linger_max_ms: int = 50,
         timeout_s: float | None = None,
     ) -> KeySharedSubscription:
-        """Opens a subscription for consumers that share its keys in order, and returns when its stream is open.
+        """Open a subscription for consumers that share its keys in order; return when its stream is open.
 
-        `consumers`: those that are there from the beginning, each with its permits; others may join and leave.
-        `create`: create the subscription, and the topic, if they do not exist, with the daemon's defaults of how keys
-        are shared (`tarry.KeySharedPolicy`).
-        Either all open streams of a subscription are KEY_SHARED or none: DeadlineExceeded when one of the other kind,
-        or a lease, stays open. The rest as `subscribe`.
-
+        - `consumers` are the initial ones, each with its permits; others may join and leave.
+        - `create` creates the subscription, and the topic, if they do not exist, with the daemon's default key-sharing
+          policy (`tarry.KeySharedPolicy`).
+        Either all open streams of a subscription are KEY_SHARED or none: raises DeadlineExceeded if a stream of the
+        other kind, or a lease, stays open. Everything else is as in `subscribe`.
         Example: `gates = await client.subscribe_key_shared("flights", "gates", consumers=[tarry.Consumer("a")])`
         """
         deadline = self._calls.deadline(timeout_s)
@@ -378,14 +370,13 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         wait_ms: int = 0,
         timeout_s: float | None = None,
     ) -> batch.Leased:
-        """Due positions without a stream: leased, and in flight until they are acknowledged or the lease is over.
+        """Lease due positions without a stream; they are in flight until they are acknowledged or the lease ends.
 
-        `max_rows`: 1 to 10,000. `lease_ms`: at most 12 hours; None = the subscription's. `wait_ms`: how long to wait
-        for the first row when nothing is due, at most 60 s; `timeout_s` counts besides. The batch is empty when nothing
-        came due in time.
-        After a lost answer the request is sent again and leases other rows; those of the lost answer are handed out
-        again when their lease is over. Raises NotFound, ResourceExhausted: too many leases.
-
+        `max_rows` is 1 to 10,000. `lease_ms` is at most 12 hours; None takes the subscription's. `wait_ms`, at most 60
+        s, is how long to wait for the first row if nothing is due; it adds to `timeout_s` (seconds). The batch is empty
+        if nothing came due in time.
+        After a lost answer the request is sent again and leases other rows; those of the lost answer are redelivered
+        when their lease ends. Raises NotFound, or ResourceExhausted if there are too many leases.
         Example: `batch = await client.get("flights", "departures", max_rows=100, lease_ms=60_000, wait_ms=10_000)`
         """
         return await self._connections.run(
@@ -397,12 +388,11 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     async def ack(
         self, topic: str, subscription: str, given: batch.HandedOut, *, timeout_s: float | None = None
     ) -> results.Ignored:
-        """Acknowledges a batch, a part of one, or columns (`tarry.HandedOut`).
+        """Acknowledge a batch, a part of one, or columns (`tarry.HandedOut`); durable on return.
 
-        It is durable on return. A batch names its hand-outs: what came again since, after a negative acknowledgement,
-        is not acknowledged by it. Returns how many positions were ignored, which and why. After a lost answer it is
-        sent again, and what the first try had acknowledged is ignored. Raises NotFound.
-
+        A batch names its deliveries: a position that was redelivered since, after a negative acknowledgement, is not
+        acknowledged by it. Returns how many positions were ignored, which, and why. After a lost answer the request is
+        sent again, and positions that the first try acknowledged are ignored. Raises NotFound.
         Example: `await client.ack("flights", "departures", batch.take(slice(0, 10)))`
         """
         return await self._connections.run(self._calls.ack(topic, subscription, given, timeout_s=timeout_s))
@@ -420,20 +410,20 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         forwarded: bool = False,
         timeout_s: float | None = None,
     ) -> results.Nacked:
-        """Negatively acknowledges a batch, a part of one, or columns: the positions come back later; durable on return.
+        """Negatively acknowledge a batch, a part of one, or columns: Tarry redelivers them later; durable on return.
 
-        When: after `delay_ms`, or after the delay of the topic's `delay_level`, 0 = at once; without both as the
-        subscription's policy says. One for all, or one for each. What was negatively acknowledged more often than the
-        policy's `max_redeliver_count` becomes a dead letter instead.
-        `batch_index`: only these messages of entries that hold a batch, one for each row or one for all; each comes
-        back by itself, and the entry as a whole stays as it is.
-        Also positions that Tarry never handed out: columns with 0 as `deliver_at_ms`, and their `key_hash`.
-        `forwarded`: what was acknowledged when it was passed on, and failed behind that, comes again, too, under the
-        next redelivery count; name the hand-out (`tarry.DeliveryId`). Without it such a position is ignored.
-        After a lost answer it is sent again: what waits for its redelivery already gets the time anew, and is not
-        counted again. Raises NotFound, OutOfRange: a delay over the limit, Unsupported: the daemon does not know
-        `forwarded`.
-
+        The positions are redelivered after `delay_ms`, or after the delay of the topic's `delay_level` (0 means at
+        once); without either, as the subscription's policy says. Give one for all or one for each. A position that was
+        negatively acknowledged more often than the policy's `max_redeliver_count` becomes a dead letter instead.
+        `batch_index` names single messages of entries that hold a batch, one for each row or one for all; each is
+        redelivered separately, and the entry as a whole stays unchanged.
+        Positions that Tarry never delivered are allowed: columns with 0 as `deliver_at_ms`, and their `key_hash`.
+        With `forwarded`, positions that were acknowledged when they were passed on, and failed downstream, are
+        redelivered too, under the next redelivery count; name the delivery (`tarry.DeliveryId`). Without it such a
+        position is ignored.
+        After a lost answer the request is sent again: positions that already wait for redelivery get the time again and
+        are not counted again. Raises NotFound, OutOfRange if a delay is over the limit, or Unsupported if the daemon
+        does not support `forwarded`.
         Example: `(await client.nack("flights", "departures", batch.take([0]), delay_ms=10_000)).dead_lettered`
         """
         return await self._connections.run(
@@ -462,12 +452,11 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         forwarded: bool = False,
         timeout_s: float | None = None,
     ) -> results.Nacked:
-        """Makes positions dead letters now, durably; the rest as `nack`.
+        """Turn positions into dead letters now, durably; everything else is as in `nack`.
 
-        `reason` is kept with them, at most 1,024 bytes in UTF-8. After a lost answer it is sent again, and counts as
-        ignored what the first try had rejected; what Tarry never handed out may then be a dead letter twice. Raises
-        NotFound.
-
+        `reason` is kept with them, at most 1,024 bytes in UTF-8. After a lost answer the request is sent again and
+        counts as ignored the positions that the first try rejected; a position that Tarry never delivered may then be a
+        dead letter twice. Raises NotFound.
         Example: `await client.reject("flights", "departures", batch.take([0]), "no such gate")`
         """
         return await self._connections.run(
@@ -493,10 +482,9 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         *,
         timeout_s: float | None = None,
     ) -> results.Ignored:
-        """Moves the end of leases to `lease_ms` from now, at most 12 hours; 0 = the lease is over.
+        """Move the end of leases to `lease_ms` from now, at most 12 hours; 0 ends the lease.
 
-        Returns how many positions were ignored because they are not leased with that time, and which. Raises NotFound.
-
+        Returns how many positions, and which, were ignored because they are not leased with that time. Raises NotFound.
         Example: `await client.extend_lease("flights", "departures", batch, 60_000)`
         """
         return await self._connections.run(
@@ -511,11 +499,11 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         *,
         timeout_s: float | None = None,
     ) -> results.SubscriptionCreated:
-        """Creates a subscription, and the topic if it is new. It is OK when it exists with this policy.
+        """Create a subscription, and the topic if it is new; succeed if it exists with this policy.
 
-        The first one of a topic is owed everything in its index, a later one what comes due after its creation.
-        Raises AlreadyExists: it exists with another policy. ResourceExhausted: too many subscriptions.
-
+        The first subscription of a topic is owed everything in its index, a later one what comes due after its
+        creation. Raises AlreadyExists if it exists with another policy, or ResourceExhausted if there are too many
+        subscriptions.
         Example: `await client.create_subscription("flights", "departures", tarry.SubscriptionPolicy(lease_ms=60_000))`
         """
         return await self._connections.run(
@@ -525,7 +513,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     async def update_subscription(
         self, topic: str, subscription: str, policy: policies.SubscriptionPolicy, *, timeout_s: float | None = None
     ) -> policies.SubscriptionPolicy:
-        """Replaces a subscription's policy as a whole; it counts from the answer on. Raises NotFound.
+        """Replace a subscription's whole policy; it applies from the answer on. Raises NotFound.
 
         Example: `await client.update_subscription("flights", "departures", tarry.SubscriptionPolicy(lease_ms=60_000))`
         """
@@ -536,14 +524,14 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     async def delete_subscription(
         self, topic: str, subscription: str, *, timeout_s: float | None = None
     ) -> results.SubscriptionDeleted:
-        """Deletes a subscription with its dead letters; deleting the last one drops what is due. Raises NotFound.
+        """Delete a subscription with its dead letters; deleting the last one drops what is due. Raises NotFound.
 
         Example: `(await client.delete_subscription("flights", "departures")).dead_letters`
         """
         return await self._connections.run(self._calls.delete_subscription(topic, subscription, timeout_s=timeout_s))
 
     async def close(self) -> None:
-        """Closes every stream and connection; idempotent."""
+        """Close every stream and connection. Idempotent."""
         for stream in list(self._streams):
             await stream.close()
         await self._shared_streams.close()
@@ -561,7 +549,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         try:
             await self.create_subscription(topic, subscription, timeout_s=timeout_s)
         except errors.AlreadyExists:
-            # Its policy is another one, which stays.
+            # It exists with another policy, which stays.
             return
 
     async def _wait_until_open(self, opened: Receiver[Any], deadline: attempts.Deadline) -> None:

@@ -1,8 +1,6 @@
-"""Channels, and performing the steps of plans.
+"""Holds the channels of one client and performs the steps of plans.
 
-Owns: the channels of one client, what each call carries, and waiting.
-Does not own: whom a call asks and how often (`tarry.attempts`), TLS and tokens (`tarry.credentials`), streams
-(`tarry.aio.session`), requests and results.
+Decides nothing about whom a call asks and how often (`tarry.attempts`) or what it shows (`tarry.credentials`).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Response = TypeVar("Response")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Connected:
-    """Where a call goes: a channel to an address, and what the call shows there."""
+    """A channel to an address, with the credentials that calls show there."""
 
     address: str
     channel: grpc.aio.Channel
@@ -33,7 +31,7 @@ class Connected:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened(Generic[Response]):
-    """A stream that has begun, or a lane of one. `cancel` ends the reading of its answers."""
+    """A stream that has begun, or one lane of a stream. `cancel` stops reading its answers."""
 
     connected: Connected
     sending: streams.Requests
@@ -42,7 +40,7 @@ class Opened(Generic[Response]):
 
 
 class Connections:
-    """Used by one event loop."""
+    """The channels of one client. Used by one event loop."""
 
     def __init__(
         self,
@@ -51,20 +49,21 @@ class Connections:
         client_id: str | None = None,
         waiting: Callable[[str], None] = credentials.unsaid,
     ) -> None:
-        """`shows`: what calls show. `waiting` is told what is waited for where that is worth saying. Raises
-        InvalidArgument.
+        """Show these credentials on each call, and call `waiting` with the reason of a long wait.
+
+        Raises InvalidArgument.
         """
         self._shows = shows
         self._metadata = credentials.metadata_of(client_id)
         self._waiting = waiting
         self._changed = on_event_loop.Condition()
         self._last: dict[str, Connected] = {}
-        # A channel that has been replaced, since a certificate was, lives as long as a call holds it.
+        # A channel replaced because of a new certificate lives as long as a call holds it.
         self._channels: weakref.WeakSet[grpc.aio.Channel] = weakref.WeakSet()
         self._closed = False
 
     async def run(self, plan: attempts.Plan[T]) -> T:
-        """Performs a plan's steps; its result. Raises what the plan raises."""
+        """Perform a plan's steps and return its result. Raises what the plan raises."""
         try:
             step = next(plan)
             while True:
@@ -86,8 +85,10 @@ class Connections:
             return result
 
     async def receive(self, step: attempts.Send, result_of: Callable[[Any], T]) -> AsyncIterator[T]:
-        """Sends a request that has many answers, once; each of them as a result. Where the daemon stands by and names
-        the owner, that one is asked instead. Raises TarryError; NotOwner also where the owner cannot be reached.
+        """Send a request that has many answers once, and yield each as a result.
+
+        If the daemon is a standby that names the owner, the owner is asked instead. Raises TarryError; NotOwner also if
+        the owner is unreachable.
         """
         address, answered = step.address, False
         moved: errors.NotOwner | None = None
@@ -113,13 +114,13 @@ class Connections:
                 raise moved from error
 
     def open(self, address: str, to: streams.StreamMethod[Response]) -> Opened[Response]:
-        """Begins a stream. Raises Closed; InvalidArgument where the token may not be sent."""
+        """Begin a stream. Raises Closed, or InvalidArgument if the token may not be sent."""
         return self.begin(self.connect(address), to)
 
     def begin(
         self, connected: Connected, to: streams.StreamMethod[Response], *, joined_bytes: int = 0
     ) -> Opened[Response]:
-        """Begins a stream. `joined_bytes`: as of an `Outbox`. Raises Closed."""
+        """Begin a stream, with `joined_bytes` for its `Outbox`. Raises Closed."""
         sending = on_event_loop.Outbox(joined_bytes)
         with self._failures(connected):
             method: grpc.aio.StreamStreamMultiCallable[bytes, Response] = connected.channel.stream_stream(
@@ -129,11 +130,11 @@ class Connections:
             return Opened(connected, sending, on_event_loop.answers(call), call.cancel)
 
     def why_ended(self, failure: grpc.RpcError, connected: Connected) -> errors.TarryError:
-        """What ended a stream that nobody here has cancelled."""
+        """Return what ended a stream that this client has not cancelled."""
         return self.judged(streams.why_ended(failure), connected)
 
     async def close(self) -> None:
-        """Ends every call; idempotent."""
+        """End every call. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -143,7 +144,7 @@ class Connections:
             await channel.close()
 
     def connect(self, address: str) -> Connected:
-        """Where a call to an address goes now. Raises Closed; InvalidArgument where the token may not be sent."""
+        """Return the channel to an address. Raises Closed, or InvalidArgument if the token may not be sent."""
         with self._changed:
             self._check_open()
             shown = self._shows.shown_to(address)
@@ -168,21 +169,21 @@ class Connections:
             return await method(step.request, timeout=step.timeout_s, metadata=self._metadata_to(connected))
 
     def judged(self, error: errors.TarryError, connected: Connected) -> errors.TarryError:
-        """The failure of a call, which knows whether it would show something else by now."""
+        """Return the failure of a call; mark an Unauthenticated one if the credentials have changed since."""
         if isinstance(error, errors.Unauthenticated):
             error.is_outdated = self._shows.shown_to(connected.address) != connected.shown
         return error
 
     @contextlib.contextmanager
     def _failures(self, connected: Connected) -> Iterator[None]:
-        """Raises what gRPC raises as TarryError; Closed where it was this client that ended the call."""
+        """Raise gRPC errors as TarryError, or as Closed if this client ended the call."""
         try:
             yield
         except grpc.RpcError as failure:
             self._check_open()
             raise self.judged(errors.from_rpc(failure), connected) from None
         except on_event_loop.CHANNEL_CLOSED:
-            # Whoever cancels the caller means the caller, not the call.
+            # A cancellation of the caller is meant for the caller, not for the call.
             if not on_event_loop.is_being_cancelled():
                 self._check_open()
             raise

@@ -1,7 +1,6 @@
-"""Two-phase deletion (PIP-186).
+"""The calls of two-phase deletion (PIP-186).
 
-Owns: the calls of a client that owns ledgers or offloaded objects, and of who operates their deletion.
-Does not own: requests and answers (`tarry.deletion_calls`), and performing them (`tarry.aio.connections`).
+They are for owners of ledgers or offloaded objects, and for operators. `tarry.deletion_calls` builds the requests.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from tarry.aio import connections, inspecting
 
 
 class Deleting:
-    """A part of `tarry.aio.Client`."""
+    """The deletion calls of `tarry.aio.Client`."""
 
     _connections: connections.Connections
     _calls: calls.Calls
@@ -21,12 +20,12 @@ class Deleting:
     async def record_pending_deletes(
         self, topic: str, deletes: Iterable[deletions.PendingDelete], *, timeout_s: float | None = None
     ) -> deletions.RecordedDeletes:
-        """Records, durably, ledgers of a topic that are to be deleted; from then on the daemon verifies and deletes.
+        """Record, durably, ledgers of a topic to delete; from then on the daemon verifies and deletes them.
 
-        Only what is `recorded` may leave the owner's metadata; when it has, `forget_in_use` what was said to be in use.
-        When this raises, nothing may leave: call again, which changes nothing of what is recorded. The topic need not
-        be one of Tarry's. More than 1,000 are several requests. Raises ResourceExhausted: too many are pending.
-
+        Only what is `recorded` may leave the owner's metadata; when it has, call `forget_in_use` for ledgers that were
+        recorded as in use. If this raises, nothing may leave: call again, which leaves existing records unchanged. The
+        topic need not exist in Tarry. More than 1,000 take several requests. Raises ResourceExhausted if too many are
+        pending.
         Example: `(await client.record_pending_deletes("flights", [tarry.PendingDelete(7)])).remaining([7, 8, 9])`
         """
         return await self._connections.run(self._calls.record_pending_deletes(topic, deletes, timeout_s=timeout_s))
@@ -41,15 +40,13 @@ class Deleting:
         replace: bool = False,
         timeout_s: float | None = None,
     ) -> deletions.InUseRecorded:
-        """Says that ledgers of a topic are in use: from the answer on no deletion of them begins.
+        """Record that ledgers of a topic are in use: from the answer on no deletion of them begins.
 
-        The answer names those that were too late. They must not be used: record their deletion and drop them, or say it
-        again later, when the attempt is over, and look whether they are still there.
-
-        `uuid`: of offloaded ledgers, one for all or one each; None = under whatever UUID. `replace`: these, and no
-        others of their type, are in use, what an owner says when it starts; in one request, so at most as many as the
-        client's `rows_per_request`. Raises ResourceExhausted: too many are in use.
-
+        The answer names those recorded too late. They must not be used: record their deletion and drop them, or try
+        again later, when the attempt is over, and check that they still exist.
+        `uuid` is that of offloaded ledgers, one for all or one each; None means any UUID. With `replace`, these and no
+        others of their type are in use, which an owner records when it starts; it takes one request, so at most as many
+        ledgers as the client's `rows_per_request`. Raises ResourceExhausted if too many are in use.
         Example: `(await client.record_in_use("flights", [8, 9], replace=True)).being_deleted_index`
         """
         return await self._connections.run(
@@ -67,11 +64,10 @@ class Deleting:
         uuid: deletions.UuidColumn | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """Takes back that ledgers are in use, named as in `record_in_use`; returns how many were so.
+        """Withdraw that ledgers are in use, named as in `record_in_use`; return how many were.
 
-        To be said when they have left the owner's metadata, not before: their deletions are pending again at once.
-        After a lost answer it is sent again, and counts only what was left.
-
+        Call it after they have left the owner's metadata, not before: their deletions are pending again at once. After
+        a lost answer the request is sent again and counts only what was left.
         Example: `await client.forget_in_use("flights", [8])`
         """
         return await self._connections.run(
@@ -81,10 +77,9 @@ class Deleting:
     def pending_deletes(
         self, which: deletions.DeletionFilter | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[deletions.Deletion]:
-        """Deletions that are not over, of each shard in the order in which they were recorded, fetched page by page.
+        """Yield unfinished deletions, in each shard in the order in which they were recorded, page by page.
 
-        `which`: None = all.
-
+        `which` None means all.
         Example: `[each.text async for each in client.pending_deletes() if each.failures]`
         """
         return inspecting.items(
@@ -101,9 +96,9 @@ class Deleting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> deletions.DeletionPage:
-        """One page of these, from the token of the page before on; `page_size` 0 = 100, at most 1,000. A page may be
-        shorter, also empty, and have others behind it.
+        """Return one page of pending deletions, starting at the previous page's token.
 
+        `page_size` is at most 1,000; 0 means 100. A page may be shorter, even empty, and still have a successor.
         Example: `(await client.pending_deletes_page(tarry.DeletionFilter(topic="flights"), page_size=10)).items`
         """
         return await self._connections.run(
@@ -115,8 +110,9 @@ class Deleting:
     def dead_deletes(
         self, which: deletions.DeletionFilter | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[deletions.Deletion]:
-        """Dead letters: deletions that were given up; they stay until they are retried or purged. As `pending_deletes`.
+        """Yield dead letters: deletions that were given up. They stay until they are retried or purged.
 
+        Pages and `which` are as in `pending_deletes`.
         Example: `{each.text async for each in client.dead_deletes()}`
         """
         return inspecting.items(
@@ -133,7 +129,7 @@ class Deleting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> deletions.DeletionPage:
-        """One page of these, as `pending_deletes_page`.
+        """Return one page of dead letters, as `pending_deletes_page` does.
 
         Example: `(await client.dead_deletes_page(page_size=10)).items`
         """
@@ -144,8 +140,9 @@ class Deleting:
     def ended_deletes(
         self, which: deletions.DeletionFilter | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[deletions.Deletion]:
-        """What came of the last deletions that ended; the daemon keeps a limited number. As `pending_deletes`.
+        """Yield the results of the last deletions that ended; the daemon keeps a limited number.
 
+        Pages and `which` are as in `pending_deletes`.
         Example: `{each.pending_delete.ledger_id: each.outcome async for each in client.ended_deletes()}`
         """
         return inspecting.items(
@@ -162,7 +159,7 @@ class Deleting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> deletions.DeletionPage:
-        """One page of these, as `pending_deletes_page`.
+        """Return one page of ended deletions, as `pending_deletes_page` does.
 
         Example: `(await client.ended_deletes_page(page_size=10)).items`
         """
@@ -175,11 +172,10 @@ class Deleting:
     async def retry_dead_deletes(
         self, which: deletions.DeletionFilter | None = None, *, timeout_s: float | None = None
     ) -> int:
-        """Dead letters are pending again, with no failure counted, and due now; returns how many.
+        """Make dead letters pending again, due now and with no failure counted; return how many.
 
-        `which`: None = all; one that names nothing is refused. After a lost answer it is sent again, and counts only
-        what was left.
-
+        `which` None means all; a filter that names nothing is refused. After a lost answer the request is sent again
+        and counts only what was left.
         Example: `await client.retry_dead_deletes(tarry.DeletionFilter(topic="flights"))`
         """
         return await self._connections.run(self._calls.retry_dead_deletes(which, timeout_s=timeout_s))
@@ -187,14 +183,15 @@ class Deleting:
     async def purge_dead_deletes(
         self, which: deletions.DeletionFilter | None = None, *, timeout_s: float | None = None
     ) -> int:
-        """Forgets dead letters, and leaves what they name where it is; the rest as `retry_dead_deletes`.
+        """Forget dead letters, and leave the ledgers and objects that they name.
 
+        Everything else is as in `retry_dead_deletes`.
         Example: `await client.purge_dead_deletes(tarry.DeletionFilter(deletion_ids=["3.17"]))`
         """
         return await self._connections.run(self._calls.purge_dead_deletes(which, timeout_s=timeout_s))
 
     async def deletion_stats(self, topic: str = "", *, timeout_s: float | None = None) -> deletions.DeletionStats:
-        """How many deletions are in flight, since when, and of what; without a topic those of all.
+        """Return how many deletions are in flight, of which kinds and since when; without a topic, those of all topics.
 
         Example: `(await client.deletion_stats()).in_flight`
         """
@@ -211,15 +208,17 @@ class Deleting:
         force: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncIterator[deletions.SweepStep]:
-        """Looks in an object store for offloaded ledgers that no record names and nobody uses; each step tells how far.
+        """Search an object store for offloaded ledgers that no record names and no topic uses; yield the progress.
 
-        `store`: its name in the daemon's configuration. `prefix`: what the objects' names begin with. `grace_ms`:
-        younger ones are left alone; None: the daemon's. `delete`: records what was found, when everything was seen, so
-        that it is deleted. `unknown_topics`: also those of topics of which nobody has stated what they use. `force`:
-        also when they are more than a fifth of the bytes. The last value has `done`. A daemon that stands by is not
-        asked, but the owner that it names. Nothing is tried again: a failure is raised, and starting again is safe.
-        Raises NotFound: no such store; NotOwner: the daemon does not own every shard.
-
+        - `store` is its name in the daemon's configuration.
+        - `prefix` is what the names of the objects begin with.
+        - `grace_ms` spares younger ones; None takes the daemon's.
+        - `delete` records what was found, after everything was seen, so that the daemon deletes it.
+        - `unknown_topics` includes topics whose used ledgers were never recorded.
+        - `force` deletes even more than a fifth of the bytes.
+        The last value has `done`. If the daemon is a standby, the owner that it names is asked instead. Nothing is
+        retried: a failure is raised, and starting again is safe. Raises NotFound if the store is unknown, or NotOwner
+        if the daemon does not own every shard.
         Example: `async for step in client.sweep_orphans("archive"): print(step.counts.orphaned.size_bytes)`
         """
         step = self._calls.sweep_orphans(

@@ -1,12 +1,6 @@
-"""Promises of answers, settled and joined.
+"""Settles and joins the futures of answers, and flushes what sends when it is left.
 
-Owns: settling them, and one of a call that was sent as several requests.
-Does not own: making them (`tarry.on_event_loop`), and what the answers mean.
-
-Leaving what sends: every answer is waited for, then it is closed.
-
-Owns: the context manager. Does not own: what is sent, flushing and closing it (`tarry.aio.add_stream`,
-`tarry.aio.producer`).
+`tarry.on_event_loop` makes the futures.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ T = TypeVar("T")
 
 
 def settle(settled: streams.Settled[Any, Any]) -> None:
-    """Gives a request's future its result or its failure."""
+    """Give a request's future its result or its failure."""
     if settled.error is None:
         _succeed(settled.answer, settled.result)
     else:
@@ -31,7 +25,7 @@ def settle(settled: streams.Settled[Any, Any]) -> None:
 
 
 def settle_each(promised: Sequence[Future[Any]], outcomes: Sequence[object]) -> None:
-    """Gives each future its result, or the TarryError that it fails with."""
+    """Give each future its result, or the TarryError that it fails with."""
     for future, outcome in zip(promised, outcomes, strict=True):
         if isinstance(outcome, errors.TarryError):
             _fail(future, outcome)
@@ -39,12 +33,12 @@ def settle_each(promised: Sequence[Future[Any]], outcomes: Sequence[object]) -> 
         try:
             future.set_result(outcome)
         except InvalidStateError:
-            # Its caller has cancelled it; to ask each before would cost more.
+            # The caller has cancelled the future; asking each one before would cost more.
             continue
 
 
 def whole(parts: list[Future[T]], combine: Callable[[list[T]], T]) -> Future[T]:
-    """One future for all parts: with their results combined, or the first failure in their order."""
+    """Return one future for all parts, with their combined results or the first failure in their order."""
     if len(parts) == 1:
         return parts[0]
     joined: Future[T] = on_event_loop.promise()
@@ -81,7 +75,7 @@ def _succeed(future: Future[T], result: T) -> None:
 def _fail(future: Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
-        # Whether the caller looks at it is the caller's choice: nobody is to complain.
+        # The caller may ignore the failure: it must not be logged as never retrieved.
         future.exception()
 
 
@@ -92,11 +86,11 @@ class FlushedWhenLeft(abc.ABC):
 
     @abc.abstractmethod
     async def flush(self, timeout_s: float | None = None) -> None:
-        """Waits until everything is answered. Raises the first failure since the last flush, if any."""
+        """Wait until everything is answered. Raises the first failure since the last flush, if any."""
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Ends it at once. Idempotent."""
+        """End it at once. Idempotent."""
 
     async def __aenter__(self) -> Self:
         return self

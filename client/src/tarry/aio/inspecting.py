@@ -1,7 +1,6 @@
-"""Looking at topics.
+"""Inspects topics.
 
-Owns: the calls of a client that change nothing: counts, lists, what is pending.
-Does not own: requests and answers (`tarry.calls`), and performing them (`tarry.aio.connections`).
+Has the calls that change nothing: counts, lists, pending rows. `tarry.calls` builds the requests.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ P = TypeVar("P", inspection.ScheduledPage, inspection.BacklogPage, inspection.De
 
 
 class Inspecting:
-    """A part of `tarry.aio.Client`."""
+    """The inspection calls of `tarry.aio.Client`."""
 
     _connections: connections.Connections
     _calls: calls.Calls
 
     def topics(self, *, timeout_s: float | None = None) -> AsyncIterator[inspection.TopicSummary]:
-        """The topics of the daemon, in the order of their names, fetched page by page.
+        """Yield the topics of the daemon, ordered by name, page by page.
 
         Example: `[topic.topic async for topic in client.topics() if topic.pending]`
         """
@@ -32,7 +31,7 @@ class Inspecting:
     async def topics_page(
         self, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
     ) -> inspection.TopicPage:
-        """One page of topics, from the token of the page before on; `page_size` 0 = 1,000, which is also the most.
+        """Return one page of topics, starting at the previous page's token; `page_size` 0 means 1,000, the maximum.
 
         Example: `(await client.topics_page()).topics_loading`
         """
@@ -41,14 +40,14 @@ class Inspecting:
         )
 
     async def stats(self, topic: str, *, timeout_s: float | None = None) -> inspection.TopicStats:
-        """Counts of one topic. Raises NotFound.
+        """Return the counts of one topic. Raises NotFound.
 
         Example: `(await client.stats("flights")).pending`
         """
         return await self._connections.run(self._calls.stats(topic, timeout_s=timeout_s))
 
     def buckets(self, topic: str, *, timeout_s: float | None = None) -> AsyncIterator[inspection.BucketSummary]:
-        """The sealed buckets of a topic, in the order of (first ledger, last ledger), page by page. Raises NotFound.
+        """Yield the sealed buckets of a topic, ordered by (first ledger, last ledger), page by page. Raises NotFound.
 
         Example: `sum([bucket.size_bytes async for bucket in client.buckets("flights")])`
         """
@@ -57,7 +56,7 @@ class Inspecting:
     async def buckets_page(
         self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
     ) -> inspection.BucketPage:
-        """One page of buckets, as `topics_page`. Raises NotFound.
+        """Return one page of buckets, as `topics_page` does. Raises NotFound.
 
         Example: `(await client.buckets_page("flights")).mutable_rows`
         """
@@ -68,7 +67,7 @@ class Inspecting:
     def subscriptions(
         self, topic: str, *, timeout_s: float | None = None
     ) -> AsyncIterator[inspection.SubscriptionStats]:
-        """The subscriptions of a topic, in the order of their names, page by page. Raises NotFound.
+        """Yield the subscriptions of a topic, ordered by name, page by page. Raises NotFound.
 
         Example: `max([each.backlog async for each in client.subscriptions("flights")])`
         """
@@ -77,7 +76,7 @@ class Inspecting:
     async def subscriptions_page(
         self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
     ) -> inspection.SubscriptionPage:
-        """One page of subscriptions, as `topics_page`. Raises NotFound.
+        """Return one page of subscriptions, as `topics_page` does. Raises NotFound.
 
         Example: `(await client.subscriptions_page("flights", page_size=10)).items`
         """
@@ -88,9 +87,9 @@ class Inspecting:
     def consumers(
         self, topic: str, subscription: str, *, timeout_s: float | None = None
     ) -> AsyncIterator[inspection.ConsumerStats]:
-        """The consumers of a KEY_SHARED subscription, in the order in which they joined, page by page; none when nobody
-        opened it as that. Raises NotFound.
+        """Yield the consumers of a KEY_SHARED subscription in the order in which they joined, page by page.
 
+        Yields none if no client has opened it as KEY_SHARED. Raises NotFound.
         Example: `{each.name: each.unacked async for each in client.consumers("flights", "departures")}`
         """
         return items(lambda token: self.consumers_page(topic, subscription, token, timeout_s=timeout_s))
@@ -104,7 +103,7 @@ class Inspecting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> inspection.ConsumerPage:
-        """One page of consumers, as `topics_page`, and what the keys of the subscription wait for. Raises NotFound.
+        """Return one page of consumers, as `topics_page` does, with what the keys wait for. Raises NotFound.
 
         Example: `(await client.consumers_page("flights", "departures", page_size=10)).items`
         """
@@ -115,8 +114,9 @@ class Inspecting:
     async def key_shared_stats(
         self, topic: str, subscription: str, *, timeout_s: float | None = None
     ) -> inspection.KeySharedStats | None:
-        """What the keys of a subscription wait for; None when nobody opened it as KEY_SHARED. Raises NotFound.
+        """Return what the keys of a subscription wait for, or None if no client opened it as KEY_SHARED.
 
+        Raises NotFound.
         Example: `await client.key_shared_stats("flights", "departures")`
         """
         page = await self.consumers_page(topic, subscription, page_size=1, timeout_s=timeout_s)
@@ -132,11 +132,10 @@ class Inspecting:
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncIterator[inspection.ScheduledPage]:
-        """Rows that are not due yet, in the order in which they come due: pages, until there are no more.
+        """Yield the rows that are not due yet, in due order, as pages.
 
-        `from_ms`, `until_ms`: Unix time in ms, the end not included; None = open. `ledgers`: (first, last), both
-        included. `subscription`: only what it is owed. Raises NotFound.
-
+        `from_ms` and `until_ms` are Unix times (ms), the end excluded; None leaves that side open. `ledgers` is (first,
+        last), both included. With `subscription`, only rows that it is owed. Raises NotFound.
         Example: `async for page in client.scheduled("flights", until_ms=noon_ms): print(page.entry_id)`
         """
         return _pages(
@@ -163,9 +162,9 @@ class Inspecting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> inspection.ScheduledPage:
-        """One page of rows that are not due yet, from the token of the page before on; `page_size` 0 = 1,000, at most
-        10,000. The rest as `scheduled`.
+        """Return one page of rows that are not due yet, starting at the previous page's token.
 
+        `page_size` is at most 10,000; 0 means 1,000. The other arguments are those of `scheduled`.
         Example: `(await client.scheduled_page("flights", page_size=10)).deliver_at_ms`
         """
         return await self._connections.run(
@@ -192,11 +191,10 @@ class Inspecting:
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> inspection.Histogram:
-        """How many rows come due in each of many bars of one width: exact.
+        """Return the exact number of rows that come due in each of many bars of one width.
 
-        `from_ms` None = now; `until_ms` None = behind the last row; `width_ms` None = about 60 bars of a round width.
-        The rest as `scheduled`. Raises NotFound.
-
+        `from_ms` None means now, `until_ms` None means after the last row, and `width_ms` None means about 60 bars of a
+        round width. The other arguments are those of `scheduled`. Raises NotFound.
         Example: `(await client.histogram("flights", width_ms=60_000)).rows.max()`
         """
         return await self._connections.run(
@@ -214,12 +212,11 @@ class Inspecting:
     async def retention(
         self, topic: str, ledger_id: columns.Column | None = None, *, timeout_s: float | None = None
     ) -> inspection.Retention:
-        """What a topic needs of its log: of each ledger the lowest entry that has a row, waiting or due.
+        """Return what a topic needs of its message log: for each ledger the lowest entry with a row, waiting or due.
 
-        `ledger_id`: of these ledgers; one that is not in the answer holds nothing. None = of all.
-        A log may be cut below the lowest position, as far as what is in the log has been added, less what consumers may
-        still negatively acknowledge. Raises NotFound; Unsupported: the daemon is of before it told.
-
+        `ledger_id` restricts the answer to these ledgers; one missing from the answer holds nothing. None means all.
+        A log may be cut below the lowest position, as far as its messages have been added, less those that consumers
+        may still negatively acknowledge. Raises NotFound, or Unsupported if the daemon is too old to report it.
         Example: `(await client.retention("flights")).lowest_position`
         """
         return await self._connections.run(self._calls.retention(topic, ledger_id, timeout_s=timeout_s))
@@ -232,7 +229,7 @@ class Inspecting:
         ledgers: tuple[int, int] | None = None,
         timeout_s: float | None = None,
     ) -> AsyncIterator[inspection.BacklogPage]:
-        """What a subscription is owed that is due and not acknowledged, in due order, in pages as `scheduled`.
+        """Yield the rows that a subscription is owed, due and unacknowledged, in due order, as pages like `scheduled`.
 
         Example: `sum([len(page) async for page in client.backlog("flights", "departures")])`
         """
@@ -248,7 +245,7 @@ class Inspecting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> inspection.BacklogPage:
-        """One page of a backlog, as `scheduled_page`. Raises NotFound.
+        """Return one page of a backlog, as `scheduled_page` does. Raises NotFound.
 
         Example: `(await client.backlog_page("flights", "departures")).state`
         """
@@ -266,10 +263,9 @@ class Inspecting:
         *,
         timeout_s: float | None = None,
     ) -> AsyncIterator[inspection.DeadLetterPage]:
-        """Dead letters of a subscription, in the order in which they became such, in pages as `scheduled`.
+        """Yield the dead letters of a subscription, oldest first, as pages like `scheduled`.
 
-        `which`: None = all. Raises NotFound, InvalidArgument: a range that ends before it begins.
-
+        `which` None means all. Raises NotFound, or InvalidArgument if a range ends before it begins.
         Example: `async for page in client.dead_letters("flights", "departures"): print(page.dead_letter_id)`
         """
         return _pages(lambda token: self.dead_letters_page(topic, subscription, which, token, timeout_s=timeout_s))
@@ -284,7 +280,7 @@ class Inspecting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> inspection.DeadLetterPage:
-        """One page of dead letters, as `scheduled_page`. Raises NotFound, InvalidArgument.
+        """Return one page of dead letters, as `scheduled_page` does. Raises NotFound, InvalidArgument.
 
         Example: `(await client.dead_letters_page("flights", "departures", page_size=10)).dead_letter_id`
         """
@@ -295,7 +291,7 @@ class Inspecting:
         )
 
     async def lookup(self, topic: str, *, timeout_s: float | None = None) -> results.TopicLocation:
-        """The shard of a topic and its owner, whether the topic exists or not; any daemon answers.
+        """Return the shard of a topic and its owner, even if the topic does not exist; any daemon answers.
 
         Example: `(await client.lookup("flights")).owner_address`
         """
@@ -303,7 +299,7 @@ class Inspecting:
 
 
 async def items(page_from: Callable[[str], Awaitable[inspection.Page[T]]]) -> AsyncIterator[T]:
-    """What is listed, page by page."""
+    """Yield the items of a list, page by page."""
     token = ""
     while True:
         page = await page_from(token)
@@ -315,7 +311,7 @@ async def items(page_from: Callable[[str], Awaitable[inspection.Page[T]]]) -> As
 
 
 async def _pages(page_from: Callable[[str], Awaitable[P]]) -> AsyncIterator[P]:
-    """Pages until there are no more, without those that are empty."""
+    """Yield all pages that are not empty."""
     token = ""
     while True:
         page = await page_from(token)

@@ -1,8 +1,7 @@
-"""Adding single rows, which go out together.
+"""Adds single rows, which are sent together.
 
-Owns: waiting in the caller, sending a batch when it is due, and settling the future of each row.
-Does not own: which rows go together and what became of each (`tarry.producer_batches`), the stream of batches
-(`tarry.aio.add_stream`).
+Callers wait here; a task sends each batch when it is due and settles the future of each row. `tarry.producer_batches`
+decides which rows are sent together and what became of each.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from numpy.typing import NDArray
 from tarry import calls, errors, on_event_loop, producer_batches, results
 from tarry.aio import add_stream, connections, futures
 
-# Batches that are small, since they were sent after lingering, are many.
+# Batches sent after lingering are small, so many are in flight at once.
 _IN_FLIGHT = 16
 
 
 class Producer(futures.FlushedWhenLeft):
-    """Made by `Client.producer`. A context manager: leaving it waits for every answer, and raises as `flush` does.
+    """A producer of single rows, made by `Client.producer`.
 
     Used by one event loop.
-    A callback of a future runs where answers are read: it must not wait, as `add` does where there is no room.
-
+    A context manager: leaving it waits for every answer, and raises as `flush` does. The callback of a future runs
+    where answers are read: it must not wait, as `add` does if there is no room.
     Example: `async with client.producer("flights") as producer: answer = await producer.add(1, 7, delay_ms=5_000)`
     """
 
@@ -59,7 +58,7 @@ class Producer(futures.FlushedWhenLeft):
 
     @property
     def outstanding(self) -> int:
-        """Rows that were added and are not answered."""
+        """The number of rows that were added and are not answered."""
         return self._batches.outstanding
 
     async def add(
@@ -72,17 +71,16 @@ class Producer(futures.FlushedWhenLeft):
         delay_level: SupportsIndex | None = None,
         key_hash: SupportsIndex | NDArray[np.uint32] | None = None,
     ) -> Future[producer_batches.Added]:
-        """Adds one row; the future has its `Added` when the row is durable, or the row's own failure.
+        """Add one row; the future has its `Added` when the row is durable, or the row's own failure.
 
-        Exactly one of `deliver_at_ms` (Unix time in ms), `delay_ms` and `delay_level` is given. `delay_ms` counts from
-        the moment at which the daemon has the row: lingering makes it later than asked for, never early. `key_hash`
-        comes from `tarry.key_hash`. Rows of one of the three go out in the order in which they were added; what has to
-        be sent again may come after others.
-        Waits while `max_outstanding` rows are unanswered. Cancelling the future takes nothing back.
-        Raises InvalidArgument: a value is not a whole number of its column; DeadlineExceeded: no room within the
-        producer's `timeout_s`; Closed. From the future: OutOfRange, InvalidArgument for a row that cannot be stored,
-        which fails no other; what the request of the row has failed with.
-
+        Give exactly one of `deliver_at_ms` (Unix time in ms), `delay_ms` and `delay_level`. `delay_ms` counts from the
+        moment when the daemon receives the row: lingering may make the row late, but never early. `key_hash` comes from
+        `tarry.key_hash`. Rows with the same one of the three are sent in the order in which they were added; rows that
+        are sent again may follow later ones.
+        Waits while `max_outstanding` rows are unanswered. Cancelling the future does not take back the row.
+        Raises InvalidArgument if a value is not a whole number of its column, DeadlineExceeded if there is no room
+        within the producer's `timeout_s` (seconds), or Closed. The future raises OutOfRange or InvalidArgument for a
+        row that cannot be stored, which fails no other, or the failure of the row's request.
         Example: `answer = await producer.add(7, 1_000, deliver_at_ms=due); print((await answer).raised_deliver_at_ms)`
         """
         answer: Future[producer_batches.Added] = on_event_loop.promise()
@@ -105,10 +103,9 @@ class Producer(futures.FlushedWhenLeft):
         return answer
 
     async def flush(self, timeout_s: float | None = None) -> None:
-        """Sends what lingers, and waits until every row that was added before is answered.
+        """Send what lingers, and wait until every row added before is answered.
 
-        Raises the first failure of a row since the last flush, if any; DeadlineExceeded.
-
+        Raises the first failure of a row since the last flush, if any, or DeadlineExceeded after `timeout_s` (seconds).
         Example: `await producer.flush(timeout_s=10)`
         """
         with self._changed:
@@ -119,7 +116,7 @@ class Producer(futures.FlushedWhenLeft):
             self._batches.raise_first_failure()
 
     async def close(self) -> None:
-        """Ends the producer at once: futures of rows that are not answered fail with Closed. Idempotent."""
+        """End the producer at once: futures of unanswered rows fail with Closed. Idempotent."""
         with self._changed:
             self._batches.end(self._ending)
             self._changed.notify_all()
@@ -127,7 +124,7 @@ class Producer(futures.FlushedWhenLeft):
         await self._sending.join()
         self._fail_what_is_left()
 
-    # What sends.
+    # Sending
 
     async def _send_batches(self) -> None:
         try:
@@ -143,11 +140,11 @@ class Producer(futures.FlushedWhenLeft):
             self._batches.end(self._ending)
             self._changed.notify_all()
         if not is_closed:
-            # Nobody else will: there is nothing any more that sends.
+            # The sender has ended, so no one else settles these futures.
             self._fail_what_is_left()
 
     async def _next_batch(self) -> producer_batches.Batch[Future[producer_batches.Added]] | None:
-        """Waits until one is due; None: the producer has ended."""
+        """Wait until a batch is due and return it, or None if the producer has ended."""
         batches = self._batches
         with self._changed:
             while batches.ended is None:

@@ -1,8 +1,7 @@
-"""Reading and writing a bidirectional stream, through its connections.
+"""Opens, reads and closes a bidirectional stream, one after the other.
 
-Owns: opening, reading and closing, one stream after the other, and asking each daemon before what it can do.
-Does not own: when and where it is opened again (`tarry.streams`); what is sent and what the answers mean: that is the
-handler's (`tarry.aio.add_stream`, `tarry.aio.subscription`).
+Before it opens one, it asks each new daemon for its features. `tarry.streams` decides when and where to open again. The
+handler (`tarry.aio.add_stream`, `tarry.aio.subscription`) knows what is sent and what the answers mean.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ ResponseIn = TypeVar("ResponseIn", contravariant=True)
 
 
 class Handler(Protocol[ResponseIn]):
-    """Called by the session, one call at a time."""
+    """The callbacks of a session, called one at a time."""
 
     async def wait_until_wanted(self) -> bool:
-        """Returns True when a stream is needed, False when the session is closed."""
+        """Return True when a stream is needed, or False when the session is closed."""
 
     def opened(self, sending: streams.Sending) -> None:
-        """A stream has begun."""
+        """Start using a new stream."""
 
     def received(self, response: ResponseIn) -> bool:
-        """True when the answer shows progress. A TarryError that it raises ends the stream."""
+        """Process an answer; return True if it shows progress. A TarryError ends the stream."""
 
     def interrupted(self, error: errors.TarryError) -> None:
-        """The stream is gone, another will be opened."""
+        """Note that the stream broke; another will be opened."""
 
     def failed(self, error: errors.TarryError) -> None:
-        """The session is over; called once, last."""
+        """Note that the session is over; called once, last."""
 
 
 class Session(Generic[Response]):
-    """Runs from its making until `close` or a failure that no retry cures."""
+    """A session, which runs from its creation until `close` or a failure that no retry fixes."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class Session(Generic[Response]):
         opens: Callable[[str], connections.Opened[Response]],
         handler: Handler[Response],
     ) -> None:
-        """`opens` begins a stream, or a lane of one, at an address; `lifetime` knows what the daemon there can do."""
+        """Use `opens` to begin a stream, or a lane, at an address; `lifetime` holds the daemon's features."""
         self._shared = shared
         self._lifetime = lifetime
         self._opens = opens
@@ -62,7 +61,7 @@ class Session(Generic[Response]):
         self._running = on_event_loop.Running(self._run, self._ended, name=lifetime.name)
 
     async def close(self) -> None:
-        """Ends the stream and waits until the session is over; idempotent."""
+        """End the stream and wait until the session is over. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -90,7 +89,7 @@ class Session(Generic[Response]):
         self._handler.failed(self._ending)
 
     async def _read_one_stream(self) -> errors.TarryError:
-        """Opens a stream and reads it to its end; the reason of the end."""
+        """Open a stream, read it to its end, and return why it ended."""
         address = self._lifetime.address
         if self._lifetime.must_ask(address):
             told = functools.partial(self._lifetime.told, address)
@@ -110,7 +109,7 @@ class Session(Generic[Response]):
         opened: Callable[[streams.Requests], None],
         received: Callable[[Answer], None],
     ) -> errors.TarryError:
-        """Opens one and reads it to its end; the reason of the end."""
+        """Open one stream of this kind, read it to its end, and return why it ended."""
         begun = None
         try:
             with self._changed:
@@ -139,6 +138,6 @@ class Session(Generic[Response]):
 
 
 def _ask(sending: streams.Requests) -> None:
-    """Sends a call's one request, which says nothing."""
+    """Send the empty request of a call that takes one request."""
     sending.put(b"")
     sending.close()

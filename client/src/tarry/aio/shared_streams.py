@@ -1,12 +1,8 @@
-"""Streams that the subscriptions of a client share: each subscription has a lane.
+"""Shares streams between the subscriptions of a client: each subscription has a lane.
 
-Owns: which stream has a lane for a subscription, the numbers of lanes, reading for all of them, and that the end of a
-stream is the end of each of its lanes.
-Does not own: what a lane carries and when it is opened again (`tarry.aio.session`, `tarry.receiving`); the bytes
-(`tarry.wire`); channels (`tarry.aio.connections`).
-
-A lane is to its session what a call of its own is. What comes for one waits there, so that none waits for another; it
-is bounded by permits and by the requests that are not answered.
+This module numbers the lanes, reads for all of them, and ends every lane when its stream ends. To its session, a lane
+is the same as a call of its own. Answers wait in their lane, so that no lane waits for another; permits and unanswered
+requests bound how many.
 """
 
 from __future__ import annotations
@@ -25,14 +21,14 @@ Response = TypeVar("Response")
 METHOD: streams.StreamMethod[list[wire.LaneResponse]] = streams.StreamMethod(
     "/tarry.v1.Dispatch/SubscribeMany", wire.decode_lanes
 )
-# Far below what a daemon takes, so that those count no longer that it has not ended yet.
+# Far below the daemon's limit, so that lanes which the daemon has not ended yet do not matter
 LANES_MAX = 1_000
-# Requests that are ready together are one message of so many bytes, or of one more request.
+# Requests that are ready together form one message of at most this size, or of one more request (bytes).
 _JOINED_BYTES = 256 << 10
 
 
 class Lane(Generic[Response]):
-    """One subscription's part of a stream: what is sent there, and an iterator of what comes."""
+    """One subscription's part of a stream: sends requests and iterates over the answers."""
 
     def __init__(
         self,
@@ -41,7 +37,7 @@ class Lane(Generic[Response]):
         read: Callable[[bytes], Response],
         left: Callable[[int], None],
     ) -> None:
-        """`left` is told when nothing more is sent."""
+        """Call `left` with the lane's number once nothing more is sent."""
         self._number = number
         self._sending = sending
         self._read = read
@@ -50,11 +46,11 @@ class Lane(Generic[Response]):
         self._is_closed = False
 
     def put(self, message: bytes) -> None:
-        """Sends after what was put before."""
+        """Send a message after all earlier ones."""
         self._sending.put(wire.encode_lane(self._number, message))
 
     def put_after(self, delay_s: float, message: Callable[[], bytes | None]) -> None:
-        """Sends when the delay has passed, unless the lane or the stream ends before; what, is asked then."""
+        """Call `message` after `delay_s` and send its result, unless the lane or the stream has ended."""
 
         def in_lane() -> bytes | None:
             ready = None if self._is_closed else message()
@@ -63,22 +59,22 @@ class Lane(Generic[Response]):
         self._sending.put_after(delay_s, in_lane)
 
     def close(self) -> None:
-        """Nothing more is sent, and the daemon gives up what the lane holds; idempotent."""
+        """Send nothing more, so that the daemon gives up what the lane holds. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._sending.put(wire.encode_lane_close(self._number))
             self._left(self._number)
 
     def cancel(self) -> None:
-        """Ends the iteration."""
+        """End the iteration."""
         self._arrived.put(None)
 
     def arrive(self, response: bytes) -> None:
-        """An answer has come."""
+        """Append an answer."""
         self._arrived.put(response)
 
     def end(self, error: errors.TarryError) -> None:
-        """The daemon has ended the lane, or the stream has ended: the iteration raises that behind what came before."""
+        """Make the iteration raise this after all earlier answers: the lane or its stream has ended."""
         self._arrived.put(error)
 
     def __aiter__(self) -> AsyncIterator[Response]:
@@ -94,12 +90,12 @@ class Lane(Generic[Response]):
 
 
 class _SharedStream:
-    """One stream. It is over when its last lane has left."""
+    """One stream, which ends when its last lane has left."""
 
     def __init__(self, shared: connections.Connections, connected: connections.Connected) -> None:
         self.connected = connected
         self._shared = shared
-        # Guards what follows.
+        # Guards the fields below.
         self._changed = on_event_loop.Condition()
         self._lanes: dict[int, Lane[Any]] = {}
         self._last = 0
@@ -111,11 +107,11 @@ class _SharedStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether it takes no more lanes, and never will."""
+        """True if the stream takes no more lanes."""
         return self._is_over
 
     def lane(self, read: Callable[[bytes], Response]) -> Lane[Response] | None:
-        """Another lane; None: there is no place for one."""
+        """Return another lane, or None if there is no room for one."""
         with self._changed:
             if self._is_over or len(self._lanes) >= LANES_MAX:
                 return None
@@ -125,7 +121,7 @@ class _SharedStream:
             return lane
 
     async def join(self) -> None:
-        """Waits for its end."""
+        """Wait for the end of the stream."""
         await self._running.join()
 
     def _leave(self, number: int) -> None:
@@ -151,11 +147,11 @@ class _SharedStream:
         self._begun.sending.close()
         self._begun.cancel()
         for lane in lanes:
-            # Each session raises its own.
+            # Each session raises a copy of its own.
             lane.end(copy.copy(self._ending))
 
     async def _read(self) -> errors.TarryError:
-        """Reads to the end; the reason of the end."""
+        """Read to the end and return why the stream ended."""
         try:
             async for responses in self._begun.answers:
                 for each in responses:
@@ -164,7 +160,7 @@ class _SharedStream:
             error = self._shared.why_ended(failure, self.connected)
             if not errors.is_unknown_call(error):
                 return error
-            # Who opens again asks what the daemon can do that is there now.
+            # Opening again asks the daemon that is there now for its features.
             return errors.Unavailable(f"the daemon at {self.connected.address} is one of before: {error.message}")
         return streams.why_ended(None)
 
@@ -172,7 +168,7 @@ class _SharedStream:
         with self._changed:
             lane = self._lanes.get(response.lane)
         if lane is None:
-            # It was left meanwhile.
+            # The lane was left meanwhile.
             return
         if response.ended is None:
             lane.arrive(response.response)
@@ -189,8 +185,9 @@ class SharedStreams:
         self._streams: list[_SharedStream] = []
 
     def open(self, address: str, read: Callable[[bytes], Response]) -> connections.Opened[Response]:
-        """Begins a lane at a daemon, on a stream that shows what would be shown to it now. Raises Closed;
-        InvalidArgument where the token may not be sent.
+        """Begin a lane at a daemon, on a stream that shows the current credentials.
+
+        Raises Closed, or InvalidArgument if the token may not be sent.
         """
         with self._changed:
             connected = self.connections.connect(address)
@@ -203,11 +200,11 @@ class SharedStreams:
                 lane = stream.lane(read)
                 self._streams.append(stream)
         if lane is None:
-            # It has failed at once.
+            # The stream failed at once.
             raise errors.Unavailable(f"the stream at {address} ended as it began")
         return connections.Opened(connected, lane, lane, lane.cancel)
 
     async def close(self) -> None:
-        """Waits until every stream is over; each lane has been left before."""
+        """Wait until every stream is over; every lane must have been left before."""
         for stream in self._streams:
             await stream.join()

@@ -1,14 +1,7 @@
-"""Receiving what is due and acknowledging it, through broken streams and changes of owner.
+"""Receives due positions and acknowledges them, across broken streams and changes of owner.
 
-Owns: waiting in the caller, and settling futures in the session; what all subscriptions have alike.
-Does not own: permits, what is held, acknowledgements (`tarry.receiving`); the stream (`tarry.aio.session`);
-consumers and plans (`tarry.aio.subscription`).
-
-Receiving in the order of keys for several consumers, and planning what is not delayed.
-
-Owns: what a KEY_SHARED subscription has beside any other.
-Does not own: who receives what, permits, plans (`tarry.key_shared_receiving`); waiting and settling
-(`tarry.aio.subscription`).
+Callers wait here and the session settles their futures. `tarry.receiving` keeps permits, held positions and
+acknowledgements. A KEY_SHARED subscription also has consumers and plans, which `tarry.key_shared_receiving` keeps.
 """
 
 from __future__ import annotations
@@ -42,7 +35,7 @@ Received = TypeVar("Received")
 
 
 class _Guarded:
-    """What is sent on a stream, where what is sent later is asked for under the guard of who decides it."""
+    """A stream whose delayed messages are made under the guard of the state that they are made from."""
 
     def __init__(self, sending: streams.Sending, guard: on_event_loop.Condition) -> None:
         self._sending = sending
@@ -60,7 +53,7 @@ class _Guarded:
 
 
 class Receiver(Generic[Received]):
-    """What `Subscription` and `KeySharedSubscription` have alike; `Received` is what they give."""
+    """The common part of `Subscription` and `KeySharedSubscription`; `Received` is what they yield."""
 
     def __init__(
         self,
@@ -87,12 +80,12 @@ class Receiver(Generic[Received]):
 
     @property
     def streams_opened(self) -> int:
-        """How often a stream was opened: more than 1 after a reconnect."""
+        """The number of streams opened so far; more than 1 after a reconnect."""
         return self._receiving.streams_opened
 
     @property
     def rebuild_needed(self) -> tuple[results.RebuildNeeded, ...]:
-        """Ranges to add again: rows of them were lost with a damaged bucket. As of the last stream that was opened.
+        """The ranges to add again, because a damaged bucket lost rows of them, as reported when the last stream opened.
 
         Example: `for lost in subscription.rebuild_needed: add_again(lost.first_ledger_id, lost.last_ledger_id)`
         """
@@ -100,12 +93,12 @@ class Receiver(Generic[Received]):
 
     @property
     def held(self) -> int:
-        """Positions received, and neither acknowledged nor released."""
+        """The number of positions received and neither acknowledged nor released."""
         with self._changed:
             return self._receiving.held
 
     async def wait_until_open(self, deadline: attempts.Deadline) -> None:
-        """Waits for the first stream. Raises what refused it, or DeadlineExceeded."""
+        """Wait for the first stream. Raises what refused it, or DeadlineExceeded."""
         state = self._receiving
         with self._changed:
             if not await self._changed.wait_for(
@@ -127,14 +120,13 @@ class Receiver(Generic[Received]):
     async def receive(
         self, timeout_s: float | None = None, *, max_rows: int = receiving.ROWS_MAX, linger_ms: int = 0
     ) -> Received | None:
-        """What came next; None, and no empty batch, when nothing came within `timeout_s`, or when the subscription was
-        closed: look before you use it. Without `timeout_s` it waits until something comes.
+        """Return what came next, or None if nothing came within `timeout_s` or the subscription was closed.
 
-        What has arrived is joined into one batch, of one consumer where there are several, of at most `max_rows` rows.
-        `linger_ms`: how long the first of them waits for more, from its coming on and within `timeout_s`, while there
-        are fewer. Iterating receives without lingering. Raises InvalidArgument, or the failure that ended the
-        subscription.
-
+        It never returns an empty batch: check for None before using the result. Without `timeout_s` (seconds) it waits
+        until something comes. Batches that have arrived are joined into one of at most `max_rows` rows; if there are
+        several consumers, into one of a single consumer. While there are fewer rows, the first of them waits for more
+        for `linger_ms` from its arrival, within `timeout_s`. Iterating receives without lingering. Raises
+        InvalidArgument, or the failure that ended the subscription.
         Example: `batch = await subscription.receive(10, max_rows=1_000, linger_ms=20)`
         """
         receiving.check(max_rows, linger_ms)
@@ -151,14 +143,13 @@ class Receiver(Generic[Received]):
             return state.take(max_rows)
 
     def ack(self, given: batch.HandedOut) -> Future[results.Ignored]:
-        """Acknowledges a batch, a part of one, or columns (`tarry.HandedOut`).
+        """Acknowledge a batch, a part of one, or columns (`tarry.HandedOut`).
 
-        It is sent together with what else is acknowledged while it lingers; its permits are free at once. The
-        future is settled when it is durable, with how many positions were ignored, which and why. A batch names its
-        hand-outs: what came again since, after a negative acknowledgement, is not acknowledged by it. After a reconnect
-        the positions that the first try had acknowledged may be ignored.
+        It is sent together with other acknowledgements that arrive while it lingers; its permits are free at once. The
+        future is settled when it is durable, with how many positions were ignored, which, and why. A batch names its
+        deliveries: a position that was redelivered since, after a negative acknowledgement, is not acknowledged by it.
+        After a reconnect, positions that the first try acknowledged may be ignored.
         Raises InvalidArgument, Closed, or the failure that ended the subscription.
-
         Example: `ignored = await subscription.ack(batch)`
         """
         with self._changed:
@@ -175,12 +166,11 @@ class Receiver(Generic[Received]):
         key_hash: columns.Column | None = None,
         forwarded: bool = False,
     ) -> Future[results.Nacked]:
-        """Negatively acknowledges, as `Client.nack`: positions come back later, and hold no permit meanwhile.
+        """Negatively acknowledge positions, as in `Client.nack`: they hold no permit until they are redelivered.
 
-        The future is settled as that of `ack`. With `batch_index` the entry as a whole stays here: acknowledge it, too.
-        What is `forwarded` may have been acknowledged, here or elsewhere, and received by any stream.
-        Raises what `ack` raises, and, also from the future, Unsupported: the daemon does not know `forwarded`.
-
+        The future is settled as that of `ack`. With `batch_index` the entry as a whole stays here: acknowledge it too.
+        With `forwarded` the positions may have been acknowledged, here or elsewhere, and received on any stream.
+        Raises what `ack` raises. Raises Unsupported, also from the future, if the daemon does not support `forwarded`.
         Example: `await subscription.nack(batch.take([0]), delay_ms=10_000)`
         """
         with self._changed:
@@ -204,7 +194,7 @@ class Receiver(Generic[Received]):
         key_hash: columns.Column | None = None,
         forwarded: bool = False,
     ) -> Future[results.Nacked]:
-        """Makes positions dead letters, as `Client.reject`. The future is settled as that of `nack`.
+        """Turn positions into dead letters, as in `Client.reject`. The future is settled as that of `nack`.
 
         Example: `await subscription.reject(batch.take([0]), "no such gate")`
         """
@@ -221,10 +211,9 @@ class Receiver(Generic[Received]):
         return futures.whole(parts, results.Nacked.merge)
 
     def extend(self, given: batch.HandedOut) -> Future[results.Ignored]:
-        """Begins the ack time-out of positions anew. Only where the policy has one (`ack_timeout_ms`) it matters.
+        """Restart the ack timeout of positions; it matters only if the policy has one (`ack_timeout_ms`).
 
-        The future has how many positions were ignored because they are not in flight at this stream, and which.
-
+        The future has how many positions, and which, were ignored because they are not in flight on this stream.
         Example: `ignored = await subscription.extend(batch)`
         """
         with self._changed:
@@ -232,23 +221,26 @@ class Receiver(Generic[Received]):
         return futures.whole(parts, results.Ignored.merge)
 
     def ack_unconfirmed(self, given: batch.HandedOut) -> None:
-        """Acknowledges without an answer: nothing is repeated, and what is lost on the way is handed out again."""
+        """Acknowledge without an answer.
+
+        Nothing is repeated: positions whose acknowledgement is lost are redelivered.
+        """
         with self._changed:
             self._receiving.acknowledge_unconfirmed(given)
 
     def release(self, given: batch.Batch) -> None:
-        """Takes the permits back without acknowledging.
+        """Take the permits back without acknowledging.
 
-        The positions stay in flight while this stream lives, and may still be acknowledged; they are handed out again
-        after the stream ends, also when it is this library that opens another.
+        The positions stay in flight while this stream lives, and may still be acknowledged. They are redelivered after
+        the stream ends, even if this library opens the next one.
         """
         with self._changed:
             self._receiving.release(given)
 
     async def flush(self, timeout_s: float | None = None) -> None:
-        """Sends what lingers, and waits until every acknowledgement, also every negative one, is durable.
+        """Send what lingers, and wait until every acknowledgement, positive or negative, is durable.
 
-        Raises DeadlineExceeded, or the failure that ended the subscription.
+        Raises DeadlineExceeded after `timeout_s` (seconds), or the failure that ended the subscription.
         """
         with self._changed:
             self._receiving.send_lingering()
@@ -257,9 +249,9 @@ class Receiver(Generic[Received]):
             self._receiving.raise_ended()
 
     async def close(self) -> None:
-        """Ends the stream at once; idempotent.
+        """End the stream at once. Idempotent.
 
-        What is not acknowledged is handed out again, and unsettled futures fail with Closed.
+        Unacknowledged positions are redelivered, and unsettled futures fail with Closed.
         """
         with self._changed:
             self._receiving.send_lingering()
@@ -280,12 +272,12 @@ class Receiver(Generic[Received]):
             await self.close()
 
     def _open_at(self, address: str) -> connections.Opened[receiving.Response]:
-        """A lane, where the daemon has lanes; else a stream."""
+        """Open a lane if the daemon has lanes, otherwise a stream."""
         if attempts.SUBSCRIBE_MANY in (self._lifetime.features or ()):
             return self._shared.open(address, receiving.METHOD.read)
         return self._shared.connections.open(address, receiving.METHOD)
 
-    # The session's handler.
+    # Callbacks of the session
 
     async def wait_until_wanted(self) -> bool:
         return not self._receiving.closed
@@ -324,12 +316,12 @@ class Receiver(Generic[Received]):
 
 
 class Subscription(Receiver[batch.Batch]):
-    """Made by `Client.subscribe`. A context manager, and an iterator of batches that ends when it is closed.
+    """A SHARED subscription, made by `Client.subscribe`: an iterator of batches that ends when it is closed.
 
-    Leaving it waits until every acknowledgement, also every negative one, is durable, for the client's `timeout_s` at
-    most. Used by one event loop. A failure that no retry cures (the subscription was deleted, say) is
-    raised from the iteration, after what was received before it.
-
+    A context manager: leaving it waits until every acknowledgement, positive or negative, is durable, at most for the
+    client's `timeout_s` (seconds). A failure that no retry fixes, such as a deleted subscription, is raised from the
+    iteration, after what was received before it.
+    Used by one event loop.
     Example: `async for batch in subscription: await subscription.ack(batch)`
     """
 
@@ -355,18 +347,17 @@ class Subscription(Receiver[batch.Batch]):
 
 
 def _left_s(deadline: attempts.Deadline | None, at_most_s: float | None = None) -> float | None:
-    """How long to wait, in seconds; None: as long as it takes."""
+    """Return how long to wait (seconds), or None for no limit."""
     bounds = [at_most_s, None if deadline is None else deadline.remaining_s()]
     return min((each for each in bounds if each is not None), default=None)
 
 
 class KeySharedSubscription(Receiver[key_shared.Event]):
-    """Made by `Client.subscribe_key_shared`. A context manager, and an iterator of what comes until it is closed.
+    """A KEY_SHARED subscription, made by `Client.subscribe_key_shared`: an iterator that ends when it is closed.
 
-    What comes: a `ConsumerBatch` for one consumer, `TakenBack`, `PlanAgain`, for each consumer in the order in which
-    the daemon decided it: batches of a consumer are joined past those of others, and past nothing else. The rest is as
-    `Subscription`; permits are those of each `Consumer`.
-
+    A context manager. It yields a `ConsumerBatch` for one consumer, `TakenBack` or `PlanAgain`, for each consumer in
+    the order in which the daemon decided them: batches of one consumer are joined past those of others, and past
+    nothing else. Each `Consumer` has its own permits; everything else is as in `Subscription`.
     Example: `async for event in subscription: match event: case tarry.ConsumerBatch(): send(event.consumer, event)`
     """
 
@@ -399,22 +390,20 @@ class KeySharedSubscription(Receiver[key_shared.Event]):
             return self._receiving.consumers
 
     def add_consumer(self, consumer: key_shared.Consumer) -> Future[None]:
-        """A consumer joins: keys move to it from the others.
+        """Add a consumer: keys move to it from the others.
 
-        The future is settled when it has joined. Raises InvalidArgument, also from the future: STICKY ranges that
-        another one has.
-
+        The future is settled when it has joined. Raises InvalidArgument, also from the future, if another consumer has
+        its STICKY ranges.
         Example: `await subscription.add_consumer(tarry.Consumer("gate-3"))`
         """
         with self._changed:
             return self._receiving.add_consumer(consumer, on_event_loop.promise)
 
     def remove_consumer(self, consumer: key_shared.Consumer) -> Future[None]:
-        """A consumer leaves: what it holds comes again, for others, in the order of positions.
+        """Remove a consumer: the positions that it holds are redelivered to others, in the order of positions.
 
-        Nothing more comes for it from now on. What it has done may still be acknowledged. Raises InvalidArgument: it is
-        not here.
-
+        It receives nothing more from now on. Finished positions may still be acknowledged. Raises InvalidArgument if
+        the consumer is not here.
         Example: `await subscription.remove_consumer(gate_1)`
         """
         with self._changed:
@@ -428,14 +417,13 @@ class KeySharedSubscription(Receiver[key_shared.Event]):
         *,
         anew: bool = False,
     ) -> Future[NDArray[np.uint32]]:
-        """Asks who receives messages that are not delayed, in the order in which they stand in the log.
+        """Ask which consumers receive messages that are not delayed, given in the order of the message log.
 
-        The future has for each position the `consumer_id` that receives it now, or HELD. All of them come by `receive`,
-        the HELD ones when they are free, and are acknowledged like anything that is received. What consumers hold
-        already does not come again. Calls are answered one after the other.
-        `anew`: it is the first of the plans from the mark-delete position on, after `PlanAgain` has come.
-        Raises InvalidArgument, PlanLost, also from the future: the stream has ended, and its plans with it.
-
+        The future has for each position the `consumer_id` that receives it now, or HELD. All of them arrive through
+        `receive`, the HELD ones when they are free, and are acknowledged like anything received. Positions that
+        consumers already hold are not delivered again. Calls are answered one after the other.
+        Set `anew` for the first plan from the mark-delete position on, after `PlanAgain`. Raises InvalidArgument.
+        Raises PlanLost, also from the future, if the stream has ended, and its plans with it.
         Example: `(await subscription.plan(1, range(100), tarry.key_hash(keys)) == tarry.HELD).sum()`
         """
         with self._changed:
@@ -443,11 +431,10 @@ class KeySharedSubscription(Receiver[key_shared.Event]):
         return futures.whole(parts, np.concatenate)
 
     def mark_delete(self, ledger_id: int, entry_id: int) -> Future[None]:
-        """Tells that everything that was planned up to and including this position is acknowledged.
+        """Report that everything planned up to and including this position is acknowledged.
 
-        With LAST_SENT_POSITION it is what consumers that joined wait for, where not each position is acknowledged here
-        by itself. What this subscription holds of it is to be acknowledged all the same.
-
+        With LAST_SENT_POSITION, consumers that joined wait for it if positions are not acknowledged here one by one.
+        Positions that this subscription holds must be acknowledged all the same.
         Example: `await subscription.mark_delete(7, 1_999)`
         """
         with self._changed:

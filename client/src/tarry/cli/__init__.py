@@ -1,7 +1,6 @@
-"""The `tarry` command.
+"""Starts the `tarry` command.
 
-Owns: being there without the extra `cli`, to say what to install.
-Does not own: the commands (`tarry.cli.commands`).
+Without the extra `cli` it prints what to install; `tarry.cli.commands` has the commands.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line and exits with its status."""
+    """Run the command line and exit with its status."""
     missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         print(

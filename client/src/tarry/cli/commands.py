@@ -1,8 +1,4 @@
-"""The commands of `tarry`.
-
-Owns: which there are, and under which headings they are shown.
-Does not own: what they do (the modules beside this one).
-"""
+"""Lists the commands of `tarry` and the headings under which they are shown."""
 
 from __future__ import annotations
 
@@ -66,19 +62,19 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
     ),
     "Delete ledgers of other systems": (deletion_commands.deletions_group, deletion_commands.sweep),
 }
-"""The commands by what they are for, as they are shown."""
+"""Commands by heading, in the order of the help"""
 
 
 class Grouped(connection.Group):
-    """Shows its commands under headings."""
+    """A group that shows its commands under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes its own options, those of every command, and the commands."""
+        """Write its own options, those of every command, and the commands."""
         connection.write_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes a section for each of `GROUPS`, with the texts below each other."""
+        """Write a section for each of `GROUPS`, with aligned texts."""
         width = max(map(len, self.commands))
         for heading, listed in GROUPS.items():
             with formatter.section(heading):
@@ -94,9 +90,9 @@ class Grouped(connection.Group):
 @connection.common_options
 @click.version_option(importlib.metadata.version("tarry"), prog_name="tarry")
 def tarry(**_: object) -> None:
-    """Delayed positions: add them, receive them when they are due, look at topics, operate them.
+    """Add delayed positions, receive them when they are due, inspect topics, operate them.
 
-    The options stand before the command or behind it. `tarry COMMAND --help` has examples.
+    The options may stand before or after the command. `tarry COMMAND --help` has examples.
 
     \b
     Examples:

@@ -1,8 +1,7 @@
-"""What every command shares: the daemon's address, TLS and the token, the time to wait, JSON, a client, being asked.
+"""Gives every command the shared options, a client and the confirmation of `--yes`.
 
-Owns: these options, which stand before the command or behind it, and their place in its help; telling early that
-nothing listens at the address.
-Does not own: what a command does, and how results are shown (`tarry.cli.output`).
+The shared options (address, TLS, token, timeout, JSON) may stand before or after the command. If a command gets no
+answer, it soon notes that nothing listens at the address.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from tarry.threads import client
 
 DEFAULT_TIMEOUT_S = 10.0
 UNTIL_DONE_S = 365 * 86_400.0
-"""The time-out of what goes on until somebody ends the command."""
+"""Timeout of commands that run until they are interrupted (seconds)"""
 
 
 SILENCE_S = 1.0
-"""A command that has no answer for so long looks whether anything listens."""
+"""Silence after which a command checks that something listens (seconds)"""
 _CONNECTING_S = 2.0
 
 T = TypeVar("T")
@@ -40,7 +39,7 @@ class Shared(click.Option):
 
 
 def _from_environment(name: str, *, help: str, **named: Any) -> Callable[[F], F]:
-    """An option of every command that a variable may give: `--tls-ca` is TARRY_TLS_CA."""
+    """Return an option of every command that may also be set by a variable: `--tls-ca` is TARRY_TLS_CA."""
     variable = f"TARRY_{name.removeprefix('--').replace('-', '_').upper()}"
     return click.option(name, cls=Shared, envvar=variable, show_envvar=True, help=help, **named)
 
@@ -87,14 +86,14 @@ _SHARED = (
 
 
 def common_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command, or `tarry` itself, the options of every command."""
+    """Give a command, or `tarry` itself, the options of every command."""
     for option in reversed(_SHARED):
         command = option(command)
     return command
 
 
 def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    """Writes the options of a command, and under a heading of their own those of every command."""
+    """Write the options of a command, and under a separate heading those of every command."""
     sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Options of every command": []}
     for option in command.get_params(ctx):
         if isinstance(option, click.Option) and (record := option.get_help_record(ctx)) is not None:
@@ -106,7 +105,7 @@ def write_options(command: click.Command, ctx: click.Context, formatter: click.H
 
 
 class Command(click.Command):
-    """A command in whose help its own options stand first."""
+    """A command whose own options stand first in its help."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_options(self, ctx, formatter)
@@ -119,11 +118,11 @@ class Group(click.Group):
 
 
 command = functools.partial(click.command, cls=Command)
-"""`click.command`, for commands of `tarry`."""
+"""`click.command` for commands of `tarry`"""
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of every command, and a client."""
+    """Give a command the options of every command, and a client."""
 
     @common_options
     @functools.wraps(command)
@@ -151,21 +150,22 @@ def _credentials(
     tls_server_name: str | None,
     token_file: str | None,
 ) -> dict[str, Any]:
-    """The arguments of a client. Whoever names a file of TLS wants TLS."""
+    """Return the client's arguments; any file or name of TLS turns TLS on."""
     files = (tls_ca, tls_cert, tls_key, tls_server_name)
     wanted = tls or any(each is not None for each in files)
     return {"tls": credentials.Tls(*files) if wanted else None, "token_file": token_file}
 
 
 def shows_who_calls() -> bool:
-    """Whether the command shows a token or a certificate to the daemon."""
+    """Return True if the command shows a token or a certificate to the daemon."""
     params = click.get_current_context().params
     return any(_wherever_given(name, params[name]) is not None for name in ("token_file", "tls_cert"))
 
 
 def _wherever_given(name: str, value: T) -> T:
-    """The value of an option of every command: what stands behind the command goes before what stands before it, and
-    both go before the environment.
+    """Return the value of an option of every command.
+
+    An option after the command overrides one before it, and both override the environment.
     """
     context = click.get_current_context()
     before = context.find_root()
@@ -179,14 +179,14 @@ def _wherever_given(name: str, value: T) -> T:
 
 @contextlib.contextmanager
 def _told_when_nothing_listens(address: str) -> Iterator[None]:
-    """A note, once, where a command still runs after a second and nothing listens at the address."""
+    """Print a note, once, if the command still runs after `SILENCE_S` and nothing listens at the address."""
     ended = threading.Event()
 
     def look() -> None:
         if not ended.wait(SILENCE_S) and not _listens(address) and not ended.is_set():
             output.note(f"nothing listens at {address} yet; {output.START_OR_NAME_ANOTHER}")
 
-    # It may hang in the network when the command has ended.
+    # A daemon thread: it may hang in the network when the command has ended.
     threading.Thread(target=look, name="listens", daemon=True).start()
     try:
         yield
@@ -195,7 +195,7 @@ def _told_when_nothing_listens(address: str) -> Iterator[None]:
 
 
 def _listens(address: str) -> bool:
-    """Whether something accepts connections; true also where the address is no host:port, and only gRPC could tell."""
+    """Return True if something accepts connections, or if the address is no host:port and only gRPC could know."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         return True
@@ -211,9 +211,9 @@ def _say(why: str) -> None:
 
 
 def asked_first(question: Callable[..., str | None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command that takes something away the option --yes, and asks without it, before anything is sent.
+    """Give a destructive command the option --yes; without it, ask before anything is sent.
 
-    `question`: makes the question of the command's arguments; None when nothing would be taken away.
+    `question` makes the question from the command's arguments, or returns None if nothing would be lost.
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
@@ -235,7 +235,7 @@ def _ask(question: str) -> None:
     except click.Abort:
         if sys.stdin.isatty():
             raise
-        # The input ended: a program runs it, and nobody is there to ask.
+        # The input has ended: a program runs the command, and no one can answer.
         click.echo("", err=True)
         raise click.UsageError("nobody answers; --yes says that it is wanted") from None
     if not wanted:
@@ -245,7 +245,7 @@ def _ask(question: str) -> None:
 
 @contextlib.contextmanager
 def meant_for_this_daemon() -> Iterator[None]:
-    """Around a call that, unlike others, goes to the daemon that it is meant for, and to no other."""
+    """Report, instead of following, the owner that the call's daemon names."""
     try:
         yield
     except errors.NotOwner as error:
@@ -255,7 +255,7 @@ def meant_for_this_daemon() -> Iterator[None]:
 
 
 def subscription_stats(connected: client.Client, topic: str, subscription: str) -> inspection.SubscriptionStats:
-    """Counts of one subscription. Raises NotFound."""
+    """Return the counts of one subscription. Raises NotFound."""
     for each in connected.subscriptions(topic):
         if each.subscription == subscription:
             return each
@@ -263,5 +263,5 @@ def subscription_stats(connected: client.Client, topic: str, subscription: str) 
 
 
 def of_topic(topic: str, subscription: str | None) -> str:
-    """What a question or an answer is about."""
+    """Return the subject of a question or an answer."""
     return topic if subscription is None else f"{topic} for subscription {subscription}"

@@ -1,8 +1,4 @@
-"""The command that shows the consumers of a KEY_SHARED subscription, and what its keys wait for.
-
-Owns: what is shown of them, and in which columns.
-Does not own: how it is shown (`tarry.cli.output`); a policy as text (`tarry.cli.policy_text`).
-"""
+"""The command that shows the consumers of a KEY_SHARED subscription, and what its keys wait for."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ _COLUMNS = (
     *("joined behind", "draining", "draining unacked", "draining hashes"),
 )
 _HASH_SLOTS = 1 << 16
-# Of consumers that are wrong so many are named.
+# Consumers named in notes at most
 _NOTED_MAX = 10
 _OPTIONAL = {"address", "joined behind", "draining", "draining unacked", "draining hashes"}
 
@@ -111,10 +107,10 @@ def _summary(stats: inspection.KeySharedStats) -> dict[str, object]:
 
 
 def _shown(each: inspection.ConsumerStats) -> tuple[object, ...]:
-    """In the order of `_COLUMNS`; ids as text: they are names, not counts."""
+    """Return the cells of `_COLUMNS`; ids are text, because they are names, not counts."""
     draining = (
         f"{hashed.hash} ({hashed.unacked:,} unacked, {hashed.blocked_attempts:,} kept back)"
-        # What most wait for first: a terminal shows no more.
+        # The most blocked first, because a terminal shows no more
         for hashed in sorted(each.draining_hashes, key=lambda hashed: -hashed.blocked_attempts)
     )
     return (
@@ -144,7 +140,7 @@ def _position(position: inspection.Position | None) -> str:
 
 
 def _notes(stats: inspection.KeySharedStats | None, listed: Sequence[inspection.ConsumerStats]) -> None:
-    """What does not work, and what cures it."""
+    """Print what does not work, and how to fix it."""
     if stats is None:
         return
     hashing = stats.policy.selector == policies.HashSelector.CONSISTENT_HASHING

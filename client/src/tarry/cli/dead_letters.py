@@ -1,7 +1,6 @@
-"""Commands about dead letters: list, replay, purge.
+"""Commands for dead letters: list, replay, purge.
 
-Owns: which are asked for, how they are shown, and going through many of them in portions.
-Does not own: tables, JSON and progress (`tarry.cli.output`).
+Replay and purge work through many of them in portions.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from tarry.cli import connection, output, pending, rows
 from tarry.threads import client
 
 REASONS = {reason.name.lower().replace("_", "-"): reason for reason in redelivery.DeadLetterReason}
-"""Reasons by the words of options: too-often, rejected."""
+"""Reasons by option value: too-often, rejected"""
 
-# In one request: the most that a page has.
+# Most ids in one request: the maximum of a page
 _PORTION = 10_000
 _COLUMNS = ("id", "dead since", "ledger", "entry", "batch index", "redelivered", "reason", "said", "due", "key hash")
-# A terminal has no room for what says nothing, or what people seldom ask.
+# Left out in a terminal if they are empty or seldom needed
 _OPTIONAL = {"batch index", "said", "key hash"}
 _NOT_IN_TERMINAL = {"due"}
 
 
 @click.group("dead-letters", cls=connection.Group)
 def dead_letters() -> None:
-    """See the positions that a subscription gave up, deliver them again, forget them.
+    """Inspect the positions that a subscription gave up, redeliver them, forget them.
 
     \b
     Examples:
@@ -41,7 +40,7 @@ def dead_letters() -> None:
 
 
 def _filter_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options that choose dead letters; its argument `which` has them."""
+    """Give a command the options that choose dead letters; `_which` makes the filter."""
     for option in (
         click.option("--until", "until_ms", type=rows.Moment(past=True), help="Died before this time: -1h, ISO 8601."),
         click.option(
@@ -73,7 +72,7 @@ def _which(
     until_ms: int | None,
     **_: object,
 ) -> redelivery.DeadLetterFilter | None:
-    """None when nothing is chosen: all of them."""
+    """Return the chosen filter, or None for all."""
     if not ids and (ledgers, reason, from_ms, until_ms) == (None, None, None, None):
         return None
     return redelivery.DeadLetterFilter(
@@ -147,7 +146,7 @@ def _rows(page: inspection.DeadLetterPage) -> Iterator[dict[str, Any]]:
 
 
 def _shown(row: dict[str, Any]) -> tuple[object, ...]:
-    """In the order of `_COLUMNS`; ids and hashes as text: they are names, not counts."""
+    """Return the cells of `_COLUMNS`; ids and hashes are text, because they are names, not counts."""
     return (
         str(row["dead_letter_id"]),
         output.At(row["dead_at_ms"]),
@@ -173,12 +172,11 @@ def _shown(row: dict[str, Any]) -> tuple[object, ...]:
 def replay_dead_letters(
     *, connected: client.Client, topic: str, subscription: str, delay_ms: int, as_json: bool, **chosen: Any
 ) -> None:
-    """Deliver dead letters of SUBSCRIPTION again, now or after a delay; without a filter all of them.
+    """Redeliver dead letters of SUBSCRIPTION, now or after a delay; without a filter, all of them.
 
-    A replayed position counts as never redelivered. A dead letter stays when its position was added again for this
-    subscription alone and that row is still there.
-
-    Exit status: 0 all are delivered again, 4 some stay.
+    A replayed position counts as never redelivered. A dead letter stays if its position was added again for this
+    subscription alone and that row still exists.
+    Exit status: 0 all are redelivered, 4 some stay.
 
     \b
     Examples:
@@ -224,7 +222,7 @@ def _purge_question(*, connected: client.Client, topic: str, subscription: str, 
 def purge_dead_letters(
     *, connected: client.Client, topic: str, subscription: str, as_json: bool, **chosen: Any
 ) -> None:
-    """Forget dead letters of SUBSCRIPTION; without a filter all of them. The log keeps the messages.
+    """Forget dead letters of SUBSCRIPTION; without a filter, all of them. The message log keeps the messages.
 
     \b
     Examples:
@@ -247,7 +245,7 @@ def purge_dead_letters(
 def _portions(
     connected: client.Client, topic: str, subscription: str, which: redelivery.DeadLetterFilter | None
 ) -> Iterator[list[int]]:
-    """Ids of what is dead when the first portion is asked for: what is replayed may soon be dead again."""
+    """Yield ids that were dead when the first portion was requested: a replayed position may soon be dead again."""
     token, begun_ms = "", None
     while True:
         page = connected.dead_letters_page(topic, subscription, which, token, page_size=_PORTION)

@@ -1,20 +1,4 @@
-"""Commands that show deletions in two phases: list, dead, ended, show, stats.
-
-Owns: which deletions are asked for, and how they are shown.
-Does not own: what changes something of them (`tarry.cli.deletion_commands`); looking for what nobody knows
-(`tarry.cli.deletion_commands`); tables and JSON (`tarry.cli.output`).
-
-Commands that change something of deletions in two phases: retry, purge, record.
-
-Owns: their arguments, and what is asked before.
-Does not own: showing deletions, and the options that choose some (`tarry.cli.deletion_commands`); tables and JSON
-(`tarry.cli.output`).
-
-The command that looks for offloaded ledgers that nobody knows: sweep.
-
-Owns: its arguments, how far it is while it goes on, and how what it found is shown.
-Does not own: what becomes of what it records (`tarry.cli.deletion_commands`); tables and JSON (`tarry.cli.output`).
-"""
+"""Commands for two-phase deletion: list, dead, ended, show, stats, retry, purge, record and sweep."""
 
 from __future__ import annotations
 
@@ -31,22 +15,22 @@ from tarry.cli import connection, output, pending, rows
 from tarry.threads import client
 
 COMPONENTS = {each.name.lower().replace("_", "-"): each for each in deletions.LedgerComponent}
-"""Components by the words of options: managed-ledger, managed-cursor, schema-storage."""
+"""Components by option value: managed-ledger, managed-cursor, schema-storage"""
 TYPES = {each.name.lower().replace("_", "-"): each for each in deletions.LedgerType}
-"""Types by the words of options: ledger, offloaded-ledger."""
+"""Types by option value: ledger, offloaded-ledger"""
 
-# The most that a page has.
+# Most items of a page
 _PAGE_MAX = 1_000
 _WHAT = ("id", "topic", "component", "name", "ledger", "type")
-# Of most ledgers it says nothing: a cursor's name, a schema's id.
+# Empty for most ledgers: a cursor's name, a schema's id
 _OPTIONAL = {"name", "said"}
 
 
 @click.group("deletions", cls=connection.Group)
 def deletions_group() -> None:
-    """See which ledgers are to be deleted and what became of it; try again what was given up; record deletions.
+    """Inspect which ledgers will be deleted and what became of each; retry failed deletions; record deletions.
 
-    Owners of ledgers and offloaded ledgers record what is to be deleted; the daemon verifies and deletes (PIP-186).
+    Owners of ledgers and offloaded ledgers record what to delete; the daemon verifies and deletes it (PIP-186).
 
     \b
     Examples:
@@ -58,7 +42,7 @@ def deletions_group() -> None:
 
 
 def filter_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options that choose deletions; `which_of` makes a filter of them."""
+    """Give a command the options that choose deletions; `which_of` makes the filter."""
     for option in (
         click.option("--type", "ledger_type", type=click.Choice(list(TYPES)), help="Only of this type."),
         click.option("--component", type=click.Choice(list(COMPONENTS)), help="Only of ledgers of this component."),
@@ -79,7 +63,7 @@ def which_of(
     ledger_type: str | None,
     **_: object,
 ) -> deletions.DeletionFilter | None:
-    """None when nothing is chosen: all of them."""
+    """Return the chosen filter, or None for all."""
     if not deletion_ids and (topic, ledger_id, component, ledger_type) == (None, None, None, None):
         return None
     return deletions.DeletionFilter(
@@ -96,7 +80,7 @@ def which_of(
 @pending.limit_option
 @connection.connected
 def list_pending(*, connected: client.Client, limit: int | None, as_json: bool, **chosen: Any) -> None:
-    """List the deletions of TOPIC, or of all topics, that are not over, and why their last attempt failed.
+    """List the unfinished deletions of TOPIC, or of all topics, and why their last attempt failed.
 
     The list is in the order of recording. A ledger whose attempt has begun is being deleted.
 
@@ -126,7 +110,7 @@ def list_pending(*, connected: client.Client, limit: int | None, as_json: bool, 
 @pending.limit_option
 @connection.connected
 def list_dead(*, connected: client.Client, limit: int | None, as_json: bool, **chosen: Any) -> None:
-    """List the deletions of TOPIC, or of all topics, that were given up: every attempt that is allowed has failed.
+    """List the deletions of TOPIC, or of all topics, that were given up after the last allowed attempt failed.
 
     A deletion that was given up stays until it is retried or purged.
 
@@ -189,7 +173,7 @@ def _list(
     limit: int | None,
     as_json: bool,
 ) -> None:
-    """Pages as they come: JSON lines, or a table."""
+    """Print pages as they arrive, as JSON lines or as a table."""
     pages = pending.Pages(
         lambda token, page_size: page_of(which, token, page_size=min(page_size, _PAGE_MAX)),
         pending.limit_of(limit, as_json=as_json),
@@ -218,9 +202,9 @@ def _list(
 
 
 def what(topic: str, delete: deletions.PendingDelete) -> tuple[str, str, str, str, str]:
-    """Topic, component, name, ledger and type; ids as text: they are names, not counts."""
+    """Return topic, component, name, ledger and type; ids are text, because they are names, not counts."""
     return (
-        # A schema's objects do not say of which topic they are.
+        # The objects of a schema do not name their topic.
         topic or "-",
         text_of(delete.component),
         delete.cursor_name or delete.schema_id or "-",
@@ -248,8 +232,8 @@ def stats(*, connected: client.Client, topic: str | None, as_json: bool) -> None
     """Count the deletions of TOPIC or of all topics: in flight, since when, given up, by component.
 
     0 in flight means that every recorded deletion is over (PIP-186, getEstimatedInflightDeletionLedgerCount). A held
-    deletion is over for now: its owner says that the ledger is in use. It is pending again when the owner takes that
-    back.
+    deletion has stopped because its owner recorded the ledger as in use; it is pending again when the owner withdraws
+    that.
 
     \b
     Examples:
@@ -294,7 +278,7 @@ def stats(*, connected: client.Client, topic: str | None, as_json: bool) -> None
 
 
 class _IdOrLedger(click.ParamType[deletions.DeletionFilter]):
-    """`3.17`: a deletion; `7`: a ledger, of which there may be several."""
+    """A deletion by id (`3.17`), or a ledger (`7`), which may have several deletions."""
 
     name = "ID|LEDGER"
 
@@ -315,7 +299,7 @@ class _IdOrLedger(click.ParamType[deletions.DeletionFilter]):
 @click.argument("which", type=_IdOrLedger(), metavar="ID|LEDGER")
 @connection.connected
 def show(*, connected: client.Client, which: deletions.DeletionFilter, as_json: bool) -> None:
-    """Show everything that is known of a deletion, or of all those of a ledger: pending, given up or ended.
+    """Show everything known about a deletion, or about all those of a ledger: pending, given up or ended.
 
     \b
     Examples:
@@ -324,7 +308,7 @@ def show(*, connected: client.Client, which: deletions.DeletionFilter, as_json: 
       tarry deletions show 7 --json
     """
     found: dict[str, deletions.Deletion] = {}
-    # In the order of its life: of one that moves on meanwhile the later state counts.
+    # In the order of a deletion's life: for one that moves on meanwhile, the later state wins.
     for listed in (connected.pending_deletes, connected.dead_deletes, connected.ended_deletes):
         found |= {each.deletion_id: each for each in listed(which)}
     if not found:
@@ -370,7 +354,7 @@ def _facts(each: deletions.Deletion) -> dict[str, object]:
     }
 
 
-# Of one command: each is a record of its own.
+# Limit of one command, because each ledger becomes a record
 _RECORDED_MAX = 100_000
 
 
@@ -379,7 +363,7 @@ def _all_option(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _which_dead(*, all_of_them: bool, **chosen: Any) -> deletions.DeletionFilter | None:
-    """None: all. Raises click.UsageError."""
+    """Return the chosen filter, or None for all. Raises click.UsageError."""
     which = which_of(**chosen)
     if which is None and not all_of_them:
         raise click.UsageError("name a topic, --id, --ledger, --component or --type; --all is all that were given up")
@@ -393,7 +377,7 @@ def _which_dead(*, all_of_them: bool, **chosen: Any) -> deletions.DeletionFilter
 @_all_option
 @connection.connected
 def retry(*, connected: client.Client, as_json: bool, **chosen: Any) -> None:
-    """Try again, now, the deletions of TOPIC that were given up, or those named. Their failures count from 0 again.
+    """Retry now the deletions of TOPIC that were given up, or those named. Their failures count from 0 again.
 
     \b
     Examples:
@@ -448,10 +432,8 @@ def purge(*, connected: client.Client, as_json: bool, **chosen: Any) -> None:
 
 
 def _ledgers(given: tuple[range, ...]) -> Iterator[int]:
-    """Every ledger id of the given ranges, in order. Raises click.UsageError when they name more than one command
-    records.
-    """
-    # Not len, which has no place for 2^64.
+    """Yield every ledger id of the ranges, in order. Raises click.UsageError if they exceed `_RECORDED_MAX`."""
+    # `len` cannot return 2^64.
     ledgers = sum(each.stop - each.start for each in given)
     if ledgers > _RECORDED_MAX:
         raise click.UsageError(f"--ledger names {ledgers:,} ledgers; a command records {_RECORDED_MAX:,} at most")
@@ -502,11 +484,10 @@ def record(
     metadata: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Record ledgers of TOPIC that are to be deleted; the daemon verifies each, and deletes it.
+    """Record ledgers of TOPIC to delete; the daemon verifies each and deletes it.
 
     The daemon does not delete a ledger that is in use, nor one whose metadata differs from the record. A ledger that
     was offloaded and still exists as a ledger takes two records: one with --driver and --uuid, and one without.
-
     Exit status: 0 all are recorded, 4 some were refused.
 
     \b
@@ -543,7 +524,7 @@ def record(
 def _context(
     driver_name: str | None, offload_uuid: uuid.UUID | None, metadata: tuple[str, ...]
 ) -> deletions.OffloadContext | None:
-    """None of a ledger that was not offloaded. Raises click.UsageError."""
+    """Return the context, or None for a ledger that was not offloaded. Raises click.UsageError."""
     named = rows.names_and_values(metadata, option="--set")
     if driver_name is not None and offload_uuid is not None:
         return deletions.OffloadContext(offload_uuid, driver_name, named)
@@ -586,7 +567,7 @@ _CLASSES = {
 }
 _COLUMNS = ("topic", "component", "name", "ledger", "type", "uuid", "bytes", "written", "its topic")
 _OPTIONAL_OF_SWEEP = {"name"}
-# All are offloaded, and a terminal has no room for it.
+# All are offloaded, and a terminal has no room for the column.
 _NOT_IN_TERMINAL = {"type"}
 
 
@@ -615,15 +596,13 @@ def sweep(
     limit: int | None,
     as_json: bool,
 ) -> None:
-    """Look in the object store STORE for orphans: offloaded ledgers that no record names and nobody uses.
+    """Search the object store STORE for orphans: offloaded ledgers that no record names and no topic uses.
 
-    STORE is a name in the daemon's configuration (deletion.object_stores). Without --delete nothing is changed. With
-    --delete the orphans are recorded once the whole store was listed; then the daemon verifies and deletes each one, as
-    any other deletion. A ledger whose metadata does not say which topic it belongs to is kept.
-
+    STORE is a name in the daemon's configuration (deletion.object_stores). Without --delete nothing changes. With
+    --delete the orphans are recorded once the whole store was listed; then the daemon verifies and deletes each one,
+    like any other deletion. A ledger whose metadata does not name its topic is kept.
     --timeout does not limit a sweep. Ctrl-C ends it, and it is safe to begin again. With --json each step is a line;
     the last line has "done": true.
-
     Exit status: 0 done, 4 with --delete: orphans were refused or left, or an owner or the store did not answer.
 
     \b
@@ -665,7 +644,7 @@ def sweep(
 
 
 class _Following:
-    """The steps, with a bar on stderr that shows how far they are; afterwards `last` is the last one."""
+    """The steps, with a progress bar on stderr; afterwards `last` is the last one."""
 
     def __init__(self, steps: Iterator[deletions.SweepStep], store: str, *, quiet: bool) -> None:
         self._steps = steps
@@ -685,12 +664,12 @@ class _Following:
 
 
 def _list_orphans(following: _Following, store: str, limit: int | None) -> None:
-    """In a pipe as they come; in a terminal, where a bar shows how far it is, when all are known."""
+    """List orphans: into a pipe as they arrive; in a terminal, which shows a progress bar, once all are known."""
     names: Sequence[str] = _COLUMNS
     found: Iterable[deletions.OrphanedLedger] = (orphan for step in following for orphan in step.orphans)
     more = 0
     if limit is not None:
-        # To the end: what is not shown is counted.
+        # Read to the end, to count the ones not shown.
         kept: list[deletions.OrphanedLedger] = []
         for orphan in found:
             if len(kept) < limit:
@@ -708,7 +687,7 @@ def _list_orphans(following: _Following, store: str, limit: int | None) -> None:
 
 
 def _shown(orphan: deletions.OrphanedLedger) -> tuple[object, ...]:
-    """In the order of `_COLUMNS`."""
+    """Return the cells of `_COLUMNS`."""
     context = orphan.pending_delete.offload_context
     return (
         *what(orphan.topic, orphan.pending_delete),
@@ -741,7 +720,7 @@ def _show_counts(
 
 
 def _notes(last: deletions.SweepStep, store: str, *, delete: bool, unknown_topics: bool) -> None:
-    """What was done, what was not, and what to do about it."""
+    """Print what was done, what was not, and what to do about it."""
     counts = last.counts
     if last.refused:
         output.note(f"{last.refused}. Look at why, then `tarry sweep {store} --delete --force`")

@@ -1,8 +1,4 @@
-"""Commands of dispatchers: receive, get, ack, nack.
-
-Owns: their arguments, and what each of them does with the client library.
-Does not own: reading positions (`tarry.cli.rows`), showing results and failures (`tarry.cli.output`).
-"""
+"""Commands of dispatchers: receive, get, ack, nack."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ _WHY = {
     "TAKEN_BACK": "it was taken back, behind a position of its key that was negatively acknowledged",
     "NOT_HELD": "it is not in flight here",
 }
-# Of `tarry ack` and `tarry nack`.
+# For `tarry ack` and `tarry nack`
 POSITIONS_IN_REQUEST = 50_000
 # The low 16 bits of a key's hash are the unit of order.
 HASH_SLOTS = 1 << 16
@@ -72,12 +68,11 @@ def receive(
     consumers: tuple[key_shared.Consumer, ...],
     as_json: bool,
 ) -> None:
-    """Receive the positions of SUBSCRIPTION as they come due: print them with their lateness, and acknowledge them.
+    """Receive the positions of SUBSCRIPTION as they come due: print them with their lateness and acknowledge them.
 
-    What is printed is taken: no other dispatcher receives it. With --no-ack the position is given back and handed out
-    again. `tarry watch` looks and takes nothing. Ctrl-C ends it.
-
-    With --consumer the positions of a key come in order, to one consumer at a time. Each line names the consumer and
+    A printed position is taken: no other dispatcher receives it. With --no-ack the position is given back, and Tarry
+    redelivers it. `tarry watch` shows positions without taking them. Ctrl-C ends the command.
+    With --consumer the positions of a key arrive in order, at one consumer at a time. Each line names the consumer and
     the hash slot of the key.
 
     \b
@@ -120,7 +115,7 @@ def _opened(
     permits: int,
     create: bool,
 ) -> subscription.Receiver[Any]:
-    """KEY_SHARED where there are consumers."""
+    """Open the subscription, as KEY_SHARED if there are consumers."""
     if not consumers:
         return connected.subscribe(topic, name, permits=permits, create=create)
     given = [dataclasses.replace(each, permits=permits) for each in consumers]
@@ -142,7 +137,7 @@ def _print_batch(received: batch.Batch, *, as_json: bool) -> None:
 
 
 def _rows(received: batch.Batch) -> Iterator[dict[str, Any]]:
-    """A position a row; None for what it has not: a batch index, a key hash, a time that it was scheduled for."""
+    """Yield a dictionary for each position, with None for a missing batch index, key hash or scheduled time."""
     hashes = [None] * len(received) if received.key_hash is None else received.key_hash.tolist()
     times = (received.deliver_at_ms, received.received_at_ms_by_row, received.lateness_ms)
     named = (received.ledger_id, received.entry_id, *times)
@@ -205,7 +200,7 @@ def get(
     ack: bool,
     as_json: bool,
 ) -> None:
-    """Lease positions of SUBSCRIPTION that are due, and print them. They are due again when the lease is over.
+    """Lease due positions of SUBSCRIPTION and print them. They are due again when the lease ends.
 
     \b
     Examples:
@@ -233,7 +228,7 @@ def _what_became(leased: batch.Leased, *, acknowledged: bool) -> str:
 
 
 def _position_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options that name positions that were handed out."""
+    """Give a command the options that name delivered positions."""
     for option in (
         click.option(
             "--file",
@@ -277,9 +272,9 @@ def _given(
     *,
     timed: bool,
 ) -> Iterator[tuple[Iterator[columns.Positions], int | None]]:
-    """The positions that the options name, in requests, and how many they are, if it is known.
+    """Yield the positions that the options name, in requests, and their number if it is known.
 
-    `timed` false: they need not have a time.
+    With `timed`, each position must have a time.
     """
     if source is None:
         if ledger is None or entries is None or (timed and deliver_at_ms is None):
@@ -300,7 +295,7 @@ def _given(
             "--file has the positions: leave out --ledger, --entries, --at, --batch-index and --count"
         )
     with click.open_file(source, encoding="utf-8-sig") as lines:
-        # Counted before anything of them is read: counting goes back to the beginning of the file.
+        # Count before reading: counting goes back to the beginning of the file.
         total = rows.lines_of(lines, header=False)
         read = rows.positions_from_json(lines, name=source, batch_rows=POSITIONS_IN_REQUEST, timed=timed)
         yield rows.readable(read), total
@@ -324,10 +319,10 @@ def ack(
     source: str | None,
     as_json: bool,
 ) -> None:
-    """Acknowledge positions, each with the time that it was handed out with.
+    """Acknowledge positions, each with the time of its delivery.
 
-    With --count, and from a file, only that hand-out is acknowledged: not one that came again since. Each position that
-    is ignored is printed with the reason.
+    With --count, and from a file, only that delivery is acknowledged, not a later one. Each ignored position is printed
+    with the reason.
 
     \b
     Examples:
@@ -351,7 +346,7 @@ def ack(
 
 
 class _Ignored:
-    """What requests of a command ignored."""
+    """The positions that the requests of a command ignored."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -371,7 +366,7 @@ class _Ignored:
         return {"ignored": self.count, "ignored_rows": self._rows}
 
     def note(self) -> None:
-        """Which and why, a line each, as far as they fit a screen."""
+        """Print each ignored position with the reason, as many lines as fit a screen."""
 
         def line(row: dict[str, Any]) -> str:
             part = f".{row['batch_index']}" if "batch_index" in row else ""
@@ -411,13 +406,13 @@ def nack(
     forwarded: bool,
     as_json: bool,
 ) -> None:
-    """Negatively acknowledge positions: SUBSCRIPTION gets them again later.
+    """Negatively acknowledge positions, so that Tarry redelivers them to SUBSCRIPTION later.
 
-    Without --delay and --level the policy of SUBSCRIPTION says when they come back. The policy also says how often a
-    position comes back before it becomes a dead letter. Without --at the positions are messages that Tarry did not hand
-    out: they came straight from the log. With --batch-index only that message of each entry comes back. With --count,
-    and from a file, only that hand-out is meant. With --forwarded also what was acknowledged already comes back. Each
-    position that is ignored is printed with the reason.
+    Without --delay and --level the policy of SUBSCRIPTION sets the time of redelivery. The policy also limits how often
+    a position is redelivered before it becomes a dead letter. Without --at the positions are messages that Tarry did
+    not deliver: they came straight from the message log. With --batch-index only that message of each entry is
+    redelivered. With --count, and from a file, only that delivery is meant. With --forwarded, positions that are
+    already acknowledged are redelivered too. Each ignored position is printed with the reason.
 
     \b
     Examples:

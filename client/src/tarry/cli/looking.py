@@ -1,8 +1,4 @@
-"""Commands that look: topics, stats, subscriptions, buckets, lookup.
-
-Owns: what of an answer is shown, and in which columns.
-Does not own: how it is shown (`tarry.cli.output`).
-"""
+"""Commands that show topics: topics, stats, retention, subscriptions, buckets, lookup."""
 
 from __future__ import annotations
 
@@ -66,7 +62,7 @@ def topics(*, connected: client.Client, as_json: bool) -> None:
 
 
 def _pages(page_from: Callable[[str], P]) -> Iterator[P]:
-    """Every page of a list; at least one."""
+    """Yield every page of a list; at least one."""
     token = ""
     while True:
         page = page_from(token)
@@ -130,10 +126,10 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
 )
 @connection.connected
 def retention(*, connected: client.Client, topic: str, ledgers: tuple[int, ...], as_json: bool) -> None:
-    """Show what TOPIC needs of its log: of each ledger the lowest entry that has a row, due or not.
+    """Show what TOPIC needs of its message log: for each ledger the lowest entry with a row, due or not.
 
-    A log may be cut below the lowest position, as far as what is in it has been added, less what consumers may still
-    negatively acknowledge. Of ledgers that a damaged bucket was of all entries are needed.
+    A log may be cut below the lowest position, as far as its messages have been added, less those that consumers may
+    still negatively acknowledge. For ledgers of a damaged bucket, all entries are needed.
 
     \b
     Examples:
@@ -155,7 +151,7 @@ def retention(*, connected: client.Client, topic: str, ledgers: tuple[int, ...],
     output.table(
         f"What {topic} needs of its log",
         ("ledger", "lowest entry"),
-        # The ids as text: they are names, not counts.
+        # Ids are text, because they are names, not counts.
         ((str(ledger), str(entry)) for ledger, entry in needed),
         empty=f"{topic} has no rows" + (" of these ledgers" if ledgers else ""),
     )
@@ -201,7 +197,7 @@ def _subscription_table(
 @click.argument("topic")
 @connection.connected
 def subscriptions(*, connected: client.Client, topic: str, as_json: bool) -> None:
-    """List the subscriptions of TOPIC with their counts and policies; - is the daemon's default.
+    """List the subscriptions of TOPIC with their counts and policies; - stands for the daemon's default.
 
     Own pending rows were added for the subscription alone and are not due yet. Nacked rows are in the backlog and wait
     for their redelivery. Dead letters were given up: see `tarry dead-letters`. Waiting rows wait for their key: see
@@ -246,7 +242,7 @@ def buckets(*, connected: client.Client, topic: str, as_json: bool) -> None:
         _BUCKET_COLUMNS,
         (
             (
-                # What tells it from all others; --json has the whole name.
+                # The part of the name that differs from all others; --json has the whole name.
                 each.bucket.rsplit("-", 1)[-1],
                 each.rows,
                 each.pending,
@@ -275,7 +271,7 @@ def buckets(*, connected: client.Client, topic: str, as_json: bool) -> None:
 @click.argument("topic")
 @connection.connected
 def lookup(*, connected: client.Client, topic: str, as_json: bool) -> None:
-    """Tell the shard of TOPIC and the daemon that owns it. Any daemon answers.
+    """Show the shard of TOPIC and the daemon that owns it. Any daemon answers.
 
     \b
     Examples:

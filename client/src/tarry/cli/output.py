@@ -1,11 +1,9 @@
-"""How the command line shows results, progress and failures.
+"""Prints results, progress and failures of the command line.
 
-Owns: JSON for programs; tables in a terminal, tab-separated lines in a pipe; progress on stderr; what to do about a
-failure, and the exit status.
-Does not own: what is shown (the modules of the commands).
-
-Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon cannot be reached in time, 4 done in
-part: the output says what was left as it was.
+Results are JSON for programs, tables in a terminal, and tab-separated lines in a pipe. Progress goes to stderr. A
+failure is printed with what to do about it.
+Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon could not be reached in time, 4
+partly done: the output lists what was left.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ EXIT_NOT_ALL = 4
 START_OR_NAME_ANOTHER = (
     "if the daemon does not run, start it with `tarryd`, or name another with --address or TARRY_ADDRESS"
 )
-"""What to do where nothing answers."""
+"""Advice if nothing answers"""
 
-# gRPC has no other sign of why a connection came to nothing than its words.
+# gRPC reports the cause of a failed connection only in its text.
 _OF_TLS = {
     ("CERTIFICATE_VERIFY_FAILED",): "--tls-ca names the certificate of the authority that vouches for the daemon.",
     ("Hostname Verification",): "Its certificate is for another name: use that as --address, or --tls-server-name.",
@@ -52,23 +50,23 @@ _OF_TLS = {
         "If it runs, it may want TLS (--tls, --tls-ca) or a certificate of its clients (--tls-cert, --tls-key)."
     ),
 }
-"""What to do where a connection is refused, by words of the failure."""
+"""Advice if a connection is refused, by words of the failure"""
 
-# Wider than any table.
+# Wider than any table
 _WIDTH_MAX = 100_000
-# Of a list a terminal shows so many.
+# Items of a list that a terminal shows
 _SHORT_LIST = 3
-# Lines about rows that nothing was done with.
+# Notes about single rows, at most
 NOTES_MAX = 20
 
 
 def as_json(value: object) -> None:
-    """Prints `json_text`."""
+    """Print `json_text`."""
     click.echo(json_text(value))
 
 
 def json_text(value: object) -> str:
-    """One line of JSON; dataclasses become objects, members of an enum their names."""
+    """Return one line of JSON; dataclasses become objects, and members of an enum their names."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     return json.dumps(_with_names(value))
@@ -89,7 +87,7 @@ def _with_names(value: object) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class At:
-    """A time in a table: to the second in a terminal, in full in a pipe; with the offset of the zone in both."""
+    """A time in a table: to the second in a terminal, in full in a pipe, with the zone's offset in both."""
 
     at_ms: int | None
 
@@ -100,7 +98,7 @@ class At:
     def short(self) -> str:
         text = str(self)
         if text[-3:-2] != ":":
-            # No time, or one that no calendar has.
+            # No time, or one beyond the calendar
             return text
         offset = text[-6:].removesuffix(":00")
         return text[: len("2030-01-31 12:00:00")] + ("Z" if offset == "+00" else offset)
@@ -108,7 +106,7 @@ class At:
 
 @dataclasses.dataclass(frozen=True)
 class Several:
-    """A list in a table: in a terminal the first of it, in a pipe all that is known. `is_all`: there are no more."""
+    """A list in a table: its first items in a terminal, all known ones in a pipe. `is_all` is False if others exist."""
 
     texts: tuple[str, ...]
     is_all: bool = True
@@ -125,10 +123,10 @@ class Several:
 
 
 def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
-    """A table in a terminal, or a block a row where that is too narrow; otherwise a line of names and a line a row,
-    separated by tabs.
+    """Print a table in a terminal, or tab-separated lines with a header in a pipe.
 
-    `empty`: the note without any row. Numbers stand to the right; what is a name, though made of digits, is text.
+    A terminal that is too narrow shows each row as a block. Without rows it prints the note `empty`. Numbers are
+    aligned right; a name made of digits must be text.
     """
     if not sys.stdout.isatty():
         _lines(names, rows, empty=empty)
@@ -154,11 +152,11 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *,
 
 
 def _lines(names: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
-    """Prints rows as they come: there may be more of them than memory has room for."""
+    """Print rows as they arrive, because they may not fit into memory."""
     click.echo("\t".join(names))
     is_empty = True
     for row in rows:
-        # Not click's echo, which flushes each line.
+        # `click.echo` would flush each line.
         sys.stdout.write("\t".join(_printable(str(value)) for value in row) + "\n")
         is_empty = False
     if is_empty:
@@ -166,7 +164,7 @@ def _lines(names: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str
 
 
 def facts(title: str, values: Mapping[str, object]) -> None:
-    """Names and values, one a line."""
+    """Print names and values, one a line."""
     if not sys.stdout.isatty():
         for name, value in values.items():
             click.echo(f"{name}\t{_printable(str(value))}")
@@ -180,7 +178,7 @@ def facts(title: str, values: Mapping[str, object]) -> None:
 def for_terminal(
     names: Sequence[str], rows: Iterable[Sequence[object]], *, optional: Set[str], left_out: Set[str] = frozenset()
 ) -> tuple[list[str], list[list[object]]]:
-    """The names and the rows without columns that a terminal has no room for, or, where optional, without a value."""
+    """Return the names and the rows without the columns `left_out` and the optional ones that have no value."""
     listed = list(rows)
     kept = [
         number
@@ -191,17 +189,17 @@ def for_terminal(
 
 
 def _says_something(value: object) -> bool:
-    """A count of 0 does not, a name that is 0 does."""
+    """Return False for a count of 0, but not for a name that is 0."""
     return value != 0 and str(value) != "-"
 
 
 def note(text: str) -> None:
-    """A line for people, on stderr: it does not get into what a pipe reads."""
+    """Print a line for people on stderr, out of the way of what a pipe reads."""
     click.echo(f"tarry: {text}", err=True)
 
 
 def first_notes(texts: Iterable[str], *, count: int) -> None:
-    """A note for each of the first of `count` texts, as far as they fit a screen."""
+    """Print the first of `count` texts as notes, as many as fit a screen."""
     for text in itertools.islice(texts, NOTES_MAX):
         note(text)
     if count > NOTES_MAX:
@@ -209,33 +207,33 @@ def first_notes(texts: Iterable[str], *, count: int) -> None:
 
 
 def rows_text(count: int) -> str:
-    """A count of rows: `1 row`, `2,000 rows`."""
+    """Return a count of rows: `1 row`, `2,000 rows`."""
     return count_text(count, "row")
 
 
 def count_text(count: int, what: str) -> str:
-    """A count of anything: `1 dead letter`, `2,000 dead letters`."""
+    """Return a count of anything: `1 dead letter`, `2,000 dead letters`."""
     return f"1 {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def name_text(name: int | None) -> str:
-    """A number that is a name and not a count; `-` when there is none."""
+    """Return the text of a number that is a name, not a count; `-` for None."""
     return "-" if name is None else str(name)
 
 
 def batch_indexes(given: NDArray[np.uint32] | None, rows: int) -> list[int | None]:
-    """The message of its batch that each row is; None where it is an entry as a whole."""
+    """Return the batch index of each row, or None for a whole entry."""
     if given is None:
         return [None] * rows
     return [None if index == columns.NO_BATCH_INDEX else index for index in given.tolist()]
 
 
 def row_texts(row: Mapping[str, Any]) -> list[str]:
-    """The parts of a line about a row that is due: its position, its time and how often it came before."""
+    """Return the parts of a line about a due row: its position, its time and how often it was redelivered."""
     texts = [f"ledger {row['ledger_id']}", f"entry {row['entry_id']}"]
     if row["batch_index"] is not None:
         texts.append(f"batch index {row['batch_index']}")
-    # What Tarry was given by a negative acknowledgement alone was never due.
+    # A position known only from a negative acknowledgement was never due.
     if row["deliver_at_ms"]:
         texts.append(f"due {time_text(row['deliver_at_ms'])}")
     if row["redelivery_count"]:
@@ -244,12 +242,12 @@ def row_texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def position_text(position: tuple[int, int] | None) -> str:
-    """`ledger:entry`; `-` when there is none."""
+    """Return `ledger:entry`, or `-` for None."""
     return "-" if position is None else f"{position[0]}:{position[1]}"
 
 
 def time_text(at_ms: int | None) -> str:
-    """Local time with milliseconds and offset; `-` when there is none."""
+    """Return local time with milliseconds and offset, or `-` for None."""
     if at_ms is None:
         return "-"
     try:
@@ -259,18 +257,18 @@ def time_text(at_ms: int | None) -> str:
 
 
 def local_time(at_ms: int) -> datetime.datetime:
-    """Raises OverflowError, ValueError or OSError where the calendar ends."""
+    """Return a local time. Raises OverflowError, ValueError or OSError beyond the calendar."""
     at = datetime.datetime.fromtimestamp(at_ms // 1000, tz=datetime.UTC).astimezone()
     return at.replace(microsecond=at_ms % 1000 * 1000)
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes as people read them: `950 B`, `1.4 MB`."""
+    """Return a readable size: `950 B`, `1.4 MB`."""
     return rich.filesize.decimal(size_bytes).replace("bytes", "B").replace("byte", "B")
 
 
 def duration_text(duration_ms: int) -> str:
-    """How a duration is written in an option: `30s`, `1m30s`, `1500ms`."""
+    """Return a duration as options take it: `30s`, `1m30s`, `1500ms`."""
     if duration_ms == 0 or duration_ms % 1000:
         return f"{duration_ms}ms"
     text, left = "", duration_ms
@@ -281,7 +279,7 @@ def duration_text(duration_ms: int) -> str:
 
 
 def rebuild_notes(needed: Iterable[results.RebuildNeeded]) -> None:
-    """What was lost with damaged buckets, and what to do."""
+    """Print what was lost with damaged buckets, and what to do."""
     for each in needed:
         note(
             f"{rows_text(each.rows)} of ledgers {each.first_ledger_id} to {each.last_ledger_id} were lost with a "
@@ -290,7 +288,7 @@ def rebuild_notes(needed: Iterable[results.RebuildNeeded]) -> None:
 
 
 class Progress:
-    """Rows done; shown on stderr when that is a terminal."""
+    """A progress bar of rows done, on stderr if that is a terminal."""
 
     def __init__(self, bar: rich.progress.Progress, task: rich.progress.TaskID) -> None:
         self._bar = bar
@@ -305,7 +303,7 @@ class Progress:
 
 @contextmanager
 def progress(label: str, *, total: int | None, quiet: bool) -> Iterator[Progress]:
-    """A bar with count, rate and time left; `total` None when it is not known."""
+    """Show a bar with count, rate and time left; `total` is None if it is unknown."""
     console = rich.console.Console(stderr=True)
     with rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
@@ -322,7 +320,7 @@ def progress(label: str, *, total: int | None, quiet: bool) -> Iterator[Progress
 
 @contextmanager
 def waiting(label: str) -> Iterator[Callable[[str], None]]:
-    """Says on stderr, when that is a terminal, what is being waited for; gives what changes it."""
+    """Show on stderr, if it is a terminal, what is awaited; yield a function that changes the text."""
     console = rich.console.Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: None
@@ -333,7 +331,7 @@ def waiting(label: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def failures(address: str) -> Iterator[None]:
-    """Turns a failure into one clear line and an exit status."""
+    """Turn a failure into one clear line and an exit status."""
     try:
         yield
     except errors.TarryError as error:
@@ -403,7 +401,7 @@ def _cell(value: Any) -> str:
 
 
 def _printable(text: str) -> str:
-    """What would move the cursor, begin a column or end a line stands as an escape: anybody may have made a name."""
+    """Escape characters that would move the cursor, begin a column or end a line: names may come from anyone."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -1,12 +1,6 @@
 """Commands that show rows: scheduled, histogram, backlog.
 
-Owns: which rows are asked for, and in which columns they are shown.
-Does not own: drawing bars (`tarry.cli.pending`), tables and JSON (`tarry.cli.output`).
-
-A histogram in a terminal.
-
-Owns: widths of bars that people like, where they begin, and how bars are drawn.
-Does not own: the counts, and how a histogram is shown elsewhere (`tarry.cli.pending`).
+Also draws the histogram in a terminal: round widths, round beginnings, and bars.
 """
 
 from __future__ import annotations
@@ -41,16 +35,16 @@ _WIDTHS_MS = tuple(
     for count in counts
 )
 
-# As many as a screen has room for.
+# Bars that fit a screen
 BARS_WANTED = 30
-# A longer run of empty bars is one line.
+# A longer run of empty bars becomes one line.
 _EMPTY_SHOWN = 6
-# Room for the bars however long their labels are.
+# Columns for the bars, however long their labels are
 _BAR_COLUMNS_MIN = 10
 
 
 def round_width_ms(span_ms: int) -> int:
-    """The least width that people like which makes at most `BARS_WANTED` bars and a part of one."""
+    """Return the smallest round width that makes at most `BARS_WANTED` bars and a part of one."""
     for width_ms in _WIDTHS_MS:
         if span_ms <= width_ms * BARS_WANTED:
             return width_ms
@@ -58,14 +52,14 @@ def round_width_ms(span_ms: int) -> int:
 
 
 def first_begin_ms(now_ms: int, width_ms: int) -> int:
-    """The last moment until now at which a bar of this width begins, counted from midnight here."""
+    """Return the last moment until now at which a bar of this width begins, counted from local midnight."""
     offset = output.local_time(now_ms).utcoffset() or datetime.timedelta()
     offset_ms = offset // datetime.timedelta(milliseconds=1)
     return max(0, (now_ms + offset_ms) // width_ms * width_ms - offset_ms)
 
 
 def draw(histogram: inspection.Histogram, title: str) -> None:
-    """A line a bar: when it begins and ends in local time, its rows, and a bar; the longest has the whole width."""
+    """Draw a line for each bar: its beginning and end in local time, its rows, and a bar; the longest is full width."""
     console = rich.console.Console()
     lines = list(_lines(histogram))
     most = int(histogram.rows.max(initial=0))
@@ -79,8 +73,8 @@ def draw(histogram: inspection.Histogram, title: str) -> None:
         if drawn is None:
             grid.add_row(rich.text.Text(label, style="dim"), "", "")
             continue
-        # A single row among millions is seen, too: an eighth of a column is the least that is drawn, and a bit more
-        # is not rounded to nothing.
+        # A single row among millions must be visible: an eighth of a column is the smallest that is drawn, and a bit
+        # more is not rounded to nothing.
         length = max(drawn, most / (8 * bar_columns - 1)) if drawn else 0
         grid.add_row(rich.text.Text(label), f"{drawn:,}", rich.bar.Bar(most or 1, 0, length, width=bar_columns))
     console.print(rich.text.Text(title))
@@ -88,7 +82,7 @@ def draw(histogram: inspection.Histogram, title: str) -> None:
 
 
 def _lines(histogram: inspection.Histogram) -> Iterator[tuple[str, int | None]]:
-    """Labels with rows; a run of many empty bars is one line, without rows."""
+    """Yield labels with rows; a long run of empty bars is one line, without rows."""
     counts = histogram.rows.tolist()
     day = ""
     number = 0
@@ -106,18 +100,18 @@ def _lines(histogram: inspection.Histogram) -> Iterator[tuple[str, int | None]]:
 
 
 def bounds_ms(histogram: inspection.Histogram, number: int) -> tuple[int, int]:
-    """Where a bar begins, and where it ends, itself not included."""
+    """Return the beginning and the (excluded) end of a bar."""
     from_ms = histogram.from_ms + number * histogram.width_ms
     return from_ms, min(from_ms + histogram.width_ms, histogram.until_ms)
 
 
 def _label(from_ms: int, until_ms: int, width_ms: int) -> tuple[str, str, str]:
-    """The day on which a bar begins, when it begins, and when it ends."""
+    """Return the day on which a bar begins, its beginning, and its end."""
     begin, end = output.local_time(from_ms), output.local_time(until_ms)
     at_midnight = begin.time() == end.time() == datetime.time()
     if at_midnight and width_ms % _DAY_MS == 0:
         return f"{begin:%Y-%m-%d}", "", f"{end:%Y-%m-%d}"
-    # As fine as the bars: a last one that is cut short may end a bit later than is said.
+    # Labels are as precise as the width: a last bar that is cut short may end slightly later than shown.
     if width_ms % 60_000 == 0 and from_ms % 60_000 == 0:
         timespec = "minutes"
     else:
@@ -130,14 +124,14 @@ def _label(from_ms: int, until_ms: int, width_ms: int) -> tuple[str, str, str]:
     )
 
 
-# Rows that are shown in a terminal when nobody says how many.
+# Rows that a terminal shows by default
 ROWS_IN_TERMINAL = 50
-# The most that a page has.
+# Most rows of a page
 _PAGE_ROWS_MAX = 10_000
 
 
 def _window_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of a range of times and ledgers."""
+    """Give a command the options of a range of times and ledgers."""
     for option in (
         click.option("--subscription", help="Only what this subscription is owed."),
         _ledgers_option,
@@ -157,7 +151,7 @@ def _ledgers_option(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def limit_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the option of how many rows it lists."""
+    """Give a command the option that limits its rows."""
     return click.option(
         "--limit",
         type=click.IntRange(min=1),
@@ -181,9 +175,9 @@ def scheduled(
     limit: int | None,
     as_json: bool,
 ) -> None:
-    """List the rows of TOPIC that are not due yet, in the order in which they come due.
+    """List the rows of TOPIC that are not due yet, in due order.
 
-    The last column names the subscription that a row was added for alone; - means every subscription.
+    The last column names the only subscription of a row; - means every subscription.
 
     \b
     Examples:
@@ -234,10 +228,10 @@ def backlog(
     limit: int | None,
     as_json: bool,
 ) -> None:
-    """List the backlog of SUBSCRIPTION, in the order in which it came due: rows that are due and not acknowledged.
+    """List the backlog of SUBSCRIPTION in due order: rows that are due and not acknowledged.
 
-    The state of a row is ready, in flight (handed out on a stream or under a lease) or nacked (negatively acknowledged:
-    the row comes back at its time).
+    The state of a row is ready, in flight (delivered on a stream or under a lease) or nacked (negatively acknowledged:
+    the row is redelivered at its time).
 
     \b
     Examples:
@@ -270,17 +264,17 @@ def backlog(
 
 
 def limit_of(limit: int | None, *, as_json: bool) -> int | None:
-    """What is meant when nothing is given; None = no limit."""
+    """Return the limit to use, which is None for no limit."""
     return ROWS_IN_TERMINAL if limit is None and not as_json and sys.stdout.isatty() else limit
 
 
 def ends_of(ledgers: range | None) -> tuple[int, int] | None:
-    """First and last, both included."""
+    """Return first and last, both included."""
     return None if ledgers is None else (ledgers.start, ledgers.stop - 1)
 
 
 class Pages:
-    """Pages until there are `limit` rows; afterwards `more` says whether others follow."""
+    """Pages until there are `limit` rows; afterwards `more` is True if others follow."""
 
     def __init__(self, page_of: Callable[[str, int], Any], limit: int | None) -> None:
         self._page_of = page_of
@@ -299,7 +293,7 @@ class Pages:
                 return
 
     def note_more(self) -> None:
-        """Says where the rest is, if there is one."""
+        """Print how to see the rest, if there is one."""
         if self.more:
             output.note("there are more rows: give a higher --limit; --json or a pipe without --limit has all")
 
@@ -309,7 +303,7 @@ def _cells(name: str, values: list[Any]) -> list[object]:
         return [output.At(at_ms) for at_ms in values]
     if name == "redelivery_count":
         return values
-    # Ids and hashes as text: they are names, not counts.
+    # Ids and hashes are text, because they are names, not counts.
     return ["-" if value is None else str(value) for value in values]
 
 
@@ -323,9 +317,10 @@ def _show_rows(
     as_json: bool,
     optional: Set[str] = frozenset(),
 ) -> None:
-    """Pages as they come: JSON lines, or a table.
+    """Print pages as they arrive, as JSON lines or as a table.
 
-    `last_columns`: a page's own columns, by their names. `optional`: not in a terminal where no row has a value.
+    `last_columns` returns a page's own columns by name. A terminal leaves out the `optional` ones if no row has a
+    value.
     """
 
     def columns(page: Any) -> dict[str, list[Any]]:
@@ -336,7 +331,7 @@ def _show_rows(
     def shown() -> Iterator[tuple[object, ...]]:
         for page in pages:
             by_name = columns(page)
-            # Times first, and not those of what was never scheduled.
+            # Times come first, without those of rows that were never scheduled.
             due = [output.At(at_ms or None) for at_ms in by_name.pop("deliver_at_ms")]
             cells = [_cells(name, values) for name, values in by_name.items()]
             yield from zip(due, *cells, strict=True)
@@ -371,9 +366,9 @@ def histogram(
     width_ms: int | None,
     as_json: bool,
 ) -> None:
-    """Draw how many rows of TOPIC come due when, from now until the last one. The counts are exact.
+    """Draw how many rows of TOPIC come due when, from now to the last one. The counts are exact.
 
-    Times are local. Unless --from says where, bars begin at round times.
+    Times are local. Without --from, bars begin at round times.
 
     \b
     Examples:
@@ -418,7 +413,7 @@ def histogram(
 def _bars(
     connected: client.Client, topic: str, from_ms: int | None, until_ms: int | None, width_ms: int | None
 ) -> tuple[int, int]:
-    """Where the first bar begins, and the width of each, where they are not given."""
+    """Return the beginning of the first bar and the width of each, as given or chosen."""
     now_ms = time.time_ns() // 1_000_000
     begin_ms = now_ms if from_ms is None else from_ms
     if width_ms is None:
@@ -428,7 +423,7 @@ def _bars(
 
 
 def _totals(counted: inspection.Histogram, within: int) -> None:
-    """Beside the bars, so not in what a pipe reads."""
+    """Print the totals next to the bars, out of the way of what a pipe reads."""
     output.note(
         f"{output.rows_text(within)} in these bars, {counted.rows_before:,} pending before them, "
         f"{counted.rows_after:,} after them; as of {output.time_text(counted.as_of_ms)}"

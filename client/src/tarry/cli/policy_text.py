@@ -1,8 +1,6 @@
-"""Policies of subscriptions as people read and write them.
+"""Formats and parses policies of subscriptions.
 
-Owns: the names and texts of what is set; redelivery policies as text, both ways: what `--redelivery` takes is shown;
-the words of what may be chosen of key order.
-Does not own: limits, which are the daemon's.
+Redelivery policies are shown as `--redelivery` takes them. The daemon checks limits.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ E = TypeVar("E", bound=enum.Enum)
 
 FORMS = "'constant 10s', 'linear 1s +5s max 1m', 'exponential 1s x2 max 10m jitter 0.2', 'list 1s 5s 30s' or 'ladder'"
 
-# What may stand behind the delays of a kind, with a value each.
+# Options that may follow the delays of a kind, with a value each
 _OPTIONS = {"linear": {"max"}, "exponential": {"max", "jitter"}}
 
 
 def choices(kind: type[E]) -> dict[str, E]:
-    """The members of an enum by the words of an option, such as `draining-hashes`."""
+    """Return the members of an enum by option value, such as `draining-hashes`."""
     return {choice_text(each): each for each in kind}
 
 
@@ -51,7 +49,7 @@ class Redelivery(click.ParamType[redelivery.RedeliveryPolicy]):
 
 
 def parse(written: str) -> redelivery.RedeliveryPolicy:
-    """Raises ValueError, or click.BadParameter for a duration, which say what is wrong."""
+    """Parse a redelivery policy. Raises ValueError, or click.BadParameter for a duration, with what is wrong."""
     kind, *words = written.split() or [""]
     delays, options = _split(kind, words)
     max_ms = _ms(options["max"]) if "max" in options else None
@@ -74,7 +72,7 @@ def parse(written: str) -> redelivery.RedeliveryPolicy:
 
 
 def redelivery_text(policy: redelivery.RedeliveryPolicy) -> str:
-    """What can be given to `--redelivery`."""
+    """Return the text that `--redelivery` takes."""
     return " ".join(_words(policy))
 
 
@@ -98,7 +96,7 @@ def _words(policy: redelivery.RedeliveryPolicy) -> Iterator[str]:
 
 
 def _split(kind: str, words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The delays, and the options behind them."""
+    """Return the delays, and the options that follow them."""
     first = next((at for at, word in enumerate(words) if word in ("max", "jitter")), len(words))
     options: dict[str, str] = {}
     named = words[first:]
@@ -128,7 +126,7 @@ def _number_text(number: float) -> str:
 
 
 def key_shared_text(policy: policies.KeySharedPolicy) -> str:
-    """What is set, in the words of the options; `defaults` when nothing is."""
+    """Return the fields that are set, in the words of the options; `defaults` if none is."""
     points, block_ms = policy.points_per_consumer, policy.nack_block_max_ms
     groups = (
         (_chosen(policy.selector), "" if points is None else f"{points} points"),
@@ -144,7 +142,7 @@ def _chosen(member: enum.Enum | None) -> str:
 
 
 def subscription(policy: policies.SubscriptionPolicy) -> dict[str, object]:
-    """What is set for a subscription, under the names of the options; `-` is the daemon's default."""
+    """Return the fields of a subscription's policy by option name; `-` stands for the daemon's default."""
     return {
         "in flight max": "-" if policy.in_flight_rows_max is None else policy.in_flight_rows_max,
         "lease": "-" if policy.lease_ms is None else output.duration_text(policy.lease_ms),
@@ -158,4 +156,4 @@ def subscription(policy: policies.SubscriptionPolicy) -> dict[str, object]:
 
 
 NAMES = tuple(subscription(policies.SubscriptionPolicy()))
-"""Names of what is set for a subscription."""
+"""Names of the fields of a subscription's policy"""

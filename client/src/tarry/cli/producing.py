@@ -1,8 +1,4 @@
-"""Commands of the publish path: add, contains, trim, clear.
-
-Owns: their arguments, and what each of them does with the client library.
-Does not own: reading rows (`tarry.cli.rows`), showing results and failures (`tarry.cli.output`).
-"""
+"""Commands of the publish path: add, contains, trim, clear."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ _WHY = {
     "TIME_IN_SECONDS": "its time is in seconds; give Unix time in ms",
     "DELAY_LEVEL": "there is no such delay level",
 }
-# How long it is tried to learn what only a note is made of.
+# Timeout of a call that serves only a note (seconds)
 _ASKING_S = 2.0
 
 
@@ -88,9 +84,9 @@ def add(
     in_flight: int,
     as_json: bool,
 ) -> None:
-    """Add positions to TOPIC; done when they are durable.
+    """Add positions to TOPIC and return when they are durable.
 
-    With --on-invalid return each row that is refused is printed with the reason, and all others are added.
+    With --on-invalid return, each refused row is printed with the reason, and all others are added.
 
     \b
     Examples:
@@ -131,7 +127,7 @@ def add(
         stream = connected.add_stream(topic, in_flight=in_flight, subscription=subscription)
         counts, seconds = _add_all(stream, f"adding to {topic}", batches, due, invalid, total=total, quiet=as_json)
     _show(counts, seconds, topic, subscription, as_json=as_json)
-    # Who may add need not be allowed to look, and the daemon's audit log tells of each refusal.
+    # A caller that may add may lack the permission to look, and the daemon's audit log records each refusal.
     if subscription is None and counts.accepted and not connection.shows_who_calls():
         _note_when_nobody_listens(connected, topic)
     if counts.refused:
@@ -139,7 +135,7 @@ def add(
 
 
 def _note_when_nobody_listens(connected: client.Client, topic: str) -> None:
-    """A note when the topic has no subscription. What was added is added, whatever becomes of the question."""
+    """Print a note if the topic has no subscription. A failed look is ignored, because the rows are added."""
     with contextlib.suppress(errors.TarryError):
         if not connected.subscriptions_page(topic, page_size=1, timeout_s=_ASKING_S).items:
             output.note(
@@ -149,7 +145,7 @@ def _note_when_nobody_listens(connected: client.Client, topic: str) -> None:
 
 
 def _show(counts: _Counts, seconds: float, topic: str, subscription: str | None, *, as_json: bool) -> None:
-    """What became of the rows."""
+    """Print what became of the rows."""
     if as_json:
         refused_rows = counts.refused_rows()
         output.as_json({"topic": topic, **counts.values(), "refused_rows": refused_rows, "seconds": seconds})
@@ -160,7 +156,7 @@ def _show(counts: _Counts, seconds: float, topic: str, subscription: str | None,
 
 
 def _note_refused(refused_rows: list[dict[str, Any]]) -> None:
-    """Which and why, a line each, as far as they fit a screen."""
+    """Print each refused row with the reason, as many lines as fit a screen."""
 
     def line(row: dict[str, Any]) -> str:
         place = f"line {row['line']}, " if "line" in row else ""
@@ -180,7 +176,7 @@ def _add_all(
     total: int | None,
     quiet: bool,
 ) -> tuple[_Counts, float]:
-    """Adds until the first failure, which is raised; what became of the rows, and the seconds it took."""
+    """Add until the first failure, which is raised; return the counts and the time that it took (seconds)."""
     begun_s = time.monotonic()
     counts = _Counts()
     with output.progress(label, total=total, quiet=quiet) as shown, stream:
@@ -192,7 +188,7 @@ def _add_all(
 
 
 class _Counts:
-    """What became of the rows, told by the answers on whatever thread they come."""
+    """Counts of what became of the rows, updated by answers on any thread."""
 
     def __init__(self) -> None:
         self.failed = threading.Event()
@@ -204,12 +200,12 @@ class _Counts:
         self.returned = 0
         self.raised = 0
         self.refused = 0
-        # By the number of their batch, since answers come in any order.
+        # By number of the batch, because answers arrive in any order
         self._refused_rows: dict[int, list[dict[str, Any]]] = {}
         self._batches = itertools.count()
 
     def sent(self) -> int:
-        """The number of the batch that is sent now."""
+        """Return the number of the batch that is sent now."""
         return next(self._batches)
 
     def count(self, number: int, batch: rows.RowBatch, answer: results.AddResult) -> None:
@@ -229,12 +225,12 @@ class _Counts:
         return {name: getattr(self, name) for name in names}
 
     def refused_rows(self) -> list[dict[str, Any]]:
-        """In the order in which they were given."""
+        """Return the refused rows in the order in which they were given."""
         return [row for number in sorted(self._refused_rows) for row in self._refused_rows[number]]
 
 
 def _refused_row(batch: rows.RowBatch, row: int, reason: reasons.RefusedReason | int) -> dict[str, Any]:
-    # A ledger alone is that of all entries.
+    # A single ledger applies to all entries.
     ledger_id = int(batch.ledger_id[row if len(batch.ledger_id) > 1 else 0])
     shown: dict[str, Any] = {} if batch.lines is None else {"line": int(batch.lines[row])}
     name = reason.name if isinstance(reason, reasons.RefusedReason) else f"reason {reason}"
@@ -263,7 +259,7 @@ def _add_batch(
 
     def answered(done: Any) -> None:
         if done.exception() is not None:
-            # It is raised when the stream is left.
+            # Leaving the stream raises the failure.
             counts.failed.set()
             return
         counts.count(number, each, done.result())
@@ -300,7 +296,7 @@ def contains(
     output.table(
         f"Contained in {connection.of_topic(topic, subscription)}",
         ("ledger", "first entry", "last entry", "rows", "state"),
-        # The ids as text: they are names, not counts.
+        # Ids are text, because they are names, not counts.
         ((str(ledger), str(first), str(last), last - first + 1, state) for ledger, first, last, state in sorted(shown)),
         empty=f"{connection.of_topic(topic, subscription)} holds none of these entries: a cursor reads them all",
     )
@@ -344,7 +340,7 @@ def trim(
     subscription: str | None,
     as_json: bool,
 ) -> None:
-    """Drop the rows of a ledger of TOPIC at or before an entry, due or not. What is added later is not affected.
+    """Drop the rows of a ledger of TOPIC at or before an entry, due or not. Rows added later are not affected.
 
     With --dead-letter the rows are kept as dead letters of the subscription: `tarry dead-letters` lists them.
 

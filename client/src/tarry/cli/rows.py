@@ -1,7 +1,6 @@
-"""Rows and positions that commands are given, as columns.
+"""Parses the rows and positions that commands are given into columns.
 
-Owns: ranges of entries and ledgers, durations, times and consumers as people write them, CSV files, JSON lines.
-Does not own: what is done with them.
+Reads ranges of entries and ledgers, durations, times and consumers as people write them, CSV files and JSON lines.
 """
 
 from __future__ import annotations
@@ -34,13 +33,16 @@ _COLUMNS = ("ledger", "entry", "deliver_at_ms", "key")
 _POSITION_FIELDS = ("ledger_id", "entry_id", "deliver_at_ms", "batch_index", "redelivery_count")
 _BATCH_INDEX_MAX = 2**16 - 1
 REDELIVERY_COUNT_MAX = 2**32 - 2
-# Of a position's last two fields.
+# Limits of a position's last two fields
 _MOST = (_BATCH_INDEX_MAX, REDELIVERY_COUNT_MAX)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowBatch:
-    """Columns for `AddStream.add`; of the times and the level one is not None. `lines`: of the file that has them."""
+    """Columns for `AddStream.add`; exactly one of the times and the level is set.
+
+    `lines` are the line numbers of a file.
+    """
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
@@ -55,7 +57,7 @@ class RowBatch:
 
 
 class Duration(click.ParamType[int]):
-    """`500ms`, `5s`, `1.5h`, `1h30m`: milliseconds."""
+    """A duration in milliseconds, written as `500ms`, `5s`, `1.5h` or `1h30m`."""
 
     name = "duration"
 
@@ -66,7 +68,7 @@ class Duration(click.ParamType[int]):
         parts = _DURATION.findall(text)
         if not parts or "".join(number + unit for number, unit in parts) != text:
             self.fail(f"{text!r} is not a duration; write for example 500ms, 5s, 2m, 1h30m or 7d", param, ctx)
-        # Not floats, which have no place for large numbers.
+        # Floats would lose digits of large numbers.
         duration_ms = round(sum(fractions.Fraction(number) * _UNIT_MS[unit] for number, unit in parts))
         if duration_ms > U64_MAX:
             self.fail(f"{text!r} is too long: {U64_MAX} ms at most", param, ctx)
@@ -74,12 +76,12 @@ class Duration(click.ParamType[int]):
 
 
 class Moment(click.ParamType[int]):
-    """`now`, `+1h30m` from now, an ISO 8601 time (local when it has no offset) or Unix time in ms: Unix time in ms."""
+    """A Unix time (ms), written as `now`, `+1h30m`, ISO 8601 (local without an offset) or Unix time in ms."""
 
     name = "time"
 
     def __init__(self, *, past: bool = False) -> None:
-        """`past`: also `-1h`, that long ago."""
+        """Accept times such as `-1h`, that long ago, if `past` is True."""
         self._past = past
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
@@ -114,7 +116,7 @@ def _now_ms() -> int:
 
 
 class EntryRange(click.ParamType[range]):
-    """`7` or `0-999`, both ends included: entries, or with another `name` ledgers."""
+    """A range such as `7` or `0-999`, both ends included, of entries or of what `name` says."""
 
     def __init__(self, name: str = "entries") -> None:
         self.name = name
@@ -133,7 +135,7 @@ class EntryRange(click.ParamType[range]):
 
 
 class ConsumerName(click.ParamType[key_shared.Consumer]):
-    """`gate-1`, or with its slots `gate-1=0-16383,49152-65535`: a consumer. A name may hold a =."""
+    """A consumer such as `gate-1`, or with its slots `gate-1=0-16383,49152-65535`. A name may contain a =."""
 
     name = "consumer"
 
@@ -159,12 +161,12 @@ def from_options(
     batch_rows: int,
     delay_level: int | None = None,
 ) -> Iterator[RowBatch]:
-    """Consecutive entries of one ledger, all with one time or level and one key."""
+    """Yield consecutive entries of one ledger, all with one time or level and one key."""
     for first in range(entries.start, entries.stop, batch_rows):
         last = min(first + batch_rows, entries.stop) - 1
         yield RowBatch(
             ledger_id=np.array([ledger], dtype=np.uint64),
-            # Not arange(first, last + 1): the end may be 2^64.
+            # `arange(first, last + 1)` would fail at an end of 2^64.
             entry_id=np.arange(last - first + 1, dtype=np.uint64) + np.uint64(first),
             deliver_at_ms=None if deliver_at_ms is None else np.array([deliver_at_ms], dtype=np.uint64),
             delay_ms=None if delay_ms is None else np.array([delay_ms], dtype=np.uint64),
@@ -174,9 +176,9 @@ def from_options(
 
 
 def from_csv(lines: Iterable[str], *, name: str, batch_rows: int, timed: bool = True) -> Iterator[RowBatch]:
-    """Rows of a CSV file with a header: ledger, entry, deliver_at_ms and perhaps key (empty = none).
+    """Yield the rows of a CSV file with a header: ledger, entry, deliver_at_ms and optionally key (empty for none).
 
-    `timed` false: also without deliver_at_ms. Raises click.UsageError, which names the line.
+    Without `timed`, deliver_at_ms is optional too. Raises click.UsageError, which names the line.
     """
     reader = csv.reader(lines)
     header = [column.strip() for column in next(reader, [])]
@@ -209,10 +211,10 @@ def from_csv(lines: Iterable[str], *, name: str, batch_rows: int, timed: bool = 
 
 
 def from_file(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[RowBatch]:
-    """Positions, with times and keys where the file has them: JSON lines as `tarry scheduled --json` prints them, or
-    CSV as `from_csv` reads it. An empty file has none: nothing was scheduled.
+    """Read positions, with times and keys if the file has them; an empty file has none.
 
-    Raises click.UsageError, which names the line.
+    Reads JSON lines as `tarry scheduled --json` prints them, or CSV as `from_csv` reads it. Raises click.UsageError,
+    which names the line.
     """
     remaining = iter(lines)
     first = next(remaining, None)
@@ -263,7 +265,7 @@ T = TypeVar("T")
 
 
 def readable(batches: Iterator[T]) -> Iterator[T]:
-    """Passes batches of a file on; what cannot be read as text becomes click.UsageError."""
+    """Pass on the batches of a file; raises click.UsageError for what cannot be read as text."""
     try:
         yield from batches
     except UnicodeDecodeError as error:
@@ -273,7 +275,7 @@ def readable(batches: Iterator[T]) -> Iterator[T]:
 
 
 def lines_of(source: IO[str], *, header: bool) -> int | None:
-    """Lines of a regular file, without its header; None when it must be read to know."""
+    """Return the lines of a regular file, without its header, or None if only reading it could tell."""
     try:
         if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
             return None
@@ -294,7 +296,7 @@ def positions_from_options(
     redelivery_count: int | None,
     batch_rows: int,
 ) -> Iterator[columns.Positions]:
-    """Consecutive entries of one ledger that were handed out with one time; with a batch index one message of each."""
+    """Yield consecutive entries of one ledger delivered with one time; with a batch index, one message of each."""
     for batch in from_options(
         ledger, entries, deliver_at_ms=deliver_at_ms, delay_ms=None, key=None, batch_rows=batch_rows
     ):
@@ -304,10 +306,11 @@ def positions_from_options(
 def positions_from_json(
     lines: Iterable[str], *, name: str, batch_rows: int, timed: bool = True
 ) -> Iterator[columns.Positions]:
-    """Objects with ledger_id, entry_id, deliver_at_ms and perhaps batch_index and redelivery_count, one a line; other
-    names are ignored. Where one has no count, any hand-out is meant of all that are sent with it.
+    """Yield positions from JSON lines with ledger_id, entry_id and deliver_at_ms.
 
-    `timed` false: also without deliver_at_ms, which is 0 then. Raises click.UsageError, which names the line.
+    batch_index and redelivery_count are optional, other names are ignored. If one position of a request has no count,
+    any delivery is meant for all of them. Without `timed`, deliver_at_ms is optional too, and then 0. Raises
+    click.UsageError, which names the line.
     """
     optional = ("batch_index", "redelivery_count", *(() if timed else ("deliver_at_ms",)))
     positions: list[list[int | None]] = []
@@ -326,7 +329,7 @@ def positions_from_json(
 
 
 def _position(line: str, place: str, fields: Sequence[str], *, optional: Sequence[str] = ()) -> list[int | None]:
-    """The fields of an object in their order; None for an optional one that is absent or null."""
+    """Return the fields of an object in order, with None for an optional one that is absent or null."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -358,7 +361,7 @@ def _position_columns(positions: list[list[int | None]]) -> columns.Positions:
 
 
 def names_and_values(texts: Iterable[str], *, option: str) -> dict[str, str]:
-    """`name=value` of each, by name. Raises click.UsageError, also for a name that is given twice."""
+    """Parse each `name=value`. Raises click.UsageError, also if a name is given twice."""
     named: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -1,7 +1,6 @@
-"""Commands about the subscriptions that come and go.
+"""Commands that create, change and delete subscriptions.
 
-Owns: their arguments.
-Does not own: a policy as text (`tarry.cli.policy_text`); limits and defaults, which are the daemon's.
+The daemon checks limits and knows defaults.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def subscription() -> None:
 
 
 def _policy_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the fields of a subscription's policy."""
+    """Give a command the fields of a subscription's policy."""
     for option in (
         click.option(
             "--nack-block-max",
@@ -112,7 +111,7 @@ def _policy(*, properties: tuple[str, ...], **fields: Any) -> policies.Subscript
 def _key_shared(
     *, selector: str | None, order: str | None, nack_order: str | None, **fields: Any
 ) -> policies.KeySharedPolicy | None:
-    """None when no option of it is given."""
+    """Return the policy, or None if none of its options is given."""
     policy = policies.KeySharedPolicy(
         selector=None if selector is None else _SELECTORS[selector],
         order=None if order is None else _KEY_ORDERS[order],
@@ -172,7 +171,7 @@ def update_subscription(
     as_json: bool,
     **fields: Any,
 ) -> None:
-    """Replace the whole policy of SUBSCRIPTION. A field that is not given has the daemon's default from now on.
+    """Replace the whole policy of SUBSCRIPTION. Fields that are not given take the daemon's defaults.
 
     \b
     Examples:

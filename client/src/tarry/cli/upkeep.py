@@ -1,8 +1,4 @@
-"""Commands that do now what the daemon does by itself: seal, merge, gc.
-
-Owns: their arguments, how far the work is while it goes on, and what came of it.
-Does not own: showing results and failures (`tarry.cli.output`).
-"""
+"""Commands that do now what the daemon does automatically: seal, merge, gc."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from tarry import results
 from tarry.cli import connection, output
 from tarry.threads import client
 
-# How often it is looked how far the work is.
+# Interval between looks at the progress (seconds)
 _LOOK_EVERY_S = 0.5
 
 
@@ -23,7 +19,7 @@ _LOOK_EVERY_S = 0.5
 @click.argument("topic")
 @connection.connected
 def seal(*, connected: client.Client, topic: str, as_json: bool) -> None:
-    """Seal the mutable bucket of TOPIC now; done when the bucket is committed.
+    """Seal the mutable bucket of TOPIC now and return when it is committed.
 
     \b
     Examples:
@@ -49,7 +45,7 @@ def seal(*, connected: client.Client, topic: str, as_json: bool) -> None:
 )
 @connection.connected
 def merge(*, connected: client.Client, topic: str, buckets_max: int | None, as_json: bool) -> None:
-    """Merge neighbouring sealed buckets of TOPIC until each index has at most --buckets. Hand-out goes on meanwhile.
+    """Merge neighbouring sealed buckets of TOPIC until each index has at most --buckets. Delivery continues meanwhile.
 
     --timeout does not limit the merge, only the wait for a daemon that does not answer. Ctrl-C ends the command; the
     daemon goes on merging. Neighbours that together have more rows than the policy's merge_rows_max stay as they are.
@@ -70,7 +66,7 @@ def merge(*, connected: client.Client, topic: str, buckets_max: int | None, as_j
 
 
 def _merge(connected: client.Client, topic: str, buckets_max: int | None) -> tuple[results.Merged, bool]:
-    """Asks until it is done, and looks meanwhile; whether anything was merged that this command knows of."""
+    """Ask until the merge is done, showing its progress; return whether anything was seen to be merged."""
     asking = futures.ThreadPoolExecutor(max_workers=1)
     seen = False
     try:
@@ -82,7 +78,7 @@ def _merge(connected: client.Client, topic: str, buckets_max: int | None) -> tup
                 say(f"merging {topic}: {_buckets_text(counts.buckets)} now")
             return merged.result(), seen or merged.result().merges > 0
     finally:
-        # The client that is closed next ends the call, when it is under way still.
+        # If the call is still in flight, closing the client ends it.
         asking.shutdown(wait=False)
 
 
@@ -109,11 +105,10 @@ _DELETED = ("tombstones", "orphans", "manifests", "journal_slots")
 @click.option("--retry-dead", is_flag=True, help="Try again to delete the objects that were given up.")
 @connection.connected
 def gc(*, connected: client.Client, dry_run: bool, force: bool, retry_dead: bool, as_json: bool) -> None:
-    """Delete now, in the daemon's shards, the objects that no manifest needs. The daemon also does so by itself.
+    """Delete now, in the daemon's shards, the objects that no manifest needs. The daemon also does so automatically.
 
     --timeout does not limit it. Ctrl-C ends it, and it is safe to begin again. With --json each step is a line; the
     last line has "done": true.
-
     Exit status: 0 everything is deleted, 4 something could not be deleted, or was refused.
 
     \b
@@ -141,7 +136,7 @@ def gc(*, connected: client.Client, dry_run: bool, force: bool, retry_dead: bool
 
 
 def _follow(steps: Iterator[results.Garbage], *, as_json: bool) -> results.Garbage | None:
-    """The last step; None when there was none."""
+    """Show the steps; return the last one, or None if there was none."""
     last = None
     with output.progress("collecting", total=None, quiet=as_json) as shown:
         for last in steps:

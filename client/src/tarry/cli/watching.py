@@ -1,7 +1,6 @@
-"""The command that looks at what comes due: watch.
+"""The command that shows what comes due: watch.
 
-Owns: its arguments, how often it looks, and which rows it has shown already.
-Does not own: taking rows (`tarry.cli.dispatching`), showing results and failures (`tarry.cli.output`).
+It takes no rows; `tarry.cli.dispatching` does.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from tarry.cli import connection, output, pending
 from tarry.threads import client
 
 LOOK_EVERY_S = 1.0
-# What comes due so long after the next look is foreseen, too: clocks and ticks differ.
+# Rows due this long after the next look are read too, because clocks and ticks differ (seconds).
 _AHEAD_S = 2.0
-# Between two looks at a long backlog so many times as long nothing is asked.
+# The pause between two looks is this many times as long as a look, so that a long backlog is read less often.
 _PAUSE_IN_LOOKS = 10
 
 _Name = tuple[int, int, int | None, int]
-"""Ledger, entry, batch index and redelivery count: what comes back after a negative acknowledgement is shown again."""
+"""Ledger, entry, batch index and redelivery count: a redelivered position is shown again."""
 
 
 def _of_receive(context: click.Context, option: click.Parameter, given: object) -> None:
@@ -38,7 +37,7 @@ def _of_receive(context: click.Context, option: click.Parameter, given: object) 
 
 
 def _options_of_receive(command: Callable[..., None]) -> Callable[..., None]:
-    """What the command took when it acknowledged what it printed: whoever still gives it is told where that is now."""
+    """Give a command the hidden former options, which now report that `tarry receive` has them."""
     for name in ("--ack", "--no-ack", "--create"):
         command = click.option(name, is_flag=True, hidden=True, expose_value=False, callback=_of_receive)(command)
     for name in ("--permits", "--consumer"):
@@ -53,13 +52,12 @@ def _options_of_receive(command: Callable[..., None]) -> Callable[..., None]:
 @_options_of_receive
 @connection.connected
 def watch(*, connected: client.Client, topic: str, subscription: str, count: int | None, as_json: bool) -> None:
-    """Watch the positions of SUBSCRIPTION come due, and take none of them. Ctrl-C ends it.
+    """Show the positions of SUBSCRIPTION as they come due, and take none of them. Ctrl-C ends the command.
 
-    The command looks every second, and less often when the backlog is long. Positions stay where they are, and are
-    handed out to dispatchers as if nobody looked. `tarry receive` takes the positions and acknowledges them.
-
+    The command looks every second, and less often when the backlog is long. Positions stay where they are, and
+    dispatchers receive them as usual. `tarry receive` takes positions and acknowledges them.
     The state of a position is ready, in flight, or gone: acknowledged, cancelled or rescheduled before the command
-    looked again. A position that was negatively acknowledged is printed again when it comes back.
+    looked again. A position that was negatively acknowledged is printed again when it is redelivered.
 
     \b
     Examples:
@@ -76,7 +74,7 @@ def watch(*, connected: client.Client, topic: str, subscription: str, count: int
 
 
 class _Looks:
-    """Looks at one subscription, again and again."""
+    """Repeated looks at one subscription."""
 
     def __init__(self, connected: client.Client, topic: str, subscription: str) -> None:
         self._connected = connected
@@ -87,7 +85,7 @@ class _Looks:
         self._as_of_ms = time.time_ns() // 1_000_000
 
     def forever(self) -> Iterator[dict[str, Any]]:
-        """What has come due since the look before, of the first look all that is due."""
+        """Yield what has come due since the look before; the first look yields everything due."""
         pause_s = LOOK_EVERY_S
         while True:
             begun_s = time.monotonic()
@@ -96,7 +94,7 @@ class _Looks:
             time.sleep(pause_s)
 
     def _look(self, *, ahead_s: float) -> Iterator[dict[str, Any]]:
-        # First what waits: what has come due by then and is in no backlog afterwards is gone.
+        # Waiting rows are read first: one that has come due since and is in no backlog is gone.
         waiting = self._waiting(self._as_of_ms + int(ahead_s * 1000))
         there: set[_Name] = set()
         for page in self._backlog():
@@ -111,7 +109,7 @@ class _Looks:
         self._shown, self._coming = there, waiting
 
     def _waiting(self, until_ms: int) -> dict[_Name, dict[str, Any]]:
-        """The rows that come due before a moment."""
+        """Return the rows that come due before a moment."""
         pages = pending.Pages(
             lambda token, page_size: self._connected.scheduled_page(
                 self._topic, token, until_ms=until_ms, subscription=self._subscription, page_size=page_size
@@ -142,7 +140,7 @@ def _not_due(page: inspection.ScheduledPage) -> Iterator[dict[str, Any]]:
 
 
 def _due(page: inspection.BacklogPage) -> Iterator[dict[str, Any]]:
-    """The rows of a page that may be handed out or are, without those that wait for their redelivery."""
+    """Yield the rows of a page that are ready or in flight, without those that wait for redelivery."""
     columns = zip(
         page.ledger_id.tolist(),
         page.entry_id.tolist(),
@@ -171,7 +169,7 @@ def _row(
     redelivery_count: int,
     batch_index: int | None,
 ) -> dict[str, Any]:
-    """As it is printed."""
+    """Return a row as it is printed."""
     return {
         "ledger_id": ledger_id,
         "entry_id": entry_id,

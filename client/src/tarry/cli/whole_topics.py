@@ -1,12 +1,6 @@
-"""Commands of operators about a topic as a whole: policy, delete.
+"""Commands of operators for a whole topic: policy, delete, levels.
 
-Owns: their arguments, and a policy as it is written on a command line.
-Does not own: limits and defaults, which are the daemon's.
-
-The command about delay levels.
-
-Owns: its arguments, and how a table of delays is shown.
-Does not own: reading a table, and limits, which are the daemon's.
+The daemon reads tables of delays, checks limits and knows defaults.
 """
 
 from __future__ import annotations
@@ -40,9 +34,9 @@ _YES_OR_NO = ("shared_index", "two_phase_deletion_enabled")
 def policy(
     *, connected: client.Client, topic: str, given: tuple[str, ...], unset: tuple[str, ...], as_json: bool
 ) -> None:
-    """Show the policy of TOPIC, or change it: what is set, and what is in force.
+    """Show or change the policy of TOPIC: what is set, and what is in force.
 
-    A change affects what comes: rows keep their times, buckets keep their form. Fields that end in _ms are shown as
+    A change applies to the future: rows keep their times, buckets keep their form. Fields that end in _ms are shown as
     durations such as 7d, with --json in ms, and take both; bucket_form is columnar or compatible; shared_index and
     two_phase_deletion_enabled are true or false. Setting a field creates the topic if it is new. A change reads the
     policy and writes it as a whole, so of two changes at the same time only one is kept.
@@ -76,7 +70,7 @@ def policy(
 
 
 def _stored(connected: client.Client, topic: str, *, new: bool) -> policies.TopicPolicy:
-    """What is set so far; nothing for a topic that is `new` with this command."""
+    """Return the stored policy; an empty one for a topic that is `new` with this command."""
     try:
         return connected.policy(topic).policy
     except errors.NotFound:
@@ -108,7 +102,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def _text(name: str, value: object) -> str:
-    """What can be given to --set."""
+    """Return the text that --set takes."""
     if value is None:
         return "-"
     if isinstance(value, int) and name.endswith("_ms"):
@@ -139,7 +133,7 @@ def delete(*, connected: client.Client, topic: str, as_json: bool) -> None:
     if as_json:
         output.as_json({"topic": topic, **vars(deleted)})
     else:
-        # The answer that told how many was lost.
+        # The answer with the count was lost.
         counted = "its rows" if deleted.rows is None else output.rows_text(deleted.rows)
         click.echo(f"{topic} is deleted with {counted}")
 
@@ -208,7 +202,7 @@ def _show(topic: str, in_force: results.DelayLevelsInForce) -> None:
     output.table(
         f"Delay levels of {topic}" if topic else "Delay levels of the daemon",
         names,
-        # A level that only a former table had has no delay any more.
+        # A level that only a former table had no longer has a delay.
         ((level, delay or "-", pending or 0)[: len(names)] for level, (delay, pending) in enumerate(by_level, 1)),
         empty="",
     )

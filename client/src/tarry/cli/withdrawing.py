@@ -1,8 +1,4 @@
-"""Commands about rows that are not due yet: cancel, reschedule.
-
-Owns: their arguments, and how what became of each position is shown.
-Does not own: reading positions (`tarry.cli.rows`), showing results and failures (`tarry.cli.output`).
-"""
+"""Commands for rows that are not due yet: cancel, reschedule."""
 
 from __future__ import annotations
 
@@ -21,17 +17,17 @@ from tarry.cli import connection, output, rows
 from tarry.threads import client
 
 REASONS = {"not_found": "not found", "already_due": "already due", "in_flight": "in flight"}
-"""Why a position is as it was: as it is called in JSON, and for people."""
+"""Reasons why a position was left: the name in JSON, and the text for people"""
 
-# Ranges that are listed in a terminal.
+# Ranges that a terminal lists
 _SHOWN_RANGES = 20
 
 Range = tuple[int, int, int]
-"""Ledger, first and last entry."""
+"""Ledger, first and last entry"""
 
 
 def _position_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options that name positions."""
+    """Give a command the options that name positions."""
     for option in (
         click.option("--subscription", help="Only rows that were added for this subscription alone."),
         click.option(
@@ -52,26 +48,26 @@ def _position_options(command: Callable[..., None]) -> Callable[..., None]:
 def _given(
     ledger: int | None, entries: range | None, source: str | None, *, key: str | None = None
 ) -> Iterator[tuple[Iterator[rows.RowBatch], int | None]]:
-    """The positions that the options name, in requests of the daemon's size, and how many they are, if it is known."""
+    """Yield the positions that the options name, in requests of the daemon's size, and their number if it is known."""
     batch_rows = columns.ROWS_PER_REQUEST_MAX
     if source is None:
         if ledger is None or entries is None:
             raise click.UsageError("give --ledger and --entries, or --file")
-        # Not len, which has no place for 2^64.
+        # `len` cannot return 2^64.
         given = rows.from_options(ledger, entries, deliver_at_ms=None, delay_ms=None, key=key, batch_rows=batch_rows)
         yield given, entries.stop - entries.start
         return
     if any(option is not None for option in (ledger, entries, key)):
         raise click.UsageError("--file has the positions: leave out --ledger, --entries and --key")
     with click.open_file(source, encoding="utf-8-sig") as lines:
-        # Counted before anything of them is read: counting goes back to the beginning of the file.
+        # Count before reading: counting goes back to the beginning of the file.
         total = rows.lines_of(lines, header=False)
         yield rows.readable(rows.from_file(lines, name=source, batch_rows=batch_rows)), total
 
 
 @dataclasses.dataclass
 class _Account:
-    """What became of positions so far."""
+    """The results of the positions so far."""
 
     done: int = 0
     left: dict[str, list[Range]] = dataclasses.field(default_factory=lambda: {reason: [] for reason in REASONS})
@@ -93,7 +89,7 @@ class _Account:
 
 
 def _ranges(each: rows.RowBatch, index: NDArray[np.int64]) -> list[Range]:
-    """Rows of a batch as ranges of neighbouring entries, by ledger and entry."""
+    """Return rows of a batch as ranges of neighbouring entries, by ledger and entry."""
     if not len(index):
         return []
     ledger_id, entry_id = np.broadcast_to(each.ledger_id, len(each))[index], each.entry_id[index]
@@ -112,7 +108,7 @@ def _work(
     total: int | None,
     quiet: bool,
 ) -> _Account:
-    """Makes a request for each batch. A failure is raised; a note says what was done before."""
+    """Send a request for each batch. A failure is raised after a note of what was done before."""
     account = _Account()
     answered = 0
     try:
@@ -129,7 +125,7 @@ def _work(
 
 
 def _show(account: _Account, done: str, about: dict[str, object], *, as_json: bool) -> None:
-    """What became of the positions; ends with a status of its own when not everything was done."""
+    """Print what became of the positions; exit with EXIT_NOT_ALL if some were left."""
     topic = str(about["topic"])
     if as_json:
         output.as_json({**about, done: account.done, **account.left, "answers_lost": account.answers_lost})
@@ -152,7 +148,7 @@ def _list_ranges(topic: str, account: _Account) -> None:
     output.table(
         f"As they were in {topic}",
         ("ledger", "first entry", "last entry", "rows", "why"),
-        # The ids as text: they are names, not counts.
+        # Ids are text, because they are names, not counts.
         ((str(ledger), str(first), str(last), last - first + 1, why) for ledger, first, last, why in shown),
         empty="",
     )
@@ -174,11 +170,10 @@ def cancel(
     subscription: str | None,
     as_json: bool,
 ) -> None:
-    """Take positions of TOPIC out before they are due. A cancelled position is never handed out.
+    """Remove positions of TOPIC before they are due. A cancelled position is never delivered.
 
     Positions that cannot be cancelled stay, and are listed with the reason: not found (never added, acknowledged, or
     cancelled before), already due, or in flight (at a dispatcher). A position leaves every index of the topic or none.
-
     Exit status: 0 all are cancelled, 4 some are not.
 
     \b
@@ -218,13 +213,12 @@ def reschedule(
     key: str | None,
     as_json: bool,
 ) -> None:
-    """Give positions of TOPIC another time, earlier or later, before they are due. A past time makes them due at once.
+    """Give positions of TOPIC another time before they are due, earlier or later. A past time makes them due at once.
 
     The time is --in or --at for all positions, or else the time in each line of the file. Each position gets a new row:
     its key is --key, or else the key in its line, or none. Positions that keep their old time are listed with the
     reason, as by `tarry cancel`.
-
-    Exit status: 0 all have their new time, 4 some have not.
+    Exit status: 0 all have their new time, 4 some do not.
 
     \b
     Examples:
