@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line and exits with its status."""
+    """Run the command line and exit with its status."""
     missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         names = " and ".join(missing)

@@ -63,7 +63,7 @@ class Ledgers(Protocol):
     def uuid_lsb(self) -> Sequence[int]: ...
 
 
-# Requests.
+# Requests
 
 
 def pending_deletes(given: Sequence[pb.PendingDelete]) -> tuple[list[stored.PendingDelete], dict[int, str]]:
@@ -161,7 +161,7 @@ def _optional(field: str, number: int, declared: descriptor.EnumDescriptor, kind
     return kind(number)
 
 
-# Answers.
+# Answers
 
 
 def refused(each: deletion_values.RefusedDelete) -> pb.RefusedDelete:

@@ -284,7 +284,7 @@ class KeyOrder(enum.IntEnum):
 
 
 class NackOrder(enum.IntEnum):
-    """What becomes of the later positions of a key when one is negatively acknowledged."""
+    """The treatment of a key's later positions when one is negatively acknowledged."""
 
     SKIP = 1
     BLOCK_KEY = 2

@@ -35,7 +35,7 @@ Ledger = tuple[int, int, int]
 
 
 class Standing(enum.Enum):
-    """How far a deletion is."""
+    """The progress of a deletion."""
 
     WAITING = "waiting"
     BEGUN = "begun"

@@ -39,7 +39,7 @@ ENDING = frozenset(("commit", "ack", "reject"))
 """Calls that end a message: those that fail end the session."""
 
 
-# Answers.
+# Answers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -432,7 +432,7 @@ async def test_a_message_larger_than_a_pull_may_bring_comes_alone(
         assert [len(each.message.body.data) for each in read if each.message] == [10, 5_000, 5_000]
 
 
-# The connection.
+# The connection
 
 
 async def fails_with(error: type[Exception], call: Any) -> float:
@@ -575,7 +575,7 @@ async def test_nats_py_works_on_the_connection_that_hands_on_raw_blocks(broker: 
         await connection.close()
 
 
-# Findings.
+# Findings
 
 
 async def names_of(adapter: Any, grade: Grade) -> set[str]:

@@ -48,7 +48,7 @@ def graded(findings: list[port.Finding], grade: Grade) -> dict[str, str]:
     return {each.name: each.text for each in findings if each.grade is grade}
 
 
-# Messages.
+# Messages
 
 
 async def test_fields_are_published_as_they_are(redis: RedisOfTest) -> None:
