@@ -91,8 +91,16 @@ class Bucket:
 
         What is gone or due already is left out.
         """
-        if len(due) <= FEW and not self.levels:
-            return self._pass_few(due)
+        has_levels = self.levels is not None and self.levels.has_rows
+        if len(due.keys) <= FEW and not has_levels:
+            came = []
+            for key in due.keys.tolist():
+                waits = key in self.present and key not in self.passed
+                came.append(waits)
+                if waits:
+                    self.passed.add(key)
+                    self.passed_rows += 1
+            return due if all(came) else due.take(np.array(came))
         waiting = bitmap_of(due.keys) & self.present
         waiting -= self.passed
         count = len(waiting)
@@ -100,19 +108,9 @@ class Bucket:
             due = due.take(contained(due.keys, waiting))
         self.passed |= waiting
         self.passed_rows += count
-        if self.levels:
+        if self.levels is not None and has_levels:
             self.levels.passed(waiting)
         return due
-
-    def _pass_few(self, due: KeyedRows) -> KeyedRows:
-        came = []
-        for key in due.keys.tolist():
-            waits = key in self.present and key not in self.passed
-            came.append(waits)
-            if waits:
-                self.passed.add(key)
-                self.passed_rows += 1
-        return due if all(came) else due.take(np.array(came))
 
     def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:
         """Makes positions gone: (those that were there, how many of them were due)."""
@@ -130,7 +128,7 @@ class Bucket:
             self.gone.add(hit)
         for acknowledged in self.acknowledged.values():
             acknowledged -= hit
-        if self.levels:
+        if self.levels is not None and self.levels.has_rows:
             self.levels.remove(hit)
         return hit, due_rows
 

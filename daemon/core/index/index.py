@@ -232,6 +232,7 @@ SeenRows = dict[tuple[str, int], KeyedRows]
 class Index:
     """`index_id`: which index of the topic it is (`formats.index_ids`).
 
+    `of_batch_parts`: whether its positions are messages of entries.
     `staged`: positions of rows that are on their way into it. `acknowledging_lost`: positions of damaged buckets that
     were being acknowledged when these were quarantined. `counts`: of the topic's buckets.
     """
@@ -246,6 +247,7 @@ class Index:
         counts: BucketCounts | None = None,
     ) -> None:
         self.index_id = index_id
+        self.of_batch_parts = is_of_batch_parts(index_id)
         self._counts = BucketCounts() if counts is None else counts
         self.pages = pages
         self.cache = cache
@@ -268,11 +270,6 @@ class Index:
         return bucket
 
     # ---- counts
-
-    @property
-    def of_batch_parts(self) -> bool:
-        """Whether its positions are messages of entries (`formats.index_ids`)."""
-        return is_of_batch_parts(self.index_id)
 
     @property
     def memory_buckets(self) -> list[MutableBucket]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import array
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class SortedRun:
     def __init__(self, rows: KeyedRows, *, offset: int = 0, stop: int | None = None, continues: bool = False) -> None:
         self.rows = rows
         self.offset = offset
-        self.stop = len(rows) if stop is None else stop
+        self.stop = len(rows.keys) if stop is None else stop
         self.continues = continues
         # The row at an offset is due then: it is asked for at every wake-up, and most of the time the same.
         self._next = (-1, 0)
@@ -66,15 +66,18 @@ class SortedRun:
 
     def due_end(self, now_ms: int) -> int:
         """The index behind the last row that is due."""
-        next_due_ms = self.next_due_ms()
-        if next_due_ms is None or next_due_ms > now_ms:
-            return self.offset
+        offset, stop = self.offset, self.stop
+        known_offset, known_ms = self._next
+        if offset >= stop or (known_offset == offset and known_ms > now_ms):
+            return offset
         times, now = self.rows.rows.deliver_at_ms, np.uint64(now_ms)
         # Of a trickle one row is due. A search lets go of the interpreter's lock, and may wait to get it back.
-        for end in range(self.offset + 1, min(self.offset + FEW_ROWS, self.stop)):
+        for end in range(offset, min(offset + FEW_ROWS, stop)):
             if times[end] > now:
                 return end
-        return self.offset + int(times[self.offset : self.stop].searchsorted(now, side="right"))
+        if stop - offset <= FEW_ROWS:
+            return stop
+        return offset + int(times[offset:stop].searchsorted(now, side="right"))
 
     def place(self, index: int) -> Place:
         rows = self.rows.rows
@@ -100,7 +103,8 @@ class SortedRun:
         return start, end
 
     def take(self, end: int) -> KeyedRows:
-        taken = self.rows.take(slice(self.offset, end))
+        is_whole = not self.offset and end == len(self.rows.keys)
+        taken = self.rows if is_whole else self.rows.take(slice(self.offset, end))
         self.offset = end
         return taken
 
@@ -111,10 +115,12 @@ def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[i
     What is left in the runs, or follows them, comes after everything taken in hand-out order. Empty only when no run
     has a due row.
     """
-    ends = [run.due_end(now_ms) for run in runs]
-    if len(runs) == 1 and runs[0].offset < ends[0] <= runs[0].offset + limit:
-        return [(0, runs[0].take(ends[0]))]
-    return _take_up_to(runs, ends, limit)
+    if len(runs) == 1:
+        run, end = runs[0], runs[0].due_end(now_ms)
+        if run.offset < end <= run.offset + limit:
+            return [(0, run.take(end))]
+        return _take_up_to(runs, [end], limit)
+    return _take_up_to(runs, [run.due_end(now_ms) for run in runs], limit)
 
 
 def take_before(runs: Sequence[SortedRun], bound: Place, limit: int) -> list[tuple[int, KeyedRows]]:
@@ -170,8 +176,10 @@ def earliest(*times_ms: int | None) -> int | None:
     return first_ms
 
 
-def in_due_order(parts: Iterable[KeyedRows]) -> KeyedRows:
+def in_due_order(parts: Sequence[KeyedRows]) -> KeyedRows:
     """The rows of all parts in hand-out order."""
+    if len(parts) == 1:
+        return parts[0]
     parts = [part for part in parts if len(part)]
     merged = KeyedRows.concat(parts)
     return merged if len(parts) == 1 else merged.take(merged.rows.due_order())
@@ -214,16 +222,16 @@ Take = Callable[[Index], KeyedRows]
 
 
 class Ranges:
-    """Ranges of columns in an order, which may be taken from the front. `len`: rows that are left."""
+    """Ranges of columns in an order, which may be taken from the front. `rows_left`, `len`: rows that are left."""
 
     def __init__(self) -> None:
         self._firsts = array.array("Q")
         self._ends = array.array("Q")
         self._at = 0
-        self._rows = 0
+        self.rows_left = 0
 
     def __len__(self) -> int:
-        return self._rows
+        return self.rows_left
 
     @property
     def first(self) -> int:
@@ -236,7 +244,7 @@ class Ranges:
         else:
             self._firsts.append(first)
             self._ends.append(end)
-        self._rows += end - first
+        self.rows_left += end - first
 
     def rows(self) -> Index:
         """All rows that are left."""
@@ -244,21 +252,20 @@ class Ranges:
 
     def take(self, rows_max: int) -> Index:
         """The next rows, at most so many, and at least one if one is left."""
-        count = 1
-        if self._ends[self._at] - self._firsts[self._at] < rows_max:
-            count = min(rows_max, len(self._ends) - self._at)
-            lengths = _column(self._ends, self._at, count) - _column(self._firsts, self._at, count)
-            count = max(1, int(np.cumsum(lengths).searchsorted(rows_max, side="right")))
+        at = self._at
+        first, end = self._firsts[at], self._ends[at]
+        if end - first >= rows_max or len(self._ends) - at == 1:
+            stop = min(end, first + rows_max)
+            self._firsts[at] = stop
+            self._at += stop == end
+            self.rows_left -= stop - first
+            return slice(first, stop)
+        count = min(rows_max, len(self._ends) - at)
+        taken_rows = np.cumsum(_column(self._ends, at, count) - _column(self._firsts, at, count))
+        count = max(1, int(taken_rows.searchsorted(rows_max, side="right")))
         index = self._index(count)
-        if isinstance(index, slice):
-            index = slice(index.start, min(index.stop, index.start + rows_max))
-            taken = index.stop - index.start
-            self._firsts[self._at] = index.stop
-            count = int(index.stop == self._ends[self._at])
-        else:
-            taken = len(index)
         self._at += count
-        self._rows -= taken
+        self.rows_left -= int(taken_rows[count - 1])
         return index
 
     def _index(self, count: int) -> Index:
@@ -292,8 +299,10 @@ class _Run:
         return len(self.chunk) + len(self.ranges)
 
     def next_due_ms(self, times: U64) -> int | None:
-        next_due_ms = self.chunk.next_due_ms()
-        return int(times[self.ranges.first]) if next_due_ms is None and len(self.ranges) else next_due_ms
+        chunk = self.chunk
+        if chunk.offset < chunk.stop:
+            return chunk.next_due_ms()
+        return int(times[self.ranges.first]) if self.ranges.rows_left else None
 
 
 class FifoRuns:
@@ -365,7 +374,7 @@ class FifoRuns:
 
     def runs_at(self, now_ms: int, times: U64, take: Take) -> list[SortedRun]:
         """The sorted runs with the next rows of every run that has rows due at `now_ms`. They are about to be taken."""
-        next_due_ms = self.next_due_ms(times)
+        next_due_ms = self._next_due_ms if self._is_next_due_known else self.next_due_ms(times)
         if next_due_ms is None or next_due_ms > now_ms:
             return []
         self._is_next_due_known = False
@@ -376,10 +385,11 @@ class FifoRuns:
             if next_due_ms is None:
                 used_up = True
             elif next_due_ms <= now_ms:
-                if not len(run.chunk):
-                    run.chunk = SortedRun(take(run.ranges.take(CHUNK_ROWS)))
-                run.chunk.continues = len(run.ranges) > 0
-                found.append(run.chunk)
+                chunk = run.chunk
+                if chunk.offset == chunk.stop:
+                    chunk = run.chunk = SortedRun(take(run.ranges.take(CHUNK_ROWS)))
+                chunk.continues = run.ranges.rows_left > 0
+                found.append(chunk)
         if used_up:
             self._runs = [run for run in self._runs if len(run)]
             self._ends = [run.end for run in self._runs]
