@@ -164,7 +164,7 @@ class NackDecisions:
         `is_forwarded`: also whether one of them, or its entry, is about to leave: then it gets a new row; or is about
         to get a row: by that it would come again under the name that has failed.
         """
-        parts = self._indexes.get(batch_parts_of(state.subscription_id))
+        parts = self._indexes.batch_parts.get(state.subscription_id)
         if parts is not None and parts.staged.keys and parts.staged.keys.intersect(_parts_of(parts, positions)):
             return True
         staged = state.nacking | state.acknowledging if is_forwarded else state.nacking
