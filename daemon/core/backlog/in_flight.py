@@ -133,7 +133,7 @@ class InFlight:
         `dispatcher` is one for all rows, or one for each. `elapsed_ms` is the time now by a clock that never steps
         (ms).
         """
-        count = len(rows)
+        count = len(rows.keys)
         if not count:
             return
         batch = _Batch(rows, dispatcher, elapsed_ms)
@@ -168,12 +168,13 @@ class InFlight:
             self._sort_in(list(self._batches.values()))
             self._batches = {}
 
-    def take(self, keys: U64, deliver_at_ms: U64) -> Mask:
-        """Remove the positions that are in the table with these times; return the mask of those removed.
+    def take(self, keys: U64, deliver_at_ms: U64) -> Mask | None:
+        """Removes the positions that are in the table with that time; a mask of those removed, None: all of them.
 
         A key that is named twice is removed once.
         """
-        return self._take(keys, deliver_at_ms, None)
+        taken = self._take_whole(keys, deliver_at_ms, None)
+        return None if taken == len(keys) else self._take_others(keys, deliver_at_ms, taken, None)
 
     def take_rows(self, keys: U64, deliver_at_ms: U64) -> tuple[KeyedRows, Mask]:
         """Remove the positions that are in the table with these times, each once.
@@ -181,14 +182,15 @@ class InFlight:
         Returns (the removed rows in the order of the request, the mask of those removed).
         """
         parts: list[_Taken] = []
-        found = self._take(keys, deliver_at_ms, parts)
+        taken = self._take_whole(keys, deliver_at_ms, parts)
+        found = self._take_others(keys, deliver_at_ms, taken, parts)
         rows = KeyedRows.concat([part.rows for part in parts])
         if len(parts) > 1:
             rows = rows.take(np.argsort(np.concatenate([part.hits for part in parts])))
         return rows, found
 
-    def _take(self, keys: U64, deliver_at_ms: U64, parts: list[_Taken] | None) -> Mask:
-        taken = self._take_whole(keys, deliver_at_ms, parts)
+    def _take_others(self, keys: U64, deliver_at_ms: U64, taken: int, parts: list[_Taken] | None) -> Mask:
+        """Removes the positions behind the first `taken` ones, which are removed already; a mask of all removed."""
         found = np.zeros(len(keys), np.bool_)
         found[:taken] = True
         if taken == len(keys):
@@ -215,8 +217,12 @@ class InFlight:
             batch = self._batches.get(first_key)
             if batch is None or batch.alive is not None:
                 break
-            mine, end = batch.rows, taken + len(batch.rows)
-            if not (_same(mine.keys, keys[taken:end]) and _same(mine.rows.deliver_at_ms, deliver_at_ms[taken:end])):
+            mine = batch.rows
+            end = taken + len(mine.keys)
+            # Of few rows faster than numpy compares them.
+            if mine.keys.tobytes() != keys[taken:end].tobytes():
+                break
+            if mine.rows.deliver_at_ms.tobytes() != deliver_at_ms[taken:end].tobytes():
                 break
             self._leave_whole(first_key)
             if parts is not None:
@@ -400,10 +406,12 @@ class InFlight:
         self._left(left, run.dispatcher[places], are_claimed=are_claimed)
 
     def _leave_whole(self, first_key: int) -> None:
-        batch = self._batches.pop(first_key).living
+        batch = self._batches.pop(first_key)
+        if batch.alive is not None:
+            batch = batch.living
         if isinstance(batch.dispatcher, int) and self.watcher is None:
-            self._living -= len(batch.rows)
-            self._leave_one(batch.dispatcher, len(batch.rows))
+            self._living -= len(batch.rows.keys)
+            self._leave_one(batch.dispatcher, len(batch.rows.keys))
         else:
             self._left(batch.rows, batch.dispatchers, are_claimed=True)
 
@@ -423,11 +431,6 @@ class InFlight:
         self._held[dispatcher] -= rows
         if not self._held[dispatcher]:
             del self._held[dispatcher]
-
-
-def _same(one: U64, other: U64) -> bool:
-    """Return whether the columns are equal; for few rows this is faster than numpy's comparison."""
-    return len(one) == len(other) and one.tobytes() == other.tobytes()
 
 
 def _counted(dispatchers: U32) -> list[tuple[int, int]]:

@@ -430,7 +430,8 @@ class _Line:
 class NackTracker:
     """The NACKED positions of one subscription; `keys` is their set.
 
-    `in_order_rows` counts rows that arrived in due order, which needs no sort; `sorted_rows` counts the others.
+    `rows`: those that are NACKED, as `len`. `in_order_rows`: rows that came in due order, which costs no sort;
+    `sorted_rows`: the others.
     """
 
     def __init__(self, places: PagePlaces) -> None:
@@ -438,7 +439,7 @@ class NackTracker:
         self.in_order_rows = 0
         self.sorted_rows = 0
         self._places = places
-        self._rows = 0
+        self.rows = 0
         self._departed = StaleNacks()
         # Entries in all runs, including stale ones
         self._entries = 0
@@ -460,7 +461,7 @@ class NackTracker:
         self._known_first: tuple[int, int] | None = None
 
     def __len__(self) -> int:
-        return self._rows
+        return self.rows
 
     @property
     def size_bytes(self) -> int:
@@ -477,7 +478,7 @@ class NackTracker:
         added = bitmap_of(rows.keys)
         replaced = self._leave(added)
         self.keys |= added
-        self._rows += len(rows)
+        self.rows += len(rows)
         self._entries += len(rows)
         batch = NackRunBatch(self._departed.birth(), NackColumns.of(rows, redeliver_at_ms))
         line = self._line_for(redeliver_at_ms)
@@ -503,7 +504,7 @@ class NackTracker:
             return 0
         hit = self.keys & keys
         self.keys -= hit
-        self._rows -= len(hit)
+        self.rows -= len(hit)
         self._known_first = None
         self._departed.leave(hit)
         if not self.keys:
@@ -591,9 +592,9 @@ class NackTracker:
             if len(columns):
                 break
         if len(columns):
-            self._rows -= len(columns)
+            self.rows -= len(columns)
             self.keys -= bitmap_of(columns.keys)
-        if not self._rows and self._runs:
+        if not self.rows and self._runs:
             self._clear()
         self._work(0)
         return columns.keyed(self._places), columns.redeliver_at_ms
@@ -722,9 +723,9 @@ class NackTracker:
                 self._merge_step()
 
     def _look_at_departed(self) -> None:
-        if self._entries == self._rows:
+        if self._entries == self.rows:
             self._departed.clear()
-        elif self._entries > 2 * self._rows + DEPARTED_ROWS_MIN and not self._repack:
+        elif self._entries > 2 * self.rows + DEPARTED_ROWS_MIN and not self._repack:
             self._repack = list(self._runs.values())
             self._repack_part = 0
             self._step_rows += self._entries

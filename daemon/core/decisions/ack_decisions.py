@@ -22,7 +22,7 @@ from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes
 from daemon.core.index.position_keys import KeyedRows, bitmap_of, contained, keys_of
 from daemon.core.key_shared.key_share import KeyShared
-from storage_backends.formats.index_ids import SHARED, batch_parts_of, subscription_of
+from storage_backends.formats.index_ids import SHARED, subscription_of
 from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import AcknowledgeRecord, DeadLetterRecord
 
@@ -50,27 +50,33 @@ class AckDecisions:
         """
         records: list[AcknowledgeRecord] = []
         for index in self._indexes.serving(state.subscription_id):
-            if not len(claims):
+            if not len(claims.ledger_id):
                 break
             keys = claims.keys_in(index)
-            found = _taken(state, keys, claims)
-            found_rows = np.count_nonzero(found)
-            if found_rows == len(claims):
-                records += self._leave(state, index, claims, keys)
+            ended = state.are_ended_by(keys, claims.redelivery_count)
+            if ended is None:
+                found = state.in_flight.take(keys, claims.deliver_at_ms)
+            else:
+                taken = state.in_flight.take(keys[ended], claims.deliver_at_ms[ended])
+                found = ended
+                if taken is not None:
+                    found[ended] = taken
+            if found is None or found.all():
+                self._leave(state, index, claims, keys, records)
                 return tuple(records), NO_CLAIMS
-            if found_rows:
-                records += self._leave(state, index, claims.take(found), keys[found])
+            if found.any():
+                self._leave(state, index, claims.take(found), keys[found], records)
                 claims = claims.take(~found)
         if len(claims) and state.key_shared is not None:
             # Planned positions have no row, and nothing to journal except for their messages.
             planned = _planned(state.key_shared, claims)
             if planned.any():
-                records += self._end_parts_of(state, claims.take(planned))
+                self._end_parts_of(state, claims.take(planned), records)
                 claims = claims.take(~planned)
         if len(claims):
             strange = self._are_strange_with_parts(state, claims)
             if strange.any():
-                records += self._end_parts_of(state, claims.take(strange))
+                self._end_parts_of(state, claims.take(strange), records)
                 claims = claims.take(~strange)
         return tuple(records), claims
 
@@ -94,22 +100,30 @@ class AckDecisions:
             rows, taken, claims = claimed_in(index, claims, found, fits)
             if len(rows):
                 state.claim(bitmap_of(rows.keys))
-                records += self._leave(state, index, taken, rows.keys)
+                self._leave(state, index, taken, rows.keys, records)
         return tuple(records), claims
 
     def _leave(
-        self, state: SubscriptionState, index: Index, claims: HeldPositions, keys: U64
-    ) -> Iterator[AcknowledgeRecord]:
+        self,
+        state: SubscriptionState,
+        index: Index,
+        claims: HeldPositions,
+        keys: U64,
+        records: list[AcknowledgeRecord],
+    ) -> None:
+        """Stages claims that are for rows of an index; appends the records to journal."""
         state.acknowledging |= bitmap_of(keys)
         rows = claims.rows_in(index)
-        yield AcknowledgeRecord(self._topic_id, self._incarnation, state.subscription_id, rows, index.index_id)
-        if not index.of_batch_parts:
-            yield from self._end_parts_of(state, claims)
+        records.append(
+            AcknowledgeRecord(self._topic_id, self._incarnation, state.subscription_id, rows, index.index_id)
+        )
+        if not index.of_batch_parts and state.subscription_id in self._indexes.batch_parts:
+            self._end_parts_of(state, claims, records)
 
     # ---- messages of batches
 
-    def _end_parts_of(self, state: SubscriptionState, entries: HeldPositions) -> Iterator[AcknowledgeRecord]:
-        return self.end_parts(state, entries.ledger_id, entries.entry_id, entries.redelivery_count)
+    def _end_parts_of(self, state: SubscriptionState, entries: HeldPositions, records: list[AcknowledgeRecord]) -> None:
+        records += self.end_parts(state, entries.ledger_id, entries.entry_id, entries.redelivery_count)
 
     def end_parts(
         self, state: SubscriptionState, ledger_id: U64, entry_id: U64, counts: U32 | None = None
@@ -119,7 +133,7 @@ class AckDecisions:
         `counts` are the deliveries of the entries that end: a message that was negatively acknowledged since stays.
         Without counts all messages leave.
         """
-        index = self._indexes.get(batch_parts_of(state.subscription_id))
+        index = self._indexes.batch_parts.get(state.subscription_id)
         if index is None:
             return
         first_keys = batch_parts.first_keys(index, ledger_id, entry_id)
@@ -135,8 +149,8 @@ class AckDecisions:
             yield AcknowledgeRecord(self._topic_id, self._incarnation, state.subscription_id, rows, index.index_id)
 
     def _are_strange_with_parts(self, state: SubscriptionState, claims: HeldPositions) -> Mask:
-        """Return the mask of claims for an entry that Tarry has not delivered and whose messages it knows."""
-        index = self._indexes.get(batch_parts_of(state.subscription_id))
+        """Which of the claims are for an entry that Tarry has not handed out, and of which it knows parts."""
+        index = self._indexes.batch_parts.get(state.subscription_id)
         if index is None:
             return np.zeros(len(claims), np.bool_)
         first_keys = batch_parts.first_keys(index, claims.ledger_id, claims.entry_id)
@@ -150,12 +164,11 @@ class AckDecisions:
     # ---- applying decisions
 
     def acknowledged(self, records: Iterable[AcknowledgeRecord | DeadLetterRecord], slot: int) -> None:
-        """Remove positions from the backlog by decisions of one slot. Positions of a removed index are ignored."""
-        since_ms = {
-            number: other.stored.since_ms
-            for number, other in self._subscriptions.items()
-            if other.stored.created_slot < slot
-        }
+        """Positions leave the backlog, by decisions of one slot; those of an index that is no more are not there."""
+        since_ms = {}
+        for number, other in self._subscriptions.items():
+            if other.stored.created_slot < slot:
+                since_ms[number] = other.stored.since_ms
         entitled = Entitled(since_ms)
         for record in records:
             if record.index_id == SHARED:
@@ -164,30 +177,18 @@ class AckDecisions:
                 self._acknowledge(self._indexes.of(record.index_id), record, NOBODY_ELSE)
 
     def _acknowledge(self, index: Index, record: AcknowledgeRecord | DeadLetterRecord, entitled: Entitled) -> None:
+        by = record.subscription_id
         if index.quarantined or index.acknowledging_lost:
             with index.named_rows(record.rows) as (rows, keys):
-                self._leave_backlog(index, rows, keys, record.subscription_id, entitled)
+                passed_rows = entitlement.acknowledge(index, rows, keys, by, entitled)
         else:
             rows = index.pages.keyed(record.rows)
-            self._leave_backlog(index, rows, bitmap_of(rows.keys), record.subscription_id, entitled)
-
-    def _leave_backlog(
-        self, index: Index, rows: KeyedRows, keys: BitMap64, subscription_id: int, entitled: Entitled
-    ) -> None:
-        passed_rows = entitlement.acknowledge(index, rows, keys, subscription_id, entitled)
-        state = self._subscriptions.get(subscription_id)
+            keys = bitmap_of(rows.keys)
+            passed_rows = entitlement.acknowledge(index, rows, keys, by, entitled)
+        state = self._subscriptions.get(by)
         if state is not None:
             state.backlog -= passed_rows
             state.forget(keys)
-
-
-def _taken(state: SubscriptionState, keys: U64, claims: HeldPositions) -> Mask:
-    """Take out of IN_FLIGHT what the claims end; return the mask of those claims."""
-    ended = state.are_ended_by(keys, claims.redelivery_count)
-    if ended is None:
-        return state.in_flight.take(keys, claims.deliver_at_ms)
-    ended[ended] = state.in_flight.take(keys[ended], claims.deliver_at_ms[ended])
-    return ended
 
 
 def _later(state: SubscriptionState, parts: BitMap64, first_keys: U64, counts: U32) -> BitMap64:

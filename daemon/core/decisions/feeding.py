@@ -35,7 +35,11 @@ def feed(
     `coming` is a subscription that is being created, for which rows passed now are counted. `reader` makes a reader
     that stands at the head.
     """
-    shared = [each for each in passed if not each.bucket.index_id]
+    shared = passed
+    for each in passed:
+        if each.bucket.index_id:
+            shared = [each for each in passed if not each.bucket.index_id]
+            break
     everything: KeyedRows | None = None
     owed_by: list[list[KeyedRows]] = []
     owed_whole = not states
@@ -49,17 +53,20 @@ def feed(
             came = [*shared, *own]
             owed = [*owed, *(each.rows for each in own)]
             complete = complete and not own
-        if not state.is_fed:
+        is_fed = state.is_fed
+        if not is_fed:
             state.pass_by(owed)
-        state.backlog += sum(map(len, owed))
-        if not state.is_fed:
+        for rows in owed:
+            state.backlog += len(rows.keys)
+        if not is_fed:
             if state.reader is not None:
                 for each, rows in zip(came, owed, strict=True):
                     if each.late:
                         state.reader.passed_late(each.bucket, rows)
             continue
         if complete:
-            everything = in_due_order(owed) if everything is None else everything
+            if everything is None:
+                everything = owed[0] if len(owed) == 1 else in_due_order(owed)
             state.feed(everything)
         else:
             state.feed(_staying(state, in_due_order(owed)))

@@ -162,7 +162,7 @@ class NackDecisions:
         `is_forwarded`, a position or entry that is about to leave conflicts, since it gets a new row. One that is about
         to get a row conflicts, too, since it would be delivered again under the name that has failed.
         """
-        parts = self._indexes.get(batch_parts_of(state.subscription_id))
+        parts = self._indexes.batch_parts.get(state.subscription_id)
         if parts is not None and parts.staged.keys and parts.staged.keys.intersect(_parts_of(parts, positions)):
             return True
         staged = state.nacking | state.acknowledging if is_forwarded else state.nacking

@@ -36,11 +36,12 @@ from storage_backends.formats.row_columns import U32, U64
 
 
 class RedeliveryCounts:
-    """The counts of a subscription by key; 0 for a key that is in no plane."""
+    """The counts of a subscription by key; 0 where a key is in no plane. `has_any`: whether a count is not 0."""
 
     def __init__(self) -> None:
         # Plane 0 is the lowest bit; the last one is never empty.
         self._planes: list[BitMap64] = []
+        self.has_any = False
 
     def of(self, keys: U64) -> U32 | None:
         """Return the counts, u32[n], in the order of the keys, or None if all are 0."""
@@ -98,6 +99,7 @@ class RedeliveryCounts:
     def _drop_empty(self) -> None:
         while self._planes and not self._planes[-1]:
             self._planes.pop()
+        self.has_any = bool(self._planes)
 
     def planes(self) -> tuple[BitMap64, ...]:
         """Return copies of the planes, the lowest bit first."""
@@ -174,7 +176,7 @@ class SubscriptionState:
     def owes(self, rows: KeyedRows) -> Mask | None:
         """Return the mask of rows that the subscription is owed, or None if all are."""
         since_ms, times_ms = self.stored.since_ms, rows.rows.deliver_at_ms
-        if len(rows) <= FEW and min(times_ms.tolist(), default=since_ms + 1) > since_ms:
+        if len(times_ms) <= FEW and min(times_ms.tolist(), default=since_ms + 1) > since_ms:
             return None
         owed = times_ms > np.uint64(since_ms)
         return None if np.count_nonzero(owed) == len(owed) else owed
@@ -266,19 +268,20 @@ class SubscriptionState:
         return self.ready_rows >= self._ready_rows_max
 
     def feed(self, rows: KeyedRows) -> None:
-        """Append rows that the head has passed, in due order, all owed and not acknowledged."""
-        rows = self.counted(rows)
-        if rows.redelivery_count is not None:
-            # After a recovery the tracker is ahead of the head.
-            known = bitmap_of(rows.keys[rows.redelivery_count > 0])
+        """Rows that the head has passed, in hand-out order, all owed and not acknowledged."""
+        counts = self.counts.of(rows.keys) if self.counts.has_any else None
+        if counts is not None:
+            rows = dataclasses.replace(rows, redelivery_count=counts)
+            # After a recovery: the tracker is faster than the head.
+            known = bitmap_of(rows.keys[counts > 0])
             elsewhere = self.set_aside_among(known) | self.in_hand_among(known)
             if elsewhere:
                 rows = rows.take(~contained(rows.keys, elsewhere))
         self.append_ready(rows)
 
     def append_ready(self, rows: KeyedRows) -> None:
-        """Append rows behind all that are READY."""
-        if count := len(rows):
+        """Rows that come behind all that is READY."""
+        if count := len(rows.keys):
             self._ready.append(rows)
             self.ready_rows += count
 
@@ -294,7 +297,7 @@ class SubscriptionState:
         """
         if counts is None:
             return None
-        actual = self.counts.of(keys)
+        actual = self.counts.of(keys) if self.counts.has_any else None
         if actual is None:
             if not np.count_nonzero(counts):
                 return None
@@ -332,8 +335,9 @@ class SubscriptionState:
 
     @property
     def available_rows(self) -> int:
-        """The number of READY rows that may become IN_FLIGHT by the subscription's policy."""
-        return min(self.ready_rows, self.in_flight_room)
+        """How many READY rows may become IN_FLIGHT by the subscription's policy."""
+        rows_max = self.stored.policy.in_flight_rows_max
+        return self.ready_rows if rows_max is None else min(self.ready_rows, self.in_flight_room)
 
     @property
     def in_flight_room(self) -> int:
@@ -348,14 +352,15 @@ class SubscriptionState:
         """
         parts: list[KeyedRows] = []
         count = room = min(limit, self.available_rows)
-        if len(self._returned) and room:
+        if room and len(self._returned.keys):
             parts.append(self._returned.take(slice(0, room)))
             self._returned = self._returned.take(slice(room, None))
             room -= len(parts[0])
         while room:
-            parts.append(self._pop(self._redelivered or self._ready, room))
-            room -= len(parts[-1])
-        taken = KeyedRows.concat(parts)
+            rows = self._pop(self._redelivered or self._ready, room)
+            parts.append(rows)
+            room -= len(rows.keys)
+        taken = parts[0] if len(parts) == 1 else KeyedRows.concat(parts)
         if count:
             self.ready_rows -= count
             self.in_flight.add(taken, dispatcher, elapsed_ms=elapsed_ms)
@@ -364,7 +369,7 @@ class SubscriptionState:
     def _pop(self, queue: collections.deque[KeyedRows], limit: int) -> KeyedRows:
         """Take the first rows of a queue, at most `limit`."""
         rows = queue.popleft()
-        if len(rows) > limit:
+        if len(rows.keys) > limit:
             queue.appendleft(rows.take(slice(limit, None)))
             return rows.take(slice(0, limit))
         if queue is self._redelivered:
@@ -511,10 +516,12 @@ class SubscriptionState:
         self.acknowledging -= keys
         if self.nacking:
             self.nacking -= keys
-        if len(self.nacks):
+        if self.nacks.rows:
             self.nacks.drop(keys)
-        self.counts.drop(keys)
-        self.timeouts.drop(keys)
+        if self.counts.has_any:
+            self.counts.drop(keys)
+        if self.timeouts.has_any:
+            self.timeouts.drop(keys)
         if self.key_shared is not None:
             self.key_shared.departed(keys)
 

@@ -480,7 +480,7 @@ class TopicState:
         """
         states, rows, by_key = tuple(self.subscriptions.values()), 0, False
         for state in states:
-            if len(state.nacks):
+            if state.nacks.rows:
                 rows += self._redeliver(state, now_ms, limit)
             by_key = by_key or state.key_shared is not None
         look = (lambda: self.key_sharing.hold_up(states, now_ms)) if by_key else None
@@ -489,9 +489,13 @@ class TopicState:
             self._not_owed |= feeding.feed(
                 passed, states, self._coming, lambda state: self._reader(state, at_head=True)
             )
-            if any(each.late for each in passed):
+            came_late = False
+            for each in passed:
+                rows += len(each.rows.keys)
+                came_late = came_late or each.late
+            if came_late:
                 self._seek_again(states)
-        return rows + sum([len(each.rows) for each in passed])
+        return rows
 
     def takes_redeliveries(self, state: SubscriptionState) -> bool:
         """Return whether NACKED positions of a subscription may be redelivered now.
@@ -522,9 +526,12 @@ class TopicState:
         return np.concatenate(taken)
 
     def next_redelivery_ms(self) -> int | None:
-        """Return a lower bound of the next redelivery (Unix ms), or None if there is none or no room for any."""
-        nacked = [state for state in self.subscriptions.values() if len(state.nacks)]
-        return earliest(*[state.nacks.next_due_ms() for state in nacked if self.takes_redeliveries(state)])
+        """No nacked position comes back before; None when none does, or there is no room for any."""
+        first_ms = None
+        for state in self.subscriptions.values():
+            if state.nacks.rows and self.takes_redeliveries(state):
+                first_ms = earliest(first_ms, state.nacks.next_due_ms())
+        return first_ms
 
     def take_not_owed(self) -> list[GoneRecord]:
         """Return the decisions that remove rows passed since the last call that no subscription is owed.

@@ -77,9 +77,20 @@ class Bucket:
         return self.present_rows - self.passed_rows
 
     def pass_rows(self, due: KeyedRows) -> KeyedRows:
-        """Make pending rows due; return those that were pending, in the given order."""
-        if len(due) <= FEW and not self.levels:
-            return self._pass_few(due)
+        """Makes waiting rows due; those that were waiting, in the order given.
+
+        What is gone or due already is left out.
+        """
+        has_levels = self.levels is not None and self.levels.has_rows
+        if len(due.keys) <= FEW and not has_levels:
+            came = []
+            for key in due.keys.tolist():
+                waits = key in self.present and key not in self.passed
+                came.append(waits)
+                if waits:
+                    self.passed.add(key)
+                    self.passed_rows += 1
+            return due if all(came) else due.take(np.array(came))
         waiting = bitmap_of(due.keys) & self.present
         waiting -= self.passed
         count = len(waiting)
@@ -87,19 +98,9 @@ class Bucket:
             due = due.take(contained(due.keys, waiting))
         self.passed |= waiting
         self.passed_rows += count
-        if self.levels:
+        if self.levels is not None and has_levels:
             self.levels.passed(waiting)
         return due
-
-    def _pass_few(self, due: KeyedRows) -> KeyedRows:
-        came = []
-        for key in due.keys.tolist():
-            waits = key in self.present and key not in self.passed
-            came.append(waits)
-            if waits:
-                self.passed.add(key)
-                self.passed_rows += 1
-        return due if all(came) else due.take(np.array(came))
 
     def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:
         """Remove positions as gone: (those that were present, how many of them were due)."""
@@ -117,7 +118,7 @@ class Bucket:
             self.gone.add(hit)
         for acknowledged in self.acknowledged.values():
             acknowledged -= hit
-        if self.levels:
+        if self.levels is not None and self.levels.has_rows:
             self.levels.remove(hit)
         return hit, due_rows
 

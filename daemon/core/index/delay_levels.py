@@ -163,7 +163,9 @@ DEFAULT = parse(DEFAULT_TABLE, clamp=True, delay_max_ms=DEFAULT_MAX_MS)
 
 
 class LevelRows:
-    """The rows of an index by level. `present_among` returns the positions that have rows which are not gone."""
+    """`present_among`: which positions have rows in the index that are not gone. `has_rows`: whether any row has a
+    level.
+    """
 
     def __init__(self, present_among: Callable[[BitMap64], BitMap64]) -> None:
         self._present_among = present_among
@@ -171,10 +173,10 @@ class LevelRows:
         self._due: dict[int, _Keys] = {}
         self._handed_out: dict[int, _Keys] = {}
         self._pending_rows: dict[int, int] = {}
+        self.has_rows = False
 
     def __bool__(self) -> bool:
-        """Return whether any row has a level."""
-        return bool(self._pending or self._due or self._handed_out)
+        return self.has_rows
 
     @property
     def pending_rows(self) -> Mapping[int, int]:
@@ -185,6 +187,7 @@ class LevelRows:
         """Add new rows of a level."""
         self._pending.setdefault(level, _Keys()).add(keys)
         self._pending_rows[level] = self._pending_rows.get(level, 0) + len(keys)
+        self.has_rows = True
 
     def restore(self, level: int, keys: BitMap64) -> None:
         """Restore stored rows of a level before any is passed, without positions that have no row."""
@@ -220,6 +223,7 @@ class LevelRows:
         for sets in (self._due, self._handed_out):
             for level in list(sets):
                 self._take(sets, level, keys)
+        self.has_rows = bool(self._pending or self._due or self._handed_out)
 
     def freeze(self) -> tuple[tuple[int, BitMap64], ...]:
         """Return (level, positions of rows that are not gone), in sets that never change again. O(levels).

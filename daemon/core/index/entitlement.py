@@ -71,6 +71,8 @@ def acknowledge(index: Index, rows: KeyedRows, keys: BitMap64, by: int, entitled
     subscription, without this one if it was deleted since. A row that came due before a subscription was created counts
     as acknowledged by it.
     """
+    since_ms = entitled.since_ms
+    nobody_else = not since_ms or (len(since_ms) == 1 and by in since_ms)
     held = BitMap64()
     passed_rows = 0
     for bucket in index.that_may_have(keys):
@@ -79,21 +81,19 @@ def acknowledge(index: Index, rows: KeyedRows, keys: BitMap64, by: int, entitled
             continue
         if index.quarantined:
             held |= hit
-        if len(entitled.since_ms) > 1 and by in entitled.since_ms:
+        if not nobody_else and by in since_ms:
             hit -= bucket.acknowledged_by(by)
         passed_rows += hit.intersection_cardinality(bucket.passed)
-        bucket.remove(_no_longer_owed(bucket, hit, rows, by, entitled))
+        bucket.remove(hit if nobody_else else _no_longer_owed(bucket, hit, rows, by, entitled))
     for damaged in index.quarantined.values():
         missing = damaged.missing(keys - held)
         if missing:
-            damaged.remove(_no_longer_owed(damaged, missing, rows, by, entitled))
+            damaged.remove(missing if nobody_else else _no_longer_owed(damaged, missing, rows, by, entitled))
     return passed_rows
 
 
 def _no_longer_owed(bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, entitled: Entitled) -> BitMap64:
     since_ms = entitled.since_ms
-    if not since_ms or (len(since_ms) == 1 and by in since_ms):
-        return hit
     if by in since_ms:
         bucket.acknowledged_by(by).update(hit)
     if int(rows.rows.deliver_at_ms.min()) <= entitled.last_since_ms:

@@ -220,8 +220,9 @@ SeenRows = dict[tuple[str, int], KeyedRows]
 class Index:
     """One index; `index_id` says which of the topic (`formats.index_ids`).
 
-    `staged` has positions of rows that are staged to enter it. `acknowledging_lost` has positions of damaged buckets
-    that were being acknowledged when these were quarantined. `counts` are those of the topic's buckets.
+    `of_batch_parts`: whether its positions are messages of entries.
+    `staged`: positions of rows that are on their way into it. `acknowledging_lost`: positions of damaged buckets that
+    were being acknowledged when these were quarantined. `counts`: of the topic's buckets.
     """
 
     def __init__(
@@ -234,6 +235,7 @@ class Index:
         counts: BucketCounts | None = None,
     ) -> None:
         self.index_id = index_id
+        self.of_batch_parts = is_of_batch_parts(index_id)
         self._counts = BucketCounts() if counts is None else counts
         self.pages = pages
         self.cache = cache
@@ -256,11 +258,6 @@ class Index:
         return bucket
 
     # ---- counts
-
-    @property
-    def of_batch_parts(self) -> bool:
-        """True if its positions are messages of entries (`formats.index_ids`)."""
-        return is_of_batch_parts(self.index_id)
 
     @property
     def memory_buckets(self) -> list[MutableBucket]:

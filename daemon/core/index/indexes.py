@@ -31,6 +31,7 @@ from storage_backends.formats.index_ids import (
     SHARED,
     batch_parts_of,
     of_part,
+    subscription_of,
 )
 from storage_backends.formats.row_columns import U32, U64, Rows
 
@@ -54,8 +55,10 @@ _Source = tuple[Bucket, bool, SortedRun | None]
 class Indexes(Mapping[int, Index]):
     """The indexes of a topic by id (`formats.index_ids`): 0 is the shared one, which always exists.
 
-    Subscription indexes are created with their first rows. `passed_until_ms` is the latest due time that was passed
-    (Unix ms). `leaving` has positions that a staged decision takes out before they are due; they are not passed.
+    `batch_parts`: those of batch parts, by their subscriptions. `readable`: the sealed buckets whose objects can be
+    read. `filled`: the buckets in memory that have or had rows.
+    `passed_until_ms`: no row that was passed has a later time. `leaving`: positions that a decision takes out before
+    they are due, until it is applied: they are passed no more.
     """
 
     def __init__(self, cache: SegmentCache, *, now_ms: int) -> None:
@@ -67,8 +70,12 @@ class Indexes(Mapping[int, Index]):
         self._horizon_ms = now_ms
         # The clock when rows were last passed (Unix ms)
         self._passing_ms = now_ms
+        self.batch_parts: dict[int, Index] = {}
         self._by_id: dict[int, Index] = {}
         self.shared = self.of(SHARED)
+        # Views, which follow the counts.
+        self.readable: Collection[SealedBucket] = self._counts.readable.values()
+        self.filled: Collection[MutableBucket] = self._counts.in_memory.values()
 
     def __getitem__(self, index_id: int) -> Index:
         return self._by_id[index_id]
@@ -89,6 +96,8 @@ class Indexes(Mapping[int, Index]):
             pages = PageTable(self.places, owner=index_id)
             index = Index(pages, self.cache, now_ms=self._horizon_ms, index_id=index_id, counts=self._counts)
             self._by_id[index_id] = index
+            if index.of_batch_parts:
+                self.batch_parts[subscription_of(index_id)] = index
         return index
 
     def of_entries(self, subscription_id: int | None = None) -> list[Index]:
@@ -102,10 +111,11 @@ class Indexes(Mapping[int, Index]):
         return [self.shared] if own is None else [self.shared, own]
 
     def serving(self, subscription_id: int) -> list[Index]:
-        """Return all indexes whose rows a subscription is owed, including that of its batch parts."""
-        parts = self._by_id.get(batch_parts_of(subscription_id))
-        entries = self.of_entries(subscription_id)
-        return entries if parts is None else [*entries, parts]
+        """The indexes that a subscription is owed rows of: these, and that of its batch parts if there is one."""
+        own, parts = self._by_id.get(subscription_id), self.batch_parts.get(subscription_id)
+        if own is None and parts is None:
+            return [self.shared]
+        return [index for index in (self.shared, own, parts) if index is not None]
 
     def parts_of(self, rows: KeyedRows, subscription_id: int) -> Iterator[tuple[Index, KeyedRows]]:
         """Yield rows that a subscription is owed, separated by index."""
@@ -121,6 +131,7 @@ class Indexes(Mapping[int, Index]):
             index = self._by_id.pop(index_id, None)
             if index is not None:
                 index.close()
+        self.batch_parts.pop(subscription_id, None)
 
     # ---- buckets
 
@@ -135,18 +146,8 @@ class Indexes(Mapping[int, Index]):
         return {name: bucket for index in self._by_id.values() for name, bucket in index.quarantined.items()}
 
     @property
-    def readable(self) -> Collection[SealedBucket]:
-        """The sealed buckets whose objects can be read."""
-        return self._counts.readable.values()
-
-    @property
     def memory_buckets(self) -> list[MutableBucket]:
         return [bucket for index in self._by_id.values() for bucket in index.memory_buckets]
-
-    @property
-    def filled(self) -> Collection[MutableBucket]:
-        """The buckets in memory that have or had rows."""
-        return self._counts.in_memory.values()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -220,7 +221,11 @@ class Indexes(Mapping[int, Index]):
 
         An add can bring it forward.
         """
-        return earliest(*[bucket.next_due_ms() for bucket in self.filled if bucket.waiting_rows])
+        first_ms = None
+        for bucket in self.filled:
+            if bucket.present_rows > bucket.passed_rows:
+                first_ms = earliest(first_ms, bucket.next_due_ms())
+        return first_ms
 
     def next_due_in_memory_ms(self) -> int | None:
         """Return a lower bound of the due times of rows that can be passed without loading (Unix ms), or None."""
@@ -238,8 +243,9 @@ class Indexes(Mapping[int, Index]):
         If given, `look` is called before rows are taken. Then no row is taken that comes after a due one which is not
         in memory and was not at the call either. Without `look` such rows need not be told apart.
         """
-        # A request passes what was due when it arrived by that earlier time, while others have passed more since.
-        self._passing_ms = max(self._passing_ms, now_ms)
+        # Who settles what was due when a request came passes it by that time, and others have passed more since.
+        if now_ms > self._passing_ms:
+            self._passing_ms = now_ms
         while True:
             if look is not None:
                 look()
@@ -248,9 +254,12 @@ class Indexes(Mapping[int, Index]):
                 return []
             passed = []
             for (bucket, late, _), parts in due.items():
-                rows = bucket.pass_rows(self._staying(parts[0] if len(parts) == 1 else KeyedRows.concat(parts)))
-                if len(rows):
-                    self.passed_until_ms = max(self.passed_until_ms, int(rows.rows.deliver_at_ms[-1]))
+                rows = parts[0] if len(parts) == 1 else KeyedRows.concat(parts)
+                rows = bucket.pass_rows(self._staying(rows) if self.leaving else rows)
+                if len(rows.keys):
+                    last_ms = int(rows.rows.deliver_at_ms[-1])
+                    if last_ms > self.passed_until_ms:
+                        self.passed_until_ms = last_ms
                     passed.append(Passed(bucket, rows, late))
             if passed:
                 return passed
@@ -260,9 +269,7 @@ class Indexes(Mapping[int, Index]):
         self._passing_ms = min(self._passing_ms, now_ms)
 
     def _staying(self, due: KeyedRows) -> KeyedRows:
-        """Leave out leaving rows: they are gone when the decision is applied, or the topic's memory is lost."""
-        if not self.leaving:
-            return due
+        """Without what is leaving: it is gone when the decision is applied, or all of this is lost."""
         leaves = contained(due.keys, self.leaving)
         return due.take(~leaves) if leaves.any() else due
 
@@ -280,11 +287,16 @@ class Indexes(Mapping[int, Index]):
             taken = take_due(runs, now_ms, limit)
             if not taken:
                 break
+            goes_on = False
             for number, rows in taken:
                 due.setdefault(sources[number], []).append(rows)
-                rows_taken += len(rows)
-            if not any(_goes_on(runs[number], now_ms) for number, _ in taken):
-                # No run was cut short: everything due was taken.
+                rows_taken += len(rows.keys)
+                # More may be due of the run, or of what follows it.
+                run = runs[number]
+                next_due_ms = None if goes_on or run.offset == run.stop else run.next_due_ms()
+                goes_on = goes_on or (run.continues if next_due_ms is None else next_due_ms <= now_ms)
+            if not goes_on:
+                # No run was cut short: all that is due was taken.
                 break
             if ends_at_unread and any(self._is_unread(sources[number][0], now_ms) for number, _ in taken):
                 break
@@ -296,10 +308,8 @@ class Indexes(Mapping[int, Index]):
         runs: list[SortedRun] = []
         for memory in self.filled:
             for run in memory.runs_at(now_ms):
-                next_due_ms = run.next_due_ms()
-                if next_due_ms is not None and next_due_ms <= now_ms:
-                    sources.append((memory, False, run))
-                    runs.append(run)
+                sources.append((memory, False, run))
+                runs.append(run)
         for bucket in self.readable:
             if len(bucket.late):
                 sources.append((bucket, True, None))
@@ -429,12 +439,6 @@ class Indexes(Mapping[int, Index]):
         ]
 
 
-def _goes_on(run: SortedRun, now_ms: int) -> bool:
-    """Return whether more may be due in a run that was taken from, or in what follows it."""
-    next_due_ms = run.next_due_ms()
-    return run.continues if next_due_ms is None else next_due_ms <= now_ms
-
-
 _PARTS = 1 << BATCH_BITS
 
 
@@ -472,10 +476,9 @@ def first_key_of(parts: U64) -> U64:
 def unpacked(keyed: KeyedRows, indexes: Indexes, subscription_id: int) -> tuple[Rows, U32 | None]:
     """Return (rows with the entry ids of their entries, batch indexes u32[n] or None if all are whole entries)."""
     rows = keyed.rows
-    index_id = batch_parts_of(subscription_id)
-    if index_id not in indexes:
+    if subscription_id not in indexes.batch_parts:
         return rows, None
-    parts = indexes.places.owners(keyed.keys) == np.uint64(index_id)
+    parts = indexes.places.owners(keyed.keys) == np.uint64(batch_parts_of(subscription_id))
     if not parts.any():
         return rows, None
     entry_id, batch_index = of_part(rows.entry_id)

@@ -76,11 +76,12 @@ class RowLog:
         self._rows = end
 
     def take(self, index: Index) -> KeyedRows:
-        """Return the rows that an index array or a slice selects, without redelivery counts."""
-        keys = self.keys[index]
-        ledger_id, entry_id = self._pages.positions(keys)
-        key_hash = None if self._key_hash is None else self._key_hash[: self._rows][index]
-        return KeyedRows(Rows(self.deliver_at_ms[index], ledger_id, entry_id, key_hash), keys)
+        """The rows that an index array or a slice selects, with no redelivery counts."""
+        end = self._rows
+        keys = self._keys[:end][index]
+        ledger_id, entry_id = self._pages.places.positions(keys)
+        key_hash = None if self._key_hash is None else self._key_hash[:end][index]
+        return KeyedRows(Rows(self._deliver_at_ms[:end][index], ledger_id, entry_id, key_hash), keys)
 
     def _grow(self, capacity: int) -> None:
         self._capacity = capacity
@@ -259,10 +260,14 @@ class MutableBucket(Bucket):
         return earliest(self._runs.next_due_ms(), self._far_min_ms, in_order_ms)
 
     def runs_at(self, now_ms: int) -> list[SortedRun]:
-        """Return the sorted runs with every row due at `now_ms`, or with rows that precede such rows."""
+        """The sorted runs that rows are due of at `now_ms`: they hold every such row, or such rows follow them."""
         if self._far_min_ms is not None and self._far_min_ms <= now_ms + HORIZON_MARGIN_MS:
             self._move_horizon(now_ms + HORIZON_STEP_MS)
-        return [*self._runs.runs, *self._fifo.runs_at(now_ms, self._came.deliver_at_ms, self._came.take)]
+        found = self._fifo.runs_at(now_ms, self._came.deliver_at_ms, self._came.take)
+        if not self._runs.runs:
+            return found
+        loose = [run for run in self._runs.runs if (due_ms := run.next_due_ms()) is not None and due_ms <= now_ms]
+        return [*loose, *found]
 
     def _move_horizon(self, horizon_ms: int) -> None:
         if horizon_ms <= self._horizon_ms:
@@ -278,8 +283,8 @@ class MutableBucket(Bucket):
             self._runs.add(self._came.take(near + loose.start if isinstance(loose, slice) else loose[near]))
 
     def pass_rows(self, due: KeyedRows) -> KeyedRows:
-        passed = super().pass_rows(self._current(due))
-        if len(passed):
+        passed = super().pass_rows(self._current(due) if self._came_back else due)
+        if len(passed.keys):
             self._log_passed(passed)
         return passed
 

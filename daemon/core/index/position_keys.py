@@ -323,9 +323,10 @@ class _PageIndex:
 
     def find(self, ledger_id: int, page: int) -> int | None:
         slots, mask, shift = self._table
+        places = self._places
         place = (ledger_id * _LEDGER_FACTOR + page * _PAGE_FACTOR & _HASH_MASK) >> shift
         while (held := slots.item(place)) != _FREE:
-            if held != _LEFT and self._places.page_of(held - 1) == (ledger_id, page):
+            if held != _LEFT and int(places._ledgers[held - 1]) == ledger_id and int(places._pages[held - 1]) == page:
                 return held - 1
             place = place + 1 & mask
         return None
@@ -442,8 +443,8 @@ class PageTable:
         return self._keys(ledger_id, entry_id, self._ordinal, self._ordinals)
 
     def keyed(self, rows: Rows) -> KeyedRows:
-        """Return rows of known pages with their keys."""
-        return KeyedRows(rows, self.find(rows.ledger_id, rows.entry_id))
+        """Rows of pages that are known, with their keys."""
+        return KeyedRows(rows, self._keys(rows.ledger_id, rows.entry_id, self._index.find, self._index.find_all))
 
     def positions(self, keys: U64) -> tuple[U64, U64]:
         """Return (ledger_id, entry_id) of keys of any of the topic's tables."""
@@ -531,7 +532,11 @@ class PageTable:
     ) -> U64:
         """Compute keys. `ordinals_of` works as `ordinal_of` on columns of distinct pages, with -1 for None."""
         if len(ledger_id) <= FEW:
-            return _keys_one_by_one(ledger_id.tolist(), entry_id.tolist(), ordinal_of)
+            few = []
+            for ledger, entry in zip(ledger_id.tolist(), entry_id.tolist(), strict=True):
+                ordinal = ordinal_of(ledger, entry >> PAGE_BITS)
+                few.append(_UNKNOWN if ordinal is None else ordinal << PAGE_BITS | entry & _LOW)
+            return np.array(few, np.uint64)
         page = entry_id >> _SHIFT
         low = entry_id & LOW_MASK
         if (ledger_id == ledger_id[0]).all() and (page == page[0]).all():
@@ -605,14 +610,6 @@ class PageTable:
             if ordinal is not None:
                 pages[ordinal] = part.entries
         return _joined(pages)
-
-
-def _keys_one_by_one(ledger_id: Sequence[int], entry_id: Sequence[int], ordinal_of: OrdinalOf) -> U64:
-    keys = []
-    for ledger, entry in zip(ledger_id, entry_id, strict=True):
-        ordinal = ordinal_of(ledger, entry >> PAGE_BITS)
-        keys.append(_UNKNOWN if ordinal is None else ordinal << PAGE_BITS | entry & _LOW)
-    return np.array(keys, np.uint64)
 
 
 def _joined(pages: Mapping[int, bytes]) -> BitMap64:

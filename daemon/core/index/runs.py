@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import array
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class SortedRun:
     def __init__(self, rows: KeyedRows, *, offset: int = 0, stop: int | None = None, continues: bool = False) -> None:
         self.rows = rows
         self.offset = offset
-        self.stop = len(rows) if stop is None else stop
+        self.stop = len(rows.keys) if stop is None else stop
         self.continues = continues
         # (offset, due time of its row): every wake-up asks for it, mostly for the same row.
         self._next = (-1, 0)
@@ -59,16 +59,19 @@ class SortedRun:
         return self._next[1]
 
     def due_end(self, now_ms: int) -> int:
-        """Return the index behind the last due row."""
-        next_due_ms = self.next_due_ms()
-        if next_due_ms is None or next_due_ms > now_ms:
-            return self.offset
+        """The index behind the last row that is due."""
+        offset, stop = self.offset, self.stop
+        known_offset, known_ms = self._next
+        if offset >= stop or (known_offset == offset and known_ms > now_ms):
+            return offset
         times, now = self.rows.rows.deliver_at_ms, np.uint64(now_ms)
-        # A trickle has one due row. A search releases the interpreter's lock, and may wait to get it back.
-        for end in range(self.offset + 1, min(self.offset + FEW_ROWS, self.stop)):
+        # Of a trickle one row is due. A search lets go of the interpreter's lock, and may wait to get it back.
+        for end in range(offset, min(offset + FEW_ROWS, stop)):
             if times[end] > now:
                 return end
-        return self.offset + int(times[self.offset : self.stop].searchsorted(now, side="right"))
+        if stop - offset <= FEW_ROWS:
+            return stop
+        return offset + int(times[offset:stop].searchsorted(now, side="right"))
 
     def place(self, index: int) -> Place:
         rows = self.rows.rows
@@ -94,7 +97,8 @@ class SortedRun:
         return start, end
 
     def take(self, end: int) -> KeyedRows:
-        taken = self.rows.take(slice(self.offset, end))
+        is_whole = not self.offset and end == len(self.rows.keys)
+        taken = self.rows if is_whole else self.rows.take(slice(self.offset, end))
         self.offset = end
         return taken
 
@@ -105,10 +109,12 @@ def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[i
     Rows left in the runs, or following them, come after everything taken in due order. The result is empty only if no
     run has a due row.
     """
-    ends = [run.due_end(now_ms) for run in runs]
-    if len(runs) == 1 and runs[0].offset < ends[0] <= runs[0].offset + limit:
-        return [(0, runs[0].take(ends[0]))]
-    return _take_up_to(runs, ends, limit)
+    if len(runs) == 1:
+        run, end = runs[0], runs[0].due_end(now_ms)
+        if run.offset < end <= run.offset + limit:
+            return [(0, run.take(end))]
+        return _take_up_to(runs, [end], limit)
+    return _take_up_to(runs, [run.due_end(now_ms) for run in runs], limit)
 
 
 def take_before(runs: Sequence[SortedRun], bound: Place, limit: int) -> list[tuple[int, KeyedRows]]:
@@ -164,8 +170,10 @@ def earliest(*times_ms: int | None) -> int | None:
     return first_ms
 
 
-def in_due_order(parts: Iterable[KeyedRows]) -> KeyedRows:
-    """Return the rows of all parts in due order."""
+def in_due_order(parts: Sequence[KeyedRows]) -> KeyedRows:
+    """The rows of all parts in hand-out order."""
+    if len(parts) == 1:
+        return parts[0]
     parts = [part for part in parts if len(part)]
     merged = KeyedRows.concat(parts)
     return merged if len(parts) == 1 else merged.take(merged.rows.due_order())
@@ -208,16 +216,16 @@ Take = Callable[[Index], KeyedRows]
 
 
 class Ranges:
-    """Ordered ranges of columns that may be taken from the front. `len` is the number of rows left."""
+    """Ranges of columns in an order, which may be taken from the front. `rows_left`, `len`: rows that are left."""
 
     def __init__(self) -> None:
         self._firsts = array.array("Q")
         self._ends = array.array("Q")
         self._at = 0
-        self._rows = 0
+        self.rows_left = 0
 
     def __len__(self) -> int:
-        return self._rows
+        return self.rows_left
 
     @property
     def first(self) -> int:
@@ -230,29 +238,28 @@ class Ranges:
         else:
             self._firsts.append(first)
             self._ends.append(end)
-        self._rows += end - first
+        self.rows_left += end - first
 
     def rows(self) -> Index:
         """Return all rows that are left."""
         return self._index(len(self._ends) - self._at)
 
     def take(self, rows_max: int) -> Index:
-        """Take the next rows, at most `rows_max`, and at least one if one is left."""
-        count = 1
-        if self._ends[self._at] - self._firsts[self._at] < rows_max:
-            count = min(rows_max, len(self._ends) - self._at)
-            lengths = _column(self._ends, self._at, count) - _column(self._firsts, self._at, count)
-            count = max(1, int(np.cumsum(lengths).searchsorted(rows_max, side="right")))
+        """The next rows, at most so many, and at least one if one is left."""
+        at = self._at
+        first, end = self._firsts[at], self._ends[at]
+        if end - first >= rows_max or len(self._ends) - at == 1:
+            stop = min(end, first + rows_max)
+            self._firsts[at] = stop
+            self._at += stop == end
+            self.rows_left -= stop - first
+            return slice(first, stop)
+        count = min(rows_max, len(self._ends) - at)
+        taken_rows = np.cumsum(_column(self._ends, at, count) - _column(self._firsts, at, count))
+        count = max(1, int(taken_rows.searchsorted(rows_max, side="right")))
         index = self._index(count)
-        if isinstance(index, slice):
-            index = slice(index.start, min(index.stop, index.start + rows_max))
-            taken = index.stop - index.start
-            self._firsts[self._at] = index.stop
-            count = int(index.stop == self._ends[self._at])
-        else:
-            taken = len(index)
         self._at += count
-        self._rows -= taken
+        self.rows_left -= int(taken_rows[count - 1])
         return index
 
     def _index(self, count: int) -> Index:
@@ -289,8 +296,10 @@ class _Run:
         return len(self.chunk) + len(self.ranges)
 
     def next_due_ms(self, times: U64) -> int | None:
-        next_due_ms = self.chunk.next_due_ms()
-        return int(times[self.ranges.first]) if next_due_ms is None and len(self.ranges) else next_due_ms
+        chunk = self.chunk
+        if chunk.offset < chunk.stop:
+            return chunk.next_due_ms()
+        return int(times[self.ranges.first]) if self.ranges.rows_left else None
 
 
 class FifoRuns:
@@ -362,8 +371,8 @@ class FifoRuns:
         return self._next_due_ms
 
     def runs_at(self, now_ms: int, times: U64, take: Take) -> list[SortedRun]:
-        """Return sorted runs with the next rows of every run that has rows due at `now_ms`, for taking at once."""
-        next_due_ms = self.next_due_ms(times)
+        """The sorted runs with the next rows of every run that has rows due at `now_ms`. They are about to be taken."""
+        next_due_ms = self._next_due_ms if self._is_next_due_known else self.next_due_ms(times)
         if next_due_ms is None or next_due_ms > now_ms:
             return []
         self._is_next_due_known = False
@@ -374,10 +383,11 @@ class FifoRuns:
             if next_due_ms is None:
                 used_up = True
             elif next_due_ms <= now_ms:
-                if not len(run.chunk):
-                    run.chunk = SortedRun(take(run.ranges.take(CHUNK_ROWS)))
-                run.chunk.continues = len(run.ranges) > 0
-                found.append(run.chunk)
+                chunk = run.chunk
+                if chunk.offset == chunk.stop:
+                    chunk = run.chunk = SortedRun(take(run.ranges.take(CHUNK_ROWS)))
+                chunk.continues = run.ranges.rows_left > 0
+                found.append(chunk)
         if used_up:
             self._runs = [run for run in self._runs if len(run)]
             self._ends = [run.end for run in self._runs]

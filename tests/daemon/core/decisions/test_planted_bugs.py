@@ -59,7 +59,7 @@ def rows_are_due_a_tick_early(patch: pytest.MonkeyPatch) -> None:
 def acknowledgements_do_not_look_at_the_time(patch: pytest.MonkeyPatch) -> None:
     take = InFlight.take
 
-    def take_any(self: InFlight, keys: U64, deliver_at_ms: U64) -> Mask:
+    def take_any(self: InFlight, keys: U64, deliver_at_ms: U64) -> Mask | None:
         held = {
             key: time
             for run in self._runs

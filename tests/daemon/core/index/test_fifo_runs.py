@@ -298,7 +298,7 @@ def a_run_is_dropped_with_its_chunk(patch: pytest.MonkeyPatch) -> None:
 
     def forget(self: Ranges, rows_max: int) -> runs.Index:
         index = take(self, rows_max)
-        self._at, self._rows = len(self._ends), 0
+        self._at, self.rows_left = len(self._ends), 0
         return index
 
     patch.setattr(Ranges, "take", forget)

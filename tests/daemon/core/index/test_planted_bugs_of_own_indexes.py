@@ -62,7 +62,10 @@ def an_acknowledgement_names_the_shared_index_always(patch: pytest.MonkeyPatch) 
     leave = AckDecisions._leave
 
     def of_the_shared_one(self, *rest):  # type: ignore[no-untyped-def]
-        return (dataclasses.replace(record, index_id=0) for record in leave(self, *rest))
+        records = rest[-1]
+        before = len(records)
+        leave(self, *rest)
+        records[before:] = [dataclasses.replace(record, index_id=0) for record in records[before:]]
 
     patch.setattr(AckDecisions, "_leave", of_the_shared_one)
 

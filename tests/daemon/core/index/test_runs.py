@@ -99,5 +99,5 @@ def test_rows_that_were_taken_do_not_come_back_when_runs_are_merged() -> None:
 
 @given(parts=parts_of_places)
 def test_parts_in_order_are_merged_into_one_order(parts: list[set[tuple[int, int, int]]]) -> None:
-    merged = in_due_order(rows_of(sorted(part)) for part in parts)
+    merged = in_due_order([rows_of(sorted(part)) for part in parts])
     assert listed(merged) == sorted(row for part in parts for row in part)
