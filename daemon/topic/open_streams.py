@@ -284,7 +284,7 @@ class DispatchStream(OpenStream):
         except TopicFailed:
             # Which has ended the stream.
             return True
-        count = len(rows)
+        count = len(rows.keys)
         if count:
             self.permits -= count
             self.send(self._subscription.handed_out(rows))
@@ -312,9 +312,9 @@ class DispatchStream(OpenStream):
                 elif self.permits and (line.first is self or line.is_turn_of(self)) and state.ready_rows:
                     limit = min(self.permits, MESSAGES_ROWS_MAX, self._topic.pace.rows)
                     rows = self._subscription.hand_out(self.dispatcher, limit)
-                    if len(rows):
-                        self.permits -= len(rows)
-                        self._took_many = len(rows) == limit
+                    if count := len(rows.keys):
+                        self.permits -= count
+                        self._took_many = count == limit
                         return self._subscription.handed_out(rows)
                 await self._change()
         finally:

@@ -171,7 +171,7 @@ class ServedSubscription:
             return KeyedRows.empty()
         try:
             rows = state.hand_out(dispatcher, limit, elapsed_ms=self._environment.elapsed_ms())
-            if len(rows):
+            if len(rows.keys):
                 self.count_handed_out(rows)
                 if state.stored.policy.ack_timeout_ms is not None:
                     self.nacks.watch(state)
