@@ -133,15 +133,14 @@ def checkpoint_part(cut: TopicCut) -> checkpoint_format.TopicPart:
         topic=cut.topic,
         incarnation=cut.incarnation,
         mutable_rows=shared.mutable.kept().rows,
-        sealing=tuple(map(_sealing_part, cut.sealing)),
+        sealing=tuple(
+            checkpoint_format.SealingPart(
+                bucket=each.key, slot=each.slot, rows=each.rows.kept().rows, subscription_id=each.index_id
+            )
+            for each in cut.sealing
+        ),
         progress=stored_topic.progress_of_topic(shared.mutable.pages, bits, cut.redelivery),
         own_rows=tuple(checkpoint_format.OwnRows(number, rows) for number, rows in own_rows if len(rows)),
-    )
-
-
-def _sealing_part(cut: SealCut) -> checkpoint_format.SealingPart:
-    return checkpoint_format.SealingPart(
-        bucket=cut.key, slot=cut.slot, rows=cut.rows.kept().rows, subscription_id=cut.index_id
     )
 
 
@@ -283,7 +282,10 @@ class BucketLifecycle:
             return None
         base = self._manifests.number
         taken, redelivery = dict(indexes.cut()), self._topic.redelivery_cut()
-        begun = indexes.begin_seal(lambda _: self._new_key(base), now_ms=self._environment.clock.now_ms())
+        shard, topic_id, new_id = self._manifests.shard, self._topic.topic_id, self._environment.new_id
+        begun = indexes.begin_seal(
+            lambda _: names.bucket_key(shard, topic_id, base, new_id()), now_ms=self._environment.clock.now_ms()
+        )
         committed: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
         # Nobody may be waiting when it fails.
         committed.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -305,9 +307,6 @@ class BucketLifecycle:
         self._seals.append(_Seal(slot, buckets, bits, redelivery, committed))
         self._start()
         return committed
-
-    def _new_key(self, base: int) -> str:
-        return names.bucket_key(self._manifests.shard, self._topic.topic_id, base, self._environment.new_id())
 
     def quarantine(self, bucket: str, damage: str) -> None:
         """The object of a sealed bucket is damaged. It is read no more, and when that is in the manifest, what it held

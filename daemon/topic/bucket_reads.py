@@ -21,14 +21,13 @@ from contextlib import contextmanager
 from typing import Literal
 
 from daemon.core.decisions.topic_state import TopicState
-from daemon.core.index.position_keys import KeyedRows, PageTable
+from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import SegmentRange
 from daemon.errors import Corruption
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from storage_backends import bucket_merging, bucket_reading, object_store
 from storage_backends.formats import bucket_format, merge
-from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import StoreError
@@ -175,14 +174,11 @@ class SegmentLoader:
         index = self._topic.indexes.holding(segments.bucket)
         if index is None:
             return []
+        environment, pages = self._environment, index.pages
         infos = index.sealed[segments.bucket].table.infos[segments.first : segments.last + 1]
-        return await self._rows(segments.bucket, infos, index.pages)
-
-    async def _rows(self, bucket: str, infos: Sequence[SegmentInfo], pages: PageTable) -> list[KeyedRows]:
-        environment = self._environment
 
         def read() -> list[KeyedRows]:
-            return [pages.keyed(each) for each in read_segments(environment.store, bucket, infos)]
+            return [pages.keyed(each) for each in read_segments(environment.store, segments.bucket, infos)]
 
         async with self._slots:
             started_s = environment.clock.elapsed_s()

@@ -297,11 +297,8 @@ class KeySharedStream(OpenStream):
             rows, consumer_ids = rows.take(there), consumer_ids[there]
         if not len(rows):
             return None
-        handed_out = self._handed_out(rows, consumer_ids)
+        handed_out = dataclasses.replace(self._subscription.handed_out(rows), consumer_id=consumer_ids)
         return TakenBack(handed_out) if item.taken_back else handed_out
-
-    def _handed_out(self, rows: KeyedRows, consumer_ids: U32) -> HandedOut:
-        return dataclasses.replace(self._subscription.handed_out(rows), consumer_id=consumer_ids)
 
     def _consumer_ids_of(self, numbers: U32) -> U32:
         """What consumers are called, 0 where one has left since."""

@@ -80,7 +80,10 @@ class Leases:
         """
         subscription = self._subscription
         subscription.check_mode(key_shared=False)
-        self._listen()
+        if self._listener is None:
+            self._pulled_at_s = self._swept_at_s = self._environment.clock.elapsed_s()
+            self._listener = subscription.next_dispatcher()
+            subscription.listen(self._listener)
         self._check_room()
         puller, line = _Puller(), subscription.line
         self._pullers.add(puller)
@@ -158,12 +161,6 @@ class Leases:
         self._ends = []
 
     # ---- the life of a lease
-
-    def _listen(self) -> None:
-        if self._listener is None:
-            self._pulled_at_s = self._swept_at_s = self._environment.clock.elapsed_s()
-            self._listener = self._subscription.next_dispatcher()
-            self._subscription.listen(self._listener)
 
     def _check_room(self) -> None:
         if len(self._ends_s) >= self._leases_max:

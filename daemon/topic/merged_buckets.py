@@ -172,10 +172,8 @@ class BucketMerging:
     @property
     def _buckets_max(self) -> int | None:
         """The fewest that anybody wants; None when nobody wants fewer than there are."""
-        return min((wanted for wanted in self._wanted() if wanted > 0), default=None)
-
-    def _wanted(self) -> list[int]:
-        return [self._settings().max_num_buckets, *(asked.buckets_max for asked in self._asked)]
+        wanted = (self._settings().max_num_buckets, *(asked.buckets_max for asked in self._asked))
+        return min((buckets for buckets in wanted if buckets > 0), default=None)
 
     def _is_wanted(self) -> bool:
         """Whether it is worth looking; O(1) of buckets."""
@@ -414,7 +412,11 @@ class Adoption:
                 self._forget_merged_away(manifest)
                 return
             elif unknown[0].quarantined:
-                self._lose(unknown[0], manifest)
+                # What is left of its sources, the only ones still here that left the manifest, is lost with it.
+                lost = unknown[0]
+                sources = [each for each in self._merged_away(manifest) if each.index_id == lost.subscription_id]
+                self._topic.core.lose_merged(lost, sources)
+                self._topic.changed()
             else:
                 await self._quarantine(unknown[0].object.name, damaged[unknown[0].object.name])
                 manifest = self._manifests.manifest
@@ -545,11 +547,3 @@ class Adoption:
             return
         log.error("topic %s: a merged bucket is quarantined, the others are served: %s", self._topic.core.name, damage)
         self._environment.metrics.damage_found("bucket")
-
-    def _lose(self, live: LiveBucket, manifest: TopicManifest) -> None:
-        """A merged bucket is quarantined: what is left of its sources, the only ones still here that left the manifest,
-        is lost with it.
-        """
-        sources = [each for each in self._merged_away(manifest) if each.index_id == live.subscription_id]
-        self._topic.core.lose_merged(live, sources)
-        self._topic.changed()

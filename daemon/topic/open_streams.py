@@ -44,33 +44,36 @@ class Waiter(Protocol):
 
 
 class WaitingLine:
-    """The line of those who wait, in the order in which they began to."""
+    """The line of those who wait, in the order in which they began to. `first`: the waiter whose turn it is."""
 
     def __init__(self) -> None:
+        self.first: Waiter | None = None
         self._waiters: dict[Waiter, None] = {}
 
-    def is_turn_of(self, waiter: Waiter) -> bool:
-        """Whether the waiter is the first one; it keeps its place, or has the last one now."""
-        self._waiters.setdefault(waiter)
-        return next(iter(self._waiters)) is waiter
+    def __len__(self) -> int:
+        return len(self._waiters)
 
-    @property
-    def only(self) -> Waiter | None:
-        """Who waits, where nobody else does."""
-        return next(iter(self._waiters)) if len(self._waiters) == 1 else None
+    def is_turn_of(self, waiter: Waiter) -> bool:
+        """Return whether the waiter is the first one. It keeps its place, or joins at the end."""
+        self._waiters.setdefault(waiter)
+        if self.first is None:
+            self.first = waiter
+        return self.first is waiter
 
     def leave(self, waiter: Waiter) -> None:
-        """The waiter has taken, or waits no longer: the next one has its turn. May be called more than once."""
-        if waiter in self._waiters:
-            del self._waiters[waiter]
-            if self._waiters:
-                self.notify()
+        """Remove a waiter that has taken, or waits no longer, and wake the first one. May be called more than once."""
+        if waiter not in self._waiters:
+            return
+        del self._waiters[waiter]
+        if self.first is waiter:
+            self.first = next(iter(self._waiters), None)
+        if self.first is not None:
+            self.first.notify()
 
     def notify(self) -> None:
-        """There may be something to take."""
-        for waiter in self._waiters:
-            waiter.notify()
-            return
+        """Wake the first waiter, since there may be something to take."""
+        if self.first is not None:
+            self.first.notify()
 
 
 # The largest hand-out at once.
@@ -281,7 +284,7 @@ class DispatchStream(OpenStream):
         except TopicFailed:
             # Which has ended the stream.
             return True
-        count = len(rows)
+        count = len(rows.keys)
         if count:
             self.permits -= count
             self.send(self._subscription.handed_out(rows))
@@ -306,12 +309,12 @@ class DispatchStream(OpenStream):
                     continue
                 if self.permits and self.outlet is not UNBOUNDED and not self.outlet.takes(self):
                     line.leave(self)
-                elif self.permits and line.is_turn_of(self) and state.ready_rows:
+                elif self.permits and (line.first is self or line.is_turn_of(self)) and state.ready_rows:
                     limit = min(self.permits, MESSAGES_ROWS_MAX, self._topic.pace.rows)
                     rows = self._subscription.hand_out(self.dispatcher, limit)
-                    if len(rows):
-                        self.permits -= len(rows)
-                        self._took_many = len(rows) == limit
+                    if count := len(rows.keys):
+                        self.permits -= count
+                        self._took_many = count == limit
                         return self._subscription.handed_out(rows)
                 await self._change()
         finally:

@@ -171,7 +171,7 @@ class ServedSubscription:
             return KeyedRows.empty()
         try:
             rows = state.hand_out(dispatcher, limit, elapsed_ms=self._environment.elapsed_ms())
-            if len(rows):
+            if len(rows.keys):
                 self.count_handed_out(rows)
                 if state.stored.policy.ack_timeout_ms is not None:
                     self.nacks.watch(state)
@@ -214,8 +214,11 @@ class ServedSubscription:
         if state.key_shared is not None:
             self.key_sharing.notify()
         if state.ready_rows and state.in_flight_room:
-            waiter = self.line.only
-            if not (isinstance(waiter, DispatchStream) and waiter.send is not None and waiter.hand_out_in_pass()):
+            first = self.line.first
+            if not isinstance(first, DispatchStream) or first.send is None:
+                if first is not None:
+                    first.notify()
+            elif len(self.line) > 1 or not first.hand_out_in_pass():
                 self.line.notify()
         if state.reader is not None or state.key_shared is not None:
             self.read_on()

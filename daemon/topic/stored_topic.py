@@ -148,7 +148,9 @@ def restore_redeliveries(topic: TopicState, progress: manifest.Progress) -> None
             continue
         try:
             nacked, times = _nacked_of(topic, stored)
-            dead_letters = _dead_letters_of(stored)
+            dead_letters = DeadLetterRows.empty()
+            if stored.dead_letters is not None:
+                dead_letters = DeadLetterRows(*redelivery_columns.decode_dead_letters(stored.dead_letters))
         except format_errors.FormatError as error:
             raise Corruption(f"progress of subscription {stored.subscription_id}: {error}") from error
         planes = _planes_of(topic, stored)
@@ -183,12 +185,6 @@ def _planes_of(topic: TopicState, stored: manifest.Redeliveries) -> list[BitMap6
         if pages is not None:
             planes[each.bit] |= pages.find_stored(each.positions)
     return planes
-
-
-def _dead_letters_of(stored: manifest.Redeliveries) -> DeadLetterRows:
-    if stored.dead_letters is None:
-        return DeadLetterRows.empty()
-    return DeadLetterRows(*redelivery_columns.decode_dead_letters(stored.dead_letters))
 
 
 def _pages(topic: TopicState, subscription_id: int, index_id: int) -> PageTable | None:

@@ -126,9 +126,9 @@ class AckRequests:
         if state.ready_rows or state.key_shared is not None:
             # There may be room IN_FLIGHT again.
             topic.notify(state)
-        if slot is None or len(rest) or topic.alone_in_s:
+        if slot is None or len(rest.entry_id) or topic.alone_in_s:
             return self._decide_rest(state, claims, rest, slot, awaited=awaited)
-        return self._answer_with(slot, len(claims))
+        return self._answer_with(slot, len(claims.entry_id))
 
     async def _decide_rest(
         self,
@@ -194,7 +194,7 @@ class AckRequests:
 
     def check(self, claims: HeldPositions) -> None:
         """Checks how many positions are named and that batch indexes fit their entries. Raises InvalidArgument."""
-        limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
+        limits.check_rows("entry_id", len(claims.entry_id), self._environment.request_limits.rows_max)
         if claims.batch_index is not None:
             limits.check_batch_index(claims.entry_id, claims.batch_index)
 

@@ -169,7 +169,8 @@ class TopicAdds:
             if self._may_together(waiting):
                 self._stage_rows(waiting)
             else:
-                self._one_by_one(waiting)
+                for each in waiting:
+                    asyncio.ensure_future(self._by_itself(each)).add_done_callback(functools.partial(_tell, each))
         except InvariantViolated as error:
             _fail(waiting, self._failed(error))
         except Exception as error:  # noqa: BLE001 - every caller is told
@@ -200,10 +201,6 @@ class TopicAdds:
                 for each, is_new in zip(waiting, accepted.tolist(), strict=True)
             ],
         )
-
-    def _one_by_one(self, waiting: Sequence[_Waiting]) -> None:
-        for each in waiting:
-            asyncio.ensure_future(self._by_itself(each)).add_done_callback(functools.partial(_tell, each))
 
     async def _by_itself(self, waiting: _Waiting) -> AddOutcome:
         try:

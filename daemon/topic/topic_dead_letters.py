@@ -124,9 +124,9 @@ class TopicDeadLetters:
     async def _replay(self, state: SubscriptionState, asked: DeadLetterFilter, deliver_at_ms: int) -> Replayed:
         topic, left = self._topic, _Left(asked, state.last_dead_letter_id)
         quotas = topic.quotas
-        rows_max = _that_passes(
-            quotas.limits.pending_rows_max, quotas.limits.due_rows_per_second_max, quotas.pending.rows_max
-        )
+        # No limit refuses such a portion where nothing else is there. A limit of 0 is none.
+        maxima = quotas.limits.pending_rows_max, quotas.limits.due_rows_per_second_max, quotas.pending.rows_max
+        rows_max = min([PORTION_ROWS, *(rows for rows in maxima if rows)])
         replayed_rows = skipped_rows = 0
         await quotas.counted()
         while left.after_id is not None:
@@ -151,7 +151,7 @@ class TopicDeadLetters:
         purged_rows = 0
         while left.after_id is not None:
             async with self._turn:
-                letters = await self._portion(state, left, PORTION_ROWS, _no_room_needed)
+                letters = await self._portion(state, left, PORTION_ROWS, lambda: None)
                 if not len(letters):
                     continue
                 record = topic.core.dead_lettering.stage_purge(state, letters.dead_letter_id)
@@ -228,12 +228,3 @@ class TopicDeadLetters:
             log.log(
                 level, "topic %s: a %s that goes on without its caller failed: %r", self._topic.core.name, what, error
             )
-
-
-def _that_passes(*limits: int) -> int:
-    """Rows of a portion that no limit refuses where nothing else is there. A limit of 0 is none."""
-    return min([PORTION_ROWS, *(limit for limit in limits if limit)])
-
-
-def _no_room_needed() -> None:
-    """What is forgotten needs none."""

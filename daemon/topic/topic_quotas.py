@@ -8,7 +8,7 @@ all topics (`engine`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
@@ -211,7 +211,8 @@ class QuotaAdmission:
             self._pending_rows = sum(int(np.count_nonzero(rows.deliver_at_ms > now_ms)) for rows in accepted)
             self._quotas.check_pending(self._pending_rows)
         if limits.due_rows_per_second_max:
-            self._coming = self._quotas.check_due(_times(accepted), now_ms=self._now_ms)
+            times = np.concatenate([rows.deliver_at_ms for rows in accepted])
+            self._coming = self._quotas.check_due(times, now_ms=self._now_ms)
 
     def staged(self, slot: asyncio.Future[int] | None, *, rows: int = 0) -> None:
         """The rows are staged; None: none was new. `rows`: what the caller is charged for."""
@@ -219,7 +220,3 @@ class QuotaAdmission:
             self._quotas.charge(self._caller, rows)
         if slot is not None and (self._pending_rows or self._coming is not None):
             self._quotas.take(slot, rows=self._pending_rows, coming=self._coming)
-
-
-def _times(accepted: Iterable[Rows]) -> U64:
-    return np.concatenate([rows.deliver_at_ms for rows in accepted])

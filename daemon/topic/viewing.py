@@ -188,9 +188,9 @@ class Viewing:
         state: SubscriptionState | None,
         deadline_s: float,
     ) -> Page:
-        first_ms_of = _no_bound if state is None else (await self._bounds(state)).first_ms_of
+        bounds = None if state is None else await self._bounds(state)
         for number, (bucket, pages) in enumerate(_buckets(indexes), 1):
-            scan.add(bucket, pages, first_ms_of(bucket))
+            scan.add(bucket, pages, 0 if bounds is None else bounds.first_ms_of(bucket))
             if not number % BUCKETS_A_TURN:
                 await asyncio.sleep(0)
         while reads := scan.next_reads(SEGMENTS_A_ROUND):
@@ -389,10 +389,6 @@ def _part(topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: ScanFilte
     if bucket.name and bucket.present_rows and not index.serves(bucket.name):
         raise _LeftError(f"bucket {bucket.name} was merged while it was looked at")
     return part_of(bucket, pages, asked, leaving)
-
-
-def _no_bound(bucket: Bucket) -> int:
-    return 0
 
 
 def _leaving(topic: ServedTopic, state: SubscriptionState | None) -> BitMap64:
