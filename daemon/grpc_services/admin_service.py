@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
 
 from daemon import call_values, config
 from daemon.core.index import delay_levels
 from daemon.core.index.delay_levels import DelayLevels
 from daemon.grpc_services import row_requests, unary, value_messages
+from daemon.owner.engine import Engine
 from storage_backends.formats.manifest import TopicDelayLevels
 from tarry.v1 import admin_pb2 as pb
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Admin"]
 

@@ -17,7 +17,7 @@ import enum
 import re
 import struct
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from google.protobuf import descriptor
@@ -29,11 +29,9 @@ from daemon.core.deletions.ledger_deletions import ListedState
 from daemon.grpc_services import page_tokens, parsing, row_requests, unary, value_messages
 from daemon.grpc_services.admission import Context
 from daemon.ledger_deletion import deletion_values
+from daemon.owner.engine import Engine
 from storage_backends.formats import deletion_format as stored
 from tarry.v1 import ledger_deletion_pb2 as pb
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
 
 E = TypeVar("E", bound=enum.IntEnum)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -30,9 +30,7 @@ from daemon.grpc_services import (
     ledger_deletion_service,
 )
 from daemon.grpc_services.admission import Admission
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
+from daemon.owner.engine import Engine
 
 
 class HealthReport:

@@ -26,7 +26,6 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pyroaring
 from google.rpc import status_pb2
@@ -34,12 +33,10 @@ from google.rpc import status_pb2
 from daemon import config, errors
 from daemon.grpc_services import parsing, pipeline, status, subscribe
 from daemon.grpc_services.admission import Context
+from daemon.owner.engine import Engine
 from daemon.topic.open_streams import Waiter
 from tarry.packed_fields import NotPlainError, nested, scan_each, tag_bytes, tags, varint
 from tarry.v1 import dispatch_pb2 as pb
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
 
 (_REQUESTS,) = tags(pb.SubscribeManyRequest, "requests")
 _LANE, _REQUEST, _CLOSE = _FIELDS = tags(pb.LaneRequest, "lane", "request", "close")
