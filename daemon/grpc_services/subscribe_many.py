@@ -145,7 +145,11 @@ class LaneOutbox:
                 break
             size_bytes += self._take_turn(lane, taken, min(room_bytes, TURN_BYTES))
         self._unsent_bytes -= size_bytes
-        self._wake()
+        # There is room again. When nothing is left to leave, nobody else would wake those who wait.
+        woken = list(itertools.islice(self._waiting, _WOKEN_BY_A_MESSAGE) if self._answers else self._waiting)
+        for waiter in woken:
+            del self._waiting[waiter]
+            waiter.notify()
         return b"".join(taken)
 
     def _take_turn(self, lane: int, taken: list[bytes], most_bytes: int) -> int:
@@ -161,13 +165,6 @@ class LaneOutbox:
         else:
             del self._lane_bytes[lane]
         return size_bytes
-
-    def _wake(self) -> None:
-        """There is room again. When nothing is left to leave, nobody else would wake those who wait."""
-        woken = list(itertools.islice(self._waiting, _WOKEN_BY_A_MESSAGE) if self._answers else self._waiting)
-        for waiter in woken:
-            del self._waiting[waiter]
-            waiter.notify()
 
 
 LANES_MAX = 4_096

@@ -28,10 +28,6 @@ from tarry.v1 import inspect_pb2
 T = TypeVar("T")
 
 
-def _position(message: inspect_pb2.Position) -> tuple[int, int]:
-    return message.ledger_id, message.entry_id
-
-
 @dataclasses.dataclass(frozen=True)
 class TopicSummary:
     """One topic of a daemon. `next_due_ms` is None when nothing is pending. `due` rows are due and not acknowledged by
@@ -143,6 +139,7 @@ class TopicStats:
 
     @staticmethod
     def from_message(message: inspect_pb2.GetTopicStatsResponse) -> TopicStats:
+        lowest = message.lowest_position
         return TopicStats(
             topic=message.topic,
             topic_id=message.topic_id,
@@ -162,7 +159,7 @@ class TopicStats:
             rebuild_needed=tuple(RebuildNeeded.from_message(each) for each in message.rebuild_needed),
             last_due_ms=message.last_due_ms or None,
             merges=message.merges,
-            lowest_position=_position(message.lowest_position) if message.HasField("lowest_position") else None,
+            lowest_position=(lowest.ledger_id, lowest.entry_id) if message.HasField("lowest_position") else None,
             ledgers=message.ledgers,
             due=message.due,
         )
