@@ -35,7 +35,7 @@ DEADLINE_LEAST_MS = 5.0
 log = logging.getLogger(__name__)
 
 
-class Leasing:
+class LeaseCalls:
     """The call, for all its callers."""
 
     def __init__(self, requests: Requests) -> None:
@@ -109,7 +109,7 @@ class Dispatch:
         self._engine = engine
         self._settings = settings
         self._frame = unary.Frame(settings)
-        self._leasing = Leasing(engine.requests)
+        self._leasing = LeaseCalls(engine.requests)
         self._draining = asyncio.Event()
 
     def handlers(self) -> dict[str, unary.Handler]:
