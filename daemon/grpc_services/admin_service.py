@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
 
-from daemon import call_values, config
+from daemon import config
 from daemon.core.index import delay_levels
 from daemon.core.index.delay_levels import DelayLevels
 from daemon.grpc_services import row_requests, unary, value_messages
+from daemon.owner.engine import Engine
 from storage_backends.formats.manifest import TopicDelayLevels
 from tarry.v1 import admin_pb2 as pb
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Admin"]
 
@@ -105,16 +102,13 @@ class Admin:
         )
         async with contextlib.aclosing(passes):
             async for progress in passes:
-                yield _progress(progress)
+                counts = {
+                    field.name: value_messages.as_message(pb.GarbageCount, getattr(progress.summary, field.name))
+                    for field in pb.GarbageSummary.DESCRIPTOR.fields
+                }
+                summary = pb.GarbageSummary(**counts)
+                yield value_messages.as_message(pb.CollectGarbageResponse, progress, summary=summary)
 
 
 def _levels(levels: DelayLevels) -> pb.DelayLevels:
     return pb.DelayLevels(table=levels.table, clamp=levels.clamp)
-
-
-def _progress(progress: call_values.GarbageProgress) -> pb.CollectGarbageResponse:
-    counts = {
-        field.name: value_messages.as_message(pb.GarbageCount, getattr(progress.summary, field.name))
-        for field in pb.GarbageSummary.DESCRIPTOR.fields
-    }
-    return value_messages.as_message(pb.CollectGarbageResponse, progress, summary=pb.GarbageSummary(**counts))

@@ -7,14 +7,11 @@ Does not own: shards and their owners (engine).
 from __future__ import annotations
 
 import importlib.metadata
-from typing import TYPE_CHECKING
 
 from daemon import config
 from daemon.grpc_services import unary, value_messages
+from daemon.owner.engine import Engine
 from tarry.v1 import cluster_pb2 as pb
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
 
 # The wire that is spoken.
 API = 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 import grpc
 
@@ -20,10 +19,8 @@ from daemon.core.decisions.add_decisions import AddBatch, AddOutcome, AddRow
 from daemon.core.quotas import Caller
 from daemon.grpc_services import admission, parsing, pipeline, row_answers, row_requests, status, unary
 from daemon.grpc_services.admission import Context
+from daemon.owner.engine import Engine
 from tarry.v1 import delayed_delivery_pb2 as pb
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["DelayedDelivery"]
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from typing import TYPE_CHECKING
 
 import grpc
 
@@ -23,12 +22,10 @@ from daemon import call_values, config, errors
 from daemon.core.decisions.claims import HeldPositions
 from daemon.grpc_services import row_answers, row_requests, status, subscribe, subscribe_many, unary, value_messages
 from daemon.grpc_services.admission import Context
+from daemon.owner.engine import Engine
+from daemon.owner.requests import Requests
 from daemon.topic import leases
 from tarry.v1 import dispatch_pb2 as pb
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
-    from daemon.owner.requests import Requests
 
 # Of the time to the deadline, this much is kept for the answer's way, or half of it when it is short.
 ANSWER_MS = 200.0
@@ -38,7 +35,7 @@ DEADLINE_LEAST_MS = 5.0
 log = logging.getLogger(__name__)
 
 
-class Leasing:
+class LeaseCalls:
     """The call, for all its callers."""
 
     def __init__(self, requests: Requests) -> None:
@@ -112,7 +109,7 @@ class Dispatch:
         self._engine = engine
         self._settings = settings
         self._frame = unary.Frame(settings)
-        self._leasing = Leasing(engine.requests)
+        self._leasing = LeaseCalls(engine.requests)
         self._draining = asyncio.Event()
 
     def handlers(self) -> dict[str, unary.Handler]:

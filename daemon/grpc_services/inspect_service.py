@@ -12,7 +12,7 @@ Does not own: the numbers (engine), page tokens (`inspect_service`), and request
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,11 +21,9 @@ from daemon.core.index.scan import Place
 from daemon.core.key_shared.key_shared_stats import ConsumerAfterMarkDelete, KeySharedStats
 from daemon.grpc_services import page_tokens, row_answers, row_requests, unary, value_messages
 from daemon.grpc_services.admission import Context
+from daemon.owner.engine import Engine
 from tarry.v1 import inspect_pb2 as pb
 from tarry.v1 import policy_pb2
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
 
 
 def consumer_response(page: call_values.ConsumerPage, next_page_token: str) -> pb.ListConsumersResponse:

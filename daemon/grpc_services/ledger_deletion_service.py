@@ -17,7 +17,7 @@ import enum
 import re
 import struct
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from google.protobuf import descriptor
@@ -29,11 +29,9 @@ from daemon.core.deletions.ledger_deletions import ListedState
 from daemon.grpc_services import page_tokens, parsing, row_requests, unary, value_messages
 from daemon.grpc_services.admission import Context
 from daemon.ledger_deletion import deletion_values
+from daemon.owner.engine import Engine
 from storage_backends.formats import deletion_format as stored
 from tarry.v1 import ledger_deletion_pb2 as pb
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
 
 E = TypeVar("E", bound=enum.IntEnum)
 
@@ -104,19 +102,18 @@ def ledgers(given: Ledgers) -> stored.InUseLedgers:
     if bool(given.uuid_msb) != bool(given.uuid_lsb):
         msb_rows, lsb_rows = len(given.uuid_msb), len(given.uuid_lsb)
         raise errors.InvalidArgument(f"uuid_msb has {msb_rows} rows, uuid_lsb {lsb_rows}; give both or neither")
-    halves = {name: _half(name, getattr(given, name), rows) for name in ("uuid_msb", "uuid_lsb")}
+    halves = {
+        name: row_requests.row_column(name, column, rows, np.uint64, rows_of="ledger_id")
+        if column
+        else np.zeros(rows, np.uint64)
+        for name, column in (("uuid_msb", given.uuid_msb), ("uuid_lsb", given.uuid_lsb))
+    }
     if ledger_type is stored.LedgerType.LEDGER:
         for name, half in halves.items():
             if half.any():
                 row = int(half.argmax())
                 raise errors.InvalidArgument(f"{name}[{row}] is {half[row]}, and ledger_type LEDGER; it has no UUID")
     return stored.InUseLedgers(ledger_type, np.array(given.ledger_id, np.uint64), **halves)
-
-
-def _half(name: str, given: Sequence[int], rows: int) -> row_requests.U64:
-    if not given:
-        return np.zeros(rows, np.uint64)
-    return row_requests.row_column(name, given, rows, np.uint64, rows_of="ledger_id")
 
 
 def deletion_query(given: pb.DeletionFilter) -> deletion_values.DeletionFilter:

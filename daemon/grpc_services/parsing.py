@@ -30,7 +30,9 @@ def parse(message_type: type[M], data: bytes, *, size_bytes_max: int) -> M:
     try:
         return message_type.FromString(data)
     except message.DecodeError as error:
-        raise errors.InvalidArgument(_fault(data, message_type.DESCRIPTOR)) from error
+        declared = message_type.DESCRIPTOR
+        fault = _text_fault(data, declared) or f"message: these {len(data)} bytes are no {declared.full_name}"
+        raise errors.InvalidArgument(fault) from error
 
 
 def leading_number(data: bytes) -> int | None:
@@ -55,10 +57,6 @@ def _unparsed(data: bytes) -> list[Any]:
     except message.DecodeError:
         return []
     return [fields[place] for place in range(len(fields))]
-
-
-def _fault(data: bytes, declared: Declared) -> str:
-    return _text_fault(data, declared) or f"message: these {len(data)} bytes are no {declared.full_name}"
 
 
 def _text_fault(data: bytes, declared: Declared) -> str:

@@ -508,7 +508,9 @@ def _levels(data: bytes, field: tuple[int, int], rows: int) -> I32:
     if size == rows and rows:
         folded = np.frombuffer(data, np.uint8, rows, start)
         if folded.max() <= 0x7F:
-            return _unfolded(folded.astype(np.int32))
+            # Zigzag: 0, -1, 1, -2 ... are written as 0, 1, 2, 3 ...
+            zigzag = folded.astype(np.int32)
+            return zigzag >> 1 ^ -(zigzag & 1)
     value = shift = 0
     place, end = start, start + min(size, _LEVEL_BYTES_MAX)
     while place < end and (byte := data[place]) > 0x7F:
@@ -521,11 +523,6 @@ def _levels(data: bytes, field: tuple[int, int], rows: int) -> I32:
     if value > _LEVEL_FOLDED_MAX:
         raise NotPlainError
     return np.full(rows, value >> 1 ^ -(value & 1), np.int32)
-
-
-def _unfolded(folded: I32) -> I32:
-    """Zigzag: 0, -1, 1, -2 ... are written as 0, 1, 2, 3 ..."""
-    return folded >> 1 ^ -(folded & 1)
 
 
 def _counts(data: bytes, field: tuple[int, int] | None, rows: int) -> U32 | None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from daemon import call_values, config
+from daemon import config
 from daemon.auth import Certificates, Door
 from daemon.grpc_services import (
     admin_service,
@@ -30,9 +30,7 @@ from daemon.grpc_services import (
     ledger_deletion_service,
 )
 from daemon.grpc_services.admission import Admission
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
+from daemon.owner.engine import Engine
 
 
 class HealthReport:
@@ -47,7 +45,7 @@ class HealthReport:
 
     async def start(self) -> None:
         """Tells the health as it is now, then its changes."""
-        self._engine.on_health_change(self._note_change)
+        self._engine.on_health_change(lambda _: self._changed.set())
         await self._tell()
         self._task = asyncio.create_task(self._follow())
 
@@ -57,9 +55,6 @@ class HealthReport:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.servicer.enter_graceful_shutdown()
-
-    def _note_change(self, _: call_values.Health) -> None:
-        self._changed.set()
 
     async def _follow(self) -> None:
         while True:
@@ -144,7 +139,8 @@ class Server:
         names = tuple(service.full_name for service in services)
         self._health = HealthReport(engine, names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
-        if self._reflects:
+        asked = self._settings.access.reflection
+        if self._admission.door.identities is None if asked is None else asked:
             health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
             reflection.enable_server_reflection((*names, health_name, reflection.SERVICE_NAME), self._server)
         await self._health.start()
@@ -167,12 +163,6 @@ class Server:
         """The calls that are not answered, for people."""
         open_calls = self._admission.open_calls
         return [f"{open_calls} calls are open"] if open_calls else []
-
-    @property
-    def _reflects(self) -> bool:
-        """Whether anybody may ask which calls there are."""
-        asked = self._settings.access.reflection
-        return self._admission.door.identities is None if asked is None else asked
 
 
 def _credentials(door: Door, at_first: Certificates) -> grpc.ServerCredentials:

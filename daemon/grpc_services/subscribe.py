@@ -20,20 +20,16 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from daemon import call_values, config, errors
 from daemon.core.decisions.claims import Ignored
 from daemon.core.key_shared.hash_slots import HashRange
 from daemon.grpc_services import parsing, pipeline, row_answers, row_requests, status, value_messages
-from daemon.topic.key_shared_streams import KeySharedStream
-from daemon.topic.open_streams import UNBOUNDED, Outlet
+from daemon.owner.engine import Engine
+from daemon.topic.key_shared_streams import KeySharedStream, Outgoing
+from daemon.topic.open_streams import UNBOUNDED, DispatchStream, Outlet
 from tarry.v1 import dispatch_pb2 as pb
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
-    from daemon.topic.key_shared_streams import KeySharedStream, Outgoing
-    from daemon.topic.open_streams import DispatchStream
 
 
 def require_none(request: pb.Open) -> None:

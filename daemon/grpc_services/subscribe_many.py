@@ -26,7 +26,6 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pyroaring
 from google.rpc import status_pb2
@@ -34,12 +33,10 @@ from google.rpc import status_pb2
 from daemon import config, errors
 from daemon.grpc_services import parsing, pipeline, status, subscribe
 from daemon.grpc_services.admission import Context
+from daemon.owner.engine import Engine
 from daemon.topic.open_streams import Waiter
 from tarry.packed_fields import NotPlainError, nested, scan_each, tag_bytes, tags, varint
 from tarry.v1 import dispatch_pb2 as pb
-
-if TYPE_CHECKING:
-    from daemon.owner.engine import Engine
 
 (_REQUESTS,) = tags(pb.SubscribeManyRequest, "requests")
 _LANE, _REQUEST, _CLOSE = _FIELDS = tags(pb.LaneRequest, "lane", "request", "close")
@@ -148,7 +145,11 @@ class LaneOutbox:
                 break
             size_bytes += self._take_turn(lane, taken, min(room_bytes, TURN_BYTES))
         self._unsent_bytes -= size_bytes
-        self._wake()
+        # There is room again. When nothing is left to leave, nobody else would wake those who wait.
+        woken = list(itertools.islice(self._waiting, _WOKEN_BY_A_MESSAGE) if self._answers else self._waiting)
+        for waiter in woken:
+            del self._waiting[waiter]
+            waiter.notify()
         return b"".join(taken)
 
     def _take_turn(self, lane: int, taken: list[bytes], most_bytes: int) -> int:
@@ -164,13 +165,6 @@ class LaneOutbox:
         else:
             del self._lane_bytes[lane]
         return size_bytes
-
-    def _wake(self) -> None:
-        """There is room again. When nothing is left to leave, nobody else would wake those who wait."""
-        woken = list(itertools.islice(self._waiting, _WOKEN_BY_A_MESSAGE) if self._answers else self._waiting)
-        for waiter in woken:
-            del self._waiting[waiter]
-            waiter.notify()
 
 
 LANES_MAX = 4_096

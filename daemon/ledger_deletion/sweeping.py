@@ -33,10 +33,11 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from daemon.core import garbage_rules
 from daemon.core.deletions import deletion_checks, orphans
+from daemon.core.deletions.ledger_deletions import LedgerDeletions, Recorded
 from daemon.core.deletions.ledger_metadata import OffloadedName
 from daemon.core.deletions.orphans import Finding, ListedLedger, ListedPage, OrphanedLedger
 from daemon.errors import Conflict, Corruption, InvalidArgument, InvariantViolated, NotOwner, Unavailable
@@ -48,9 +49,6 @@ from daemon.runtime.environment import Environment
 from storage_backends import object_store
 from storage_backends.formats import names
 from storage_backends.formats.deletion_format import OffloadContext, PendingDelete
-
-if TYPE_CHECKING:
-    from daemon.core.deletions.ledger_deletions import LedgerDeletions, Recorded
 
 log = logging.getLogger(__name__)
 

@@ -30,21 +30,19 @@ import functools
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from daemon.core import garbage_rules
 from daemon.core.garbage_rules import NOTHING, NOTHING_DONE, CollectionLimits, ObjectCount, Summary
 from daemon.errors import TarryError
 from daemon.runtime.environment import Environment
+from daemon.shard.shard import ServedShard
 from daemon.topic import topic_manifests
 from storage_backends import commit, manifest_collection, object_store, shard_listing, topic_manifest
 from storage_backends.formats import format_errors, manifest, names
 from storage_backends.formats.manifest import DeadObject, ShardManifest, Tombstone, TopicManifest
 from storage_backends.object_store import Damaged, ListedObject
 from storage_backends.shard_listing import Listed, ShardListing
-
-if TYPE_CHECKING:
-    from daemon.shard.shard import ServedShard
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from daemon.call_values import GarbageProgress
 from daemon.core import garbage_rules
@@ -34,13 +34,11 @@ from daemon.owner.collection_pass import Halted, Pass, Wish
 from daemon.owner.heartbeat import Heartbeat
 from daemon.owner.takeover import Fences
 from daemon.runtime.environment import Environment
+from daemon.shard.shard import ServedShard
 from storage_backends import commit, log_fence, object_store
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.object_store import StoreError
 from storage_backends.slot_log import LogHeld, SlotLogs
-
-if TYPE_CHECKING:
-    from daemon.shard.shard import ServedShard
 
 log = logging.getLogger(__name__)
 

@@ -43,14 +43,14 @@ class StillWritten(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Owned:
+class OwnedShard:
     """A shard of which a manifest names an owner. `known`: the highest shard slot that anything stored tells of."""
 
     tip: ShardManifest
     known: int
 
     @classmethod
-    def of(cls, tip: ShardManifest, topics: Iterable[TopicManifest]) -> Owned:
+    def of(cls, tip: ShardManifest, topics: Iterable[TopicManifest]) -> OwnedShard:
         """`topics`: the newest manifest of each of its topics."""
         return cls(tip, max((tip.checkpoint_slot, *(int(each.applied) for each in topics))))
 
@@ -98,7 +98,7 @@ class Loss:
         )
 
 
-def find_loss(slots: SlotLog, shards: Iterable[Owned], *, told: int) -> Loss | None:
+def find_loss(slots: SlotLog, shards: Iterable[OwnedShard], *, told: int) -> Loss | None:
     """What is damaged or lost at the end of a log; None when it can be fenced as it is. Changes nothing.
 
     `told`: the slot that was certain to the log's daemon, by its heartbeat. Raises Damaged when there is
@@ -193,7 +193,7 @@ def resolve_loss(store: object_store.ObjectStore, log_id: str, *, accepted: bool
         with contextlib.closing(slots):
             told = heartbeat.last_told(heartbeat.read_heartbeats(store), log_id)
             owned = [
-                Owned.of(tip, _topics_of(store, tip.shard))
+                OwnedShard.of(tip, _topics_of(store, tip.shard))
                 for tip in _tips(store, root.shards)
                 if any(each.log_id == log_id for each in tip.ranges)
             ]

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from daemon.runtime.environment import Environment
+from daemon.shard.shard import ServedShard
 from storage_backends import merge_hints
 from storage_backends.merge_hints import MergeHint
 from storage_backends.object_store import StoreError
-
-if TYPE_CHECKING:
-    from daemon.shard.shard import ServedShard
 
 log = logging.getLogger(__name__)
 

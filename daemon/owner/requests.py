@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import heapq
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from daemon.metrics import TopicNumbers
 from daemon.owner import topic_inspection
 from daemon.owner.garbage_collection import Collection
 from daemon.runtime.environment import Environment
+from daemon.shard.shard import ServedShard
 from daemon.topic import leases, topic_dead_letters, topic_settings
 from daemon.topic.key_shared_streams import KeySharedStream
 from daemon.topic.open_streams import DispatchStream
@@ -40,9 +41,6 @@ from daemon.topic.served_topic import ServedTopic
 from daemon.topic.viewing import Viewing
 from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U64
-
-if TYPE_CHECKING:
-    from daemon.shard.shard import ServedShard
 
 # Ledgers that one request may name: each costs a few microseconds on the loop.
 LEDGERS_MAX = 1_000

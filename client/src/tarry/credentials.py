@@ -281,17 +281,13 @@ def _check_tls(tls: Tls) -> None:
             ) from None
     if tls.cert_file is not None and tls.key_file is not None:
         try:
-            checked.load_cert_chain(tls.cert_file, tls.key_file, password=_without_password)
+            # Without a password OpenSSL asks for it, in the terminal.
+            checked.load_cert_chain(tls.cert_file, tls.key_file, password=lambda: "")
         except (ssl.SSLError, OSError) as error:
             raise errors.InvalidArgument(
                 f"cert_file {os.fspath(tls.cert_file)!r} and key_file {os.fspath(tls.key_file)!r} are no certificate "
                 f"in PEM and its key without a password: {error}"
             ) from None
-
-
-def _without_password() -> str:
-    """Return an empty password; otherwise OpenSSL would ask for one in the terminal."""
-    return ""
 
 
 def _system_roots() -> str | None:

@@ -226,7 +226,10 @@ def from_rpc(error: grpc.RpcError) -> TarryError:
     """Return the failure of a call."""
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return Internal(f"gRPC failed without a status: {error!r}")
-    hints = {str(key): _text(value) for key, value in error.trailing_metadata() or ()}
+    hints = {
+        str(key): value if isinstance(value, str) else value.decode("utf-8", errors="replace")
+        for key, value in error.trailing_metadata() or ()
+    }
     return _from_code(error.code() or grpc.StatusCode.UNKNOWN, error.details() or "no message", hints)
 
 
@@ -265,7 +268,3 @@ def _from_code(code: grpc.StatusCode, message: str, hints: Mapping[str, str]) ->
 def _milliseconds(hints: Mapping[str, str], key: str = RETRY_AFTER_KEY) -> int | None:
     text = hints.get(key, "")
     return int(text) if text.isascii() and text.isdigit() else None
-
-
-def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode("utf-8", errors="replace")

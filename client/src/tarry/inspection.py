@@ -20,10 +20,6 @@ from tarry.v1 import inspect_pb2
 T = TypeVar("T")
 
 
-def _position(message: inspect_pb2.Position) -> tuple[int, int]:
-    return message.ledger_id, message.entry_id
-
-
 @dataclasses.dataclass(frozen=True)
 class TopicSummary:
     """Counts of one topic of a daemon.
@@ -139,6 +135,7 @@ class TopicStats:
 
     @staticmethod
     def from_message(message: inspect_pb2.GetTopicStatsResponse) -> TopicStats:
+        lowest = message.lowest_position
         return TopicStats(
             topic=message.topic,
             topic_id=message.topic_id,
@@ -158,7 +155,7 @@ class TopicStats:
             rebuild_needed=tuple(RebuildNeeded.from_message(each) for each in message.rebuild_needed),
             last_due_ms=message.last_due_ms or None,
             merges=message.merges,
-            lowest_position=_position(message.lowest_position) if message.HasField("lowest_position") else None,
+            lowest_position=(lowest.ledger_id, lowest.entry_id) if message.HasField("lowest_position") else None,
             ledgers=message.ledgers,
             due=message.due,
         )

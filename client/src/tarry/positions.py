@@ -219,7 +219,7 @@ class Pulsar1:
         """
         ledgers = _whole_numbers("ledger_id", ledger_id, most=_I64_MAX)
         entries = _whole_numbers("entry_id", entry_id, most=_I64_MAX)
-        indexes = _signed("batch_index", batch_index, least=_NO_PULSAR_INDEX, most=_BATCH_INDEX_MAX)
+        indexes = _checked("batch_index", batch_index, _NO_PULSAR_INDEX, _BATCH_INDEX_MAX).astype(np.int64)
         ledgers, entries, indexes = _of_one_length(ledger_id=ledgers, entry_id=entries, batch_index=indexes)
         is_whole = indexes == _NO_PULSAR_INDEX
         _check_batched(entries, ~is_whole)
@@ -316,10 +316,6 @@ def _of_one_length(**given: NDArray[Any]) -> tuple[NDArray[Any], ...]:
 
 def _whole_numbers(field: str, values: columns.Column, *, least: int = 0, most: int = _U64_MAX) -> NDArray[np.uint64]:
     return _checked(field, values, least, most).astype(np.uint64)
-
-
-def _signed(field: str, values: columns.Column, *, least: int, most: int) -> NDArray[np.int64]:
-    return _checked(field, values, least, most).astype(np.int64)
 
 
 def _checked(field: str, values: columns.Column, least: int, most: int) -> NDArray[Any]:

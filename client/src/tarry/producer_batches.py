@@ -204,7 +204,10 @@ class Batches(Generic[Answer]):
         elif isinstance(key_hash, np.ndarray) and key_hash.size == 1:
             # The form in which `tarry.key_hash` returns one key
             key_hash = key_hash.item()
-        batch = self._open.get(column) or self._begin(column)
+        batch = self._open.get(column)
+        if batch is None:
+            self._last_number += 1
+            self._open[column] = batch = Batch(self._last_number, column)
         rows = batch.append(answer, ledger_id, entry_id, time=time, key_hash=key_hash)
         self.outstanding += 1
         if rows == 1:
@@ -318,13 +321,6 @@ class Batches(Generic[Answer]):
         """
         is_full = self.outstanding >= self._outstanding_max
         return is_full and not self._taken_rows and not self._ready
-
-    def _begin(self, column: str) -> Batch[Answer]:
-        batch = self._open.get(column)
-        if batch is None:
-            self._last_number += 1
-            self._open[column] = batch = Batch(self._last_number, column)
-        return batch
 
     def _again(self, batch: Batch[Answer], error: errors.TarryError | None) -> list[Batch[Answer]] | None:
         """Return the batches as which a failed one is sent again, or None if it is not."""

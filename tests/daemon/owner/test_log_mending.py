@@ -8,7 +8,7 @@ import pytest
 
 from daemon.errors import Corruption
 from daemon.owner import engine, give_up, heartbeat
-from daemon.owner.give_up import Loss, Owned
+from daemon.owner.give_up import Loss, OwnedShard
 from daemon.shard import topic_loading
 from storage_backends import log_fence, object_store
 from storage_backends.formats import log_slot_format, names
@@ -135,7 +135,7 @@ async def test_every_lost_slot_may_have_had_a_section_of_each_shard(machines: En
     await north.write(0, 1)
     await north.write(0)
     slots = log_owner.log_of(machines, north.log_id)
-    loss = give_up.find_loss(slots, [Owned(north.tip(0), 0), Owned(north.tip(1), 7)], told=5)
+    loss = give_up.find_loss(slots, [OwnedShard(north.tip(0), 0), OwnedShard(north.tip(1), 7)], told=5)
     assert loss == Loss(
         north.log_id, after=3, through=5, highest=3, heads={0: Head(1, 2), 1: Head(1, 1)}, sections={0: 2, 1: 6}
     )
@@ -153,7 +153,7 @@ async def test_where_no_slot_can_be_read_the_checkpoints_say_how_far_the_log_wen
     for key in machines.slots():
         damage(machines, key)
     slots = log_owner.log_of(machines, north.log_id)
-    loss = give_up.find_loss(slots, [Owned.of(north.tip(0), [])], told=0)
+    loss = give_up.find_loss(slots, [OwnedShard.of(north.tip(0), [])], told=0)
     assert loss is not None
     assert (loss.after, loss.through, loss.heads, loss.sections) == (1, 2, {0: Head(1, 1)}, {0: 1})
 
@@ -172,7 +172,7 @@ async def test_a_false_fence_below_a_damaged_slot_is_not_the_end(machines: Engin
     )
     slots.create(2, log_slot_format.encode_log_slot(header))
     damage(machines, names.log_slot_key(north.log_id, 4))
-    loss = give_up.find_loss(slots, [Owned.of(north.tip(0), [])], told=4)
+    loss = give_up.find_loss(slots, [OwnedShard.of(north.tip(0), [])], told=4)
     assert loss is not None
     assert (loss.after, loss.through, loss.heads, loss.sections) == (1, 4, {0: Head(1, 0)}, {0: 3})
 
@@ -181,7 +181,7 @@ async def test_a_log_that_goes_on_is_not_given_up(machines: EngineFixture) -> No
     north = await owner_of(machines, "north", 0)
     await north.write(0)
     slots = log_owner.log_of(machines, north.log_id)
-    loss = give_up.find_loss(slots, [Owned(north.tip(0), 0)], told=3)
+    loss = give_up.find_loss(slots, [OwnedShard(north.tip(0), 0)], told=3)
     assert loss is not None
     await north.write(0)
     with pytest.raises(give_up.StillWritten, match="its daemon lives"):

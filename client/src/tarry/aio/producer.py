@@ -151,11 +151,11 @@ class Producer(futures.FlushedWhenLeft):
                 if (batch := batches.take(time.monotonic())) is not None:
                     return batch
                 await self._changed.wait_for(lambda: batches.is_waiting or batches.ended)
-                await self._changed.wait_for(self._is_due, batches.due_in_s(time.monotonic()))
+                await self._changed.wait_for(
+                    lambda: batches.ended is not None or not batches.due_in_s(time.monotonic()),
+                    batches.due_in_s(time.monotonic()),
+                )
         return None
-
-    def _is_due(self) -> bool:
-        return self._batches.ended is not None or not self._batches.due_in_s(time.monotonic())
 
     async def _send(self, batch: producer_batches.Batch[Future[producer_batches.Added]]) -> None:
         given: dict[str, Any] = batch.columns()

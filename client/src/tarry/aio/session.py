@@ -58,7 +58,7 @@ class Session(Generic[Response]):
         self._closed = False
         self._cancel: Callable[[], object] | None = None
         self._ending: errors.TarryError = lifetime.closed()
-        self._running = on_event_loop.Running(self._run, self._ended, name=lifetime.name)
+        self._running = on_event_loop.Running(self._run, lambda: handler.failed(self._ending), name=lifetime.name)
 
     async def close(self) -> None:
         """End the stream and wait until the session is over. Idempotent."""
@@ -84,9 +84,6 @@ class Session(Generic[Response]):
         except Exception as bug:
             self._ending = self._lifetime.ended_by_bug(bug)
             raise
-
-    def _ended(self) -> None:
-        self._handler.failed(self._ending)
 
     async def _read_one_stream(self) -> errors.TarryError:
         """Open a stream, read it to its end, and return why it ended."""

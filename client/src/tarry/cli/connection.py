@@ -133,7 +133,12 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
         with output.failures(address):
             credentials.check_target(address, name="--address")
             with (
-                client.Client(address, timeout_s=timeout_s, waiting=_say, **_credentials(**said)) as opened,
+                client.Client(
+                    address,
+                    timeout_s=timeout_s,
+                    waiting=lambda why: output.note(f"waiting: {why}"),
+                    **_credentials(**said),
+                ) as opened,
                 _told_when_nothing_listens(address),
             ):
                 command(connected=opened, as_json=as_json, **given)
@@ -204,10 +209,6 @@ def _listens(address: str) -> bool:
     except (OSError, OverflowError, UnicodeError):
         return False
     return True
-
-
-def _say(why: str) -> None:
-    output.note(f"waiting: {why}")
 
 
 def asked_first(question: Callable[..., str | None]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -431,7 +432,12 @@ def nack(
         raise click.UsageError("--reason is for --reject")
     if key is not None and (source is not None or deliver_at_ms is not None):
         raise click.UsageError("--key is for positions that Tarry did not hand out: it knows the key of all others")
-    hashes = None if key is None else hashing.key_hash(key)
+    how: dict[str, Any] = {"key_hash": None if key is None else hashing.key_hash(key), "forwarded": forwarded}
+    send: Callable[[str, str, columns.Positions], results.Nacked] = (
+        functools.partial(connected.reject, reason=reason or "", **how)
+        if reject
+        else functools.partial(connected.nack, delay_ms=delay_ms, delay_level=delay_level, **how)
+    )
     given, ignored = 0, _Ignored()
     answers: list[results.Nacked] = []
     with (
@@ -439,20 +445,7 @@ def nack(
         output.progress(f"negatively acknowledging {topic}", total=total, quiet=as_json) as shown,
     ):
         for positions in parts:
-            if reject:
-                answer = connected.reject(
-                    topic, subscription, positions, reason or "", key_hash=hashes, forwarded=forwarded
-                )
-            else:
-                answer = connected.nack(
-                    topic,
-                    subscription,
-                    positions,
-                    delay_ms=delay_ms,
-                    delay_level=delay_level,
-                    key_hash=hashes,
-                    forwarded=forwarded,
-                )
+            answer = send(topic, subscription, positions)
             ignored.add(positions, answer.ignored)
             answers.append(answer)
             given += positions.rows

@@ -68,7 +68,8 @@ def watch(*, connected: client.Client, topic: str, subscription: str, count: int
     came = itertools.islice(looks.forever(), count)
     try:
         for row in came:
-            click.echo(json.dumps(row) if as_json else f"{output.time_text(row['seen_at_ms'])}  {_text(row)}")
+            text = "  ".join([*output.row_texts(row), row["state"].replace("_", " ")])
+            click.echo(json.dumps(row) if as_json else f"{output.time_text(row['seen_at_ms'])}  {text}")
     except KeyboardInterrupt:
         click.echo("", err=True)
 
@@ -180,7 +181,3 @@ def _row(
         "redelivery_count": redelivery_count,
         "batch_index": batch_index,
     }
-
-
-def _text(row: dict[str, Any]) -> str:
-    return "  ".join([*output.row_texts(row), row["state"].replace("_", " ")])
