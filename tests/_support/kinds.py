@@ -30,6 +30,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "integration": (
         "batch/",
         "contract/",
+        "daemon/group_commit/test_log_walks",
         "daemon/grpc_services/",
         "daemon/hot_paths/",
         "daemon/ledger_deletion/",
