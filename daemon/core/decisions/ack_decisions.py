@@ -149,7 +149,7 @@ class AckDecisions:
             yield AcknowledgeRecord(self._topic_id, self._incarnation, state.subscription_id, rows, index.index_id)
 
     def _are_strange_with_parts(self, state: SubscriptionState, claims: HeldPositions) -> Mask:
-        """Which of the claims are for an entry that Tarry has not handed out, and of which it knows parts."""
+        """Return the mask of claims for an entry that Tarry has not delivered and whose messages it knows."""
         index = self._indexes.batch_parts.get(state.subscription_id)
         if index is None:
             return np.zeros(len(claims), np.bool_)
@@ -164,7 +164,7 @@ class AckDecisions:
     # ---- applying decisions
 
     def acknowledged(self, records: Iterable[AcknowledgeRecord | DeadLetterRecord], slot: int) -> None:
-        """Positions leave the backlog, by decisions of one slot; those of an index that is no more are not there."""
+        """Remove positions from the backlog by decisions of one slot. Positions of a removed index are ignored."""
         since_ms = {}
         for number, other in self._subscriptions.items():
             if other.stored.created_slot < slot:

@@ -268,11 +268,11 @@ class SubscriptionState:
         return self.ready_rows >= self._ready_rows_max
 
     def feed(self, rows: KeyedRows) -> None:
-        """Rows that the head has passed, in hand-out order, all owed and not acknowledged."""
+        """Append rows that the head has passed, in due order, all owed and not acknowledged."""
         counts = self.counts.of(rows.keys) if self.counts.has_any else None
         if counts is not None:
             rows = dataclasses.replace(rows, redelivery_count=counts)
-            # After a recovery: the tracker is faster than the head.
+            # After a recovery the tracker is ahead of the head.
             known = bitmap_of(rows.keys[counts > 0])
             elsewhere = self.set_aside_among(known) | self.in_hand_among(known)
             if elsewhere:
@@ -280,7 +280,7 @@ class SubscriptionState:
         self.append_ready(rows)
 
     def append_ready(self, rows: KeyedRows) -> None:
-        """Rows that come behind all that is READY."""
+        """Append rows behind all that are READY."""
         if count := len(rows.keys):
             self._ready.append(rows)
             self.ready_rows += count
@@ -335,7 +335,7 @@ class SubscriptionState:
 
     @property
     def available_rows(self) -> int:
-        """How many READY rows may become IN_FLIGHT by the subscription's policy."""
+        """The number of READY rows that may become IN_FLIGHT by the subscription's policy."""
         rows_max = self.stored.policy.in_flight_rows_max
         return self.ready_rows if rows_max is None else min(self.ready_rows, self.in_flight_room)
 

@@ -526,7 +526,7 @@ class TopicState:
         return np.concatenate(taken)
 
     def next_redelivery_ms(self) -> int | None:
-        """No nacked position comes back before; None when none does, or there is no room for any."""
+        """Return a lower bound of the next redelivery (Unix ms), or None if there is none or no room for any."""
         first_ms = None
         for state in self.subscriptions.values():
             if state.nacks.rows and self.takes_redeliveries(state):

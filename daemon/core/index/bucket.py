@@ -77,10 +77,7 @@ class Bucket:
         return self.present_rows - self.passed_rows
 
     def pass_rows(self, due: KeyedRows) -> KeyedRows:
-        """Makes waiting rows due; those that were waiting, in the order given.
-
-        What is gone or due already is left out.
-        """
+        """Make pending rows due; return those that were pending, in the given order."""
         has_levels = self.levels is not None and self.levels.has_rows
         if len(due.keys) <= FEW and not has_levels:
             came = []

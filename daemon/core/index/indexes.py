@@ -111,7 +111,7 @@ class Indexes(Mapping[int, Index]):
         return [self.shared] if own is None else [self.shared, own]
 
     def serving(self, subscription_id: int) -> list[Index]:
-        """The indexes that a subscription is owed rows of: these, and that of its batch parts if there is one."""
+        """Return all indexes whose rows a subscription is owed, including that of its batch parts."""
         own, parts = self._by_id.get(subscription_id), self.batch_parts.get(subscription_id)
         if own is None and parts is None:
             return [self.shared]
@@ -243,7 +243,7 @@ class Indexes(Mapping[int, Index]):
         If given, `look` is called before rows are taken. Then no row is taken that comes after a due one which is not
         in memory and was not at the call either. Without `look` such rows need not be told apart.
         """
-        # Who settles what was due when a request came passes it by that time, and others have passed more since.
+        # A request passes what was due when it arrived by that earlier time, while others have passed more since.
         if now_ms > self._passing_ms:
             self._passing_ms = now_ms
         while True:
@@ -269,7 +269,7 @@ class Indexes(Mapping[int, Index]):
         self._passing_ms = min(self._passing_ms, now_ms)
 
     def _staying(self, due: KeyedRows) -> KeyedRows:
-        """Without what is leaving: it is gone when the decision is applied, or all of this is lost."""
+        """Leave out leaving rows: they are gone when the decision is applied, or the topic's memory is lost."""
         leaves = contained(due.keys, self.leaving)
         return due.take(~leaves) if leaves.any() else due
 
@@ -296,7 +296,7 @@ class Indexes(Mapping[int, Index]):
                 next_due_ms = None if goes_on or run.offset == run.stop else run.next_due_ms()
                 goes_on = goes_on or (run.continues if next_due_ms is None else next_due_ms <= now_ms)
             if not goes_on:
-                # No run was cut short: all that is due was taken.
+                # No run was cut short: everything due was taken.
                 break
             if ends_at_unread and any(self._is_unread(sources[number][0], now_ms) for number, _ in taken):
                 break

@@ -76,7 +76,7 @@ class RowLog:
         self._rows = end
 
     def take(self, index: Index) -> KeyedRows:
-        """The rows that an index array or a slice selects, with no redelivery counts."""
+        """Return the rows that an index array or a slice selects, without redelivery counts."""
         end = self._rows
         keys = self._keys[:end][index]
         ledger_id, entry_id = self._pages.places.positions(keys)

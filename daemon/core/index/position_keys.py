@@ -443,7 +443,7 @@ class PageTable:
         return self._keys(ledger_id, entry_id, self._ordinal, self._ordinals)
 
     def keyed(self, rows: Rows) -> KeyedRows:
-        """Rows of pages that are known, with their keys."""
+        """Return rows of known pages with their keys."""
         return KeyedRows(rows, self._keys(rows.ledger_id, rows.entry_id, self._index.find, self._index.find_all))
 
     def positions(self, keys: U64) -> tuple[U64, U64]:

@@ -59,13 +59,13 @@ class SortedRun:
         return self._next[1]
 
     def due_end(self, now_ms: int) -> int:
-        """The index behind the last row that is due."""
+        """Return the index behind the last due row."""
         offset, stop = self.offset, self.stop
         known_offset, known_ms = self._next
         if offset >= stop or (known_offset == offset and known_ms > now_ms):
             return offset
         times, now = self.rows.rows.deliver_at_ms, np.uint64(now_ms)
-        # Of a trickle one row is due. A search lets go of the interpreter's lock, and may wait to get it back.
+        # A trickle has one due row. A search releases the interpreter's lock, and may wait to get it back.
         for end in range(offset, min(offset + FEW_ROWS, stop)):
             if times[end] > now:
                 return end
@@ -171,7 +171,7 @@ def earliest(*times_ms: int | None) -> int | None:
 
 
 def in_due_order(parts: Sequence[KeyedRows]) -> KeyedRows:
-    """The rows of all parts in hand-out order."""
+    """Return the rows of all parts in due order."""
     if len(parts) == 1:
         return parts[0]
     parts = [part for part in parts if len(part)]
@@ -245,7 +245,7 @@ class Ranges:
         return self._index(len(self._ends) - self._at)
 
     def take(self, rows_max: int) -> Index:
-        """The next rows, at most so many, and at least one if one is left."""
+        """Take the next rows, at most `rows_max`, and at least one if one is left."""
         at = self._at
         first, end = self._firsts[at], self._ends[at]
         if end - first >= rows_max or len(self._ends) - at == 1:
@@ -371,7 +371,7 @@ class FifoRuns:
         return self._next_due_ms
 
     def runs_at(self, now_ms: int, times: U64, take: Take) -> list[SortedRun]:
-        """The sorted runs with the next rows of every run that has rows due at `now_ms`. They are about to be taken."""
+        """Return sorted runs with the next rows of every run that has rows due at `now_ms`, for taking at once."""
         next_due_ms = self._next_due_ms if self._is_next_due_known else self.next_due_ms(times)
         if next_due_ms is None or next_due_ms > now_ms:
             return []
