@@ -71,7 +71,7 @@ class AutoSplitModel(Model):
             self.ranges[max(place - 1, 0)] = heir, range(min(had[0], slots[0]), max(had[-1], slots[-1]) + 1)
 
     def owners(self) -> U16:
-        owners = np.zeros(HASH_SLOTS, np.uint16)
+        owners = np.zeros(self.slots, np.uint16)
         for ordinal, slots in self.ranges:
             owners[slots] = ordinal
         return owners
