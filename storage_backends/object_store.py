@@ -85,7 +85,10 @@ class StoreUnavailable(StoreError):
 
 
 class StoreRefused(StoreError):
-    """The failure of an operation that no retry helps: permissions, configuration, or a promise that the store breaks."""
+    """The failure of an operation that no retry helps.
+
+    The reason is permissions, configuration, or a promise that the store breaks.
+    """
 
 
 class Damaged(StoreError):

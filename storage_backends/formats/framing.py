@@ -135,7 +135,7 @@ def _parses(of: Any, payload: bytes) -> bool:
 
 
 _TextCheck = Callable[[Any], str]
-"""Returns the name of a field, also in a nested message, whose text is not UTF-8, or an empty text."""
+"""A check that returns the name of a field, also in a nested message, whose text is not UTF-8, or an empty text"""
 
 
 @functools.cache
