@@ -17,7 +17,8 @@ R1: conditional PUTs only, with frozen bytes. R2: commit id and HEAD decide; abs
 or a long pause garbage collection may have emptied the number, and then the created object is no history. It is
 committed only if the tip, found by listing, has the commit id in its lineage.
 
-What a manifest says, and which operation may follow which, is decided by `topic_manifest` and the shard's operations.
+`topic_manifest`, and the daemon's operations on shards, decide what a manifest says and which operation may follow
+which.
 """
 
 from __future__ import annotations

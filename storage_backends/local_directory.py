@@ -118,7 +118,7 @@ _HELD_FOLDERS_MAX: Final = 128
 """Folders remembered as synchronised; beyond that they are forgotten and synchronised once more."""
 
 _PLACE_TRIES_MAX: Final = 10
-"""How often an empty folder of a log may vanish between being made and receiving a file."""
+"""Most times that an empty folder of a log may vanish between being made and receiving a file."""
 
 _NUMBERED: Final = re.compile(r"((?:.*/)?logs/[0-9A-Z]{26}/)(\d{17})(\d{3}[^/]*)")
 _NUMBERED_FOLDER: Final = re.compile(r"(\d{17})000\+")
@@ -134,8 +134,8 @@ _NOT_LINKED: Final = _REFUSALS | {errno.ENOENT, errno.ENOSPC, errno.EDQUOT}
 class LocalDirectory(ObjectStore):
     """The objects as files beneath `root`, which is made if it does not exist.
 
-    Several processes may use one root. With `deletions_survive`, objects that `delete` removed and `head` did not find
-    stay away after a power failure.
+    Several processes may use one root. With `deletions_survive`, an object that `delete` removed, or that `head` did
+    not find, does not reappear after a power failure.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, deletions_survive: bool = False) -> None:

@@ -1,15 +1,15 @@
-"""Fences a log: the fencer knows where the log ends, and its owner writes no longer.
+"""Fences a log: the fencer knows where the log ends, and its owner no longer writes.
 
 The steps (L4):
 
     list: m is the highest slot, and read it            gone meanwhile: list again
     it is FENCE or CLOSE                                -> the log ends there
-    its owner has told of a later slot                  go on from that one; it is absent: slots are lost
+    its owner has reported a later slot                 go on from that one; it is absent: slots are lost
     create FENCE at m + 1, with the heads of m          occupied: read that one, and go on from it
 
 A list is old when it arrives. If the owner lives, has written on and deleted what it wrote, the FENCE may stand in a
-number that was emptied, and stops nobody; therefore a claim compares it with the manifest. The caller decides when to
-fence a log.
+number that was emptied, and stops no daemon; therefore a claim compares it with the manifest. The caller decides when
+to fence a log.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ReadOne:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CreateFence:
-    """The step that is answered with whether a slot with these bytes has the number, whoever created it."""
+    """The step that is answered with whether a slot with these bytes has the number, by any creator."""
 
     number: int
     slot: bytes
@@ -82,7 +82,7 @@ Step: TypeAlias = ListHighest | ReadOne | CreateFence
 def fencing(log_id: str, by: Writer, *, told: int = 0) -> Generator[Step, Any, Fence]:
     """Yield the steps that fence a log, each to be answered as its class says.
 
-    `told` is the highest slot that the log's owner reported before the first step, or 0 if nothing is known. Raises
+    `told` is a slot that the log's owner reported as written before the first step, or 0 if nothing is known. Raises
     Damaged if the log has lost slots.
     """
     gone: int | None = None

@@ -48,7 +48,7 @@ class ObjectLogs:
 class ObjectLog(SlotLog):
     """One log, whose owner is the object that created its first slot.
 
-    The owner deletes its own numbers, each once. Any other object looks at a slot before it deletes it.
+    The owner deletes its own numbers, each once. Any other object checks a slot's kind before it deletes it.
     """
 
     def __init__(self, store: object_store.ObjectStore, log_id: str, executor: concurrent.futures.Executor) -> None:

@@ -4,9 +4,9 @@ Callers decide who may write which slot, and when one may be deleted; `log_slot_
 implementation is synchronous and may be called from any number of threads.
 
 Promised, by every implementation:
-- `create` has at most one winner for a number, whoever asks, from whichever process.
-- What was created, and what `head`, `read` or `highest` has shown, survives a crash of the machine.
-- A slot is seen whole or not at all; what is damaged since is told apart from what is absent.
+- `create` has at most one winner for a number, whichever process calls it.
+- A slot that was created, or that `head`, `read` or `highest` has returned, survives a crash of the machine.
+- A slot is seen whole or not at all; a slot that was damaged since is distinguished from an absent one.
 - `highest`, `numbers` and `log_ids` show everything that was there before they began.
 
 Not promised:

@@ -10,7 +10,7 @@ around the columns.
     bit 5  DELTAS   value[i] = base + offset[0] + ... + offset[i]; else value[i] = base + offset[i]
     bit 6  ZSTD     the body is one zstd frame, of rows * w bytes of content
     bit 7  is 0
-Width 0 has no body: every offset is 0. The number of rows is stored beside the column, not in it.
+Width 0 has no body: every offset is 0. The number of rows is stored next to the column, not in it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def decode_u64(
     offsets = _from_planes(body, rows, width) if form & _PLANES else _from_row_major(body, rows, width)
     if form & _DELTAS:
         values = offsets.cumsum()
-        # So few rows of so small a width cannot add up to 2^64.
+        # These rows are too few, and of too small a width, to add up to 2^64.
         can_wrap = rows.bit_length() + 8 * width > 64
         wrapped = (can_wrap and bool((values[1:] < values[:-1]).any())) or int(values[-1]) > _U64_MAX - base
     else:

@@ -5,7 +5,7 @@
     magic "TyLS" | u16 version | u8 kind | u8 0 | log id, 26 ASCII | u64 number | u32 entries | u16 bytes of the writer
     | u32 CRC32C of all before it, of the writer and of the entries
     | writer: three texts, u16 length and UTF-8 each; nothing in DATA and CLOSE
-    | an entry for each shard of the heads, by shard: u32 shard | u64 epoch | u64 last shard slot
+    | an entry for each shard of the heads, by shard: u32 shard | u64 epoch | u64 last section number
       | u32 offset, 0 without a section | u32 length | u32 CRC32C of the section
     | the sections, one behind the other                                                         little-endian
 
@@ -80,7 +80,7 @@ NO_HEADS: Final[Heads] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Writer:
-    """The writer of an OPEN or a FENCE, for people who look at a log. `address` is host:port."""
+    """The writer of an OPEN or a FENCE, for people who read a log. `address` is host:port."""
 
     daemon_id: str
     address: str
