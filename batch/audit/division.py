@@ -1,7 +1,7 @@
 """Lists a shard for an audit, and divides manifests, log slots and objects into jobs with their costs.
 
 The listing keeps everything: manifests, objects, and foreign keys. `driver` alone uses this module; it stands apart
-because it has no state: it neither runs jobs nor groups them into tasks.
+because it only lists and computes: it runs no job.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from storage_backends.shard_listing import Listed
 from storage_backends.slot_log import SlotLogs
 
 TRIES_MAX: Final = 5
-"""How often a contradiction is read again before it counts as moved on"""
+"""Most times that a contradiction is read again before it counts as moved on"""
 
 Do: TypeAlias = Callable[[str, Sequence[tuple[Job, int]]], Iterator[tuple[Job, Any]]]
 Tips: TypeAlias = Mapping[int, ShardManifest | None]

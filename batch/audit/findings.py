@@ -15,13 +15,13 @@ from typing import Any, Final
 REPORT_VERSION: Final = 1
 
 FINDINGS_MAX: Final = 1000
-"""How many findings of a kind are listed; beyond that they are counted."""
+"""Most findings of a kind that are listed; beyond that they are counted."""
 
 
 class Severity(enum.StrEnum):
     """The weight of a finding.
 
-    `error` means that something is lost, damaged, or was never allowed; `warning`, that an operator should look at it;
+    `error` means that something is lost, damaged, or was never allowed; `warning`, that an operator should check it;
     `info`, that it happens normally.
     """
 

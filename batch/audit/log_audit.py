@@ -2,12 +2,12 @@
 
 A task decodes log slots and their sections in full, and checks each slot against the one before it. A slot that lies
 alone may be a stray: a late copy that landed in a number which was emptied. Therefore only neighbours are compared.
-Slots behind a FENCE are not compared: one that was put into an emptied number of a living log stops nobody.
+Slots behind a FENCE are not compared: one that was put into an emptied number of a living log stops no daemon.
 
 These must exist, which pure functions check:
 
     of a log that manifests name: every number above the lowest `after` up to its end, and nothing behind a FENCE
-    of a shard: every shard slot above the checkpoint before the newest, once, in the range that has it
+    of a shard: every section above the checkpoint before the newest, once, in the range that has it
 
 Sections that no range covers belong to no shard. Slots of a log below that may have been deleted, and a late copy may
 have reappeared. `driver` reads contradictions again.
@@ -436,7 +436,7 @@ def _holes_in(shard: int, of: LogRange, log: ReadLog | None, first: int, last: i
 
 
 def _twice(tip: ShardManifest, logs: Mapping[str, ReadLog]) -> Iterator[Suspicion]:
-    """Yield the section numbers of two sections that a range both covers."""
+    """Yield the sections of the same number that ranges cover in two slots of a log."""
     for each in tip.ranges:
         log = logs.get(each.log_id)
         rows = () if log is None else log.covered(tip.shard, each)

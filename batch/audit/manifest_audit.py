@@ -2,7 +2,7 @@
 
 Each manifest is checked alone and against the one before it, by the rules that the operations keep. Every change is one
 operation of an owner, of a merger or of collection: a part that stays is unchanged, an object that leaves becomes a
-tombstone, and values that only rise never fall. A manifest that was collected is told from one that was lost.
+tombstone, and values that only rise never fall. A manifest that was collected is distinguished from one that was lost.
 `object_audit` checks the objects that manifests name.
 """
 

@@ -222,7 +222,7 @@ def not_due(rows: Rows, now_ms: int) -> int:
 
 
 GRACE_SLACK_MS: Final = 300_000
-"""How much earlier than its time a tombstone's object may be gone (ms): clocks of machines differ."""
+"""Time before its end of grace at which a tombstone's object may be gone (ms): clocks of machines differ"""
 
 
 class Role(enum.Enum):
@@ -404,7 +404,7 @@ class _Run:
             try:
                 named = audit_reading.named_now(self._root, place)
             except object_store.StoreError as error:
-                # The tip has a finding of its own; without it, nobody knows if these objects are still needed.
+                # The tip has a finding of its own; without it, it is unknown if these objects are still needed.
                 named = None
                 failure = f"; the newest manifest could not be read: {error}"
             else:

@@ -199,7 +199,7 @@ def _read_sections(logs: SlotLogs, tip: ShardManifest, found: HeldRows, wanted: 
 
 
 TRIES_MAX: Final = 5
-"""How often a topic or shard that changes meanwhile is read again; then it counts as moved on."""
+"""Most times that a topic or shard that changes meanwhile is read; then it counts as moved on."""
 
 EXAMPLES_MAX: Final = 3
 

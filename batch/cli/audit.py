@@ -23,7 +23,7 @@ from batch.engine.job_settings import store_of
 _log = logging.getLogger(__name__)
 
 SHOWN_MAX: Final = 50
-"""How many findings are shown to people; JSON has more."""
+"""Most findings shown to people; JSON has more."""
 
 _STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "dim"}
 

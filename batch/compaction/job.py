@@ -43,7 +43,7 @@ from storage_backends.topic_manifest import adjacent_order
 Tip = commit.Tip[TopicManifest]
 
 COMMIT_DEADLINE_S = 30.0
-"""How long a commit is retried while the store fails (seconds)"""
+"""Time for which a commit is retried while the store fails (seconds)"""
 
 
 class MergeCommits:

@@ -2,9 +2,9 @@
 
 A run of neighbouring small buckets is chosen such that merging again and again stays cheap. No source has more than two
 thirds of the rows of its run, so each merge makes a row's bucket at least half as large again; a row is copied O(log)
-times until its bucket is as large as it may be. Of all ways to cut the buckets into such runs, the one is taken that
-leaves the fewest buckets, then the one whose runs are most alike in size. Planning again from the outcome ends: every
-run leaves fewer buckets.
+times until its bucket is as large as it may be. There are many ways to cut the buckets into such runs. The chosen one
+leaves the fewest buckets; among those, its runs are most alike in size. Planning again from the outcome ends: every run
+leaves fewer buckets.
 
 Buckets that are delivered soon are left alone, because they would be copied just before their rows leave; buckets on
 both sides of one are no neighbours. `storage_backends.topic_manifest` defines the order of neighbours.

@@ -3,10 +3,10 @@
 `Waves` is a state machine without clock, store and processes. It also limits the bytes to read, and how often a topic
 is planned again.
 
-    waiting --next_wave--> under way --settled--> done
+    waiting --next_wave--> in flight --settled--> done
        ^                      |
-       |                      +--refused--> its topic is planned again when nothing of it is under way,
-       +-----offer------------------------  what waits of it is withdrawn; the last attempt is refused for good
+       |                      +--refused--> its topic is planned again when none of its runs is in flight,
+       +-----offer------------------------  its waiting runs are withdrawn; the last attempt is refused for good
 
 A topic is planned again as a whole, because a refused run shows that the topic has changed. The driver commits one wave
 while the engine does the next (`Wave`). `plan` plans, `job` commits.

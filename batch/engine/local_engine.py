@@ -32,10 +32,10 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.1
-"""How often `done` is called while no task ends (seconds)"""
+"""Interval of calls of `done` while no task ends (seconds)"""
 
 _END_S: Final = 5.0
-"""How long an idle worker may take to end (seconds)"""
+"""Time that an idle worker has to end (seconds)"""
 
 _CONTEXT: Final = multiprocessing.get_context("forkserver")
 

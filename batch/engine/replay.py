@@ -286,7 +286,10 @@ _BEFORE_ALL: Final = np.int64(-1)
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class IndexState:
-    """The rest of one index. `nacked` holds by subscription the rows that its negative acknowledgements still name."""
+    """The remaining state of one index.
+
+    `nacked` holds by subscription the rows that its negative acknowledgements still name.
+    """
 
     buckets: tuple[BucketState, ...]
     unsealed: UnsealedRows

@@ -129,7 +129,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS_MAX: Final = 5
-"""How often a shard is read whose owner writes checkpoints faster than that."""
+"""Most readings of a shard whose owner writes checkpoints faster than that."""
 
 
 class _OvertakenError(Exception):

@@ -42,7 +42,7 @@ SHARDS_TOGETHER: Final = 16
 """Shards that are begun together: each log is read once for all of them, and their sections are in memory at once."""
 
 ATTEMPTS_MAX: Final = 5
-"""How often a topic is read whose manifest changes meanwhile."""
+"""Most readings of a topic whose manifest changes meanwhile"""
 
 
 def read_states(

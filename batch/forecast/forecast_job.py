@@ -232,7 +232,7 @@ WAVE_TASKS: Final = 512
 """Tasks that run together: their sets are in memory."""
 
 ATTEMPTS: Final = 3
-"""How often a topic is read whose buckets were merged while they were counted."""
+"""Most readings of a topic whose buckets were merged while they were counted"""
 
 
 def run(

@@ -208,9 +208,9 @@ class Bars:
 
     @staticmethod
     def of(steps: Steps, bars_max: int) -> Bars:
-        """Make at most `bars_max` bars of the smallest round width; they begin at whole days, hours or minutes.
+        """Make at most `bars_max` + 1 bars of the smallest round width.
 
-        One more bar than that is possible.
+        They begin at whole days, hours or minutes.
         """
         span_ms = steps.until_ms - steps.begin_ms(0)
         width_ms = next(width for width in _widths_ms(steps.step_ms) if width * bars_max >= span_ms)
