@@ -19,7 +19,7 @@ from typing import Protocol
 from benchmarks import load
 from examples import processes
 
-# Of the messages that fail, every so many fail twice.
+# One in so many of the messages that fail does so twice.
 TWICE_EVERY = 4
 RETRY_MS = 200
 CHUNK = 100

@@ -20,7 +20,7 @@ SUBSCRIPTION = "dispatcher"
 DUE_IN_MS = 30 * load.DAY_MS
 # Calls in flight
 AT_ONCE = 64
-# How long a call is retried (seconds), while it waits for the store, or its topic is being loaded
+# Time for which a call is retried (seconds), while it waits for the store, or its topic is being loaded
 PATIENCE_S = 600.0
 
 

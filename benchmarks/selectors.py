@@ -1,6 +1,6 @@
 """Measures how evenly selectors share keys, how many keys a change moves, and how long joining takes.
 
-The selectors alone are measured, in this process. STICKY has equal ranges: it only does what it is told to.
+The selectors alone are measured, in this process. STICKY has equal ranges: it only does what consumers ask for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measures an ordinary service: rows of many topics come due at random moments, then SIGKILL.
 
-    python -m benchmarks service                     with what is usual, beside the other measurements
+    python -m benchmarks service                     with the usual sizes, among the other measurements
     python -m benchmarks.service --mode plain --topics 100 --rate 6000 --layers --stacks service.folded
     python -m benchmarks.service --seconds 600 --store slow --daemon ../before --standby
 

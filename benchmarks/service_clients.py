@@ -240,7 +240,7 @@ class Receiver:
         shape = (load.rows, load.subscriptions)
         self.came = np.zeros(shape, dtype=np.int64)
         self.first_s = 0.0
-        """When the first row came, by `time.perf_counter` (seconds); 0 if none did"""
+        """The time when the first row came, by `time.perf_counter` (seconds); 0 if none did"""
         self.opened = asyncio.Event()
         self._acknowledged = np.zeros(shape, dtype=np.bool_)
         self._lateness_ms: list[NDArray[np.int64]] = []

@@ -1,4 +1,4 @@
-"""Adds rows at a steady rate, receives and acknowledges them, until told to end.
+"""Adds rows at a steady rate, receives and acknowledges them, until `end` is called.
 
 Adding and receiving are processes of their own, so that adding does not delay the reading of the clock at receipt. Each
 row must arrive once, with its time. `compaction` alone uses this module, which knows nothing of jobs.
@@ -23,7 +23,7 @@ from examples import verdict
 
 SUBSCRIPTION = "dispatcher"
 DELAYS_MS = (1_000, 3_000)
-# How long it may go on (seconds)
+# The longest time that it may go on (seconds)
 SECONDS_MAX, QUICK_SECONDS_MAX = 1_800, 300
 _RECEIVE_S = 0.2
 
@@ -98,7 +98,7 @@ class SteadyLoad:
 def _receive(address: str, topic: str, parent: Connection) -> None:
     """Receive in a process of its own.
 
-    Receives the number of rows when no more are added; sends the rows, when each came (ms), and how many
+    Receives the number of rows when adding has ended; sends the rows, when each came (ms), and how many
     acknowledgements were ignored.
     """
     batches: list[tarry.Batch] = []

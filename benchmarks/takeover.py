@@ -1,7 +1,7 @@
 """Measures a takeover on S3 after SIGKILL, on a failing store: seconds to the standby's first delivery.
 
-    python -m benchmarks takeover                    beside the other measurements
-    python -m benchmarks.takeover --rounds 10        by itself
+    python -m benchmarks takeover                    among the other measurements
+    python -m benchmarks.takeover --rounds 10        alone
 
 The store is a real S3 server on loopback; both daemons reach it by a proxy, which cuts bodies, answers 503, and loses
 answers of requests that were carried out. Faults begin with the service, and go on until all rows have arrived. Rows
@@ -39,7 +39,7 @@ NAME = "takeover"
 BACK_S = 60.0
 PATIENCE_S = 300.0
 START_S = 300.0
-# How long both daemons go on after the first delivery (seconds)
+# Time for which both daemons go on after the first delivery (seconds)
 AFTER_S = 3.0
 DUE_WITHIN_MS = 6_000
 ROWS_A_CALL = 5

@@ -81,7 +81,7 @@ class Drain:
         self.durable_s = 0.0
 
     def run(self, subscription: tarry.Subscription) -> None:
-        """Receive and acknowledge; note times of `time.perf_counter`. Raises TimeoutError if no more rows come."""
+        """Receive and acknowledge; note times of `time.perf_counter`. Raises TimeoutError if rows stop coming."""
         received = 0
         while received < self._wanted:
             batch = subscription.receive(timeout_s=PATIENCE_S)

@@ -1,6 +1,6 @@
 """Measures thousands of small topics: loading them, a clean stop, sealing all of them together, and idle cost.
 
-    python -m benchmarks topics                     with what is usual, beside the other measurements
+    python -m benchmarks topics                     with the usual sizes, among the other measurements
     python -m benchmarks.topics --topics 3000 --store slow --daemon ../before
 
 The root is made while the store takes no time. Then the daemon is killed, and started again on a store that takes its
