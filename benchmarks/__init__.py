@@ -1,4 +1,4 @@
-"""Measurements, run on demand, side by side with Redis: rates, lateness, memory, stored bytes, restart, pauses.
+"""Measures on demand, next to Redis: rates, lateness, memory, stored bytes, restart, pauses.
 
-They print figures and assert none; a row that is not accounted for is a failure.
+Measurements print figures and assert none; a row that is not accounted for is a failure.
 """

@@ -1,7 +1,6 @@
 """Measures, side by side with Redis, on servers of its own: `python -m benchmarks [MEASUREMENT ...]`.
 
-Owns: the command line, which measurements there are, and the exit status: 0 when every row was accounted for.
-Does not own: the measurements, a module each.
+Each measurement is a module. The exit status is 0 if every row was accounted for.
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
     )
 }
 ALL = "all"
-# Where no terminal says how wide it is.
+# The width if no terminal reports one
 WIDTH = 140
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    # As an exception, so that the servers are ended and their directories removed.
+    # End by an exception, so that the servers are ended and their directories removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     progress = Console(stderr=True, highlight=False, style="dim", width=None if sys.stderr.isatty() else WIDTH)
@@ -99,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(
     bench: workbench.Workbench, names: Sequence[str], console: Console
 ) -> tuple[list[report.Result], list[str]]:
-    """The results, and the measurements that could not be taken: the others are, all the same."""
+    """Return the results, and the names of measurements that failed; these do not stop the others."""
     results, failed = [], []
     for name in MEASUREMENTS if ALL in names or not names else dict.fromkeys(names):
         try:

@@ -1,14 +1,12 @@
-"""Rows a second that become durable, sealing included, against ZADD.
+"""Measures rows a second that become durable, sealing included, against ZADD.
 
-One client process each, the same rows, positions in order and due times over a day. Redis' requests are packed before
-the clock starts; as many requests of both sides are in flight. Both are measured with requests of `--batch-rows` rows
-and with larger ones.
+Each contender has one client process and the same rows, positions in order and due times over a day. Redis' requests
+are packed before the clock starts; as many requests of both sides are in flight. Both are measured with requests of
+`--batch-rows` rows and with larger ones.
 
-Beside them one row a call, from one connection and from many with a call in flight each; and what of that is the call
-itself: a server of grpc.aio that answers empty calls with nothing.
-
-Owns: the contenders and what is compared. Does not own: how rows are sent (`tarry_load`, `redis_load`,
-`unary_calls`).
+Two more contenders add one row a call, from one connection and from many with a call in flight each, and show the cost
+of the call itself: a server of grpc.aio that answers empty calls with nothing. `tarry_load`, `redis_load` and
+`unary_calls` send.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from tests.brokers import redis_server
 
 NAME = "add"
 LARGE_ROWS = 5_000
-# Redis' forms that are measured with large requests, too: those that are as durable as Tarry.
+# Redis' forms that are measured with large requests, too: those that are as durable as Tarry
 LARGE_AOFS: tuple[redis_server.Aof, ...] = ("always",)
 FORMS = {"pipelined": redis_load.pipelined, "variadic": redis_load.variadic}
-# Against Redis as durable as Tarry, with requests of one size.
+# Against Redis as durable as Tarry, with requests of one size
 GOALS = {"pipelined": report.Goal(least=4), "variadic": report.Goal(least=2)}
 GOAL = report.Goal(least=1.5e6)
 CONNECTIONS = (1, 64)
-# The server's CPU for a row that is added by a call of its own, over that for an empty call.
+# The server's CPU for a row that is added by a call of its own, over that for an empty call
 CALL_GOAL = report.Goal(most=1.3)
 ONE_BY_ONE, EMPTY = "tarry, 1 a call", "empty calls"
 ADD_METHOD = "/tarry.v1.DelayedDelivery/AddMessages"
@@ -40,7 +38,7 @@ ADD_METHOD = "/tarry.v1.DelayedDelivery/AddMessages"
 
 @dataclasses.dataclass(frozen=True)
 class Rival:
-    """One way to fill Redis. `rows`: of one request."""
+    """One way to fill Redis. `rows` is the number in one request."""
 
     aof: redis_server.Aof
     form: str

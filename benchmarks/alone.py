@@ -1,7 +1,7 @@
-"""One measurement by itself: with sizes of its own, another store, or the daemon of another checkout.
+"""Runs one measurement alone: with sizes of its own, another store, or the daemon of another checkout.
 
-Owns: the options that all such commands have, and the way from them to figures on the terminal and in a file.
-Does not own: what is measured, and what else it may be told (`service`, `topics`).
+It defines the options that all such commands share, and shows the figures on the terminal and in a file. `service`,
+`topics` and `takeover` add options of their own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from benchmarks import machine, report, slow_store, workbench
 from examples import processes
 
 LOCAL, SLOW = "local", "slow"
-# Where no terminal says how wide it is.
+# The width if no terminal reports one
 WIDTH = 140
 
 
 def parser(measurement: str, description: str | None, *, store: str) -> argparse.ArgumentParser:
-    """The options that each has; `store`: the one that is measured by default."""
+    """Return a parser with the shared options; `store` is the default store."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{measurement}", description=description)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     add = made.add_argument
@@ -45,7 +45,7 @@ def run(
     in_flight: int,
     seed: int,
 ) -> int:
-    """Measures and shows; the exit status. `options`: what `parser` read."""
+    """Measure and show; return the exit status. `options` are those that `parser` parsed."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     progress = Console(stderr=True, highlight=False, style="dim")
     cores = machine.Cores.of_this_machine()

@@ -1,6 +1,7 @@
-"""What a carrier consists of, as processes: its broker, and the relay or the worker beside it.
+"""Starts the processes of a carrier: its broker, and the relay or the worker next to it.
 
-Owns: starting them in their order, and which of them may be killed. Does not own: the daemon, and what is carried.
+It also says which of them may be killed. `relays` alone uses this module, which stands apart so that the measurement is
+free of the brokers' details.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ BROKER, RELAY, WORKER = "broker", "relay", "worker"
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Processes that run, by what they are."""
+    """The running processes of a carrier, by role."""
 
     carrier: carrying.Carrier
     victims: Mapping[str, carrying.Victim]
 
 
-# What is said to `tarry-relay`, so that producers and consumers are those of the relays of the examples.
+# The configuration of `tarry-relay`, with which producers and consumers are those of the examples' relays
 _RELAY_FILE = """
 daemon = {{ address = "{address}" }}
 broker = {{ kind = "{kind}", url = "{url}", {more} }}
@@ -48,7 +49,7 @@ headers = {{ deliver_at = "deliver-at-ms" }}
 
 @contextlib.asynccontextmanager
 async def relayed_by_redis(directory: Path, address: str, handing_back: HandingBack) -> AsyncIterator[Setting]:
-    """The relay of the examples. `address`: of a daemon that serves."""
+    """Start Redis and the examples' relay. `address` is that of a serving daemon."""
     with _redis(directory) as (server, broker):
         program = carrying.Program(directory, "examples.redis_relay", "--redis", server.url, "--address", address)
         with _started(program) as relay:
@@ -57,7 +58,7 @@ async def relayed_by_redis(directory: Path, address: str, handing_back: HandingB
 
 @contextlib.asynccontextmanager
 async def relayed_by_nats(directory: Path, address: str, handing_back: HandingBack) -> AsyncIterator[Setting]:
-    """The relay of the examples. `address`: of a daemon that serves."""
+    """Start NATS and the examples' relay. `address` is that of a serving daemon."""
     with _nats(directory) as (server, broker):
         carrier = nats_carriers.NatsRelayed(server.url, handing_back)
         await carrier.create_streams()
@@ -68,7 +69,7 @@ async def relayed_by_nats(directory: Path, address: str, handing_back: HandingBa
 
 @contextlib.asynccontextmanager
 async def tarry_relay_of_redis(directory: Path, address: str) -> AsyncIterator[Setting]:
-    """`tarry-relay`. `address`: of a daemon that serves."""
+    """Start Redis and `tarry-relay`. `address` is that of a serving daemon."""
     with _redis(directory) as (server, broker):
         names = {"source": redis_relay.SOURCE, "due": redis_relay.DUE, "failed": redis_relay.FAILED}
         told = {"kind": "redis", "url": server.url, "more": "claim_s = 2", **names}
@@ -78,7 +79,7 @@ async def tarry_relay_of_redis(directory: Path, address: str) -> AsyncIterator[S
 
 @contextlib.asynccontextmanager
 async def tarry_relay_of_nats(directory: Path, address: str) -> AsyncIterator[Setting]:
-    """`tarry-relay`. `address`: of a daemon that serves."""
+    """Start NATS and `tarry-relay`. `address` is that of a serving daemon."""
     with _nats(directory) as (server, broker):
         carrier = nats_carriers.NatsRelayed(server.url, None)
         await carrier.create_streams()
@@ -90,7 +91,7 @@ async def tarry_relay_of_nats(directory: Path, address: str) -> AsyncIterator[Se
 
 @contextlib.asynccontextmanager
 async def tarry_relay_of_kafka(directory: Path, address: str) -> AsyncIterator[Setting]:
-    """`tarry-relay`. `address`: of a daemon that serves."""
+    """Start Kafka and `tarry-relay`. `address` is that of a serving daemon."""
     if (jars := kafka_server.find()) is None:
         raise processes.ProcessFailed(kafka_server.MISSING)
     with kafka_server.KafkaServer(jars, directory) as server:
@@ -98,7 +99,7 @@ async def tarry_relay_of_kafka(directory: Path, address: str) -> AsyncIterator[S
         carrier = kafka_carriers.KafkaRelayed(server)
         carrier.create_topics()
         names = {"source": kafka_carriers.SOURCE, "due": kafka_carriers.DUE, "failed": kafka_carriers.FAILED}
-        # A message that is there already is not looked for in the output: the relay waits as long as the producer.
+        # The relay does not search the output for a message that exists: it waits as long as the producer.
         told = {"kind": "kafka", "url": server.url, "more": "confirm_s = 120", **names}
         with _started(_tarry_relay(directory, address, told)) as relay:
             yield Setting(carrier, {BROKER: broker, RELAY: relay})
@@ -106,7 +107,7 @@ async def tarry_relay_of_kafka(directory: Path, address: str) -> AsyncIterator[S
 
 @contextlib.asynccontextmanager
 async def sorted_by_redis(directory: Path) -> AsyncIterator[Setting]:
-    """A sorted set and its worker."""
+    """Start Redis with a sorted set and its worker."""
     with _redis(directory) as (server, broker):
         program = carrying.Program(directory, "benchmarks.sorted_set_worker", server.url)
         with _started(program) as worker:
@@ -115,7 +116,7 @@ async def sorted_by_redis(directory: Path) -> AsyncIterator[Setting]:
 
 @contextlib.asynccontextmanager
 async def scheduled_by_nats(directory: Path) -> AsyncIterator[Setting]:
-    """The server alone."""
+    """Start the NATS server alone."""
     with _nats(directory) as (server, broker):
         carrier = nats_carriers.NatsScheduled(server.url)
         await carrier.create_streams()

@@ -1,7 +1,7 @@
-"""Delayed messages from a producer to a consumer that fails now and then, whatever carries them and whoever is killed.
+"""Carries delayed messages from a producer to a consumer that sometimes fails, while processes are killed.
 
-Owns: the messages, the account of the consumer, which is the oracle, and the run: publishing, consuming, kills.
-Does not own: how a message gets there (`redis_carriers`, `nats_carriers`).
+It has the messages, the consumer's account, which is the oracle, and the run: publishing, consuming, kills.
+`redis_carriers`, `nats_carriers` and `kafka_carriers` implement `Carrier`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 from benchmarks import load
 from examples import processes
 
-# Of what fails, every so many fail twice.
+# One in so many of the messages that fail does so twice.
 TWICE_EVERY = 4
 RETRY_MS = 200
 CHUNK = 100
@@ -28,7 +28,7 @@ _AGAIN_S = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What the producer publishes; its payload is its number."""
+    """A message of the producer; its payload is its number."""
 
     number: int
     due_ms: int
@@ -36,7 +36,10 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-    """What the consumer reads. `place`: in the output, the same when it is read again. `attempt`: 0 for the first."""
+    """A delivery to the consumer.
+
+    `place` in the output is the same when it is read again. `attempt` is 0 for the first.
+    """
 
     number: int
     attempt: int
@@ -45,25 +48,25 @@ class Delivery:
     handle: str = ""
 
 
-# Says which of the deliveries have failed.
+# Returns the deliveries that have failed.
 Take = Callable[[Sequence[Delivery]], Sequence[Delivery]]
 
 
 class Carrier(Protocol):
-    """Something that delays messages. Its methods raise one of `failures` while a server of it is away."""
+    """A service that delays messages. Its methods raise one of `failures` while a server of it is unreachable."""
 
     @property
     def failures(self) -> tuple[type[Exception], ...]: ...
 
     async def publish(self, messages: Sequence[Message]) -> None:
-        """Returns when all are durable. Repeated, it publishes none a second time."""
+        """Publish the messages; return when all are durable. A repeated call publishes none a second time."""
 
     async def consume(self, take: Take) -> None:
-        """Reads, asks `take`, has what failed come again RETRY_MS later, and commits, until it is cancelled."""
+        """Read and commit until cancelled; call `take`, and redeliver what failed RETRY_MS later."""
 
 
 class Account:
-    """What the consumer has received. `fails_every`: of so many messages one fails."""
+    """The account of the consumer's deliveries. One of `fails_every` messages fails."""
 
     def __init__(self, messages: int, *, fails_every: int) -> None:
         self._fails_every = fails_every
@@ -74,17 +77,20 @@ class Account:
         self._wanted = {(number, attempt) for number in range(messages) for attempt in range(self.failures(number) + 1)}
 
     def failures(self, number: int) -> int:
-        """How often the message fails before it is dealt with."""
+        """Return how often the message fails before it is processed."""
         if number % self._fails_every:
             return 0
         return 2 if number % (self._fails_every * TWICE_EVERY) == 0 else 1
 
     def publish(self, messages: Sequence[Message]) -> None:
-        """They are about to be published."""
+        """Note messages that are about to be published."""
         self._due_ms.update({(message.number, 0): message.due_ms for message in messages})
 
     def take(self, delivered: Sequence[Delivery]) -> list[Delivery]:
-        """Notes what was received; what of it fails. What is read again is noted once, and fails again."""
+        """Note deliveries; return those that fail.
+
+        A delivery that is read again is noted once, and fails again.
+        """
         failed = []
         for each in delivered:
             key = (each.number, each.attempt)
@@ -97,13 +103,13 @@ class Account:
         return failed
 
     async def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Looks whenever something was received."""
+        """Wait until the condition holds, checking it after each delivery."""
         while not reached():
             self._received.clear()
             await self._received.wait()
 
     def has(self, share: float) -> bool:
-        """Whether that share of all deliveries has come."""
+        """Return whether that share of all deliveries has arrived."""
         return len(self._first_ms) >= share * len(self._wanted)
 
     def has_come(self, number: int) -> bool:
@@ -114,7 +120,7 @@ class Account:
         return self.has(1.0) and self._wanted <= self._first_ms.keys()
 
     def lateness_ms(self) -> list[int]:
-        """Received minus due: of the first delivery of each message but the first one."""
+        """Return received minus due (ms) of the first delivery of each message but the first one."""
         return [
             self._first_ms[number, attempt] - due_ms
             for (number, attempt), due_ms in self._due_ms.items()
@@ -123,17 +129,17 @@ class Account:
 
     @property
     def first_deliveries_s(self) -> float:
-        """From when the second message was due until each had come for the first time, where all were due at once."""
+        """The time from the second message's due time to the last first delivery (seconds), if all are due at once."""
         due_ms = min(due_ms for (number, attempt), due_ms in self._due_ms.items() if number and not attempt)
         return (max(at_ms for (_, attempt), at_ms in self._first_ms.items() if not attempt) - due_ms) / 1000
 
     @property
     def doubles(self) -> list[tuple[int, int]]:
-        """(number, attempt) of what came at more than one place."""
+        """(number, attempt) of the deliveries that arrived at more than one place."""
         return [key for key, places in self._places.items() if len(places) > 1]
 
     def problems(self) -> list[str]:
-        """What is not as it must be; empty: everything is."""
+        """Return what is wrong with the deliveries, or nothing."""
         missing = self._wanted - self._first_ms.keys()
         unasked = self._first_ms.keys() - self._wanted
         early = [key for key, at_ms in self._first_ms.items() if key in self._due_ms and at_ms < self._due_ms[key]]
@@ -142,7 +148,7 @@ class Account:
 
 
 class Program(processes.ChildProcess):
-    """A module of this checkout that is run."""
+    """A module of this checkout, run as a program."""
 
     def __init__(self, directory: Path, module: str, *arguments: str) -> None:
         super().__init__(module, directory, {})
@@ -154,20 +160,20 @@ class Program(processes.ChildProcess):
 
 @dataclasses.dataclass(frozen=True)
 class Victim:
-    """A process that may be killed. `start`: returns when it serves."""
+    """A process that may be killed. `start` returns when it serves."""
 
     process: processes.ChildProcess
     start: Callable[[], object]
 
     async def kill(self) -> None:
-        """SIGKILL, and start again."""
+        """Send SIGKILL, and start it again."""
         self.process.kill()
         await asyncio.to_thread(self.start)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """`at`: the share of all deliveries that have come by then. One is done after the other."""
+    """A kill when the share `at` of all deliveries has arrived. Kills are done one after the other."""
 
     at: float
     kill: Callable[[], Awaitable[None]]
@@ -183,10 +189,11 @@ async def carry(
     until_rest: Callable[[], Awaitable[None]] | None = None,
     timeout_s: float,
 ) -> None:
-    """Publishes messages with these delays, consumes and kills, until everything has come. Raises TimeoutError.
+    """Publish messages with these delays (ms), consume and kill, until all have arrived.
 
-    The first message is published by itself: when it has come, everything works, and the others are published.
-    `take`: in place of the account's own. `until_rest`: is waited for at the end, while what else comes is consumed.
+    The first message is published alone: when it has arrived, everything works, and the others are published. `take`
+    replaces the account's own. `until_rest` is awaited at the end, while further deliveries are consumed. Raises
+    TimeoutError.
     """
     try:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
@@ -208,7 +215,7 @@ async def carry(
 
 
 async def _publish(carrier: Carrier, account: Account, delays_ms: Sequence[int], *, first: int = 0) -> None:
-    """`first`: the number of the first message."""
+    """Publish messages; `first` is the number of the first."""
     for begin in range(0, len(delays_ms), CHUNK):
         now_ms = load.now_ms()
         chunk = enumerate(delays_ms[begin : begin + CHUNK], first + begin)
@@ -224,7 +231,7 @@ async def _kill(account: Account, kills: Sequence[Kill]) -> None:
 
 
 async def _persist(attempt: Callable[[], Awaitable[None]], failures: tuple[type[Exception], ...]) -> None:
-    """Tries until it returns."""
+    """Repeat until the attempt succeeds."""
     while True:
         try:
             return await attempt()
@@ -233,6 +240,6 @@ async def _persist(attempt: Callable[[], Awaitable[None]], failures: tuple[type[
 
 
 def delays(messages: int, *, most_ms: int, seed: int) -> list[int]:
-    """Any delay from 0 to `most_ms`; 0 for the first message."""
+    """Return random delays from 0 to `most_ms`, and 0 for the first message."""
     dice = random.Random(seed)
     return [0, *(dice.randrange(most_ms + 1) for _ in range(messages - 1))]

@@ -1,14 +1,12 @@
-"""Batch jobs on a topic of ten million rows in two thousand small buckets: compaction, forecast, audit.
+"""Measures batch jobs on ten million rows in two thousand small buckets: compaction, forecast, audit.
 
-A part of the rows is gone. Every job runs on a root that nobody serves, for its speed; the compaction once more while
-a daemon serves the topic and hands out the rows of another one. What is late without a job, and what is late from its
+A part of the rows is gone. Every job runs on a root without a daemon, for its speed; the compaction runs once more
+while a daemon serves the topic and delivers the rows of another one. The lateness without a job, and that from its
 start until all merged buckets are served, come from one run. The daemon learns of the merges by a commit of its own.
 
 Every row is followed by identity: after each compaction the root holds exactly the rows that were not gone, each with
-its time. The forecast must count all of them, and the audit find nothing.
-
-Owns: the phases and the account. Does not own: the jobs' processes (`job_process`), the load (`steady_load`), the
-root (`small_buckets`), the daemon (`workbench`).
+its time. The forecast must count all of them, and the audit find nothing. `job_process` runs the jobs, `steady_load`
+the load, `small_buckets` makes the root.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ BUCKETS_GOAL = report.Goal(most=40)
 LATENESS_GOAL = report.Goal(most=50)
 QUANTILES = {"p50": 50.0, "p99": 99.0, "max": 100.0}
 WITHOUT, MEANWHILE = "lateness without", "lateness meanwhile"
-# Of a job beside a daemon on the same cores.
+# The niceness of a job next to a daemon on the same cores
 NICENESS = 10
-# Between two spans; what comes due meanwhile belongs to none.
+# The pause between two spans (ms); rows that come due meanwhile belong to none.
 PAUSE_MS = 1_000
-# The topic is served, and what was merged, too.
+# The time until the topic, and later its merged buckets, are served (seconds)
 PATIENCE_S = 120.0
 _POLL_S = 0.1
 _MIB = 1 << 20
@@ -53,7 +51,10 @@ _MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """`gone`: of the rows. `alone_s`: how long nothing else is done, before the job."""
+    """The size of the topic.
+
+    `gone` is the number of its rows that are gone. `alone_s` is the time before the job without other work (seconds).
+    """
 
     buckets: int
     bucket_rows: int
@@ -74,7 +75,7 @@ def run(bench: workbench.Workbench) -> report.Result:
     with bench.folder() as folder:
         topic = _Topic(bench, rounds, size, folder / "root")
         turns: dict[str, workbench.Turn] = {}
-        # To start Spark takes longer than all else that a quick run does, and compacting beside a daemon shows more.
+        # Starting Spark takes longer than everything else in a quick run, and compacting next to a daemon shows more.
         for engine in (LOCAL,) if bench.quick else (LOCAL, SPARK):
             if not bench.quick:
                 turns[f"{engine}, {COMPACT}"] = functools.partial(topic.compacted, engine)
@@ -111,7 +112,7 @@ class _Topic:
         self._left = self._filled()
 
     def _filled(self) -> load.Rows:
-        """Fills the root; the rows that are not gone."""
+        """Fill the root; return the rows that are not gone."""
         size, began_s = self._size, time.perf_counter()
         rows = load.in_order(load.over_a_day(size.rows, seed=self._bench.seed))
         gone = np.zeros(size.rows, bool)
@@ -147,7 +148,7 @@ class _Topic:
 
     def compacted_while_served(self, engine: str) -> Mapping[str, float]:
         who = f"{engine}, while served"
-        # One more row: that it is sealed shows the daemon what was merged.
+        # One more row: its seal shows the merges to the daemon.
         last = load.in_order(load.over_a_day(1, seed=self._bench.seed), first_ledger=self._size.rows)
         with self._bench.folder() as folder:
             root = self._copy(folder)
@@ -186,7 +187,7 @@ class _Topic:
         }
 
     def read(self, engine: str, job: str) -> Mapping[str, float]:
-        """Of a root with its small buckets."""
+        """Run a job that reads a root with its small buckets."""
         options = {FORECAST: ("--days", "2", "--step", "hour")}.get(job, ())
         with self._bench.folder() as folder:
             ended = self._run(folder, job, engine, self._root, *options)
@@ -205,7 +206,7 @@ class _Topic:
         return job_process.run(self._bench.cores, folder, job, root, asked, niceness=niceness)
 
     def _lateness(self, name: str, came: steady_load.Came, span_ms: tuple[int, int]) -> dict[str, float]:
-        """Nothing where the machine is too busy to add a row before it is due."""
+        """Return the quantiles (ms), or nothing if the machine is too busy to add a row before it is due."""
         try:
             values = np.percentile(came.lateness_of(span_ms), list(QUANTILES.values()))
         except workbench.TimeTooShort as error:
@@ -222,7 +223,7 @@ class _Topic:
         )
 
     def _check_left(self, who: str, root: Path, left: load.Rows) -> None:
-        """The root has these rows of the topic, each once."""
+        """Check that the root has these rows of the topic, each once."""
         store = LocalDirectory(root)
         try:
             opened = Root.open(store)
@@ -254,7 +255,7 @@ def _together(*parts: load.Rows) -> load.Rows:
 
 
 def _span(seconds: int) -> tuple[int, int]:
-    """From now on so long, in ms; returns when it is over."""
+    """Wait for so many seconds; return the beginning and the end (ms)."""
     from_ms = load.now_ms()
     _sleep_until(from_ms + 1_000 * seconds)
     return from_ms, load.now_ms()

@@ -1,11 +1,9 @@
-"""Where the CPU of a daemon goes, layer by layer: what its loop was seen doing, and what its other threads used.
+"""Divides a daemon's CPU among layers: samples of its loop's stack, and the times of its other threads.
 
-What each thread used is the kernel's account. How the loop's CPU is divided is an estimate: by the share of its samples
-in which the innermost function that belongs to a layer is of this one. What belongs to none is the event loop's: that
-of asyncio, and of gRPC's compiled code that runs there.
-
-Owns: which module is of which layer, the account of threads, and stacks for flame graphs.
-Does not own: the samples (`sampled_program`).
+The kernel counts the CPU of each thread. The division of the loop's CPU is an estimate: a layer's share is that of the
+samples in which the innermost function that belongs to any layer belongs to it. The rest is the event loop's: that of
+asyncio, and of gRPC's compiled code that runs there. It also writes stacks for flame graphs. `service` alone uses this
+module, which knows nothing of its load; `sampled_program` takes the samples.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from pathlib import Path
 WIRE, JOURNAL, METRICS, ENGINE, LOOP = "wire", "journal", "metrics", "engine", "event loop"
 EXECUTORS, GRPC_THREADS = "executor threads", "threads of gRPC"
 LAYERS = (WIRE, ENGINE, JOURNAL, METRICS, LOOP, EXECUTORS, GRPC_THREADS)
-# By the beginning of a module's name; the first that fits counts.
+# Beginning of a module's name -> layer; the first that matches counts
 _MODULES: Mapping[str, str] = {
     "daemon.metrics": METRICS,
     "daemon.column_histogram": METRICS,
@@ -38,8 +36,9 @@ _LOOP_RUNS = "asyncio.base_events:BaseEventLoop.run_forever"
 
 @dataclasses.dataclass(frozen=True)
 class Threads:
-    """CPU seconds that the threads of a process have used: the main one, its other ones, and those that have names of
-    their own: gRPC's.
+    """The CPU times of a process's threads (seconds).
+
+    They are those of the main thread, of its other threads, and of gRPC's, which have names of their own.
     """
 
     main_s: float
@@ -51,7 +50,7 @@ class Threads:
 
 
 def read_threads(pid: int) -> Threads:
-    """Reads /proc; raises `OSError` when the process is gone."""
+    """Read the times from /proc. Raises `OSError` if the process is gone."""
     used_s = dict.fromkeys((LOOP, EXECUTORS, GRPC_THREADS), 0.0)
     process_name = Path(f"/proc/{pid}/comm").read_text()
     for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -59,7 +58,7 @@ def read_threads(pid: int) -> Threads:
             cpu_s = int((thread / "schedstat").read_text().split()[0]) / 1e9
             name = (thread / "comm").read_text()
         except FileNotFoundError:
-            # It has ended meanwhile.
+            # The thread has ended meanwhile.
             continue
         kind = LOOP if thread.name == str(pid) else EXECUTORS if name == process_name else GRPC_THREADS
         used_s[kind] += cpu_s
@@ -67,8 +66,9 @@ def read_threads(pid: int) -> Threads:
 
 
 def within_loop(stack: Sequence[str]) -> Sequence[str]:
-    """Without the functions that have started the event loop; `stack`: functions as `module:function`, the innermost
-    last.
+    """Drop the functions that started the event loop.
+
+    `stack` holds functions as `module:function`, the innermost last.
     """
     return stack[stack.index(_LOOP_RUNS) + 1 :] if _LOOP_RUNS in stack else stack
 
@@ -82,7 +82,7 @@ def layer_of(stack: Sequence[str]) -> str:
 
 
 def by_layer(stacks: Sequence[tuple[str, ...]], used: Threads) -> dict[str, float]:
-    """CPU seconds of each layer. `stacks`: what was sampled while `used` was used."""
+    """Return the CPU time of each layer (seconds). `stacks` were sampled during `used`."""
     seen = collections.Counter(map(layer_of, stacks))
     on_loop = {layer: used.main_s * count / len(stacks) for layer, count in seen.items()}
     cpu_s = {**on_loop, EXECUTORS: used.executors_s, GRPC_THREADS: used.grpc_s}
@@ -90,8 +90,10 @@ def by_layer(stacks: Sequence[tuple[str, ...]], used: Threads) -> dict[str, floa
 
 
 def folded(stacks: Sequence[tuple[str, ...]], used: Threads) -> str:
-    """A line for each stack, with the number of its samples, as programs that draw flame graphs read it. Other threads
-    have one line each kind, with as many samples as the loop would have had for their CPU. `stacks`: at least one.
+    """Return a line for each stack with the number of its samples, as programs that draw flame graphs read it.
+
+    Each kind of other thread has one line, with as many samples as the loop would have had for their CPU. There must be
+    at least one of `stacks`.
     """
     counts = collections.Counter(";".join((LOOP, *within_loop(stack))) for stack in stacks)
     samples_a_second = len(stacks) / used.main_s

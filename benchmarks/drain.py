@@ -1,10 +1,9 @@
-"""Rows a second handed out from sealed buckets on disk, every row acknowledged durably, against a Lua script.
+"""Measures rows a second delivered from sealed buckets on disk, each acknowledged durably, against a Lua script.
 
 All rows are due. Tarry's daemon was killed and started again, so that every segment comes from the disk. `restarted`:
-the dispatcher comes as soon as the daemon serves, which finds out meanwhile what is due; `behind`: it comes when
-everything is in its backlog. `away`: the daemon was not killed; the rows came due while no dispatcher was there.
-
-Owns: the contenders and what is compared. Does not own: draining (`tarry_load`, `redis_load`).
+the dispatcher connects as soon as the daemon serves, which meanwhile finds out which rows are due; `behind`: it
+connects when all rows are in its backlog. `away`: the daemon was not killed; the rows came due without a dispatcher.
+`tarry_load` and `redis_load` drain.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ SUBSCRIPTION = "dispatcher"
 RESTARTED, BEHIND, AWAY = "tarry, restarted", "tarry, behind", "tarry, away"
 REDIS_BATCHES = (1_000, 4_000, redis_load.DRAIN_BATCH_MAX)
 REDIS_IN_FLIGHT = 4
-# All rows are due within it.
+# The span in which all rows are due (ms)
 SPAN_MS = 1_000
-# Until the first row is due: what adding and sealing may take; four times as much at the next try.
+# Time until the first row is due, for adding and sealing (ms); four times as much at the next try.
 LEAD_MS, LEAD_MS_PER_1000_ROWS, TRIES = 3_000, 4, 4
-# A higher ledger seals what is there, however little it is, so that everything is.
+# A higher ledger seals all rows before it, however few they are.
 SETTINGS = {"bucket.min_index_count_per_bucket": 1}
 
 
@@ -124,8 +123,9 @@ def _drain(
 
 
 def _fill(bench: workbench.Workbench, daemon: processes.DaemonProcess, count: int, lead_ms: int) -> load.Rows | None:
-    """Adds the rows and one of the next ledger, which is due much later: it seals the last of the others. None when
-    rows were due before everything was sealed.
+    """Add the rows and one of the next ledger, due much later, which seals the last of the others.
+
+    Returns None if rows were due before all were sealed.
     """
     first_due_ms = load.now_ms() + lead_ms
     rows = load.in_order(load.random_due(count, from_ms=first_due_ms, until_ms=first_due_ms + SPAN_MS, seed=bench.seed))

@@ -1,7 +1,7 @@
-"""What becomes of each request to a store that fails now and then, and which requests there were.
+"""Draws the fate of each request to a store that sometimes fails, and lists the requests.
 
-Owns: the draw for each request, and the list of them. Does not own: the proxy that does it
-(`tests._support.lost_answer_proxy`), and the store behind it.
+`takeover` alone uses this module, which knows nothing of daemons. The proxy that carries out the faults is
+`tests._support.lost_answer_proxy`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ UNAVAILABLE = 503
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """Parts of all requests. `cut`: of those that read a body, which ends in the middle. `unavailable`: answered 503,
-    and nothing else happens. `lost`: carried out, and the connection is closed without an answer.
+    """The parts of requests that fail.
+
+    `cut` is the part of reads whose body ends in the middle; `unavailable`, of requests answered with 503 and not
+    carried out; `lost`, of requests carried out whose connection is closed without an answer.
     """
 
     cut: float = 0.0
@@ -29,8 +31,10 @@ class Faults:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """`kind`: conditional put, put, get, list, head or delete. `key`: of the object, or the prefix of a listing.
-    `arrived_s`: by `time.monotonic`.
+    """A request.
+
+    `kind` is conditional put, put, get, list, head or delete. `key` is that of the object, or the prefix of a listing.
+    `arrived_s` is by `time.monotonic` (seconds).
     """
 
     arrived_s: float
@@ -40,7 +44,10 @@ class Request:
 
 
 class FailingStore:
-    """Called with each request, one at a time. `faults` may be set while requests come."""
+    """The faults of a store, called with each request, one at a time.
+
+    `faults` may be set while requests arrive.
+    """
 
     def __init__(self, bucket: str, seed: int) -> None:
         self.faults = Faults()

@@ -1,6 +1,6 @@
-"""A consumer that hands back to Tarry itself what a relay has passed on to it, and that failed.
+"""Hands failed deliveries back to Tarry directly, in place of the relay that passed them on.
 
-Owns: whether that was before the relay's acknowledgement. Does not own: what fails, what goes back through the relay.
+It also counts those handed back before the relay's acknowledgement.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import tarry
 from benchmarks.carrying import RETRY_MS, Delivery
 
-# What comes back does so at that time, and not at the next multiple of a power of 2.
+# Redelivery is at the exact time, and not at the next multiple of a power of 2.
 POLICY = tarry.SubscriptionPolicy(redelivery=tarry.ConstantDelay(RETRY_MS), nack_precision_bits=0)
 
 
 class HandingBack:
-    """`before_acks`: how much was handed back while the relay had not acknowledged it."""
+    """A consumer's connection to Tarry.
+
+    `before_acks` counts deliveries handed back before the relay had acknowledged them.
+    """
 
     failures = (tarry.TarryError,)
 
@@ -27,11 +30,14 @@ class HandingBack:
         await self._client.create_subscription(self._topic, self._subscription, POLICY)
 
     def takes(self, failed: Delivery) -> bool:
-        """Some; the others go through the relay."""
+        """Return whether the delivery is handed back here; the others go through the relay."""
         return failed.number % 4 == 0
 
     async def hand_back(self, failed: Delivery) -> None:
-        """Returns when it is durable. A request that is not `forwarded` tells whether the row was still owed."""
+        """Hand a delivery back; return when that is durable.
+
+        The answer to a request that is not `forwarded` shows whether the row was still owed.
+        """
         positions = tarry.DeliveryId.parse(failed.handle).positions
         named = (self._topic, self._subscription, positions)
         if not (await self._client.nack(*named, delay_ms=RETRY_MS)).ignored:

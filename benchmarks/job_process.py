@@ -1,6 +1,6 @@
-"""`tarry-spark` as a process of its own, on both cores: what it says, how long it took, and its memory.
+"""Runs `tarry-spark` as a process of its own, on both cores, and measures its time and its memory.
 
-Owns: running it to its end, and the memory of its processes. Does not own: what is asked of it.
+`compaction` alone uses this module, which knows nothing of the jobs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _END_S = 900.0
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """`document`: its JSON. `seconds`: from its start to its end. `resident_bytes_max`: of the largest process of each
-    kind.
+    """The end of a job.
+
+    `document` is its JSON. `seconds` count from its start to its end. `resident_bytes_max` is that of the largest
+    process of each kind.
     """
 
     document: dict[str, Any]
@@ -38,10 +40,10 @@ class Ended:
 def run(
     cores: machine.Cores, directory: Path, command: str, root: Path, options: Sequence[str], *, niceness: int = 0
 ) -> Ended:
-    """Raises `ProcessFailed` when it does not end as it should."""
+    """Run a job to its end. Raises `ProcessFailed` if it fails."""
     log = directory / f"{command}.log"
     environment = {
-        # A program that is installed runs from bytecode.
+        # An installed program runs from bytecode.
         **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
@@ -66,7 +68,7 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            # So that all of its processes are known.
+            # A session makes all of its processes known.
             start_new_session=True,
         )
     processes.guard.watch(job.pid)
@@ -85,7 +87,7 @@ def run(
 
 
 class _Memory:
-    """Looks again and again at the processes of a session, whose leader is the driver."""
+    """The memory of the processes of a session, whose leader is the driver, polled in a thread."""
 
     def __init__(self, session: int) -> None:
         self.resident_bytes_max: dict[str, int] = {}
@@ -113,6 +115,6 @@ class _Memory:
 
     def _note(self, pid: int, name: str) -> None:
         kind = DRIVER if pid == self._session else JVM if name == "java" else WORKER
-        # The most that it ever had.
+        # The most that it ever had
         most = processes.usage(pid).resident_bytes_max
         self.resident_bytes_max[kind] = max(most, self.resident_bytes_max.get(kind, 0))

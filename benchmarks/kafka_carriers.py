@@ -1,6 +1,7 @@
-"""Kafka as a carrier of delayed messages, with Tarry and `tarry-relay` beside it; it has no delays of its own.
+"""Implements a carrier of delayed messages on Kafka, with Tarry and `tarry-relay`; it has no delays of its own.
 
-Owns: topics, and what producer and consumer ask of Kafka. Does not own: the relay, the account (`carrying`).
+It has the topics, the producer and the consumer. `carrier_settings` alone uses this module, which stands apart as one
+of three brokers.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from tests.brokers.kafka_server import KafkaServer
 
 SOURCE, DUE, FAILED = "orders", "orders-due", "orders-failed"
 PARTITIONS, GROUP, PORTION, WAIT_S = 3, "consumer", 1_000, 0.05
-# While it takes no longer to confirm a message, it is there once.
+# A message that is confirmed within this time is stored only once (ms).
 CONFIRM_MS = 120_000
 _COMMON = {"reconnect.backoff.max.ms": 500, "log_level": 2}
 
 
 class KafkaRelayed:
-    """What fails goes back through the relay."""
+    """A carrier whose failed deliveries go back through the relay."""
 
     failures = (kafka.KafkaException, OSError)
 
@@ -33,7 +34,7 @@ class KafkaRelayed:
         self._server = server
 
     def create_topics(self) -> None:
-        """What the relay needs. The broker is there."""
+        """Create the topics for the relay, on a broker that serves."""
         for name in (SOURCE, DUE, FAILED):
             self._server.make_topic(name, PARTITIONS)
 
@@ -43,7 +44,10 @@ class KafkaRelayed:
         return kafka.Producer({"bootstrap.servers": self._server.url, **_COMMON, **settings})
 
     async def publish(self, messages: Sequence[Message]) -> None:
-        """Raises when a message was not confirmed for so long that nobody knows whether it is there."""
+        """Publish the messages.
+
+        Raises if a message was not confirmed in time, so that it is unknown whether it is stored.
+        """
         headers = ((f"{each.number}:0", {"deliver-at-ms": str(each.due_ms)}) for each in messages)
         await asyncio.to_thread(self._produce, SOURCE, list(headers))
 
@@ -54,18 +58,18 @@ class KafkaRelayed:
         try:
             while True:
                 polled = await asyncio.to_thread(consumer.consume, PORTION, WAIT_S)
-                # What is no message says that the broker is away: the client knocks by itself.
+                # An entry without a message means that the broker is unreachable; the client reconnects automatically.
                 if read := [each for each in polled if each.error() is None]:
                     failed = take([_relayed(each) for each in read])
                     names = [("", {"tarry-delivery-id": each.handle}) for each in failed]
                     await asyncio.to_thread(self._produce, FAILED, names)
                     await asyncio.to_thread(consumer.commit, asynchronous=False)
         finally:
-            # Another thread may be in it: what it holds comes again to who reads next.
+            # Another thread may be in the consumer; the next reader gets the messages that it holds.
             await asyncio.to_thread(consumer.close)
 
     def _produce(self, topic: str, messages: Iterable[tuple[str, Mapping[str, str]]]) -> None:
-        """Returns when all are confirmed. (body, headers)."""
+        """Send messages, each as (body, headers); return when all are confirmed."""
         errors: list[Any] = []
         for body, headers in messages:
             named = [(name, text.encode()) for name, text in headers.items()]

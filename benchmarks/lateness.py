@@ -1,11 +1,9 @@
-"""How late rows come under load: receipt by the client minus due time, every row checked by identity.
+"""Measures how late rows arrive under load: receipt by the client minus due time, each row checked by identity.
 
-Rows are added at a steady rate by a process of their own, so that adding does not delay the reading of the clock at
-receipt; rows, due times and moments of sending follow from the seed, and both processes derive the same. Rows that were
-due already when their add was answered are left out, and permits never run out: what waits for its receiver is not the
-daemon's doing.
-
-Owns: the plan of the load, its pacing, the statistics. Does not own: receiving (`examples.relay`) and the verdict.
+A process of its own adds rows at a steady rate, so that adding does not delay the reading of the clock at receipt.
+Rows, due times and moments of sending follow from the seed, and both processes derive the same. Rows that were already
+due when their add was answered are left out, and permits never run out, because a wait for the receiver is not the
+daemon's. `examples.relay` receives, `examples.verdict` judges.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from examples import relay, verdict
 
 NAME = "lateness"
 RATES = (1_000, 5_000, 20_000)
-# What is due within the lookahead stays in memory when its bucket is sealed. With the default, 30 s, every row of this
-# load would, and no segment would be loaded again.
+# Rows due within the lookahead stay in memory when their bucket is sealed. With the default, 30 s, that would be every
+# row of this load, and no segment would be loaded again.
 LOOKAHEAD_MS = 2_000
 DELAYS_MS, DELAYS_QUICK_MS = (5_000, 15_000), (500, 2_500)
 SUBSCRIPTION = "receiver"
 ROWS_PER_LEDGER = 10_000
 STEP_MS = 10
-# Until the first add, once both processes are ready.
+# The time to the first add, once both processes are ready (ms)
 LEAD_MS = 500
 PATIENCE_S = 300.0
 QUANTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9, "max": 100.0}
@@ -42,8 +40,9 @@ QUANTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9, "max": 100.0}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The load as numbers; the columns follow from them. `start_ms`: of the first add; 0 until both processes are
-    ready.
+    """The load as numbers, from which the columns follow.
+
+    `start_ms` is when the first add is sent, or 0 until both processes are ready.
     """
 
     seconds: int
@@ -102,7 +101,7 @@ def _name(rate: int) -> str:
 
 
 def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, rate: int, seconds: int) -> Mapping[str, float]:
-    """Adds, receives and acknowledges, each row."""
+    """Add, receive and acknowledge each row."""
     least_ms, most_ms = _delays_ms(bench)
 
     def once(factor: int) -> Mapping[str, float]:
@@ -112,7 +111,7 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, rate: int, secon
 
 
 def _turn_once(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan) -> Mapping[str, float]:
-    """Raises TimeTooShort where no row came that was added in time."""
+    """Do one turn. Raises TimeTooShort if no row arrived that was added in time."""
     with bench.daemon(settings={"delivery.lookahead_ms": LOOKAHEAD_MS}) as daemon:
         account = receive(tarry_load.Reach(daemon.address), plan)
         operation = "tarry_delayed_message_index_bucket_op_count_total"
@@ -132,15 +131,16 @@ def _turn_once(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan)
 
 
 def lateness_of(account: verdict.Account) -> tuple[int, NDArray[np.int64]]:
-    """How many rows were due when their add was answered, and how late each of the others came."""
+    """Return how many rows were due when their add was answered, and how late each of the others arrived (ms)."""
     late = (account.answered_at_ms != verdict.NEVER) & (account.deliver_at_ms <= account.answered_at_ms)
     in_time = ~late & (account.first_received_at_ms != verdict.NEVER)
     return int(np.count_nonzero(late)), (account.first_received_at_ms - account.deliver_at_ms)[in_time]
 
 
 def receive(reach: tarry_load.Reach, plan: Plan) -> verdict.Account:
-    """Adds, receives and acknowledges by the plan, which begins once both processes are ready, until every
-    acknowledgement is durable, or it takes too long.
+    """Add, receive and acknowledge by the plan, which begins once both processes are ready.
+
+    Returns when every acknowledgement is durable, or it takes too long.
     """
     with (
         reach.client() as client,
@@ -161,8 +161,10 @@ def receive(reach: tarry_load.Reach, plan: Plan) -> verdict.Account:
 
 
 def add_steadily(reach: tarry_load.Reach, topic: str, plan: Plan, parent: Connection) -> None:
-    """Adds a batch a step, each at its moment, in a process of its own. Is sent when to begin (ms), and anything to end
-    it before the plan does; sends when each row was answered (ms), `NEVER` where it was not.
+    """Add a batch a step, each at its moment, in a process of its own.
+
+    Receives when to begin (ms), and any message to end it before the plan does. Sends when each row was answered (ms),
+    or `NEVER` if it was not.
     """
     answered_at_ms = np.full(plan.rows // plan.rows_per_step, verdict.NEVER)
     clock = threading.Event()
@@ -185,7 +187,7 @@ def add_steadily(reach: tarry_load.Reach, topic: str, plan: Plan, parent: Connec
             rows = slice(step * plan.rows_per_step, (step + 1) * plan.rows_per_step)
             answers.append(stream.add(ledger_id[rows], entry_id[rows], deliver_at_ms=due[rows]))
             answers[-1].add_done_callback(functools.partial(note, step))
-    # Whoever waits for an answer may go on before its callback has run.
+    # A waiter for an answer may go on before its callback has run.
     for step, answer in enumerate(answers):
         note(step, answer)
     parent.send(np.repeat(answered_at_ms[: len(answers)], plan.rows_per_step))

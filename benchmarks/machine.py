@@ -1,8 +1,4 @@
-"""What the figures were taken on, and the cores that server and client keep to.
-
-Owns: the description of the machine, and pinning: the server has one core, the client another.
-Does not own: the servers.
-"""
+"""Describes the machine, and pins the server to one core and the client to another."""
 
 from __future__ import annotations
 
@@ -27,30 +23,30 @@ _SYNCHRONISATIONS = 50
 
 @dataclasses.dataclass(frozen=True)
 class Cores:
-    """The core of the server and that of the client; None where they may run anywhere."""
+    """The core of the server and that of the client, each None if it may run anywhere."""
 
     server: int | None
     client: int | None
     beside: frozenset[int] = frozenset()
-    """All but that of the server."""
+    """All cores but that of the server"""
 
     @staticmethod
     def of_this_machine() -> Cores:
-        """Two different ones, or none when there are not two."""
+        """Choose two different cores, or none if there are not two."""
         usable = sorted(os.sched_getaffinity(0))
         return Cores(usable[0], usable[1], frozenset(usable[1:])) if len(usable) > 1 else Cores(None, None)
 
 
 @contextlib.contextmanager
 def on_core(core: int | None) -> Iterator[None]:
-    """What this thread starts meanwhile, processes and threads, keeps to the core; None changes nothing."""
+    """Pin processes and threads that this thread starts in the block to the core; None changes nothing."""
     with _on(None if core is None else {core}):
         yield
 
 
 @contextlib.contextmanager
 def on_cores(cores: Cores) -> Iterator[None]:
-    """What this thread starts meanwhile runs on the server's and on the client's core."""
+    """Run processes and threads that this thread starts in the block on the server's and the client's core."""
     both = {core for core in (cores.server, cores.client) if core is not None}
     with _on(both or None):
         yield
@@ -58,7 +54,7 @@ def on_cores(cores: Cores) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside_server(cores: Cores) -> Iterator[None]:
-    """What this thread starts meanwhile runs on any core but the server's."""
+    """Run processes and threads that this thread starts in the block on any core but the server's."""
     with _on(set(cores.beside) or None):
         yield
 
@@ -77,7 +73,7 @@ def _on(cores: set[int] | None) -> Iterator[None]:
 
 
 def describe(directory: Path, cores: Cores, redis_server: Path | None) -> dict[str, report.Value]:
-    """The machine, the file system that is measured, and the versions."""
+    """Describe the machine, the file system that is measured, and the versions."""
     pinned = cores.server is not None
     return {
         "taken_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -102,7 +98,7 @@ def _cpu() -> str:
 
 
 def _file_system(directory: Path) -> str:
-    """Type and device of the mount that holds the directory."""
+    """Return type and device of the mount that holds the directory."""
     where = directory.resolve()
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     device, _, kind = max((each[:3] for each in mounts if where.is_relative_to(each[1])), key=lambda each: len(each[1]))
@@ -110,7 +106,7 @@ def _file_system(directory: Path) -> str:
 
 
 def _synchronise_ms(directory: Path) -> float:
-    """The median time of a 4 KiB write with fsync."""
+    """Return the median time of a 4 KiB write with fsync (ms)."""
     taken = []
     with tempfile.NamedTemporaryFile(dir=directory, buffering=0) as file:
         for _ in range(_SYNCHRONISATIONS):

@@ -1,7 +1,6 @@
-"""Many small topics: made, added to and counted, many at once.
+"""Makes, fills, seals and counts many small topics, many at once.
 
-Owns: their names, their rows, which are due long after everybody is gone, and how many calls are under way at a time.
-Does not own: the daemon, and single adds at a steady rate (`single_adds`).
+Their rows are due long after the measurement. `single_adds` adds single rows at a steady rate.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from storage_backends.formats import names
 
 SUBSCRIPTION = "dispatcher"
 DUE_IN_MS = 30 * load.DAY_MS
-# Calls under way.
+# Calls in flight
 AT_ONCE = 64
-# A call is tried for so long: while it waits for the store, or its topic is being loaded.
+# Time for which a call is retried (seconds), while it waits for the store, or its topic is being loaded
 PATIENCE_S = 600.0
 
 
@@ -30,7 +29,7 @@ def named(prefix: str, count: int) -> list[str]:
 
 
 def make(address: str, topics: Sequence[str], *, rows: int) -> None:
-    """Topics with one subscription and so many rows each."""
+    """Make topics with one subscription and so many rows each."""
 
     async def make_one(client: tarry.aio.Client, topic: str) -> None:
         await client.create_subscription(topic, SUBSCRIPTION)
@@ -40,12 +39,12 @@ def make(address: str, topics: Sequence[str], *, rows: int) -> None:
 
 
 def add(address: str, topics: Sequence[str], *, ledger_id: int, rows: int) -> None:
-    """So many rows more for each."""
+    """Add so many rows to each topic."""
     _each(address, topics, functools.partial(_add, ledger_id=ledger_id, rows=rows))
 
 
 def seal(address: str, topics: Sequence[str]) -> None:
-    """Returns when each is sealed."""
+    """Seal the topics; return when each is sealed."""
 
     async def seal_one(client: tarry.aio.Client, topic: str) -> None:
         await client.seal(topic)
@@ -54,7 +53,7 @@ def seal(address: str, topics: Sequence[str]) -> None:
 
 
 def pending(address: str, topics: Sequence[str]) -> dict[str, int]:
-    """Rows that wait, by topic."""
+    """Return the number of pending rows, by topic."""
     rows: dict[str, int] = {}
 
     async def count(client: tarry.aio.Client, topic: str) -> None:
@@ -86,11 +85,11 @@ async def _call_each(
             callers.create_task(call_one_by_one())
 
 
-# ---- what is stored of them
+# ---- stored topics
 
 
 def sealed_at_ms(root: Path, topics: Sequence[str], *, from_ms: int) -> dict[str, int]:
-    """When the newest bucket of a topic was written; of topics that have one which was written since."""
+    """Return when the newest bucket of a topic was written (ms), for topics with one written since `from_ms`."""
     with contextlib.closing(local_directory.LocalDirectory(root)) as store:
         shards = len(_shards(root))
         found = {}
@@ -103,7 +102,7 @@ def sealed_at_ms(root: Path, topics: Sequence[str], *, from_ms: int) -> dict[str
 
 
 def owned_shards(root: Path) -> list[int]:
-    """Those whose newest manifest names a log that has no end: the others were given up."""
+    """Return the shards whose newest manifest names a log without an end; the others were given up."""
     with contextlib.closing(local_directory.LocalDirectory(root)) as store:
         living = shard_tips.living_logs(store)
         return [shard for shard in _shards(root) if _log_of(store, shard) in living]
@@ -114,6 +113,6 @@ def _shards(root: Path) -> list[int]:
 
 
 def _log_of(store: local_directory.LocalDirectory, shard: int) -> str:
-    """The log of its owner, empty when it has none."""
+    """Return the log of the shard's owner, or an empty text without one."""
     newest = shard_tips.newest(store, shard)
     return "" if newest is None or newest.open_range is None else newest.open_range.log_id

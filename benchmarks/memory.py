@@ -1,8 +1,7 @@
-"""Resident bytes a row at ten million pending, while serving and after a restart; Redis' for the same rows.
+"""Measures resident bytes a row at ten million pending, while serving and after a restart, and Redis' for the same.
 
-Resident means RSS minus that of the same daemon when it served nothing yet.
-
-Owns: the loads and what is counted. Does not own: how rows are sent (`tarry_load`, `redis_load`).
+Resident means RSS minus that of the same daemon when it served nothing yet. `tarry_load` and `redis_load` send the
+rows.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def run(bench: workbench.Workbench) -> report.Result:
         {f"tarry, {name}": functools.partial(_tarry, bench, rounds, rows, name) for name, rows in orders.items()}
     )
     if bench.redis is not None:
-        # It keeps each row as it is, whatever the order: once is enough.
+        # Redis keeps each row as it is, in any order: once is enough.
         rounds.turn("redis", functools.partial(_redis, bench, rounds, orders[IN_ORDER]))
     goals = {f"tarry, {name}, {when}": GOALS[name] for name in GOALS for when in (SERVING, RESTARTED)}
     parameters = {"rows": count} | bench.parameters

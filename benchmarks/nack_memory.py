@@ -1,13 +1,10 @@
-"""Bytes a nack: positions that wait for their redelivery, beside what PIP-393 says and a sorted set of Redis.
+"""Measures bytes a nack of positions that wait for redelivery, next to PIP-393's figures and Redis' sorted set.
 
 Each load is put into a tracker in a process of its own that does nothing else. Resident means RSS minus that of the
-same process when it had tracked some thousands and let them go, both times after what is free was given back. A million
-nacks take so little that some pages more or less are seen, so the goals for them are for the columns and bitmaps alone.
+same process when it had tracked some thousands and dropped them, both times after free memory was returned. A million
+nacks take so little that single pages show, so the goals for them are for the columns and bitmaps alone.
 
-Owns: the loads, what is counted, and PIP-393's formula. Does not own: the tracker (`daemon.core.backlog.nack_tracker`),
-and how Redis is given rows (`redis_load`).
-
-The daemon's other knowledge of a position, its row in the backlog, is the same whether it is nacked or not.
+The daemon's other data on a position, its row in the backlog, is the same whether it is nacked or not.
 """
 
 from __future__ import annotations
@@ -34,20 +31,22 @@ NAME = "nack-memory"
 RATES_PER_MS = (1, 10, 100)
 BITS = (0, 8, 10)
 SPARSE_B, WITH_COUNTS_B = 16.0, 24.0
-# Of PIP-393's formula.
+# The multiple of PIP-393's formula
 OVER_THE_FORMULA = 1.5
 HASH_MAP_B, PAIR_HASH_MAP_B = 118, 53
 BITSET_BYTES, FEW, LEDGER_ROWS = 8192, 4096, 50_000
 WARM_UP_ROWS = 100_000
 TAKE_ROWS = 10_000
-# As many are taken as say how long it takes.
+# The most rows that are taken to measure the time
 TAKEN_ROWS_MAX = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`rate_per_ms`: of nacks with a constant delay; None: any delay up to `span_ms`. `share`: the part of all
-    positions that is nacked, any of them. `own_time`: rows that had a time of their own, and a key hash.
+    """A load.
+
+    `rate_per_ms` is that of nacks with a constant delay; None means any delay up to `span_ms`. `share` is the part of
+    all positions that is nacked, at random. With `own_time` rows had a time of their own, and a key hash.
     """
 
     count: int
@@ -67,7 +66,7 @@ class Case:
 
     @property
     def formula_b(self) -> float | None:
-        """PIP-393's bytes a nack; None where it has no formula: it takes slots of neighbours."""
+        """PIP-393's bytes a nack, or None if its formula does not apply: it assumes slots of neighbours."""
         if self.rate_per_ms is None or self.share < 1 or self.own_time:
             return None
         in_slot = self.rate_per_ms << self.bits
@@ -76,7 +75,7 @@ class Case:
         return BITSET_BYTES / in_slot if in_slot > FEW else 4.0
 
     def batches(self, batch_rows: int, now_ms: int, seed: int) -> Iterator[tuple[Rows, U64, U32]]:
-        """(rows, their redelivery times, how often each was nacked), one batch at a time."""
+        """Yield (rows, their redelivery times, how often each was nacked), one batch at a time."""
         random = np.random.default_rng(seed)
         for first in range(0, self.count, batch_rows):
             numbers = np.arange(first, min(first + batch_rows, self.count), dtype=np.uint64)
@@ -133,7 +132,7 @@ def _cases(bench: workbench.Workbench) -> list[Case]:
             cases += [Case(count, bits, span_ms=span_ms) for span_ms in (load.HOUR_MS, load.DAY_MS)]
         cases += [Case(count, 10, 100, share=0.5), Case(count, 0, span_ms=load.DAY_MS, share=0.01)]
         cases.append(Case(count, 8, own_time=True))
-    # PIP-393's own: 10,000 nacks a second, each for an hour.
+    # PIP-393's own case: 10,000 nacks a second, each for an hour
     cases += [Case(36_000_000, bits, 10) for bits in BITS]
     return cases
 
@@ -173,7 +172,10 @@ def _measured(bench: workbench.Workbench, rounds: workbench.Rounds, case: Case) 
 
 
 def track(case: Case, batch_rows: int, seed: int, parent: Connection) -> None:
-    """In a process of its own: sends that it is ready, then the figures, and how many rows it counted."""
+    """Track a load in a process of its own.
+
+    Sends that it is ready, then the figures, and how many rows it counted.
+    """
     process_memory.keep_little()
     parent.send("ready")
     now_ms = load.now_ms()
@@ -201,7 +203,7 @@ def track(case: Case, batch_rows: int, seed: int, parent: Connection) -> None:
 
 
 def _tracked(case: Case, batch_rows: int, now_ms: int, seed: int) -> tuple[NackTracker, RedeliveryCounts | None, float]:
-    """(a tracker of the load, its counts, the seconds of the processor that adding to it took)."""
+    """Return a tracker of the load, its counts, and the CPU time of adding to it (seconds)."""
     pages = PageTable()
     tracker = NackTracker(pages.places)
     counts = RedeliveryCounts() if case.counts else None

@@ -1,7 +1,7 @@
-"""NATS as a carrier of delayed messages: with Tarry and a relay beside it, and with its own schedules.
+"""Implements carriers of delayed messages on NATS: with Tarry and a relay, and with NATS' own schedules.
 
-Owns: streams, and what producer and consumer ask of NATS. Does not own: the relay (`examples.nats_relay`, or
-`tarry-relay` with the same names), the account (`carrying`).
+It has the streams, the producer and the consumer. `carrier_settings` alone uses this module, which stands apart as one
+of three brokers. The relay is `examples.nats_relay`, or `tarry-relay` with the same names.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from benchmarks.handing_back import HandingBack
 from examples import nats_relay
 
 CONSUMER, ONCE_S, ANSWER_S, REPEAT_S = "consumer", 3_600, 2.0, 2
-# Of a stream with schedules: where these are, and where they put what is due.
+# A stream with schedules: the subject of schedules, and that of due messages
 STREAM, SCHEDULES, SCHEDULED = "scheduled", "scheduled.at", "scheduled.due"
 
 
 class NatsRelayed:
-    """Tarry and a relay; what fails goes back through the relay, or some of it to Tarry itself (`handing_back`)."""
+    """A carrier with Tarry and a relay.
+
+    Failed deliveries go back through the relay, or some of them to Tarry directly (`handing_back`).
+    """
 
     def __init__(self, url: str, handing_back: HandingBack | None) -> None:
         self.failures = (nats.errors.Error, OSError, *HandingBack.failures)
@@ -35,7 +38,7 @@ class NatsRelayed:
         self._handing_back = handing_back
 
     async def create_streams(self) -> None:
-        """What the relay needs. The broker is there."""
+        """Create the streams for the relay, on a broker that serves."""
         async with _connected(self._url) as stream:
             await stream.add_stream(name=nats_relay.SOURCE, subjects=[nats_relay.SOURCE], allow_direct=True)
             for name in (nats_relay.DUE, nats_relay.FAILED):
@@ -63,7 +66,7 @@ class NatsRelayed:
 
 
 class NatsScheduled:
-    """Messages with `Nats-Schedule`, which the server puts where consumers read."""
+    """A carrier of messages with `Nats-Schedule`, which the server moves to where consumers read."""
 
     failures = (nats.errors.Error, OSError)
 
@@ -71,7 +74,7 @@ class NatsScheduled:
         self._url = url
 
     async def create_streams(self) -> None:
-        """A stream with schedules. The broker is there."""
+        """Create a stream with schedules, on a broker that serves."""
         async with _connected(self._url) as stream:
             subjects = [f"{SCHEDULES}.>", SCHEDULED]
             await stream.add_stream(name=STREAM, subjects=subjects, allow_msg_schedules=True, duplicate_window=ONCE_S)
@@ -90,13 +93,13 @@ class NatsScheduled:
 
 @contextlib.asynccontextmanager
 async def _connected(url: str) -> AsyncIterator[Any]:
-    """A connection that ends with the server."""
+    """Open a connection that ends with the server."""
     async with await nats.connect(url, allow_reconnect=False, error_cb=_say_nothing) as broker:
         yield broker.jetstream(timeout=ANSWER_S)
 
 
 async def _say_nothing(error: Exception) -> None:
-    """Whoever asks for something is told."""
+    """Do nothing: the caller of a request gets the error, too."""
 
 
 async def _publish(stream: Any, subject: str, once: str, headers: Mapping[str, str]) -> None:
@@ -110,7 +113,10 @@ async def _schedule(stream: Any, number: int, attempt: int, due_ms: int) -> None
 
 
 async def _pushed(stream: Any, subject: str) -> AsyncIterator[Any]:
-    """What is not committed, again after REPEAT_S, and what is new. Ends by raising that NATS is gone."""
+    """Yield uncommitted messages, again after REPEAT_S, and new ones.
+
+    Raises ConnectionClosedError when NATS is gone.
+    """
     config = api.ConsumerConfig(ack_wait=REPEAT_S, max_ack_pending=10_000)
     subscription = await stream.subscribe(subject, durable=CONSUMER, config=config)
     async for message in subscription.messages:

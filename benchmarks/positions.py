@@ -1,12 +1,9 @@
-"""What the ids of a Redis stream cost as positions: bytes a row stored and resident, rows a second added, CPU a row.
+"""Measures the cost of a Redis stream's ids as positions: stored and resident bytes, rows a second, CPU.
 
-An id is a time in ms and a sequence number within it. The ledger is the minute or the hour of an id, or 0 for all; the
-entry is what remains, with the sequence number in its low bits. Or the ledger is the sequence number and the entry the
-time, which is not the order of the stream. Entries without gaps are what positions cost at best. `sparse`: a row a
-second; `dense`: a thousand. Rows come due at any time of a day.
-
-Owns: the two streams, the ways to number them, and what is counted. Does not own: the mappings that are shipped
-(`tarry.positions`), how rows are sent (`tarry_load`).
+An id is a time (ms) and a sequence number within it. The ledger is the minute or the hour of an id, or 0 for all; the
+entry is the rest, with the sequence number in its low bits. Or the ledger is the sequence number and the entry the
+time, which is not the order of the stream. Entries without gaps are the cheapest positions. `sparse`: a row a second;
+`dense`: a thousand. Rows come due at any time of a day. `tarry.positions` has the mappings that are shipped.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class Stream:
         return len(self.time_ms)
 
 
-# From the ids of a stream to ledgers and entries.
+# From the ids of a stream to ledgers and entries
 Numbering = Callable[[Stream], tuple[load.U64, load.U64]]
 
 
@@ -93,7 +90,7 @@ def run(bench: workbench.Workbench) -> report.Result:
 
 
 def _stream(rows: int, rows_per_s: int, *, seed: int) -> Stream:
-    """Ids that Redis gives to rows that arrive at random at that rate."""
+    """Return the ids that Redis gives to rows that arrive at random at that rate."""
     draw = np.random.default_rng(seed)
     time_ms = np.sort(draw.integers(START_MS, START_MS + rows * 1_000 // rows_per_s, rows, dtype=np.uint64))
     places = np.arange(rows)
@@ -116,6 +113,6 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, rows: load.Rows,
         f"{name}: stored": stats.bucket_bytes / len(rows),
         f"{name}: resident": (used.resident_bytes - idle.resident_bytes) / len(rows),
         f"{name}: added": len(rows) / added.seconds,
-        # Seals that end after the last answer included.
+        # Including seals that end after the last answer
         f"{name}: server's CPU": (used.cpu_s - idle.cpu_s) / len(rows) * 1e6,
     }

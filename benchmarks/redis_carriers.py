@@ -1,8 +1,8 @@
-"""Redis as a carrier of delayed messages: with Tarry and a relay beside it, and with a sorted set and a Lua script.
+"""Implements carriers of delayed messages on Redis: with Tarry and a relay, and with a sorted set and a Lua script.
 
-Owns: what producer and consumer ask of Redis. Does not own: the relay (`examples.redis_relay`, or `tarry-relay` with
-the same names), the worker that moves what is due out of the sorted set (`sorted_set_worker`), the account
-(`carrying`).
+It has the producer and the consumer. `carrier_settings` alone uses this module, which stands apart as one of three
+brokers. The relay is `examples.redis_relay`, or `tarry-relay` with the same names; `sorted_set_worker` moves due
+members out of the sorted set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.handing_back import HandingBack
 from examples import redis_relay
 
 GROUP, PORTION, ONCE_S = "consumer", 1_000, 3_600
-# Repeated, they change nothing.
+# Scripts that change nothing if they are repeated
 PUBLISH = """
 if redis.call('SET', KEYS[2], '', 'NX', 'EX', ARGV[1]) then
     redis.call('XADD', KEYS[1], '*', 'deliver-at-ms', ARGV[2], 'message', ARGV[3])
@@ -32,7 +32,10 @@ if redis.call('SET', KEYS[2], '', 'NX', 'EX', ARGV[1]) then redis.call('ZADD', K
 
 
 class RedisRelayed:
-    """Tarry and a relay; what fails goes back through the relay, or some of it to Tarry itself (`handing_back`)."""
+    """A carrier with Tarry and a relay.
+
+    Failed deliveries go back through the relay, or some of them to Tarry directly (`handing_back`).
+    """
 
     def __init__(self, url: str, handing_back: HandingBack | None) -> None:
         self.failures = (redis.RedisError, OSError, *HandingBack.failures)
@@ -92,7 +95,7 @@ async def _publish(broker: Any, script: str, to: str, messages: Sequence[Message
 
 
 async def _portions(broker: Any, stream: str) -> AsyncIterator[list[tuple[bytes, dict[bytes, bytes]]]]:
-    """What was read and not committed, then what is new."""
+    """Yield entries that were read and not committed, then new ones."""
     with contextlib.suppress(redis.ResponseError):
         await broker.xgroup_create(stream, GROUP, id="0", mkstream=True)
     after = "0"

@@ -1,9 +1,8 @@
-"""Redis' side: a sorted set of `ledger:entry` by due time, filled and drained by one client process.
+"""Fills and drains Redis' sorted set of `ledger:entry` by due time, with one client process.
 
-Owns: requests packed before the clock starts and sent with several in flight, so that the server is measured and not
-the packing; the draining script. Does not own: the server process (`tests.brokers`), the rows (`load`).
-
-The script removes what it returns: a client that dies then has lost it. Tarry keeps a row until it is acknowledged.
+Requests are packed before the clock starts and sent with several in flight, so that the server is measured and not the
+packing. The script removes the members that it returns: a client that dies then has lost them. Tarry keeps a row until
+it is acknowledged.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ return due
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is sent at once, and the number of replies to it."""
+    """The bytes that are sent at once, and the number of replies to them."""
 
     data: bytes
     replies: int
 
 
 def pipelined(rows: load.Rows, batch_rows: int) -> list[Request]:
-    """One ZADD a row, so many in one pipeline."""
+    """Pack one ZADD a row, so many in one pipeline."""
     return [
         Request(b"".join(_packed("ZADD", KEY, due, member) for due, member in _pairs(batch)), len(batch))
         for batch in rows.batches(batch_rows)
@@ -47,7 +46,7 @@ def pipelined(rows: load.Rows, batch_rows: int) -> list[Request]:
 
 
 def variadic(rows: load.Rows, batch_rows: int) -> list[Request]:
-    """One ZADD of so many members."""
+    """Pack one ZADD of so many members."""
     return [
         Request(_packed("ZADD", KEY, *itertools.chain.from_iterable(_pairs(batch))), 1)
         for batch in rows.batches(batch_rows)
@@ -64,7 +63,7 @@ def _packed(*words: object) -> bytes:
 
 
 class Connection:
-    """A socket with replies parsed by hiredis. A context manager."""
+    """A socket with replies parsed by hiredis; a context manager."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
@@ -82,7 +81,7 @@ class Connection:
         self._socket.sendall(request)
 
     def reply(self) -> object:
-        """The next reply. Raises what the server refused, or ConnectionError."""
+        """Return the next reply. Raises the server's refusal, or ConnectionError."""
         while (reply := self._reader.gets()) is False:
             size = self._socket.recv_into(self._buffer)
             if not size:
@@ -94,7 +93,7 @@ class Connection:
 
 
 def fill(port: int, requests: Iterable[Request], *, in_flight: int) -> tuple[int, float]:
-    """Sends packed ZADDs: (members that were new, seconds)."""
+    """Send packed ZADDs; return (members that were new, seconds)."""
     added = 0
     waiting: collections.deque[int] = collections.deque()
     with Connection(port) as connection:
@@ -120,7 +119,7 @@ def _sum_of(connection: Connection, replies: int) -> int:
 
 
 def drain(port: int, due_ms: int, *, batch_rows: int, in_flight: int) -> tuple[list[bytes], float]:
-    """Takes out everything that is due: (members, seconds)."""
+    """Take out all due members; return (members, seconds)."""
     members: list[bytes] = []
     with Connection(port) as connection:
         connection.send(_packed("SCRIPT", "LOAD", DRAIN_SCRIPT))

@@ -1,12 +1,11 @@
-"""How late delayed messages reach a consumer through a broker, how many a second, and what that costs: Tarry with
-`tarry-relay` and with a relay of `examples`, a sorted set of Redis that a worker polls, and the schedules of NATS. Each
-in peace, with every process killed once, and with all messages due at once.
+"""Measures lateness, rate and cost of delayed messages that reach a consumer through a broker.
 
-Some messages fail at the consumer and come again. The consumer's own record is the oracle: every message, each delivery
-once, none early. Redis synchronises what it stores before it answers, as the daemon does; NATS and Kafka do so later.
+The contenders are Tarry with `tarry-relay` and with a relay of `examples`, a sorted set of Redis that a worker polls,
+and the schedules of NATS. Each runs in peace, with every process killed once, and with all messages due at once.
 
-Owns: the contenders, the kills, the figures. Does not own: the load and its account (`carrying`), the processes
-(`carrier_settings`).
+Some messages fail at the consumer and are redelivered. The consumer's own record is the oracle: every message, each
+delivery once, none early. Redis synchronises its data before it answers, as the daemon does; NATS and Kafka do so
+later. `carrying` has the load and its account, `carrier_settings` the processes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ NAME = "relays"
 FAILS_EVERY = 50
 QUANTILES = {"p50": 50.0, "p99": 99.0, "max": 100.0}
 DAEMON = "daemon"
-# Which share of the deliveries has come when each is killed.
+# The share of the deliveries that have arrived when each is killed
 KILLS = {RELAY: 0.25, WORKER: 0.25, DAEMON: 0.5, BROKER: 0.75}
 PATIENCE_S = 300.0
 
@@ -56,17 +55,17 @@ ALONE: Mapping[str, Alone] = {
 }
 
 
-# What may come twice, when a process is killed or partitions move to another reader: nothing drops it by its name.
+# Carriers whose deliveries may arrive twice when a process is killed or partitions move: nothing drops them by name.
 MAY_DOUBLE = ("tarry-relay, kafka", *ALONE)
 
 
 class Course(enum.StrEnum):
-    """What happens meanwhile."""
+    """The course of a run."""
 
     IN_PEACE = "in peace"
     KILLED = "killed"
     AT_ONCE = "at once"
-    """Every message is due when it is published: the most that goes through."""
+    """Every message is due when it is published: the highest throughput."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,7 @@ def run(bench: workbench.Workbench) -> report.Result:
 
 
 def _missing(bench: workbench.Workbench) -> dict[str, str]:
-    """Brokers that are not measured, and why."""
+    """Return the brokers that are not measured, with the reasons."""
     found = {
         "redis": (bench.redis, bench.why_without_redis),
         "nats": (nats_server.find(), nats_server.MISSING),
@@ -116,9 +115,11 @@ def _missing(bench: workbench.Workbench) -> dict[str, str]:
 
 
 def _courses(bench: workbench.Workbench, name: str) -> list[Course]:
-    """A quick run has one each, for each process takes its time to start, and none of the relays of the examples: their
-    kills are a test of their own. To these what they have not committed is sent again after 2 s: on a slow machine they
-    come to no end with everything at once.
+    """Return the courses of a contender.
+
+    In a quick run each contender has one, because each process takes its time to start, and the examples' relays none:
+    a test of their own kills them. The examples' relays get uncommitted messages again after 2 s: on a slow machine
+    they do not finish with all messages at once.
     """
     if bench.quick:
         return [] if name in WITH_EXAMPLE else [Course.AT_ONCE if name in WITH_TARRY_RELAY else Course.KILLED]
@@ -134,7 +135,7 @@ def _turn(
         try:
             cpu_s = asyncio.run(_carry(bench, plan, name, course, account, folder, daemon))
         except TimeoutError as error:
-            # The others have their turns all the same.
+            # The other contenders have their turns all the same.
             rounds.check(what, str(error))
             return {}
     for problem in account.problems():
@@ -160,7 +161,7 @@ async def _carry(
     folder: Path,
     daemon: processes.DaemonProcess | None,
 ) -> Mapping[str, float]:
-    """CPU seconds of each process."""
+    """Carry the messages; return the CPU time of each process (seconds)."""
     async with _processes(bench, name, folder, daemon) as setting:
         victims = {what: _on_server_core(bench, victim) for what, victim in setting.victims.items()}
         killed = victims if course is Course.KILLED else {}
@@ -174,7 +175,7 @@ async def _carry(
 async def _processes(
     bench: workbench.Workbench, name: str, folder: Path, daemon: processes.DaemonProcess | None
 ) -> AsyncIterator[Setting]:
-    """Those of a contender, the daemon among them."""
+    """Start the processes of a contender, the daemon among them."""
     async with contextlib.AsyncExitStack() as stack:
         if daemon is None:
             with machine.on_core(bench.cores.server):

@@ -1,7 +1,6 @@
-"""How measurements are shown: tables for people, JSON for programs.
+"""Shows measurements: tables for people, JSON for programs.
 
-Owns: figures with one value a round, their median, range and goal; ratios taken round by round; the drawing.
-Does not own: what is measured.
+A figure has one value a round, with median, range and goal; ratios are taken round by round.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Value = float | int | str | bool
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """What the median should reach, or keep below. Missing it fails nothing."""
+    """The value that a median should reach, or keep below. A missed goal is no failure."""
 
     least: float | None = None
     most: float | None = None
@@ -62,14 +61,17 @@ class Figure:
 
 
 def ratio(over: Figure, under: Figure, goal: Goal | None = None) -> Figure:
-    """Quotients of the values that were taken in the same round."""
+    """Return the quotients of the values that were taken in the same round."""
     values = tuple(mine / theirs for mine, theirs in zip(over.values, under.values, strict=True))
     return Figure(f"{over.name} / {under.name}", "x", values, goal)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One measurement. `problems`: rows that are not accounted for; `notes`: what a reader must know of the figures."""
+    """One measurement.
+
+    `problems` are rows that are not accounted for; `notes` are what a reader must know about the figures.
+    """
 
     name: str
     parameters: Mapping[str, Value]
@@ -87,7 +89,7 @@ class Result:
         }
 
     def show(self, console: Console) -> None:
-        """Prints the table, and below it the parameters, the notes and the problems."""
+        """Print the table, and below it the parameters, the notes and the problems."""
         table = Table(title=self.name, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD)
         table.add_column("figure", overflow="fold")
         for column in ("median", "least", "most"):

@@ -1,9 +1,8 @@
-"""SIGKILL at ten million pending: from the start of the new process to the first hand-out, and to all topics served.
+"""Measures a restart after SIGKILL at ten million pending: to the first delivery, and to all topics served.
 
-Every round starts from the same root: what the killed daemon left. A topic is served when it answers with its counts.
-Redis loads its AOF, as it was written and rewritten, until it answers with what is due.
-
-Owns: the root that is started from, and the clock. Does not own: how rows are sent (`tarry_load`, `redis_load`).
+Every round starts from the same root, as the killed daemon left it. A topic is served when it answers with its counts.
+Redis loads its AOF, as it was written and rewritten, until it answers with the due members. `tarry_load` and
+`redis_load` send the rows.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ def run(bench: workbench.Workbench) -> report.Result:
 
 
 def _topics(count: int) -> dict[str, int]:
-    """Rows by topic."""
+    """Return the number of rows by topic."""
     return {f"{NAME}-{number}": count // TOPICS for number in range(TOPICS)}
 
 
 def _fill(bench: workbench.Workbench, rounds: workbench.Rounds, daemon: processes.DaemonProcess, count: int) -> None:
-    """All topics, and last some rows that are due when the daemon is started again."""
+    """Fill all topics, and last add some rows that are due when the daemon is started again."""
     bench.say(f"{NAME}: adding {count:,} rows")
     with tarry.Client(daemon.address) as client:
         client.create_subscription(DUE_TOPIC, SUBSCRIPTION)
@@ -77,7 +76,7 @@ def _tarry(
     root = folder / "root"
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(folder / "left", root)
-    # The daemon synchronises what it finds: the copy must not be what it waits for.
+    # The daemon synchronises the files that it finds: it must not wait for the copy.
     os.sync()
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         began_s = time.perf_counter()
@@ -90,7 +89,7 @@ def _tarry(
 
 
 def _first_hand_out(rounds: workbench.Rounds, client: tarry.Client) -> float:
-    """When the first rows came. All that are due must come."""
+    """Return when the first rows arrived. All due rows must arrive."""
     drain = tarry_load.Drain(DUE_ROWS)
     with client.subscribe(DUE_TOPIC, SUBSCRIPTION, permits=tarry_load.PERMITS) as subscription:
         drain.run(subscription)
@@ -98,10 +97,10 @@ def _first_hand_out(rounds: workbench.Rounds, client: tarry.Client) -> float:
 
 
 def _all_served(rounds: workbench.Rounds, client: tarry.Client, topics: Mapping[str, int]) -> float:
-    """When the last topic had answered."""
+    """Return when the last topic had answered."""
     for topic, rows in topics.items():
         stats = client.stats(topic)
-        # Rows that are due may not have been passed yet.
+        # Rows that are due may not have been delivered yet.
         missing = rows - stats.pending
         rounds.check(f"tarry, {topic}", f"{missing:,} rows are missing after a restart" if missing > 0 else None)
     return time.perf_counter()

@@ -1,13 +1,11 @@
-"""A Python program whose main thread notes where it is, each time it has used some CPU.
+"""Runs a Python program and samples the stack of its main thread, each time it has used some CPU.
 
     python -P benchmarks/sampled_program.py FILE -m daemon.main [what the program is given]
     python -P benchmarks/sampled_program.py FILE -P benchmarks/slow_store.py [what the program is given]
 
-The clock of the samples is the CPU time of the thread: each stands for about as much of it, whatever else runs.
-Of compiled code a stack has the Python function that called it.
-
-Owns: the sampling and the log of the samples. Does not own: the program, which is that of the PYTHONPATH: this module
-imports nothing of its own checkout; what the stacks say (`cpu_layers`).
+The clock of the samples is the CPU time of the thread: each stands for about as much of it, whatever else runs. For
+compiled code a stack has the Python function that called it. The program is that of the PYTHONPATH: this module is a
+script of its own, and imports nothing of its own checkout. `cpu_layers` reads the stacks.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-# Where the ticks of Linux are 4 ms, some come later.
+# If the ticks of Linux are 4 ms, some samples come later.
 SAMPLE_S = 0.005
 _THREAD_CPU_CLOCK, _TO_THREAD = 3, 4
 
@@ -42,7 +40,7 @@ class _Event(ctypes.Structure):
 
 
 class _Times(ctypes.Structure):
-    """`struct itimerspec`."""
+    """`struct itimerspec` of Linux."""
 
     _fields_ = (
         ("every_s", ctypes.c_long),
@@ -53,17 +51,17 @@ class _Times(ctypes.Structure):
 
 
 def program(samples: Path, sampled: Sequence[str]) -> tuple[str, ...]:
-    """The command that takes the place of `sampled`, which begins with an interpreter and one option."""
+    """Return the command that replaces `sampled`, which begins with an interpreter and one option."""
     return (sampled[0], "-P", str(Path(__file__).resolve()), str(samples), *sampled[1:])
 
 
 def clock_s() -> float:
-    """The clock of the log, which all processes of the machine share."""
+    """Return the clock of the log, which all processes of the machine share (seconds)."""
     return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 def read_stacks(samples: Path, from_s: float, until_s: float) -> Iterator[tuple[str, ...]]:
-    """The stacks of samples taken within that time, the innermost function last, each as `module:function`."""
+    """Yield the stacks sampled within that time, the innermost function last, each as `module:function`."""
     for line in samples.read_text().rpartition("\n")[0].splitlines():
         at_s, _, stack = line.partition(" ")
         if from_s <= float(at_s) < until_s:
@@ -72,7 +70,7 @@ def read_stacks(samples: Path, from_s: float, until_s: float) -> Iterator[tuple[
 
 @contextlib.contextmanager
 def sampled(samples: Path) -> Iterator[None]:
-    """This thread, the main one, is sampled meanwhile. Raises `OSError`."""
+    """Sample this thread, the main one, during the block. Raises `OSError`."""
     file = os.open(samples, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def note(_: int, frame: FrameType | None) -> None:
@@ -93,7 +91,7 @@ def sampled(samples: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # A sample that came when the interpreter has let its handlers go would end the process.
+        # A sample that comes when the interpreter has dropped its handlers would end the process.
         system.timer_delete(timer)
         signal.signal(signal.SIGPROF, signal.SIG_IGN)
         os.close(file)

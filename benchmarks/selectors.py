@@ -1,8 +1,6 @@
-"""How evenly selectors share keys, how many move when a consumer joins or leaves, and how long joining takes.
+"""Measures how evenly selectors share keys, how many keys a change moves, and how long joining takes.
 
-In this process: the selectors alone are measured. STICKY has equal ranges: all that it does is what it was told.
-
-Owns: consumers and keys, and what is counted. Does not own: the selectors (`daemon.core.key_shared`).
+The selectors alone are measured, in this process. STICKY has equal ranges: it only does what consumers ask for.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from storage_backends.formats.manifest import HashSelector as Kind
 NAME = "selectors"
 KEYS = 10_000
 POINTS = 100
-# Changes of which the mean is told: one moves a few keys of the many.
+# Changes whose mean is shown: one moves only a few of the keys.
 CHANGES = 20
 ONE_BY_ONE, TOGETHER = "joining one by one", "joining together"
 JOIN, LEAVE = "moved by one more join", "moved by one leave"
@@ -90,7 +88,7 @@ def _turn(rounds: workbench.Rounds, draw: np.random.Generator, kind: Kind, count
 
 
 def _without_slots(draw: np.random.Generator, count: int) -> Mapping[str, float]:
-    """So many consumers that some have none."""
+    """Measure so many consumers that some have no slot."""
     joiners = _joiners(draw, Kind.CONSISTENT_HASHING, count)
     selector, adding_s = _joined(Kind.CONSISTENT_HASHING, [joiners])
     figures = {TOGETHER: adding_s, WITHOUT: _without(selector, joiners)}
@@ -108,7 +106,7 @@ def _names(draw: np.random.Generator, count: int) -> list[str]:
 
 
 def _joined(kind: Kind, batches: Sequence[Sequence[Joiner]]) -> tuple[HashSelector, float]:
-    """(a selector of these consumers, the seconds that their joining took)."""
+    """Return a selector of these consumers, and the time that their joining took (seconds)."""
     selector = hash_selectors.selector_of(kind, POINTS)
     began_s = time.perf_counter()
     for joiners in batches:
@@ -121,7 +119,7 @@ def _spread(of: str, counts: npt.NDArray[np.integer[Any]]) -> dict[str, float]:
 
 
 def _moved(before: HashSelector, slots: U16, after: Iterable[HashSelector]) -> float:
-    """Which part of the keys has another consumer after a change: the mean of several changes, in %."""
+    """Return the part of the keys that has another consumer after a change: the mean of several changes (%)."""
     return statistics.fmean(100 * float((each.owners[slots] != before.owners[slots]).mean()) for each in after)
 
 

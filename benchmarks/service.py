@@ -1,17 +1,16 @@
-"""An ordinary service: rows of many topics come due at random moments, each is received and acknowledged. Then SIGKILL.
+"""Measures an ordinary service: rows of many topics come due at random moments, then SIGKILL.
 
-    python -m benchmarks service                     with what is usual, beside the other measurements
+    python -m benchmarks service                     with the usual sizes, among the other measurements
     python -m benchmarks.service --mode plain --topics 100 --rate 6000 --layers --stacks service.folded
     python -m benchmarks.service --seconds 600 --store slow --daemon ../before --standby
 
-Nothing comes in large batches here: rows come due a few at a time. The daemon has a core, its clients have the others.
-What is measured: lateness, CPU a row and a message of the daemon, by layer where that is asked for, the longest pause
-of its loop, slots, checkpoints, files, memory, and the requests to a store that is slow; then the time from SIGKILL to
-the first hand-out of the daemon that is started again, or of one that stood by, and how many slots it had to read.
+Rows come due a few at a time, and each is received and acknowledged. The daemon has a core, its clients have the
+others. The figures are lateness; CPU a row and a message of the daemon, by layer on request; the longest pause of its
+loop; slots, checkpoints, files, memory; and the requests to a slow store. Then the daemon is killed: the time from
+SIGKILL to the first delivery of the daemon that is started again, or of a standby, and how many slots it had to read.
 
-Owns: the run, the kill, and the account: what was added comes, and what was acknowledged does not come again.
-Does not own: rows and clients (`service_load`, `service_clients`), the layers (`cpu_layers`), the daemon process
-(`workbench`), a store that is slow (`slow_store`).
+Every added row must arrive, and none again after its acknowledgement. `service_load` has the rows, `service_clients`
+the clients, `cpu_layers` the layers, `slow_store` the slow store.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ from storage_backends import local_directory
 
 START_S = 120.0
 PATIENCE_S = 300.0
-# Over this the rows of the last seconds are not all received when the daemon is killed.
+# With longer delays the rows of the last seconds are not all received when the daemon is killed.
 DELAYS_MS, DELAYS_QUICK_MS = (1_000, 20_000), (200, 3_000)
-# Rows that came while subscriptions were opened.
+# Rows received while subscriptions were opened (seconds)
 OPENING_S = 2
-# Until every process has begun.
+# The time until every process has begun (seconds)
 LEAD_S = 0.2
 QUANTILES = {"p50": 50.0, "p99": 99.0, "max": 100.0}
 _REQUESTS, _SAMPLES = "requests", "samples"
@@ -60,8 +59,9 @@ _REQUESTS, _SAMPLES = "requests", "samples"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The load, and what it is put on. `checkout`: whose daemon. `layers`: whether the daemon is sampled; `stacks`: the
-    file for what was seen.
+    """The load, and the daemon under it.
+
+    `checkout` is that of the daemon. With `layers` the daemon is sampled; `stacks` is the file for its stacks.
     """
 
     load: Load
@@ -81,7 +81,7 @@ def run(bench: workbench.Workbench) -> report.Result:
         rows_per_s=bench.size(1_000, 100),
         delays_ms=DELAYS_QUICK_MS if bench.quick else DELAYS_MS,
         seed=bench.seed,
-        # A quick run has what a full one leaves to the options.
+        # A quick run has the features that a full one leaves to the options.
         mode=Mode.PLAIN if bench.quick else Mode.DEFAULT,
         one_by_one=bench.quick,
         clients=bench.size(2, 1),
@@ -114,9 +114,10 @@ def measure(bench: workbench.Workbench, plan: Plan) -> report.Result:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Served:
-    """What a daemon did while rows were added. `counted`: by the name, with its unit at the end, of what becomes of it
-    when it is divided by the seconds. `layers`: CPU seconds; empty when they were not asked for. `longest_pause_s`: of
-    its event loop, at most.
+    """The work of a daemon while rows were added.
+
+    `counted` are counts by name, each with the unit of the count divided by the seconds. `layers` are CPU times
+    (seconds), empty unless requested. `longest_pause_s` is an upper bound for its event loop.
     """
 
     seconds: float
@@ -169,7 +170,7 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan) -> M
 
 
 def _as_received(load: Load, added: Added, received: Received) -> dict[str, float]:
-    """What the clients saw; of a service without rows there is nothing to see."""
+    """Return the clients' figures, or none for a service without rows."""
     if not load.rows:
         return {}
     steady = received.due_ms > received.due_ms.min() + 1000 * OPENING_S if load.seconds > OPENING_S * 2 else slice(None)
@@ -187,7 +188,7 @@ def _as_received(load: Load, added: Added, received: Received) -> dict[str, floa
 
 
 def _as_served(served: Served, received: Received) -> dict[str, float]:
-    """What it cost."""
+    """Return the figures of cost."""
     rows, messages = int(received.came.sum()), received.messages
     counted = {name: value / served.seconds for name, value in served.counted.items()}
     counted["longest pause of the loop at most, ms"] = 1000 * served.longest_pause_s
@@ -208,7 +209,10 @@ def _as_served(served: Served, received: Received) -> dict[str, float]:
 
 
 class _Clients:
-    """A context manager: inside it every subscription is open. Clients have every core but the daemon's."""
+    """The clients; a context manager, inside which every subscription is open.
+
+    Clients have every core but the daemon's.
+    """
 
     def __init__(self, bench: workbench.Workbench, address: str, load: Load) -> None:
         parts = range(load.clients)
@@ -230,11 +234,11 @@ class _Clients:
 
     @property
     def receiving_cpu_s(self) -> float:
-        """What those that receive have used."""
+        """The CPU time of the receiving processes (seconds)."""
         return sum(process.cpu_s for process in self._receiving)
 
     def add(self) -> tuple[Added, float]:
-        """Returns when all rows were sent and answered; and how many a second were added at full speed meanwhile."""
+        """Add all rows; return when all were answered, and how many a second were added at full speed meanwhile."""
         began_s = time.time() + LEAD_S
         for process in (*self._adding, *self._bulk):
             process.send(began_s)
@@ -244,7 +248,7 @@ class _Clients:
         return added, sum(process.result() for process in self._bulk)
 
     def end(self) -> Received:
-        """Nothing more is received."""
+        """End receiving."""
         for process in self._receiving:
             process.send("end")
         return Received.joined([process.result() for process in self._receiving])
@@ -275,17 +279,17 @@ def _serve(plan: Plan, daemon: processes.DaemonProcess, clients: _Clients, folde
 
 
 def _counts(daemon: processes.DaemonProcess) -> dict[str, float]:
-    """What the daemon has counted so far, as in `Served.counted`."""
+    """Return the daemon's counts so far, as in `Served.counted`."""
     return {name: daemon.metric(metric, **labels) for name, (metric, labels) in _COUNTS.items()}
 
 
 def _beats(daemon: processes.DaemonProcess) -> dict[float, float]:
-    """Beats of the event loop that came at most so late, by the bound in seconds."""
+    """Return the number of beats of the event loop that were at most so late, by the bound (seconds)."""
     return {float(labels["le"]): count for labels, count in daemon.samples("tarry_event_loop_pause_seconds_bucket")}
 
 
 def longest_pause_s(before: Mapping[float, float], after: Mapping[float, float]) -> float:
-    """The least bound that every beat between two readings kept."""
+    """Return the lowest bound that every beat between two readings kept (seconds)."""
     meanwhile = {bound_s: count - before.get(bound_s, 0.0) for bound_s, count in after.items()}
     return min(bound_s for bound_s, count in meanwhile.items() if count == meanwhile[float("inf")])
 
@@ -313,7 +317,7 @@ def _daemon(
 
 
 def _slots_to_read(root: Path) -> int:
-    """How many log slots a successor reads, for what the newest checkpoints do not cover."""
+    """Return how many log slots a successor reads that the newest checkpoints do not cover."""
     shards = [int(folder.name) for folder in sorted((root / "shards").iterdir())]
     with contextlib.closing(local_directory.LocalDirectory(root)) as store:
         return shard_tips.slots_to_read(store, shards)
@@ -322,7 +326,10 @@ def _slots_to_read(root: Path) -> int:
 def _check(
     rounds: workbench.Rounds, who: str, answered: NDArray[np.bool_], before: Received, after: NDArray[np.int64]
 ) -> None:
-    """`after`: how often each row came from the successor, by row and subscription."""
+    """Check the account.
+
+    `after` counts how often each row came from the successor, by row and subscription.
+    """
     lost = np.count_nonzero((before.came + after == 0) & answered[:, None])
     rounds.check(who, f"{lost:,} rows that were added never came" if lost else None)
     again = np.count_nonzero(before.acknowledged & (after > 0))
@@ -336,12 +343,15 @@ def _check(
 async def _receive_rest(
     address: str, load: Load, answered: NDArray[np.bool_], before: Received
 ) -> tuple[NDArray[np.int64], float]:
-    """Receives until every row has come that is owed; how often each came, and when the first did; 0: none came."""
+    """Receive until every row has come that is owed.
+
+    Returns how often each came, and when the first did, or 0 if none came.
+    """
     receiver = service_clients.Receiver(address, load, part=0, parts=1)
     running = asyncio.create_task(receiver.run(Mode.DEFAULT))
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s and not running.done():
-        # What is handed out again although it was acknowledged comes with the others.
+        # A row that is delivered again although it was acknowledged comes with the others.
         if not np.any((before.came + receiver.came == 0) & answered[:, None]):
             break
         await asyncio.sleep(0.1)
@@ -353,7 +363,7 @@ async def _receive_rest(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The measurement with other sizes, another store, or the daemon of another checkout."""
+    """Measure with other sizes, another store, or the daemon of another checkout."""
     options = _parse(arguments)
     load = Load(
         seconds=options.seconds,

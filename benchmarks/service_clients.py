@@ -1,7 +1,7 @@
-"""The clients of an ordinary service, several processes: some add, others receive and acknowledge each row at once. One
-more may add to one topic as fast as it can.
+"""Runs the clients of an ordinary service: some add, others receive and acknowledge each row at once.
 
-Owns: what each process does, and what it saw. Does not own: the load (`service_load`), the account (`service`).
+Each is a process; one more may add to one topic as fast as it can. `service` alone runs them; this module stands apart
+because it runs in their processes.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CALLERS = 256
 # A daemon that falls behind answers late.
 CALL_S = 600.0
 _OPENED = "opened"
-# What opens a stream is not due while it is measured.
+# The delay of rows that open a stream (ms): they are not due during the measurement.
 NOT_DUE_MS = 24 * 3_600_000
-# What is added at full speed: rows of a request, requests in flight, rows until it is looked whether it is enough. It
-# has a lower priority, so that clients that share a core do not count as the daemon's lateness.
+# Adding at full speed: rows of a request, requests in flight, rows between two checks for the end. It has a lower
+# priority, so that clients that share a core do not count as the daemon's lateness.
 BULK_BATCH_ROWS, BULK_IN_FLIGHT, BULK_ROWS = 1_000, 16, 200_000
 NICENESS = 10
 _SHARED = dispatch_pb2.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
@@ -47,9 +47,11 @@ _SHARED = dispatch_pb2.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Added:
-    """Which rows were answered; how late each request was sent, in ms: a client that is late is the limit itself; and
-    how long those that were answered took. `cpu_s`: what the client used from the beginning on. `refusals`: why rows
-    were not added, each status once.
+    """The results of an adding client.
+
+    `answered` marks the answered rows. `sent_late_ms` says how late each request was sent: a client that is late limits
+    the measurement. `took_ms` is the time of each answered request. `cpu_s` is the client's CPU time from the beginning
+    on. `refusals` has each status of a failed add once.
     """
 
     answered: NDArray[np.bool_]
@@ -71,8 +73,10 @@ class Added:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Received:
-    """By row and subscription: how often it came, and whether its acknowledgement was answered. Lateness in ms.
-    `messages`: what was received at once, one or more rows.
+    """The results of a receiving client.
+
+    `came` counts deliveries by row and subscription, `acknowledged` marks answered acknowledgements. Lateness is in ms.
+    A message has one or more rows.
     """
 
     came: NDArray[np.int64]
@@ -96,8 +100,9 @@ class Received:
 
 
 def add(address: str, load: Load, part: int, parent: Connection) -> None:
-    """Adds every `clients`-th request, beginning with `part`. Is told when to begin (Unix time, s); sends `Added` when
-    all were sent and answered.
+    """Add every `clients`-th request, beginning with `part`.
+
+    Receives when to begin (Unix time, seconds); sends `Added` when all were sent and answered.
     """
     asyncio.run(_add(address, load, part, parent))
 
@@ -130,7 +135,7 @@ async def _add(address: str, load: Load, part: int, parent: Connection) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Answers:
-    """Which rows were answered, and how long each request took, in ms."""
+    """The rows that were answered, and how long each request took (ms)."""
 
     rows: NDArray[np.bool_]
     took_ms: list[float]
@@ -146,8 +151,9 @@ _Send = Callable[[service_load.Request, NDArray[np.uint64]], Awaitable[None]]
 async def _in_batches(
     stack: contextlib.AsyncExitStack, address: str, load: Load, part: int, answers: _Answers
 ) -> _Send:
-    """A stream of adds for each topic, opened by a row that is not due in time. Leaving `stack` raises what a batch was
-    refused for.
+    """Open a stream of adds for each topic, by a row that is not due in time.
+
+    Leaving `stack` raises the refusal of a batch.
     """
     client = await stack.enter_async_context(tarry.aio.Client(address, timeout_s=CALL_S))
     streams: dict[str, tarry.aio.AddStream] = {}
@@ -171,7 +177,7 @@ async def _in_batches(
 
 
 async def _one_by_one(stack: contextlib.AsyncExitStack, address: str, answers: _Answers, refusals: set[str]) -> _Send:
-    """A unary call for each request; as many at once as a service has callers."""
+    """Make a unary call for each request; as many at once as a service has callers."""
     channel = await stack.enter_async_context(on_event_loop.open_channel(address))
     calls = await stack.enter_async_context(asyncio.TaskGroup())
     stub = Stub(delayed_delivery_pb2, channel)
@@ -202,8 +208,9 @@ async def _one_by_one(stack: contextlib.AsyncExitStack, address: str, answers: _
 
 
 def add_bulk(address: str, parent: Connection) -> None:
-    """Adds rows that are not due for long to one topic, as fast as it takes them, between two messages of the parent.
-    Sends how many a second were accepted.
+    """Add rows to one topic as fast as it takes them, between two messages of the parent.
+
+    The rows are not due for long. Sends how many a second were accepted.
     """
     os.nice(NICENESS)
     with tarry.Client(address, timeout_s=CALL_S) as client:
@@ -227,13 +234,13 @@ def add_bulk(address: str, parent: Connection) -> None:
 
 
 class Receiver:
-    """Some subscriptions of a service, each row received and acknowledged at once."""
+    """A client of some subscriptions, which receives and acknowledges each row at once."""
 
     def __init__(self, address: str, load: Load, part: int, parts: int) -> None:
         shape = (load.rows, load.subscriptions)
         self.came = np.zeros(shape, dtype=np.int64)
         self.first_s = 0.0
-        """When the first row came, by `time.perf_counter`; 0: none did."""
+        """The time when the first row came, by `time.perf_counter` (seconds); 0 if none did"""
         self.opened = asyncio.Event()
         self._acknowledged = np.zeros(shape, dtype=np.bool_)
         self._lateness_ms: list[NDArray[np.int64]] = []
@@ -247,7 +254,7 @@ class Receiver:
 
     @property
     def received(self) -> Received:
-        """What came so far."""
+        """The rows received so far."""
         none = [np.empty(0, np.int64)]
         return Received(
             self.came,
@@ -258,7 +265,7 @@ class Receiver:
         )
 
     async def run(self, mode: Mode) -> None:
-        """Until it is cancelled, or nobody serves any more."""
+        """Receive until cancelled, or until no daemon serves any longer."""
         async with contextlib.AsyncExitStack() as stack:
             if mode is Mode.JOINED:
                 channel = await stack.enter_async_context(on_event_loop.open_channel(self._address))
@@ -320,7 +327,7 @@ class Receiver:
                 raise
 
     async def _serve_joined(self, stub: Stub) -> None:
-        """All subscriptions on one stream, acknowledgements joined as the client library joins them."""
+        """Receive on one stream for all subscriptions; acknowledgements are joined as the client library joins them."""
         opening = dispatch_pb2.SubscribeManyRequest()
         for lane, (topic, number) in enumerate(self._subscribed):
             name = service_load.subscription_name(number)
@@ -383,12 +390,12 @@ class Receiver:
 
 
 def _is_of_a_kill(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a stream ended as it does when the daemon is killed."""
+    """Return whether a stream ended as it does when the daemon is killed."""
     return error.code() is grpc.StatusCode.UNAVAILABLE or on_event_loop.is_failed_write(error.code(), error.details())
 
 
 class _JoinedAcknowledgements:
-    """What lanes of a stream have received and not acknowledged yet: an acknowledgement for each lane, all at once."""
+    """The unacknowledged rows of a stream's lanes: one acknowledgement for each lane, all at once."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -396,7 +403,7 @@ class _JoinedAcknowledgements:
         self._came = asyncio.Event()
         self._received: dict[int, dispatch_pb2.Acknowledge] = {}
         self._rows: dict[int, list[NDArray[np.int64]]] = {}
-        # By lane and number of the request.
+        # (lane, number of the request) -> rows
         self._waiting: dict[tuple[int, int], NDArray[np.int64]] = {}
         self._requests = 0
 
@@ -413,7 +420,7 @@ class _JoinedAcknowledgements:
         self._came.set()
 
     def done(self, lane: int, request_id: int) -> NDArray[np.int64]:
-        """The rows of a request that was answered."""
+        """Return the rows of a request that was answered."""
         return self._waiting.pop((lane, request_id))
 
     async def send(self) -> None:
@@ -427,7 +434,7 @@ class _JoinedAcknowledgements:
                 acknowledge.request_id = self._requests
                 rows = self._waiting[lane, self._requests] = np.concatenate(self._rows[lane])
                 request.requests.add(lane=lane, request=dispatch_pb2.SubscribeRequest(acknowledge=acknowledge))
-                # What it has used up.
+                # The permits that it has used up
                 request.requests.add(lane=lane, request=_flow(len(rows)))
             self._received.clear()
             self._rows.clear()
@@ -450,7 +457,10 @@ def _acknowledgement(request_id: int, messages: dispatch_pb2.Messages) -> dispat
 
 
 def receive(address: str, load: Load, part: int, parent: Connection) -> None:
-    """Sends that its subscriptions are open; is told to end, and sends what came."""
+    """Receive in a process of its own.
+
+    Sends that its subscriptions are open; receives when to end, and sends the results.
+    """
     asyncio.run(_receive(address, load, part, parent))
 
 
@@ -468,7 +478,7 @@ async def _receive(address: str, load: Load, part: int, parent: Connection) -> N
 
 
 async def ended(running: asyncio.Task[None]) -> None:
-    """Ends a receiver that may have ended. Raises what it failed with."""
+    """End a receiver that may have ended. Raises its failure."""
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running

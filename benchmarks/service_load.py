@@ -1,6 +1,6 @@
-"""The rows of an ordinary service: which are added when, to which topic, and when each is due.
+"""Derives the rows of an ordinary service: which are added when, to which topic, and when each is due.
 
-Owns: the load as numbers, of which each client process derives its own part. Does not own: the clients.
+It is the load as numbers, from which each client process derives its own part.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import tarry
 
 NAME = "service"
 BULK = "bulk"
-"""The topic that has rows at full speed."""
+"""The topic that gets rows at full speed"""
 STEP_MS = 10
 ROWS_PER_LEDGER = 50_000
 
 
 class Mode(enum.StrEnum):
-    """How dispatchers receive."""
+    """The way in which dispatchers receive."""
 
     DEFAULT = "default"
-    """The client library as it is: whatever it does by itself."""
+    """The client library as it is, with its defaults."""
     JOINED = "joined"
-    """What the client library sends, by a client that makes no objects of what comes: it is never the limit."""
+    """The client library's requests, by a client that makes no objects of the answers: it is never the limit."""
     PLAIN = "plain"
-    """A stream for each subscription, and an acknowledgement for each message that came."""
+    """A stream for each subscription, and an acknowledgement for each message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Rows of one topic that are added together. `after_s`: from the beginning on."""
+    """Rows of one topic that are added together, `after_s` after the beginning (seconds)."""
 
     after_s: float
     topic: str
@@ -43,8 +43,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Row n is of topic n modulo `topics`. `one_by_one`: a call for each row. `clients`: processes that receive, and as
-    many that add. `bulk`: whether rows are added to one topic more, as fast as it takes them.
+    """The load.
+
+    Row n belongs to topic n modulo `topics`. With `one_by_one` each row has a call. `clients` is the number of
+    processes that receive, and of those that add. With `bulk` rows are added to one more topic, as fast as it takes
+    them.
     """
 
     seconds: int
@@ -70,11 +73,14 @@ class Load:
         return np.random.default_rng(self.seed).integers(*self.delays_ms, self.rows, endpoint=True)
 
     def subscribed(self) -> list[tuple[str, int]]:
-        """Topic and number of each subscription."""
+        """Return topic and number of each subscription."""
         return [(topic_name(topic), number) for topic in range(self.topics) for number in range(self.subscriptions)]
 
     def requests(self) -> Iterator[Request]:
-        """In the order of their time. Each topic has its turn: no two have their requests at the same moment."""
+        """Yield requests in the order of their time.
+
+        Topics take turns: no two have their requests at the same moment.
+        """
         rows = self.rows_a_request
         for step, first in enumerate(range(0, self.rows, rows * self.topics)):
             for topic in range(self.topics):
@@ -84,7 +90,7 @@ class Load:
                     yield Request(after_s, topic_name(topic), of_topic)
 
     def opening(self, part: int) -> Iterator[Request]:
-        """A row of each topic beyond all others, for the client with the number `part`."""
+        """Yield a row of each topic beyond all others, for the client with the number `part`."""
         for topic in range(self.topics):
             yield Request(0.0, topic_name(topic), np.array([self.rows + part * self.topics + topic]))
 

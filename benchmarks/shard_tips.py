@@ -1,4 +1,4 @@
-"""The newest manifests of the shards of a root, and what they need of logs, read when no daemon runs."""
+"""Reads the newest manifests of a root's shards, and what they need of logs, when no daemon runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from storage_backends.object_store import ObjectStore
 
 
 def newest(store: ObjectStore, shard: int) -> ShardManifest | None:
-    """None: nobody ever owned the shard."""
+    """Return the newest manifest of the shard, or None if no daemon ever owned it."""
     log = shard_manifests.shard_log(
         store,
         shard,
@@ -31,14 +31,14 @@ def newest(store: ObjectStore, shard: int) -> ShardManifest | None:
 
 
 def living_logs(store: ObjectStore) -> frozenset[str]:
-    """The logs whose highest slot is no end: a daemon may write to them."""
+    """Return the logs whose highest slot is no end: a daemon may write to them."""
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         logs = Root.open(store).logs(executor)
         return frozenset(log_id for log_id in logs.log_ids() if log_fence.ended_at(logs, log_id) is None)
 
 
 def slots_to_read(store: ObjectStore, shards: Iterable[int]) -> int:
-    """How many log slots have what the newest checkpoints of these shards do not cover, each counted once."""
+    """Count the log slots with sections that the newest checkpoints of these shards do not cover, each once."""
     tips = [tip for tip in (newest(store, shard) for shard in shards) if tip is not None]
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         logs = Root.open(store).logs(executor)

@@ -1,7 +1,4 @@
-"""Clients that must not wait for each other: each in a process of its own.
-
-Owns: starting one, talking to it, and its end. Does not own: what it does.
-"""
+"""Runs clients that must not wait for each other, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,15 +10,15 @@ from typing import Any, Self
 
 from examples import processes
 
-#: How one is started: it is on the cores that whoever starts it is on.
+#: Spawned processes run on the cores that their starter is pinned to.
 context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
 
 
 class SideProcess:
-    """A context manager: inside it the work runs, and has sent its first message, that it is ready.
+    """A process; a context manager, inside which the work runs and has sent its first message, that it is ready.
 
-    `work`: a function of a module, called with the arguments and a `multiprocessing.connection.Connection` on which it
-    sends what comes of it.
+    `work` is a function of a module, called with the arguments and a `multiprocessing.connection.Connection` on which
+    it sends its results.
     """
 
     def __init__(self, work: Callable[..., None], *arguments: object) -> None:
@@ -38,20 +35,20 @@ class SideProcess:
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds that it has used."""
+        """The CPU time that it has used (seconds)."""
         assert self._process.pid is not None
         return processes.usage(self._process.pid).cpu_s
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by an error or a signal."""
+        """True if it ended by an error or a signal."""
         return self._process.exitcode not in (None, 0)
 
     def send(self, message: object) -> None:
         self._mine.send(message)
 
     def result(self) -> Any:
-        """What it sends next. Raises `ProcessFailed` when it has ended."""
+        """Return the next message that it sends. Raises `ProcessFailed` if it has ended."""
         while not self._mine.poll(1.0):
             if not self._process.is_alive():
                 raise self._ended()

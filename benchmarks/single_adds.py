@@ -1,9 +1,8 @@
-"""Single rows added at a steady rate by a process of its own, and the daemon's health meanwhile, as a client sees both.
+"""Adds single rows at a steady rate in a process of its own, and watches the daemon's health.
 
-Each add is sent when its time has come, whether or not those before it are answered, and is sent once. Beside each a
-call is made that needs no store and waits in the same line to be taken in: whose the topic is.
-
-Owns: the calls, how long each took, and what of them counts. Does not own: the daemon, and when what begins and ends.
+Each add is sent when its time has come, whether or not those before it are answered, and is sent once. With each goes a
+call that needs no store and waits in the same line for admission: a lookup of the topic's owner. `topics` alone uses
+this module, which knows nothing of what else the daemon does.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _RECONNECT = (("grpc.min_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One call. Times are of `slow_store.clock_s`. `status`: the name of its gRPC status."""
+    """One call. Times are of `slow_store.clock_s` (seconds); `status` is the name of its gRPC status."""
 
     topic: str
     sent_s: float
@@ -52,8 +51,10 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What one process saw. `adds`, `lookups`: in the order of their sending. `health`: when it was said to be serving,
-    or not serving.
+    """The calls of one process.
+
+    `adds` and `lookups` are in the order of their sending. `health` says when it was reported as serving or not
+    serving.
     """
 
     adds: Sequence[Call]
@@ -62,11 +63,11 @@ class Seen:
 
     @property
     def first_served_s(self) -> float:
-        """When the first add was answered; infinite where none was."""
+        """The time when the first add was answered, or infinity if none was."""
         return min((add.answered_s for add in self.adds if add.ok), default=math.inf)
 
     def served_adds(self, from_s: float, until_s: float) -> list[Call]:
-        """Those sent within that time to topics that had answered before."""
+        """Return the adds sent within that time to topics that had answered before."""
         served_s: dict[str, float] = {}
         for add in self.adds:
             if add.ok:
@@ -78,21 +79,21 @@ class Seen:
         return [lookup for lookup in self.lookups if from_s <= lookup.sent_s < until_s]
 
     def health_lost(self, from_s: float, until_s: float) -> int:
-        """How often it came to be not serving after it had been serving, within that time."""
+        """Count how often health became not serving after serving, within that time."""
         pairs = itertools.pairwise(self.health)
         return sum(before and not now and from_s <= at_s < until_s for (_, before), (at_s, now) in pairs)
 
     def answered(self) -> dict[str, int]:
-        """Rows that are durable, by topic."""
+        """Return the number of durable rows by topic."""
         return _counted(self.adds, ok=True)
 
     def unknown(self) -> dict[str, int]:
-        """Rows that are durable or not, by topic."""
+        """Return the number of rows that may be durable or not, by topic."""
         return _counted(self.adds, ok=False)
 
 
 def quantiles(calls: Sequence[Call]) -> dict[str, float]:
-    """p50, p99 and the most of what they took, in ms; nothing where there was none."""
+    """Return p50, p99 and maximum of the calls' times (ms), or nothing without calls."""
     taken_ms = [1000 * (call.answered_s - call.sent_s) for call in calls]
     return {name: float(np.percentile(taken_ms, share)) for name, share in QUANTILES.items() if taken_ms}
 
@@ -106,8 +107,9 @@ def _counted(adds: Sequence[Call], *, ok: bool) -> dict[str, int]:
 
 
 class SingleAdds:
-    """A context manager: inside it the calls are made, to the topics in turn, until `end`. `first_entry`: no other
-    process has added that entry or a higher one.
+    """The adding process; a context manager, inside which calls go to the topics in turn, until `end`.
+
+    No other process has added entry `first_entry` or a higher one.
     """
 
     def __init__(self, address: str, topics: Sequence[str], *, per_second: float, first_entry: int = 0) -> None:
@@ -118,7 +120,7 @@ class SingleAdds:
         return self
 
     def end(self) -> Seen:
-        """Nothing more is sent; what was seen, when everything is answered."""
+        """Stop sending; return the calls when all are answered."""
         self._process.send(_END)
         seen: Seen = self._process.result()
         return seen
@@ -157,7 +159,7 @@ class _Caller:
         parent.send(Seen(_in_order(self._adds), _in_order(self._lookups), self._health))
 
     async def _call_until_end(self, channel: grpc.aio.Channel) -> None:
-        """Returns when everything is answered."""
+        """Make calls until the end; return when all are answered."""
         began_s = slow_store.clock_s()
         async with asyncio.TaskGroup() as calls:
             for number in itertools.count():
@@ -186,7 +188,7 @@ class _Caller:
         self._lookups.append(await _timed(topic, call))
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:
-        """Until the daemon ends, which counts as not serving."""
+        """Watch health until the daemon ends, which counts as not serving."""
         method = channel.unary_stream(
             "/grpc.health.v1.Health/Watch",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

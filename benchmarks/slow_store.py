@@ -1,10 +1,10 @@
-"""A daemon whose store takes a while for each request, as a store across a network does.
+"""Runs a daemon whose store takes a while for each request, as a store across a network does.
 
     python -P benchmarks/slow_store.py --delay-ms 50 --directory ROOT --requests FILE [what tarryd is given]
 
-Owns: the delay, the log of the requests, and opening a local directory where the daemon asks for S3: so the daemon has
-the habits that it has with S3, without what an S3 server on the same machine costs. Does not own: the daemon, which is
-the one of the PYTHONPATH: this module imports nothing else of its own checkout.
+It opens a local directory where the daemon asks for S3: the daemon behaves as with S3, without the cost of an S3 server
+on the same machine. Requests are logged. The daemon is the one of the PYTHONPATH: this module imports nothing else of
+its own checkout.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from storage_backends import local_directory, object_store, store_opening
 from storage_backends.object_store import NO_METADATA, ListedObject, ObjectInfo, ObjectStore
 
 DELAY_MS = 50
-# As many keys come with one request of a listing.
+# Keys in one answer to a listing
 KEYS_A_LISTING = 1_000
 OPERATIONS = ("get", "put", "list", "head", "delete")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One request to the store. `operation`: one of `OPERATIONS`. Times are of `clock_s`."""
+    """One request to the store. `operation` is one of `OPERATIONS`. Times are of `clock_s` (seconds)."""
 
     began_s: float
     ended_s: float
@@ -39,12 +39,12 @@ class Request:
 
 
 def clock_s() -> float:
-    """The clock of the log of requests, which all processes of the machine share."""
+    """Return the clock of the log of requests, which all processes of the machine share (seconds)."""
     return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 def read_requests(log: Path, *, from_s: float = 0.0, until_s: float = float("inf")) -> list[Request]:
-    """What of the log began within that time; what has not ended yet is not there."""
+    """Return the requests of the log that began within that time. Requests in flight are not in it."""
     lines = log.read_text().rpartition("\n")[0].splitlines()
     fields = (line.split(" ") for line in lines)
     requests = (Request(float(began_s), float(ended_s), name, key) for began_s, ended_s, name, key in fields)
@@ -52,7 +52,7 @@ def read_requests(log: Path, *, from_s: float = 0.0, until_s: float = float("inf
 
 
 class SlowStore(ObjectStore):
-    """Each request to `inner` is sent after `delay_s`. `noted` hears of each that has ended."""
+    """A store that sends each request to `inner` after `delay_s`. `noted` is called with each that has ended."""
 
     def __init__(self, inner: ObjectStore, delay_s: float, noted: Callable[[Request], None]) -> None:
         self._inner = inner
@@ -110,7 +110,7 @@ class SlowStore(ObjectStore):
 
 @contextlib.contextmanager
 def noting(log: Path | None) -> Iterator[Callable[[Request], None]]:
-    """Appends a line for each request to the log; a line is written whole, whatever thread writes it."""
+    """Append a line for each request to the log; a line is written whole, whatever thread writes it."""
     if log is None:
         yield lambda request: None
         return
@@ -127,18 +127,18 @@ def noting(log: Path | None) -> Iterator[Callable[[Request], None]]:
 
 
 def program(root: Path, delay_ms: float, requests: Path | None = None) -> tuple[str, ...]:
-    """The command that takes the place of `tarryd`. `settings` are those of its store."""
+    """Return the command that replaces `tarryd`. `settings` are those of its store."""
     return (sys.executable, "-P", str(Path(__file__).resolve()), *own_options(root, delay_ms, requests))
 
 
 def own_options(root: Path, delay_ms: float, requests: Path | None = None) -> tuple[str, ...]:
-    """What the command is given before what `tarryd` takes. `requests`: the log of the requests."""
+    """Return the options of the command before those of `tarryd`. `requests` is the log of the requests."""
     logged = () if requests is None else ("--requests", str(requests))
     return ("--delay-ms", f"{delay_ms:g}", "--directory", str(root), *logged)
 
 
 def settings() -> dict[str, object]:
-    """The settings of the store of a daemon that runs this program."""
+    """Return the settings of the store of a daemon that runs this program."""
     return {"store.kind": "s3", "store.s3.bucket": "slow"}
 
 

@@ -1,9 +1,8 @@
-"""A root with a topic of many small buckets, part of whose rows is gone.
+"""Makes a root with a topic of many small buckets, part of whose rows is gone.
 
-A daemon that seals thousands of buckets one by one takes minutes. So a daemon makes the topic and gives it up, and its
-buckets are sealed here, with the operation that it would have sealed them with.
-
-Owns: what the root holds. Does not own: the rows (`load`), and what is done with it.
+A daemon that seals thousands of buckets one by one takes minutes. Therefore a daemon makes the topic and stops, and its
+buckets are sealed here, with the operation that it would have used. `compaction` alone uses this module, which runs no
+jobs.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from storage_backends.local_directory import LocalDirectory
 Mask = NDArray[np.bool_]
 
 SUBSCRIPTION = "dispatcher"
-# The daemon merges no buckets.
+# With this policy the daemon merges no buckets.
 FILLED = tarry.TopicPolicy(max_num_buckets=-1)
 
 _WRITER = "benchmark"
@@ -38,7 +37,7 @@ _SEALED_AT_ONCE = 500
 
 
 def write(bench: workbench.Workbench, root: Path, topic: str, rows: load.Rows, gone: Mask, *, each: int) -> None:
-    """The rows in buckets of `each`, in their order; those of the mask are gone."""
+    """Write the rows in buckets of `each`, in their order; those of the mask are gone."""
     _make_topic(bench, root, topic)
     store = LocalDirectory(root)
     try:
@@ -47,7 +46,7 @@ def write(bench: workbench.Workbench, root: Path, topic: str, rows: load.Rows, g
         log, tip, shard = opened.log(place), opened.tip(place), opened.shard_tip(place.shard)
         if tip is None or shard is None:
             raise ValueError(f"the daemon left no topic {topic!r}")
-        # What a checkpoint says of the topic counts no longer.
+        # The checkpoint's part of the topic no longer counts.
         checkpoint = shard.manifest.checkpoint
         slot = max(tip.manifest.applied, 0 if checkpoint is None else checkpoint.slot)
         progress: list[BucketProgress] = []
@@ -72,7 +71,7 @@ def _make_topic(bench: workbench.Workbench, root: Path, topic: str) -> None:
 def _buckets(
     store: LocalDirectory, shard: int, tip: TopicManifest, rows: load.Rows, gone: Mask, each: int
 ) -> Iterator[tuple[LiveBucket, tuple[PositionBitmap, ...]]]:
-    """Writes them; what is gone from each."""
+    """Write the buckets; yield each with the positions that are gone from it."""
     for number, first in enumerate(range(0, len(rows), each)):
         part = slice(first, first + each)
         columns = Rows(rows.deliver_at_ms[part], rows.ledger_id[part], rows.entry_id[part])

@@ -1,8 +1,8 @@
-"""The worker of a sorted set: it moves members that are due to a stream, by a script, and looks again after a while.
+"""Moves due members of a sorted set to a stream, by a script, again and again.
 
     python -m benchmarks.sorted_set_worker redis://127.0.0.1:6379
 
-Owns: the script and how often it runs. Does not own: who adds and who reads (`redis_carriers`).
+It stands apart because it is a program. `redis_carriers` adds and reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A load that goes on until it is told to end: rows are added at a steady rate, received and acknowledged, each by a
-process of its own, so that adding does not delay the reading of the clock at receipt.
+"""Adds rows at a steady rate, receives and acknowledges them, until `end` is called.
 
-Owns: the two processes, and the account: each row comes once, with its time. Does not own: what else is done meanwhile.
+Adding and receiving are processes of their own, so that adding does not delay the reading of the clock at receipt. Each
+row must arrive once, with its time. `compaction` alone uses this module, which knows nothing of jobs.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from examples import verdict
 
 SUBSCRIPTION = "dispatcher"
 DELAYS_MS = (1_000, 3_000)
-# How long it may go on.
+# The longest time that it may go on (seconds)
 SECONDS_MAX, QUICK_SECONDS_MAX = 1_800, 300
 _RECEIVE_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Came:
-    """Rows that were added in time. `problem`: what is wrong with all that came; None when nothing is."""
+    """The received rows that were added in time. `problem` says what is wrong with all rows, or is None."""
 
     deliver_at_ms: NDArray[np.int64]
     lateness_ms: NDArray[np.int64]
     problem: str | None
 
     def lateness_of(self, *spans_ms: tuple[int, int]) -> NDArray[np.int64]:
-        """Of the rows that were due within one of these spans, each from a time on and before another. Raises
-        TimeTooShort where there is none.
+        """Return the lateness (ms) of the rows due within one of these spans, each from a time on and before another.
+
+        Raises TimeTooShort if there is none.
         """
         chosen = np.zeros(len(self.deliver_at_ms), bool)
         for from_ms, until_ms in spans_ms:
@@ -49,11 +50,11 @@ class Came:
 
 
 class SteadyLoad:
-    """A context manager: rows are added inside it. `end` may be called once."""
+    """A steady load; a context manager, inside which rows are added. `end` may be called once."""
 
     def __init__(self, address: str, topic: str, rows_per_s: int, seed: int, *, quick: bool) -> None:
         self.first_due_ms = 0
-        """From when on rows are due all the time."""
+        """The time from which rows are due all the time (ms)"""
         least_ms, most_ms = DELAYS_MS
         seconds_max = QUICK_SECONDS_MAX if quick else SECONDS_MAX
         self._plan = lateness.Plan(seconds_max, rows_per_s, least_ms, most_ms, seed)
@@ -75,7 +76,7 @@ class SteadyLoad:
         self._stack.__exit__(kind, error, traceback)
 
     def end(self) -> Came:
-        """Adds nothing more; returns when everything was received and acknowledged durably, or too much is missing."""
+        """Stop adding; return when all rows were received and acknowledged durably, or too much is missing."""
         self._adding.send("end")
         answered_at_ms = self._adding.result()
         rows = slice(len(answered_at_ms))
@@ -95,8 +96,11 @@ class SteadyLoad:
 
 
 def _receive(address: str, topic: str, parent: Connection) -> None:
-    """Is sent how many rows there are, when no more are added; sends the rows, when each came (ms), and how many
-    acknowledgements were ignored."""
+    """Receive in a process of its own.
+
+    Receives the number of rows when adding has ended; sends the rows, when each came (ms), and how many
+    acknowledgements were ignored.
+    """
     batches: list[tarry.Batch] = []
     answers: list[Future[tarry.Ignored]] = []
     came, owed, deadline_s = 0, None, float("inf")

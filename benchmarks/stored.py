@@ -1,9 +1,7 @@
-"""Bytes a row on disk: Tarry's buckets, its whole root, Redis' RDB file and its AOF.
+"""Measures bytes a row on disk: Tarry's buckets, its whole root, Redis' RDB file and its AOF.
 
 `random`: positions in order, due at any time of a day; `fixed delay`: rows that arrive at a steady rate and all wait
-equally long.
-
-Owns: the two loads and what is counted. Does not own: how rows are sent (`tarry_load`, `redis_load`).
+equally long. `tarry_load` and `redis_load` send the rows.
 """
 
 from __future__ import annotations

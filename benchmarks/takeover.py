@@ -1,16 +1,16 @@
-"""SIGKILL of a daemon on S3 beside a standby: seconds until its first hand-out, on a store that fails now and then.
+"""Measures a takeover on S3 after SIGKILL, on a failing store: seconds to the standby's first delivery.
 
-    python -m benchmarks takeover                    beside the other measurements
-    python -m benchmarks.takeover --rounds 10        by itself
+    python -m benchmarks takeover                    among the other measurements
+    python -m benchmarks.takeover --rounds 10        alone
 
 The store is a real S3 server on loopback; both daemons reach it by a proxy, which cuts bodies, answers 503, and loses
-answers of what was carried out. Faults begin when the service does, and go on until everything has come. Rows are added
-and acknowledged until the daemon is killed, and again at the standby as soon as that serves. Of a takeover without
-faults the requests are counted, from the look for the end of the killed daemon's log to the last claim of a shard.
+answers of requests that were carried out. Faults begin with the service, and go on until all rows have arrived. Rows
+are added and acknowledged until the daemon is killed, and again at the standby as soon as that serves. For a takeover
+without faults the requests are counted, from the search for the end of the killed daemon's log to the last claim of a
+shard.
 
-Owns: the kill, the account (what was answered comes, nothing comes early), and the count.
-Does not own: the faults (`failing_store`), the callers and their rules (`tests.wire._support.traffic`,
-`tests._support.delivery_history`).
+Answered rows must arrive, and none early. `failing_store` draws the faults; `tests.wire._support.traffic` and
+`tests._support.delivery_history` have the callers and their rules.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ NAME = "takeover"
 BACK_S = 60.0
 PATIENCE_S = 300.0
 START_S = 300.0
-# What both daemons go on with after the first hand-out.
+# Time for which both daemons go on after the first delivery (seconds)
 AFTER_S = 3.0
 DUE_WITHIN_MS = 6_000
 ROWS_A_CALL = 5
-# Between two calls of a topic's sender, at most.
+# The longest time between two calls of a topic's sender (seconds)
 CALL_EVERY_S = 1.0
-# A machine that is busy answers late: a call that is given up is made again.
+# A busy machine answers late: a call that times out is made again.
 CALL_S = 60.0
 LOST = 0.01
-# Of the log of a standby that was not back in time.
+# Characters shown of the log of a standby that did not serve in time
 LOG_CHARACTERS = 4_000
 NO_FAULTS = "no faults"
 CASES: Mapping[str, Faults] = {
@@ -60,7 +60,7 @@ CASES: Mapping[str, Faults] = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """`seconds`: of service before SIGKILL. `settings`: of both daemons."""
+    """The sizes. `seconds` is the time of service before SIGKILL; `settings` are those of both daemons."""
 
     seconds: float
     topics: int
@@ -138,7 +138,7 @@ def _turn(
 def _take_over(
     plan: Plan, standby: processes.DaemonProcess, history: DeliveryHistory, seed: int, killed_ms: int
 ) -> tuple[float, list[str]]:
-    """Seconds from SIGKILL to the first hand-out, and what is not accounted for."""
+    """Return the seconds from SIGKILL to the first delivery, and the problems of the account."""
     with _callers(standby.address, plan, history, seed + 1) as (senders, receivers):
         try:
             history.wait_for(lambda: any(each.received for each in receivers), PATIENCE_S, "the first hand-out")
@@ -157,7 +157,7 @@ def _take_over(
 
 
 def _phases(log: str, killed_ms: int) -> Mapping[str, float]:
-    """When the standby first took over and last began to serve, by its log: seconds since SIGKILL."""
+    """Return when the standby first took over and last began to serve, by its log (seconds since SIGKILL)."""
     taking, serving = (
         [
             datetime.datetime.fromisoformat(line.split(" ", 1)[0]).timestamp() - killed_ms / 1000
@@ -170,8 +170,10 @@ def _phases(log: str, killed_ms: int) -> Mapping[str, float]:
 
 
 def of_takeover(requests: list[failing_store.Request]) -> Mapping[str, int]:
-    """How many requests of each kind the takeover took: from the listing of the killed daemon's log, before its fence,
-    to the last claim. Empty when there was none.
+    """Count the requests of the takeover by kind.
+
+    It lasts from the listing of the killed daemon's log, before its fence, to the last claim. Returns nothing without a
+    takeover.
     """
     created = [(number, each.key) for number, each in enumerate(requests) if each.kind == "conditional put"]
     fences = [(number, key) for number, key in created if key.startswith(names.LOGS_PREFIX)]
@@ -179,7 +181,7 @@ def of_takeover(requests: list[failing_store.Request]) -> Mapping[str, int]:
     for number, key in created:
         folder = key.rpartition("/")[0]
         if folder.startswith("shards/") and "/topics/" not in folder:
-            # What is committed to a shard behind its claim is a checkpoint or the like.
+            # A commit to a shard behind its claim is a checkpoint or the like.
             claims.setdefault(folder, number)
     if not fences or not claims:
         return {}
@@ -197,7 +199,7 @@ def _slots_read(requests: list[failing_store.Request]) -> int:
 
 
 class _Sender(traffic.Sender):
-    # A standby that takes over has other things to do than to refuse calls.
+    # A standby that takes over has more important work than to refuse calls.
     PAUSE_S = 0.25
 
 
@@ -209,7 +211,7 @@ class _Receiver(traffic.Receiver):
 def _callers(
     address: str, plan: Plan, history: DeliveryHistory, seed: int
 ) -> Iterator[tuple[list[_Sender], list[_Receiver]]]:
-    """One that adds and one that receives for each topic, until the block ends."""
+    """Run a sender and a receiver for each topic, until the block ends."""
     seeds = random.Random(seed)
     with contextlib.ExitStack() as stack:
         receivers = [
@@ -247,7 +249,7 @@ def _name(topic: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The measurement with other sizes, or the daemon of another checkout."""
+    """Measure with other sizes, or the daemon of another checkout."""
     options = _parse(arguments)
     plan = Plan(
         options.seconds, options.topics, options.seed, options.case or tuple(CASES), checkout=options.daemon.resolve()

@@ -1,6 +1,6 @@
-"""Tarry's side: adding rows through one stream, and draining a subscription with every row acknowledged.
+"""Adds rows to Tarry through one stream, and drains a subscription with every row acknowledged.
 
-Owns: one client process's use of `tarry`, timed. Does not own: the daemon process (`workbench`), the rows (`load`).
+It is one client process's use of `tarry`, timed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POLL_S = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """Where a daemon is, and what it wants to see of its clients; another process may be given it."""
+    """The address of a daemon, and the credentials for it; may be passed to another process."""
 
     address: str
     tls: tarry.Tls | None = None
@@ -35,21 +35,25 @@ class Reach:
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """`accepted`: rows that were answered as durable and new. `seconds`: from the first request to the last answer."""
+    """The result of an add.
+
+    `accepted` counts rows that were answered as durable and new. `seconds` last from the first request to the last
+    answer.
+    """
 
     accepted: int
     seconds: float
 
 
 def add(client: tarry.Client, topic: str, rows: load.Rows, *, batch_rows: int, in_flight: int) -> Added:
-    """Adds everything, with so many requests unanswered."""
+    """Add all rows, with so many requests unanswered."""
     answers: list[Future[tarry.AddResult]] = []
     batches = list(rows.batches(batch_rows))
     with client.add_stream(topic, in_flight=in_flight) as stream:
         began_s = time.perf_counter()
         for batch in batches:
             first, last = batch.ledger_id[0], batch.ledger_id[-1]
-            # One number where the batch has one ledger, as a broker's own requests are.
+            # One number if the batch has one ledger, as a broker's own requests do
             ledger = int(first) if first == last and (batch.ledger_id == first).all() else batch.ledger_id
             answers.append(stream.add(ledger, batch.entry_id, deliver_at_ms=batch.deliver_at_ms))
         stream.flush()
@@ -58,7 +62,7 @@ def add(client: tarry.Client, topic: str, rows: load.Rows, *, batch_rows: int, i
 
 
 def wait_for(client: tarry.Client, topic: str, what: str, reached: Callable[[tarry.TopicStats], bool]) -> None:
-    """Waits until the topic's counts are so. Raises TimeoutError, with `what` they should be."""
+    """Wait until the topic's counts satisfy `reached`. Raises TimeoutError, naming `what` is missing."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not reached(stats := client.stats(topic)):
         if time.monotonic() > deadline_s:
@@ -67,7 +71,7 @@ def wait_for(client: tarry.Client, topic: str, what: str, reached: Callable[[tar
 
 
 class Drain:
-    """Receives and acknowledges until `rows` rows came, and keeps what came for the account."""
+    """A receiver that acknowledges until `rows` rows came, and keeps them for the account."""
 
     def __init__(self, rows: int) -> None:
         self._wanted = rows
@@ -77,7 +81,7 @@ class Drain:
         self.durable_s = 0.0
 
     def run(self, subscription: tarry.Subscription) -> None:
-        """Times are `time.perf_counter` ones. Raises TimeoutError when nothing comes any more."""
+        """Receive and acknowledge; note times of `time.perf_counter`. Raises TimeoutError if rows stop coming."""
         received = 0
         while received < self._wanted:
             batch = subscription.receive(timeout_s=PATIENCE_S)
@@ -92,18 +96,18 @@ class Drain:
         self.durable_s = time.perf_counter()
 
     def problem(self, rows: load.Rows) -> str | None:
-        """What is wrong with what came and with its acknowledgements; None when nothing is."""
+        """Return what is wrong with the rows or their acknowledgements, or None."""
         ignored = sum(answer.result() for answer in self._answers)
         return problem_of(self.batches, rows) or (f"{ignored:,} acknowledgements were ignored" if ignored else None)
 
 
 def problem_of(batches: Sequence[tarry.Batch], rows: load.Rows) -> str | None:
-    """Each of the rows must have come exactly once, with its time; None when it did."""
+    """Return what is wrong unless each of the rows came exactly once, with its time."""
     return difference(rows_of(batches), rows)
 
 
 def rows_of(batches: Sequence[tarry.Batch]) -> load.Rows:
-    """What came, in that order."""
+    """Return the received rows, in their order."""
     return load.Rows(
         np.concatenate([batch.ledger_id for batch in batches]),
         np.concatenate([batch.entry_id for batch in batches]),
@@ -112,7 +116,7 @@ def rows_of(batches: Sequence[tarry.Batch]) -> load.Rows:
 
 
 def difference(came: load.Rows, rows: load.Rows) -> str | None:
-    """The same of rows in any order."""
+    """Compare received rows with owed ones, in any order; return the difference, or None."""
     positions, owed = came.joined(), rows.joined()
     order, order_owed = np.argsort(positions), np.argsort(owed)
     if not np.array_equal(positions[order], owed[order_owed]):

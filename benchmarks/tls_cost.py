@@ -1,10 +1,7 @@
-"""What TLS, tokens and certificates cost: adds, single calls, first calls and lateness, with and without, in turn.
+"""Measures the cost of TLS, tokens and certificates: adds, single calls, first calls and lateness, in turn.
 
-A single add waits until it is durable; a look-up of a topic stores nothing, so that its time is that of the call. The
-first call of a client has its connection and its handshake in it.
-
-Owns: the ways in that are compared, with their certificates and tokens. Does not own: the load (`tarry_load`,
-`lateness`).
+A single add waits until it is durable; a lookup of a topic stores nothing, so its time is that of the call. The first
+call of a client includes its connection and its handshake. `tarry_load` and `lateness` have the load.
 """
 
 from __future__ import annotations
@@ -35,12 +32,12 @@ UNITS = {
     **{f"{call}, {quantile}": "us" for call in (SINGLE, LOOK_UP, FIRST) for quantile in QUANTILES},
     **{f"lateness, {quantile}": "ms" for quantile in QUANTILES},
 }
-"""The figures of each way."""
+"""The figures of each way, with their units"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """What a daemon wants of its clients, and what they show."""
+    """The credentials that a daemon wants of its clients, and that they show."""
 
     name: str
     tls: bool = False
@@ -60,7 +57,7 @@ WAYS_QUICK = (Way("plain"), Way("TLS, token", tls=True, token=True))
 
 @dataclasses.dataclass(frozen=True)
 class Door:
-    """A way in, with its files. `settings`: of the daemon."""
+    """A way in, with its files. `settings` are those of the daemon."""
 
     settings: Mapping[str, object]
     tls: tarry.Tls | None
@@ -148,7 +145,7 @@ def _timed_us(call: Callable[[], object], times: int) -> Iterator[float]:
 
 
 def _make(folder: Path, way: Way) -> Door:
-    """The files of a way in, and who is to use them."""
+    """Write the files of a way in, and the identities that may use it."""
     settings: dict[str, object] = {}
     tls = token_file = None
     if way.tls:
@@ -167,7 +164,7 @@ def _make(folder: Path, way: Way) -> Door:
 
 
 def _issued(folder: Path, authority: trustme.CA, name: str) -> tuple[Path, Path]:
-    """The files of a certificate and its key."""
+    """Write the files of a certificate and its key."""
     issued = authority.issue_cert(name)
     chain = b"".join(each.bytes() for each in issued.cert_chain_pems)
     key = issued.private_key_pem.bytes()

@@ -1,15 +1,15 @@
-"""Thousands of small topics: loading them, an orderly stop, sealing them all together, and what they cost when idle.
+"""Measures thousands of small topics: loading them, a clean stop, sealing all of them together, and idle cost.
 
-    python -m benchmarks topics                     with what is usual, beside the other measurements
+    python -m benchmarks topics                     with the usual sizes, among the other measurements
     python -m benchmarks.topics --topics 3000 --store slow --daemon ../before
 
 The root is made while the store takes no time. Then the daemon is killed, and started again on a store that takes its
 time for each request. Single rows are added at a steady rate to some topics that are served, while all others are being
-loaded. Then the daemon is stopped in order, with rows of every topic in memory. It is started once more, and all topics
-get a row each within seconds: single rows are added while these reach the age of a seal. Then it has nothing to do.
+loaded. Then the daemon is stopped cleanly, with rows of every topic in memory. It is started once more, and all topics
+get a row each within seconds: single rows are added while these reach the age of a seal. Then it is idle.
 
-Owns: the order of these, and the account: every row that was added is there at the end. Does not own: the topics
-(`many_topics`), the single rows (`single_adds`), the store (`slow_store`), the daemon process (`workbench`).
+Every added row must exist at the end. `many_topics` has the topics, `single_adds` the single rows, `slow_store` the
+store.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from examples import processes
 
 NAME = "topics"
 TOPICS = (1_000, 3_000, 10_000)
-# To which single rows are added.
+# Topics to which single rows are added
 SERVED_TOPICS = 16
 ROWS_A_TOPIC = 3
 ADDS_PER_S = 20.0
-# Longer than it takes to add a row to every topic.
+# Longer than it takes to add a row to every topic
 SEAL_AGE_S = 30
 IDLE_S = 60
-# What takes longer is not waited for.
+# The longest wait (seconds)
 PATIENCE_S = 3_600.0
 START_S = 120.0
 DRAIN_S = 30.0
@@ -55,7 +55,7 @@ _STILL = 6
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes. `checkout`: whose daemon."""
+    """The sizes. `checkout` is that of the daemon."""
 
     topics: Sequence[int]
     served_topics: int
@@ -103,7 +103,7 @@ def _name(topics: int) -> str:
 
 
 def _figure(rounds: workbench.Rounds, name: str) -> report.Figure:
-    """A sample's name is `topics: what, unit`."""
+    """Return the figure of a sample, whose name is `topics: what, unit`."""
     short, _, unit = name.rpartition(", ")
     what = short.partition(": ")[2]
     return dataclasses.replace(rounds.figure(name, unit, GOALS.get(what)), name=short)
@@ -128,7 +128,7 @@ class _Place:
     def daemon(
         self, name: str, *, delay_ms: float, settings: Mapping[str, object] | None = None
     ) -> Iterator[processes.DaemonProcess]:
-        """One that is not started yet. All have one id: none waits for the one before."""
+        """Make a daemon that is not started yet. All have one id: none waits for the one before."""
         slow = self.plan.store == alone.SLOW
         store = slow_store.settings() if slow else processes.local_store(self.root)
         program = slow_store.program(self.root, delay_ms, self.folder / "requests") if slow else processes.TARRYD
@@ -139,7 +139,7 @@ class _Place:
             yield daemon
 
     def start(self, daemon: processes.DaemonProcess) -> float:
-        """Returns when its ports are bound; when it was begun."""
+        """Start a daemon; return, when its ports are bound, the time when it was begun (seconds)."""
         began_s = slow_store.clock_s()
         with machine.on_core(self.bench.cores.server):
             daemon.start(START_S)
@@ -158,7 +158,7 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan, coun
 
 
 def _made(place: _Place, topics: Sequence[str]) -> tuple[dict[str, float], int]:
-    """Makes the topics; what that took, and the bytes of a daemon without topics."""
+    """Make the topics; return the time it took, and the bytes of a daemon without topics."""
     with place.daemon("making", delay_ms=0) as daemon:
         place.start(daemon)
         daemon.wait_for_health(serving=True, timeout_s=START_S)
@@ -169,7 +169,7 @@ def _made(place: _Place, topics: Sequence[str]) -> tuple[dict[str, float], int]:
 
 
 def _loaded_and_stopped(place: _Place, count: int, served: Sequence[str]) -> tuple[dict[str, float], single_adds.Seen]:
-    """After a kill, with rows of every topic in the log."""
+    """Load the topics after a kill, with rows of every topic in the log, and stop."""
     plan = place.plan
     with place.daemon("loading", delay_ms=plan.delay_ms) as daemon:
         with single_adds.SingleAdds(daemon.address, served, per_second=plan.adds_per_s) as adding:
@@ -193,7 +193,7 @@ def _loaded_and_stopped(place: _Place, count: int, served: Sequence[str]) -> tup
 def _sealed_and_idle(
     place: _Place, topics: Sequence[str], served: Sequence[str], empty_bytes: int
 ) -> tuple[dict[str, float], single_adds.Seen, dict[str, int]]:
-    """After the stop. The rows that all topics have in the end, too."""
+    """Seal all topics after the stop, then be idle; return the rows that all topics have in the end, too."""
     plan = place.plan
     with place.daemon("sealing", delay_ms=plan.delay_ms, settings={"bucket.age_max_s": plan.seal_age_s}) as daemon:
         began_s = place.start(daemon)
@@ -209,7 +209,7 @@ def _sealed_and_idle(
 def _sealed(
     place: _Place, daemon: processes.DaemonProcess, topics: Sequence[str], served: Sequence[str]
 ) -> tuple[dict[str, float], single_adds.Seen]:
-    # Of what was added before nothing is left to be sealed.
+    # All rows that were added before must be sealed first.
     _wait_until_sealed(place, topics, from_ms=0)
     with single_adds.SingleAdds(
         daemon.address, served, per_second=place.plan.adds_per_s, first_entry=_SECOND_ADDS_FROM
@@ -229,11 +229,11 @@ def _sealed(
 
 
 def _wait_for_rest(place: _Place) -> None:
-    """Until the last rows are sealed, and the slots deleted that checkpoints have covered."""
+    """Wait until the last rows are sealed, and the slots deleted that checkpoints have covered."""
     time.sleep(place.plan.seal_age_s)
     while True:
         began_s = slow_store.clock_s()
-        # Slots of a former owner may go some time after the rest.
+        # Slots of a former owner may be deleted some time after the rest.
         time.sleep(_STILL * place.plan.rest_s)
         if place.plan.store == alone.LOCAL:
             return
@@ -243,7 +243,7 @@ def _wait_for_rest(place: _Place) -> None:
 
 
 def _is_of_work(request: slow_store.Request) -> bool:
-    """Whether it seals, or deletes what is covered: slots of former owners are looked at before they go."""
+    """Return whether it seals, or deletes covered slots; slots of former owners are read before their deletion."""
     return request.operation in ("head", "delete") or (request.operation == "put" and "/topics/" in request.key)
 
 
@@ -266,7 +266,7 @@ def _idle(place: _Place, daemon: processes.DaemonProcess, count: int, empty_byte
 
 
 def _wait_until_sealed(place: _Place, topics: Sequence[str], *, from_ms: int) -> tuple[int, int]:
-    """When the first and the last of them was, since then."""
+    """Return when the first and the last of them was sealed, since `from_ms`."""
     deadline_s = time.monotonic() + PATIENCE_S
     while len(sealed := many_topics.sealed_at_ms(place.root, topics, from_ms=from_ms)) < len(topics):
         if time.monotonic() > deadline_s:
@@ -276,8 +276,10 @@ def _wait_until_sealed(place: _Place, topics: Sequence[str], *, from_ms: int) ->
 
 
 def _figures_of(seen: single_adds.Seen, from_s: float, until_s: float, when: str) -> dict[str, float]:
-    """Without the times of adds where all was over before one was sent to a topic that was served. Lookups tell what
-    of these times is the machine's: they need no store.
+    """Return the figures of the calls within that time.
+
+    Times of adds are missing if no add was sent in it to a topic that was served. Lookups show the machine's part of
+    these times: they need no store.
     """
     adds, lookups = seen.served_adds(from_s, until_s), seen.lookups_within(from_s, until_s)
     return {
@@ -295,7 +297,7 @@ def _check(
     topics: Sequence[str],
     seen: Sequence[single_adds.Seen],
 ) -> None:
-    """Each topic has what was added; `rows`: what it has."""
+    """Check that each topic has the rows that were added; `rows` are those it has."""
     wrong = sum(rows[topic] != ROWS_A_TOPIC + 1 for topic in topics)
     rounds.check(who, f"{wrong:,} topics have not the rows that were added" if wrong else None)
     answered, unknown = [each.answered() for each in seen], [each.unknown() for each in seen]
@@ -310,7 +312,7 @@ def _check(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The measurement with other sizes, another store, or the daemon of another checkout."""
+    """Measure with other sizes, another store, or the daemon of another checkout."""
     options = _parse(arguments)
     plan = Plan(
         topics=options.topics,

@@ -1,11 +1,9 @@
-"""Unary calls from many connections at once, each with one call in flight, and a server that does nothing but answer.
+"""Makes unary calls from many connections at once, each with one call in flight; serves empty calls.
 
 gRPC's own clients in Python take as much CPU for a call as its server does, so that with two cores the client would be
-the limit. This one takes a fifth: it says of HTTP/2 what a unary call needs and no more. Its windows are so large that
-they are never used up, its requests so small that the server's never are.
-
-Owns: the calls, and what tells a right answer: a refused call has none, only a status.
-Does not own: what the requests and the answers mean.
+the limit. This one takes a fifth: it speaks as much of HTTP/2 as a unary call needs. Its windows are so large that they
+are never used up, its requests so small that the server's never are. An answer is checked by its bytes: a refused call
+has none, only a status. `add` alone uses this module, which knows nothing of Tarry's messages.
 """
 
 from __future__ import annotations
@@ -34,25 +32,25 @@ _INITIAL_WINDOW_SIZE = 4
 _WINDOW_MAX = (1 << 31) - 1
 _WINDOW_AT_FIRST = (1 << 16) - 1
 _FRAME_HEAD_BYTES = 9
-# Of HPACK: `:method: POST` and `:scheme: http`, by their places in its table.
+# HPACK's `:method: POST` and `:scheme: http`, by their places in its table
 _POST_HTTP = b"\x83\x86"
 _READ_BYTES = 1 << 16
 
 
 class CallFailed(Exception):
-    """A call was not answered as it should be."""
+    """The error of a call that was not answered as expected."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """What so many calls took: seconds, and CPU seconds of the caller."""
+    """The cost of the calls: seconds, and CPU seconds of the caller."""
 
     seconds: float
     cpu_s: float
 
 
 def call(address: str, method: str, requests: Sequence[bytes], answer: bytes, *, connections: int) -> Called:
-    """Makes a call for each request. Raises `CallFailed` where one is not answered with `answer`."""
+    """Make a call for each request. Raises `CallFailed` if one is not answered with `answer`."""
     with contextlib.ExitStack() as stack:
         waiting = iter(requests)
         opened = [stack.enter_context(_Connection.opened(address, method, answer)) for _ in range(connections)]
@@ -98,7 +96,7 @@ class _Connection:
             yield cls(connected, address, method, answer)
 
     def send_next(self, requests: Iterator[bytes]) -> bool:
-        """Makes the call of the next request; False when there is none."""
+        """Make the call of the next request. Returns False if there is none."""
         request = next(requests, None)
         if request is None:
             return False
@@ -111,7 +109,7 @@ class _Connection:
         return True
 
     def read(self) -> bool:
-        """Reads what has come; whether the call is answered. Raises `CallFailed`."""
+        """Read the bytes that have come; return whether the call is answered. Raises `CallFailed`."""
         came = self.socket.recv(_READ_BYTES)
         if not came:
             raise CallFailed(f"a call of {self._method} was broken off")
@@ -127,7 +125,7 @@ class _Connection:
         return answered
 
     def _take(self, kind: int, flags: int, payload: bytes) -> bool:
-        """Takes a frame; whether it ends the call."""
+        """Take a frame; return whether it ends the call."""
         if kind == _DATA:
             self._answered += payload
         elif kind in (_SETTINGS, _PING) and not flags & _ACK:
@@ -147,18 +145,19 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _message(body: bytes) -> bytes:
-    """A message as gRPC has it, not compressed."""
+    """Frame a message as gRPC does, not compressed."""
     return struct.pack("!BI", 0, len(body)) + body
 
 
 def _text(value: str) -> bytes:
-    """A text of at most 126 bytes, as HPACK has it."""
+    """Encode a text of at most 126 bytes as HPACK does."""
     return bytes((len(value),)) + value.encode()
 
 
 def serve_empty(parent: Connection) -> None:
-    """The work of a side process: a server of grpc.aio that answers empty calls with nothing. When it serves, it sends
-    that it is ready, then its address; it ends when it is told anything.
+    """Serve empty calls with empty answers, by grpc.aio in a side process.
+
+    Sends that it is ready, then its address; ends at any message.
     """
     asyncio.run(_serve_empty(parent))
 

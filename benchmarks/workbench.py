@@ -1,8 +1,7 @@
-"""What every measurement is given: sizes, servers on their core, and rounds that take turns.
+"""Provides what every measurement needs: sizes, servers on their core, and rounds in which contenders take turns.
 
-Owns: fresh servers on directories of their own, pinned to the server's core and gone afterwards; the interleaving of
-contenders; the samples and the problems of one measurement.
-Does not own: the measurements, a module each; the drawing (`report`).
+Servers are fresh, on directories of their own, pinned to the server's core and gone afterwards. It also keeps the
+samples and the problems of one measurement.
 """
 
 from __future__ import annotations
@@ -21,23 +20,26 @@ from examples import processes
 from tests.brokers import redis_server
 
 T = TypeVar("T")
-# One turn of a contender: its figures by name.
+# One turn of a contender: its figures by name
 Turn = Callable[[], Mapping[str, float]]
 
 MISSING = f"{redis_server.MISSING} These figures are Tarry's alone."
 LEFT_OUT = "Redis was left out: these figures are Tarry's alone."
 _START_S = 300.0
-# How many times the time of its plan a turn is given, one after the other.
+# Multiples of its plan's time that a turn is given, one after the other
 TIME_FACTORS = (1, 4, 16)
 
 
 class TimeTooShort(Exception):
-    """The machine was too slow for the times of a plan."""
+    """The error if the machine was too slow for the times of a plan."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workbench:
-    """`directory` is on the disk that is measured. `redis`: the program, None when there is none."""
+    """The environment of a measurement.
+
+    `directory` is on the disk that is measured. `redis` is the program, or None if there is none.
+    """
 
     directory: Path
     cores: machine.Cores
@@ -52,28 +54,28 @@ class Workbench:
     say: Callable[[str], None]
 
     def size(self, full: int, quick: int) -> int:
-        """A number of rows or the like: that of a full run, or of a quick one, which shows only that it works."""
+        """Return the number for a full run, or for a quick one, which shows only that it works."""
         return quick if self.quick else full
 
     @property
     def parameters(self) -> dict[str, report.Value]:
-        """What all results state."""
+        """The parameters that all results state."""
         set_here: dict[str, report.Value] = {name: str(value) for name, value in self.settings.items()}
         return {"rounds": self.rounds, "batch_rows": self.batch_rows, "in_flight": self.in_flight} | set_here
 
     @property
     def rest_s(self) -> float:
-        """After which seals, checkpoints and returned memory have come to rest."""
+        """The time until seals, checkpoints and returned memory are complete (seconds)."""
         return 0.5 if self.quick else 5.0
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For results that have a side of Redis."""
+        """The notes for results that include Redis."""
         return () if self.redis is not None else (self.why_without_redis,)
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
-        """A directory that is removed afterwards."""
+        """Make a directory that is removed after the block."""
         path = Path(tempfile.mkdtemp(dir=self.directory))
         try:
             yield path
@@ -89,8 +91,9 @@ class Workbench:
         configuration: str = "",
         tls: tarry.Tls | None = None,
     ) -> Iterator[processes.DaemonProcess]:
-        """A serving daemon, on a root of its own unless one is given. What fails meanwhile is told with its log. `tls`:
-        what its clients need.
+        """Start a serving daemon, on a root of its own unless one is given.
+
+        A failure in the block is reported with its log. `tls` is what its clients need.
         """
         with self.folder() as folder:
             store = processes.local_store(root or folder / "root")
@@ -105,14 +108,16 @@ class Workbench:
                     raise daemon.failed(f"was being measured ({type(error).__name__}: {error})") from error
 
     def start(self, daemon: processes.DaemonProcess) -> None:
-        """Returns when it serves. The client's threads are not started on the server's core."""
+        """Start a daemon; return when it serves. The client's threads are not started on the server's core."""
         with machine.on_core(self.cores.server):
             daemon.start(_START_S)
         daemon.wait_for_health(serving=True, timeout_s=_START_S)
 
     def with_time(self, name: str, turn: Callable[[int], T]) -> T:
-        """What a turn returns that has time enough. `turn` is given how many times the time of its plan it has: more
-        where it raised TimeTooShort. Raises TimeoutError when no time was enough.
+        """Return the result of a turn that has time enough.
+
+        `turn` is called with the multiple of its plan's time, which grows if it raises TimeTooShort. Raises
+        TimeoutError if no multiple was enough.
         """
         for factor in TIME_FACTORS:
             try:
@@ -123,7 +128,7 @@ class Workbench:
 
     @contextlib.contextmanager
     def rival(self, aof: redis_server.Aof) -> Iterator[redis_server.RedisServer]:
-        """An empty redis-server that answers. Only where `redis` is not None."""
+        """Start an empty redis-server that answers. `redis` must not be None."""
         if self.redis is None:
             raise processes.ProcessFailed(self.why_without_redis)
         with self.folder() as folder, redis_server.RedisServer(self.redis, folder, aof) as server:
@@ -151,7 +156,7 @@ class Rounds:
                 self.turn(f"round {number} of {self._bench.rounds}, {name}", turn)
 
     def turn(self, name: str, turn: Turn) -> None:
-        """One turn outside the rounds."""
+        """Take one turn outside the rounds."""
         figures = turn()
         for figure, value in figures.items():
             self._samples.setdefault(figure, []).append(value)
@@ -160,11 +165,11 @@ class Rounds:
 
     @property
     def names(self) -> list[str]:
-        """Of the samples."""
+        """The names of the samples."""
         return list(self._samples)
 
     def check(self, who: str, problem: str | None) -> None:
-        """Notes what is not accounted for; None is all right."""
+        """Note a problem of the account; None means that there is none."""
         if problem is not None:
             self.problems.append(f"{who}: {problem}")
             self._bench.say(f"{self._measurement}: NOT ACCOUNTED FOR: {who}: {problem}")
@@ -173,9 +178,9 @@ class Rounds:
         self.check(who, None if rows == wanted else f"{rows:,} rows of {wanted:,}")
 
     def figure(self, name: str, unit: str, goal: report.Goal | None = None) -> report.Figure:
-        """The samples of that name."""
+        """Return the samples of that name as a figure."""
         return report.Figure(name, unit, tuple(self._samples[name]), goal)
 
     def figures(self, unit: str, goals: Mapping[str, report.Goal] | None = None) -> list[report.Figure]:
-        """All samples, where they have one unit."""
+        """Return all samples as figures, if they have one unit."""
         return [self.figure(name, unit, (goals or {}).get(name)) for name in self._samples]

@@ -1,1 +1,1 @@
-"""Programs that use Tarry on real input; each checks what it promises and exits with the verdict."""
+"""Holds programs that use Tarry on real input; each checks what it promises and exits with the verdict."""

@@ -1,15 +1,14 @@
-"""The main job on real input: 336,776 flights through a daemon that is killed twice.
+"""Runs the main job on real input: 336,776 flights through a daemon that is killed twice.
 
     python -m examples.flights [--store local|s3] [--seconds 60] [--seed N] [--json]
 
 Every flight of 2013 is added to a `tarryd` that this program starts, due at its scheduled departure, the year
-compressed onto a minute. What comes due is received through one subscription and acknowledged durably. The daemon is
-killed with SIGKILL once while adds are in flight and once while hand-outs are, each time with rows pending in sealed
-buckets and in the mutable one, and started again on the same root. At the end each flight is accounted for by identity.
-The exit status is the verdict.
+compressed onto a minute. Due rows are received through one subscription and acknowledged durably. The daemon is killed
+with SIGKILL once while adds are in flight and once while deliveries are, each time with rows pending in sealed buckets
+and in the mutable one, and started again on the same root. At the end each flight is accounted for by identity. The
+exit status is the verdict.
 
-Owns: the course of the run and its measurements.
-Does not own: the data (`examples.flights_log`), receiving (`examples.relay`), the verdict, the processes, the drawing.
+`examples.flights_log` has the data, `examples.relay` receives, `examples.verdict` judges, and `examples.summary` draws.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ TOPIC = "flights"
 SUBSCRIPTION = "departures"
 ROWS_PER_BATCH = 1_000
 BATCHES_IN_FLIGHT = 16
-# Smaller than the default, so that a third of a million rows make many buckets.
+# Smaller than the default, so that a third of a million rows make many buckets
 SETTINGS: dict[str, object] = {"bucket.min_index_count_per_bucket": 20_000}
-# From the first add until the first flight is due: time for the adds, one kill and the way back.
+# Time from the first add until the first flight is due (ms): for the adds, one kill and the recovery
 LEAD_MS = {"local": 6_000, "s3": 15_000}
-# A relay that passes a batch on and waits for its receiver.
+# The hold of a relay that passes a batch on and waits for its receiver (seconds)
 HOLD_S = 0.1
 PATIENCE_S = 60.0
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class DemoFailed(Exception):
-    """The run did not get to the point that it has to show."""
+    """The error of a run that did not reach the point it has to show."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class _Loaded:
-    """What was measured when all rows were added."""
+    """The figures when all rows were added."""
 
     rows_per_s: float
     bucket_bytes_per_row: float
@@ -95,7 +94,7 @@ class Demo:
         self._highest_bytes = 0
 
     def run(self, stored_bytes: Callable[[], int]) -> summary.Figures:
-        """Adds, kills, receives and accounts. Raises `DemoFailed`."""
+        """Add, kill, receive and account. Raises `DemoFailed`."""
         began_s = time.monotonic()
         idle_bytes = self._daemon.usage().resident_bytes
         self._client.create_subscription(TOPIC, SUBSCRIPTION)
@@ -187,7 +186,7 @@ class Demo:
         self._note_kill("hand-outs in flight", at_ms, stats, serving_ms, working_ms, 0)
 
     def _wait_for_stats(self, wanted: Callable[[tarry.TopicStats], bool]) -> tarry.TopicStats:
-        """Asks until it holds what the kill is to meet."""
+        """Read stats until they meet the condition for the kill. Raises `DemoFailed`."""
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             stats = self._client.stats(TOPIC)
@@ -198,7 +197,7 @@ class Demo:
             time.sleep(0.01)
 
     def _kill(self, while_there_are: str) -> int:
-        """When it was killed."""
+        """Kill the daemon; return when (Unix ms)."""
         at_ms = _now_ms()
         self._daemon.kill()
         self._say(f"kill -9 tarryd, with {while_there_are}; it is started again")
@@ -209,7 +208,7 @@ class Demo:
         return _now_ms()
 
     def _note_memory(self) -> None:
-        """The highest mark of a process goes with it."""
+        """Note the peak memory, which is lost with the process."""
         self._highest_bytes = max(self._highest_bytes, self._daemon.usage().resident_bytes_max)
 
     def _note_kill(
@@ -275,7 +274,10 @@ class Demo:
 
 
 def run(options: Options, console: Console) -> summary.Figures:
-    """Starts what is needed, runs, ends it. Raises `DemoFailed`, `processes.ProcessFailed`, `tarry.TarryError`."""
+    """Start the processes, run, and end them.
+
+    Raises `DemoFailed`, `processes.ProcessFailed`, `tarry.TarryError`.
+    """
     with contextlib.ExitStack() as stack:
         with console.status("reading the flights"):
             log = flights_log.read()
@@ -296,7 +298,7 @@ def run(options: Options, console: Console) -> summary.Figures:
 
 
 def _store(options: Options, stack: contextlib.ExitStack) -> tuple[dict[str, object], Callable[[], int]]:
-    """The settings of the store, and a question for the bytes on it."""
+    """Return the settings of the store, and a function that counts the bytes on it."""
     if options.store == "local":
         root = options.directory / "root"
         return processes.local_store(root), lambda: sum(
@@ -309,7 +311,7 @@ def _store(options: Options, stack: contextlib.ExitStack) -> tuple[dict[str, obj
 
 @contextlib.contextmanager
 def _progress(console: Console, account: verdict.Account) -> Iterator[None]:
-    """Bars that follow the account until the context is left."""
+    """Show bars that follow the account until the context is left."""
     columns = (TextColumn("{task.description:<13}"), BarColumn(60), MofNCompleteColumn(), TimeElapsedColumn())
     ended = threading.Event()
     with Progress(*columns, console=console) as progress:

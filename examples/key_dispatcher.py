@@ -1,8 +1,8 @@
-"""A dispatcher between a log and several consumers: some messages are delayed, and those of a key are in order.
+"""Dispatches a log to several consumers: some messages are delayed, and those of a key are in order.
 
-Owns: the cursor, that is which entries of the log were planned and which are acknowledged, and what a dispatcher does
-about everything that a KEY_SHARED subscription tells it.
-Does not own: who receives what (the daemon), streams and permits (the client library), the log.
+It keeps the cursor, that is which entries of the log were planned and which are acknowledged, and handles everything
+that a KEY_SHARED subscription returns. The daemon decides who receives which entry; the client library has streams and
+permits.
 
 `python -m examples.key_dispatcher` runs it against the daemon at `--address`.
 """
@@ -19,25 +19,25 @@ import numpy as np
 import tarry
 
 LEDGER = 1
-# Entries that are planned at once, and that may be planned and not acknowledged.
+# Entries that are planned at once, and that may be planned and not acknowledged
 PORTION, WINDOW = 100, 1_000
 IDLE_S = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """An entry of the log; its number is its place."""
+    """An entry of the log; its number is its place in the log."""
 
     key: str
     delay_ms: int = 0
 
 
 Deliver = Callable[[tarry.Consumer, int, Message], None]
-"""(consumer, entry, message): the message has reached the consumer, and was dealt with."""
+"""Called with (consumer, entry, message) when the message has reached the consumer and was processed."""
 
 
 def publish(client: tarry.Client, topic: str, log: Sequence[Message]) -> None:
-    """What the publish path does: delayed messages are added. The log has all of them."""
+    """Add the delayed messages, as the publish path does. The log has all messages."""
     delayed = [entry for entry, message in enumerate(log) if message.delay_ms]
     if delayed:
         client.add(
@@ -50,7 +50,7 @@ def publish(client: tarry.Client, topic: str, log: Sequence[Message]) -> None:
 
 
 class Dispatcher:
-    """Runs until every message of the log is acknowledged."""
+    """A dispatcher that runs until every message of the log is acknowledged."""
 
     def __init__(self, subscription: tarry.KeySharedSubscription, log: Sequence[Message], deliver: Deliver) -> None:
         self._subscription = subscription
@@ -59,13 +59,13 @@ class Dispatcher:
         self._key_hash = tarry.key_hash(message.key for message in log)
         self._acknowledged = np.zeros(len(log), np.bool_)
         self._next = 0
-        # Plans of the stream before are lost, and where to begin is known only when it is told.
+        # Plans of the stream before are lost; `PlanAgain` says where to begin.
         self._is_lost = False
         self._begins_anew = False
 
     @property
     def mark_delete(self) -> int:
-        """Every entry before this one is acknowledged."""
+        """The lowest entry that is not acknowledged."""
         left = np.flatnonzero(~self._acknowledged)
         return int(left[0]) if len(left) else len(self._log)
 
@@ -76,7 +76,7 @@ class Dispatcher:
                 case tarry.ConsumerBatch() as batch:
                     self._dispatch(batch)
                 case tarry.TakenBack() as taken:
-                    # They come again; what was said of them meanwhile does not count.
+                    # They are redelivered; their acknowledgements do not count.
                     self._acknowledged[taken.positions.entry_id.astype(np.intp)] = False
                 case tarry.PlanAgain():
                     self._next = self.mark_delete
@@ -84,7 +84,10 @@ class Dispatcher:
         self._subscription.flush()
 
     def _plan(self) -> None:
-        """The next entries of the log, those that are delayed as well: they are HELD, and come when they are due."""
+        """Plan the next entries of the log.
+
+        The delayed ones are planned as well: they are HELD, and delivered when they are due.
+        """
         last = min(self._next + PORTION, len(self._log), self.mark_delete + WINDOW)
         entries = self._next + np.flatnonzero(~self._acknowledged[self._next : last])
         if self._is_lost or not len(entries):

@@ -1,15 +1,15 @@
-"""An owner of ledgers that deletes them when it is told, and says which are in use: docs/DELETION.md as a program.
+"""Owns ledgers: deletes them on request, and reports which are in use: docs/DELETION.md as a program.
 
     python -m examples.ledger_owner --directory DIR [--port 0] [--authorization-file FILE]
 
-    DIR/topics.json                 {"persistent://t/n/x": {"ledger": [4, 5], "offloaded_ledger": [3]}}: what is in use
+    DIR/topics.json                 {"persistent://t/n/x": {"ledger": [4, 5], "offloaded_ledger": [3]}}: in use
     DIR/ledgers/<id>/metadata.json  {"application": "pulsar", ...}
     DIR/ledgers/<id>/data           whatever the ledger holds
 
 It prints one line of JSON when it serves, `{"delete_url": ..., "in_use_url": ...}`.
 
-Owns: its directory. A ledger is renamed before it is removed, so that it is there whole or gone, whatever is killed.
-Does not own: what is written to ledgers. Who changes `topics.json` in the same process does it under `Ledgers.lock`.
+A ledger is renamed before it is removed, so that it is whole or gone, whatever is killed. A thread of the same process
+changes `topics.json` under `Ledgers.lock`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Result = dict[str, str]
 
 
 class Ledgers:
-    """Ledgers in a directory."""
+    """The ledgers in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        # What is in use must not change between the look at it and the deletion.
+        # The ledgers in use must not change between the check and the deletion.
         self.lock = threading.Lock()
         (directory / "ledgers").mkdir(parents=True, exist_ok=True)
         for leftover in (directory / "ledgers").glob(f"{DELETING}*"):
             shutil.rmtree(leftover)
 
     def delete(self, record: Mapping[str, Any]) -> Result:
-        """Deletes the ledger if it is not in use and is what the record says. May be repeated."""
+        """Delete the ledger if it is not in use and matches the record. May be repeated."""
         ledger_id = record["ledger_id"]
         if record["ledger_type"] != "ledger" or not ledger_id.isdecimal():
             return {"result": "malformed", "text": "ledgers with a number are kept here, and nothing else"}
@@ -74,7 +74,10 @@ class Ledgers:
 
 
 class Owner(ThreadingHTTPServer):
-    """Serves from `serve_forever` to `shutdown`. `authorization`: what the header has to be; None: nothing."""
+    """The HTTP server, which serves from `serve_forever` to `shutdown`.
+
+    `authorization` is the required value of the header; None means no requirement.
+    """
 
     daemon_threads = True
 
@@ -106,12 +109,12 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             result = self.server.answers[self.path](record)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            # It is not known what became of the ledger: the status says that the daemon has to ask again.
+            # The fate of the ledger is unknown: the status makes the daemon ask again.
             return self._answer(500, {"text": f"{type(error).__name__}: {error}"})
         return self._answer(200, result)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing: a line for each request is of no use here."""
+        """Do nothing: a line for each request is of no use here."""
 
     def _is_authorized(self) -> bool:
         wanted = self.server.authorization
@@ -128,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _synchronise(folder: Path) -> None:
-    """Makes survive what has its name in the folder, and what has it no longer."""
+    """Make the names in a folder, and their absence, survive a power failure."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)

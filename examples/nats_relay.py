@@ -1,8 +1,8 @@
-"""A relay beside NATS: messages of the stream `orders` reach the stream `orders-due` when their time has come.
+"""Relays next to NATS: messages of the stream `orders` reach the stream `orders-due` when they are due.
 
-Producers publish with the header `deliver-at-ms`, Unix time in ms. Who fails publishes the `tarry-delivery-id` of what
-failed to `orders-failed`: it comes again, by another id, when the subscription's policy says so. Each loop commits
-last; whatever fails or is killed, all begins anew. `orders` keeps messages by limits alone and allows direct gets,
+Producers publish with the header `deliver-at-ms` (Unix ms). A failed consumer publishes the `tarry-delivery-id` of the
+failed message to `orders-failed`: it is redelivered, with another id, by the subscription's policy. Each loop commits
+last; after any failure or kill, all loops begin again. `orders` keeps messages by limits alone and allows direct gets,
 `orders-due` has a duplicate window of an hour.
 
     take_in    pushed from orders         add to Tarry, durable              ack to NATS
@@ -25,7 +25,7 @@ SOURCE, DUE, FAILED, RELAY = "orders", "orders-due", "orders-failed", "relay"
 
 
 async def pushed(js: Any, name: str) -> Any:
-    """What was not committed, again after 2 s, and what is new. Ends by raising that NATS is gone."""
+    """Yield uncommitted messages, again after 2 s, and new ones. Raises ConnectionClosedError when NATS is gone."""
     subscription = await js.subscribe(name, durable=RELAY, config=nats.js.api.ConsumerConfig(ack_wait=2))
     async for message in subscription.messages:
         yield message
@@ -53,7 +53,7 @@ async def put_out(js: Any, subscription: tarry.aio.Subscription) -> None:
         passing = [pass_on(js, sequence, batch.delivery_id(row)) for row, sequence in enumerate(sequences)]
         gone = [row for row, answer in enumerate(await asyncio.gather(*passing)) if answer is None]
         _ = subscription.reject(batch.take(gone), f"the message is no longer in the stream {SOURCE}")
-        _ = subscription.ack(batch)  # Of what is rejected already it is ignored.
+        _ = subscription.ack(batch)  # Ignored for rows that are already rejected
 
 
 async def pass_on(js: Any, sequence: int, name: str) -> Any:

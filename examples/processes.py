@@ -1,8 +1,7 @@
-"""Servers as child processes: started on free ports, killed, stopped, and never left behind.
+"""Runs servers as child processes: started on free ports, killed, stopped, and never left behind.
 
-Owns: `DaemonProcess` (a `tarryd` that can be killed and started again on its root and its ports) and the S3 server for
-those who want one; what a process uses of the machine. It ends only what it started.
-Does not own: what the daemon is asked to do.
+`DaemonProcess` is a `tarryd` that can be killed and started again on its root and its ports; `S3ServerProcess` is an S3
+server. Both report the resources that they use. The module ends only processes that it started.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TARRYD = (sys.executable, "-m", "daemon.main")
-# Below the range from which Linux takes the ports of outgoing connections: a client that keeps knocking at the port of
-# a dead daemon must not end up connected to itself.
+# Below the range from which Linux takes the ports of outgoing connections: a client that retries the port of a dead
+# daemon must not end up connected to itself.
 _PORTS = range(20_000, 32_000)
 _POLL_S = 0.01
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _LOG_TAIL_CHARACTERS = 6_000
-# Of no account anywhere; the S3 server asks for some.
+# Accepted by no real server; the S3 server here requires some.
 S3_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing",
@@ -54,17 +53,20 @@ S3_CREDENTIALS = {
 }
 
 
-# Takes another's place where many processes are started that load the same program.
+# Replaced by tests that start many processes of the same program
 open_process: Callable[..., Any] = functools.partial(subprocess.Popen, start_new_session=True)
 
 
 class ProcessFailed(Exception):
-    """A child process ended or kept silent; the message ends with the end of its log."""
+    """The error of a child process that ended or stayed silent; the message ends with the end of its log."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What a process uses: resident bytes now and at most so far, and CPU seconds (user and system) since its start."""
+    """The resources that a process uses.
+
+    They are resident bytes now and at most so far, and CPU seconds (user and system) since its start.
+    """
 
     resident_bytes: int
     resident_bytes_max: int
@@ -72,7 +74,7 @@ class Usage:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nobody listens."""
+    """Return a port of 127.0.0.1 on which no process listens."""
     while True:
         port = random.choice(_PORTS)
         with socket.socket() as candidate:
@@ -85,7 +87,7 @@ def free_port() -> int:
 
 
 def usage(pid: int) -> Usage:
-    """Reads /proc; raises `OSError` when the process is gone."""
+    """Read usage from /proc. Raises `OSError` if the process is gone."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return Usage(
@@ -95,7 +97,7 @@ def usage(pid: int) -> Usage:
     )
 
 
-# Reads `+pid` and `-pid`, a line each, until the writer's end: then it kills what is left.
+# Reads `+pid` and `-pid`, a line each, until the writer's end: then it kills the remaining processes.
 _GUARD = """
 import os, signal, sys
 left = set()
@@ -110,9 +112,10 @@ for pid in left:
 
 
 class _Guard:
-    """Ends the children of this process when it is gone, also by SIGKILL: a process that reads a pipe until its end.
+    """A process that ends the children of this process when it is gone, even by SIGKILL.
 
-    The kernel's own signal for that is sent when the thread ends that started the child, which is too early.
+    It reads a pipe until its end. The kernel's own signal for that is sent when the thread ends that started the child,
+    which is too early.
     """
 
     def __init__(self) -> None:
@@ -124,12 +127,12 @@ class _Guard:
         self._say(f"+{pid}")
 
     def forget(self, pid: int) -> None:
-        """It has ended and was waited for: its number may be another one's."""
+        """Forget a process that has ended and was waited for: another process may get its number."""
         self._say(f"-{pid}")
 
     def _say(self, line: str) -> None:
         with self._lock:
-            # A process that was forked has children of its own.
+            # A forked process has children of its own.
             if self._process is None or self._pid != os.getpid():
                 self._process, self._pid = self._start(), os.getpid()
             assert self._process.stdin is not None
@@ -151,9 +154,9 @@ guard = _Guard()
 
 
 class ChildProcess:
-    """One child with its log in a file. Leaving the context kills it, and so does the end of this process.
+    """One child with its log in a file.
 
-    `checkout`: its working directory.
+    Leaving the context kills it, and so does the end of this process. `checkout` is its working directory.
     """
 
     def __init__(
@@ -165,7 +168,7 @@ class ChildProcess:
         self._environment = {
             name: value
             for name, value in os.environ.items()
-            # A program that is installed runs from bytecode: to compile it at each start takes as long as all else.
+            # An installed program runs from bytecode: compiling it at each start takes as long as everything else.
             if not name.startswith(("AWS_", "TARRY_")) and name != "PYTHONDONTWRITEBYTECODE"
         } | dict(environment)
         self._process: Any = None
@@ -187,7 +190,7 @@ class ChildProcess:
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL, also when it is stopped; idempotent."""
+        """Send SIGKILL, which also ends a stopped process; idempotent."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -196,15 +199,15 @@ class ChildProcess:
         guard.forget(self._process.pid)
 
     def stop(self) -> None:
-        """SIGSTOP: it keeps everything and does nothing."""
+        """Send SIGSTOP: the process keeps everything and does nothing."""
         self._running().send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self._running().send_signal(signal.SIGCONT)
 
     def terminate(self, timeout_s: float = 300.0) -> int:
-        """SIGTERM; the exit status. Raises `ProcessFailed` when it does not end in time."""
+        """Send SIGTERM; return the exit status. Raises `ProcessFailed` if it does not end in time."""
         process = self._running()
         process.terminate()
         try:
@@ -221,7 +224,7 @@ class ChildProcess:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait_for_log(self, text: str, timeout_s: float = 300.0) -> None:
-        """Waits until the log holds `text`. Raises `ProcessFailed`."""
+        """Wait until the log holds `text`. Raises `ProcessFailed`."""
         deadline_s = time.monotonic() + timeout_s
         while text not in self.log_text():
             self._check_waiting(deadline_s, f"did not log {text!r} within {timeout_s:g} s")
@@ -245,14 +248,14 @@ class ChildProcess:
         guard.watch(self._process.pid)
 
     def _wait_for_file(self, path: Path, timeout_s: float) -> bytes:
-        """Waits for a file that is put in place whole."""
+        """Wait for a file that is put in place whole."""
         deadline_s = time.monotonic() + timeout_s
         while not path.exists():
             self._check_waiting(deadline_s, f"did not write {path.name} within {timeout_s:g} s")
         return path.read_bytes()
 
     def _check_waiting(self, deadline_s: float, too_late: str) -> None:
-        """One step of waiting: raises `ProcessFailed` when the process has ended or the time is over."""
+        """Do one step of waiting. Raises `ProcessFailed` if the process has ended or the time is over."""
         process = self._running()
         if process.poll() is not None:
             raise self.failed(f"ended with status {process.returncode}")
@@ -267,11 +270,12 @@ class ChildProcess:
 
 
 class DaemonProcess(ChildProcess):
-    """A `tarryd`. `start` after `kill` or `terminate` starts it again on the same ports, so that clients find it.
+    """A `tarryd`.
 
-    `settings`: `section.key` -> value, the store among them (`local_store`, `S3ServerProcess.settings`).
-    `configuration`: TOML, for what a single value cannot say. `program`: what takes the place of `tarryd`. `checkout`:
-    whose code runs. `tls`: what its clients need, who ask for its health, too; None where it has no TLS.
+    `start` after `kill` or `terminate` starts it again on the same ports, so that clients find it. `settings` maps
+    `section.key` to a value, including the store (`local_store`, `S3ServerProcess.settings`). `configuration` is TOML,
+    for what a single value cannot say. `program` replaces `tarryd`. `checkout` is the one whose code runs. `tls` is
+    what its clients need, including the health checks here, or None without TLS.
     """
 
     def __init__(
@@ -302,7 +306,7 @@ class DaemonProcess(ChildProcess):
         self._configuration_file.write_text(configuration)
 
     def start(self, timeout_s: float = 300.0) -> None:
-        """Returns when its ports are bound. Raises `ProcessFailed`."""
+        """Start the daemon; return when its ports are bound. Raises `ProcessFailed`."""
         self._ready_file.unlink(missing_ok=True)
         overrides = [f"--set={name}={_text(value)}" for name, value in self._settings.items()]
         files = ("--config", str(self._configuration_file), "--ready-file", str(self._ready_file))
@@ -312,14 +316,17 @@ class DaemonProcess(ChildProcess):
             raise self.failed(f"listens on {ready['grpc']}, not on {self.address}")
 
     def start_serving(self, timeout_s: float = 300.0) -> float:
-        """Starts and waits until health says SERVING; the seconds it took. Raises `ProcessFailed`."""
+        """Start the daemon and wait until its health is SERVING; return the time it took (seconds).
+
+        Raises `ProcessFailed`.
+        """
         began_s = time.monotonic()
         self.start(timeout_s)
         self.wait_for_health(serving=True, timeout_s=timeout_s - (time.monotonic() - began_s))
         return time.monotonic() - began_s
 
     def wait_for_health(self, *, serving: bool, timeout_s: float = 300.0) -> None:
-        """Watches its health until it is SERVING, or NOT_SERVING. Raises `ProcessFailed`."""
+        """Watch health until it is SERVING, or NOT_SERVING. Raises `ProcessFailed`."""
         status = _SERVING if serving else _NOT_SERVING
         deadline_s = time.monotonic() + timeout_s
         with self._channel() as channel:
@@ -329,7 +336,7 @@ class DaemonProcess(ChildProcess):
                 response_deserializer=health_pb2.HealthCheckResponse.FromString,
             )
             while True:
-                # Cut into short watches, to notice the end of the process.
+                # Cut into short watches, to notice the end of the process
                 watch = method(health_pb2.HealthCheckRequest(), timeout=1.0, wait_for_ready=True)
                 try:
                     if any(response.status == status for response in watch):
@@ -342,7 +349,7 @@ class DaemonProcess(ChildProcess):
                 self._check_waiting(deadline_s, f"was not {wanted} within {timeout_s:g} s")
 
     def is_serving(self, timeout_s: float = 5.0) -> bool:
-        """What its health says now; raises `grpc.RpcError`."""
+        """Return whether its health is SERVING now. Raises `grpc.RpcError`."""
         with self._channel() as channel:
             method = channel.unary_unary(
                 "/grpc.health.v1.Health/Check",
@@ -359,11 +366,11 @@ class DaemonProcess(ChildProcess):
         )
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a series over the samples that have these labels; 0.0 when there is none."""
+        """Return the sum of a series over the samples that have these labels, or 0.0 if there are none."""
         return sum(value for found, value in self.samples(name) if labels.items() <= found.items())
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """What it exports under that name now: (labels, value)."""
+        """Return the samples that it exports under that name now: (labels, value)."""
         with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10) as response:
             families = parser.text_string_to_metric_families(response.read().decode())
         return [
@@ -372,7 +379,10 @@ class DaemonProcess(ChildProcess):
 
 
 class S3ServerProcess(ChildProcess):
-    """moto as an S3 server, one request at a time (its conditional PUT is atomic only so), with one empty bucket."""
+    """An S3 server, moto, with one empty bucket.
+
+    It serves one request at a time, because otherwise its conditional PUT is not atomic.
+    """
 
     BUCKET = "tarry"
 
@@ -382,7 +392,7 @@ class S3ServerProcess(ChildProcess):
         self._ready_file = directory / f"{name}.ready"
 
     def start(self, timeout_s: float = 300.0) -> None:
-        """Returns when the bucket exists. Raises `ProcessFailed`."""
+        """Start the server; return when the bucket exists. Raises `ProcessFailed`."""
         self._ready_file.unlink(missing_ok=True)
         program = (sys.executable, "-m", "examples.s3_server")
         self._spawn(*program, "--port", str(self.port), "--ready-file", str(self._ready_file))
@@ -390,7 +400,7 @@ class S3ServerProcess(ChildProcess):
         self._client().create_bucket(Bucket=self.BUCKET)
 
     def settings(self, *, port: int | None = None) -> dict[str, object]:
-        """The settings of a daemon that uses it, through `port` if something stands between."""
+        """Return the settings of a daemon that uses it, through `port` if a proxy stands between."""
         return {
             "store.kind": "s3",
             "store.s3.bucket": self.BUCKET,
@@ -399,12 +409,12 @@ class S3ServerProcess(ChildProcess):
         }
 
     def stored_bytes(self) -> int:
-        """Bytes of all objects in the bucket."""
+        """Return the size of all objects in the bucket (bytes)."""
         pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=self.BUCKET)
         return sum(found["Size"] for page in pages for found in page.get("Contents", ()))
 
     def _client(self) -> S3Client:
-        # It takes as long to load as all else here, and most of those who start processes have no S3 server.
+        # It takes as long to load as everything else here, and most callers have no S3 server.
         import boto3
 
         return boto3.client(
@@ -417,7 +427,7 @@ class S3ServerProcess(ChildProcess):
 
 
 def local_store(path: Path) -> dict[str, object]:
-    """The settings of a daemon on a local directory."""
+    """Return the settings of a daemon on a local directory."""
     return {"store.kind": "local", "store.path": path}
 
 

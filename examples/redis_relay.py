@@ -1,8 +1,8 @@
-"""A relay beside Redis: entries of the stream `orders` reach the stream `{orders}:due` when their time has come.
+"""Relays next to Redis: entries of the stream `orders` reach the stream `{orders}:due` when they are due.
 
-Producers add entries with `deliver-at-ms`, Unix time in ms; others are due at once. Who fails adds the
-`tarry-delivery-id` of what failed to `{orders}:failed`: it comes again, by another id, as the policy says.
-Each loop commits last; what is done again changes nothing. Redis, with `appendfsync always`, and Tarry are waited for.
+Producers add entries with `deliver-at-ms` (Unix ms); others are due at once. A failed consumer adds the
+`tarry-delivery-id` of the failed entry to `{orders}:failed`: it is redelivered, with another id, by the policy. Each
+loop commits last; repeated work changes nothing. The relay waits for Redis, with `appendfsync always`, and for Tarry.
 
     take_in    read orders            add to Tarry, durable         XACK
     put_out    receive from Tarry     XADD, once for a delivery id  acknowledge to Tarry
@@ -35,11 +35,11 @@ return entry and 1 or 0
 
 
 async def portions(broker: Any, stream: str) -> Any:
-    """Lists of (id, fields): what was not committed, then what is new. Each is committed when the next is asked for."""
-    with contextlib.suppress(redis.ResponseError):  # The group is there.
+    """Yield lists of (id, fields): uncommitted entries, then new ones. The next request commits the last list."""
+    with contextlib.suppress(redis.ResponseError):  # The group exists.
         await broker.xgroup_create(stream, RELAY, id="0", mkstream=True)
     task: Any = asyncio.current_task()
-    while not task.cancelling():  # In Python 3.11 what waits in the client of Redis may lose its cancellation.
+    while not task.cancelling():  # In Python 3.11 a wait in the client of Redis may lose its cancellation.
         for after in ("0", ">"):
             found = await broker.xreadgroup(RELAY, RELAY, {stream: after}, count=PORTION, block=1_000)
             if entries := found[0][1] if found else []:
@@ -74,7 +74,7 @@ async def take_back(broker: Any, subscription: tarry.aio.Subscription) -> None:
 
 
 async def hand_back(subscription: tarry.aio.Subscription, fields: dict[bytes, bytes]) -> None:
-    with contextlib.suppress(KeyError, ValueError):  # No id of Tarry: there is nothing that could come again.
+    with contextlib.suppress(KeyError, ValueError):  # No id of Tarry: nothing can be redelivered.
         failed = tarry.DeliveryId.parse(fields[b"tarry-delivery-id"].decode())
         await subscription.nack(failed.positions, forwarded=True)
 

@@ -1,7 +1,6 @@
-"""A dispatcher: receives through one subscription, keeps the account, and acknowledges durably.
+"""Receives as a dispatcher through one subscription, keeps the account, and acknowledges durably.
 
-Owns: the thread that receives, and when a batch is acknowledged.
-Does not own: the account (`examples.verdict`), reconnecting and permits (the client library).
+`examples.verdict` has the account; the client library reconnects and gives permits.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from examples import verdict
 
 
 class Relay:
-    """A context manager; the thread runs inside it.
+    """A dispatcher; a context manager, inside which its thread runs.
 
-    `hold_s`: how long a batch is kept before it is acknowledged, as a relay does that waits for its own receiver.
+    A batch is kept for `hold_s` before it is acknowledged, as in a relay that waits for its own receiver.
     """
 
     def __init__(self, subscription: tarry.Subscription, account: verdict.Account, *, hold_s: float = 0.0) -> None:
@@ -50,9 +49,9 @@ class Relay:
         self._thread.join()
 
     def wait_until(self, reached: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until `reached()`, asked after every step; False when the time is over.
+        """Wait until `reached()`, called after every step.
 
-        Raises what the thread failed with.
+        Returns False if the time is over. Raises the failure of the thread.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._progress:
@@ -67,7 +66,7 @@ class Relay:
                 self._progress.wait(min(remaining_s, 0.25))
 
     def first_received_above_ms(self, epoch: int) -> int | None:
-        """When the first rows of a higher epoch came; Unix time in ms."""
+        """Return when the first rows of a higher epoch came (Unix ms), or None."""
         with self._progress:
             return min((at_ms for each, at_ms in self._first_of_epoch_ms.items() if each > epoch), default=None)
 

@@ -1,9 +1,8 @@
-"""An S3 server on loopback: moto, served single-threaded, because its conditional PUT is atomic only so.
+"""Serves S3 on loopback: moto, single-threaded, because otherwise its conditional PUT is not atomic.
 
     python -m examples.s3_server --port PORT --ready-file PATH
 
-Owns: serving until it is killed. Everything is in memory and gone with the process.
-Does not own: starting it as a child process (`examples.processes`).
+Everything is in memory and gone with the process. `examples.processes` starts it as a child process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from werkzeug import serving
 
 class _QuietHandler(serving.WSGIRequestHandler):
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Successes are not worth a line; errors still are."""
+        """Do nothing: successes are not worth a line; errors still are."""
 
 
 def main() -> None:

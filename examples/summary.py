@@ -1,7 +1,6 @@
-"""What the demo reports: the figures of a run, as JSON and drawn in the terminal.
+"""Shows the figures of a demo run, as JSON and drawn in the terminal.
 
-Owns: the figures' names and units, the statistics of lateness, and the drawing.
-Does not own: how they are measured (`examples.flights`) and the verdict (`examples.verdict`).
+`examples.flights` alone uses this module, which measures nothing itself.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _HISTOGRAM_COLUMNS = 72
 
 @dataclasses.dataclass(frozen=True)
 class Lateness:
-    """Receipt by the client minus due time, of the first receipt of each row."""
+    """The lateness of rows: receipt by the client minus due time, of the first receipt of each row."""
 
     rows: int
     p50_ms: float
@@ -41,7 +40,7 @@ class Lateness:
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """One SIGKILL: what there was to lose just before it, and how long the way back took."""
+    """One SIGKILL: the work at risk just before it, and how long the recovery took."""
 
     name: str
     at_ms: int
@@ -52,9 +51,9 @@ class Kill:
     requests_in_flight: int
     rows_in_flight: int
     serving_after_s: float
-    """From the kill until health said SERVING."""
+    """From the kill until health said SERVING (seconds)"""
     working_after_s: float
-    """From the kill until the client had the first answer (adds) or the first rows (hand-outs)."""
+    """From the kill until the client had the first answer (adds) or the first rows (deliveries) (seconds)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,21 +66,21 @@ class Figures:
     span_s: float
     run_s: float
     add_rows_per_s: float
-    """While adding, the outage not counted."""
+    """While adding, without the outage"""
     receive_rows_per_s: float
-    """Median over the seconds in which rows came."""
+    """The median over the seconds in which rows came"""
     ordinary: Lateness
     late_on_arrival: Lateness
-    """Rows whose time had come before their add was answered."""
+    """Rows whose time had come before their add was answered"""
     delayed_by_kills: Lateness
-    """Rows that came due while the daemon was away."""
+    """Rows that came due during an outage of the daemon"""
     kills: tuple[Kill, ...]
     bucket_bytes_per_row: float
     stored_bytes_per_row: float
-    """Everything on the store, journal included, when all rows were added."""
+    """Everything on the store, log included, when all rows were added"""
     resident_idle_bytes: int
     resident_loaded_bytes: int
-    """With every row pending."""
+    """With every row pending"""
     resident_bytes_max: int
     due_histogram: tuple[int, ...]
     verdict: verdict.Verdict
@@ -91,13 +90,13 @@ class Figures:
 
 
 def due_histogram(deliver_at_ms: NDArray[np.int64]) -> tuple[int, ...]:
-    """Rows by due time, in as many columns as are drawn."""
+    """Count rows by due time, in as many columns as are drawn."""
     counts, _ = np.histogram(deliver_at_ms, bins=_HISTOGRAM_COLUMNS)
     return tuple(counts.tolist())
 
 
 def draw(console: Console, figures: Figures) -> None:
-    """Prints everything."""
+    """Print everything."""
     _draw_histogram(console, figures)
     console.print(_figures_table(figures), _lateness_table(figures), _kills_table(figures), _verdict_table(figures))
     console.print("[bold green]kept: every promise[/]" if figures.verdict.kept else "[bold red]BROKEN: see above[/]")

@@ -1,12 +1,10 @@
-"""The check by identity: what was added against what came back, position by position.
+"""Checks by identity what was added against what was delivered, position by position.
 
-Owns: the account of one run, columns with one element a row, and the verdict over it.
-Does not own: adding and receiving, and who kills the daemon.
-
-The rules. Each row is handed out at least once, with the due time and the key hash that it was added with, and not
-before that time. It is handed out again only where that is owed: under a higher epoch, which is after a kill, and
-while no answer had said that its acknowledgement is durable; or when its add was sent again because the answer was lost
-and the first one was acknowledged already, which makes it a new row.
+The account of a run is columns with one element a row. These are the rules. Each row is delivered at least once, with
+the due time and the key hash that it was added with, and not before that time. It is delivered again only if that is
+owed: under a higher epoch, which is after a kill, and while no answer had said that its acknowledgement is durable; or
+if its add was sent again because the answer was lost and the first one was already acknowledged, which makes it a new
+row.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-# When something happened that has not.
+# The time of an event that has not happened
 NEVER = np.iinfo(np.int64).max
 
 
@@ -31,13 +29,13 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """All promises, and what is not a breach and worth knowing."""
+    """All promises, and counts that are no breach and worth knowing."""
 
     rules: tuple[Rule, ...]
     handed_out_again: int
-    """Repeats that were owed."""
+    """Repeats that were owed"""
     added_again: int
-    """Of these, rows whose lost answer made their add a new row."""
+    """The owed repeats of rows whose lost answer made their add a new row"""
 
     @property
     def kept(self) -> bool:
@@ -45,7 +43,10 @@ class Verdict:
 
 
 class Account:
-    """Rows are named by position when they come back and by their number when they are added. Thread-safe."""
+    """The account of a run.
+
+    Rows are named by position when they are delivered and by their number when they are added. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Account:
         deliver_at_ms: NDArray[np.uint64],
         key_hash: NDArray[np.uint32] | None,
     ) -> None:
-        """The rows, ledgers ascending and entries counted from 0 within each."""
+        """Take the rows, ledgers ascending and entries counted from 0 within each."""
         rows = len(entry_id)
         self.deliver_at_ms = deliver_at_ms.astype(np.int64)
         self._key_hash = key_hash
@@ -74,27 +75,27 @@ class Account:
 
     @property
     def answered(self) -> int:
-        """Rows whose add was answered."""
+        """The number of rows whose add was answered."""
         return self._answered
 
     @property
     def received(self) -> int:
-        """Rows received at least once."""
+        """The number of rows received at least once."""
         return self._received
 
     @property
     def durable(self) -> int:
-        """Rows whose acknowledgement is durable."""
+        """The number of rows whose acknowledgement is durable."""
         return self._durable
 
     def note_answered(self, rows: slice, at_ms: int) -> None:
-        """The add of these rows was answered OK."""
+        """Note that the add of these rows was answered OK."""
         with self._lock:
             self.answered_at_ms[rows] = np.minimum(self.answered_at_ms[rows], at_ms)
             self._answered += rows.stop - rows.start
 
     def note_sent_again(self, rows: slice) -> None:
-        """The add of these rows had no answer when the daemon was killed, and will be sent again."""
+        """Note that the add of these rows had no answer when the daemon was killed, and will be sent again."""
         with self._lock:
             self._sent_again[rows] = True
 
@@ -108,7 +109,7 @@ class Account:
         epoch: int,
         at_ms: int | NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """Rows came, all at once or each when its time says; returns the numbers of those that exist."""
+        """Note rows that came, all at once or each at its time; return the numbers of those that exist."""
         rows, known = self._numbers(ledger_id, entry_id)
         at_ms = np.broadcast_to(np.asarray(at_ms), known.shape)[known]
         rows, due = rows[known], deliver_at_ms.astype(np.int64)[known]
@@ -127,14 +128,14 @@ class Account:
         return rows
 
     def note_durable(self, rows: NDArray[np.int64], at_ms: int) -> None:
-        """The acknowledgement of these rows was answered."""
+        """Note that the acknowledgement of these rows was answered."""
         with self._lock:
             fresh = np.unique(rows[self.durable_at_ms[rows] == NEVER])
             self.durable_at_ms[fresh] = at_ms
             self._durable += len(fresh)
 
     def verdict(self) -> Verdict:
-        """What holds now; lost is what was answered and has not come."""
+        """Return the current verdict; a row is lost if it was answered and has not come."""
         with self._lock:
             answered = self.answered_at_ms != NEVER
             lost = answered & (self.first_received_at_ms == NEVER)
@@ -174,7 +175,7 @@ class Account:
     def _numbers(
         self, ledger_id: NDArray[np.uint64], entry_id: NDArray[np.uint64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The number of each position and whether it is one of ours."""
+        """Return the number of each position and whether it is one of ours."""
         place = np.minimum(np.searchsorted(self._ledgers, ledger_id), len(self._ledgers) - 1)
         known = (self._ledgers[place] == ledger_id) & (entry_id < self._lengths[place].astype(np.uint64))
         return self._first[place] + np.where(known, entry_id, 0).astype(np.int64), known

@@ -1,10 +1,10 @@
-"""Writes what tarryd is made of, with versions, hashes and licences, as CycloneDX: a file for the daemon, and one with
-the batch jobs.
+"""Writes the components of tarryd, with versions, hashes and licences, as CycloneDX.
 
     uv run scripts/build_sbom.py [--output dist]
 
-Versions and hashes are those of uv.lock; licences are what the installed distributions say of themselves. One of the
-lock that is installed and says nothing ends the script with status 1 and its name.
+One file is for the daemon, one for the daemon with the batch jobs. Versions and hashes are those of uv.lock; licences
+are those in the metadata of the installed distributions. If an installed one has none, the script prints its name and
+ends with status 1.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# By the name of the file, what beyond the daemon is in it.
+# Name of the file -> its components beyond the daemon
 DOCUMENTS = {"tarryd": (), "tarryd-jobs": ("--extra", "spark")}
 
 
 def document(options: tuple[str, ...]) -> dict[str, Any]:
-    """The components of the lock that this machine installs, with their licences."""
+    """Return the components of the lock that this machine installs, with their licences."""
     uv = os.environ.get("UV") or shutil.which("uv") or str(REPOSITORY / ".tools" / "uv")
     form = ["--format", "cyclonedx1.5", "--preview-features", "sbom-export"]
     export = [uv, "export", "--quiet", "--locked", "--no-default-groups", "--package", "tarryd", *options, *form]
@@ -37,7 +37,7 @@ def document(options: tuple[str, ...]) -> dict[str, Any]:
 
 
 def licences(distribution: str) -> list[str]:
-    """What an installed distribution says of its licence; nothing where it is not installed."""
+    """Return the licences in the metadata of a distribution, or nothing if it is not installed."""
     try:
         metadata = importlib.metadata.metadata(distribution).json
     except importlib.metadata.PackageNotFoundError:
@@ -51,7 +51,10 @@ def licences(distribution: str) -> list[str]:
 
 
 def unsaid(made: dict[str, Any]) -> list[str]:
-    """Installed components without a licence. Those of the lock that other machines need alone are not here."""
+    """Return the installed components without a licence.
+
+    Those of the lock that only other machines need are ignored.
+    """
     here = {each.name.lower().replace("_", "-") for each in importlib.metadata.distributions()}
     return [each["name"] for each in made["components"] if not each["licenses"] and each["name"] in here]
 

@@ -28,9 +28,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 GROUP = "executors"
 PACKAGES = ("batch", "storage_backends")
-# Sources and tests of libraries, which no import reaches; a third of the archive.
+# Sources and tests of libraries, which no import reaches; a third of the archive
 LEFT_OUT = ("lib/bin", "lib/pandas/tests", "lib/pyarrow/include", "lib/pyarrow/src", "lib/pyarrow/tests")
-# Archives hold no time of their making. (A zip cannot say one before 1980.)
+# Archives hold no time of their making. (A zip cannot hold one before 1980.)
 ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 
 WRAPPER = """\
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write_code(output: Path) -> Path:
-    """The zip for `--py-files`."""
+    """Write the zip for `--py-files`."""
     target = output / "tarry-spark.zip"
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for package in PACKAGES:
@@ -81,7 +81,7 @@ def write_code(output: Path) -> Path:
 
 
 def write_environment(output: Path, python: str, uv_platform: str | None) -> Path:
-    """The archive for `--archives`."""
+    """Write the archive for `--archives`."""
     target = output / f"tarry-spark-env-{python}-{uv_platform or this_platform()}.tar.gz"
     with tempfile.TemporaryDirectory(prefix="tarry-spark-env-") as directory:
         root = Path(directory)
@@ -99,7 +99,7 @@ def write_environment(output: Path, python: str, uv_platform: str | None) -> Pat
 
 
 def install(root: Path, python: str, uv_platform: str | None) -> None:
-    """The distributions of the group, in the versions and with the hashes of the lock, in `root`/lib."""
+    """Install the distributions of the group, in the versions and with the hashes of the lock, in `root`/lib."""
     requirements = root / "requirements.txt"
     export = [uv(), "export", "--quiet", "--locked", "--no-header", "--only-group", GROUP, "--no-emit-workspace"]
     subprocess.run([*export, "--output-file", str(requirements)], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
@@ -115,7 +115,7 @@ def install(root: Path, python: str, uv_platform: str | None) -> None:
 
 
 def uv() -> str:
-    """The uv that runs this, or that of the machine, or what `make` has brought."""
+    """Return the uv that runs this, or that of the machine, or the one that `make` has installed."""
     return os.environ.get("UV") or shutil.which("uv") or str(REPOSITORY / ".tools" / "uv")
 
 
@@ -129,7 +129,7 @@ def write_tar(packed: gzip.GzipFile, root: Path) -> None:
 
 
 def files_of(folder: Path) -> Iterator[Path]:
-    """Its files in the order of their names, without what Python wrote there by itself."""
+    """Yield its files in the order of their names, without those that Python or uv wrote there."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts and path.name != ".lock":
             yield path

@@ -5,16 +5,16 @@
 #     "mypy-protobuf>=3.7",
 # ]
 # ///
-"""Generates the Python code of proto/, and with `--check` tells whether what is checked in is what proto/ says.
+"""Generates the Python code of proto/; with `--check`, compares the checked-in code with it instead.
 
     uv run --locked scripts/gen_proto.py [--check]
 
 proto/tarry/v1          -> client/src/tarry/v1                      messages, type stubs
 proto/tarry/storage/v1  -> storage_backends/formats/generated       messages, type stubs
 
-The two folders are owned by this script: a file in them that it does not generate is removed. Its tools are older than
-the daemon's libraries on purpose, and locked in gen_proto.py.lock: generated code refuses a protobuf older than
-the tools that made it, and a client runs on what its environment has.
+The script owns the two folders: it removes a file in them that it does not generate. Its tools are older than the
+daemon's libraries on purpose, and locked in gen_proto.py.lock: generated code refuses a protobuf older than the tools
+that made it, and a client runs on the libraries of its environment.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ TARGETS = (
 
 
 def generate(target: Target) -> dict[str, str]:
-    """The text of every file of the target's folder, by file name."""
+    """Return the text of every file of the target's folder, by file name."""
     with tempfile.TemporaryDirectory() as scratch:
         status = protoc.main(
             [
@@ -84,7 +84,7 @@ def generate(target: Target) -> dict[str, str]:
 
 
 def in_package(text: str, target: Target) -> str:
-    """The text with its imports of sibling modules moved from the proto package to the Python package.
+    """Move the imports of sibling modules in the text from the proto package to the Python package.
 
     Only import statements are touched. The serialized descriptor keeps the proto package: it is the messages' name.
     """
@@ -94,7 +94,7 @@ def in_package(text: str, target: Target) -> str:
 
 
 def differences(folder: Path, wanted: dict[str, str]) -> list[str]:
-    """The names of the files in which the folder is not what is wanted."""
+    """Return the names of the files in which the folder differs from `wanted`."""
     present = {path.name: path.read_text() for path in folder.glob("*") if path.is_file()}
     return sorted(name for name in present.keys() | wanted.keys() if present.get(name) != wanted.get(name))
 

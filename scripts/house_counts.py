@@ -23,9 +23,9 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DAEMON, STORAGE, CLIENT = "daemon", "storage_backends", "tarry"
-# Generated from other modules.
+# Generated from other modules
 MADE = "tarry.threads"
-# Folders without a package of the product.
+# Folders without a package of the product
 BESIDE = ("benchmarks", "examples", "scripts", "tests")
 SHORT_MODULE_LINES, SHORT_FUNCTION_LINES = 100, 6
 LONGEST_FILES, LONGEST_FUNCTIONS, MODULES_LISTED = 12, 3, 40
@@ -36,7 +36,7 @@ Graph = Mapping[str, set[str]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """A file of a package. `name`: what it is imported as; `path`: below the repository."""
+    """A file of a package. `name` is what it is imported as; `path` is below the repository."""
 
     name: str
     path: Path
@@ -77,7 +77,7 @@ class Module:
 
     @property
     def lines_for_people(self) -> int:
-        """Lines of docstrings and comments."""
+        """The number of lines of docstrings and comments."""
         documented = (node for node in ast.walk(self.tree) if isinstance(node, ast.Module | ast.ClassDef | Function))
         texts = (ast.get_docstring(node, clean=False) or "" for node in documented)
         comments = sum(bool(re.match(r"\s*#", line)) for line in self.text.splitlines())
@@ -89,7 +89,7 @@ class Module:
 
     @property
     def functions_named_once(self) -> list[Function]:
-        """Private functions that the module names once beside their definition."""
+        """The private functions that the module names once apart from their definition."""
         named = collections.Counter(
             node.id if isinstance(node, ast.Name) else node.attr
             for node in ast.walk(self.tree)
@@ -204,7 +204,7 @@ def length(node: Function) -> int:
 
 
 def sizes(house: House, root: Path) -> Iterator[str]:
-    """Report the size of each package and of the folders beside them."""
+    """Report the size of each package and of the folders next to them."""
     yield "package            files   lines  median    most   functions: median, p95, most lines   for people"
     for package in dict.fromkeys(module.package for module in house.modules.values()):
         of = [module for module in house.modules.values() if module.package == package]

@@ -1,8 +1,9 @@
-"""Packs the client library of a commit, as an archive that Python imports: tests run it against the daemon of today.
+"""Packs the client library of a commit as an archive that Python imports.
 
     python scripts/pin_client.py <commit> tests/client/pinned/tarry_client_<name>.zip
 
-Each form of the wire that clients in use may speak has one; archives are never made anew.
+Tests run it against the daemon of today. Each form of the wire that clients in use may speak has an archive; archives
+are never made again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import zipfile
 from pathlib import Path
 
 SOURCES = "client/src/tarry"
-# The same archive from the same commit, whenever it is made.
+# A fixed time gives the same archive from the same commit.
 MADE_AT = (1980, 1, 1, 0, 0, 0)
 
 
 def main() -> None:
-    """Reads the arguments, and writes the archive."""
+    """Parse the arguments, and write the archive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
     parser.add_argument("archive", type=Path)

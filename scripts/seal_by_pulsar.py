@@ -1,9 +1,9 @@
-"""Lets Pulsar's own tracker of delayed messages seal a bucket, for the test that compares its bytes with ours.
+"""Has Pulsar's own tracker of delayed messages seal a bucket, for the test that compares its bytes with ours.
 
     python scripts/seal_by_pulsar.py
 
 It needs Maven and a JDK of version 17 or later on the PATH, and downloads 250 MB of Pulsar into Maven's repository. The
-bytes are in the tree; run it to add those of another version of Pulsar, which stands in scripts/pulsar_bucket/pom.xml.
+bytes are in the tree; run it to add those of another version of Pulsar, which is set in scripts/pulsar_bucket/pom.xml.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = REPOSITORY / "scripts" / "pulsar_bucket"
 GOLDEN = REPOSITORY / "tests" / "storage_backends" / "formats" / "pulsar"
-# Of a segment; the test cuts by them, too.
+# The limits of a segment; the test cuts by them, too.
 TIME_STEP_MS = 60_000
 ROWS_MAX = 50
 
 
 def main() -> None:
-    """Writes the bucket of GOLDEN/rows.csv beside it."""
+    """Write the bucket of GOLDEN/rows.csv next to it."""
     pom = SOURCES / "pom.xml"
     (version,) = set(re.findall(r"<version>(\d+\.\d+\.\d+)</version>", pom.read_text(encoding="utf-8")))
     bucket = GOLDEN / f"bucket-{version}.bin"

@@ -1,9 +1,9 @@
-"""Traces which files an add, a nack, a seal and a takeover pass, and how often a lower room calls up to a higher one.
+"""Traces which files an add, a nack, a seal and a takeover pass, and which calls go up to a higher room.
 
-A daemon runs in this process, on a directory of its own, and a client in a thread beside it. Of each story the calls
-between the files of this checkout are noted, but those that the daemon makes as well when nobody asks anything. The
-rooms and their order are those of the contract of imports in pyproject.toml. A turn is a pair of files: the first is in
-a lower room than the second, which it calls, through a port or a callback.
+A daemon runs in this process, on a directory of its own, and a client in a thread next to it. For each story the calls
+between the files of this checkout are noted, except those that an idle daemon makes as well. The rooms and their order
+are those of the contract of imports in pyproject.toml. A turn is a pair of files: the first is in a lower room than the
+second, which it calls, through a port or a callback.
 
 Run it in the environment of the checkout: `python scripts/trace_rooms.py`; `--edges` prints every turn.
 """
@@ -35,12 +35,12 @@ IDLE_S = 3.0
 FAR_MS = 3_600_000
 
 Call = tuple[str, str, str]
-"""The file that calls, the one that is called, and its function."""
+"""The file that calls, the one that is called, and its function"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rooms:
-    """Where each module of the daemon stands: 0 is the highest room. Storage is below all of them."""
+    """The floors of the daemon's modules: 0 is the highest room. Storage is below all of them."""
 
     floors: dict[str, int]
 
@@ -53,7 +53,7 @@ class Rooms:
         return cls({room.strip(): floor for floor, rooms in enumerate(contract["layers"]) for room in rooms.split("|")})
 
     def floor(self, file: str) -> int | None:
-        """None for a file that no room of the daemon calls, or is called by."""
+        """Return the floor of a file, or None for one outside the rooms of daemon and storage."""
         package, _, rest = file.partition("/")
         if package == "storage_backends":
             return len(self.floors)
@@ -69,7 +69,7 @@ class Rooms:
 
 
 class Tracer:
-    """Notes the calls of all threads that begin after `watch`, and of the one that calls it, while it is on."""
+    """A recorder of calls, of all threads that begin after `watch`, and of the one that calls it, while it is on."""
 
     def __init__(self) -> None:
         self._files: dict[str, str] = {}
@@ -89,7 +89,7 @@ class Tracer:
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         calls = self._calls
-        # Neither modules nor classes that are being made.
+        # Neither modules nor classes that are being made
         if calls is None or event != "call" or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             return
         callee = self._file(frame.f_code.co_filename)
@@ -105,7 +105,7 @@ class Tracer:
 
 
 def _own_name(path: str) -> str:
-    """Its name below its package, empty for a file that is not ours or was generated."""
+    """Return its name below its package, or an empty text for a file that is not ours or was generated."""
     for folder, package in PACKAGES.items():
         root = f"{CHECKOUT / folder}/"
         if path.startswith(root) and not path.endswith(GENERATED):
@@ -114,7 +114,7 @@ def _own_name(path: str) -> str:
 
 
 class Stories:
-    """What a client does, one after the other."""
+    """The actions of a client, one after the other."""
 
     def __init__(self, tracer: Tracer, ready: Path) -> None:
         self.found: dict[str, set[Call]] = {}

@@ -1,8 +1,6 @@
-"""Storage: the port to an object store, its implementations, and the commit primitive over it.
+"""Stores everything durable: the port to an object store, its implementations and the commit primitive.
 
-Owns: reading, conditional writing and listing of objects in memory, in a local directory or on S3, and the forms of
-what is stored (`storage_backends.formats`).
-
-Does not own: what daemons and jobs do with it. It knows neither, nor gRPC, and is a distribution of its own,
-`tarry-storage`, so that others may depend on it.
+Objects lie in memory, in a local directory or on S3; `storage_backends.formats` holds the form of what is stored.
+Daemons and jobs use this package; it knows neither of them, nor gRPC. It is a distribution of its own, `tarry-storage`,
+so that others may depend on it.
 """

@@ -1,12 +1,8 @@
-"""Merging on the store: sources are read, their rows that are not gone are one new object, and the manifest names it in
-their place.
+"""Merges buckets on the store: reads the sources, writes their remaining rows as one object, plans its commit.
 
-Owns: what is read and written for a merge, and the operation that commits it.
-Does not own: the merge of the rows (`formats.merge`), the operation's precondition (`topic_merge`), which buckets are
-merged and when.
-
-Nothing of the owner's memory goes into it: the owner does it, and any process that reads manifests. Everything is
-synchronous. A crash before the commit leaves an object that no manifest names.
+Everything is synchronous. A merge needs nothing from the owner's memory: the owner runs it, and so does any process
+that reads manifests. A crash before the commit leaves an object that no manifest names. `formats.merge` merges the
+rows, `topic_manifest.Merge` holds the operation's precondition, and the caller chooses the buckets.
 """
 
 from __future__ import annotations
@@ -23,9 +19,9 @@ from storage_backends.formats.segment import SegmentLimits
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class MergePlan:
-    """The merge of neighbouring live buckets of one index.
+    """A planned merge of neighbouring live buckets of one index.
 
-    `tip`: the manifest that it is planned from, which says what is gone. `key`: the object that it will write.
+    `tip` is the manifest that it is planned from, which says which rows are gone. `key` names the object to write.
     """
 
     tip: manifest.TopicManifest
@@ -34,14 +30,15 @@ class MergePlan:
 
     @property
     def stored_bytes(self) -> int:
-        """What is read for it."""
+        """The size of the sources to read (bytes)."""
         return sum(live.object.size_bytes for live in self.sources)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class WrittenMerge:
-    """A merge whose object is written. `operation` commits it. `rows`, `size_bytes`: of the object, 0 where no row was
-    left to be written.
+    """A merge whose object is written.
+
+    `operation` commits it. `rows` and `size_bytes` describe the object; both are 0 if no row was left to write.
     """
 
     operation: topic_manifest.Merge
@@ -51,7 +48,7 @@ class WrittenMerge:
 
 
 def read_source(store: object_store.ObjectStore, live: manifest.LiveBucket) -> merge.Source:
-    """A source as a whole, every check of it made. Raises Damaged, NotFound."""
+    """Read a whole source and check it. Raises Damaged, NotFound."""
     metadata, rows = bucket_reading.read_bucket(store, live)
     return merge.Source(live=live, metadata=metadata, rows=rows)
 
@@ -64,8 +61,9 @@ def merged(
     limits: SegmentLimits,
     compatible: bool,
 ) -> merge.Merged:
-    """The rows of the sources that are not gone by the plan's manifest, as one bucket; `progress` is that of this
-    manifest. Raises what `formats.merge.merged` raises.
+    """Merge the rows of the sources that the plan's manifest does not show as gone into one bucket.
+
+    `progress` is the progress of that manifest. Raises what `formats.merge.merged` raises.
     """
     return merge.merged(
         sources,
@@ -86,9 +84,10 @@ def write(
     progress_of: Callable[[manifest.TopicManifest], Progress],
     delete_after_ms: int,
 ) -> WrittenMerge:
-    """Puts the object, if a row is left. May be repeated: the object is the same.
+    """Write the object if a row is left.
 
-    `progress_of`, `delete_after_ms`: as of `topic_merge.Merge`.
+    May be repeated, since the object is the same. `progress_of` and `delete_after_ms` are those of
+    `topic_manifest.Merge`.
     """
     encoded = made.encoded
     live = None

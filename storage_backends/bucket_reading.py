@@ -1,15 +1,9 @@
-"""Reading bucket objects: what a bucket holds, and its segments.
+"""Reads bucket objects, their segments, and the progress of topic manifests.
 
-Owns: which ranges are read, and that what is read is whole.
-Does not own: the format (`formats.bucket_format`), and what is kept in memory.
-
-Everything here is synchronous. Damage raises object_store.Damaged with the object's key and the offset, a missing
-object NotFound: when two reads, one after the other, have found it. What follows from it cannot be undone.
-
-Reading the progress of a topic manifest, wherever that has it.
-
-Owns: that what is read is whole, and keeping it for manifests that follow each other and have the same.
-Does not own: its form (`formats.manifest`), and what it says of a bucket that was merged since (`formats.merge`).
+Everything here is synchronous. Damage raises object_store.Damaged with the object's key and the offset, and a missing
+object raises NotFound, each only after a second read has found the same, because the caller cannot undo what follows.
+`LastProgress` caches the progress that consecutive manifests share. The formats are those of `formats.bucket_format`
+and `formats.manifest`; `formats.merge` says what progress means for buckets merged since.
 """
 
 from __future__ import annotations
@@ -30,31 +24,34 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A bucket that is no larger is read as a whole: a request costs more than so many bytes.
+# A bucket up to this size is read whole: another request costs more than so many bytes.
 READ_WHOLE_BYTES = 64 * 1024
 
 
 def open_bucket(
     store: object_store.ObjectStore, live: LiveBucket
 ) -> tuple[bucket_format.BucketTable, bucket_format.BucketMetadata]:
-    """The table of a live bucket and its entry 0: two ranged reads, one of a small bucket."""
+    """Read the table of a live bucket and its entry 0, with two ranged reads, or one if the bucket is small."""
     return _twice_damaged(lambda: _open(store, live))
 
 
 def read_table(store: object_store.ObjectStore, live: LiveBucket) -> bucket_format.BucketTable:
-    """The table of a live bucket alone: one ranged read. It has as many rows, due when the manifest says."""
+    """Read only the table of a live bucket, with one ranged read.
+
+    Its row count and due times agree with the manifest.
+    """
     return _twice_damaged(lambda: _table(store, live))
 
 
 def read_segments(
     store: object_store.ObjectStore, key: str, segments: Sequence[bucket_format.SegmentInfo]
 ) -> list[Rows]:
-    """The rows of consecutive segments, with one ranged read."""
+    """Read the rows of consecutive segments, with one ranged read."""
     return _twice_damaged(lambda: _read(store, key, segments))
 
 
 def read_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket_format.BucketMetadata, Rows]:
-    """Entry 0 and all rows in due order, with one read of the whole object."""
+    """Read entry 0 and all rows in due order, with one read of the whole object."""
     return _twice_damaged(lambda: _whole(store, live))
 
 
@@ -80,7 +77,7 @@ def _open(
 
 
 def _reader(store: object_store.ObjectStore, live: LiveBucket) -> Callable[[int, int], bytes]:
-    """Reads ranges of a bucket, by offset and length; of a small one all come with one request."""
+    """Return a reader of ranges of a bucket, by offset and length. A small bucket is read with one request."""
     key, size_bytes = live.object.name, live.object.size_bytes
     if size_bytes > READ_WHOLE_BYTES:
         return functools.partial(store.get_range, key)
@@ -112,7 +109,7 @@ def _read(store: object_store.ObjectStore, key: str, segments: Sequence[bucket_f
 
 def _whole(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket_format.BucketMetadata, Rows]:
     with _naming(live.object.name):
-        # A manifest names it: that it exists need not be concluded, which a local directory would synchronise for.
+        # A manifest names the object, so its existence needs no proof, for which a local directory would synchronise.
         body = store.get_range(live.object.name, 0, live.object.size_bytes)
         manifest.check_bytes(live.object, body, "bucket")
         return bucket_format.decode_bucket(body)
@@ -127,9 +124,9 @@ def _naming(key: str) -> Iterator[None]:
 
 
 def progress_of(store: object_store.ObjectStore, tip: TopicManifest) -> Progress:
-    """The progress as of the manifest's `applied`, inline or from its object.
+    """Read the progress as of the manifest's `applied`, inline or from its object.
 
-    Raises Damaged, NotFound when a newer manifest has taken its place or the object is lost, and the store's errors.
+    Raises Damaged, the store's errors, and NotFound if a newer manifest has replaced the object or the object is lost.
     """
     if tip.progress_object is None:
         return tip.progress or Progress()
@@ -143,8 +140,9 @@ def progress_of(store: object_store.ObjectStore, tip: TopicManifest) -> Progress
 
 
 class LastProgress:
-    """Reads the progress of manifests one after the other: most of them have that of the one before, in the same
-    object, which is kept. Thread-safe.
+    """A reader of the progress of one manifest after another, which keeps the last object read.
+
+    Most manifests name the same progress object as their predecessor. Thread-safe.
     """
 
     def __init__(self, store: object_store.ObjectStore) -> None:
@@ -153,8 +151,9 @@ class LastProgress:
         self._last: tuple[ObjectReference, Progress] | None = None
 
     def of(self, tip: TopicManifest) -> Progress:
-        """Returns the progress as of the manifest's `applied`; an object that the manifest before named is not read
-        again. Raises as `progress_of`.
+        """Return the progress as of the manifest's `applied`, without reading the previous manifest's object again.
+
+        Raises what `progress_of` raises.
         """
         reference = tip.progress_object
         if reference is None:

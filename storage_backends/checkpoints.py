@@ -1,26 +1,15 @@
-"""Reading the checkpoints of a shard.
+"""Reads the checkpoint of a shard and the sections above it, and divides them by topic.
 
-Owns: that what is read is whole, and falling back to the checkpoint before a damaged one.
-Does not own: writing one, the form of its bytes (`formats.checkpoint_format`), and the sections kept for the one
-before.
-
-Sections of shards as they were read: decoded, and what is wrong with one told as damage.
-
-Owns: decoding a section, that it is what its log slot says, and reading those of one shard.
-Does not own: which sections count (`log_reading`), what the records do.
-
-What the checkpoint and the sections of a shard hold of each topic beside its manifest, and which of it counts.
-
-Owns: parting the checkpoint and the slots above it by topic, and when a part of the checkpoint counts.
-Does not own: reading either (`checkpoints`, `sections`), and what the decisions do when they are applied.
+A damaged or missing checkpoint falls back to the one before it. `log_reading` finds the sections, `formats` decodes
+them. They make the state of a topic like this:
 
     state as of max(applied, p)  =  manifest, and where `applied` < p and the checkpoint has a part for the topic,
                                     that part in place of the manifest's progress
     state now                    =  that, and the decisions of the slots above: those that the part carries, then those
                                     of the sections above the checkpoint's slot
 
-`p` is the part's slot: the checkpoint's, or, of a part that was carried over, that of the checkpoint it was written
-for; 0 where there is none.
+`p` is the part's slot: the checkpoint's, or, if the part was carried over, that of the checkpoint it was written for; 0
+if there is no part.
 """
 
 from __future__ import annotations
@@ -43,9 +32,9 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """The newest checkpoint that can be read, and the shard slot above which sections continue it.
+    """The newest readable checkpoint, and the section number above which sections continue it.
 
-    `checkpoint` is None before the first one. `key`: of the object that it was read from.
+    `checkpoint` is None before the first one. `key` names the object that it was read from.
     """
 
     checkpoint: checkpoint_format.Checkpoint | None
@@ -56,7 +45,10 @@ class LoadedCheckpoint:
 def read_checkpoint(
     store: object_store.ObjectStore, shard: int, reference: manifest.CheckpointCut
 ) -> checkpoint_format.Checkpoint:
-    """Raises Damaged, NotFound when it is missing, and what the store raises when it cannot be reached."""
+    """Read one checkpoint.
+
+    Raises Damaged, NotFound if it is missing, and the store's errors if it cannot be reached.
+    """
     key = reference.object.name
     body = store.get(key)
     try:
@@ -75,11 +67,11 @@ def read_checkpoint(
 def read_newest(
     store: object_store.ObjectStore, tip: manifest.ShardManifest, *, damaged: Callable[[str], None]
 ) -> LoadedCheckpoint:
-    """The checkpoint that `tip` names, or the one before when it is damaged or missing: then `damaged` hears of its
-    key.
+    """Read the checkpoint that `tip` names, or the one before it if that is damaged or missing.
 
-    Before the second checkpoint no section was let go, so that all of them stand in for a damaged first one.
-    Raises Damaged or NotFound when the predecessor cannot be read either, and the store's errors.
+    In the second case `damaged` is called with the key of the damaged one. Before the second checkpoint no section has
+    been dropped, so together they replace a damaged first one. Raises Damaged or NotFound if the predecessor cannot be
+    read either, and the store's errors.
     """
     if tip.checkpoint is None:
         return LoadedCheckpoint(None, log_slot_format.BEFORE_THE_FIRST)
@@ -100,7 +92,10 @@ def _loaded(store: object_store.ObjectStore, shard: int, reference: manifest.Che
 
 
 class SectionDamaged(object_store.Damaged):
-    """A section cannot be read. `key`: of its log slot; `offset`: in the bytes of the section."""
+    """The error of a section that cannot be read.
+
+    `key` names its log slot; `offset` counts in the bytes of the section.
+    """
 
     def __init__(self, shard: int, section: Section, offset: int, detail: str) -> None:
         super().__init__(
@@ -112,7 +107,7 @@ class SectionDamaged(object_store.Damaged):
 
 
 class DecodedSection(NamedTuple):
-    """The records of a section in the order in which they are applied, those on topics not decoded yet."""
+    """The records of a section in the order in which they are applied, those of topics not decoded yet."""
 
     slot: ShardSlot
     epoch: int
@@ -124,9 +119,10 @@ class DecodedSection(NamedTuple):
 def sections_of_shard(
     logs: SlotLogs, manifest: ShardManifest, from_slot: int, ends: Mapping[str, LogEnd]
 ) -> list[DecodedSection]:
-    """Every section of one shard above a shard slot, as its manifest has them. `ends`: of the log of an open range.
+    """Read every section of one shard above section number `from_slot`, as its manifest lists them.
 
-    Raises Damaged when they are not complete or one cannot be read, and the store's errors.
+    `ends` holds the end of the log of an open range. Raises Damaged if sections are missing or unreadable, and the
+    store's errors.
     """
     wanted = ShardSections(manifest, from_slot)
     read_logs(logs, [wanted], ends)
@@ -134,7 +130,7 @@ def sections_of_shard(
 
 
 def decoded_section(shard: int, sections: Iterable[Section]) -> list[DecodedSection]:
-    """The sections of a shard, in the order in which they are given. Raises SectionDamaged."""
+    """Decode the sections of a shard, in the order in which they are given. Raises SectionDamaged."""
     return [_decoded(shard, section) for section in sections]
 
 
@@ -155,10 +151,10 @@ def _decoded(shard: int, section: Section) -> DecodedSection:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicTail:
-    """What checkpoint and sections hold of a topic beside its manifest.
+    """The content of checkpoint and sections for a topic, apart from its manifest.
 
-    `part`: its part of the checkpoint, which always says its slot; None when there is none. `slots`: the decisions
-    above it, ascending. Most are never decoded: a later seal holds the rows.
+    `part` is its part of the checkpoint, which always says its slot, or None if it has none. `slots` are the decisions
+    above it, ascending. Most are never decoded, because a later seal holds the rows.
     """
 
     part: checkpoint_format.TopicPart | None = None
@@ -171,7 +167,7 @@ class TopicTail:
         return self.part.slot
 
     def slots_above(self, tip: manifest.TopicManifest) -> Iterator[CarriedSlot]:
-        """The decisions that are in neither the manifest nor the part."""
+        """Yield the decisions that are in neither the manifest nor the part."""
         state_slot = max(tip.applied, self.part_slot)
         return (slot for slot in self.slots if slot.slot > state_slot)
 
@@ -185,8 +181,9 @@ def tails_of(
     *,
     only: Container[str] | None = None,
 ) -> dict[str, TopicTail]:
-    """By topic id, all topics that the checkpoint or the slots name; `only`: those among these. `slots`: the records of
-    each, ascending.
+    """Return the tails by topic id, of all topics that the checkpoint or the slots name.
+
+    `slots` are the records of each slot, ascending. `only` restricts the result to these topic ids.
     """
     parts: dict[str, checkpoint_format.TopicPart] = {}
     above: dict[str, list[CarriedSlot]] = {}
@@ -210,7 +207,7 @@ def tails_of(
 
 
 def counting_part(tip: manifest.TopicManifest, tail: TopicTail) -> checkpoint_format.TopicPart | None:
-    """The topic's part of the checkpoint, if it is newer than the manifest."""
+    """Return the topic's part of the checkpoint if it is newer than the manifest, else None."""
     part = tail.part
     if part is None or tip.applied >= tail.part_slot or part.incarnation != tip.incarnation:
         return None
@@ -218,7 +215,9 @@ def counting_part(tip: manifest.TopicManifest, tail: TopicTail) -> checkpoint_fo
 
 
 def still_sealing(tip: manifest.TopicManifest, part: checkpoint_format.TopicPart) -> Iterator[SealingPart]:
-    """The buckets of the part whose seal the manifest does not have: their rows are rows of the mutable bucket. Of the
-    others the rows come from the bucket, and only the bits of the part's progress count.
+    """Yield the buckets of the part whose seal the manifest does not have.
+
+    Their rows are rows of the mutable bucket. For all other buckets the rows come from the bucket, and only the bits of
+    the part's progress count.
     """
     return (sealing for sealing in part.sealing if tip.applied < sealing.slot)

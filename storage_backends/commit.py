@@ -1,7 +1,6 @@
-"""The commit primitive: numbered, immutable manifests, each created only if absent. A number that exists is history.
+"""Commits numbered, immutable manifests, each created only if absent: a number that exists is history.
 
-Owns: reading the tip of a sequence of manifests and adding one behind it, exactly once, whatever answers are lost.
-Does not own: what a manifest says, and which operation may follow which (`topic_manifest`, the shard's operations).
+A commit reads the tip of a sequence and adds one manifest behind it, exactly once, whatever answers are lost:
 
     read the tip
     its object is in the tip, or its commit id in the lineage   -> committed
@@ -14,9 +13,12 @@ Does not own: what a manifest says, and which operation may follow which (`topic
                                              absent             -> the same PUT again, after a pause
                                              it fails           -> HEAD again; at the deadline CommitOutcomeUnknown
 
-R1: conditional PUTs only, frozen bytes. R2: commit id and HEAD decide; absence proves nothing. R3: after a retry or a
-long pause the number may be one that garbage collection has emptied, and then what was created is no history: it is
+R1: conditional PUTs only, with frozen bytes. R2: commit id and HEAD decide; absence proves nothing. R3: after a retry
+or a long pause garbage collection may have emptied the number, and then the created object is no history. It is
 committed only if the tip, found by listing, has the commit id in its lineage.
+
+`topic_manifest`, and the daemon's operations on shards, decide what a manifest says and which operation may follow
+which.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ PROBES_MAX: Final = 4
 """Numbers behind a known tip that are probed before the sequence is listed instead."""
 
 WARM_MAX_S: Final = 12 * 3600.0
-"""Half the time for which manifests are kept: behind a tip that was read within it, no number has been emptied."""
+"""Half the time for which manifests are kept (seconds): no number behind a tip read since then has been emptied."""
 
 VERIFY_AFTER_S: Final = 600.0
-"""A PUT that ends so long after its tip was read is verified (R3)."""
+"""Time from the read of the tip to the end of a PUT (seconds) after which the PUT is verified (R3)."""
 
 FIRST_DELAY_S: Final = 0.05
 LAST_DELAY_S: Final = 2.0
@@ -64,7 +66,10 @@ M = TypeVar("M", bound=Headed)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Codec(Generic[M]):
-    """The bytes of a manifest. `with_head` returns it with another head. `decode` raises FormatError on damage."""
+    """The conversion of a manifest to and from bytes.
+
+    `with_head` returns it with another head. `decode` raises FormatError on damage.
+    """
 
     encode: Callable[[M], bytes]
     decode: Callable[[bytes], M]
@@ -73,7 +78,7 @@ class Codec(Generic[M]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tip(Generic[M]):
-    """The newest manifest at some time after `read_at`, monotonic seconds: when its read, or its PUT, was sent."""
+    """The newest manifest at some time after `read_at`, when its read or its PUT was sent (monotonic seconds)."""
 
     number: int
     manifest: M
@@ -82,27 +87,30 @@ class Tip(Generic[M]):
 
 
 class Operation(Protocol[M]):
-    """A change of a manifest. It may be applied to many tips before one of them is the one that it is committed on.
+    """A change of a manifest, which may be applied to many tips before it is committed on one of them.
 
     An operation may be committed again after CommitOutcomeUnknown if `landed` or `precondition` keeps it from being
     applied to a tip that has it already.
     """
 
     def precondition(self, tip: M | None) -> str | None:
-        """Why it may not follow this tip; None when it may. There is no tip before the first manifest."""
+        """Return why it may not follow this tip, or None if it may. The tip is None before the first manifest."""
         ...
 
     def apply(self, tip: M | None) -> M:
-        """The manifest that follows. The commit fills in its head, all but `orphan_floor`."""
+        """Return the manifest that follows. The commit fills in its head, all but `orphan_floor`."""
         ...
 
     def landed(self, tip: M) -> bool:
-        """Whether the tip shows that it was committed before: by an object that only it could have brought in."""
+        """Return whether the tip shows that it was committed before, by an object that only it can have added."""
         ...
 
 
 class Refused(Exception):
-    """The precondition failed on the tip. The committer deletes nothing: its output is an orphan."""
+    """The error of a commit whose precondition failed on the tip.
+
+    The committer deletes nothing: its output is an orphan.
+    """
 
     def __init__(self, reason: str, tip: Tip[Any] | None) -> None:
         super().__init__(reason)
@@ -111,15 +119,18 @@ class Refused(Exception):
 
 
 class CommitOutcomeUnknown(Exception):
-    """The manifest may have landed, or land later. The same operation may be committed again."""
+    """The error of a commit that may have landed, or may land later. The same operation may be committed again."""
 
 
-# What a commit raises that may be tried again, as it was.
+# The errors of a commit that may be repeated unchanged.
 UNCERTAIN: Final = (StoreError, CommitOutcomeUnknown)
 
 
 class Observer(Protocol):
-    """Hears how commits ended; called in the committer's thread. `conflicts`: how often another one came first."""
+    """An observer of how commits ended, called in the committer's thread.
+
+    `conflicts` counts how often another commit came first.
+    """
 
     def committed(self, operation: str, *, conflicts: int) -> None: ...
 
@@ -129,10 +140,10 @@ class Observer(Protocol):
 
 
 class ManifestLog(Generic[M]):
-    """One sequence of manifests under a key prefix. Thread-safe: it holds no state.
+    """One sequence of manifests under a key prefix.
 
-    `monotonic`: seconds, counting while the machine is suspended. `jitter`: a number in [0, 1), drawn anew at each
-    call. `new_id`: gives commit ids that are never used again.
+    Thread-safe, because it holds no state. `monotonic` returns seconds and counts while the machine is suspended.
+    `jitter` returns a new number in [0, 1) at each call. `new_id` returns commit ids that are never used again.
     """
 
     def __init__(
@@ -160,11 +171,11 @@ class ManifestLog(Generic[M]):
         return names.numbered_key(self.prefix, number)
 
     def read_tip(self, warm: Tip[M] | None = None) -> Tip[M] | None:
-        """The manifest with the highest number; None when there is none.
+        """Return the manifest with the highest number, or None if there is none.
 
-        `warm`: a tip that was read before; if it is recent enough, the numbers behind it are probed and nothing is
-        listed. Raises Damaged when the tip cannot be decoded or does not follow its predecessor, never falling back to
-        an older one; and the store's errors.
+        `warm` is a tip that was read before; if it is recent enough, the numbers behind it are probed and nothing is
+        listed. Never falls back to an older manifest: raises Damaged if the tip cannot be decoded or does not follow
+        its predecessor. Raises the store's errors.
         """
         if warm is not None and self._is_recent(warm):
             tip = self._probe_behind(warm)
@@ -174,9 +185,9 @@ class ManifestLog(Generic[M]):
         return self._read_listed()
 
     def read_at(self, number: int, listed_at: float) -> Tip[M] | None:
-        """The manifest that a listing, sent at `listed_at`, showed as the highest; None when it has been collected.
+        """Read the manifest that a listing, sent at `listed_at`, showed as the highest.
 
-        Raises Damaged, and the store's errors.
+        Returns None if it has been collected. Raises Damaged, and the store's errors.
         """
         return self._read(number, listed_at)
 
@@ -184,7 +195,10 @@ class ManifestLog(Generic[M]):
         return self.monotonic() - tip.read_at < WARM_MAX_S
 
     def _probe_behind(self, warm: Tip[M]) -> Tip[M] | None:
-        """The tip, by reading the numbers behind `warm` up to the first absent; None when that takes too many."""
+        """Find the tip by reading the numbers behind `warm` up to the first absent one.
+
+        Returns None if that takes more than PROBES_MAX reads.
+        """
         read_at = self.monotonic()
         tip = dataclasses.replace(warm, read_at=read_at)
         for _ in range(PROBES_MAX):
@@ -196,7 +210,7 @@ class ManifestLog(Generic[M]):
         return None
 
     def _read_listed(self) -> Tip[M] | None:
-        """The tip by listing, which shows it whatever was collected before it."""
+        """Find the tip by listing, which shows it whatever was collected before it."""
         absent = None
         while True:
             read_at = self.monotonic()
@@ -221,7 +235,7 @@ class ManifestLog(Generic[M]):
         return number
 
     def _read(self, number: int, read_at: float) -> Tip[M] | None:
-        """One manifest; None when it is absent."""
+        """Read one manifest. Returns None if it is absent."""
         key = self.key(number)
         try:
             body = self.store.get(key)
@@ -244,10 +258,10 @@ class ManifestLog(Generic[M]):
             )
 
     def in_lineage(self, commit_id: str, tip: Tip[M], *, down_to: int) -> bool:
-        """Whether the commit is `tip` or among its ancestors: by the tip's ring, beyond that by walking back.
+        """Return whether the commit is `tip` or an ancestor, by the tip's ring, then by walking back.
 
-        `down_to`: the lowest number that the commit can have. Raises CommitOutcomeUnknown when an ancestor that could
-        tell has been collected, Damaged when one does not follow its predecessor, and the store's errors.
+        `down_to` is the lowest number that the commit can have. Raises CommitOutcomeUnknown if a decisive ancestor has
+        been collected, Damaged if one does not follow its predecessor, and the store's errors.
         """
         while True:
             lineage = tip.manifest.head.lineage
@@ -275,19 +289,21 @@ def commit(
     just_read: bool = False,
     deadline_s: float,
 ) -> Tip[M]:
-    """Commits the operation and returns a tip that holds it: its own manifest, or a later one.
+    """Commit the operation and return a tip that holds it: its own manifest, or a later one.
 
-    `writer`, `created_ms`: for people who read the manifest. `warm`: a tip that was read before. `just_read`: it was
-    read for this commit, and nothing is read again before the first try. `deadline_s`: how long a store that fails is
-    asked again. Raises Refused; CommitOutcomeUnknown when the manifest may have been written; the store's error when it
-    certainly was not; Damaged.
+    `writer` and `created_ms` are for people who read the manifest. `warm` is a tip that was read before; with
+    `just_read` it was read for this commit, and nothing is read again before the first try. `deadline_s` limits how
+    long a failing store is retried (seconds). Raises Refused, Damaged, CommitOutcomeUnknown if the manifest may have
+    been written, and the store's error if it certainly was not.
     """
     return _Commit(log, operation, writer, created_ms, deadline_s).run(warm, just_read=just_read)
 
 
 class _Outcome(enum.Enum):
-    """What became of putting one manifest. `CREATED`: by the only PUT, in time. `VERIFY`: it is there. `OTHER`: another
-    one is.
+    """The outcome of one PUT of a manifest.
+
+    `CREATED` means created by the only PUT, in time; `VERIFY`, that the manifest is there; `OTHER`, that another one
+    is.
     """
 
     CREATED = enum.auto()
@@ -310,7 +326,7 @@ class _Commit(Generic[M]):
         self._name = type(operation).__name__
         # The lowest number that was tried; None before the first try.
         self._first_tried: int | None = None
-        # Whether a PUT was sent whose manifest may be, or become, part of history.
+        # True once a PUT was sent whose manifest may be, or become, part of history
         self._uncertain = False
         self._conflicts = 0
 
@@ -343,7 +359,7 @@ class _Commit(Generic[M]):
             reason = self._operation.precondition(None if tip is None else tip.manifest)
             if reason is not None:
                 if just_read:
-                    # What it fails on may be the tip no longer.
+                    # The tip on which it fails may be out of date.
                     begun_at = self._log.monotonic()
                     just_read, tip = False, self._log.read_tip(tip)
                     continue
@@ -370,7 +386,7 @@ class _Commit(Generic[M]):
         return self._patiently(lambda: self._log.in_lineage(self._commit_id, tip, down_to=down_to))
 
     def _following(self, tip: Tip[M] | None) -> M:
-        """The manifest behind `tip`, its head filled in."""
+        """Make the manifest behind `tip`, with its head filled in."""
         made = self._operation.apply(None if tip is None else tip.manifest)
         lineage = () if tip is None else tip.manifest.head.lineage
         head = ManifestHead(
@@ -385,7 +401,10 @@ class _Commit(Generic[M]):
         return self._log.codec.with_head(made, head)
 
     def _put(self, number: int, body: bytes, begun_at: float) -> _Outcome:
-        """Puts one manifest until it is certain who has the number. `begun_at`: when the read of its tip was sent."""
+        """Put one manifest until it is certain whose manifest has the number.
+
+        `begun_at` is when the read of its tip was sent (monotonic seconds).
+        """
         if self._first_tried is None:
             self._first_tried = number
         key = self._log.key(number)
@@ -409,14 +428,14 @@ class _Commit(Generic[M]):
             return _Outcome.VERIFY if verify else _Outcome.CREATED
 
     def _holder(self, key: str) -> str | None:
-        """The commit id of the manifest that is there; None when there is none."""
+        """Return the commit id of the manifest that is there, or None if there is none."""
         try:
             return self._log.store.head(key).metadata.get(COMMIT_ID, "")
         except NotFound:
             return None
 
     def _tip_from(self, number: int, warm: Tip[M] | None) -> Tip[M]:
-        """The tip, which is `number` or higher, as `number` was seen by HEAD or created."""
+        """Read the tip, which is `number` or higher, because `number` was seen by HEAD or created."""
 
         def read() -> Tip[M]:
             tip = self._log.read_tip(warm)
@@ -427,7 +446,7 @@ class _Commit(Generic[M]):
         return self._patiently(read)
 
     def _patiently(self, read: Callable[[], _Read]) -> _Read:
-        """A read that decides what became of a PUT: again and again until the deadline."""
+        """Repeat, until the deadline, a read that decides the outcome of a PUT."""
         delay_s = FIRST_DELAY_S
         while True:
             try:
@@ -438,8 +457,9 @@ class _Commit(Generic[M]):
                 delay_s = self._pause(delay_s, error)
 
     def _pause(self, delay_s: float, error: StoreError) -> float:
-        """Waits with jitter; the next delay. At the deadline raises CommitOutcomeUnknown if the outcome is uncertain,
-        else `error`.
+        """Wait with jitter and return the next delay (seconds).
+
+        At the deadline raises CommitOutcomeUnknown if the outcome is uncertain, else `error`.
         """
         if self._log.monotonic() + delay_s <= self._deadline_at:
             self._log.sleep(delay_s * (0.5 + self._log.jitter() / 2))

@@ -1,7 +1,7 @@
-"""Named places between two durable steps, where a test may stop, crash or interleave a daemon.
+"""Names places between two durable steps, where a test may stop, crash or interleave a daemon.
 
-Owns: the hook. In production it does nothing.
-Does not own: the names; each is a literal at the place it marks (`takeover.after_claim`, `journal.before_put`, ...).
+In production the hook does nothing. Each name is a literal at the place it marks (`takeover.after_claim`,
+`journal.before_put`, ...).
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from contextlib import contextmanager
 
 
 def _pass(name: str) -> None:
-    """Go on."""
+    """Do nothing."""
 
 
 _hook: Callable[[str], None] = _pass
 
 
 def crash_point(name: str) -> None:
-    """Marks that everything before this place is done and nothing after it has begun."""
+    """Mark that everything before this place is done and nothing after it has begun."""
     _hook(name)
 
 
 @contextmanager
 def intercepted(hook: Callable[[str], None]) -> Iterator[None]:
-    """Calls `hook(name)` at every crash point, from whichever thread reaches it.
+    """Call `hook(name)` at every crash point, from whichever thread reaches it.
 
-    What the hook raises is raised at the crash point: a crash. A hook that blocks is a pause.
+    An exception of the hook is raised at the crash point, like a crash. A hook that blocks is a pause.
     """
     global _hook
     previous = _hook

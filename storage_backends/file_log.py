@@ -1,18 +1,17 @@
-"""A log whose slots are records in files of a local file system: `.logs/<log id>/`, files named by their first number.
+"""Stores a log as records in files of a local file system: `.logs/<log id>/`, files named by their first number.
 
-Owns: the files, the lock of a log, what is synchronised when, and what of a file is torn and what is damaged.
-Does not own: the slots (`log_slot_format`), where a root keeps its objects (`local_directory`).
+`store_opening` alone opens such logs; they stand apart as one of two implementations of `slot_log`.
 
     u32 length of the slot | u64 number | u32 CRC32C of both and of the slot | the slot | end mark      little-endian
 
-Who creates slots holds an exclusive lock on the file LOCK of the log until `close`, or until the process is dead: a
-fencer that has it knows that the owner is dead. A record is written behind the others and synchronised before it
-counts, a new file's name before a record is in it. So at most the last record of the last file is not whole, and then
-it was never certain: it is torn, and cut off by the next one who has the lock. What is broken and has a whole record
-behind it is damage; so is a last record of full length that has its end mark, for where the last blocks of a record
-were never written there are zeros.
+The creator of slots holds an exclusive lock on the file LOCK of the log until `close`, or until its process is dead: a
+fencer that has the lock knows that the owner is dead. A record is written behind the others and synchronised before it
+counts, and a new file's name before a record is in it. Therefore at most the last record of the last file is
+incomplete, and then it was never certain: it is torn, and the next holder of the lock cuts it off. A broken record with
+a whole record behind it is damage. A broken last record of full length with its end mark is damage, too, because zeros
+stand where the last blocks of a record were never written.
 
-A file system that fails to synchronise forgets that it failed: after one such failure the log answers nothing any more.
+A file system that fails to synchronise forgets that it failed; after one such failure the log refuses every operation.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from storage_backends.slot_log import LogHeld, ReadSlot, SlotLog
 LOGS_FOLDER: Final = ".logs"
 LOCK_FILE: Final = "LOCK"
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
-"""A record that would make a file longer begins another one; a longer record has a file of its own."""
+"""Size of a file (bytes) beyond which a record begins another one; a longer record has a file of its own."""
 
 _FRAME: Final = struct.Struct("<IQI")
 _FRAMED: Final = struct.Struct("<IQ")
@@ -65,7 +64,10 @@ class FileLogs:
 
 
 class _Record(NamedTuple):
-    """`slot`: its bytes, None where nothing is known but that it is missing. `damage`: empty when it is whole."""
+    """A record of a file.
+
+    `slot` holds its bytes, or None if only its absence is known. `damage` is empty if the record is whole.
+    """
 
     number: int
     slot: bytes | None
@@ -73,21 +75,24 @@ class _Record(NamedTuple):
 
 
 class _Parsed(NamedTuple):
-    """`end`: where the last record ends; what follows is torn."""
+    """The records of a file, up to byte `end`; the rest is torn."""
 
     records: list[_Record]
     end: int
 
 
 class _ReadFile(NamedTuple):
-    """`state`: first number of the file and of the next one, size in bytes, time of the last change in ns."""
+    """The records of a file that was read in this `state`.
+
+    `state` holds the first number of the file and of the next one, the size (bytes) and the last change (ns).
+    """
 
     state: tuple[int, int | None, int, int]
     records: list[_Record]
 
 
 class FileLog(SlotLog):
-    """One log. The first `create` takes the lock, and raises LogHeld while another has it."""
+    """One log. The first `create` takes the lock, and raises LogHeld while another process holds it."""
 
     def __init__(self, folder: Path, log_id: str) -> None:
         super().__init__(log_id)
@@ -95,11 +100,12 @@ class FileLog(SlotLog):
         self._using = threading.Lock()
         self._broken: str | None = None
         self._lock_file: int | None = None
-        # Of the holder of the lock: the last number, and the file to which records are appended, None for a new one.
+        # While this object holds the lock: the last number, and the file that records are appended to, None for a new
+        # one
         self._last = 0
         self._file: int | None = None
         self._file_bytes = 0
-        # The file that was read last, which has all its records whole: who reads a log asks for a few slots at a time.
+        # The file that was read last, if all its records are whole: a reader of a log asks for a few slots at a time.
         self._read_last: _ReadFile | None = None
 
     def create(self, number: int, slot: bytes) -> None:
@@ -174,7 +180,7 @@ class FileLog(SlotLog):
     # ---- the holder of the lock
 
     def _hold(self, *, may_make: bool) -> None:
-        """Takes the lock if it is not held here, and makes the end of the log one behind which may be written."""
+        """Take the lock if it is not held here, and prepare the end of the log for appending."""
         if self._lock_file is not None:
             return
         if may_make:
@@ -206,7 +212,7 @@ class FileLog(SlotLog):
             self._synchronise_folder(folder.parent)
 
     def _cut_torn(self) -> None:
-        """Nobody else writes: what is not whole at the end never will be."""
+        """Cut off the torn end: with the lock held, no other process will complete it."""
         firsts = self._firsts()
         self._last = firsts[-1] - 1 if firsts else 0
         if not firsts:
@@ -225,7 +231,7 @@ class FileLog(SlotLog):
         self._synchronise_folder(self._folder)
 
     def _begin_file(self, number: int) -> int:
-        """A file that no record is in yet may be there: its maker died before it wrote one."""
+        """Begin a file. An empty one may exist, if its maker died before it wrote a record."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -242,10 +248,10 @@ class FileLog(SlotLog):
         try:
             written = os.write(file, record)
             while written < len(record):
-                # A file system that has little room writes a part; the next call says what is wrong, or goes on.
+                # A file system with little room writes a part; the next call fails with the reason, or goes on.
                 written += os.write(file, record[written:])
         except OSError:
-            # What was written of it goes, so that it never lands; where that fails nothing is written behind it.
+            # Cut off the part that was written, so that it never lands; if that fails, nothing is written behind it.
             try:
                 os.ftruncate(file, self._file_bytes)
                 os.lseek(file, self._file_bytes, os.SEEK_SET)
@@ -270,7 +276,7 @@ class FileLog(SlotLog):
         return names.log_slot_key(self.log_id, number)
 
     def _firsts(self) -> list[int]:
-        """The first numbers of the files, ascending. Raises Damaged for a file that is none of a log's."""
+        """Return the first numbers of the files, ascending. Raises Damaged for a file that does not belong in a log."""
         try:
             listed = os.listdir(self._folder)
         except FileNotFoundError:
@@ -294,7 +300,10 @@ class FileLog(SlotLog):
         return None
 
     def _records_of(self, first: int, following: int | None) -> list[_Record]:
-        """The records of a file, those that are missing before the next file included; what is shown survives."""
+        """Read the records of a file, including those missing before the next file.
+
+        Every record returned survives a power failure.
+        """
         try:
             file = os.open(self._path(first), os.O_RDONLY)
         except FileNotFoundError:
@@ -306,7 +315,7 @@ class FileLog(SlotLog):
                 return self._read_last.records
             records, _ = _parse(_read_file(file), first, following)
             if following is None and records:
-                # Its writer may have died, or be about to die, before it did so.
+                # Its writer may have died, or may die, before it synchronises.
                 self._synchronise(file)
                 self._synchronise_folder(self._folder)
             whole = self._lock_file is None and not any(each.damage for each in records)
@@ -344,7 +353,10 @@ class FileLog(SlotLog):
 
 
 def _parse(data: bytes, first: int, following: int | None) -> _Parsed:
-    """The records of a file whose first number is `first`; `following`: the first number of the next file, if any."""
+    """Parse the records of a file whose first number is `first`.
+
+    `following` is the first number of the next file, if any.
+    """
     records: list[_Record] = []
     place, number = 0, first
     while place < len(data):
@@ -380,7 +392,7 @@ class _Whole(NamedTuple):
 
 
 def _whole_at(data: bytes, place: int, number: int) -> _Whole | None:
-    """The record of that number, or of a later one, that begins there; None when there is no whole one."""
+    """Return the record of that number or a later one that begins at `place`, or None if there is no whole one."""
     begin = place + _FRAME.size
     if place < 0 or begin > len(data):
         return None
@@ -395,7 +407,7 @@ def _whole_at(data: bytes, place: int, number: int) -> _Whole | None:
 
 
 def _next_whole(data: bytes, place: int, number: int) -> _Whole | None:
-    """The first whole record behind `place` of that number or a later one, found by the magic of its slot."""
+    """Return the first whole record behind `place` of that number or a later one, found by the magic of its slot."""
     at = data.find(log_slot_format.MAGIC, place + 1 + _FRAME.size)
     while at >= 0:
         whole = _whole_at(data, at - _FRAME.size, number)
@@ -406,7 +418,7 @@ def _next_whole(data: bytes, place: int, number: int) -> _Whole | None:
 
 
 def _broken(data: bytes, place: int, number: int, later: _Whole | None) -> _Record | None:
-    """The record of that number at `place`, which is not whole; None when it is torn. `later`: the next whole one."""
+    """Return the broken record of that number at `place`, or None if it is torn. `later` is the next whole one."""
     begin = place + _FRAME.size
     slot = data[begin : (len(data) if later is None else later.place) - len(_END)]
     if _is_whole(slot, number):
@@ -425,7 +437,10 @@ def _broken(data: bytes, place: int, number: int, later: _Whole | None) -> _Reco
 
 
 def _is_whole(slot: bytes, number: int) -> bool:
-    """Whether these bytes are a slot of that number, each section included: it was certain, whatever its frame says."""
+    """Return whether these bytes are a slot of that number with whole sections.
+
+    Such a slot was certain, whatever its frame says.
+    """
     try:
         read = log_slot_format.decode_log_slot(slot)
         for shard in read.shards:
@@ -444,7 +459,7 @@ def _read_file(file: int) -> bytes:
 
 @contextmanager
 def _translated(key: str) -> Iterator[None]:
-    """Raises what the file system says as an error of the store."""
+    """Raise errors of the file system as errors of the store."""
     try:
         yield
     except PermissionError as error:

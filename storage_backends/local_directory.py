@@ -1,25 +1,16 @@
-"""A store in a local directory: the default of a daemon that stands alone.
-
-Owns: the layout of the directory, what is synchronised when, the removal of temporaries that dead processes left, and
-the locks by which one process sees that another is dead.
-Does not own: the bytes in front of a body (`envelope`), the keys, and who holds which lock (`daemon.owner`).
+"""Stores objects in a local directory: the default of a daemon that runs alone.
 
 An object `a/b/c` is the file `a/b/c`, with one exception. Keys `logs/<log id>/<20 digits>...` are numbered without end
-and are kept in folders of 1,000 numbers, `00000000000000012000+/00000000000000012345`; no key contains a `+`,
-and `list` undoes it. Names that begin with a dot are no objects: `.temporary/` holds files before they have their name,
-`.locks/` the lock files.
+and are kept in folders of 1,000 numbers, `00000000000000012000+/00000000000000012345`; no key contains a `+`, and
+`list` undoes it. Names that begin with a dot are no objects: `.temporary/` holds files before they have their name,
+`.locks/` the lock files, by which one process sees that another is dead.
 
-A file is an envelope (`Envelope`) and the body. What is found to exist is synchronised before anybody is told, file and
-folder: the process that wrote it may have died before it did so, and what others then build on it would outlive it.
-A ranged read is exempt: it reads what a synchronised object names.
+A file is an envelope (`Envelope`) and the body. An object that is found is synchronised before the caller gets an
+answer, file and folder: its writer may have died before it did so, and work that builds on the object would outlive it.
+A ranged read is exempt, because it reads an object that a synchronised object names.
 
 A file system that fails to synchronise forgets that it failed, and the next try succeeds without having done anything.
-After one such failure the store answers nothing any more; a new process finds out what the disk really has.
-
-What stands in front of the body in a file of a local directory.
-
-Owns: the form of the envelope, and the check that a file is as it was written.
-Does not own: files.
+After one such failure the store refuses every operation; a new process finds out what the disk really has.
 """
 
 from __future__ import annotations
@@ -60,15 +51,16 @@ from storage_backends.object_store import (
 )
 
 ENVELOPE_BYTES_MAX: Final = 64 + 3 * METADATA_BYTES_MAX
-"""No envelope is longer: its fixed fields, and metadata with two separators for every two bytes or more."""
+"""Longest envelope (bytes): its fixed fields, and metadata with two separators for every two bytes or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What stands in front of the body. `size_bytes`: of the envelope itself.
+    """The envelope in front of a body in its file.
 
-    Form (little-endian): magic `TARRYOBJ`, u16 version, u16 length of the metadata, u32 CRC32C of the body, u64 length
-    of the body, u32 CRC32C of all of the envelope but this field; then the metadata, a line `key=value` each.
+    `size_bytes` is the size of the envelope itself. Form (little-endian): magic `TARRYOBJ`, u16 version, u16 length of
+    the metadata, u32 CRC32C of the body, u64 length of the body, u32 CRC32C of all of the envelope but this field; then
+    the metadata, a line `key=value` each.
     """
 
     metadata: Mapping[str, str]
@@ -83,14 +75,17 @@ class Envelope:
 
     @classmethod
     def encode(cls, body: bytes, metadata: Mapping[str, str]) -> bytes:
-        """The envelope of this body."""
+        """Encode the envelope of this body."""
         lines = "".join(f"{name}={value}\n" for name, value in metadata.items()).encode("ascii")
         fixed = cls.FIXED.pack(cls.MAGIC, cls.VERSION, len(lines), google_crc32c.value(body), len(body))
         return fixed + cls.CHECKSUM.pack(google_crc32c.value(fixed + lines)) + lines
 
     @classmethod
     def decode(cls, front: bytes, file_bytes: int, key: str, path: Path) -> Envelope:
-        """The envelope of a file of `file_bytes`. Raises `Damaged`, also when the file should have another length."""
+        """Decode the envelope of a file of `file_bytes`.
+
+        Raises `Damaged`, also if the file should have another length, and `StoreRefused` for another version.
+        """
         head_bytes = cls.FIXED.size + cls.CHECKSUM.size
         if len(front) < head_bytes or not front.startswith(cls.MAGIC):
             raise Damaged(key, f"{path} is damaged at byte 0: it does not begin with an envelope")
@@ -113,7 +108,7 @@ class Envelope:
 TEMPORARY_FOLDER: Final = ".temporary"
 LOCKS_FOLDER: Final = ".locks"
 OWNER_SUFFIX: Final = ".owner"
-# What is stored is for the user of the processes that share the root, and nobody else.
+# Only the user of the processes that share the root may read and write what is stored.
 FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 
@@ -123,23 +118,24 @@ _HELD_FOLDERS_MAX: Final = 128
 """Folders remembered as synchronised; beyond that they are forgotten and synchronised once more."""
 
 _PLACE_TRIES_MAX: Final = 10
-"""How often an empty folder of a log may vanish between being made and receiving a file."""
+"""Most times that an empty folder of a log may vanish between being made and receiving a file."""
 
 _NUMBERED: Final = re.compile(r"((?:.*/)?logs/[0-9A-Z]{26}/)(\d{17})(\d{3}[^/]*)")
 _NUMBERED_FOLDER: Final = re.compile(r"(\d{17})000\+")
 
-# Answers of the file system that no repetition changes.
+# Answers of the file system that no repetition changes
 _REFUSALS: Final = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EMLINK, errno.EXDEV}
 )
-# Answers after which a file certainly did not get its name.
+# Answers after which a file certainly did not get its name
 _NOT_LINKED: Final = _REFUSALS | {errno.ENOENT, errno.ENOSPC, errno.EDQUOT}
 
 
 class LocalDirectory(ObjectStore):
-    """Objects as files beneath `root`, which is made if it does not exist. Several processes may use one root.
+    """The objects as files beneath `root`, which is made if it does not exist.
 
-    `deletions_survive`: what `delete` removed, and what `head` did not find, does not come back after a power failure.
+    Several processes may use one root. With `deletions_survive`, an object that `delete` removed, or that `head` did
+    not find, does not reappear after a power failure.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, deletions_survive: bool = False) -> None:
@@ -147,7 +143,8 @@ class LocalDirectory(ObjectStore):
         self._deletions_survive: Final = deletions_survive
         self._temporary_folder: Final = self.root / TEMPORARY_FOLDER
         self._known_folders: set[Path] = set()
-        # Of these, those that another process may remove and make anew, open: so no other folder has their identity.
+        # Known folders that another process may remove and make again; held open, so that no other folder has their
+        # identity
         self._held_folders: dict[Path, int] = {}
         self._holding = threading.Lock()
         self._broken: str | None = None
@@ -159,7 +156,7 @@ class LocalDirectory(ObjectStore):
             _remove_leftovers(self._temporary_folder)
 
     def path_of(self, key: str) -> Path:
-        """The file that holds the object of this key."""
+        """Return the path of the file that holds the object of this key."""
         check_key(key)
         numbered = _NUMBERED.fullmatch(key)
         if numbered is None:
@@ -195,9 +192,9 @@ class LocalDirectory(ObjectStore):
         return _opened_envelope(data, key, path)
 
     def get_run(self, keys: Sequence[str]) -> list[bytes]:
-        # A file was synchronised before it got its name (`_temporary`), whoever wrote it: what may be missing after a
-        # power failure is the name. Each folder is synchronised once, after the last name in it was seen, and before
-        # anybody is told; a synchronisation of each file would take longer than all else.
+        # Every writer synchronises a file before it names it (`_temporary`), so only the name may be missing after a
+        # power failure. Each folder is synchronised once, after the last name in it was seen and before the caller gets
+        # an answer; synchronising each file would take longer than all else.
         bodies, folders = [], set()
         for key in keys:
             path = self.path_of(key)
@@ -250,7 +247,7 @@ class LocalDirectory(ObjectStore):
     def _list(self, prefix: str, start_after: str) -> Iterator[ListedObject]:
         base = prefix[: prefix.rfind("/") + 1]
         with self._usable(prefix):
-            os.stat(self._temporary_folder)  # nothing there would not mean that there is nothing
+            os.stat(self._temporary_folder)  # an empty listing would not prove that there are no objects
             yield from _walk(self.root / base, base, prefix, start_after)
 
     def delete(self, key: str) -> None:
@@ -274,7 +271,7 @@ class LocalDirectory(ObjectStore):
 
     @contextmanager
     def _temporary(self, body: bytes, metadata: Mapping[str, str]) -> Iterator[Path]:
-        """A synchronised file with envelope and body; its temporary name is gone when the block ends."""
+        """Write a synchronised file with envelope and body; its temporary name is gone when the block ends."""
         path = self._temporary_folder / f"{self._token}.{next(self._numbers)}"
         try:
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, FILE_MODE)
@@ -285,12 +282,13 @@ class LocalDirectory(ObjectStore):
                 os.close(file)
             yield path
         finally:
-            # It was renamed; or it cannot be removed, which makes no failure of what succeeded: the next start does it.
+            # It was renamed, or it cannot be removed. The operation succeeded all the same; the next start removes the
+            # file.
             with suppress(OSError):
                 os.unlink(path)
 
     def _link(self, temporary: Path, path: Path, key: str) -> bool:
-        """Give the file its name if nothing has it; whether it did."""
+        """Give the file its name if no other file has it; return whether it did."""
         try:
             self._place(path, lambda: os.link(temporary, path))
         except FileExistsError:
@@ -304,7 +302,10 @@ class LocalDirectory(ObjectStore):
         return True
 
     def _place(self, path: Path, place: Callable[[], None]) -> None:
-        """Give a file its name, in a folder that survives. Others may remove an empty folder of a log meanwhile."""
+        """Give a file its name, in a folder that survives.
+
+        Other processes may remove an empty folder of a log meanwhile.
+        """
         for _ in range(_PLACE_TRIES_MAX):
             self._make_folder(path.parent)
             try:
@@ -313,14 +314,14 @@ class LocalDirectory(ObjectStore):
                 self._forget_folders()
                 continue
             if not self._is_as_known(path.parent):
-                # Whoever made it anew may have died before it was synchronised.
+                # Its new maker may have died before it synchronised the folder.
                 self._forget_folders()
                 self._make_folder(path.parent)
             return
         raise FileNotFoundError(errno.ENOENT, f"the folder vanished {_PLACE_TRIES_MAX} times", str(path.parent))
 
     def _make_folder(self, folder: Path) -> None:
-        """Make the folder and those above it up to the root; each survives afterwards, whoever made it."""
+        """Make the folder and those above it up to the root; each survives afterwards, whichever process made it."""
         if folder == self.root or folder in self._known_folders:
             return
         self._make_folder(folder.parent)
@@ -347,7 +348,7 @@ class LocalDirectory(ObjectStore):
             os.close(former)
 
     def _is_as_known(self, folder: Path) -> bool:
-        """Whether what has the name now is the folder that was synchronised in its parent."""
+        """Return whether the folder of this name is still the one that was synchronised in its parent."""
         if not _NUMBERED_FOLDER.fullmatch(folder.name):
             return True
         with self._holding:
@@ -363,13 +364,13 @@ class LocalDirectory(ObjectStore):
                 os.close(file)
 
     def _conclude_existing(self, file: int, path: Path) -> None:
-        """Make survive what may be only in the page cache, left there by a writer that died."""
+        """Synchronise a file and its folder, which may exist only in the page cache of a writer that died."""
         self._synchronise(file, path)
         with suppress(FileNotFoundError):  # deleted since, and its empty folder with it
             self._synchronise_folder(path.parent)
 
     def _conclude_missing(self, path: Path) -> None:
-        """Make survive that there is no such file, if that is wanted: who removed it may have died before it did so."""
+        """Make the absence of a file survive, if deletions must: its remover may have died before it did so."""
         if self._deletions_survive:
             with suppress(FileNotFoundError, NotADirectoryError):  # there is no such folder either
                 self._synchronise_folder(path.parent)
@@ -398,7 +399,7 @@ class LocalDirectory(ObjectStore):
 
     @contextmanager
     def _opened(self, key: str, path: Path) -> Iterator[int]:
-        """An open file for reading. Raises `NotFound`."""
+        """Open a file for reading. Raises `NotFound`."""
         with self._usable(key):
             try:
                 file = os.open(path, os.O_RDONLY)
@@ -413,7 +414,7 @@ class LocalDirectory(ObjectStore):
 
     @contextmanager
     def _usable(self, key: str) -> Iterator[None]:
-        """Refuses when synchronising failed before; turns what the file system says into errors of the store."""
+        """Refuse if synchronising failed before; turn errors of the file system into errors of the store."""
         if self._broken is not None:
             raise StoreUnavailable(key, self._broken)
         with _translated(key):
@@ -428,7 +429,7 @@ class HeldLock:
         self._file = file
 
     def release(self) -> None:
-        """Give it up. May be repeated."""
+        """Release the lock. May be repeated."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -443,23 +444,23 @@ class HeldLock:
 
 
 class LocalLocks:
-    """One lock file a name, beside the objects of a local directory.
+    """The lock files of a local directory, one for each name.
 
-    The kernel gives a lock up when its process is dead, and not before: who holds the lock of a daemon id knows that no
-    other process of that id lives on this machine.
+    The kernel releases a lock when its process is dead, and not before: the holder of the lock of a daemon id knows
+    that no other process of that id lives on this machine.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._folder: Final = Path(root).absolute() / LOCKS_FOLDER
 
     def known(self, name: str) -> bool:
-        """Whether anybody ever took the lock here; if not, its holder lives on another machine."""
+        """Return whether any process ever took the lock here; if not, its holder lives on another machine."""
         return (self._folder / name).exists()
 
     def try_lock(self, name: str) -> HeldLock | None:
-        """The lock, or None while another process, or another holder in this one, has it. `name` is a part of a key.
+        """Return the lock, or None while another process, or another holder in this one, has it.
 
-        Raises `StoreRefused`, `StoreUnavailable`.
+        `name` is one part of a key. Raises `StoreRefused`, `StoreUnavailable`.
         """
         check_key(name)
         if "/" in name:
@@ -471,7 +472,7 @@ class LocalLocks:
 
 
 def _try_lock_file(path: Path, flags: int) -> int | None:
-    """The open file, locked; None if another open file of it is locked."""
+    """Return the open file, locked, or None if another open file of it is locked."""
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, FILE_MODE)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -485,7 +486,7 @@ def _try_lock_file(path: Path, flags: int) -> int | None:
 
 
 def _take_token(folder: Path) -> tuple[str, int]:
-    """A name for the temporaries of this store, and the locked file which shows that its process lives."""
+    """Return a name for the temporaries of this store, and the locked file that shows that its process lives."""
     while True:
         token = f"{os.getpid()}-{secrets.token_hex(8)}"
         path = folder / f"{token}{OWNER_SUFFIX}"
@@ -519,11 +520,11 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _make_root(root: Path) -> None:
-    """Make the root and what is missing above it, each in a synchronised folder."""
+    """Make the root and the missing folders above it, each in a synchronised folder."""
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     root.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     for folder in missing or [root]:
-        with suppress(PermissionError):  # a folder that may not be read was not written to by us either
+        with suppress(PermissionError):  # a folder that may not be read was not written to either
             file = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(file)
@@ -532,7 +533,7 @@ def _make_root(root: Path) -> None:
 
 
 def _walk(folder: Path, base: str, prefix: str, start_after: str) -> Iterator[ListedObject]:
-    """The objects in `folder` and beneath; `base` is what their keys begin with."""
+    """Yield the objects in `folder` and beneath; their keys begin with `base`."""
     try:
         entries = os.scandir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -556,7 +557,7 @@ def _walk(folder: Path, base: str, prefix: str, start_after: str) -> Iterator[Li
 
 
 def _opened_envelope(data: bytes, key: str, path: Path) -> tuple[bytes, Mapping[str, str]]:
-    """Body and metadata of a whole file. Raises `Damaged`."""
+    """Return body and metadata of a whole file. Raises `Damaged`."""
     envelope = Envelope.decode(data[:ENVELOPE_BYTES_MAX], len(data), key, path)
     body = data[envelope.size_bytes :]
     if google_crc32c.value(body) != envelope.body_crc32c:
@@ -569,7 +570,7 @@ def _read_envelope(file: int, key: str, path: Path) -> Envelope:
 
 
 def _read(file: int, offset: int, length: int) -> bytes:
-    """`length` bytes from `offset`, fewer only at the end of the file."""
+    """Read `length` bytes from `offset`, fewer only at the end of the file."""
     parts = []
     while length > 0:
         part = os.pread(file, length, offset)
@@ -590,7 +591,7 @@ def _write(file: int, *parts: bytes) -> None:
 
 @contextmanager
 def _outcome_unknown(key: str) -> Iterator[None]:
-    """The name is there; whether it survives is not known when synchronising fails."""
+    """Report a failure to synchronise as an unknown outcome: the name is there, and may not survive."""
     try:
         yield
     except OSError as error:
@@ -599,7 +600,7 @@ def _outcome_unknown(key: str) -> Iterator[None]:
 
 @contextmanager
 def _translated(key: str) -> Iterator[None]:
-    """Raises what the file system says as an error of the store."""
+    """Raise errors of the file system as errors of the store."""
     try:
         yield
     except OSError as error:

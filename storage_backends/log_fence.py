@@ -1,15 +1,15 @@
-"""Fencing a log: whoever does it knows where the log ends, and its owner writes no more.
+"""Fences a log: the fencer knows where the log ends, and its owner no longer writes.
 
-Owns: the steps (L4), the value that only they make, performing them on a log, and whether a log has an end.
-Does not own: whether to fence, and what a fence allows (the claim).
+The steps (L4):
 
     list: m is the highest slot, and read it            gone meanwhile: list again
     it is FENCE or CLOSE                                -> the log ends there
-    its owner has told of a later slot                  go on from that one; it is absent: slots are lost
+    its owner has reported a later slot                 go on from that one; it is absent: slots are lost
     create FENCE at m + 1, with the heads of m          occupied: read that one, and go on from it
 
-A list is old when it arrives. If the owner lives, wrote on and deleted what it had written, the FENCE may stand in a
-number that was emptied, and stops nobody: a claim compares it with what the manifest says.
+A list is old when it arrives. If the owner lives, has written on and deleted what it wrote, the FENCE may stand in a
+number that was emptied, and stops no daemon; therefore a claim compares it with the manifest. The caller decides when
+to fence a log.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _PROOF: Final = object()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fence:
-    """A log ends at `number`, where a slot of `kind` FENCE or CLOSE stands; `heads` say where it ends for each shard.
+    """The end of a log at `number`, where a slot of `kind` FENCE or CLOSE stands.
 
-    Only `fencing` makes it: a claim that has one knows that its claimant has looked.
+    `heads` say where the log ends for each shard. Only `fencing` makes one: a claim that has a fence has proof that its
+    claimant has looked.
     """
 
     log_id: str
@@ -57,19 +58,19 @@ class Fence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListHighest:
-    """Answered with the highest number, None when there is none."""
+    """The step that is answered with the highest number, or None if the log has no slot."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadOne:
-    """Answered with the slot, None when it is absent."""
+    """The step that is answered with the slot, or None if it is absent."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CreateFence:
-    """Answered with whether a slot with these bytes has the number, by whomever; not whether this call created it."""
+    """The step that is answered with whether a slot with these bytes has the number, by any creator."""
 
     number: int
     slot: bytes
@@ -79,8 +80,10 @@ Step: TypeAlias = ListHighest | ReadOne | CreateFence
 
 
 def fencing(log_id: str, by: Writer, *, told: int = 0) -> Generator[Step, Any, Fence]:
-    """The steps that fence a log; each is to be answered as it says. `told`: a slot that was certain to the log's
-    owner, by what it has told before the first step; 0: nothing is known. Raises Damaged when the log has lost slots.
+    """Yield the steps that fence a log, each to be answered as its class says.
+
+    `told` is a slot that the log's owner reported as written before the first step, or 0 if nothing is known. Raises
+    Damaged if the log has lost slots.
     """
     gone: int | None = None
     listed_nothing = False
@@ -100,7 +103,10 @@ def fencing(log_id: str, by: Writer, *, told: int = 0) -> Generator[Step, Any, F
 
 
 def _fencing_from(log_id: str, number: int, by: Writer, told: int) -> Generator[Step, Any, Fence | None]:
-    """None when a slot on the way is gone: its owner lives, and deletes."""
+    """Fence the log from this slot on.
+
+    Returns None if a slot on the way is gone, since then its owner lives and deletes.
+    """
     while True:
         slot = yield ReadOne(number)
         if slot is None:
@@ -113,7 +119,7 @@ def _fencing_from(log_id: str, number: int, by: Writer, told: int) -> Generator[
                     names.log_slot_key(log_id, told),
                     f"it is missing, and its daemon had written it: the store has lost slots behind {number}",
                 )
-            # A listing that lags behind.
+            # The listing lags behind.
             number = told
             continue
         heads = slot.header.heads
@@ -129,12 +135,12 @@ def _fencing_from(log_id: str, number: int, by: Writer, told: int) -> Generator[
 def fence_log(
     slots: SlotLog, by: Writer, *, told: int = 0, delays_s: Iterator[float], sleep: Callable[[float], None]
 ) -> Fence:
-    """Fences the log, and gives the fence that stands at its end. `told`: as in `fencing`. Synchronous; may be repeated
-    after any error.
+    """Fence the log and return the fence at its end.
 
-    What fails for now is tried again after each of `delays_s`; after the last one its error is raised. Raises LogHeld
-    at once while a process lives that may write to it, Damaged when the newest slot cannot be read, or is not the one
-    that the owner has told of: then nobody knows where the log ends.
+    Synchronous; may be repeated after any error. `told` is that of `fencing`. A transient failure is retried after each
+    of `delays_s` (seconds); after the last one its error is raised. Raises LogHeld at once while a process lives that
+    may write to the log, and Damaged if the newest slot cannot be read or is older than the one that the owner
+    reported: then the end of the log is unknown.
     """
     steps = fencing(slots.log_id, by, told=told)
     answer: Any = None
@@ -171,8 +177,9 @@ def _perform(slots: SlotLog, step: Step) -> int | LogSlot | bool | None:
 
 
 def ended_at(logs: SlotLogs, log_id: str) -> int | None:
-    """The number of the FENCE or CLOSE that is the highest slot of the log; None while it has no end. Raises Damaged,
-    and the store's errors.
+    """Return the number of the FENCE or CLOSE that is the highest slot of the log, or None while it has no end.
+
+    Raises Damaged, and the store's errors.
     """
     slots = logs.log(log_id)
     try:
@@ -184,14 +191,17 @@ def ended_at(logs: SlotLogs, log_id: str) -> int | None:
 
 
 def read_one(slots: SlotLog, number: int) -> LogSlot | None:
-    """One slot, its header and table whole; None when it is absent. Raises Damaged."""
+    """Read one slot and check its header and table. Returns None if it is absent. Raises Damaged."""
     for read in slots.read(number - 1, number):
         return decoded(slots.log_id, number, read.body, read.damage)
     return None
 
 
 def decoded(log_id: str, number: int, body: bytes | None, damage: str) -> LogSlot:
-    """The slot of that number. Raises Damaged when header or table are not whole, or are of another slot."""
+    """Decode the slot of that number.
+
+    Raises Damaged if header or table are not whole, or belong to another slot.
+    """
     key = names.log_slot_key(log_id, number)
     if body is None:
         raise object_store.Damaged(key, f"the log slot cannot be read: {damage}")
@@ -205,13 +215,16 @@ def decoded(log_id: str, number: int, body: bytes | None, damage: str) -> LogSlo
 
 
 def _create(slots: SlotLog, step: CreateFence) -> bool:
-    """Whether a slot with these bytes stands there. Raises OutcomeUnknown while nobody can tell."""
+    """Create the fence; return whether a slot with these bytes stands there.
+
+    Raises OutcomeUnknown while that is uncertain.
+    """
     try:
         slots.create(step.number, step.slot)
     except (object_store.AlreadyExists, object_store.OutcomeUnknown) as error:
         found = slots.head(step.number)
         if found is not None:
             return found == log_slot_format.identity_of(step.slot)
-        # Answered 409 and absent, or sent and not there yet: it may still land.
+        # The answer was 409 and the slot is absent, or the PUT was sent and is not there yet: it may still land.
         raise object_store.OutcomeUnknown(error.key, f"whether the fence stands is unknown: {error.reason}") from error
     return True

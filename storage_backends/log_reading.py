@@ -1,12 +1,11 @@
-"""Reading the sections of shards out of logs: each log once for all shards, and for each shard all or none.
+"""Reads the sections of shards out of logs: each log once for all shards, and for each shard all or none.
 
-Owns: which slots are read for which shards, which sections count, and what makes a shard complete (L9).
-Does not own: what the records do, and reading manifests (the callers).
+A shard is complete if it has every section that its manifest lists (L9). A log that the store cannot read fails the
+shards that need it, and no other: `complete` raises for them.
 
-A log that the store does not give costs the shards that need it, and no other: `complete` says so.
-
-A hole is damage of its shard alone, named by log, slot and shard slot. Before it is called so, and after the end of an
-open range was read, the shard's manifest is to be read again: `judged` says what its change means.
+A hole is damage of its shard alone, named by log, slot and section number. Before a caller reports one, and after it
+has read the end of an open range, it reads the shard's manifest again: `judged` says what a change means. Callers read
+the manifests and apply the records.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from storage_backends.formats.log_slot_format import Head, Heads, LogSlot
 from storage_backends.formats.manifest import LogRange, ShardManifest
 from storage_backends.slot_log import SlotLogs
 
-# Slots that are read and decoded at once: what is under way is bounded.
+# Slots read and decoded at once, which bounds the memory in use
 BATCH_SLOTS = 256
 
 
 class Section(NamedTuple):
-    """A section as it was found. `slot`: its shard slot. `body`: its bytes (`slot_format`)."""
+    """A section as it was found. `slot` is its section number, `body` its bytes (`slot_format`)."""
 
     epoch: int
     slot: int
@@ -45,7 +44,7 @@ class LogEnd(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Slots of a log with after < number <= through."""
+    """The slots of a log with after < number <= through."""
 
     log_id: str
     after: int
@@ -53,8 +52,10 @@ class Extent(NamedTuple):
 
 
 class Verdict(enum.Enum):
-    """What a manifest says of slots that were read by an older one. `SUPERSEDED`: another owner has come.
-    `BEGIN_AGAIN`: slots that were read by it may have been deleted meanwhile. `STANDS`: what was found is so.
+    """The verdict of a manifest on slots that were read by an older one.
+
+    `SUPERSEDED` means that another owner has claimed the shard, `BEGIN_AGAIN` that slots may have been deleted while
+    they were read, `STANDS` that the result is valid.
     """
 
     SUPERSEDED = enum.auto()
@@ -63,7 +64,7 @@ class Verdict(enum.Enum):
 
 
 def judged(read_by: ShardManifest, now: ShardManifest) -> Verdict:
-    """What `now`, read after the slots, says of what was read by `read_by`."""
+    """Judge by `now`, read after the slots, what was read by `read_by`."""
     if now.epoch != read_by.epoch:
         return Verdict.SUPERSEDED
     for log_id in {each.log_id for each in read_by.ranges}:
@@ -74,11 +75,10 @@ def judged(read_by: ShardManifest, now: ShardManifest) -> Verdict:
 
 
 class ShardSections:
-    """The sections of one shard above a checkpoint, as its manifest has them: told of every slot of the logs, in any
-    order of logs, and complete at the end or not.
+    """The sections of one shard above a checkpoint, as its manifest lists them.
 
-    `from_slot`: shard slots above it are wanted. `end`: where the log of the open range ends for the shard; not needed
-    where no range is open.
+    It takes every slot of the logs, the logs in any order, and is complete at the end or not. Section numbers above
+    `from_slot` are wanted.
     """
 
     def __init__(self, manifest: ShardManifest, from_slot: int) -> None:
@@ -86,11 +86,11 @@ class ShardSections:
         self._from_slot = from_slot
         self._ranges = manifest.ranges
         self._found: dict[int, Section] = {}
-        # Why slots of a log, or sections in them, cannot be read; by log and number.
+        # (log id, number) -> why the slot, or the section in it, cannot be read
         self._damage: dict[tuple[str, int], str] = {}
-        # Of a shard slot that lies in two log slots, the second.
+        # The second section found for a section number, which is damage
         self._twice: Section | None = None
-        # How the store has failed for a log that is needed.
+        # The store's error for a log that is needed
         self._unread: object_store.StoreError | None = None
 
     @property
@@ -98,8 +98,9 @@ class ShardSections:
         return self._shard
 
     def extents(self, ends: Mapping[str, LogEnd]) -> list[Extent]:
-        """What has to be read: nothing of a range that has no wanted section. `ends`: of each log that an open range
-        names.
+        """Return the extents to read, without ranges that have no wanted section.
+
+        `ends` holds the end of each log that an open range names.
         """
         return [
             Extent(each.log_id, each.after, ends[each.log_id].number if each.through is None else each.through)
@@ -108,7 +109,7 @@ class ShardSections:
         ]
 
     def take(self, log_id: str, number: int, slot: LogSlot) -> None:
-        """A slot of a log with a section of the shard. What no range covers is not the shard's: it is left alone."""
+        """Take a slot of a log. Ignores a section that no range covers: it is not the shard's."""
         head = slot.header.heads.get(self._shard)
         if head is None or head.last_slot <= self._from_slot:
             return
@@ -124,18 +125,19 @@ class ShardSections:
             self._twice = section
 
     def take_damaged(self, log_id: str, number: int, damage: str) -> None:
-        """A slot of which nothing is known: whether it had a section of the shard, density shows."""
+        """Take a slot that cannot be decoded; density shows whether it had a section of the shard."""
         self._damage[log_id, number] = damage
 
     def take_unread(self, error: object_store.StoreError) -> None:
-        """Slots that are needed may be there, and were not read."""
+        """Take the error that kept needed slots, if there are any, from being read."""
         self._unread = error
 
     def complete(self, ends: Mapping[str, LogEnd]) -> list[Section]:
-        """Every section, ascending. `ends`: of each log that an open range names.
+        """Return every section, ascending.
 
-        Raises Damaged for a hole, a section that is damaged or there twice, and an epoch that falls; the store's errors
-        when a log could not be read: then nothing is known to be damaged.
+        `ends` holds the end of each log that an open range names. Raises Damaged for a hole, for a section that is
+        damaged or stored twice, and for an epoch that falls. Raises the store's error if a log could not be read: then
+        no damage is known.
         """
         if self._unread is not None:
             raise self._unread
@@ -170,7 +172,7 @@ class ShardSections:
             raise self._damaged(each, slot, f"it is of epoch {found.epoch}, not {each.epoch}")
 
     def _damaged(self, each: LogRange, slot: int, detail: str) -> object_store.Damaged:
-        """Named by the slots of the log between which the shard slot has to lie."""
+        """Return the error that names the slots of the log between which the section must lie."""
         lower = [found.number for found in self._found.values() if found.log_id == each.log_id and found.slot < slot]
         upper = [found.number for found in self._found.values() if found.log_id == each.log_id and found.slot > slot]
         after, before = max(lower, default=each.after), min(upper, default=(each.through or 0) + 1)
@@ -187,7 +189,7 @@ class ShardSections:
 
 
 def extents_once(wanted: Iterable[Extent]) -> list[Extent]:
-    """The slots of extents, each once: what overlaps or meets is one extent."""
+    """Return the slots of the extents, each once: extents that overlap or meet become one."""
     by_log: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
     for log_id, after, through in wanted:
         if after < through:
@@ -205,10 +207,10 @@ def extents_once(wanted: Iterable[Extent]) -> list[Extent]:
 
 
 def read_logs(logs: SlotLogs, shards: Iterable[ShardSections], ends: Mapping[str, LogEnd]) -> None:
-    """Tells each of the shards of every slot that one of them needs; each slot is read once.
+    """Give each of the shards every slot that one of them needs; each slot is read once.
 
-    `ends`: of each log that an open range names. Damage is told to the shards, and so is how the store
-    has failed, to those that need more of the log than was read of it; that log is not asked for again.
+    `ends` holds the end of each log that an open range names. The shards take damage, too. If the store fails for a
+    log, the shards that need more of it than was read take the error, and the log is not read further.
     """
     by_shard = {each.shard: each for each in shards}
     needed = {each: each.extents(ends) for each in by_shard.values()}
@@ -238,7 +240,7 @@ def _tell(by_shard: Mapping[int, ShardSections], log_id: str, number: int, slot:
 
 
 def _slots(logs: SlotLogs, extent: Extent) -> Iterator[tuple[int, LogSlot | str]]:
-    """(number, slot, or why it cannot be read), ascending."""
+    """Yield the number and the slot, or why it cannot be read, ascending."""
     slots = logs.log(extent.log_id)
     try:
         for after in range(extent.after, extent.through, BATCH_SLOTS):

@@ -1,10 +1,8 @@
-"""The operations of garbage collection on manifests, a shard's and a topic's alike.
-
-Owns: their precondition and effect.
-Does not own: which objects are garbage and their deletion, when the floor moves, committing (`commit`).
+"""Defines the operations of garbage collection on manifests, of a shard and of a topic alike.
 
 They carry no epoch: any process may collect. An object is deleted before the commit that drops its tombstone, and
-deleting it once more is a success.
+deleting it once more succeeds. The daemon's `collection_pass` alone commits them; they stand here next to the other
+operations on manifests.
 """
 
 from __future__ import annotations
@@ -21,8 +19,10 @@ _NO_MANIFEST = "there is no manifest"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SetFloor(Generic[Collected]):
-    """The orphan floor from now on: no object that was started from a manifest below it is ever named again, unless a
-    manifest names it now. It only rises.
+    """The raising of the orphan floor.
+
+    No manifest names again an object that was started from a manifest below the floor, unless a manifest names it now.
+    The floor only rises.
     """
 
     floor: int
@@ -46,11 +46,10 @@ class SetFloor(Generic[Collected]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectTombstones(Generic[Collected]):
-    """What became of the objects of some tombstones, by name: those of `deleted` and `given_up` are dropped; those of
-    `failed` have one attempt more.
+    """The results of deleting the objects of some tombstones, by name.
 
-    When attempts failed and nothing else happened, it does not find itself, and counts them twice if it is committed
-    again.
+    The tombstones of `deleted` and `given_up` are dropped; those of `failed` count one attempt more. If all attempts
+    failed, the operation does not recognise itself, and counts them twice if it is committed again.
     """
 
     deleted: frozenset[str] = frozenset()

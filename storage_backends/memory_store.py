@@ -1,9 +1,7 @@
-"""A store in memory, linearizable by one lock: for tests and for daemons that may forget.
+"""Stores objects in memory, linearizable by one lock: for tests and for daemons that may forget.
 
-Owns: the objects, as long as the process lives.
-Does not own: durability; the end of the process is the end of everything.
-
-It lists in descending order of keys, so that code which relies on ascending order does not pass its tests.
+Nothing outlives the process. It lists in descending order of keys, so that code which relies on ascending order fails
+its tests.
 """
 
 from __future__ import annotations
@@ -37,9 +35,10 @@ class _Stored:
 
 
 class MemoryStore(ObjectStore):
-    """Objects of one process. `close` keeps them: the next owner in the same process opens the same store.
+    """The objects of one process.
 
-    `wall_clock`: the store's, Unix time in seconds.
+    `close` keeps them: the next owner in the same process opens the same store. `wall_clock` returns the store's Unix
+    time (seconds).
     """
 
     def __init__(self, *, wall_clock: Callable[[], float] = time.time) -> None:
@@ -99,7 +98,7 @@ class MemoryStore(ObjectStore):
             self._objects.pop(key, None)
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing, since there is nothing to release."""
 
     def _stored(self, body: bytes, metadata: Mapping[str, str]) -> _Stored:
         return _Stored(bytes(body), MappingProxyType(dict(metadata)), int(self._wall_clock() * 1000))

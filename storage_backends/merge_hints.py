@@ -1,14 +1,12 @@
-"""Hints that topics were merged: what a process that owns nothing leaves for the owner after its commits.
-
-Owns: the order in which hints are written, and reading and clearing them.
-Does not own: the names (`formats.names`), when they are looked at (the daemon), and what was merged: that is in the
-topic's manifest, and a hint proves nothing. It may be lost, late, or about a topic that is no more.
+"""Writes and reads hints that topics were merged, which a process without shards leaves for the owner.
 
     merger:  commit ... commit, PUT each hint, PUT a new value of the one key that owners watch
     owner:   GET that key; where its value is another one: LIST the hints, and for each DELETE it, then read the tip
 
-A hint that is deleted was written before its deletion, after a commit: the tip that is read then holds that commit. One
-that is written after the deletion stays, and its merger changes the value after it: the owner comes again.
+A hint proves nothing: it may be lost, late, or about a topic that no longer exists; the merge itself is in the topic's
+manifest. A hint that is deleted was written before its deletion, after a commit, so the tip that is read then holds
+that commit. One that is written after the deletion stays, and its merger changes the value after it: the owner comes
+again. `formats.names` names the keys.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from storage_backends.formats import format_errors, names
 from storage_backends.object_store import NotFound, ObjectStore
 
 WRITERS = 16
-"""Hints that are written at once."""
+"""Hints written at once"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -37,8 +35,10 @@ class MergeHint:
 
 
 def leave(store: ObjectStore, hints: Collection[MergeHint], *, value: str) -> None:
-    """Call after the commits. `value`: one that was never written before. Raises the store's errors: the hints may be
-    there or not, and may be left again.
+    """Write the hints, after the commits.
+
+    `value` must never have been written before. Raises the store's errors: the hints may then exist or not, and may be
+    left again.
     """
     with ThreadPoolExecutor(min(WRITERS, max(1, len(hints))), thread_name_prefix="hint") as writers:
         for _ in writers.map(lambda hint: store.put(hint.key, b""), hints):
@@ -47,7 +47,10 @@ def leave(store: ObjectStore, hints: Collection[MergeHint], *, value: str) -> No
 
 
 def value(store: ObjectStore) -> bytes | None:
-    """Another one than before: hints were left since. None: none ever was. Raises the store's errors."""
+    """Return the value of the last `leave`, or None if no hint was ever left.
+
+    It differs from the value read before if hints were left since. Raises the store's errors.
+    """
     try:
         return store.get(names.MERGE_HINTS_CHANGED_KEY)
     except NotFound:
@@ -55,7 +58,7 @@ def value(store: ObjectStore) -> bytes | None:
 
 
 def listed(store: ObjectStore) -> tuple[list[MergeHint], list[str]]:
-    """(the hints that are there, keys among them that are none). Raises the store's errors."""
+    """Return the hints that exist, and the keys among them that name no hint. Raises the store's errors."""
     hints: list[MergeHint] = []
     foreign: list[str] = []
     for entry in store.list(names.MERGE_HINTS_PREFIX):
@@ -67,5 +70,8 @@ def listed(store: ObjectStore) -> tuple[list[MergeHint], list[str]]:
 
 
 def clear(store: ObjectStore, hint: MergeHint) -> None:
-    """The tip that is read from now on holds what the hint was left for. May be repeated; raises the store's errors."""
+    """Delete a hint: a tip read from now on holds the merge that it was left for.
+
+    May be repeated; raises the store's errors.
+    """
     store.delete(hint.key)

@@ -1,7 +1,7 @@
-"""A log whose slots are objects of a store: `logs/<log id>/<number>`, numbers of 20 digits.
+"""Stores a log as objects of a store: `logs/<log id>/<number>`, numbers of 20 digits.
 
-Owns: keys and metadata of the slots; reading and deleting many at once.
-Does not own: the store's promises (`object_store`), on which those of `slot_log` rest.
+It reads and deletes many slots at once. The promises of `slot_log` rest on those of `object_store`. `store_opening`
+alone opens such logs; they stand apart as one of two implementations of `slot_log`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from storage_backends.slot_log import ReadSlot, SlotLog
 
 _KIND = "kind"
 _FINGERPRINT = "fingerprint"
-# Where a read is no request, so many slots are read by one call: to hand each over to a thread would take longer.
+# Slots read by one call if a read is no request: passing each to a thread would take longer.
 PORTION_SLOTS = 64
 
 
 class ObjectLogs:
-    """The logs that a store has. `executor` reads and deletes in parallel and must not be the one that calls a log."""
+    """The logs of a store.
+
+    `executor` reads and deletes in parallel and must not be the one that calls a log.
+    """
 
     def __init__(self, store: object_store.ObjectStore, executor: concurrent.futures.Executor) -> None:
         self._store = store
@@ -32,7 +35,7 @@ class ObjectLogs:
         return ObjectLog(self._store, log_id, self._executor)
 
     def log_ids(self) -> frozenset[str]:
-        """Raises `Damaged` for a key that is not of a log."""
+        """Return the ids of the logs. Raises `Damaged` for a key that does not belong to a log."""
         found = set()
         for entry in self._store.list(names.LOGS_PREFIX):
             log_id, _, _ = entry.key.removeprefix(names.LOGS_PREFIX).partition("/")
@@ -43,8 +46,9 @@ class ObjectLogs:
 
 
 class ObjectLog(SlotLog):
-    """One log. Who created its first slot through this object is its owner: what the owner deletes is its own, and
-    each number goes once. Anybody else looks at what it deletes.
+    """One log, whose owner is the object that created its first slot.
+
+    The owner deletes its own numbers, each once. Any other object checks a slot's kind before it deletes it.
     """
 
     def __init__(self, store: object_store.ObjectStore, log_id: str, executor: concurrent.futures.Executor) -> None:
@@ -52,10 +56,10 @@ class ObjectLog(SlotLog):
         self._store = store
         self._executor = executor
         self._prefix = names.log_prefix(log_id)
-        # The lowest number that the owner has not deleted; None for anybody else.
+        # The lowest number that the owner has not deleted; None for any other object
         self._low: int | None = None
         self._top = 0
-        # Of the owner's numbers, those below which a deletion has failed: what is there may be another's by now.
+        # The owner's numbers below this may hold a slot of another process, because a deletion has failed.
         self._doubtful_below = 0
 
     def create(self, number: int, slot: bytes) -> None:
@@ -106,7 +110,7 @@ class ObjectLog(SlotLog):
         self._low, self._doubtful_below = max(low, number + 1), 0
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing, since there is nothing to release."""
 
     def _key(self, number: int) -> str:
         return names.log_slot_key(self.log_id, number)
@@ -124,7 +128,7 @@ class ObjectLog(SlotLog):
         return found
 
     def _read_run(self, numbers: range) -> list[ReadSlot]:
-        """Those of these that are there. Most often all are, and whole."""
+        """Read the slots of these numbers that exist. Most often all do, and are whole."""
         try:
             bodies = self._store.get_run([self._key(number) for number in numbers])
         except object_store.Damaged:
@@ -141,7 +145,7 @@ class ObjectLog(SlotLog):
             return None
         except object_store.Damaged as error:
             damage = str(error)
-        # A range is read though the checksum of the whole is wrong: the slot tells which section it is about.
+        # Read a range although the checksum of the whole is wrong: the slot shows which section is damaged.
         try:
             size_bytes = self._store.head(key).size_bytes
             return ReadSlot(number, self._store.get_range(key, 0, size_bytes), damage)
@@ -149,7 +153,7 @@ class ObjectLog(SlotLog):
             return ReadSlot(number, None, damage)
 
     def _may_go(self, number: int) -> bool:
-        """Whether it is OPEN or DATA; what does not say what it is stays."""
+        """Return whether the slot is OPEN or DATA. A slot of unknown kind stays."""
         try:
             found = self.head(number)
         except object_store.Damaged:

@@ -1,13 +1,13 @@
-"""The port: what everything durable is written to and read from.
+"""Defines the port to an object store, which everything durable is written to and read from.
 
-Owns: the operations, what each promises, the errors, and the rules for keys and metadata.
-Does not own: which keys there are (`storage_backends.formats.names`), retries of conditional writes and the decision of
-what happened (`storage_backends.commit`, the journal), the search for a store's broken promises (`probe`).
+It has the operations and their promises, the errors, and the rules for keys and metadata. `formats.names` lists the
+keys, `commit` and the daemon's log decide what became of conditional writes, and `probe` looks for promises that a
+store breaks.
 
 Every implementation is synchronous and may be called from any number of threads.
 
 Promised, by every implementation:
-- `put_if_absent` has at most one winner for a key, whoever asks, from whichever process or machine.
+- `put_if_absent` has at most one winner for a key, whichever process or machine calls it.
 - What a successful write stored survives a crash of the machine and is seen by every later `get`, `head` and `list`.
 - An object found by `get`, `get_run`, `get_with_metadata` or `head` survives a crash of the machine too, whoever wrote
   it.
@@ -16,13 +16,11 @@ Promised, by every implementation:
 
 Not promised:
 - The order in which `list` shows keys; that a listed object still exists, or survives a crash, before `head` found it.
-- That a deletion survives a power failure: a deleted object may come back, with the bytes it had. (A local directory
-  promises it when it is told to, S3 does so anyway.)
+- That a deletion survives a power failure: a deleted object may reappear, with the bytes it had. (A local directory
+  promises it if asked to, S3 does so anyway.)
 - Anything about the order of two overlapping `put` calls to one key.
 - That a key and a key beneath it (`a` and `a/b`) can both exist. A directory cannot hold both and refuses the second.
 - That `get_range` finds damage inside the range: its caller has checksums of the parts it reads.
-
-How long to wait before something is tried again.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ from types import MappingProxyType, TracebackType
 from typing import Final, Self
 
 KEY_BYTES_MAX: Final = 900
-"""Longest key; S3 allows 1,024 bytes, and the store's own prefix needs its part of them."""
+"""Longest key (bytes); S3 allows 1,024, and the store's own prefix needs its part of them."""
 
 KEY_PART_BYTES_MAX: Final = 200
-"""Longest part of a key between two slashes; a file name has at most 255 bytes."""
+"""Longest part of a key between two slashes (bytes); a file name has at most 255."""
 
 METADATA_BYTES_MAX: Final = 2048
-"""Keys and values together; the limit of S3 for user metadata."""
+"""Keys and values together (bytes); the limit of S3 for user metadata."""
 
 NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -52,9 +50,9 @@ _METADATA_VALUE: Final = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 
 
 class StoreError(Exception):
-    """An operation of a store failed.
+    """The failure of an operation of a store.
 
-    `key`: the object or prefix it was about. `reason`: what went wrong.
+    `key` names the object or prefix, `reason` says what went wrong.
     """
 
     def __init__(self, key: str, reason: str) -> None:
@@ -64,19 +62,22 @@ class StoreError(Exception):
 
 
 class NotFound(StoreError):
-    """There is no object of this key."""
+    """The error for a key without an object."""
 
 
 class AlreadyExists(StoreError):
-    """An object of this key exists or is being written; it may be the caller's own of an earlier try. `head` tells."""
+    """The error for a key whose object exists or is being written.
+
+    It may be the caller's own, of an earlier try; `head` shows that.
+    """
 
 
 class OutcomeUnknown(StoreError):
-    """A conditional write was sent and its answer is missing: it has landed, or lands later, or never."""
+    """The error of a conditional write without an answer: it has landed, or lands later, or never."""
 
 
 class StoreUnavailable(StoreError):
-    """The store did not do it now; a later try may succeed.
+    """The failure of an operation that may succeed later.
 
     From `put_if_absent` it means that this try has not landed and never will. From `put` and `delete` it means nothing
     about what the store holds; both may be repeated.
@@ -84,16 +85,19 @@ class StoreUnavailable(StoreError):
 
 
 class StoreRefused(StoreError):
-    """The store will not do it however often it is asked: permissions, configuration, or a promise it does not keep."""
+    """The failure of an operation that no retry helps.
+
+    The reason is permissions, configuration, or a promise that the store breaks.
+    """
 
 
 class Damaged(StoreError):
-    """What the store holds is not what was written, or shorter than the caller knows it to be; `reason` says where."""
+    """The error of an object that differs from what was written, or is shorter than known; `reason` says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What `head` tells of an object. `size_bytes`: of the body."""
+    """The answer of `head` for an object. `size_bytes` is the size of the body."""
 
     key: str
     size_bytes: int
@@ -102,10 +106,10 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """What `list` tells of an object.
+    """The answer of `list` for an object.
 
-    `size_bytes`: what the store keeps for it; the body, or a little more. `modified_ms`: when it was written last, by
-    the store's clock, Unix time; some stores know only the second.
+    `size_bytes` is what the store keeps for it: the body, or a little more. `modified_ms` is the time of the last write
+    by the store's clock (Unix milliseconds); some stores know only the second.
     """
 
     key: str
@@ -114,32 +118,34 @@ class ListedObject:
 
 
 class ObjectStore(ABC):
-    """Objects by key. Keys are as `check_key` wants them, metadata as `check_metadata`; else `ValueError`.
+    """A store of objects by key.
 
-    Any operation may raise `StoreUnavailable` or `StoreRefused`.
+    Keys must pass `check_key` and metadata `check_metadata`, else `ValueError` is raised. Any operation may raise
+    `StoreUnavailable` or `StoreRefused`.
     """
 
     @abstractmethod
     def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> None:
-        """Store the object whether or not the key exists. May be repeated: for unique names, and for heartbeats."""
+        """Store the object whether or not the key exists. May be repeated. For unique names and heartbeats."""
 
     @abstractmethod
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
-        """Store the object if the key does not exist. It is sent once; nothing beneath this call repeats it.
+        """Store the object if the key does not exist.
 
-        Raises `AlreadyExists`, or `OutcomeUnknown`: then the caller decides by `head` and its own metadata.
+        It is sent once; nothing beneath this call repeats it. Raises `AlreadyExists`, or `OutcomeUnknown`: then the
+        caller decides by `head` and its own metadata.
         """
 
     @abstractmethod
     def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
-        """The whole body and the metadata. Raises `NotFound`, `Damaged`."""
+        """Return the whole body and the metadata. Raises `NotFound`, `Damaged`."""
 
     def get(self, key: str) -> bytes:
-        """The whole body. Raises `NotFound`, `Damaged`."""
+        """Return the whole body. Raises `NotFound`, `Damaged`."""
         return self.get_with_metadata(key)[0]
 
     def get_run(self, keys: Sequence[str]) -> list[bytes]:
-        """The whole bodies of these objects, up to the first that does not exist. Raises `Damaged`."""
+        """Return the whole bodies of these objects, up to the first that does not exist. Raises `Damaged`."""
         bodies = []
         for key in keys:
             try:
@@ -150,38 +156,38 @@ class ObjectStore(ABC):
 
     @property
     def reads_are_requests(self) -> bool:
-        """Whether a read waits for another machine: then many should be under way at once."""
+        """True if a read waits for another machine, so that many reads should be in flight at once."""
         return True
 
     @property
     def folder(self) -> str | None:
-        """The folder in which everything lies; None where the store is no local directory."""
+        """The folder that holds all objects, or None if the store is no local directory."""
         return None
 
     @abstractmethod
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes (at least one) of the body from `offset` on.
+        """Return exactly `length` bytes (at least one) of the body from `offset` on.
 
-        Raises `NotFound`, and `Damaged` when the body ends before that.
+        Raises `NotFound`, and `Damaged` if the body ends before that.
         """
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
-        """Size and metadata. Raises `NotFound`, `Damaged`."""
+        """Return size and metadata. Raises `NotFound`, `Damaged`."""
 
     @abstractmethod
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ListedObject]:
-        """Every object whose key begins with `prefix` (any part of a key, or nothing), in no order.
+        """List every object whose key begins with `prefix` (any part of a key, or nothing), in no order.
 
-        `start_after`: only keys above this one.
+        `start_after` restricts the list to keys above it.
         """
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove the object; that there is none is success."""
+        """Delete the object; succeeds if there is none."""
 
     def clock_skew_s(self) -> float | None:
-        """The store's time minus this machine's in seconds, as recent answers told; None where nothing tells it.
+        """Return the store's time minus this machine's (seconds), by recent answers, or None if it is unknown.
 
         Reads what is known: sends nothing, raises nothing.
         """
@@ -189,7 +195,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give up connections, files and locks; no operation may follow. May be repeated."""
+        """Close connections, files and locks; no operation may follow. May be repeated."""
 
     def __enter__(self) -> Self:
         return self
@@ -201,8 +207,11 @@ class ObjectStore(ABC):
 
 
 def check_key(key: str) -> None:
-    """Raise `ValueError` unless the parts between slashes are of letters, digits and `._-`, none empty or beginning
-    with a dot, and short enough for every store."""
+    """Check that a key is valid for every store; raise `ValueError` if not.
+
+    The parts between slashes are of letters, digits and `._-`, none empty or beginning with a dot, and all short
+    enough.
+    """
     if len(key) > KEY_BYTES_MAX:
         raise ValueError(f"key of {len(key)} bytes: the limit is {KEY_BYTES_MAX}: {key!r}")
     for part in key.split("/"):
@@ -215,7 +224,7 @@ def check_key(key: str) -> None:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise `ValueError` unless `prefix` is what a key can begin with: nothing, whole parts, a part of a part."""
+    """Raise `ValueError` unless a key can begin with `prefix`: nothing, whole parts, or a part of a part."""
     if _PREFIX.fullmatch(prefix) is None:
         raise ValueError(
             f"prefix {prefix!r}: its parts must be letters, digits, '.', '_' or '-', not empty, not begin with '.'"
@@ -223,9 +232,11 @@ def check_prefix(prefix: str) -> None:
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise `ValueError` unless keys are lower-case letters and digits, with hyphens between them, values printable
-    ASCII without blanks at their ends, and all of it within `METADATA_BYTES_MAX`: what every S3 look-alike gives back
-    unchanged."""
+    """Raise `ValueError` unless every S3 look-alike returns the metadata unchanged.
+
+    Keys are lower-case letters and digits with hyphens between them, values printable ASCII without blanks at their
+    ends, and all of it is within `METADATA_BYTES_MAX`.
+    """
     size_bytes = 0
     for name, value in metadata.items():
         if _METADATA_KEY.fullmatch(name) is None:
@@ -238,14 +249,15 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def check_range(offset: int, length: int) -> None:
-    """Raise `ValueError` unless the range is of at least one byte and does not begin before the body."""
+    """Raise `ValueError` unless the range has at least one byte and does not begin before the body."""
     if offset < 0 or length < 1:
         raise ValueError(f"range of {length} bytes from {offset}: at least one byte, from 0 on")
 
 
 def delays_s(jitter: Callable[[], float], *, first_s: float, last_s: float) -> Iterator[float]:
-    """Doubling delays in seconds, each drawn from the upper half of its step; without end. `jitter`: a number in
-    [0, 1), drawn anew at each call.
+    """Yield doubling delays (seconds) without end, each drawn from the upper half of its step.
+
+    `jitter` returns a new number in [0, 1) at each call.
     """
     step_s = first_s
     while True:

@@ -1,10 +1,8 @@
-"""Whether a store keeps the promises that safety rests on, tried out before anything is trusted to it.
+"""Tries out whether a store keeps the promises that safety rests on, before a daemon trusts it.
 
-Owns: the trials. They need a second or two and leave nothing behind.
-Does not own: which prefix is free (the caller's), and what follows (a daemon refuses to serve).
-
-Several servers that speak S3 ignore `If-None-Match`, or check and then write without a lock: two owners would both win
-the same slot of a journal. Passing is no proof; failing is one.
+The trials take a second or two and leave nothing behind. Several servers that speak S3 ignore `If-None-Match`, or check
+and then write without a lock: two owners would both win the same slot of a log. Passing is no proof; failing is one.
+The daemon's `command` alone probes, and refuses to serve after a failure; the trials need nothing but a store.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ _BODY: Final = bytes(range(256)) * 16
 
 
 def probe(store: ObjectStore, prefix: str) -> None:
-    """Try the store beneath `prefix`, a key under which nothing else is.
+    """Try the store beneath `prefix`, which must be free.
 
-    Raises `StoreRefused`, naming the promise that is broken, and whatever the store itself raises.
+    Raises `StoreRefused` with the broken promise, and whatever the store itself raises.
     """
     trials: tuple[Callable[[ObjectStore, str], None], ...] = (
         _an_object_is_created_once,
@@ -49,7 +47,7 @@ def probe(store: ObjectStore, prefix: str) -> None:
         for trial in trials:
             trial(store, prefix)
     except BaseException:
-        with suppress(StoreError):  # what the trial found is what counts
+        with suppress(StoreError):  # the trial's own error matters more
             _clean(store, prefix)
         raise
     _clean(store, prefix)
@@ -124,7 +122,7 @@ def _a_deleted_object_is_gone(store: ObjectStore, prefix: str) -> None:
 
 
 def _create(store: ObjectStore, key: str, racer: str) -> bool | None:
-    """Whether `put_if_absent` won; None if the store could not tell."""
+    """Return whether `put_if_absent` won, or None if the store could not tell."""
     try:
         store.put_if_absent(key, racer.encode("ascii"), metadata={_METADATA_KEY: racer})
     except AlreadyExists:
@@ -135,7 +133,7 @@ def _create(store: ObjectStore, key: str, racer: str) -> bool | None:
 
 
 def _check_holder(store: ObjectStore, key: str, racer: str | None) -> None:
-    """Everybody must see who wrote the object: by that, writers learn what became of a write without an answer."""
+    """Check that `head` shows who wrote the object: by that, writers learn the outcome of a write without an answer."""
     info = store.head(key)
     stored = info.metadata.get(_METADATA_KEY)
     if stored is None:

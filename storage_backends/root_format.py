@@ -1,7 +1,6 @@
-"""The object FORMAT: created once, it fixes what holds for the whole root.
+"""Reads and creates the object FORMAT, which fixes what holds for the whole root.
 
-Owns: creating it, reading it, and refusing a root that this release cannot serve.
-Does not own: its bytes (`formats.manifest`).
+It is created once. A root that this release cannot serve is refused. `formats.manifest` defines its bytes.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _SHARDS_PREFIX = "shards/"
 
 
 def read_or_create(store: ObjectStore, *, shards: int, log_form: LogForm, root_id: str, created_ms: int) -> RootFormat:
-    """FORMAT of the root. A new one has `shards` shards and logs of `log_form`; an existing root keeps its own.
+    """Return FORMAT of the root, creating it if the root is new.
 
-    `root_id`: unique for each call; it stays with the root if this call creates it. May be repeated after an error.
-    Raises Damaged when FORMAT cannot be read, is of another version, or is missing from a root that has shards; and
-    the store's errors.
+    May be repeated after an error. A new root has `shards` shards and logs of `log_form`; an existing root keeps its
+    own. `root_id` must be unique for each call; it stays with the root if this call creates it. Raises the store's
+    errors, and Damaged if FORMAT cannot be read, is of another version, or is missing from a root that has shards.
     """
     found = read(store)
     if found is not None:
@@ -45,7 +44,7 @@ def read_or_create(store: ObjectStore, *, shards: int, log_form: LogForm, root_i
     except AlreadyExists as error:
         found = read(store)
         if found is None:
-            # 409 is answered also while nobody has won: a later try may.
+            # The store answers 409 also while no writer has won: a later try may win.
             raise StoreUnavailable(names.FORMAT_KEY, f"{error.reason}, and it is not there yet") from error
         return found
     except OutcomeUnknown:
@@ -57,7 +56,10 @@ def read_or_create(store: ObjectStore, *, shards: int, log_form: LogForm, root_i
 
 
 def _created_meanwhile(store: ObjectStore, otherwise: str) -> RootFormat:
-    """What this or another daemon has created. Raises Damaged with the reason `otherwise` when it is not there."""
+    """Return the FORMAT that this or another daemon has created.
+
+    Raises Damaged with the reason `otherwise` if it is not there.
+    """
     found = read(store)
     if found is None:
         raise Damaged(names.FORMAT_KEY, otherwise)
@@ -65,9 +67,10 @@ def _created_meanwhile(store: ObjectStore, otherwise: str) -> RootFormat:
 
 
 def read(store: ObjectStore) -> RootFormat | None:
-    """The FORMAT of a root; None when there is none. Nothing is created.
+    """Read the FORMAT of a root.
 
-    Raises Damaged when it cannot be read or is of another version, and the store's errors.
+    Returns None if there is none; nothing is created. Raises the store's errors, and Damaged if it cannot be read or is
+    of another version.
     """
     try:
         body = store.get(names.FORMAT_KEY)

@@ -1,22 +1,16 @@
-"""A store on S3, or on a server that speaks its protocol, through boto3.
+"""Stores objects on S3, or on a server that speaks its protocol, through boto3.
 
-Owns: the settings of the connection, the two clients, what the server's answers and silences mean, and when by the
-server's clock they were given.
-Does not own: whether the server keeps the promises of the port (`probe`), and the retries of conditional writes.
-
-boto3 repeats no request. A repeated conditional PUT whose first answer was lost is told that the object exists, and
-boto3 would hide that there was a first one. All else is repeated here, as a whole: boto3 does not read a body again
-that was cut off, and it gives up at once when many requests have failed of late (its quota of retries).
+boto3 repeats no request. A repeated conditional PUT whose first answer was lost gets the answer that the object exists,
+and boto3 would hide that there was a first one. Everything else is repeated here, as a whole: boto3 does not read again
+a body that was cut off, and it gives up at once when many requests have failed of late (its quota of retries).
 
 409 and 412 mean the same: some servers answer the loser of two overlapping writes with the one, some with the other,
-and a 409 does not even say that anybody won. The caller decides by `head`.
+and a 409 does not even say that a writer won. The caller decides by `head`.
 
 Listing a directory bucket (S3 Express) needs prefixes that end in `/`, and shows keys in no order.
 
-How far a store's clock is from this machine's, as the answers of the store tell.
-
-Owns: the reading of many `Date` headers, which know whole seconds, as one narrow range.
-Does not own: where the headers come from (`s3`) and what is done about a difference.
+`StoreClock` turns the `Date` headers of many answers, cut to whole seconds, into one narrow range for the store's time.
+The module stands alone because importing it loads the AWS SDK; `store_opening` does that only for a store on S3.
 """
 
 from __future__ import annotations
@@ -60,16 +54,18 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import ListObjectsV2RequestTypeDef
 
 DATE_RESOLUTION_S: Final = 1.0
-"""A `Date` header is cut to whole seconds."""
+"""The resolution of a `Date` header (seconds)"""
 
 READING_S: Final = 60.0
-"""A range is built from the answers of so long at most: clocks drift, and are set right."""
+"""Longest time whose answers make one range (seconds): clocks drift, and are set right."""
 
 
 class StoreClock:
-    """Thread-safe. Each answer bounds the difference: the store wrote its time after the request was sent and before
-    the answer came. The bounds of answers that follow each other are cut together: the first one leaves a second and
-    the time that it took, some more leave little beyond the time of the fastest.
+    """The difference between the store's clock and this machine's.
+
+    Thread-safe. Each answer bounds it: the store wrote its time after the request was sent and before the answer came.
+    Bounds of successive answers are intersected: the first one leaves a second and the time that it took, some more
+    leave little beyond the time of the fastest.
     """
 
     def __init__(self) -> None:
@@ -79,7 +75,10 @@ class StoreClock:
         self._last: tuple[float, float] | None = None
 
     def answered(self, date_s: float, *, sent_s: float, received_s: float) -> None:
-        """An answer with that `Date`. All in seconds of Unix time: of the store, and of this machine."""
+        """Take the `Date` of an answer.
+
+        `date_s` is Unix time of the store, `sent_s` and `received_s` of this machine (seconds).
+        """
         least_s, most_s = date_s - received_s, date_s + DATE_RESOLUTION_S - sent_s
         with self._lock:
             narrow = max(self._least_s, least_s), min(self._most_s, most_s)
@@ -94,9 +93,9 @@ class StoreClock:
             self._least_s, self._most_s = narrow
 
     def skew_s(self) -> float | None:
-        """The store's time minus this machine's, None while there was no answer.
+        """Return the store's time minus this machine's (seconds), or None before the first answer.
 
-        The middle of the range that is narrower: the one that is being read, or the one before it.
+        It is the middle of the narrower range: the one that is being measured, or the one before it.
         """
         with self._lock:
             if self._began_s is None:
@@ -108,19 +107,19 @@ class StoreClock:
 
 T = TypeVar("T")
 
-# Before what has failed is asked for again, at first and at the longest.
+# The first and the longest delay before a retry (seconds)
 _FIRST_DELAY_S: Final = 0.1
 _LAST_DELAY_S: Final = 2.0
-# So long after the first try another one may begin: tries that time out are few, those that are answered 503 are many.
+# Time after the first try in which another may begin (seconds): tries that time out are few, those answered 503 many.
 _AGAIN_WITHIN_S: Final = 20.0
 
-# The request was not sent: no connection came about.
+# The request was not sent, because no connection was made.
 _NOT_SENT: Final = (
     botocore_errors.EndpointConnectionError,
     botocore_errors.ConnectTimeoutError,
     botocore_errors.ProxyConnectionError,
 )
-# It was or may have been sent, and the answer did not come or was cut off.
+# The request was or may have been sent, and the answer did not come or was cut off.
 _TRANSPORT: Final = (
     botocore_errors.HTTPClientError,
     botocore_errors.ConnectionError,
@@ -129,25 +128,25 @@ _TRANSPORT: Final = (
     urllib3_errors.HTTPError,
     OSError,
 )
-# "Try again" among the answers 4xx.
+# Answers 4xx that mean "try again"
 _PASSING_CODES: Final = frozenset({"RequestTimeout", "SlowDown", "Throttling", "OperationAborted"})
 _PASSING_STATUS: Final = frozenset({408, 409, 425, 429})
 
 
 @dataclass(frozen=True, slots=True)
 class S3Settings:
-    """Where the store is and how to speak to it.
+    """The address of the store, and how to speak to it.
 
-    `prefix`: stands before every key, whole parts without a slash at either end, or empty.
-    `endpoint_url`: of a server that is not AWS, such as `http://127.0.0.1:9000`.
-    `access_key_id`, `secret_access_key`, `session_token`: boto3's own chain (environment, profile, instance) if None.
-    `addressing_style`: `auto` puts the bucket into the path for an `endpoint_url`, and lets boto3 choose for AWS.
-    `checksums`: of requests and answers, by boto3. `auto` is `when_required` for an `endpoint_url`, because many
-    look-alikes refuse what they do not know, and `when_supported` for AWS.
-    `connect_timeout_s`, `read_timeout_s`: of one try. `attempts`: tries of everything but conditional writes, which
-    are tried once; fewer where tries take long, since none begins more than 20 s after the first.
-    `connections_max`: open at once, for each of the two clients; as many threads can wait for the store.
-    `list_page_keys`: keys in one answer to a listing, at most 1,000.
+    `prefix` stands before every key: whole parts without a slash at either end, or empty. `endpoint_url` is that of a
+    server that is not AWS, such as `http://127.0.0.1:9000`. If `access_key_id`, `secret_access_key` and `session_token`
+    are None, boto3's own chain applies (environment, profile, instance). `addressing_style` `auto` puts the bucket into
+    the path for an `endpoint_url`, and lets boto3 choose for AWS. `checksums` are those that boto3 adds to requests and
+    checks in answers; `auto` is `when_required` for an `endpoint_url`, because many look-alikes refuse what they do not
+    know, and `when_supported` for AWS. `connect_timeout_s` and `read_timeout_s` apply to one try (seconds). `attempts`
+    counts tries of everything but conditional writes, which are tried once; fewer are made if tries take long, since
+    none begins more than 20 s after the first. `connections_max` limits the open connections of each of the two
+    clients, and so the threads that wait for the store. `list_page_keys` limits the keys in one answer to a listing, at
+    most 1,000.
     """
 
     bucket: str
@@ -180,10 +179,10 @@ class S3Settings:
 
 
 class S3Store(ObjectStore):
-    """Objects beneath a prefix of a bucket. The bucket must exist.
+    """The objects beneath a prefix of a bucket.
 
-    `wall_clock`: this machine's, Unix time in seconds, to compare the store's with. `sleep`: between two tries.
-    `monotonic`: seconds, to end them by.
+    The bucket must exist. `wall_clock` returns this machine's Unix time (seconds), to compare the store's with. `sleep`
+    waits between two tries, and `monotonic` (seconds) ends them.
     """
 
     def __init__(
@@ -200,7 +199,7 @@ class S3Store(ObjectStore):
         session = boto3.session.Session()
         self._sleep = sleep
         self._monotonic = monotonic
-        # Reads must not wait for the connections of what makes decisions durable.
+        # Reads must not wait for the connections that make decisions durable.
         self._conditional: Final = _client(session, settings)
         self._data: Final = _client(session, settings)
         self._clock: Final = _ClockReader(wall_clock)
@@ -291,9 +290,9 @@ class S3Store(ObjectStore):
             return  # some look-alikes answer 404, S3 does not
 
     def _repeated(self, key: str, ask: Callable[[], T]) -> T:
-        """What the server answers, who is asked again, later each time, while what it says or does may pass.
+        """Repeat a request, later each time, while its failure may be transient.
 
-        Raises as `_translated` does, after as many tries as there may be, or as there is time for.
+        Raises as `_translated` does, after as many tries as `attempts` and the time allow.
         """
         delays_s = object_store.delays_s(random.random, first_s=_FIRST_DELAY_S, last_s=_LAST_DELAY_S)
         last_begins_s = self._monotonic() + _AGAIN_WITHIN_S
@@ -315,7 +314,7 @@ class S3Store(ObjectStore):
 
 
 class _ClockReader:
-    """Reads the `Date` of every answer, errors included, and of every try of a request."""
+    """A reader of the `Date` of every answer, errors included, and of every try of a request."""
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self.read: Final = StoreClock()
@@ -337,7 +336,7 @@ class _ClockReader:
         try:
             date_s = email.utils.parsedate_to_datetime(date).timestamp()
         except ValueError:
-            return  # a look-alike that writes no dates as RFC 9110 wants them
+            return  # a look-alike that does not write dates as in RFC 9110
         self.read.answered(date_s, sent_s=self._of_thread.sent_s, received_s=self._wall_clock())
 
 
@@ -370,7 +369,10 @@ def _client(session: boto3.session.Session, settings: S3Settings) -> S3Client:
 
 
 def _raise_for_conditional(key: str, error: Exception) -> NoReturn:
-    """What a failure means for a write that was sent at most once. What is not known to have failed may have landed."""
+    """Raise the meaning of a failure for a write that was sent at most once.
+
+    A write that is not known to have failed may have landed.
+    """
     if isinstance(error, botocore_errors.ClientError):
         status, code, reason = _answer(error)
         if status in (409, 412):
@@ -387,7 +389,7 @@ def _raise_for_conditional(key: str, error: Exception) -> NoReturn:
 
 @contextmanager
 def _translated(key: str) -> Iterator[None]:
-    """Raises what boto3 says of a request that may be repeated as an error of the store."""
+    """Raise errors of boto3, for a request that may be repeated, as errors of the store."""
     try:
         yield
     except botocore_errors.ClientError as error:
@@ -405,7 +407,7 @@ def _translated(key: str) -> Iterator[None]:
 
 
 def _answer(error: botocore_errors.ClientError) -> tuple[int, str, str]:
-    """Status, code, and both in words."""
+    """Return status, code, and both in words."""
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     details = error.response.get("Error", {})
     code = details.get("Code", "")
@@ -413,7 +415,7 @@ def _answer(error: botocore_errors.ClientError) -> tuple[int, str, str]:
 
 
 def _is_refusal(status: int, code: str) -> bool:
-    """Whether the same request will never be accepted: a redirect to elsewhere, a client's error, not implemented."""
+    """Return whether the same request is never accepted: a redirect to elsewhere, a client's error, not implemented."""
     passing = status in _PASSING_STATUS or code in _PASSING_CODES
     return status == 501 or (300 <= status < 500 and not passing)
 

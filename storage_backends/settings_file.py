@@ -1,9 +1,7 @@
-"""How settings are read: one TOML file, then `TARRY_SECTION__KEY` environment variables, then `section.key=value`
-overrides; the later wins.
+"""Reads settings from a TOML file, then `TARRY_SECTION__KEY` variables, then `section.key=value` overrides.
 
-Owns: reading them into a declared struct, strictly: an unknown key or a value out of its range is an error that names
-the setting and where it was set.
-Does not own: which settings there are, and which contradict each other.
+The later wins. Reading is strict: an unknown key or a value out of its range is an error that names the setting and
+where it was set. Other modules declare the settings and check which contradict each other.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ def load(
     overrides: Sequence[str] = (),
     others: bool = False,
 ) -> Settings:
-    """Reads the file (None: defaults), the environment (None: the process's) and `section.key=value` overrides.
+    """Read the file, the environment and `section.key=value` overrides into `settings`.
 
-    `others`: sections of file and environment that `settings` does not have are another program's, and passed over.
-
-    Raises SettingsError: what is wrong, by the setting's path and where it was set.
+    If `path` is None, the defaults apply; if `environment` is None, the process's is read. With `others`, sections of
+    file and environment that `settings` does not have belong to another program and are ignored. Raises SettingsError,
+    which names the setting's path and where it was set.
     """
     sections = _fields(settings)
     data: dict[str, Any] = {} if path is None else _read(path)
@@ -74,7 +72,7 @@ def _is_section(declared: Any) -> bool:
 
 
 def table_of(declared: Any) -> type[msgspec.Struct] | None:
-    """The section of which the setting is an array; None where it is something else."""
+    """Return the section of which the setting is an array, or None if it is no array."""
     if typing.get_origin(declared) is not tuple:
         return None
     item = typing.get_args(declared)[0]
@@ -107,7 +105,7 @@ def _refuse_unknown_keys(data: Mapping[str, Any], section: type[msgspec.Struct],
 
 
 def _of_environment(environment: Mapping[str, str]) -> Iterable[tuple[str, tuple[str, ...], str]]:
-    """Source (for messages), path and text of each override."""
+    """Yield source (for messages), path and text of each override."""
     for name in sorted(environment):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
@@ -115,7 +113,7 @@ def _of_environment(environment: Mapping[str, str]) -> Iterable[tuple[str, tuple
 
 
 def _of_overrides(overrides: Sequence[str]) -> Iterable[tuple[str, tuple[str, ...], str]]:
-    """Yields source (for messages), path and text of each override `section.key=value`. Raises SettingsError."""
+    """Yield source (for messages), path and text of each override `section.key=value`. Raises SettingsError."""
     for override in overrides:
         left, equals, text = override.partition("=")
         if not equals or not left.strip():
@@ -124,7 +122,7 @@ def _of_overrides(overrides: Sequence[str]) -> Iterable[tuple[str, tuple[str, ..
 
 
 def _set(data: dict[str, Any], settings: type[msgspec.Struct], source: str, keys: tuple[str, ...], text: str) -> None:
-    """Puts one override into `data`, as the type that the setting has."""
+    """Write one override into `data`, as the type that the setting has."""
     section = settings
     for depth, name in enumerate(keys):
         fields = _fields(section)
@@ -150,7 +148,10 @@ def _set(data: dict[str, Any], settings: type[msgspec.Struct], source: str, keys
 
 
 def _explain(error: msgspec.ValidationError, data: dict[str, Any], settings: type[msgspec.Struct]) -> str:
-    """msgspec says `Expected ... - at `$.journal.slot_bytes_max``; names the setting first, with its value."""
+    """Turn a message of msgspec into one that begins with setting and value.
+
+    msgspec says `Expected ... - at `$.journal.slot_bytes_max``.
+    """
     what, _, where = str(error).partition(" - at `$.")
     value: Any = data
     declared: Any = settings
@@ -164,12 +165,12 @@ def _explain(error: msgspec.ValidationError, data: dict[str, Any], settings: typ
 
 
 def _below(declared: Any, key: str) -> Any:
-    """The type of what stands under a key; of an array, with an empty key, that of its items."""
+    """Return the type of the value under a key; for an array, with an empty key, that of its items."""
     if _is_section(declared):
         return _fields(declared).get(key)
     if typing.get_origin(declared) is tuple:
         return typing.get_args(declared)[0]
-    # An annotated or an optional one.
+    # An annotated or an optional type
     inner = [each for each in typing.get_args(declared) if not isinstance(each, msgspec.Meta)]
     return _below(inner[0], key) if inner else None
 
@@ -185,7 +186,7 @@ _KINDS = {
 
 
 def _plainly(what: str, declared: Any) -> str:
-    """What is allowed, in plain words, where msgspec names types and patterns."""
+    """Say in plain words what is allowed, if msgspec names types and patterns."""
     choices = _choices(declared)
     if what.startswith("Invalid enum value") and choices:
         return f"it must be {' or '.join(choices)}"
@@ -202,7 +203,7 @@ def _plainly(what: str, declared: Any) -> str:
 
 
 def _choices(declared: Any) -> list[str]:
-    """The values of a setting that has a few to choose from."""
+    """Return the values of a setting that has a few to choose from."""
     inner = typing.get_args(declared)
     if typing.get_origin(declared) is typing.Literal:
         return [str(each) for each in inner]
@@ -210,7 +211,7 @@ def _choices(declared: Any) -> list[str]:
 
 
 def _allowed(declared: Any) -> str:
-    """What the declaration says of a pattern in words (`storage_settings.WRITTEN_AS`)."""
+    """Return the words of the declaration for a pattern (`storage_settings.WRITTEN_AS`)."""
     for each in typing.get_args(declared):
         if isinstance(each, msgspec.Meta) and each.extra and WRITTEN_AS in each.extra:
             return str(each.extra[WRITTEN_AS])

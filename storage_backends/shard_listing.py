@@ -1,10 +1,8 @@
-"""What a listing of a shard shows: its manifests, and the objects that they may name; and which of these nobody needs.
+"""Collects what a listing of a shard shows, and finds the orphans in it.
 
-Owns: the reading of listed keys, and what an orphan is.
-Does not own: listing, how far the orphan floor may move, and deleting.
-
-R4: an object may go only if its base is below the orphan floor of a manifest that does not name it: who brings in an
-object from then on is refused, since its base is below the floor. R9: a listing only shows what there is to decide on.
+R4: an object may go only if its base is below the orphan floor of a manifest that does not name it: a process that
+brings in such an object from then on is refused, because its base is below the floor. R9: a listing only shows
+candidates. Callers list, move the orphan floor and delete.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ class Listed:
     def __init__(self) -> None:
         self.manifests = array.array("Q")
         self._manifest_bytes = array.array("Q")
-        # By key: the base and the size.
+        # Key -> (base, size in bytes)
         self.objects: dict[str, tuple[int, int]] = {}
 
     def add_manifest(self, number: int, size_bytes: int) -> None:
@@ -31,21 +29,21 @@ class Listed:
         self._manifest_bytes.append(size_bytes)
 
     def in_order(self) -> list[tuple[int, int]]:
-        """The numbers of the manifests, ascending, and their sizes: no listing is in order."""
+        """Return the numbers of the manifests, ascending, with their sizes: a listing has no order."""
         return sorted(zip(self.manifests, self._manifest_bytes, strict=True))
 
     def forget(self, deleted: Iterable[str]) -> None:
-        """Forgets objects that were deleted since."""
+        """Forget objects that were deleted since."""
         for key in deleted:
             self.objects.pop(key, None)
 
     def unnamed(self, named: Set[str]) -> dict[str, tuple[int, int]]:
-        """Objects that are on their way into a manifest, or never will be in one."""
+        """Return the objects that no manifest names, yet or ever."""
         return {key: found for key, found in self.objects.items() if key not in named}
 
 
 class ShardListing:
-    """Everything that was listed of one shard. `size_bytes`: all of it."""
+    """Everything that was listed of one shard. `size_bytes` is the size of all of it."""
 
     def __init__(self, shard: int) -> None:
         self.size_bytes = 0
@@ -54,7 +52,7 @@ class ShardListing:
         self._prefix = names.shard_prefix(shard)
 
     def add(self, entries: Iterable[ListedObject]) -> None:
-        """What is not of this layout counts, and is left alone."""
+        """Add listed objects. A key outside the layout adds only its size."""
         for entry in entries:
             self.size_bytes += entry.size_bytes
             parts = entry.key.removeprefix(self._prefix).split("/")
@@ -81,15 +79,15 @@ class ShardListing:
 
 
 def named_by_shard(manifest: ShardManifest) -> frozenset[str]:
-    """Every object that the manifest names."""
+    """Return the names of all objects that the manifest names."""
     checkpoints = (manifest.checkpoint, manifest.previous_checkpoint)
     live = {each.object.name for each in checkpoints if each is not None}
     return frozenset(live | {each.object.name for each in manifest.tombstones})
 
 
 def orphans(listed: Listed, named: Set[str], floor: int) -> list[tuple[str, int]]:
-    """Keys and sizes of the objects that no manifest will ever name again.
+    """Return keys and sizes of the objects that no manifest will ever name again.
 
-    `named`: by a manifest that has the orphan floor `floor`, or was read after one that has.
+    `named` are the names in a manifest that has the orphan floor `floor`, or was read after one that has.
     """
     return [(key, size_bytes) for key, (base, size_bytes) in listed.unnamed(named).items() if base < floor]

@@ -1,7 +1,7 @@
-"""The manifests of a shard, as a sequence.
+"""Opens the manifests of a shard as a sequence.
 
-Owns: which manifests are of a shard. Does not own: the operations of its owners (the daemon) and of collection
-(`manifest_collection`), and the stored form (`formats.manifest`).
+The daemon defines the operations of its owners, `manifest_collection` those of collection, and `formats.manifest` the
+stored form.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def shard_log(
     new_id: Callable[[], str],
     observer: commit.Observer | None = None,
 ) -> commit.ManifestLog[ShardManifest]:
-    """The manifests of one shard; one of another shard among them is damage."""
+    """Return the manifests of one shard; a manifest of another shard among them is damage."""
 
     def decode(body: bytes) -> ShardManifest:
         found = CODEC.decode(body)

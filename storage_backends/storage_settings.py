@@ -1,9 +1,8 @@
-"""The settings that the daemon shares with offline jobs: where everything durable is, how buckets are written, and how
-long what has left a manifest stays.
+"""Declares the settings that the daemon shares with offline jobs, and checks them together.
 
-Owns: these sections, declared once, what they must be together, and what a topic's policy makes of them.
-Does not own: the other settings of the daemon (`daemon.settings`), how settings are read (`settings_file`), and what
-they do.
+They say where everything durable is, how buckets are written, and how long an object stays after it has left a
+manifest. A topic's policy may override some. `daemon.settings` declares the daemon's other settings; `settings_file`
+reads all of them.
 """
 
 from __future__ import annotations
@@ -17,11 +16,14 @@ from storage_backends.formats.manifest import TopicPolicy
 from storage_backends.formats.segment import SegmentLimits
 
 WRITTEN_AS = "written_as"
-"""In `Meta.extra` of a setting with a pattern: what the pattern allows, in words that go on from "it must be"."""
+"""The key in `Meta.extra` of a setting with a pattern for the allowed values, in words that go on from "it must be"."""
 
 
 class SettingsError(ValueError):
-    """A setting is unknown, out of its range, or contradicts another one; the message names it and where it was set."""
+    """The error of a setting that is unknown, out of its range, or contradicts another.
+
+    The message names it and where it was set.
+    """
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -239,13 +241,13 @@ class Collection(Section, frozen=True):
 
 
 def check_store(store: Store) -> None:
-    """Raises SettingsError for what no single setting shows."""
+    """Check the settings of the store together. Raises SettingsError."""
     if store.kind == "s3" and not store.s3.bucket:
         raise SettingsError("store.s3.bucket is not set, and store.kind is 's3'")
 
 
 def check_bucket(bucket: Bucket) -> None:
-    """Raises SettingsError for what no single setting shows."""
+    """Check the settings of buckets together. Raises SettingsError."""
     refuse_above(
         "bucket.min_index_count_per_bucket", bucket.min_index_count_per_bucket, "bucket.rows_max", bucket.rows_max
     )
@@ -270,9 +272,9 @@ def refuse_above(name: str, value: int, limit_name: str, limit: int) -> None:
 
 
 def segment_limits(bucket: Bucket, policy: TopicPolicy) -> SegmentLimits:
-    """How the buckets of a topic are cut into segments: by its policy, where that says nothing by the settings.
+    """Return how the buckets of a topic are cut into segments, by its policy, else by the settings.
 
-    A default gives way to what was set: a segment need not have more rows than it may have.
+    If the minimum exceeds the maximum of rows, the maximum counts.
     """
     seconds = policy.max_time_step_per_bucket_snapshot_segment_seconds
     rows_max = policy.max_indexes_per_bucket_snapshot_segment
@@ -286,10 +288,10 @@ def segment_limits(bucket: Bucket, policy: TopicPolicy) -> SegmentLimits:
 
 
 def compatible_form(bucket: Bucket, policy: TopicPolicy) -> bool:
-    """Whether the buckets of a topic are written in PIP-195's form."""
+    """Return whether the buckets of a topic are written in PIP-195's form."""
     return bucket.form == "compatible" if policy.compatible_form is None else policy.compatible_form
 
 
 def merge_rows_max(bucket: Bucket, policy: TopicPolicy) -> int:
-    """Rows that a merged bucket of a topic may have."""
+    """Return how many rows a merged bucket of a topic may have."""
     return bucket.merge_rows_max if policy.merge_rows_max is None else policy.merge_rows_max

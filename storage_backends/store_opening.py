@@ -1,18 +1,7 @@
-"""The object stores that settings name.
+"""Opens the object store that settings name, and the logs of a root in the form that its FORMAT says.
 
-Owns: the translation of settings into those of a store.
-Does not own: the settings (`storage_settings`), the stores, and when one is opened and closed.
-
-Of which type the file system of a path is, and whether one machine alone can have it.
-
-Owns: the types that are known to be of one machine, and asking the system.
-Does not own: what depends on it (`log_opening`).
-
-The logs of a root, in the form that its FORMAT says.
-
-Owns: which implementation a form has, which form a new root gets, and refusing files on a file system that is not of
-one machine alone.
-Does not own: the forms (`object_log`, `file_log`), and FORMAT (`root_format`).
+Logs in files need a file system that belongs to one machine alone; the types known to do so are listed here, and files
+on any other are refused. `storage_settings` declares the settings, `root_format` reads FORMAT.
 """
 
 from __future__ import annotations
@@ -33,7 +22,7 @@ from storage_backends.storage_settings import S3
 
 
 class Place(Protocol):
-    """Settings that say where a store is: `path` of kind `local`, `s3` of kind `s3`."""
+    """The settings that say where a store is: `path` for kind `local`, `s3` for kind `s3`."""
 
     @property
     def kind(self) -> Literal["local", "s3"]: ...
@@ -46,15 +35,14 @@ class Place(Protocol):
 
 
 def open_store(place: Place, *, deletions_survive: bool = False) -> object_store.ObjectStore:
-    """The store of this place.
+    """Open the store of this place.
 
-    `deletions_survive`: a power failure, too, which costs a local directory a synchronisation each.
-
-    Raises `StoreError`.
+    Raises `StoreError`. With `deletions_survive`, deletions survive a power failure, which costs a local directory a
+    synchronisation each.
     """
     if place.kind == "local":
         return local_directory.LocalDirectory(place.path, deletions_survive=deletions_survive)
-    # The AWS SDK takes a third of the time in which a daemon starts: only where it is needed.
+    # Import the AWS SDK only if it is needed: it takes a third of the time in which a daemon starts.
     from storage_backends import s3
 
     given = place.s3
@@ -82,15 +70,19 @@ _MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 def not_of_one_machine(path: Path) -> str | None:
-    """The type of the file system of `path`, which need not exist yet, where other machines may have it, too, or where
-    nobody knows; None where one machine alone has it.
+    """Return the type of the path's file system if other machines may share it or its type is unknown.
+
+    Returns None if it belongs to one machine alone. The path need not exist yet.
     """
     found = type_of(path)
     return None if found in _OF_ONE_MACHINE else found
 
 
 def type_of(path: Path, mounts: Path = _MOUNTS) -> str:
-    """The type as the system names it, such as ext4; `UNKNOWN` where it does not say. `mounts`: its table of mounts."""
+    """Return the type of the path's file system as the system names it, such as ext4, or `UNKNOWN`.
+
+    `mounts` is the system's table of mounts.
+    """
     there = path.absolute()
     while not there.exists():
         there = there.parent
@@ -109,7 +101,10 @@ def type_of(path: Path, mounts: Path = _MOUNTS) -> str:
 
 
 def _type_by_path(there: Path, lines: list[str]) -> str:
-    """By the longest mount point above it: some file systems give other devices to files than to their mounts."""
+    """Find the type by the longest mount point above the path.
+
+    Some file systems give files other devices than their mounts.
+    """
     found, longest = UNKNOWN, -1
     for line in lines:
         before, _, after = line.partition(" - ")
@@ -128,7 +123,7 @@ Wanted = Literal["auto", "objects", "files"]
 
 
 def form_of_new_root(store: ObjectStore, wanted: Wanted) -> LogForm:
-    """The form of the logs of a root that is made in this store. Raises StoreRefused for files where none can be."""
+    """Choose the form of the logs of a root that is made in this store. Raises StoreRefused if it cannot be files."""
     if wanted == "objects" or (wanted == "auto" and store.folder is None):
         return LogForm.OBJECTS
     if store.folder is None:
@@ -143,9 +138,10 @@ def form_of_new_root(store: ObjectStore, wanted: Wanted) -> LogForm:
 
 
 def open_logs(form: LogForm, store: ObjectStore, executor: concurrent.futures.Executor) -> SlotLogs:
-    """The logs of the root in this store, whose FORMAT says `form`. `executor`: see `ObjectLogs`.
+    """Open the logs of the root in this store, whose FORMAT says `form`.
 
-    Raises StoreRefused for files that are elsewhere, or on a file system that other machines may share.
+    `executor` is that of `ObjectLogs`. Raises StoreRefused for files that are elsewhere, or on a file system that other
+    machines may share.
     """
     if form is LogForm.OBJECTS:
         return ObjectLogs(store, executor)

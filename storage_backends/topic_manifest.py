@@ -1,21 +1,15 @@
-"""The operations of owners on a topic's manifest: what may follow what.
-
-Owns: precondition and effect of each of these operations, and how buckets leave a manifest.
-Does not own: merges (`topic_merge`), collection (`manifest_collection`), committing (`commit`), the stored form
-(`formats.manifest`), and when an operation is wanted.
+"""Defines the operations on a topic's manifest: those of its owner, and the merge of neighbouring live buckets.
 
 Every operation of an owner carries its epoch: an owner that was replaced is refused. An epoch has one owner, whose
-operations on a topic come one after the other; so each can tell that it has landed, and may be committed again when its
-outcome is unknown.
+operations on a topic come one after the other; therefore each can tell that it has landed, and may be committed again
+when its outcome is unknown.
 
-The merge of neighbouring live buckets, as an operation on a topic's manifest.
+A merge carries no epoch: any process may merge. A commit of the owner between plan and merge either leaves the sources
+live, and then its progress counts for the rows that were copied into the merged bucket; or it drops one of them, and
+the merge is refused.
 
-Owns: its precondition and effect, and which buckets are neighbours.
-Does not own: the rows of the merged bucket (`formats.merge`), which buckets are merged, committing (`commit`).
-
-It carries no epoch: any process may merge. What the owner commits meanwhile either leaves the sources live, and what
-it says of them counts for the merged bucket as far as it was copied; or lets one of them leave, and the merge is
-refused.
+`manifest_collection` has the operations of collection, `commit` commits, `formats.manifest` defines the stored form,
+and `formats.merge` the rows of a merged bucket.
 """
 
 from __future__ import annotations
@@ -64,7 +58,7 @@ def topic_log(
     new_id: Callable[[], str],
     observer: commit.Observer | None = None,
 ) -> commit.ManifestLog[TopicManifest]:
-    """The manifests of one topic; one of another topic among them is damage."""
+    """Return the manifests of one topic; a manifest of another topic among them is damage."""
 
     def decode(body: bytes) -> TopicManifest:
         found = CODEC.decode(body)
@@ -85,15 +79,16 @@ def topic_log(
 
 
 def reference_to(key: str, base: int, body: bytes) -> ObjectReference:
-    """The reference to an object of these bytes."""
+    """Return the reference to an object of these bytes."""
     return ObjectReference(name=key, base=base, size_bytes=len(body), sha256=hashlib.sha256(body).digest())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Create:
-    """The topic is born, also after a deletion, which raised the incarnation; no slot up to `applied` names it.
+    """The creation of a topic, also after a deletion, which raised the incarnation.
 
-    The tip of a deleted topic need not be claimed before: an epoch below its owner's is refused.
+    No slot up to `applied` names it. The tip of a deleted topic need not be claimed before: an epoch below its owner's
+    is refused.
     """
 
     topic: str
@@ -128,7 +123,10 @@ class Create:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimTopic:
-    """A new owner of the shard; must come before the manifest is relied on (R5), also when the topic was deleted."""
+    """The claim of a new owner of the shard.
+
+    It must come before anything relies on the manifest (R5), also if the topic was deleted.
+    """
 
     epoch: int
 
@@ -146,12 +144,12 @@ class ClaimTopic:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """`buckets` are live, and everything of the topic, `slot_to` included, is in live buckets and progress.
+    """The seal of `buckets`, after which live buckets and progress hold everything of the topic up to `slot_to`.
 
-    Either `progress` is inline, or `progress_object` holds it: an object that was written before. Progress is as of
-    `slot_to`; it may name buckets that have been merged since (`formats.merge.bits_of`). A bucket of a subscription
-    that is no more does not become live. It, and the object that held the progress before, may be deleted after
-    `replaced_delete_after_ms` (Unix time).
+    Either `progress` is inline, or `progress_object` names an object that was written before. Progress is as of
+    `slot_to`; it may name buckets that have been merged since (`formats.merge.bits_of`). A bucket of a deleted
+    subscription does not become live. It, and the object that held the progress before, may be deleted after
+    `replaced_delete_after_ms` (Unix milliseconds).
     """
 
     buckets: tuple[LiveBucket, ...]
@@ -203,17 +201,18 @@ class Seal:
 
     @property
     def _objects(self) -> tuple[ObjectReference, ...]:
-        """What it brings in."""
+        """The objects that it adds to the manifest."""
         buckets = tuple(bucket.object for bucket in self.buckets)
         return buckets if self.progress_object is None else (*buckets, self.progress_object)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DropBuckets:
-    """Buckets every row of which is gone leave; their objects may be deleted after `delete_after_ms` (Unix time).
+    """The drop of buckets whose rows are all gone.
 
-    Those that are live no longer were merged since: they have left. What progress says of them stays until the next
-    seal; inline, until no bucket is left. What a quarantined bucket holds is not known, so that it stays.
+    Their objects may be deleted after `delete_after_ms` (Unix ms). Buckets that are no longer live were merged since,
+    and have left. Their progress stays until the next seal, or, if it is inline, until no bucket is left. A quarantined
+    bucket stays, because its content is unknown.
     """
 
     buckets: tuple[str, ...]
@@ -239,8 +238,9 @@ class DropBuckets:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """A live bucket is read no more and never deleted while the topic is there. `damage`: what was found; `slot`: the
-    last one that was applied then.
+    """The quarantine of a live bucket, which is then never read, nor deleted while the topic exists.
+
+    `damage` says what was found; `slot` is the last one that was applied then.
     """
 
     bucket: str
@@ -277,7 +277,7 @@ class Quarantine:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SetPolicy:
-    """The policy from now on, as a whole."""
+    """The replacement of the whole policy."""
 
     policy: TopicPolicy
     epoch: int
@@ -294,7 +294,7 @@ class SetPolicy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SetDelayLevels:
-    """The delay levels from now on; None: the daemon's."""
+    """The replacement of the delay levels. With None the daemon's apply."""
 
     levels: TopicDelayLevels | None
     epoch: int
@@ -311,11 +311,10 @@ class SetDelayLevels:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteTopic:
-    """The topic is no more, and what slots up to `slot` decided on it is void. Its objects may be deleted after
-    `delete_after_ms` (Unix time).
+    """The deletion of a topic, which voids all decisions on it in slots up to `slot`.
 
-    The manifest stays: the next topic of the name has the raised incarnation, and none of its subscriptions an id that
-    was given before.
+    Its objects may be deleted after `delete_after_ms` (Unix milliseconds). The manifest stays: the next topic of the
+    name has the raised incarnation, and none of its subscriptions gets an id that was used before.
     """
 
     slot: ShardSlot
@@ -349,11 +348,12 @@ class DeleteTopic:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SetSubscriptions:
-    """The subscriptions from now on. `properties_object` holds their properties: one that was written before, or the
-    one that is named; None: they have none. `last_subscription_id`: the highest id ever given, also to a deleted one.
+    """The replacement of all subscriptions.
 
-    The buckets of a subscription that is no more leave with it, quarantined ones included; their objects, and the one
-    that held the properties before, may be deleted after `delete_after_ms` (Unix time).
+    `properties_object` holds their properties: a new object that was written before, or the current one. None means
+    that they have none. `last_subscription_id` is the highest id ever given, also to a deleted subscription. The
+    buckets of a deleted subscription leave with it, quarantined ones included; their objects, and the one that held the
+    properties before, may be deleted after `delete_after_ms` (Unix milliseconds).
     """
 
     subscriptions: tuple[Subscription, ...]
@@ -395,14 +395,14 @@ class SetSubscriptions:
 
 
 def existing(tip: TopicManifest | None) -> TopicManifest:
-    """For `apply` of an operation that follows a manifest: raises ValueError when there is none."""
+    """Return the tip for an `apply` that needs one. Raises ValueError if there is none."""
     if tip is None:
         raise ValueError(NO_TOPIC)
     return tip
 
 
 def _not_owned(tip: TopicManifest, epoch: int) -> str | None:
-    """Why the owner of `epoch` may not change the topic."""
+    """Return why the owner of `epoch` may not change the topic, or None if it may."""
     if tip.owner_epoch != epoch:
         return f"owner epoch is {tip.owner_epoch}, not {epoch}"
     return TOPIC_DELETED if tip.deleted else None
@@ -421,7 +421,7 @@ def _replaced(before: ObjectReference | None, after: ObjectReference | None) -> 
 
 
 def _owed(buckets: Iterable[LiveBucket], subscriptions: Iterable[Subscription]) -> tuple[LiveBucket, ...]:
-    """The buckets of the shared index and of the indexes of these subscriptions."""
+    """Return the buckets of the shared index and of the indexes of these subscriptions."""
     owed = {index_ids.SHARED, *(each.subscription_id for each in subscriptions)}
     return tuple(bucket for bucket in buckets if index_ids.subscription_of(bucket.subscription_id) in owed)
 
@@ -433,10 +433,11 @@ def with_live(
     *,
     leaving: Iterable[ObjectReference] = (),
 ) -> TopicManifest:
-    """The manifest that follows, with these live buckets. The others become tombstones, as do the objects `leaving`.
+    """Return the next manifest, with these live buckets.
 
-    When no bucket is left, of progress only dead letters count: nothing can be gone from none. Progress that is an
-    object may hold some as long as there is a subscription; then it leaves too.
+    All other buckets become tombstones, and so do the objects `leaving`. If no bucket is left, only the dead letters of
+    inline progress stay, because no row can be gone. A progress object may hold dead letters while there is a
+    subscription; without one it leaves too.
     """
     staying = {bucket.object.name for bucket in live}
     left = [*leaving, *(bucket.object for bucket in tip.live if bucket.object.name not in staying)]
@@ -460,7 +461,7 @@ def with_live(
 
 
 def _dead_letters_of(progress: Progress | None, subscriptions: Iterable[Subscription]) -> Progress | None:
-    """What inline progress says of the dead letters of these subscriptions."""
+    """Return the dead letters of these subscriptions in inline progress."""
     if progress is None:
         return None
     owed = {each.subscription_id for each in subscriptions}
@@ -473,7 +474,7 @@ def _dead_letters_of(progress: Progress | None, subscriptions: Iterable[Subscrip
 
 
 def not_bringable(tip: TopicManifest, reference: ObjectReference) -> str | None:
-    """Why an object that was written may not be named by the manifest that follows."""
+    """Return why the next manifest may not name an object that was written, or None if it may."""
     if reference.base < tip.head.orphan_floor:
         return f"object {reference.name} was started below the orphan floor {tip.head.orphan_floor}"
     return _named_twice(reference) if reference.name in names_in(tip) else None
@@ -484,14 +485,14 @@ def _named_twice(reference: ObjectReference) -> str:
 
 
 def names_in(tip: TopicManifest) -> set[str]:
-    """Every object that the manifest names."""
+    """Return the names of all objects that the manifest names."""
     named = {bucket.object.name for bucket in tip.live} | {tombstone.object.name for tombstone in tip.tombstones}
     return named | {each.name for each in tip.beside_buckets}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class MergeSource:
-    """A bucket that is merged. `kept`: that of its own metadata. `dropped`: the positions that were not copied."""
+    """A bucket to merge. `kept` is that of its metadata, `dropped` the positions that were not copied."""
 
     name: str
     kept: tuple[KeptRows, ...]
@@ -500,11 +501,11 @@ class MergeSource:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Merge:
-    """`bucket` takes the place of the sources, neighbours in one index; None when no row of them is left.
+    """The replacement of the sources, neighbours in one index, by `bucket`, or by nothing if that is None.
 
-    `dropped_hash`: of the rows that were not copied; they must be gone on the tip too. `incarnation`: the topic's, when
-    it was planned. `progress_of`: the progress of a manifest, wherever that has it; may raise the store's errors. The
-    sources may be deleted after `delete_after_ms` (Unix time).
+    `dropped_hash` is the hash of the rows that were not copied; they must be gone on the tip too. `incarnation` is the
+    topic's when the merge was planned. `progress_of` returns the progress of a manifest, inline or not, and may raise
+    the store's errors. The sources may be deleted after `delete_after_ms` (Unix milliseconds).
     """
 
     sources: tuple[MergeSource, ...]
@@ -533,7 +534,7 @@ class Merge:
         return next((reason for reason in reasons if reason is not None), None) or self._not_gone(tip)
 
     def _merging(self, tip: TopicManifest) -> list[LiveBucket]:
-        """The sources that are live."""
+        """Return the sources that are live."""
         names = {source.name for source in self.sources}
         return [bucket for bucket in tip.live if bucket.object.name in names]
 
@@ -593,12 +594,15 @@ class Merge:
         return with_live(tip, (*tip.live[:place], *made, *after), self.delete_after_ms)
 
     def landed(self, tip: TopicManifest) -> bool:
-        """A merge that left no bucket shows nothing of itself: committed again, it finds no sources and is refused."""
+        """Return whether the tip names the merged bucket.
+
+        A merge without one leaves no trace: committed again, it finds no sources and is refused.
+        """
         return self.bucket is not None and self.bucket.object.name in names_in(tip)
 
 
 def adjacent_order(live: Iterable[LiveBucket]) -> list[LiveBucket]:
-    """The buckets that may be merged, neighbours side by side: those of one index together, by ledgers and name."""
+    """Return the buckets that may be merged, neighbours side by side: by index, then by ledgers and name."""
 
     def place(bucket: LiveBucket) -> tuple[int, int, int, str]:
         return bucket.subscription_id, bucket.first_ledger_id, bucket.last_ledger_id, bucket.object.name

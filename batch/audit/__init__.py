@@ -1,1 +1,1 @@
-"""The audit of a root: everything that is stored is read and checked, and nothing is written."""
+"""Audits a root: reads and checks everything that is stored, and writes nothing."""

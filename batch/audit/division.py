@@ -1,13 +1,7 @@
-"""Which jobs an audit has, and what each costs.
+"""Lists a shard for an audit, and divides manifests, log slots and objects into jobs with their costs.
 
-Owns: the division of manifests, log slots and objects into jobs, and which objects a manifest names. Pure.
-Does not own: what a job does (`manifest_task`, `log_task`, `object_task`, `row_tasks`), and which jobs make a task
-(`driver`).
-
-What a listing of a shard shows an audit, and how reading it is split.
-
-Owns: the listing with everything in it: manifests, objects, and what is none of these; and portions of work.
-Does not own: the reading of listed keys (`storage_backends.shard_listing`), tasks and their order (`driver`).
+The listing keeps everything: manifests, objects, and foreign keys. `driver` alone uses this module; it stands apart
+because it only lists and computes: it runs no job.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ from storage_backends.shard_listing import Listed, ShardListing
 T = TypeVar("T")
 
 OBJECT_BYTES: Final = 64 << 10
-"""What asking for one more object costs, in bytes that could be read meanwhile."""
+"""The cost of asking for one more object, in bytes that could be read meanwhile"""
 
 PORTION_BYTES_MIN: Final = 4 << 20
 PORTION_BYTES_MAX: Final = 256 << 20
@@ -38,8 +32,9 @@ PORTION_BYTES_MAX: Final = 256 << 20
 
 @dataclasses.dataclass(slots=True)
 class ListedShard:
-    """Everything that was listed of one shard. `foreign`: keys that are of nothing that a shard has; `astray`: those
-    that lie among manifests, where they keep the newest one from being read.
+    """Everything that was listed of one shard.
+
+    `foreign` are keys that no shard has. `astray` are keys among manifests, which keep the newest one from being read.
     """
 
     shard: int
@@ -79,7 +74,7 @@ class ListedShard:
 
 
 def list_shard(root: Root, shard: int, topic_ids: Sequence[str] | None) -> ListedShard:
-    """Lists a shard, or some of its topics. Raises the store's errors."""
+    """List a shard, or some of its topics. Raises the store's errors."""
     found = ListedShard(shard, ShardListing(shard))
     if topic_ids is None:
         prefixes = [names.shard_prefix(shard)]
@@ -92,12 +87,15 @@ def list_shard(root: Root, shard: int, topic_ids: Sequence[str] | None) -> Liste
 
 
 def portion_bytes(total_bytes: int, parallelism: int) -> int:
-    """How much makes a task: several for each that runs at once, neither tiny nor so large that one is waited for."""
+    """Return the size of a task (bytes).
+
+    There are several tasks for each that runs at once, neither tiny nor so large that all wait for one.
+    """
     return max(PORTION_BYTES_MIN, min(PORTION_BYTES_MAX, total_bytes // (4 * parallelism)))
 
 
 def portions(items: Iterable[T], cost_bytes: Callable[[T], int], limit_bytes: int) -> Iterator[list[T]]:
-    """The items in their order, cut where a portion has reached the limit."""
+    """Yield the items in their order, cut where a portion has reached the limit."""
     portion: list[T] = []
     reached = 0
     for item in items:
@@ -111,10 +109,10 @@ def portions(items: Iterable[T], cost_bytes: Callable[[T], int], limit_bytes: in
 
 
 MANIFESTS_BYTES: Final = 32 << 20
-"""So much of manifests makes a run: what they have in common is decoded once in each."""
+"""The size of a run of manifests (bytes); each run decodes once what its manifests share."""
 
 LOG_RUN_SLOTS: Final = 2048
-"""So many log slots make a run. Where logs are files, each run reads the files that it begins and ends in."""
+"""Log slots in a run. If logs are files, each run reads the files that it begins and ends in."""
 
 
 class Job(Protocol):
@@ -124,7 +122,10 @@ class Job(Protocol):
 
 
 def unnamed_items(place: Place, topic: str, found: Mapping[str, tuple[int, int]]) -> Iterator[Item]:
-    """Objects that were listed and are not named, by key: base and size. `topic`: its name, "" if not known."""
+    """Yield the listed objects that no manifest names.
+
+    `found` holds base and size by key. `topic` is the topic's name, "" if unknown.
+    """
     for key, (_, size_bytes) in found.items():
         yield Item(place=place, key=key, size_bytes=size_bytes, role=Role.UNNAMED, topic=topic or place.topic_id)
 
@@ -132,12 +133,12 @@ def unnamed_items(place: Place, topic: str, found: Mapping[str, tuple[int, int]]
 def object_runs(
     items: Sequence[Item], *, clock: WallClock, overdue_ms: int, parallelism: int
 ) -> Iterator[tuple[Job, int]]:
-    """The objects in portions of like size."""
+    """Yield the objects in portions of about the same size."""
 
     def cost(item: Item) -> int:
         return OBJECT_BYTES + (item.size_bytes if item.in_full else 0)
 
-    # The large ones first: whoever begins with one late is waited for.
+    # The large ones come first: all tasks would wait for one that began with a large one late.
     ordered = sorted(items, key=cost, reverse=True)
     limit = portion_bytes(sum(map(cost, items)), parallelism)
     for portion in portions(ordered, cost, limit):
@@ -148,7 +149,7 @@ def object_runs(
 def leftovers_runs(
     leftovers: Mapping[int, Sequence[tuple[Place, tuple[Unnamed, ...]]]], *, clock: WallClock, orphan_age_ms: int
 ) -> Iterator[tuple[Job, int]]:
-    """What is unnamed, by shard: its sections are read once."""
+    """Yield the unnamed objects by shard, so that a shard's sections are read once."""
     for shard, objects in leftovers.items():
         job = LeftoversRun(
             shard=shard,
@@ -160,7 +161,7 @@ def leftovers_runs(
 
 
 def manifest_runs(place: Place, listed: Listed) -> Iterator[tuple[Job, int]]:
-    """The manifests of a place in runs; each knows the one before its first."""
+    """Yield the manifests of a place in runs; each knows the one before its first."""
     ordered = listed.in_order()
     before: int | None = None
     for portion in portions(ordered, _cost, MANIFESTS_BYTES):
@@ -172,7 +173,7 @@ def manifest_runs(place: Place, listed: Listed) -> Iterator[tuple[Job, int]]:
 
 
 def log_runs(log_id: str, numbers: Sequence[int]) -> Iterator[tuple[LogRun, int]]:
-    """The slots of a log, by ascending number, in runs; each knows the one before its first."""
+    """Yield the slots of a log, by ascending number, in runs; each knows the one before its first."""
     for first in range(0, len(numbers), LOG_RUN_SLOTS):
         portion = tuple(numbers[first : first + LOG_RUN_SLOTS])
         before = numbers[first - 1] if first else None
@@ -186,7 +187,7 @@ def _cost(numbered: tuple[int, int]) -> int:
 def named_items(
     tip: TopicManifest | ShardManifest | None, place: Place, is_sampled: Callable[[], bool]
 ) -> Iterator[Item]:
-    """Every object that the manifest names."""
+    """Yield every object that the manifest names."""
     if tip is None:
         return
     for each in tip.tombstones:

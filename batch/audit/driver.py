@@ -1,22 +1,16 @@
-"""The audit of a root: whether everything that is stored is whole, and says what it should, while daemons serve.
+"""Audits a root while daemons serve: checks that everything stored is whole and consistent, in this order.
 
     list         everything of a few shards
-    manifests    every manifest that is kept, read in runs: what may not follow, what is not there
+    manifests    every manifest that is kept, read in runs: which may not follow, which are missing
     objects      all that the newest manifests name and all that was listed, by their bytes; rows that are held twice;
-                 what no manifest names, and whether its rows are anywhere else
-    logs         behind all shards, as each has sections of many: every slot; what shards need, and what is not there
+                 objects that no manifest names, and whether their rows are anywhere else
+    logs         after all shards, as each has sections of many: every slot; which shards need, and which are missing
 
-Owns: that order, what is read by which task, and the report.
-Does not own: what is checked (the other modules of this package), the engine that runs the tasks, and the command.
+It writes nothing. The manifests are read after the listing; therefore a listed object that they do not name is unnamed.
+A missing object, or one that was named since, is judged by manifests that are read once more (R9). The manifests of
+shards are read before the logs, and daemons go on: contradictions between them are read again, too.
 
-It writes nothing. The manifests are read after the listing, so that what they do not name and was listed is unnamed;
-what is then not there, or named since, is judged by manifests that are read once more (R9).
-
-The logs of a root, from their listing to the end: what of them is damaged, and what shards lack.
-
-Owns: reading every slot of every log once, and reading again what does not agree: the manifests of shards have been
-read before the logs, and daemons go on.
-Does not own: what is checked (`log_task`, `log_rules`), and the manifests (`driver`).
+The other modules of this package do the checks. `batch.cli.audit` alone uses this one, which needs no command line.
 """
 
 from __future__ import annotations
@@ -50,16 +44,19 @@ from storage_backends.shard_listing import Listed
 from storage_backends.slot_log import SlotLogs
 
 TRIES_MAX: Final = 5
-"""So often what does not agree is read again; then it is counted as moved on."""
+"""Most times that a contradiction is read again before it counts as moved on"""
 
 Do: TypeAlias = Callable[[str, Sequence[tuple[Job, int]]], Iterator[tuple[Job, Any]]]
 Tips: TypeAlias = Mapping[int, ShardManifest | None]
-"""By shard: the newest manifest, None where nobody ever owned it. One whose manifest cannot be read is not there."""
+"""Shard -> newest manifest, None if no daemon ever owned it; a shard whose manifest cannot be read is absent"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogPhase:
-    """`tips` and `applied`: as they were read before. `do`: does jobs on the engine."""
+    """The phase that reads all logs.
+
+    `tips` and `applied` are as they were read before. `do` does jobs on the engine.
+    """
 
     root: Root
     tips: Tips
@@ -67,7 +64,7 @@ class LogPhase:
     do: Do
 
     def run(self) -> Tally:
-        """What was found beside what the jobs have found."""
+        """Read the logs and return the findings that the jobs themselves have not counted."""
         tally = Tally()
         listed = self._listed(tally)
         jobs = [job for log_id, numbers in listed.items() for job in division.log_runs(log_id, numbers)]
@@ -82,10 +79,10 @@ class LogPhase:
             self._look_again(found, logs, tally)
         return tally
 
-    # ---- what is listed
+    # ---- the listing
 
     def _listed(self, tally: Tally) -> dict[str, list[int]]:
-        """The numbers of every log that has slots; what is among them and is no slot is told."""
+        """Return the numbers of every log that has slots. A foreign key among them becomes a finding."""
         listed: dict[str, list[int]] = {}
         with _logs(self.root) as logs:
             for log_id in self._ids(logs, tally):
@@ -103,13 +100,13 @@ class LogPhase:
             return sorted(logs.log_ids())
         except object_store.Damaged as error:
             _tell_astray(tally, error)
-            # They are found by the manifests that name them.
+            # Then the logs are those that manifests name.
             return sorted(frozenset().union(*(log_audit.logs_of(tip) for tip in self.tips.values() if tip)))
 
-    # ---- what does not agree
+    # ---- contradictions
 
     def _look_again(self, found: Sequence[Suspicion], logs: Mapping[str, ReadLog], tally: Tally) -> None:
-        """Reads manifests, the logs concerned, and the manifests again, until nothing has changed meanwhile."""
+        """Read manifests, the logs concerned, and the manifests again, until nothing has changed meanwhile."""
         first = len(found)
         known = dict(logs)
         try:
@@ -137,13 +134,13 @@ class LogPhase:
             try:
                 tip = self.root.shard_tip(shard)
             except object_store.Damaged:
-                # It has come since: the next audit tells it.
+                # The damage is new: the next audit finds it.
                 continue
             tips[shard] = None if tip is None else tip.manifest
         return tips
 
     def _read_again(self, log_id: str, known: dict[str, ReadLog]) -> None:
-        """Here, and without findings: what is damaged was told. Raises the store's errors."""
+        """Read a log again, here and without findings, since its damage has been counted. Raises the store's errors."""
         with _logs(self.root) as logs:
             numbers = _numbers(logs, log_id)
         if not numbers:
@@ -180,7 +177,7 @@ def _named(tips: Tips, shards: Iterable[int]) -> Iterator[str]:
 
 
 def _stands(shards: Iterable[int], before: Tips, after: Tips) -> bool:
-    """Whether the manifests of the shards say of the logs what they said."""
+    """Return whether the manifests of the shards still say the same about the logs."""
     for shard in shards:
         was, now = before.get(shard), after.get(shard)
         if was is None or now is None:
@@ -192,23 +189,25 @@ def _stands(shards: Iterable[int], before: Tips, after: Tips) -> bool:
 
 
 OBJECTS_AT_ONCE: Final = 500_000
-"""Shards are looked at together until they have so many objects: the driver knows the keys of all of them."""
+"""Shards are audited together until they have so many objects: the driver knows the keys of all of them."""
 
 LISTING_THREADS: Final = 8
 
 Opener: TypeAlias = Callable[[], ObjectStore]
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""Told what is under way, how many tasks of it have ended, and how many there are."""
+"""Called with the work in flight, the number of its tasks that have ended, and the number of all."""
 
 
 class UnknownTopic(Exception):
-    """A topic that was named does not exist in the root."""
+    """The error for a topic that was named and does not exist in the root."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`manifests_kept`, `orphan_age_ms`: as collection has them. `overdue_ms`: so long after its grace an object that
-    left should be deleted.
+    """The limits of collection and lateness.
+
+    `manifests_kept` and `orphan_age_ms` are those of collection. An object that left should be deleted `overdue_ms`
+    after its grace.
     """
 
     manifests_kept: int
@@ -217,9 +216,9 @@ class Limits:
 
     @staticmethod
     def of(settings: Settings) -> Limits:
-        """What the daemons' settings of collection make of them."""
+        """Derive them from the daemons' settings of collection."""
         collection = settings.collection
-        # Topics that are not served are looked at when their shard is listed.
+        # Topics that are not served are collected when their shard is listed.
         late_s = 2 * (collection.interval_s + collection.orphan_interval_s)
         return Limits(
             manifests_kept=collection.manifests_kept,
@@ -230,8 +229,10 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is audited. `topics`: names, none = everything. `sample`: the part of the live buckets that is read in full;
-    of the others table and entry 0. `seed`: which ones. `store`: its name, for the report.
+    """The subject of an audit.
+
+    `topics` are names; none means everything. `sample` is the part of the live buckets that is read in full; of the
+    others only table and entry 0 are read. `seed` selects them. `store` is its name, for the report.
     """
 
     store: str
@@ -265,9 +266,10 @@ def audit(
     progress: Progress = lambda what, done, total: None,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Report:
-    """Audits a root; `engine` runs. `open_store`: opens the store in a task; it can be pickled.
+    """Audit a root; tasks run on `engine`.
 
-    Raises RootAbsent, UnknownTopic, WorkFailed, and the store's errors when it cannot be listed.
+    `open_store` opens the store in a task, and can be pickled. Raises RootAbsent, UnknownTopic, WorkFailed, and the
+    store's errors if it cannot be listed.
     """
     begun_s, started_ms = monotonic(), request.clock.now_ms()
     tally, shards, topics = Tally(), 0, 0
@@ -294,7 +296,7 @@ def audit(
 
 @dataclasses.dataclass(slots=True)
 class _Sequence:
-    """The manifests of one place: what was listed, what was seen of them, and the newest."""
+    """The manifests of one place: the listed ones, what was seen of them, and the newest."""
 
     place: Place
     listed: Listed
@@ -322,7 +324,7 @@ class _Audit:
         self._progress = progress
         self._random = random.Random(request.seed)
         self._given_up: frozenset[str] = frozenset()
-        # By shard; as `LogPhase` has them.
+        # By shard, in the form that `LogPhase` has
         self._tips: dict[int, ShardManifest | None] = {}
         self._applied: dict[int, list[AppliedTopic]] = {}
 
@@ -338,7 +340,7 @@ class _Audit:
             self.tally.add(LogPhase(self._root, self._tips, self._applied, self.do).run())
 
     def _waves(self) -> Iterator[list[ListedShard]]:
-        """The shards, as many at once as the driver can know all keys of."""
+        """Yield the shards, as many at once as the driver can know all keys of."""
         wanted = self._wanted()
         wave: list[ListedShard] = []
         with concurrent.futures.ThreadPoolExecutor(LISTING_THREADS, thread_name_prefix="list") as threads:
@@ -356,7 +358,7 @@ class _Audit:
             yield wave
 
     def _wanted(self) -> list[tuple[int, tuple[str, ...] | None]]:
-        """Each shard, with the ids of its topics if only some are wanted."""
+        """Return each shard, with the ids of its topics if only some are wanted."""
         if not self._request.topics:
             return [(shard, None) for shard in range(self._root.shards)]
         places = sorted(self._root.topics(self._request.topics))
@@ -364,9 +366,7 @@ class _Audit:
         return [(shard, tuple(place.topic_id for place in group)) for shard, group in grouped]
 
     def _check_listed(self, listed: ListedShard) -> None:
-        """Raises UnknownTopic when the root has nothing of a topic that is asked for by name and lies in the listed
-        shard.
-        """
+        """Raise UnknownTopic if a topic asked for by name belongs to the listed shard, which has nothing of it."""
         for name in self._request.topics:
             place = self._root.place_of(name)
             if place.shard == listed.shard and place.topic_id not in listed.listing.topics:
@@ -387,18 +387,18 @@ class _Audit:
         return self._given_up
 
     def knows_shard(self, shard: int, tip: ShardManifest | None) -> None:
-        """The newest manifest of a shard; None: nobody ever owned it."""
+        """Record the newest manifest of a shard, or None if no daemon ever owned it."""
         self._tips[shard] = tip
 
     def knows_applied(self, shard: int, topic: AppliedTopic) -> None:
-        """A topic may be ahead of its shard: the logs will tell."""
+        """Record a topic that may be ahead of its shard; the logs will show it."""
         self._applied.setdefault(shard, []).append(topic)
 
     def is_sampled(self) -> bool:
         return self._request.sample >= 1 or self._random.random() < self._request.sample
 
     def do(self, what: str, jobs: Sequence[tuple[Job, int]]) -> Iterator[tuple[Job, Any]]:
-        """Does the jobs (each with what it costs, in bytes) on the engine; each with its result, in any order."""
+        """Do the jobs, each with its cost (bytes), on the engine; yield each with its result, in any order."""
         limit = division.portion_bytes(sum(cost for _, cost in jobs), self._engine.parallelism)
         tasks = [
             _Task(self._open_store, self._root.format, tuple(job for job, _ in portion))
@@ -456,7 +456,7 @@ class _Wave:
                 self._sequences[place] = _Sequence(place, found)
 
     def run(self, records: Sequence[Item]) -> None:
-        """`records`: of objects that were given up, of any shard; read here."""
+        """Audit the shards, and the `records` of objects of any shard that were given up."""
         self._find_foreign()
         self._read_sequences()
         for sequence in self._sequences.values():
@@ -484,7 +484,7 @@ class _Wave:
                 self._sequences[job.place].seen.append(result)
 
     def _check_sequence(self, sequence: _Sequence) -> None:
-        """Whether manifests are missing, and what the newest one says of the shard."""
+        """Find missing manifests, and check the newest one against its shard."""
         place, tip, root = sequence.place, sequence.tip, self._audit.root
         topic = tip.topic if isinstance(tip, TopicManifest) else ""
         try:
@@ -509,7 +509,7 @@ class _Wave:
             self._unreadable(place, topic, error)
 
     def _check_nothing(self, sequence: _Sequence) -> None:
-        """Objects, and no manifest that was listed: it may have been created since."""
+        """Check a place that has objects and no listed manifest, which may have been created since."""
         place, root = sequence.place, self._audit.root
         shard = next(each for each in self._shards if each.shard == place.shard)
         objects = len(sequence.listed.objects)
@@ -524,7 +524,7 @@ class _Wave:
             self._audit.knows_shard(place.shard, None if shard_tip is None else shard_tip.manifest)
 
     def _check_against_shard(self, place: Place, tip: TopicManifest) -> None:
-        """No topic is of an owner that its shard never had. Raises the store's errors."""
+        """Check that the topic's owner has an epoch that its shard has had. Raises the store's errors."""
         key = names.numbered_key(place.manifest_prefix, tip.head.number)
         shard = self._sequences[Place(place.shard)].tip
         if shard is None or not isinstance(shard, ShardManifest):

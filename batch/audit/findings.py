@@ -1,8 +1,7 @@
-"""What an audit finds, and how it is told.
+"""Defines the findings of an audit and its report as JSON.
 
-Owns: the kinds of findings with what each means, how many are kept of a kind, and the report as JSON.
-Does not own: looking (`manifest_task`, `log_task`, `log_rules`, `object_task`, `row_tasks`), and tables for people
-(the command).
+It has the kinds of findings with their meanings, and limits how many of a kind are listed. The command makes the tables
+for people.
 """
 
 from __future__ import annotations
@@ -16,11 +15,15 @@ from typing import Any, Final
 REPORT_VERSION: Final = 1
 
 FINDINGS_MAX: Final = 1000
-"""So many findings of a kind are listed; beyond that they are counted."""
+"""Most findings of a kind that are listed; beyond that they are counted."""
 
 
 class Severity(enum.StrEnum):
-    """`error`: something is lost, damaged, or was never allowed. `warning`: look at it. `info`: as it happens."""
+    """The weight of a finding.
+
+    `error` means that something is lost, damaged, or was never allowed; `warning`, that an operator should check it;
+    `info`, that it happens normally.
+    """
 
     ERROR = "error"
     WARNING = "warning"
@@ -28,7 +31,7 @@ class Severity(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """What can be wrong with a root."""
+    """The kinds of defects of a root."""
 
     DAMAGED = "damaged"
     DISAGREES = "disagrees"
@@ -80,8 +83,10 @@ MEANING: Final = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`object`: a key; `topic`: its name, or its id where the name is not known, "" when it is of no topic; `shard`: -1
-    when it is of none. `offset`: in the object's bytes, None when that says nothing.
+    """A defect of an object.
+
+    `object` is a key. `topic` is a name, or an id if the name is unknown, or "" without a topic. `shard` is -1 without
+    a shard. `offset` counts in the object's bytes, or is None if that has no meaning.
     """
 
     kind: Kind
@@ -106,7 +111,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flaw:
-    """What is wrong with something that was read, before it is known how much it matters."""
+    """A defect of something that was read, before its weight is known."""
 
     kind: Kind
     detail: str
@@ -115,8 +120,10 @@ class Flaw:
 
 @dataclasses.dataclass(slots=True)
 class Tally:
-    """What a part of an audit has found and seen. `objects`, `size_bytes`: that were read, by what they are. `rows`: of
-    buckets that were decoded. `moved_on`: objects that were named or listed, and had left when they were looked at.
+    """The findings and counts of a part of an audit.
+
+    `objects` and `size_bytes` count what was read, by kind. `rows` counts those of decoded buckets. `moved_on` counts
+    objects that were named or listed, and had left when they were read.
     """
 
     findings: list[Finding] = dataclasses.field(default_factory=list)
@@ -127,7 +134,7 @@ class Tally:
     moved_on: int = 0
 
     def find(self, found: Finding) -> None:
-        """Counts a finding, and keeps it while there are not too many of its kind."""
+        """Count a finding, and list it while there are not too many of its kind."""
         self.kinds[found.kind, found.severity] += 1
         if self._count(found.kind) <= FINDINGS_MAX:
             self.findings.append(found)
@@ -136,12 +143,12 @@ class Tally:
         return sum(self.kinds[kind, severity] for severity in Severity)
 
     def saw(self, what: str, size_bytes: int) -> None:
-        """An object was read in full."""
+        """Count an object that was read in full."""
         self.objects[what] += 1
         self.size_bytes[what] += size_bytes
 
     def add(self, other: Tally) -> None:
-        """What another part found counts too."""
+        """Add the findings and counts of another part."""
         room = {kind: FINDINGS_MAX - self._count(kind) for kind in Kind}
         for found in other.findings:
             if room[found.kind] > 0:
@@ -156,7 +163,7 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What an audit of a root has found. `sample`: the part of the live buckets that was read in full."""
+    """The result of an audit of a root. `sample` is the part of the live buckets that was read in full."""
 
     store: str
     engine: str
@@ -172,11 +179,11 @@ class Report:
         return self.count(Severity.ERROR)
 
     def count(self, severity: Severity) -> int:
-        """How many findings have this severity, also of those that are not listed."""
+        """Count the findings of this severity, including those that are not listed."""
         return sum(count for (_, found), count in self.tally.kinds.items() if found is severity)
 
     def in_order(self) -> list[Finding]:
-        """The findings that are listed, the worst first."""
+        """Return the findings that are listed, the worst first."""
         rank = list(Severity)
         kinds = list(Kind)
         return sorted(
@@ -184,7 +191,7 @@ class Report:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The report as JSON has it; the keys are documented and stay."""
+        """Return the report as JSON has it; its keys are documented and stay."""
         tally = self.tally
         counts: collections.Counter[str] = collections.Counter()
         for (kind, _), count in tally.kinds.items():

@@ -1,23 +1,16 @@
-"""The task that reads a run of slots of a log.
+"""Audits logs: reads runs of slots in tasks, and compares them with the manifests of shards in the driver.
 
-Owns: the full decoding of log slots and of the sections in them, what may follow what in a log, and where in it
-sections of which shards lie.
-Does not own: which sections and slots should be there (`log_rules`), and which rows sections hold (`held`).
+A task decodes log slots and their sections in full, and checks each slot against the one before it. A slot that lies
+alone may be a stray: a late copy that landed in a number which was emptied. Therefore only neighbours are compared.
+Slots behind a FENCE are not compared: one that was put into an emptied number of a living log stops no daemon.
 
-A slot that lies alone may be a stray: a late copy that came into a number which was emptied. So only neighbours are
-compared. Behind a FENCE nothing is: one that was put into an emptied number of a living log stops nobody.
-
-Which slots of logs, and which sections of shards, should be there: what the manifests of shards say, against what
-was read of the logs.
-
-Owns: the checks across slots, logs and manifests. Pure: manifests and what was read in, findings out.
-Does not own: reading (`log_task`), and reading again what may have moved on (`log_phase`).
+These must exist, which pure functions check:
 
     of a log that manifests name: every number above the lowest `after` up to its end, and nothing behind a FENCE
-    of a shard: every shard slot above the checkpoint before the newest, once, in the range that has it
+    of a shard: every section above the checkpoint before the newest, once, in the range that has it
 
-Sections that no range covers are nobody's, and so is what a log has below that: it may have been deleted, and a late
-copy may have come back.
+Sections that no range covers belong to no shard. Slots of a log below that may have been deleted, and a late copy may
+have reappeared. `driver` reads contradictions again.
 """
 
 from __future__ import annotations
@@ -47,14 +40,16 @@ BATCH_SLOTS: Final = 64
 NO_SHARD: Final = -1
 
 Sections = npt.NDArray[np.uint64]
-"""Shape (n, 3): the number of the log slot, the epoch and the shard slot of each section of one shard in one log."""
+"""Shape (n, 3): the number of the log slot, the epoch and the section number of each section of one shard in one log"""
 
 
 @dataclasses.dataclass(slots=True)
 class LogSeen:
-    """What became of a run. `absent`: listed numbers that were not there any more. `damaged`, `unreadable`: numbers of
-    which nothing is known, the former with the reason. `ends`: the numbers of FENCE and CLOSE. `last`: the last slot of
-    the run, None when it cannot be read. `sections`: by shard; damaged ones too, where header and table are whole.
+    """The result of a run.
+
+    `absent` are listed numbers that no longer existed. `damaged`, with the reason, and `unreadable` are numbers of
+    slots with unknown content. `ends` are the numbers of FENCE and CLOSE. `last` is the last slot of the run, or None
+    if it cannot be read. `sections` are by shard, including damaged ones whose header and table are whole.
     """
 
     tally: Tally = dataclasses.field(default_factory=Tally)
@@ -68,7 +63,7 @@ class LogSeen:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogRun:
-    """Slots of one log, ascending. `before`: the listed slot below them, None if there is none."""
+    """A run of slots of one log, ascending. `before` is the listed slot below them, or None if there is none."""
 
     log_id: str
     numbers: tuple[int, ...]
@@ -85,8 +80,10 @@ class LogRun:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Looked:
-    """A slot that was read. `slot`: None when header or table are not whole, or are of another slot. `flaws`: each with
-    the shard whose section it is about.
+    """A slot that was read.
+
+    `slot` is None if header or table are not whole, or belong to another slot. `flaws` have the shard whose section
+    each is about.
     """
 
     slot: LogSlot | None
@@ -98,7 +95,7 @@ class _Run:
         self._run = run
         self._slots = slots
         self._seen = LogSeen()
-        # None behind what could not be read.
+        # None behind a slot that could not be read
         self._last: LogSlotHeader | None = None
         self._sections: dict[int, list[tuple[int, int, int]]] = {}
 
@@ -118,7 +115,7 @@ class _Run:
         return self._seen
 
     def _slots_of(self, numbers: Sequence[int], *, tell: bool) -> Iterator[ReadSlot]:
-        """The slots that are there. `tell`: what the store does not give is a finding."""
+        """Yield the slots that exist. With `tell`, a slot that the store cannot read is a finding."""
         for after, through in _runs(numbers):
             try:
                 yield from self._slots.read(after, through)
@@ -133,7 +130,7 @@ class _Run:
     def _take(self, read: ReadSlot) -> None:
         looked = self._look(read)
         if looked.flaws:
-            # Damage is believed when two reads have found it.
+            # Damage counts only if two reads have found it.
             for again in self._slots_of([read.number], tell=False):
                 read, looked = again, self._look(again)
         number, slot = read.number, looked.slot
@@ -186,7 +183,7 @@ class _Run:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as extents: after, through."""
+    """Yield ascending numbers as extents (after, through)."""
     begin = 0
     for place in range(1, len(numbers) + 1):
         if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
@@ -195,7 +192,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _flaws_of_section(slot: LogSlot, shard: int) -> Iterator[Flaw]:
-    """Whether the section can be decoded to the last column, and is what the table says."""
+    """Yield the flaws of a section that cannot be decoded to the last column, or contradicts the table."""
     head = slot.header.heads[shard]
     try:
         body = slot.section(shard)
@@ -216,7 +213,7 @@ def _flaws_of_section(slot: LogSlot, shard: int) -> Iterator[Flaw]:
 
 
 def _flaws_of_following(before: LogSlotHeader, after: LogSlot) -> Iterator[tuple[int, str]]:
-    """What the heads say that may not follow; each with the shard."""
+    """Yield each shard whose head may not follow the one before, with the reason."""
     kind, heads, here = after.header.kind, after.header.heads, set(after.shards)
     for shard in sorted(before.heads.keys() | heads.keys()):
         was, now = before.heads.get(shard), heads.get(shard)
@@ -240,8 +237,10 @@ def _told(head: log_slot_format.Head | None) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ReadLog:
-    """What was read of a log. `numbers`: u64[n], of the slots that are there, ascending. `end`: None when its highest
-    slot cannot be read. The others: as `LogSeen` has them, of the whole log.
+    """The slots that were read of a log.
+
+    `numbers` u64[n] are those of the existing slots, ascending. `end` is None if its highest slot cannot be read. All
+    other fields are those of `LogSeen`, for the whole log.
     """
 
     log_id: str
@@ -258,7 +257,7 @@ class ReadLog:
 
     @staticmethod
     def of(log_id: str, listed: Sequence[int], runs: Iterable[LogSeen]) -> ReadLog:
-        """The runs of the numbers that were listed, in any order."""
+        """Combine the runs of the listed numbers, in any order."""
         seen = list(runs)
         numbers = np.array(sorted(set(listed) - {each for run in seen for each in run.absent}), np.uint64)
         highest = int(numbers[-1]) if len(numbers) else 0
@@ -278,7 +277,7 @@ class ReadLog:
         )
 
     def covered(self, shard: int, of: LogRange) -> Sections:
-        """The sections of a shard that the range has."""
+        """Return the sections of a shard that the range covers."""
         rows = self.sections.get(shard)
         if rows is None:
             return np.zeros((0, 3), np.uint64)
@@ -294,7 +293,10 @@ class ReadLog:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedTopic:
-    """A topic whose newest manifest has applied a shard slot above the checkpoint. `key`: of that manifest."""
+    """A topic whose newest manifest has applied a section number above the checkpoint.
+
+    `key` is that of the manifest.
+    """
 
     key: str
     topic: str
@@ -303,7 +305,7 @@ class AppliedTopic:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Suspicion:
-    """A finding that stands if nothing has moved on: the shards and logs that it follows from."""
+    """A finding that stands if the shards and logs that it follows from have not changed."""
 
     finding: Finding
     shards: frozenset[int]
@@ -315,8 +317,10 @@ def suspicions(
     logs: Mapping[str, ReadLog],
     applied: Mapping[int, Sequence[AppliedTopic]],
 ) -> list[Suspicion]:
-    """Everything that does not agree. `tips`: by shard, None for one that nobody ever owned; a shard whose manifest
-    cannot be read is not there. `applied`: by shard.
+    """Return all contradictions.
+
+    `tips` are by shard, with None for one that no daemon ever owned, and without shards whose manifest cannot be read.
+    `applied` is by shard.
     """
     found: list[Suspicion] = []
     holes: dict[str, list[tuple[int, int]]] = {}
@@ -352,13 +356,16 @@ def _finding(kind: Kind, key: str, detail: str, shard: int = NO_SHARD, topic: st
 
 
 def logs_of(tip: ShardManifest) -> frozenset[str]:
-    """The logs that the manifest names."""
+    """Return the logs that the manifest names."""
     return frozenset(each.log_id for each in tip.ranges)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Hole:
-    """Shard slots `first` to `last` are in no slot of the log with `after` < number < `before`, and nowhere else."""
+    """Sections `first` to `last` of a shard, which no slot of the log holds.
+
+    The slots that could hold them have `after` < number < `before`.
+    """
 
     log_id: str
     after: int
@@ -392,7 +399,7 @@ def _holes(tip: ShardManifest, logs: Mapping[str, ReadLog]) -> Iterator[_Hole]:
 
 
 def _last_slot(tip: ShardManifest, of: LogRange, log: ReadLog | None) -> int | None:
-    """The last shard slot of a range; None when that cannot be told."""
+    """Return the last section number of a range, or None if it is unknown."""
     if of.last_slot is not None:
         return of.last_slot
     known = max(of.first_slot - 1, tip.checkpoint_slot)
@@ -423,13 +430,13 @@ def _holes_in(shard: int, of: LogRange, log: ReadLog | None, first: int, last: i
             first=int(run[0]),
             last=int(run[-1]),
         )
-        # What the store did not give has a finding of its own.
+        # A slot that the store could not read has a finding of its own.
         if not any(hole.after < each < hole.before for each in log.unreadable):
             yield hole
 
 
 def _twice(tip: ShardManifest, logs: Mapping[str, ReadLog]) -> Iterator[Suspicion]:
-    """Shard slots that two sections have, both of which a range covers."""
+    """Yield the sections of the same number that ranges cover in two slots of a log."""
     for each in tip.ranges:
         log = logs.get(each.log_id)
         rows = () if log is None else log.covered(tip.shard, each)
@@ -459,7 +466,7 @@ def _beyond(shard: int, tip: ShardManifest | None, epoch: int, logs: Mapping[str
 
 
 def _ahead(tip: ShardManifest, logs: Mapping[str, ReadLog], topics: Sequence[AppliedTopic]) -> Iterator[Suspicion]:
-    """Topics that have applied what the shard never had."""
+    """Yield the topics that have applied a section which the shard never had."""
     last = max(tip.checkpoint_slot, tip.last_closed_slot)
     if tip.open_range is not None:
         found = _last_slot(tip, tip.open_range, logs.get(tip.open_range.log_id))
@@ -477,7 +484,7 @@ def _ahead(tip: ShardManifest, logs: Mapping[str, ReadLog], topics: Sequence[App
 
 
 def _flaws_of_log(log: ReadLog, tips: Sequence[ShardManifest], holes: Sequence[tuple[int, int]]) -> Iterator[Suspicion]:
-    """`holes`: extents of the log that were told already, as something that a shard lacks."""
+    """Yield the flaws of a log, except in `holes`: extents that are already reported as missing for a shard."""
     naming = {tip.shard: tip for tip in tips if log.log_id in logs_of(tip)}
     lowest = min(
         (each.after for tip in naming.values() for each in tip.ranges if each.log_id == log.log_id), default=None
@@ -503,10 +510,10 @@ def _flaws_of_log(log: ReadLog, tips: Sequence[ShardManifest], holes: Sequence[t
 
 
 def _ends_named(tip: ShardManifest, log_id: str) -> Iterator[int]:
-    """Numbers of the log that were certain when the manifest was committed, and are never deleted while it names it."""
+    """Yield numbers of the log that the manifest proves certain, and which are not deleted while it names the log."""
     for each in tip.ranges:
         if each.log_id == log_id:
-            # A closed range ends before a FENCE or CLOSE, or, of a log that its own daemon goes on with, at a slot.
+            # A closed range ends before a FENCE or CLOSE, or at a slot of a log that its own daemon continues.
             yield each.after if each.through is None else each.through
     for cut in (tip.checkpoint, tip.previous_checkpoint):
         if cut is not None and cut.log_id == log_id:

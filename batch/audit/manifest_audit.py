@@ -1,17 +1,9 @@
-"""The task that reads a run of manifests, and which manifests should be there.
+"""Audits sequences of manifests: reads runs of them in tasks, and finds those that are missing.
 
-Owns: reading each manifest of a sequence with the one before it, finding the tip, and telling a manifest that was
-collected from one that was lost.
-Does not own: what may follow what (`chain`), and the objects that manifests name (`object_task`).
-
-What may follow what in a sequence of manifests: the rules that the operations keep, read backwards.
-
-Owns: the checks of one manifest by itself and of two neighbours. Pure: manifests in, flaws out.
-Does not own: reading manifests and which are missing (`manifest_task`), and the objects that they name
-(`object_task`).
-
-Every change is one operation of an owner, of a merger or of collection, so that what stays must stay as it was, what
-leaves becomes a tombstone, and what never falls never falls.
+Each manifest is checked alone and against the one before it, by the rules that the operations keep. Every change is one
+operation of an owner, of a merger or of collection: a part that stays is unchanged, an object that leaves becomes a
+tombstone, and values that only rise never fall. A manifest that was collected is distinguished from one that was lost.
+`object_audit` checks the objects that manifests name.
 """
 
 from __future__ import annotations
@@ -59,7 +51,10 @@ def _broken(detail: str) -> Flaw:
 
 
 def flaws_of_topic(manifest: TopicManifest, *, number: int, shards: int, shard: int, commit_id: str) -> Iterator[Flaw]:
-    """What a topic manifest says that it cannot. `commit_id`: what the store has as its metadata, "" without any."""
+    """Yield the contradictions within a topic manifest.
+
+    `commit_id` is the one in the store's metadata, "" without any.
+    """
     yield from _flaws_of_head(manifest.head, number, commit_id)
     if manifest.topic_id != names.topic_id(manifest.topic):
         yield _rule(
@@ -83,7 +78,7 @@ def flaws_of_topic(manifest: TopicManifest, *, number: int, shards: int, shard: 
 
 
 def flaws_of_shard(manifest: ShardManifest, *, number: int, commit_id: str) -> Iterator[Flaw]:
-    """What a shard manifest says that it cannot."""
+    """Yield the contradictions within a shard manifest."""
     yield from _flaws_of_head(manifest.head, number, commit_id)
     if manifest.settled_epoch > manifest.epoch:
         yield _rule(f"epoch {manifest.settled_epoch} is settled, above the epoch {manifest.epoch}")
@@ -98,7 +93,10 @@ def flaws_of_shard(manifest: ShardManifest, *, number: int, commit_id: str) -> I
 
 
 def _flaws_of_ranges(manifest: ShardManifest) -> Iterator[Flaw]:
-    """Every shard slot above the checkpoint before the newest is in one range; the last is open while it is owned."""
+    """Check that each section number above the checkpoint before the newest is in one range.
+
+    The last range is open while the shard is owned.
+    """
     owned = manifest.open_range
     if (owned is None) != (not manifest.owner):
         yield _rule(f"its owner is {manifest.owner!r}, but its last range is {'closed' if owned is None else 'open'}")
@@ -156,7 +154,10 @@ def _flaws_of_objects(
 
 @functools.lru_cache(maxsize=100_000)
 def _base_of(name: str) -> int | None:
-    """The number in a key; None when it has none. The manifests of a topic mostly name the same objects."""
+    """Return the number in a key, or None if it has none.
+
+    Cached: the manifests of a topic mostly name the same objects.
+    """
     try:
         return names.number_of(name)
     except format_errors.FormatError:
@@ -167,7 +168,7 @@ def _base_of(name: str) -> int | None:
 
 
 def flaws_of_following_head(before: ManifestHead, sha256: bytes, after: ManifestHead) -> Iterator[Flaw]:
-    """`sha256`: of the manifest before."""
+    """Yield the flaws of a head against the manifest before, which has the hash `sha256`."""
     if after.previous_sha256 != sha256:
         yield _broken(
             f"it follows a manifest with SHA-256 {after.previous_sha256.hex()}, number {before.number} has "
@@ -179,7 +180,7 @@ def flaws_of_following_head(before: ManifestHead, sha256: bytes, after: Manifest
 
 
 def flaws_of_following_topic(before: TopicManifest, after: TopicManifest) -> Iterator[Flaw]:
-    """What a topic manifest says that may not follow the one before it, their heads apart."""
+    """Yield the flaws of a topic manifest against the one before it, except those of the heads."""
     if (before.topic, before.topic_id) != (after.topic, after.topic_id):
         yield _rule(f"topic {before.topic!r} became {after.topic!r}")
     for name in ("owner_epoch", "applied", "last_subscription_id"):
@@ -199,7 +200,7 @@ def flaws_of_following_topic(before: TopicManifest, after: TopicManifest) -> Ite
 
 
 def merge_dropped(before: TopicManifest, after: TopicManifest) -> int:
-    """How many rows a merge did not copy; 0 when there was none."""
+    """Return how many rows a merge did not copy, or 0 if there was no merge."""
     made = [bucket for bucket in _not_in(after.live, before.live) if bucket.level]
     if not made:
         return 0
@@ -207,10 +208,10 @@ def merge_dropped(before: TopicManifest, after: TopicManifest) -> int:
 
 
 def flaws_of_dropped(before: TopicManifest, after: TopicManifest, progress: Progress) -> Iterator[Flaw]:
-    """A merge drops only what is gone. `progress`: of the manifest before.
+    """Check that a merge drops only rows that are gone.
 
-    Of sources that were merged themselves, progress may name what they were merged from: then every name counts that is
-    not live. Raises FormatError.
+    `progress` is that of the manifest before. For sources that were merged themselves, progress may name the buckets
+    they were merged from; therefore every name counts that is not live. Raises FormatError.
     """
     dropped = merge_dropped(before, after)
     if dropped <= 0:
@@ -222,7 +223,7 @@ def flaws_of_dropped(before: TopicManifest, after: TopicManifest, progress: Prog
 
 
 def flaws_of_following_shard(before: ShardManifest, after: ShardManifest) -> Iterator[Flaw]:
-    """What a shard manifest says that may not follow the one before it, their heads apart."""
+    """Yield the flaws of a shard manifest against the one before it, except those of the heads."""
     for name in ("epoch", "settled_epoch"):
         yield from _never_falls(name, getattr(before, name), getattr(after, name))
     if after.epoch > before.epoch + 1:
@@ -239,7 +240,7 @@ def flaws_of_following_shard(before: ShardManifest, after: ShardManifest) -> Ite
         if after.checkpoint == before.checkpoint:
             follows = after.previous_checkpoint == before.previous_checkpoint
         else:
-            # An owner that hands the shard over brings in two at once.
+            # An owner that hands the shard over adds two at once.
             follows = after.previous_checkpoint == before.checkpoint or (len(arriving) == 2 and not after.owner)
         if not follows:
             yield _rule("the previous checkpoint is not the former newest one")
@@ -247,7 +248,10 @@ def flaws_of_following_shard(before: ShardManifest, after: ShardManifest) -> Ite
 
 
 def _flaws_of_following_ranges(before: ShardManifest, after: ShardManifest) -> Iterator[Flaw]:
-    """A range stays as it is until the checkpoints cover it; an open one may be closed, or dropped by who leaves it."""
+    """Check that a range stays unchanged until the checkpoints cover it.
+
+    An open one may be closed, or dropped by an owner that leaves it.
+    """
     kept = {(each.log_id, each.epoch): each for each in after.ranges}
     for was in before.ranges:
         now = kept.pop((was.log_id, was.epoch), None)
@@ -280,7 +284,7 @@ def _not_in(buckets: Iterable[LiveBucket], others: Iterable[LiveBucket]) -> list
 
 
 def _flaws_of_live(before: TopicManifest, after: TopicManifest) -> Iterator[Flaw]:
-    """A bucket that stays is as it was; it may be quarantined, and stays so."""
+    """Check that a bucket that stays is unchanged; it may be quarantined, and stays so."""
     known = {bucket.object.name: bucket for bucket in before.live}
     for bucket in after.live:
         was = known.get(bucket.object.name)
@@ -296,7 +300,7 @@ def _flaws_of_live(before: TopicManifest, after: TopicManifest) -> Iterator[Flaw
 def _flaws_of_change(
     before: M, after: M, leaving: Sequence[ObjectReference], arriving: Sequence[ObjectReference]
 ) -> Iterator[Flaw]:
-    """What leaves becomes a tombstone; what arrives is new; a tombstone stays as it is until it is dropped."""
+    """Check that leaving objects become tombstones, arriving ones are new, and tombstones stay as they are."""
     buried = {each.object.name: each for each in before.tombstones}
     left = {each.object.name: each for each in after.tombstones}
     for reference in leaving:
@@ -319,7 +323,7 @@ def _flaws_of_change(
 
 
 def _flaws_of_merge(sources: Sequence[LiveBucket], merged: Sequence[LiveBucket]) -> Iterator[Flaw]:
-    """A merge brings in one bucket, for neighbours of its index, that has no row which they did not have."""
+    """Check that a merge adds one bucket, for neighbours of its index, without a row that they did not have."""
     made = merged[0]
     name = made.object.name
     if len(merged) > 1:
@@ -359,9 +363,11 @@ Manifest: TypeAlias = TopicManifest | ShardManifest
 
 @dataclasses.dataclass(slots=True)
 class ManifestsSeen:
-    """What became of a run. `absent`: listed numbers that were not there any more. `deleted`: the highest manifest
-    that says that the topic is deleted, 0 without any; those below it may go at once. `tip`: of the run that ends with
-    it, None when it cannot be told.
+    """The result of a run.
+
+    `absent` are listed numbers that no longer existed. `deleted` is the highest manifest that says that the topic is
+    deleted, or 0; manifests below it may be collected at once. `tip` is that of the run that ends with it, or None if
+    it is unknown.
     """
 
     tally: Tally = dataclasses.field(default_factory=Tally)
@@ -381,8 +387,10 @@ class _Good:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestRun:
-    """Manifests of one sequence, by ascending number. `before`: the listed number below them, None if there is none.
-    `is_last`: behind them is nothing that was listed; what came since is read too.
+    """A run of manifests of one sequence, by ascending number.
+
+    `before` is the listed number below them, or None if there is none. With `is_last` no listed manifest follows them,
+    and the run also reads those committed since.
     """
 
     place: Place
@@ -400,7 +408,7 @@ class _Run:
         self._root = root
         self._place = run.place
         self._seen = ManifestsSeen()
-        # None behind what could not be read.
+        # None behind a manifest that could not be read
         self._last: _Good | None = None
         self._tip_is_damaged = False
         self._decoder = manifest.TopicManifestDecoder()
@@ -423,7 +431,7 @@ class _Run:
         return names.numbered_key(self._place.manifest_prefix, number)
 
     def _behind(self, number: int) -> Iterator[tuple[int, Read]]:
-        """What was committed since the listing."""
+        """Yield the manifests committed since the listing."""
         while True:
             number += 1
             found = audit_reading.read(self._root.store, self._key(number))
@@ -445,7 +453,7 @@ class _Run:
         self._report(number, after.manifest, [*following, *changed])
 
     def _flaws_of_merge(self, before: _Good, after: _Good) -> Iterator[Flaw]:
-        """Whether a merge dropped rows that were not gone, as far as that can be told still."""
+        """Check, as far as possible, that a merge dropped only rows that were gone."""
         was, made = before.manifest, after.manifest
         if not isinstance(was, TopicManifest) or not isinstance(made, TopicManifest):
             return
@@ -459,7 +467,7 @@ class _Run:
             return
 
     def _good(self, number: int, found: Read, *, report: bool) -> _Good | None:
-        """The manifest, if it is whole and has its number. `report`: what is wrong with it by itself."""
+        """Return the manifest if it is whole and has its number. With `report`, its flaws become findings."""
         if found.body is None:
             if report and found.damage:
                 self._report(number, None, [Flaw(Kind.DAMAGED, found.damage)])
@@ -484,7 +492,7 @@ class _Run:
         return _Good(number, decoded, hashlib.sha256(body).digest())
 
     def _decoded(self, body: bytes) -> Manifest:
-        """Raises FormatError, also when it is of another topic or shard."""
+        """Decode a manifest. Raises FormatError, also if it belongs to another topic or shard."""
         if self._place.topic_id:
             topic = self._decoder.decode(body)
             if topic.topic_id != self._place.topic_id:
@@ -508,7 +516,7 @@ class _Run:
                 yield from audit_content.progress_flaws(decoded.progress)
 
     def _tip(self) -> Manifest | None:
-        """The last one that was read; None when it is damaged: no older one stands in for it."""
+        """Return the last manifest read, or None if it is damaged: no older one stands in for it."""
         if self._last is not None:
             return self._last.manifest
         if self._tip_is_damaged:
@@ -549,12 +557,13 @@ def _flaws_between(before: Manifest, after: Manifest) -> Iterator[Flaw]:
         yield from flaws_of_following_shard(before, after)
 
 
-# ---- which should be there
+# ---- missing manifests
 
 
 def not_there(listed: Sequence[int], seen: Sequence[ManifestsSeen], tip: int, kept: int) -> list[int]:
-    """Numbers below the tip that were neither found nor may have been collected, ascending. `kept`: how many the newest
-    ones are that are never collected; but for those below a manifest that says that the topic is deleted.
+    """Return the numbers below the tip that were not found and cannot have been collected, ascending.
+
+    The newest `kept` manifests are never collected, except those below a manifest that says that the topic is deleted.
     """
     found = set(listed) - {number for part in seen for number in part.absent}
     deleted = max((part.deleted for part in seen), default=0)
@@ -563,7 +572,7 @@ def not_there(listed: Sequence[int], seen: Sequence[ManifestsSeen], tip: int, ke
 
 
 def lost(root: Root, place: Place, candidates: Sequence[int], kept: int) -> list[int]:
-    """Candidates that are not there and that no newer tip explains. Raises the store's errors."""
+    """Return the candidates that are missing and that no newer tip explains. Raises the store's errors."""
     log_of = root.log(place.of_topic) if place.topic_id else None
     gone = [number for number in candidates if not _is_there(root, names.numbered_key(place.manifest_prefix, number))]
     if not gone:

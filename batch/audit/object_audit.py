@@ -1,16 +1,8 @@
-"""The task that reads objects: buckets, progress, properties, checkpoints, and records of what was given up.
+"""Audits objects in tasks: buckets, progress, properties, checkpoints, and records of objects given up.
 
-Owns: reading each object in full, and how much it matters what is wrong with it: an error where the newest manifest
-still lives on it, a warning elsewhere.
-Does not own: what is checked of bytes (`content`), and which objects there are (`division`).
-
-What is absent or damaged is judged by a manifest that was read *after* that was found (R9): a bucket that was merged
-away meanwhile is not missing.
-
-Whether an object is whole and says what names it: the bytes of buckets, checkpoints, progress.
-
-Owns: the full decoding of one object and what is checked of it. Pure: bytes in, flaws out.
-Does not own: reading (`reading`), and how much a flaw matters (`object_task`).
+Each object is read and decoded in full. A flaw is an error if the newest manifest still needs the object, and a warning
+otherwise. A missing or damaged object is judged by a manifest that was read *after* the flaw was found (R9): a bucket
+that was merged away meanwhile is not missing. `division` lists the objects.
 """
 
 from __future__ import annotations
@@ -47,7 +39,7 @@ from storage_backends.formats.row_columns import Rows
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class BucketContent:
-    """A bucket that was decoded. `rows` is None when it could not be."""
+    """A decoded bucket. `rows` is None if it could not be decoded."""
 
     flaws: tuple[Flaw, ...]
     metadata: BucketMetadata | None = None
@@ -63,7 +55,7 @@ def _disagrees(detail: str) -> Flaw:
 
 
 def bytes_flaw(reference: ObjectReference, body: bytes, what: str) -> Flaw | None:
-    """Whether the bytes are those that the manifest names."""
+    """Return the flaw of bytes that differ from those that the manifest names, or None."""
     try:
         manifest.check_bytes(reference, body, what)
     except format_errors.FormatError as error:
@@ -77,7 +69,7 @@ def bytes_flaw(reference: ObjectReference, body: bytes, what: str) -> Flaw | Non
 def bucket_content(
     body: bytes, *, topic: str, reference: ObjectReference | None = None, live: LiveBucket | None = None
 ) -> BucketContent:
-    """Everything that can be told of a bucket from its bytes and what its manifest says. `topic`: "" = not known."""
+    """Check a bucket by its bytes and its manifest's entry. `topic` is "" if unknown."""
     named = bytes_flaw(reference, body, "bucket") if reference is not None else None
     try:
         metadata, rows = bucket_format.decode_bucket(body)
@@ -86,7 +78,7 @@ def bucket_content(
     except format_errors.FormatError as error:
         return BucketContent((damaged(error),))
     if named is not None:
-        # It is whole, and another one than the manifest names.
+        # It is whole, but not the bucket that the manifest names.
         return BucketContent((named,), metadata, rows)
     flaws = [*_row_flaws(metadata, rows, positions), *_kept_flaws(metadata, positions, kept)]
     if topic and metadata.topic != topic:
@@ -97,7 +89,7 @@ def bucket_content(
 
 
 def _row_flaws(metadata: BucketMetadata, rows: Rows, positions: PositionSet) -> Iterator[Flaw]:
-    """Rows against the metadata; `decode_bucket` has compared the hash, and that they are as many as the table says."""
+    """Check rows against the metadata; `decode_bucket` has compared the hash and the number of rows."""
     if len(rows) != metadata.rows:
         yield _disagrees(f"it has {len(rows)} rows, but its metadata says {metadata.rows}")
     held = PositionSet.of(position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id))
@@ -123,7 +115,7 @@ def _in_due_order(rows: Rows) -> bool:
 
 
 def _kept_flaws(metadata: BucketMetadata, positions: PositionSet, kept: Sequence[PositionSet]) -> Iterator[Flaw]:
-    """Every row of a merged bucket was copied from a source, and none that is not there."""
+    """Check that every row of a merged bucket was copied from a source, and that no copied row is missing."""
     copied = NO_POSITIONS
     for each, from_source in zip(metadata.kept, kept, strict=True):
         if not from_source <= positions:
@@ -134,7 +126,7 @@ def _kept_flaws(metadata: BucketMetadata, positions: PositionSet, kept: Sequence
 
 
 def _live_flaws(live: LiveBucket, metadata: BucketMetadata, rows: Rows, body: bytes) -> Iterator[Flaw]:
-    """What the manifest says of the bucket against what it is."""
+    """Check a bucket against the manifest's entry."""
     if not len(rows):
         yield _disagrees("it has no rows")
         return
@@ -168,7 +160,7 @@ def _segments(body: bytes) -> int:
 
 
 def progress_flaws(progress: Progress) -> Iterator[Flaw]:
-    """Decodes every bitmap and every column."""
+    """Decode every bitmap and every column, and yield the flaws."""
     try:
         for part in progress.buckets:
             _decode(part.gone)
@@ -194,7 +186,10 @@ def _decode(bitmaps: Sequence[PositionBitmap]) -> None:
 
 
 def checkpoint_flaws(body: bytes, *, shard: int, reference: manifest.CheckpointCut | None) -> Iterator[Flaw]:
-    """Decodes everything, what is carried over included. `reference`: what the manifest says, None when none does."""
+    """Decode everything in a checkpoint, including carried slots.
+
+    `reference` is the manifest's, or None without one.
+    """
     named = None if reference is None else bytes_flaw(reference.object, body, "checkpoint")
     try:
         found = checkpoint_format.decode_checkpoint(body)
@@ -222,16 +217,16 @@ def checkpoint_flaws(body: bytes, *, shard: int, reference: manifest.CheckpointC
 
 
 def not_due(rows: Rows, now_ms: int) -> int:
-    """How many of the rows are due later."""
+    """Count the rows that are due later."""
     return int(np.count_nonzero(rows.deliver_at_ms > np.uint64(now_ms)))
 
 
 GRACE_SLACK_MS: Final = 300_000
-"""Clocks of machines differ: so much earlier than its time a tombstone's object may be gone."""
+"""Time before its end of grace at which a tombstone's object may be gone (ms): clocks of machines differ"""
 
 
 class Role(enum.Enum):
-    """Why an object is read."""
+    """The reason for reading an object."""
 
     LIVE = enum.auto()
     TOMBSTONE = enum.auto()
@@ -241,8 +236,10 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """An object to be read. `topic`: its name, or its id where that is not known. `in_full`: or the table and entry 0
-    alone, of a live bucket.
+    """An object to read.
+
+    `topic` is its name, or its id if the name is unknown. Without `in_full` only the table and entry 0 of a live bucket
+    are read.
     """
 
     place: Place
@@ -260,14 +257,14 @@ class Item:
 
 @dataclasses.dataclass(slots=True)
 class ObjectsSeen:
-    """What became of a run."""
+    """The result of a run."""
 
     tally: Tally = dataclasses.field(default_factory=Tally)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectRun:
-    """Objects of any places. `overdue_ms`: so long after the end of its grace an object should be deleted."""
+    """A run of objects of any places. An object should be deleted `overdue_ms` after the end of its grace."""
 
     items: tuple[Item, ...]
     clock: WallClock
@@ -285,7 +282,7 @@ class _Run:
         self.tally = Tally()
         self._run = run
         self._root = root
-        # What was found and is not judged yet.
+        # Flaws that are not judged yet
         self._open: dict[Place, list[tuple[Item, Flaw]]] = collections.defaultdict(list)
 
     def read(self) -> None:
@@ -297,7 +294,7 @@ class _Run:
             if not item.in_full:
                 self._look_into(item)
 
-    # ---- what was found
+    # ---- finding flaws
 
     def _take(self, item: Item, found: Read) -> None:
         if item.role is Role.DEAD:
@@ -314,7 +311,7 @@ class _Run:
             self._check_overdue(item)
 
     def _certain_flaws(self, item: Item, body: bytes) -> Sequence[Flaw]:
-        """What two reads have found."""
+        """Return the flaws that two reads have found."""
         self.tally.saw(what_of(item.key), len(body))
         flaws = self._flaws(item, body)
         again = audit_reading.read(self._root.store, item.key).body if flaws else None
@@ -338,7 +335,7 @@ class _Run:
         return None if item.reference is None else bytes_flaw(item.reference, body, what)
 
     def _look_into(self, item: Item) -> None:
-        """Table and entry 0 of a live bucket."""
+        """Read table and entry 0 of a live bucket."""
         if item.live is None:
             raise ValueError(f"{item.key} is no live bucket: it is read in full")
         try:
@@ -368,7 +365,7 @@ class _Run:
         self._find(item, Flaw(Kind.QUARANTINED, detail), Severity.ERROR)
 
     def _take_dead(self, item: Item, found: Read) -> None:
-        """A record of an object that could not be deleted."""
+        """Check a record of an object that could not be deleted."""
         if found.absent:
             self.tally.moved_on += 1
             return
@@ -399,15 +396,15 @@ class _Run:
             detail = f"its grace ended {hours:.1f} h ago, but it still exists: check that collection runs"
             self._find(item, Flaw(Kind.TOMBSTONE_OVERDUE, detail), Severity.WARNING)
 
-    # ---- how much it matters
+    # ---- weighing flaws
 
     def judge(self) -> None:
-        """Reads the newest manifest of every place where something is wrong."""
+        """Read the newest manifest of every place with a flaw, and judge its flaws by it."""
         for place, found in self._open.items():
             try:
                 named = audit_reading.named_now(self._root, place)
             except object_store.StoreError as error:
-                # The tip has a finding of its own; whether these objects are still needed cannot be told.
+                # The tip has a finding of its own; without it, it is unknown if these objects are still needed.
                 named = None
                 failure = f"; the newest manifest could not be read: {error}"
             else:
@@ -467,5 +464,5 @@ _OF_FOLDER: Final = MappingProxyType(
 
 
 def what_of(key: str) -> str:
-    """What an object is, by its key: `bucket`, `progress`, `properties` or `checkpoint`."""
+    """Return the kind of an object, by its key: `bucket`, `progress`, `properties` or `checkpoint`."""
     return _OF_FOLDER[key.rsplit("/", 2)[-2]]

@@ -1,8 +1,6 @@
-"""How the tasks of an audit read: ahead, twice before they believe damage, and the tip again before they call anything
-missing.
+"""Reads for the tasks of an audit: several objects ahead, and twice before damage counts.
 
-Owns: reading objects by key, several under way at once; which sequence of manifests an object belongs to.
-Does not own: what is done with what was read.
+It also reads the tip of a place again, before a task calls anything missing.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ READ_AHEAD: Final = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """A sequence of manifests: that of a topic, or with `topic_id` "" that of the shard itself."""
+    """A sequence of manifests: that of a topic, or that of the shard itself if `topic_id` is ""."""
 
     shard: int
     topic_id: str = ""
@@ -46,8 +44,9 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WallClock:
-    """Unix time where a task runs: an audit takes so long that what was young when it began may be gone by right.
-    `offset_ms`: what is added to the machine's.
+    """The Unix time where a task runs, `offset_ms` added to the machine's.
+
+    An audit takes so long that an object that was young when it began may rightly be gone.
     """
 
     offset_ms: int = 0
@@ -61,8 +60,10 @@ SYSTEM_CLOCK: Final = WallClock()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-    """An object that was read. `body` is None when it is not there, is damaged (`damage` says how), or was not given
-    (`failure` says why).
+    """An object that was read.
+
+    `body` is None if the object does not exist, is damaged (`damage` says how), or could not be read (`failure` says
+    why).
     """
 
     key: str
@@ -77,7 +78,7 @@ class Read:
 
 
 def read(store: ObjectStore, key: str) -> Read:
-    """One object; what goes wrong is in the answer. Damage is believed when two reads have found it."""
+    """Read one object; errors are in the answer. Damage counts only if two reads have found it."""
     found = _read(store, key)
     return _read(store, key) if found.damage else found
 
@@ -95,7 +96,10 @@ def _read(store: ObjectStore, key: str) -> Read:
 
 
 def decoded(store: ObjectStore, found: Read, body: bytes, decode: Callable[[bytes], T]) -> tuple[bytes, T]:
-    """The body of an object that was read, and what it is. Raises FormatError when two reads have found the damage."""
+    """Decode the body of an object that was read; return body and value.
+
+    Raises FormatError if two reads have found the damage.
+    """
     try:
         return body, decode(body)
     except format_errors.FormatError:
@@ -106,7 +110,7 @@ def decoded(store: ObjectStore, found: Read, body: bytes, decode: Callable[[byte
 
 
 def read_all(store: ObjectStore, keys: Iterable[str]) -> Iterator[Read]:
-    """The objects, in the order of the keys, a few of them read ahead."""
+    """Yield the objects in the order of the keys, reading a few of them ahead."""
     ahead: collections.deque[concurrent.futures.Future[Read]] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="audit") as threads:
         try:
@@ -123,8 +127,9 @@ def read_all(store: ObjectStore, keys: Iterable[str]) -> Iterator[Read]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Named:
-    """What a manifest names. `needed`: what it lives on, that is live buckets, progress, properties, checkpoints.
-    `buried`: its tombstones.
+    """The names in a manifest.
+
+    `needed` are live buckets, progress, properties and checkpoints; `buried` are its tombstones.
     """
 
     needed: frozenset[str]
@@ -132,14 +137,17 @@ class Named:
 
 
 def named_in(tip: TopicManifest | ShardManifest) -> Named:
-    """What the manifest names."""
+    """Return the names in the manifest."""
     buried = frozenset(each.object.name for each in tip.tombstones)
     named = shard_listing.named_by_shard(tip) if isinstance(tip, ShardManifest) else topic_manifest.names_in(tip)
     return Named(frozenset(named) - buried, buried)
 
 
 def named_now(root: Root, place: Place) -> Named | None:
-    """What the newest manifest of the place names; None when there is none. Raises Damaged and the store's errors."""
+    """Return the names in the newest manifest of the place, or None without one.
+
+    Raises Damaged and the store's errors.
+    """
     if place.topic_id:
         topic = root.tip(place.of_topic)
         return None if topic is None else named_in(topic.manifest)

@@ -1,20 +1,11 @@
-"""The tasks that look at rows across objects: held twice, and held by objects that no manifest names.
+"""Audits rows across objects in tasks: rows held twice, and rows in objects that no manifest names.
 
-Owns: positions of the live buckets of a topic against each other; of objects that are not named, which are garbage
-and which are on their way, and whether the rows of a bucket are anywhere else.
-Does not own: what sections and a checkpoint hold of rows (`held`), and whether objects are whole
-(`object_task`).
+One task compares the positions of the live buckets of a topic. Another sorts unnamed objects into garbage and objects
+in flight, and searches for the rows of unnamed buckets elsewhere. A row moves from a section and the checkpoint into a
+bucket, and from there into merged ones. They are read in that order, so that a row that moves meanwhile is not missed.
 
-A row moves from a section and the checkpoint into a bucket, and from there into merged ones. They are read in that
-order, so that no row is overlooked that moves meanwhile.
-
-Which rows the checkpoint and the sections of a shard know of: that wait there, or that left.
-
-Owns: reading them for some topics, and what of it accounts for a position.
-Does not own: rows of buckets (`row_tasks`).
-
-The sections above the checkpoint before the newest are read, also those that the newest covers: what they say of a row
-that has left since tells that it was not lost.
+The sections above the checkpoint before the newest are read, including those that the newest covers: they prove of a
+row that has left since that it was not lost. `object_audit` checks that objects are whole.
 """
 
 from __future__ import annotations
@@ -65,8 +56,9 @@ Bitmaps: TypeAlias = dict[tuple[str, int], list[PositionBitmap]]
 
 @dataclasses.dataclass(slots=True)
 class HeldRows:
-    """By topic id and index: positions that wait in sections or checkpoint or left as a whole; and, with the
-    subscription, those that it alone is done with.
+    """The positions that wait in sections or checkpoint, or left, by topic id and index.
+
+    The positions that one subscription alone is done with are also by that subscription.
     """
 
     root: Root
@@ -76,7 +68,7 @@ class HeldRows:
     )
 
     def accounted(self, tip: TopicManifest, index_id: int) -> PositionSet:
-        """The positions of an index of which it is known where they are, or that they left; those of buckets apart.
+        """Return the positions of an index that are known to wait or to have left, those of buckets apart.
 
         Raises the store's errors, and FormatError.
         """
@@ -92,7 +84,7 @@ class HeldRows:
     # ---- filling
 
     def take_checkpoint(self, found: checkpoint_format.Checkpoint, wanted: Set[str]) -> None:
-        """Records that the rows which a checkpoint holds of the wanted topics wait, by index. Raises FormatError."""
+        """Record the rows that a checkpoint holds of the wanted topics as waiting, by index. Raises FormatError."""
         for part in found.topics:
             if part.topic_id not in wanted:
                 continue
@@ -106,7 +98,7 @@ class HeldRows:
                     self.take(record.decoded() if isinstance(record, slot_format.StoredRecord) else record)
 
     def take(self, record: Record) -> None:
-        """What a decision says of rows."""
+        """Record the rows of a decision."""
         topic_id = record.topic_id
         match record:
             case AddRecord():
@@ -138,7 +130,7 @@ def _bitmaps(rows: Rows) -> tuple[PositionBitmap, ...]:
 
 
 def _dead_letters(progress: Progress, index_id: int) -> Iterable[PositionBitmap]:
-    """The positions of dead letters of subscriptions that the index serves: they left, and are known."""
+    """Yield the positions of dead letters of subscriptions that the index serves: they left, and are known."""
     for each in progress.redeliveries:
         if each.dead_letters is None or not index_ids.serves(index_id, each.subscription_id):
             continue
@@ -147,9 +139,9 @@ def _dead_letters(progress: Progress, index_id: int) -> Iterable[PositionBitmap]
 
 
 def read_held(root: Root, shard: int, wanted: Set[str], *, tries_max: int) -> HeldRows | None:
-    """What checkpoint and sections hold of the topics with these ids; None when they changed each time meanwhile.
+    """Read the rows of these topics in checkpoint and sections.
 
-    Raises the store's errors, Damaged among them.
+    Returns None if they changed at each try. Raises the store's errors, Damaged among them.
     """
     with concurrent.futures.ThreadPoolExecutor(audit_reading.READ_AHEAD, thread_name_prefix="audit") as threads:
         for _ in range(tries_max):
@@ -175,7 +167,7 @@ def _tip(root: Root, shard: int) -> ShardManifest | None:
 
 
 def _stands(before: ShardManifest, now: ShardManifest | None) -> bool:
-    """Whether what was read by a manifest is all there is, as of the other one."""
+    """Return whether the rows that were read by one manifest are complete by the other."""
     return (
         now is not None
         and now.checkpoint == before.checkpoint
@@ -184,7 +176,7 @@ def _stands(before: ShardManifest, now: ShardManifest | None) -> bool:
 
 
 def _read_checkpoint(root: Root, tip: ShardManifest, found: HeldRows, wanted: Set[str]) -> None:
-    """Raises Damaged, NotFound, and the store's errors."""
+    """Read the checkpoint. Raises Damaged, NotFound, and the store's errors."""
     if tip.checkpoint is None:
         return
     key = tip.checkpoint.object.name
@@ -195,7 +187,7 @@ def _read_checkpoint(root: Root, tip: ShardManifest, found: HeldRows, wanted: Se
 
 
 def _read_sections(logs: SlotLogs, tip: ShardManifest, found: HeldRows, wanted: Set[str]) -> None:
-    """Raises Damaged, and the store's errors."""
+    """Read the sections. Raises Damaged, and the store's errors."""
     tail = shard_reading.read_tail(logs, tip, tip.previous_slot)
     for key, section in zip(tail.keys, tail.sections, strict=True):
         try:
@@ -207,14 +199,14 @@ def _read_sections(logs: SlotLogs, tip: ShardManifest, found: HeldRows, wanted: 
 
 
 TRIES_MAX: Final = 5
-"""So often a topic or shard that changes meanwhile is looked at again; then it is counted as moved on."""
+"""Most times that a topic or shard that changes meanwhile is read; then it counts as moved on."""
 
 EXAMPLES_MAX: Final = 3
 
 
 @dataclasses.dataclass(slots=True)
 class RowsSeen:
-    """What became of a run."""
+    """The result of a run."""
 
     tally: Tally = dataclasses.field(default_factory=Tally)
 
@@ -224,7 +216,7 @@ class RowsSeen:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TwiceRun:
-    """Looks for rows that two live buckets of one index of these topics hold."""
+    """A search for rows that two live buckets of one index of these topics hold."""
 
     places: tuple[Place, ...]
 
@@ -236,7 +228,7 @@ class TwiceRun:
 
 
 def _look_for_twice(root: Root, place: Place, tally: Tally) -> None:
-    """What is damaged or missing has a finding of its own: then nothing is said here."""
+    """Find rows held twice. Does nothing for damaged or missing objects, which have findings of their own."""
     for _ in range(TRIES_MAX):
         try:
             tip = root.tip(place.of_topic)
@@ -284,7 +276,7 @@ def _twice(root: Root, place: Place, tip: TopicManifest) -> Iterator[Finding]:
 
 
 def _overlapping(buckets: Sequence[LiveBucket]) -> Iterator[LiveBucket]:
-    """Those whose ledgers are also those of another one."""
+    """Yield the buckets whose ledgers overlap with those of another one."""
     ordered = sorted(buckets, key=lambda live: (live.first_ledger_id, live.last_ledger_id))
     reached = -1
     for place, live in enumerate(ordered):
@@ -297,7 +289,7 @@ def _overlapping(buckets: Sequence[LiveBucket]) -> Iterator[LiveBucket]:
 
 
 def _waiting(root: Root, live: LiveBucket, progress: Progress) -> PositionSet:
-    """The positions of a bucket that are not gone."""
+    """Return the positions of a bucket that are not gone."""
     _, metadata = bucket_reading.open_bucket(root.store, live)
     return PositionSet.of(metadata.positions) - merge.bits_of(live.object.name, metadata.kept, progress).gone
 
@@ -317,7 +309,7 @@ def _examples(positions: PositionSet) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unnamed:
-    """An object that was listed and that the manifest which was read after that does not name."""
+    """A listed object that the manifest read after the listing does not name."""
 
     key: str
     base: int
@@ -327,7 +319,7 @@ class Unnamed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeftoversRun:
-    """Looks at objects of one shard that no manifest names. `orphan_age_ms`: how long an object may be on its way."""
+    """A check of objects of one shard that no manifest names. An object may be in flight for `orphan_age_ms`."""
 
     shard: int
     objects: tuple[tuple[Place, tuple[Unnamed, ...]], ...]
@@ -340,7 +332,7 @@ class LeftoversRun:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Left:
-    """A bucket that no manifest names, and those of its rows that were not found elsewhere yet."""
+    """A bucket that no manifest names, with those of its rows that were not found elsewhere yet."""
 
     found: Unnamed
     index_id: int
@@ -365,7 +357,7 @@ class _Leftovers:
             try:
                 held = read_held(self._root, self._run.shard, topics, tries_max=TRIES_MAX)
             except object_store.StoreError:
-                # Damaged or not given: that is a finding of its own, and where rows are cannot be told.
+                # Damaged or unreadable: that is a finding of its own, and the rows cannot be located.
                 held = None
             else:
                 self._tally.moved_on += held is None
@@ -391,7 +383,7 @@ class _Leftovers:
             self._account(place, tip, buckets, held)
 
     def _tip(self, place: Place) -> TopicManifest | ShardManifest | None:
-        """The newest manifest; None when there is none that can be read: that is a finding of its own."""
+        """Return the newest manifest, or None if there is none that can be read, which is a finding of its own."""
         try:
             if place.topic_id:
                 topic = self._root.tip(place.of_topic)
@@ -427,17 +419,17 @@ class _Leftovers:
     # ---- their rows
 
     def _account(self, place: Place, tip: TopicManifest, found: Sequence[Unnamed], held: HeldRows) -> None:
-        """Which rows of buckets that no manifest names are nowhere else."""
+        """Find rows of unnamed buckets that exist nowhere else."""
         left = [each for each in map(self._left, found) if each is not None and self._counts(place, tip, each)]
         for _ in range(TRIES_MAX):
             try:
                 unaccounted = self._unaccounted(tip, left, held)
             except object_store.NotFound:
-                # A newer manifest has taken its place, most likely.
+                # A newer manifest has probably replaced it.
                 newer = self._tip(place)
                 tip = newer if isinstance(newer, TopicManifest) else tip
             except (object_store.StoreError, format_errors.FormatError):
-                # That is a finding of its own; the rows may be there.
+                # That is a finding of its own; the rows may exist.
                 return
             else:
                 for each in unaccounted:
@@ -446,7 +438,7 @@ class _Leftovers:
         self._tally.moved_on += 1
 
     def _unaccounted(self, tip: TopicManifest, left: Sequence[_Left], held: HeldRows) -> list[_Left]:
-        """Those of the buckets of which rows were found nowhere else, with these. Raises the store's errors."""
+        """Return the buckets with rows that were found nowhere else, reduced to these. Raises the store's errors."""
         accounted = {index_id: held.accounted(tip, index_id) for index_id in {each.index_id for each in left}}
         found = [each.without(accounted[each.index_id]) for each in left]
         found = [each for each in found if each.positions]
@@ -455,7 +447,7 @@ class _Leftovers:
         return [each for each in found if each.positions]
 
     def _left(self, found: Unnamed) -> _Left | None:
-        """None when it is gone or damaged."""
+        """Read an unnamed bucket. Returns None if it is gone or damaged."""
         body = audit_reading.read(self._root.store, found.key).body
         if body is None:
             return None
@@ -467,7 +459,7 @@ class _Leftovers:
         return _Left(found, metadata.subscription_id, rows, positions)
 
     def _counts(self, place: Place, tip: TopicManifest, left: _Left) -> bool:
-        """Whether anybody is owed the rows: their subscription is there, and the topic was not deleted since."""
+        """Return whether any subscription is owed the rows: it exists, and the topic was not deleted since."""
         if tip.deleted:
             return False
         owed = {index_ids.SHARED, *(each.subscription_id for each in tip.subscriptions)}
@@ -485,8 +477,9 @@ class _Leftovers:
         return then.incarnation == tip.incarnation and not then.deleted
 
     def _named_positions(self, tip: TopicManifest, wanted: set[int]) -> Iterator[tuple[int, PositionSet]]:
-        """Index and positions of buckets that are live, or have left and are still there. Raises the store's errors
-        when a live one cannot be read.
+        """Yield index and positions of buckets that are live, or have left and still exist.
+
+        Raises the store's errors if a live one cannot be read.
         """
         if not wanted:
             return

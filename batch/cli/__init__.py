@@ -1,4 +1,1 @@
-"""`tarry-spark`: its commands, one module each.
-
-Owns: options, what is shown, and the exit status. Does not own: what a job does (`compaction`, `forecast`, `audit`).
-"""
+"""Implements the commands of `tarry-spark`, one module each: options, output, exit status."""

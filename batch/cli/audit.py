@@ -1,7 +1,4 @@
-"""`tarry-spark audit`.
-
-Owns: its options, progress, and where its report goes. Does not own: the audit (`audit`).
-"""
+"""Implements `tarry-spark audit`: its options, progress, and its report. `batch.audit.driver` does the audit."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from batch.engine.job_settings import store_of
 _log = logging.getLogger(__name__)
 
 SHOWN_MAX: Final = 50
-"""So many findings are shown to people; JSON has more."""
+"""Most findings shown to people; JSON has more."""
 
 _STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "dim"}
 
@@ -104,7 +101,7 @@ def _name_of(shared: Shared) -> str:
 
 
 def _show(report: Report) -> None:
-    """The report for people."""
+    """Print the report for people."""
     to = options.results()
     tally = report.tally
     read = Table("object", "read", "bytes", title=f"{report.store}: {report.shards} shards, {report.topics} topics")

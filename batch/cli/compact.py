@@ -1,7 +1,4 @@
-"""`tarry-spark compact`.
-
-Owns: its options, signals, progress, and where its result goes. Does not own: the job (`batch.compaction.job`).
-"""
+"""Implements `tarry-spark compact`: options, signals, progress, result. `batch.compaction.job` does the work."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _SECONDS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.
 
 
 class Size(click.ParamType[int]):
-    """Bytes: 1000000, 64M, 64MiB (of 1,024)."""
+    """A size in bytes: 1000000, 64M, 64MiB (powers of 1,024)."""
 
     name = "size"
 
@@ -49,7 +46,7 @@ class Size(click.ParamType[int]):
 
 
 class Duration(click.ParamType[float]):
-    """Seconds: 90, 90s, 15m, 2h."""
+    """A duration in seconds: 90, 90s, 15m, 2h."""
 
     name = "duration"
 
@@ -168,7 +165,7 @@ def compact(
 
 
 def _run(shared: Shared, asked: job.Options, *, dry_run: bool) -> Summary:
-    """Raises what opening the store and the root raises."""
+    """Run the job. Raises the errors of opening the store and the root."""
     environment = job.JobEnvironment(
         now_ms=lambda: time.time_ns() // 1_000_000, elapsed_s=time.monotonic, new_id=lambda: str(ulid.ULID())
     )
@@ -195,14 +192,14 @@ def _run(shared: Shared, asked: job.Options, *, dry_run: bool) -> Summary:
 
 
 def _start_workers(engine: TaskEngine) -> None:
-    """Spark starts its workers with the first tasks that they get; those of the job find them there."""
+    """Start Spark's workers, which start with their first tasks, so that the job finds them running."""
     for _ in engine.run(merge_task.ready, range(engine.parallelism), lambda ended: None):
         pass
 
 
 @contextlib.contextmanager
 def _signals(stop: job.Stop) -> Iterator[None]:
-    """The first signal ends the job in order, a second one of the kind at once."""
+    """End the job cleanly at the first signal, and at once at a second one of the same kind."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop.request(number)
@@ -224,7 +221,7 @@ def _show_advance(show: Callable[..., None], advance: Advance) -> None:
 
 
 def _write_metrics(path: Path, done: Summary | None) -> None:
-    """A file that cannot be written does not undo what was merged."""
+    """Write the metrics; a file that cannot be written does not undo the merges."""
     try:
         if done is None:
             tally.write_failure_metrics(path, ended_ms=time.time_ns() // 1_000_000, exit_status=tally.EXIT_ERROR)

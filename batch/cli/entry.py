@@ -1,8 +1,7 @@
-"""`tarry-spark`: the command.
+"""Implements the command `tarry-spark`: finds its subcommands and maps errors to exit statuses.
 
-Owns: which commands there are, and the exit status of an error: 1, 2 for a wrong option or setting, 130 when
-it is interrupted.
-Does not own: the commands, whose modules are imported when they are asked for.
+An error ends with status 1, a wrong option or setting with 2, an interruption with 130. The module of a subcommand is
+imported when it is needed.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from storage_backends.object_store import StoreError
 from storage_backends.storage_settings import SettingsError
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
-"""Of a command that has no more to say when it is interrupted."""
+"""Exit status of a command that is interrupted and has nothing more to say"""
 
 _COMMANDS = {
     "audit": "batch.cli.audit",
     "compact": "batch.cli.compact",
     "forecast": "batch.cli.forecast",
 }
-"""Where the command of each name is: a function of that name in this module."""
+"""Command -> module with a function of that name"""
 
 
 class Commands(click.Group):
-    """The commands, each imported when it is asked for."""
+    """The commands, each imported when it is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -73,7 +72,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The script: never returns."""
+    """Run the command. Never returns."""
     cli(prog_name="tarry-spark")
 
 

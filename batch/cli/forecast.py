@@ -1,8 +1,4 @@
-"""`tarry-spark forecast`.
-
-Owns: its options, which files it writes, and its exit status. Does not own: the forecast
-(`batch.forecast.forecast_job`).
-"""
+"""Implements `tarry-spark forecast`: options, files, exit status. `batch.forecast.forecast_job` does the work."""
 
 from __future__ import annotations
 
@@ -100,7 +96,7 @@ def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | No
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the tasks and removes what is not complete, and then the process."""
+    """End the tasks, remove incomplete files, and end the process at SIGTERM."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -113,7 +109,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _steps(days: int, step_ms: int) -> Steps:
-    """From now on."""
+    """Return the steps from now on."""
     if days * DAY_MS // step_ms > STEPS_MAX:
         unit = STEP_NAMES[step_ms]
         raise click.UsageError(
@@ -126,7 +122,7 @@ def _steps(days: int, step_ms: int) -> Steps:
 def _writers(
     files: contextlib.ExitStack, parquet: Path | None, png: Path | None
 ) -> list[tuple[OutputFile, Callable[[Forecast, Path], None]]]:
-    """The files to be written, opened, so that one which cannot be written is refused before the work begins."""
+    """Open the files to write, so that one that cannot be written is refused before the work begins."""
     writers: list[tuple[OutputFile, Callable[[Forecast, Path], None]]] = []
     if parquet is not None and png is not None and parquet.absolute() == png.absolute():
         raise click.UsageError(f"--parquet and --png are both {parquet}; they must be different files")
@@ -146,7 +142,7 @@ def _writers(
 
 
 def _forecast(shared: options.Shared, steps: Steps) -> tuple[Forecast, float]:
-    """The forecast, and how many seconds it took with an engine that had started."""
+    """Return the forecast, and the time it took with an engine that had started (seconds)."""
     root = Root.open(store_of(shared.settings))
     places = root.topics(shared.topics) if shared.topics else None
     with (

@@ -1,11 +1,7 @@
-"""The options that all commands have.
+"""Defines the options that all commands share, and their output.
 
-Owns: their names and help, and what they stand for: settings, and an engine that is not running yet.
-Does not own: the options of one command alone, and what is shown (`terminal`).
-
-Where the commands write: results on standard output, everything else on standard error.
-
-Owns: the two consoles, the form of messages, JSON, and progress. Does not own: what is said.
+The options become settings, and an engine that is not running yet. Results go to standard output; messages and progress
+go to standard error.
 """
 
 from __future__ import annotations
@@ -28,16 +24,16 @@ from batch.engine.engine_port import TaskEngine
 from batch.engine.job_settings import Settings
 
 ROOMS: Final = ("batch",)
-"""The packages whose messages people want to see; of all others only warnings and errors."""
+"""The packages whose messages people want to see; of all others only warnings and errors"""
 
 
 def results() -> Console:
-    """For what was asked for."""
+    """Return the console for results."""
     return Console()
 
 
 def configure(*, quiet: bool) -> None:
-    """Messages of the jobs to standard error: from INFO on, with `quiet` from WARNING on."""
+    """Send messages of the jobs to standard error, from INFO on, or from WARNING on with `quiet`."""
     destination = _ToConsole(Console(stderr=True))
     destination.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     root = logging.getLogger()
@@ -48,7 +44,7 @@ def configure(*, quiet: bool) -> None:
 
 
 class _ToConsole(logging.Handler):
-    """Lines as they are: not wrapped, and not torn by a progress bar."""
+    """A handler that prints lines unwrapped, and not torn by a progress bar."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -59,7 +55,7 @@ class _ToConsole(logging.Handler):
 
 
 def console() -> Console:
-    """For messages and progress; the one that messages of the log go to."""
+    """Return the console for messages and progress, the one that log messages go to."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _ToConsole):
             return handler.console
@@ -67,16 +63,16 @@ def console() -> Console:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document. `value`: of what msgspec can encode."""
+    """Print a value that msgspec can encode as one JSON document."""
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 @contextmanager
 def progress(what: str, *, shown: bool) -> Iterator[Callable[..., None]]:
-    """A bar for work that is under way: the function is called with (done, total) and, if that has changed, what it is
-    that is done; from any thread.
+    """Show a bar for the work in flight.
 
-    Nothing is drawn where standard error is no terminal, or if not `shown`.
+    The block's function is called with (done, total) and, if it has changed, with the description of the work, from any
+    thread. Nothing is drawn if standard error is no terminal, or without `shown`.
     """
     to = console()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -90,12 +86,12 @@ def progress(what: str, *, shown: bool) -> Iterator[Callable[..., None]]:
 
 
 NICE_DEFAULT = 10
-"""Of worker processes: a daemon on the same machine comes first."""
+"""The niceness of worker processes: a daemon on the same machine comes first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What the shared options say. `topics`: names, none of them = all topics."""
+    """The values of the shared options. `topics` are names; none means all topics."""
 
     settings: Settings
     engine: Literal["local", "spark"]
@@ -107,14 +103,15 @@ class Shared:
     quiet: bool
 
     def open_engine(self, job: str, *, preload: Sequence[str] = ()) -> TaskEngine:
-        """The engine, to be entered. `job`: its name for people; `preload`: modules that its tasks need.
+        """Return the engine, to be entered.
 
-        Raises click.ClickException when Spark is not installed.
+        `job` is its name for people; `preload` are modules that its tasks need. Raises click.ClickException if Spark is
+        not installed.
         """
         if self.engine == "local":
             return local_engine.LocalEngine(parallelism=self.parallelism, preload=preload, nice=self.nice)
         try:
-            # Seconds, and not there in an installation that needs only the local engine.
+            # It takes seconds, and an installation that needs only the local engine does not have it.
             from batch.engine import spark_engine
         except ModuleNotFoundError as error:
             raise click.ClickException(
@@ -164,9 +161,9 @@ _OPTIONS = (
 
 
 def shared(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command the shared options; its first argument is what they say.
+    """Give a command the shared options; its first argument holds their values.
 
-    Raises SettingsError when it is called with settings that are wrong.
+    The command raises SettingsError for wrong settings.
     """
 
     @functools.wraps(command)

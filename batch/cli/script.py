@@ -1,7 +1,6 @@
-"""`tarry-spark`, as it is installed.
+"""Starts `tarry-spark` as installed: without the extra `spark`, says what to install.
 
-Owns: being there without the extra `spark`, to say what to install.
-Does not own: the commands (`batch.cli.entry`).
+It imports `batch.cli.entry`, which needs that extra, only if it is there.
 """
 
 from __future__ import annotations

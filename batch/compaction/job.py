@@ -1,22 +1,15 @@
-"""The compaction of a root: topics are planned, runs done by an engine in waves, and committed one by one.
+"""Compacts a root: plans topics, has an engine do the runs in waves, and commits them one by one.
 
-Owns: what the driver does, in which order, and what follows from what becomes of a run.
-Does not own: the choice of runs (`plan`), their order and attempts (`waves`), what a worker does (`merge_task`), the
-engine, a commit (`committing`), what is written down (`tally`), and what is shown.
+While the workers do a wave the driver checks and commits the one before. It commits on the newest manifest that it
+knows. If another process commits first, it learns of that, and plans the topic again from the newer manifest. After the
+commits of a wave it leaves hints for the owners; one that is lost costs only time. It deletes nothing: an object that
+is not committed is an orphan, which the daemon's collection removes.
 
-While the workers do a wave the driver checks and commits the one before. It commits upon the newest manifest that it
-knows, and learns of others' commits when it comes second; then it plans the topic again from what it was shown. After
-the commits of a wave it leaves hints for the owners; one that is lost costs only time. It
-deletes nothing: what is not committed is an orphan, which the daemon's collection removes.
+Before a manifest names an object, the worker's report is compared with the object; the operation compares rows and
+hashes with the manifest's entries of the sources. Therefore a worker that was wrong is refused, whatever it wrote.
 
-Committing the merges of one topic.
-
-Owns: that an object is what its writer said before a manifest names it, and the newest manifest that is known.
-Does not own: the commit primitive (`storage_backends.commit`), whether a merge may follow the tip
-(`storage_backends.topic_manifest`), and what becomes of one that is refused (`job`).
-
-What a worker says of its object is compared with the object; rows and hashes are compared by the operation with what
-the manifest says of the sources. So a worker that was wrong is refused, whatever it wrote.
+`batch.cli.compact` alone uses this module, which needs no command line. `plan` chooses runs, `waves` orders them,
+`merge_task` is a worker's part, and `tally` counts.
 """
 
 from __future__ import annotations
@@ -50,12 +43,13 @@ from storage_backends.topic_manifest import adjacent_order
 Tip = commit.Tip[TopicManifest]
 
 COMMIT_DEADLINE_S = 30.0
-"""So long a commit is tried while the store fails."""
+"""Time for which a commit is retried while the store fails (seconds)"""
 
 
 class MergeCommits:
-    """The commits of one topic, one after the other. `writer`: who commits, for people who read the manifest.
-    `progress_of`: as of `topic_merge.Merge`.
+    """The commits of one topic, one after the other.
+
+    `writer` names the committer, for people who read the manifest. `progress_of` is that of `topic_manifest.Merge`.
     """
 
     def __init__(
@@ -75,19 +69,21 @@ class MergeCommits:
 
     @property
     def manifest(self) -> TopicManifest:
-        """The newest that is known."""
+        """The newest manifest that is known."""
         return self.tip.manifest
 
     def look(self) -> None:
-        """Reads the newest manifest. Raises Damaged and the store's errors."""
+        """Read the newest manifest. Raises Damaged and the store's errors."""
         found = self._log.read_tip(self.tip)
         if found is None:
             raise Damaged(self._log.prefix, "its manifests have disappeared")
         self.tip = found
 
     def verify(self, bucket: LiveBucket) -> None:
-        """Raises Damaged or NotFound unless the object is there, as large as was said, its table and first entry whole
-        and saying the same; and the store's errors.
+        """Check an object against the worker's report.
+
+        Raises Damaged or NotFound unless it exists with the reported size, and its table and first entry are whole and
+        agree; and the store's errors.
         """
         size_bytes = self._store.head(bucket.object.name).size_bytes
         if size_bytes != bucket.object.size_bytes:
@@ -95,8 +91,9 @@ class MergeCommits:
         bucket_reading.open_bucket(self._store, bucket)
 
     def commit(self, written: WrittenMerge, *, now_ms: int, grace_ms: int) -> None:
-        """The sources may be deleted when the grace is over. Raises what `storage_backends.commit.commit` raises, and
-        FormatError when progress is damaged.
+        """Commit a merge; the sources may be deleted after the grace (ms).
+
+        Raises what `storage_backends.commit.commit` raises, and FormatError if progress is damaged.
         """
         operation = dataclasses.replace(
             written.operation, progress_of=self._progress_of, delete_after_ms=now_ms + grace_ms
@@ -119,22 +116,24 @@ class MergeCommits:
 _log = logging.getLogger(__name__)
 
 WAVE_FACTOR: Final = 8
-"""Runs of a wave for each task that the engine does at once: few enough that commits follow soon after writing, and so
-many that what Spark takes for a wave by itself, half a second, is little.
+"""Runs of a wave for each task that the engine does at once.
+
+Few enough that commits follow soon after writing, and so many that Spark's overhead for a wave, half a second, is
+little.
 """
 
 ATTEMPTS_MAX: Final = 3
 
 _Look = tuple[Tip, list[Run]] | StoreError | format_errors.FormatError | None
-"""A topic's tip and what may be merged, None when it is no topic, or why it cannot be read."""
+"""A topic's tip and its runs, None if there is no topic, or the error of reading it"""
 
 
 class Stopped(Exception):
-    """The job was asked to end."""
+    """The end of the job by request."""
 
 
 class Stop:
-    """Whether the job is to end: set by a signal's handler, seen by every thread."""
+    """The request to end the job: set by a signal's handler, seen by every thread."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -143,15 +142,17 @@ class Stop:
         self.signal_number = signal_number
 
     def check(self) -> None:
-        """Raises Stopped when the job is to end."""
+        """Raise Stopped if the job must end."""
         if self.signal_number is not None:
             raise Stopped(f"signal {self.signal_number}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What was asked for. `topics`: names; None = all. `bytes_max`: of sources that are read. `deadline_s`: so long
-    after the beginning no wave begins. `attempts_max`: how often a topic is planned.
+    """The options of a job.
+
+    `topics` are names; None means all. `bytes_max` limits the sources that are read. No wave begins later than
+    `deadline_s` after the beginning (seconds). `attempts_max` limits how often a topic is planned.
     """
 
     topics: Sequence[str] | None = None
@@ -166,7 +167,10 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobEnvironment:
-    """What is not decided here. `now_ms`: Unix time; `elapsed_s`: monotonic; `new_id`: never the same."""
+    """The environment of a job.
+
+    `now_ms` returns Unix time (ms), `elapsed_s` monotonic time (seconds), `new_id` a new id at each call.
+    """
 
     now_ms: Callable[[], int]
     elapsed_s: Callable[[], float]
@@ -183,18 +187,17 @@ def compact(
     stop: Stop,
     watch: Callable[[Advance], None],
 ) -> Summary:
-    """Merges what there is to merge. `engine`: entered; None: a dry run, which only plans. `watch` is called from two
-    threads.
+    """Merge all buckets that may be merged.
 
-    What goes wrong with a topic or a run is in the summary. Raises the store's errors when not even the topics can be
-    listed.
+    `engine` has been entered; None means a dry run, which only plans. `watch` is called from two threads. Failures of
+    topics and runs are in the summary. Raises the store's errors if not even the topics can be listed.
     """
     return _Job(root, engine, settings, options, environment, stop, watch).run()
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Topic:
-    """A topic with something to merge. `left_out`: buckets that this job made, or that it cannot merge."""
+    """A topic with buckets to merge. `left_out` are buckets that this job made, or that it cannot merge."""
 
     commits: MergeCommits
     left_out: set[str] = dataclasses.field(default_factory=set)
@@ -205,7 +208,7 @@ class _Topic:
 
 
 def _places(manifest: TopicManifest) -> dict[str, int]:
-    """Where the buckets that may be merged are in the order of neighbours."""
+    """Return the position of each mergeable bucket in the order of neighbours."""
     return {live.object.name: place for place, live in enumerate(adjacent_order(manifest.live))}
 
 
@@ -232,11 +235,11 @@ class _Job:
         self._waves = Waves(attempts_max=options.attempts_max, bytes_max=options.bytes_max)
         self._tally = Tally(environment.elapsed_s)
         self._topics: dict[TopicPlace, _Topic] = {}
-        # Of the topic that was committed last: all of them together may be large.
+        # Progress of the topic that was committed last: all of them together may be large
         self._progress = LastProgress(root.store)
-        # Begun, and without a result.
+        # Begun, without a result
         self._under_way: list[Work] = []
-        # Committed, or perhaps so, and no hint says it yet.
+        # Committed, or perhaps so, without a hint yet
         self._unhinted: set[TopicPlace] = set()
 
     def run(self) -> Summary:
@@ -268,18 +271,18 @@ class _Job:
                 places = [place for listed in readers.map(self._list, range(self._root.shards)) for place in listed]
             else:
                 places = self._root.topics(named)
-            # What was looked at is let go, one after the other: all manifests together may be large.
+            # Manifests are dropped one after the other: all together may be large.
             for place, found in zip(places, readers.map(self._look, places), strict=True):
                 self._looked(place, found)
         _log.info("planned topics=%d runs=%d", len(places), self._waves.waiting.runs)
 
     def _list(self, shard: int) -> list[TopicPlace]:
-        """In any thread. Raises Stopped and the store's errors."""
+        """List a shard, in any thread. Raises Stopped and the store's errors."""
         self._stop.check()
         return self._root.listed(shard)
 
     def _look(self, place: TopicPlace) -> _Look:
-        """In any thread. Raises Stopped."""
+        """Read and plan a topic, in any thread. Raises Stopped."""
         self._stop.check()
         try:
             tip = self._root.tip(place)
@@ -288,7 +291,7 @@ class _Job:
             return error
 
     def _runs(self, tip: TopicManifest, left_out: frozenset[str]) -> list[Run]:
-        """Raises FormatError when progress is damaged."""
+        """Plan a topic. Raises FormatError if progress is damaged."""
         options = self._options
         if tip.deleted or len(tip.live) < options.sources_min:
             return []
@@ -338,7 +341,7 @@ class _Job:
     # ---- waves
 
     def _do_waves(self, engine: TaskEngine) -> None:
-        """Plans, does and commits wave after wave until nothing waits or it is too late. Raises Stopped."""
+        """Plan, do and commit wave after wave until none waits or the deadline has passed. Raises Stopped."""
         written: Sequence[tuple[Work, Report]] = ()
         while True:
             for place in self._waves.to_plan_again():
@@ -361,7 +364,7 @@ class _Job:
                 return
 
     def _begin_wave(self, engine: TaskEngine) -> Wave | None:
-        """None when nothing waits, or it is too late."""
+        """Begin the next wave. Returns None if no run waits, or the deadline has passed."""
         deadline_s = self._options.deadline_s
         if deadline_s is not None and self._tally.elapsed_s >= deadline_s:
             return None
@@ -380,8 +383,9 @@ class _Job:
         return Wave(engine, works, tasks, lambda ended: self._tasks_ended())
 
     def _still_neighbours(self, works: Sequence[Work]) -> list[Work]:
-        """Those whose sources are neighbours by the newest manifest known; the others are refused before they are
-        done: their commit would be.
+        """Return the runs whose sources are neighbours by the newest manifest known.
+
+        The others are refused before they are done, because their commit would be.
         """
         orders = {work.topic: _places(self._topics[work.topic].commits.manifest) for work in works}
         found = []
@@ -397,7 +401,7 @@ class _Job:
         return found
 
     def _tasks_ended(self) -> None:
-        """In the thread of a wave."""
+        """Show progress, in the thread of a wave. Raises Stopped."""
         self._stop.check()
         self._show_advance()
 
@@ -406,7 +410,7 @@ class _Job:
         self._watch(self._tally.advance(Amount.of(under_way) + self._waves.waiting))
 
     def _fail_unreported(self, wave: Wave, reports: Iterable[tuple[Work, Report]]) -> None:
-        """The engine could not do these."""
+        """Fail the runs that the engine could not do."""
         if wave.failure is None:
             return
         _log.error("%s", wave.failure)
@@ -416,7 +420,7 @@ class _Job:
                 self._give_up(work, str(wave.failure), left_out=work.run.names)
 
     def _leave_rest(self) -> None:
-        """What was begun and not committed, and what was not begun."""
+        """Record the runs that were begun and not committed, and those that were not begun."""
         for work in list(self._under_way):
             self._end(work, Outcome.LEFT, "the job ended before its commit")
         over_limit, waiting = self._waves.rest()
@@ -428,10 +432,10 @@ class _Job:
         for work in waiting:
             self._tally.ended(work, self._topics[work.topic].name, Outcome.LEFT, reason)
 
-    # ---- what becomes of a run
+    # ---- outcomes of runs
 
     def _commit_all(self, reports: Iterable[tuple[Work, Report]]) -> None:
-        """Those of one topic after each other. Raises Stopped between two commits."""
+        """Commit runs, those of one topic after each other. Raises Stopped between two commits."""
         try:
             for work, report in sorted(reports, key=lambda each: each[0].topic):
                 self._stop.check()
@@ -444,7 +448,7 @@ class _Job:
             self._leave_hints()
 
     def _leave_hints(self) -> None:
-        """The owners of the topics look at once, and not at their next turn."""
+        """Leave hints, so that the owners of the topics adopt the merges at once, and not at their next turn."""
         if not self._unhinted:
             return
         hints = [MergeHint(place.shard, place.topic_id) for place in sorted(self._unhinted)]
@@ -490,8 +494,9 @@ class _Job:
             self._end(work, Outcome.COMMITTED, written=report)
 
     def _grace_ms(self) -> int:
-        """How long the sources stay. Who collects them has another clock: one that is ahead of this one must not make
-        it shorter.
+        """Return how long the sources stay (ms).
+
+        Another process with another clock collects them: a clock that is ahead of this one must not shorten the grace.
         """
         ahead_s = max(0.0, self._root.store.clock_skew_s() or 0.0)
         return int((self._settings.collection.grace_s + ahead_s) * 1000)
@@ -509,7 +514,7 @@ class _Job:
                 self._missing(work, report.key, reason)
 
     def _missing(self, work: Work, key: str, reason: str) -> None:
-        """A source, or the progress, is not there: by now it may have left the manifest."""
+        """Settle a run whose source, or progress, is missing: it may have left the manifest by now."""
         commits = self._topics[work.topic].commits
         try:
             commits.look()
@@ -527,8 +532,9 @@ class _Job:
     def _again(
         self, work: Work, reason: str, finally_: Outcome, *, read: bool = True, written: WrittenRun | None = None
     ) -> None:
-        """Its topic is planned again; at the last attempt this is what became of it. `read`: whether its sources may
-        have been read.
+        """Plan the run's topic again, or record the outcome `finally_` after the last attempt.
+
+        `read` says whether its sources may have been read.
         """
         again = self._waves.refused(work, read=read)
         name = self._topics[work.topic].name
@@ -538,7 +544,7 @@ class _Job:
         self._tally.ended(work, name, Outcome.REPLANNED if again else finally_, reason, written=written)
 
     def _give_up(self, work: Work, reason: str, *, left_out: Iterable[str], written: WrittenRun | None = None) -> None:
-        """It failed, and no attempt of this job would do better."""
+        """Fail a run that no further attempt of this job could do."""
         topic = self._topics[work.topic]
         _log.error("topic %s: cannot merge buckets: %s", topic.name, reason)
         topic.left_out.update(left_out)

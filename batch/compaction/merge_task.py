@@ -1,11 +1,8 @@
-"""One run of a job: its sources are read, what is not gone is one new object. Done in a worker, wherever that is.
+"""Does one run of a compaction in a worker: reads the sources, and writes their remaining rows as one object.
 
-Owns: what a worker must know for it, and what it reports.
-Does not own: the merge of the rows (`storage_backends.formats.merge`), reading and writing
-(`storage_backends.bucket_merging`), which run it is (`plan`), and its commit (`job`).
-
-A worker knows of the topic's manifest only what names the sources. It may do a run twice, or die in the middle: each
-attempt writes an object of its own, and one that nobody commits is an orphan, which the daemon's collection removes.
+A worker knows only as much of the topic's manifest as concerns the sources. It may do a run twice, or die in the
+middle: each attempt writes an object of its own, and one that no process commits is an orphan, which the daemon's
+collection removes. `job` commits.
 """
 
 from __future__ import annotations
@@ -32,13 +29,15 @@ from storage_backends.formats.manifest import LiveBucket, Progress, TopicManifes
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
 
 READERS = 8
-"""Sources that a worker reads at once from a store behind a network."""
+"""Sources that a worker reads at once from a store behind a network"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class MergeTask:
-    """A run as a worker gets it. `tip`: the manifest that it is planned from, without what says nothing of the sources;
-    its live buckets are the sources.
+    """A run for a worker.
+
+    `tip` is the manifest that it is planned from, without the parts that do not concern the sources; its live buckets
+    are the sources.
     """
 
     settings: Settings
@@ -48,7 +47,7 @@ class MergeTask:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """The process that did it."""
+    """The process that did a run."""
 
     host: str
     pid: int
@@ -56,7 +55,10 @@ class Worker:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class WrittenRun:
-    """The object of a run is written. `read_s`, `merge_s`, `write_s`: what that took."""
+    """A run whose object is written.
+
+    `read_s`, `merge_s` and `write_s` are the times that it took (seconds).
+    """
 
     written: bucket_merging.WrittenMerge
     worker: Worker
@@ -66,9 +68,11 @@ class WrittenRun:
 
 
 class Failure(enum.Enum):
-    """Why there is no object. `DAMAGED`: of the source that is named, or of the progress. `MISSING`: it is not there:
-    by now the manifest may name it no longer. `INCONSISTENT`: each source is whole, together they are not what the
-    manifest says. `UNAVAILABLE`: the store did not do it.
+    """The reason for a run without an object.
+
+    `DAMAGED` means that the named source, or the progress, is damaged; `MISSING`, that it does not exist, perhaps
+    because the manifest no longer names it; `INCONSISTENT`, that each source is whole and together they contradict the
+    manifest; `UNAVAILABLE`, that the store failed.
     """
 
     DAMAGED = "damaged"
@@ -79,7 +83,7 @@ class Failure(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRun:
-    """No object was written, or none that anybody may rely on. `key`: what it was about, empty = the run."""
+    """A run without an object, or without one to rely on. `key` is the object concerned, empty for the run itself."""
 
     failure: Failure
     key: str
@@ -88,7 +92,7 @@ class FailedRun:
 
 
 def task_of(settings: Settings, shard: int, tip: TopicManifest, run: Run) -> MergeTask:
-    """What a worker needs of the manifest `tip`, which names all sources of the run as live."""
+    """Return the task of a run; `tip` names all its sources as live."""
     head = dataclasses.replace(tip.head, lineage=())
     excerpt = dataclasses.replace(
         tip, head=head, live=run.sources, tombstones=(), progress=_cut(tip, run), subscriptions=()
@@ -97,8 +101,9 @@ def task_of(settings: Settings, shard: int, tip: TopicManifest, run: Run) -> Mer
 
 
 def _cut(tip: TopicManifest, run: Run) -> Progress | None:
-    """The part of the manifest's inline progress that a worker needs: of the sources, and of buckets that are no more
-    and may have been merged into one of them. None when the progress is not inline.
+    """Return the part of the manifest's inline progress that a worker needs, or None if it is not inline.
+
+    It covers the sources, and dropped buckets, which may have been merged into one of them.
     """
     if tip.progress is None:
         return None
@@ -113,17 +118,17 @@ def _cut(tip: TopicManifest, run: Run) -> Progress | None:
 
 
 def ready(number: int) -> int:
-    """Does nothing: a worker that has done it is there, and has imported what a run needs."""
+    """Do nothing: a worker that has done so is running, and has imported the modules for a run."""
     return number
 
 
 def merge_run(task: MergeTask) -> WrittenRun | FailedRun:
-    """Does one run. Everything that it expects to go wrong it reports."""
+    """Do one run. All expected failures are in the result."""
     worker = Worker(host=socket.gethostname(), pid=os.getpid())
     try:
         store = store_of(task.settings)
     except StoreError as error:
-        # Also where this machine has no such directory.
+        # Also if this machine has no such directory
         return FailedRun(failure=Failure.UNAVAILABLE, key=error.key, reason=error.reason, worker=worker)
     try:
         return _merge_run(store, task, worker)
@@ -138,7 +143,7 @@ def merge_run(task: MergeTask) -> WrittenRun | FailedRun:
 
 
 def _merge_run(store: ObjectStore, task: MergeTask, worker: Worker) -> WrittenRun:
-    """Raises the store's errors, and what `merging.merged` raises."""
+    """Do one run. Raises the store's errors, and what `bucket_merging.merged` raises."""
     tip = task.tip
     key = names.bucket_key(task.shard, tip.topic_id, tip.head.number, str(ulid.ULID()))
     plan = bucket_merging.MergePlan(tip, tip.live, key)
@@ -161,7 +166,7 @@ def _merge_run(store: ObjectStore, task: MergeTask, worker: Worker) -> WrittenRu
         plan,
         sources,
         made,
-        # Both are the committer's: it has the newest manifest.
+        # The committer sets both: it has the newest manifest.
         progress_of=functools.partial(progress_by, task.settings),
         delete_after_ms=0,
     )
@@ -176,7 +181,7 @@ def _merge_run(store: ObjectStore, task: MergeTask, worker: Worker) -> WrittenRu
 
 
 def progress_by(settings: Settings, tip: TopicManifest) -> Progress:
-    """The progress of a manifest, by the store of this process; the last one is kept, for its next task."""
+    """Return the progress of a manifest, from the store of this process; the last one is kept for its next task."""
     return _last_progress(settings).of(tip)
 
 
@@ -186,7 +191,7 @@ def _last_progress(settings: Settings) -> LastProgress:
 
 
 def _read(store: ObjectStore, sources: Sequence[LiveBucket], readers: int) -> list[merge.Source]:
-    """The sources, in their order."""
+    """Read the sources, in their order."""
     read = functools.partial(bucket_merging.read_source, store)
     if readers == 1 or len(sources) == 1:
         return [read(live) for live in sources]

@@ -1,17 +1,13 @@
-"""Which buckets of a topic are merged: pure, from its manifest alone.
+"""Chooses which buckets of a topic to merge: pure, from its manifest alone.
 
-Owns: the choice of runs of neighbouring small buckets, and which of them come first.
-Does not own: what a merge may do (`storage_backends.topic_manifest`, whose order of neighbours counts here), merging,
-and the clock: `now_ms` is given.
+A run of neighbouring small buckets is chosen such that merging again and again stays cheap. No source has more than two
+thirds of the rows of its run, so each merge makes a row's bucket at least half as large again; a row is copied O(log)
+times until its bucket is as large as it may be. There are many ways to cut the buckets into such runs. The chosen one
+leaves the fewest buckets; among those, its runs are most alike in size. Planning again from the outcome ends: every run
+leaves fewer buckets.
 
-A run is chosen so that merging again and again stays cheap: no source has more than two thirds of the rows of its run,
-so that what a row is copied into is half as large again, at least, as what it came from; a row is copied O(log) times
-until its bucket is as large as it may be. Of all ways to cut the buckets into such runs the one is taken that leaves
-the fewest buckets, then the one whose runs are most alike in size. What is planned from its own outcome comes to an
-end: every run leaves fewer buckets.
-
-What is about to be handed out is left alone, since it would be copied just before it leaves; what lies on both sides of
-it are no neighbours.
+Buckets that are delivered soon are left alone, because they would be copied just before their rows leave; buckets on
+both sides of one are no neighbours. `storage_backends.topic_manifest` defines the order of neighbours.
 """
 
 from __future__ import annotations
@@ -30,12 +26,17 @@ from storage_backends.formats.position_bitmap import count_of
 from storage_backends.topic_manifest import adjacent_order
 
 STORED_ROWS_FACTOR: Final = 2
-"""The objects of a run may hold so many times the rows that the merged bucket may have: those that are gone are read
-as well, into memory."""
+"""Multiple of the merged bucket's largest row count that the objects of a run may hold.
+
+Rows that are gone are read as well, into memory.
+"""
 
 LARGEST_SHARE: Final = (2, 3)
-"""The largest source has at most this part of the rows of its run. A half would part two buckets that are nearly alike;
-with more, large buckets would be copied for the sake of small ones."""
+"""The largest part of the rows of a run that one source may have.
+
+A half would part two buckets that are nearly alike; with more, large buckets would be copied for the sake of small
+ones.
+"""
 
 TARGET_BYTES: Final = 64 << 20
 SOURCES_MAX: Final = 64
@@ -48,8 +49,10 @@ F64 = npt.NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """What a run may be. `now_ms`: Unix time. `target_bytes`, `rows_max`: of a merged bucket, at most. `sources_max`,
-    `sources_min`: buckets of a run. `soon_ms`: what is handed out so soon is left alone.
+    """The limits of a run.
+
+    `now_ms` is Unix time (ms). `target_bytes` and `rows_max` limit a merged bucket, `sources_max` and `sources_min` the
+    buckets of a run. Buckets that are delivered within `soon_ms` are left alone.
     """
 
     now_ms: int
@@ -68,7 +71,10 @@ class Parameters:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Neighbouring buckets of one index that become one. `rows`, `size_bytes`: of their objects, which are read."""
+    """Neighbouring buckets of one index that become one.
+
+    `rows` and `size_bytes` are those of their objects, which are read.
+    """
 
     sources: tuple[LiveBucket, ...]
     rows: int
@@ -84,12 +90,12 @@ class Run:
 
     @property
     def removed(self) -> int:
-        """How many buckets fewer there are."""
+        """The number of buckets that the run removes."""
         return len(self.sources) - 1
 
     @property
     def benefit(self) -> float:
-        """Buckets removed for each byte read."""
+        """The number of buckets removed for each byte read."""
         return self.removed / max(1, self.size_bytes)
 
     @property
@@ -98,7 +104,7 @@ class Run:
 
 
 def gone_rows(progress: Progress) -> Mapping[str, int]:
-    """By bucket, how many rows progress says are gone from it under its own name; some more may be."""
+    """Return by bucket how many rows progress says are gone under its own name; more rows may be gone."""
     return {part.bucket: count_of(part.gone) for part in progress.buckets if part.gone}
 
 
@@ -109,9 +115,10 @@ def plan(
     gone: Mapping[str, int] | None = None,
     left_out: AbstractSet[str] = frozenset(),
 ) -> list[Run]:
-    """The runs to merge, no bucket in two of them, the most useful first.
+    """Return the runs to merge, the most useful first, no bucket in two of them.
 
-    `gone`: rows that a merge drops, by bucket, as far as they are known. `left_out`: buckets that no run may have.
+    `gone` counts the rows that a merge drops, by bucket, as far as they are known. `left_out` are buckets that no run
+    may have.
     """
     runs = [
         run
@@ -123,14 +130,14 @@ def plan(
 
 
 def by_benefit(runs: Iterable[Run]) -> list[Run]:
-    """The most useful first."""
+    """Sort runs, the most useful first."""
     return sorted(runs, key=lambda run: (-run.benefit, run.sources[0].object.name))
 
 
 def _stretches(
     live: Iterable[LiveBucket], parameters: Parameters, left_out: AbstractSet[str]
 ) -> Iterator[list[LiveBucket]]:
-    """Neighbours of one index that may all be merged with one another."""
+    """Yield neighbours of one index that may all be merged with one another."""
     for _, index in itertools.groupby(adjacent_order(live), key=lambda bucket: bucket.subscription_id):
         mergeable = itertools.groupby(
             index, key=lambda bucket: bucket.object.name not in left_out and not leaves_soon(bucket, parameters)
@@ -139,8 +146,10 @@ def _stretches(
 
 
 def leaves_soon(bucket: LiveBucket, parameters: Parameters) -> bool:
-    """Whether most of it is handed out soon: the middle of its span comes, and its end is not long over. What should
-    have left long ago waits for somebody who is not there.
+    """Return whether most of the bucket is delivered soon.
+
+    That holds if the middle of its span is near or past, and its end is not long over. Rows that should have left long
+    ago wait for a subscriber that is not there.
     """
     middle_ms = (bucket.min_deliver_at_ms + bucket.max_deliver_at_ms) // 2
     until_ms = parameters.now_ms + parameters.soon_ms
@@ -177,7 +186,7 @@ def _sums(column: I64) -> I64:
 
 
 def _runs(buckets: Sequence[LiveBucket], parameters: Parameters, gone: Mapping[str, int]) -> Iterator[Run]:
-    """The best cut of a stretch, in order: O(n * sources_max)."""
+    """Return the best cut of a stretch, in order: O(n * sources_max)."""
     starts = _best_starts(_Stretch.of(buckets, gone), parameters)
     end = len(buckets)
     found = []
@@ -190,18 +199,19 @@ def _runs(buckets: Sequence[LiveBucket], parameters: Parameters, gone: Mapping[s
 
 
 def _best_starts(stretch: _Stretch, parameters: Parameters) -> list[int]:
-    """For each end of a prefix of the stretch, where the last part of its best cut starts: a run, or one bucket that
-    stays as it is.
+    """Return for each end of a prefix of the stretch where the last part of its best cut starts.
+
+    The part is a run, or one bucket that stays as it is.
     """
     count = len(stretch.live_rows)
     removed = np.zeros(count + 1, np.int64)
-    # The sum of the squares of what runs read: least where they are alike.
+    # The sum of the squares of what runs read: least if they are alike
     cost = np.zeros(count + 1, np.float64)
     starts = [0] * (count + 1)
     for end in range(1, count + 1):
         starts[end], removed[end], cost[end] = end - 1, removed[end - 1], cost[end - 1]
         first = max(0, end - parameters.sources_max)
-        # Longer and longer runs, from one bucket on.
+        # Longer and longer runs, from one bucket on
         window = slice(first, end)
         rows = (stretch.live_rows_sum[end] - stretch.live_rows_sum[window])[::-1]
         allowed = rows <= parameters.rows_max

@@ -1,20 +1,12 @@
-"""What happens in a compaction, written down as it happens.
+"""Records a compaction as it happens, and presents its summary: values, tables, and metrics.
 
-Owns: every run's result, the time of each phase, how far the job is, and the exit status that follows.
-Does not own: what the results mean for the job (`job`), the form of the summary (`summary`).
+It has every run's result, the time of each phase, the job's progress, and the exit status that follows. The JSON of
+`tarry-spark compact --json` is the values of `Summary`, key by key.
 
-What a compaction did, as values; the JSON of `tarry-spark compact --json` is these values, key by key.
-
-Owns: what is counted and what it is called; the table for people.
-Does not own: counting (`job`), writing it anywhere (`commands.compact`, `job_metrics`).
-
-Metrics of a compaction as a text file, which the node exporter's textfile collector shows to Prometheus.
-
-Owns: the metrics' names, and that the time of the last success outlives a failure.
-Does not own: what they count (`summary`), alerts on them (deploy/).
-
-A job is no server that could be asked: the file says how the last run ended, and is replaced as a whole. All are
-gauges: a counter would have to be carried on from file to file.
+Metrics are a text file, which the node exporter's textfile collector shows to Prometheus, because a job is no server
+that could be asked. The file says how the last run ended, and is replaced as a whole; the time of the last success
+outlives a failure. All metrics are gauges: a counter would have to be carried on from file to file. Their alerts are in
+deploy/.
 """
 
 from __future__ import annotations
@@ -37,9 +29,11 @@ from storage_backends.formats.manifest import TopicManifest
 
 
 class Status(enum.Enum):
-    """How the job ended. `CONFLICTS`: runs were refused at the last attempt, or it is not known whether they are
-    committed: the next job sees. `ERROR`: a topic cannot be read, a source is damaged, or a run failed. `STOPPED`: by a
-    signal. `PLANNED`: of a dry run.
+    """The end of a job.
+
+    `CONFLICTS` means that runs were refused at the last attempt, or may be committed; the next job will know. `ERROR`
+    means that a topic cannot be read, a source is damaged, or a run failed. `STOPPED` means by a signal. `PLANNED` is
+    the end of a dry run.
     """
 
     DONE = "done"
@@ -50,9 +44,11 @@ class Status(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """What became of a run. `COMMITTED`: the manifest names its bucket. `REFUSED`: at the last attempt. `UNKNOWN`: it
-    may be committed. `FAILED`: its reason says why. `LEFT`: it was not begun, or its object not committed, because the
-    job was to end. `REPLANNED`: it was refused, and its topic was planned again: others took its place.
+    """The outcome of a run.
+
+    `COMMITTED` means that the manifest names its bucket; `REFUSED`, at the last attempt; `UNKNOWN`, that it may be
+    committed; `FAILED`, for the given reason. `LEFT` means that it was not begun, or its object not committed, because
+    the job had to end. `REPLANNED` means that it was refused, and its topic planned again: other runs replaced it.
     """
 
     COMMITTED = "committed"
@@ -64,9 +60,12 @@ class Outcome(enum.Enum):
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. `topic`: its name. `index`: 0 = the shared one. `sources`, `bucket`: keys of objects; no bucket where no
-    row was left, or nothing was written. `rows_read`, `bytes_read`: of the sources. `rows_kept`, `bytes_written`: of
-    the bucket. `level`: 1 for a bucket merged from sealed ones. `worker`: the process that wrote it.
+    """One run.
+
+    `topic` is its name. `index` 0 is the shared one. `sources` and `bucket` are keys of objects; `bucket` is None if no
+    row was left or nothing was written. `rows_read` and `bytes_read` are those of the sources, `rows_kept` and
+    `bytes_written` those of the bucket. `level` is 1 for a bucket merged from sealed ones. `worker` is the process that
+    wrote it.
     """
 
     topic: str
@@ -88,7 +87,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopicResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One topic that had something to merge, or that could not be read; then `error` says why and `topic` is its id."""
+    """One topic with buckets to merge, or one that could not be read; then `error` says why and `topic` is its id."""
 
     topic: str
     shard: int
@@ -100,7 +99,7 @@ class TopicResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs by what became of them. `planned`: all of them but those whose place others took (`replanned`)."""
+    """Runs by their outcome. `planned` counts all but those that others replaced (`replanned`)."""
 
     planned: int = 0
     committed: int = 0
@@ -112,7 +111,7 @@ class RunCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that was refused. `final`: at the last attempt."""
+    """A run that was refused. `final` means at the last attempt."""
 
     topic: str
     sources: tuple[str, ...]
@@ -121,9 +120,11 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seconds(msgspec.Struct, frozen=True, kw_only=True):
-    """What took how long in the job: reading manifests and planning; waiting for workers; checking what they wrote and
-    committing it, in part while workers work. `total`: from the beginning of the job. And in the workers, summed over
-    them: reading sources, merging, writing.
+    """The duration of each phase of the job (seconds).
+
+    `plan` is reading manifests and planning; `wait`, waiting for workers; `verify` and `commit`, checking and
+    committing their objects, in part while workers work. `total` counts from the beginning of the job. The workers'
+    phases, summed over them, are reading sources, merging and writing.
     """
 
     plan: float = 0.0
@@ -137,8 +138,10 @@ class Seconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job did. Buckets are those of all topics that were looked at. `sources`, rows and bytes: of committed
-    runs. `began_ms`: Unix time.
+    """The result of a job.
+
+    Buckets are those of all topics that were read. `sources`, rows and bytes are those of committed runs. `began_ms` is
+    Unix time (ms).
     """
 
     status: Status
@@ -167,7 +170,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_counts(results: Iterable[RunResult]) -> RunCounts:
-    """By what became of them."""
+    """Count the runs by their outcome."""
     by_outcome = dict.fromkeys(Outcome, 0)
     for result in results:
         by_outcome[result.outcome] += 1
@@ -184,7 +187,7 @@ def run_counts(results: Iterable[RunResult]) -> RunCounts:
 
 
 def refusals(results: Iterable[RunResult]) -> tuple[Refusal, ...]:
-    """The runs that were refused, at the last attempt or before."""
+    """Return the runs that were refused, at the last attempt or before."""
     return tuple(
         Refusal(
             topic=result.topic,
@@ -198,7 +201,7 @@ def refusals(results: Iterable[RunResult]) -> tuple[Refusal, ...]:
 
 
 def table(summary: Summary) -> Table:
-    """One line for each topic with something to merge, the totals beneath."""
+    """Make a table with one line for each topic with buckets to merge, and the totals beneath."""
     shown = Table(title=_title(summary), title_justify="left", show_footer=len(summary.topic_results) > 1)
     runs = summary.runs
     shown.add_column("topic", "total", overflow="fold")
@@ -219,7 +222,7 @@ def table(summary: Summary) -> Table:
 
 
 def plan_table(summary: Summary) -> Table:
-    """One line for each run that a dry run planned."""
+    """Make a table with one line for each run that a dry run planned."""
     shown = Table(title=_title(summary), title_justify="left")
     shown.add_column("topic", overflow="fold")
     for name in ("index", "ledgers", "buckets", "rows", "bytes"):
@@ -238,7 +241,7 @@ def _title(summary: Summary) -> str:
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    """What the table has no column for."""
+    """Return lines with the figures for which the table has no column."""
     runs, seconds = summary.runs, summary.seconds
     said = [
         f"buckets {summary.buckets_before:,} -> {summary.buckets_after:,}",
@@ -277,7 +280,7 @@ _EXITS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Advance:
-    """How far a job is: runs that are done with, and all that are known by now."""
+    """The progress of a job: runs that have ended, and all that are known by now."""
 
     phase: str
     done: Amount = NOTHING
@@ -295,28 +298,28 @@ class _Topic:
 
 
 class Tally:
-    """The results of one job. `elapsed_s`: monotonic."""
+    """The results of one job. `elapsed_s` returns monotonic time (seconds)."""
 
     def __init__(self, elapsed_s: Callable[[], float]) -> None:
         self._elapsed_s = elapsed_s
         self._began_s = elapsed_s()
         self._seconds = dict.fromkeys(Seconds.__struct_fields__, 0.0)
-        # By shard and id.
+        # By shard and id
         self._topics: dict[tuple[int, str], _Topic] = {}
         self._results: list[RunResult] = []
         self._done = NOTHING
         self.waves = 0
 
-    # ---- what happens
+    # ---- recording
 
     @property
     def elapsed_s(self) -> float:
-        """Since the job began."""
+        """The time since the job began (seconds)."""
         return self._elapsed_s() - self._began_s
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """What is done within belongs to this field of `Seconds`."""
+        """Add the time of the block to this field of `Seconds`."""
         began_s = self._elapsed_s()
         try:
             yield
@@ -324,16 +327,16 @@ class Tally:
             self._seconds[phase] += self._elapsed_s() - began_s
 
     def saw(self, shard: int, manifest: TopicManifest, *, has_runs: bool) -> None:
-        """A topic was planned for the first time."""
+        """Record a topic that was planned for the first time."""
         buckets = len(manifest.live)
         self._topics[shard, manifest.topic_id] = _Topic(manifest.topic, shard, buckets, buckets, runs=has_runs)
 
     def now_has(self, shard: int, manifest: TopicManifest) -> None:
-        """The newest manifest of a topic that was planned."""
+        """Record the newest manifest of a topic that was planned."""
         self._topics[shard, manifest.topic_id].after = len(manifest.live)
 
     def failed_topic(self, shard: int, topic_id: str, name: str, error: str) -> None:
-        """A topic cannot be read."""
+        """Record a topic that cannot be read."""
         self._topics.setdefault((shard, topic_id), _Topic(name, shard)).error = error
 
     def ended(
@@ -345,7 +348,7 @@ class Tally:
         *,
         written: WrittenRun | None = None,
     ) -> None:
-        """What became of a run. `written`: what its worker said."""
+        """Record the outcome of a run. `written` is its worker's report."""
         merged = None if written is None else written.written
         bucket = None if merged is None else merged.operation.bucket
         if written is not None:
@@ -375,14 +378,14 @@ class Tally:
             )
         )
 
-    # ---- what it comes to
+    # ---- results
 
     def advance(self, to_come: Amount) -> Advance:
-        """How far it is, while these runs have no result yet."""
+        """Return the progress, while the runs `to_come` have no result yet."""
         return Advance(phase="merging", done=self._done, total=self._done + to_come)
 
     def status(self, signal_number: int | None, *, dry_run: bool) -> tuple[Status, int, str]:
-        """Status, exit status, and in a sentence why."""
+        """Return status, exit status, and the reason in a sentence."""
         counts = run_counts(self._results)
         unread = sum(1 for topic in self._topics.values() if topic.error)
         if signal_number is not None:
@@ -461,19 +464,19 @@ LAST_SUCCESS: Final = "tarry_compaction_last_success_timestamp_seconds"
 
 
 def write_metrics(path: Path, summary: Summary) -> None:
-    """Replaces the file at once, so that the collector sees the former one or this. Raises OSError."""
+    """Replace the file at once, so that the collector sees the former one or this. Raises OSError."""
     last_success_s = _read(path, LAST_SUCCESS)
     ended_s = summary.began_ms / 1000 + summary.seconds.total
     _write(path, ended_s, ended_s if summary.exit_status == 0 else last_success_s, summary.exit_status, summary)
 
 
 def write_failure_metrics(path: Path, *, ended_ms: int, exit_status: int) -> None:
-    """The job failed before it could say what it did. Raises OSError."""
+    """Write the metrics of a job that failed without a summary. Raises OSError."""
     _write(path, ended_ms / 1000, _read(path, LAST_SUCCESS), exit_status, None)
 
 
 def _read(path: Path, name: str) -> float | None:
-    """A value of the file of the last run; None where there is none, or it is no such file."""
+    """Return a value of the file of the last run, or None if there is none, or it is no such file."""
     with contextlib.suppress(OSError, ValueError):
         for family in parser.text_string_to_metric_families(path.read_text(encoding="utf-8")):
             for sample in family.samples:

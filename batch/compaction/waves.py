@@ -1,18 +1,15 @@
-"""Which runs of a job are done when: a state machine without clock, store and processes.
+"""Orders the runs of a job and cuts them into waves; runs one wave on the engine in a thread.
 
-Owns: the order of runs, their cut into waves, the limit on what is read, and how often a topic is planned again.
-Does not own: planning (`plan`), doing and committing a run, and what ends the job (`job`).
+`Waves` is a state machine without clock, store and processes. It also limits the bytes to read, and how often a topic
+is planned again.
 
-    waiting --next_wave--> under way --settled--> done
+    waiting --next_wave--> in flight --settled--> done
        ^                      |
-       |                      +--refused--> its topic is planned again when nothing of it is under way,
-       +-----offer------------------------  what waits of it is withdrawn; the last attempt is refused for good
+       |                      +--refused--> its topic is planned again when none of its runs is in flight,
+       +-----offer------------------------  its waiting runs are withdrawn; the last attempt is refused for good
 
-A topic is planned again as a whole, since a run was refused because the topic is not what it was.
-
-A wave of runs that the engine does, while the driver commits the wave before it.
-
-Owns: the thread in which the engine runs. Does not own: which runs it has (`waves`), what they do (`merge_task`).
+A topic is planned again as a whole, because a refused run shows that the topic has changed. The driver commits one wave
+while the engine does the next (`Wave`). `plan` plans, `job` commits.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from batch.engine.root import TopicPlace
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Work:
-    """A run of a topic. `attempt`: how often the topic was planned, from 1 on."""
+    """A run of a topic. `attempt` counts how often the topic was planned, from 1 on."""
 
     topic: TopicPlace
     run: Run
@@ -39,7 +36,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Amount:
-    """How many runs, and what they read: sources and their bytes."""
+    """A number of runs, and what they read: sources and their bytes."""
 
     runs: int = 0
     sources: int = 0
@@ -64,23 +61,25 @@ class _Topic:
 
 
 class Waves:
-    """The runs of all topics. `attempts_max`: how often a topic is planned. `bytes_max`: of sources that are read, None
-    = no limit; what does not fit any more is passed over for what does.
+    """The runs of all topics.
+
+    `attempts_max` limits how often a topic is planned. `bytes_max` limits the sources that are read, None means no
+    limit; a run that no longer fits is skipped for one that does.
     """
 
     def __init__(self, *, attempts_max: int, bytes_max: int | None = None) -> None:
         self._attempts_max = attempts_max
         self._bytes_left = bytes_max
         self._topics: dict[TopicPlace, _Topic] = {}
-        # The most useful last, once they are sorted.
+        # The most useful last, once they are sorted
         self._waiting: list[Work] = []
         self._sorted = True
         self._over_limit: list[Work] = []
         self.waiting = NOTHING
-        """What a wave may still have."""
+        """The runs that waves may still have"""
 
     def offer(self, topic: TopicPlace, runs: Collection[Run]) -> None:
-        """The topic was planned, for the first time or again."""
+        """Add the runs of a topic that was planned, for the first time or again."""
         state = self._topics.setdefault(topic, _Topic())
         state.attempt += 1
         state.again = False
@@ -92,7 +91,7 @@ class Waves:
         self._sorted = False
 
     def next_wave(self, size: int) -> list[Work]:
-        """The next runs to be done, at most `size`, the most useful first; they are under way."""
+        """Return the next runs to do, at most `size`, the most useful first; they are then in flight."""
         if not self._sorted:
             self._waiting.sort(
                 key=lambda work: (-work.run.benefit, work.topic, work.run.sources[0].object.name), reverse=True
@@ -112,12 +111,13 @@ class Waves:
         return wave
 
     def settled(self, work: Work) -> None:
-        """What became of it is known, and nothing follows."""
+        """End a run whose outcome is final."""
         self._topics[work.topic].under_way -= 1
 
     def refused(self, work: Work, *, read: bool = True) -> bool:
-        """A run cannot be done as it was planned; whether its topic is planned again. `read`: whether its sources were
-        read, or may have been; if not, others may read as much.
+        """End a run that cannot be done as it was planned; return whether its topic is planned again.
+
+        `read` says whether its sources may have been read; if not, other runs may read as much.
         """
         if not read and self._bytes_left is not None:
             self._bytes_left += work.run.size_bytes
@@ -134,11 +134,11 @@ class Waves:
         return again
 
     def to_plan_again(self) -> list[TopicPlace]:
-        """Topics of which a run was refused and none is under way; each is to be offered next."""
+        """Return the topics of which a run was refused and none is in flight; each must be offered next."""
         return [topic for topic, state in self._topics.items() if state.again and not state.under_way]
 
     def rest(self) -> tuple[list[Work], list[Work]]:
-        """What was not begun: because the limit on bytes was reached, and for other reasons."""
+        """Return the runs that were not begun: those over the limit on bytes, and the others."""
         return self._over_limit, self._waiting
 
 
@@ -146,14 +146,18 @@ Report = WrittenRun | FailedRun
 
 
 class Wave:
-    """Begins at once. `done`: told in another thread how many tasks have ended; what it raises ends the wave."""
+    """A wave, which begins at once.
+
+    `done` is called in another thread with the number of tasks that have ended; an exception that it raises ends the
+    wave.
+    """
 
     def __init__(
         self, engine: TaskEngine, works: Sequence[Work], tasks: Sequence[MergeTask], done: Callable[[int], None]
     ) -> None:
         self.works = works
         self.failure: WorkFailed | None = None
-        """Why some tasks have no report."""
+        """The reason that some tasks have no report"""
         self._engine = engine
         self._tasks = tasks
         self._done = done
@@ -172,11 +176,11 @@ class Wave:
             self._error = error
 
     def end(self) -> None:
-        """Waits until it has ended."""
+        """Wait until it has ended."""
         self._thread.join()
 
     def reports(self) -> list[tuple[Work, Report]]:
-        """Waits for its end. Tasks that have no report are those that `failure` ended. Raises what `done` raised."""
+        """Wait for its end and return the reports; `failure` ended the tasks without one. Raises what `done` raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error

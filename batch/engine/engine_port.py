@@ -1,10 +1,8 @@
-"""The port for parallel work: what a job asks of the engine that runs its tasks.
-
-Owns: what an engine promises. Does not own: how it keeps the promise (`local_engine`: processes of this machine;
-`spark_engine`: tasks of Spark), nor what a task does.
+"""Defines the port for parallel work: what a job asks of the engine that runs its tasks.
 
 An engine does not promise that a task runs once: after the loss of a worker it may run again, and with speculative
-execution twice at once. So what a task writes has a name that no other attempt has.
+execution twice at once. Therefore a task writes under a name that no other attempt has. `local_engine` and
+`spark_engine` implement the port.
 """
 
 from __future__ import annotations
@@ -18,23 +16,23 @@ R = TypeVar("R")
 
 
 class EngineUnusable(Exception):
-    """The engine does not start, or is not to be used in this way; the message says why and what to do."""
+    """The error of an engine that cannot start, or cannot be used in this way; it says why and what to do."""
 
 
 class WorkFailed(Exception):
-    """A task failed with what it does not expect, or a worker was lost for good; the message says with what."""
+    """The error of a task that failed unexpectedly, or of a worker that was lost for good; it says how."""
 
 
 class TaskEngine(Protocol):
-    """Runs tasks in parallel; a context manager, and usable only inside."""
+    """An engine that runs tasks in parallel; a context manager, usable only inside its block."""
 
     @property
     def name(self) -> str:
-        """`local` or `spark`."""
+        """The engine's name: `local` or `spark`."""
 
     @property
     def parallelism(self) -> int:
-        """Tasks at once."""
+        """The number of tasks that run at once."""
 
     def __enter__(self) -> Self: ...
 
@@ -43,12 +41,10 @@ class TaskEngine(Protocol):
     ) -> None: ...
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T], done: Callable[[int], None]) -> Iterator[tuple[int, R]]:
-        """Does `work` for each task, and yields (place in `tasks`, result) as they become known, in any order.
+        """Do `work` for each task; yield (place in `tasks`, result) as they become known, in any order.
 
-        What `work` expects to fail with it returns as a value. Any other exception ends the run. Leaving the iterator
-        early (`close`) ends the tasks that run.
-
-        :param work: a function of a module; tasks and results are values that can be pickled.
-        :param done: told how many tasks have ended so far.
-        :raises WorkFailed: a task raised, or could not be run.
+        `work` is a function of a module; tasks and results are values that can be pickled. `work` returns its expected
+        failures as values; any other exception ends the run. `done` is called with the number of tasks that have ended.
+        Leaving the iterator early (`close`) ends the tasks that run. Raises WorkFailed if a task raised, or could not
+        be run.
         """

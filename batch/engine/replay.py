@@ -1,23 +1,16 @@
-"""What is left of one index when everything that happened to it is applied: by columns, all events at once.
-
-Owns: which rows are left in no sealed bucket, what is gone and acknowledged of each sealed one, and which negative
-acknowledgements still count.
-Does not own: which events there are (`decisions`), and what is stored before them (`topic_reading`).
-
-At most one row of a position is in an index. So a row of a sealed bucket is gone as soon as any event removes its
-position, and of a row in no bucket the last event counts that added or removed it. What a subscription did counts for
-the row that was there at that moment. A sealed row was there before all events, so all of them count for it. For
-another row only what came after its add counts. A row leaves when an acknowledgement finds that every subscription
-which was created before it has acknowledged the row, or never was owed it.
-
-The decisions that the sections of a shard hold on one topic, sorted by what they are about.
-
-Owns: which decisions still say something (of this incarnation, of indexes and subscriptions that are there), and their
-order.
-Does not own: what is left when all of them are applied (`replay`), and where the slots come from (`shard_reading`).
+"""Sorts the decisions on a topic into events of its indexes, and applies all events of an index at once.
 
 An event of an index is one of four kinds: rows were added, positions were removed, a subscription did something to
-positions that it is owed, rows were negatively acknowledged. `at` orders them; 0 and 1 are of the stored state.
+positions that it is owed, rows were negatively acknowledged. `at` orders them; 0 and 1 belong to the stored state.
+Decisions on other incarnations, and on indexes and subscriptions that no longer exist, are ignored.
+
+Events are applied by columns. At most one row of a position is in an index. Therefore a row of a sealed bucket is gone
+as soon as any event removes its position, and for a row in no bucket the last event counts that added or removed it. An
+event of a subscription counts for the row that existed at that moment. A sealed row existed before all events, so all
+of them count for it. For another row only events after its add count. A row leaves when an acknowledgement finds that
+every subscription which was created before it has acknowledged the row, or never was owed it.
+
+`topic_reading` alone uses this module, which has no I/O.
 """
 
 from __future__ import annotations
@@ -55,7 +48,7 @@ from storage_backends.formats.record_columns import (
 from storage_backends.formats.redelivery_columns import DeadLetterColumns
 from storage_backends.formats.row_columns import U64, Rows
 
-# Rows of the stored state, and what is stored of them.
+# Rows of the stored state, and their stored bits
 STORED_ROWS_AT: Final = 0
 STORED_BITS_AT: Final = 1
 
@@ -72,9 +65,10 @@ class Removed(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """Positions that the subscription `by` is owed no longer. `entitled`: how many of the topic's subscriptions, by
-    their creation, were there in that slot. `deliver_at_ms`: of the rows it acknowledged; None: it waived them, which
-    makes nothing gone.
+    """Positions that the subscription `by` is no longer owed.
+
+    `entitled` is how many of the topic's subscriptions, by their creation, existed in that slot. `deliver_at_ms` holds
+    the times of the rows it acknowledged, or is None if it waived them, after which no row is gone.
     """
 
     at: int
@@ -94,7 +88,7 @@ class Nacked(NamedTuple):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class IndexEvents:
-    """What happened to one index, ascending by `at` in each list. `decided`: whether any slot said something of it."""
+    """The events of one index, ascending by `at` in each list. `decided` says whether any slot decided on it."""
 
     index_id: int
     added: list[Added] = dataclasses.field(default_factory=list)
@@ -105,7 +99,7 @@ class IndexEvents:
 
 
 class DeadLetterEvents:
-    """Dead letters of one subscription: those that came, in the order of their ids, and those that left."""
+    """The dead letters of one subscription: those added, in the order of their ids, and those that left."""
 
     def __init__(self) -> None:
         self._came: list[DeadLetterColumns] = []
@@ -146,9 +140,9 @@ NO_DEAD_LETTERS: Final = _no_dead_letters()
 
 
 class Decisions:
-    """What is stored of a topic and what was decided since, by index and by subscription.
+    """The stored state of a topic and the decisions since, by index and by subscription.
 
-    `subscriptions`: those of the manifest, in the order of their creation.
+    `subscriptions` are those of the manifest, in the order of their creation.
     """
 
     def __init__(self, tip: TopicManifest) -> None:
@@ -164,11 +158,11 @@ class Decisions:
 
     @property
     def indexes(self) -> list[IndexEvents]:
-        """The indexes that anything is known of, by their ids."""
+        """The indexes with any events, by their ids."""
         return [self._indexes[index_id] for index_id in sorted(self._indexes)]
 
     def has_index(self, index_id: int) -> bool:
-        """Whether rows of it are owed to anybody: not those of a subscription that is no more."""
+        """Return whether any subscription is owed its rows, which is not so if its own subscription was deleted."""
         return index_id == index_ids.SHARED or index_ids.subscription_of(index_id) in self._ids
 
     def is_subscription(self, subscription_id: int) -> bool:
@@ -178,10 +172,10 @@ class Decisions:
         return self._indexes.setdefault(index_id, IndexEvents(index_id))
 
     def apply(self, slot: int, records: Iterable[Record]) -> None:
-        """The records of a slot, in the order in which they are applied."""
+        """Apply the records of a slot, in their order."""
         for record in records:
             if record.incarnation == self._incarnation:
-                # One record may remove, then add, then be a negative acknowledgement of what it added.
+                # One record may remove, then add, then be a negative acknowledgement of the rows that it added.
                 self._at += 3
                 self._apply(record, slot)
 
@@ -233,8 +227,9 @@ class Decisions:
             self._decided(index_id).removed.append(Removed(self._at, ledger_id, entry_id))
 
     def _acknowledged(self, record: AcknowledgeRecord | DeadLetterRecord, slot: int) -> None:
-        """Notes an acknowledgement: in an own index, which nobody else is owed, the row is gone; in the shared one it
-        is settled.
+        """Note an acknowledgement.
+
+        In an own index, which no other subscription is owed, the row is gone; in the shared one it is settled.
         """
         rows = record.rows
         if record.index_id != index_ids.SHARED:
@@ -256,7 +251,7 @@ class Decisions:
         self._decided(index_ids.SHARED).settled.append(waived)
 
     def _entitled(self, slot: int) -> int:
-        """How many subscriptions were created before the slot."""
+        """Return how many subscriptions were created before the slot."""
         return bisect.bisect_left(self._created, slot)
 
 
@@ -291,7 +286,10 @@ _BEFORE_ALL: Final = np.int64(-1)
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class IndexState:
-    """What is left of one index. `nacked`: by subscription, what its negative acknowledgements still name."""
+    """The remaining state of one index.
+
+    `nacked` holds by subscription the rows that its negative acknowledgements still name.
+    """
 
     buckets: tuple[BucketState, ...]
     unsealed: UnsealedRows
@@ -304,14 +302,16 @@ def replayed(
     subscriptions: Sequence[Subscription],
     positions: Callable[[BucketState], PositionSet],
 ) -> IndexState:
-    """The index when all events are applied. `buckets`: its live ones as of the first; `subscriptions`: in the order of
-    their creation; `positions`: of a bucket, asked for only where an event may name some of them.
+    """Apply all events of an index.
+
+    `buckets` are its live ones as of the first event; `subscriptions` are in the order of their creation. `positions`
+    returns those of a bucket, and is called only for buckets whose positions an event may name.
     """
     return _Replay(events, buckets, subscriptions, positions).state()
 
 
 class _Positions:
-    """Every position that an event names, each once, by (ledger, entry); its place there is its id."""
+    """All positions that events name, each once, by (ledger, entry); the index of a position here is its id."""
 
     def __init__(self, ledger_id: Sequence[U64], entry_id: Sequence[U64]) -> None:
         every_ledger = np.concatenate([np.empty(0, np.uint64), *ledger_id])
@@ -329,11 +329,11 @@ class _Positions:
         return len(self.ledger_id)
 
     def ids(self, column: int) -> Ids:
-        """The ids of the positions of one of the columns that it was made of."""
+        """Return the ids of the positions of one of the columns that it was made of."""
         return self._ids[self._ends[column] : self._ends[column + 1]]
 
     def between(self, first_ledger_id: int, last_ledger_id: int) -> slice:
-        """The ids of the positions of a range of ledgers."""
+        """Return the ids of the positions of a range of ledgers."""
         first = np.searchsorted(self.ledger_id, np.uint64(first_ledger_id))
         end = np.searchsorted(self.ledger_id, np.uint64(last_ledger_id), side="right")
         return slice(int(first), int(end))
@@ -354,7 +354,7 @@ class _Replay:
     ) -> None:
         self._events = events
         self._buckets = buckets
-        # What is acknowledged in a subscription's own index is gone.
+        # A row that is acknowledged in a subscription's own index is gone.
         self._subscriptions = subscriptions if events.index_id == index_ids.SHARED else ()
         self._positions_of = positions
         self._known = _Positions(*zip(*self._columns(), strict=True)) if any(self._columns()) else _Positions((), ())
@@ -414,7 +414,7 @@ class _Replay:
     # ---- sealed buckets
 
     def _holders(self) -> npt.NDArray[np.intp]:
-        """Which sealed bucket has the row of each position that an event may have taken out of one; -1: none."""
+        """Return by position the number of the sealed bucket that holds a row which events may remove, or -1."""
         holder = np.full(len(self._known), -1, np.intp)
         named = np.zeros(len(self._known), np.bool_)
         for _, ids in (*self._removed, *self._settled, *self._nacked):
@@ -431,7 +431,10 @@ class _Replay:
         return holder
 
     def _stored_acknowledgements(self, holder: npt.NDArray[np.intp]) -> dict[int, Mask]:
-        """By subscription which of the positions it had acknowledged in their sealed bucket before the first event."""
+        """Return by subscription a mask of the positions that it had acknowledged before the first event.
+
+        Only positions of rows in sealed buckets count.
+        """
         acknowledged = {each.subscription_id: np.zeros(len(self._known), np.bool_) for each in self._subscriptions}
         for number, bucket in enumerate(self._buckets):
             live = bucket.live
@@ -459,11 +462,13 @@ class _Replay:
         }
         return BucketState(bucket.live, left, _sets({each: done[each] - left for each in done}))
 
-    # ---- what subscriptions did
+    # ---- events of subscriptions
 
     def _everybody_done(self, born: I64, acknowledged: Mapping[int, Mask]) -> Mask:
-        """Which rows leave since nobody is owed them any longer. `born`: when each was added, _NEVER: there is none.
-        `acknowledged` grows by what the subscriptions did.
+        """Return a mask of the rows that leave because no subscription is owed them any longer.
+
+        `born` is when each was added, or _NEVER without a row. The acknowledgements of the subscriptions are added to
+        `acknowledged`.
         """
         gone = np.zeros(len(born), np.bool_)
         asked = np.zeros(len(born), np.bool_)
@@ -477,7 +482,7 @@ class _Replay:
 
         for settled, ids in self._settled:
             if settled.entitled != entitled:
-                # What was asked before did not wait for subscriptions that were created then.
+                # Earlier acknowledgements did not wait for subscriptions that were created then.
                 leave()
                 asked[:] = False
                 entitled = settled.entitled
@@ -491,7 +496,7 @@ class _Replay:
         return gone
 
     def _still_nacked(self, born: I64, acknowledged: Mapping[int, Mask]) -> dict[int, NackedRows]:
-        """By subscription those of its negative acknowledgements whose row it is owed still, the last of each."""
+        """Return by subscription the last negative acknowledgement of each row that it is still owed."""
         found = {}
         for by in sorted({nacked.by for nacked, _ in self._nacked}):
             own = [(nacked, ids) for nacked, ids in self._nacked if nacked.by == by]
@@ -513,7 +518,7 @@ class _Replay:
 
 
 def _no_longer_owed(settled: Settled, subscription: Subscription) -> Mask:
-    """Which of the positions the subscription is owed no longer by that."""
+    """Return a mask of the positions that the subscription is no longer owed because of that event."""
     if subscription.subscription_id == settled.by:
         return np.ones(len(settled.ledger_id), np.bool_)
     if settled.deliver_at_ms is None:

@@ -1,9 +1,7 @@
-"""A root as jobs find it: how many shards it has, which topics, and the newest manifest of each.
+"""Reads a root as jobs find it: its number of shards, its topics, and the newest manifest of each.
 
-Owns: refusing what is no root, finding topics by name or by listing, and the logs of manifests as a job uses them.
-Does not own: what a manifest says (`storage_backends.formats.manifest`), and what a topic holds (`topic_state`).
-
-Nothing here writes: a job creates no root, and a log that it gets here writes only what is committed through it.
+It refuses a store without a root. It writes nothing itself: a job creates no root, and a log of manifests from here
+writes only what is committed through it. `topic_contents` says what a topic holds.
 """
 
 from __future__ import annotations
@@ -29,24 +27,24 @@ _ABSENT: Final = (
 
 
 class RootAbsent(Exception):
-    """The store holds no root; the message says what is missing."""
+    """The error of a store without a root; it says what is missing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class TopicPlace:
-    """Where a topic is in a root."""
+    """The place of a topic in a root."""
 
     shard: int
     topic_id: str
 
     @property
     def prefix(self) -> str:
-        """What every key of the topic begins with."""
+        """The beginning of every key of the topic."""
         return names.topic_prefix(self.shard, self.topic_id)
 
 
 class Root:
-    """One root. Thread-safe: it holds no state beside FORMAT."""
+    """One root. Thread-safe: it holds no state but FORMAT."""
 
     def __init__(self, store: ObjectStore, found: RootFormat) -> None:
         self.store = store
@@ -54,41 +52,46 @@ class Root:
 
     @staticmethod
     def open(store: ObjectStore) -> Root:
-        """Raises RootAbsent, Damaged when FORMAT cannot be read or is of another version, and the store's errors."""
+        """Open the root of a store.
+
+        Raises RootAbsent, Damaged if FORMAT cannot be read or is of another version, and the store's errors.
+        """
         found = root_format.read(store)
         if found is None:
             raise RootAbsent(_ABSENT)
         return Root(store, found)
 
     def logs(self, executor: concurrent.futures.Executor) -> SlotLogs:
-        """The logs of the daemons that write, or wrote, to this root. `executor` reads in parallel; it must not be the
-        one that calls a log. Raises StoreRefused where they cannot be read from here.
+        """Return the logs of the daemons that write, or wrote, to this root.
+
+        `executor` reads in parallel; it must not be the one that calls a log. Raises StoreRefused if they cannot be
+        read from here.
         """
         return store_opening.open_logs(self.format.log_form, self.store, executor)
 
     @property
     def shards(self) -> int:
-        """How many shards the root has."""
+        """The number of shards of the root."""
         return self.format.shards
 
     # ---- topics
 
     def place_of(self, name: str) -> TopicPlace:
-        """Where the topic of that name is, or would be."""
+        """Return the place of the topic of that name, existing or not."""
         return TopicPlace(names.shard_of(name, self.shards), names.topic_id(name))
 
     def topics(self, named: Sequence[str] | None = None) -> list[TopicPlace]:
-        """The places of the topics of those names, which need not exist, or, None, of all that the shards list; by
-        shard. What was deleted is listed as well as long as its manifest is there.
+        """Return the places of the topics of those names, which need not exist, or of all that shards list, by shard.
 
-        To list takes as many requests as the topics have objects, by the page; names take none.
+        A deleted topic is listed as long as its manifest exists. Listing takes as many requests as the topics have
+        pages of objects; names take none.
         """
         if named is not None:
             return sorted({self.place_of(name) for name in named})
         return [place for shard in range(self.shards) for place in self.listed(shard)]
 
     def listed(self, shard: int) -> list[TopicPlace]:
-        """The topics that a shard lists. Objects that are not of a topic are passed over."""
+        """Return the topics that a shard lists. Objects that belong to no topic are ignored."""
         return [TopicPlace(shard, topic_id) for topic_id in sorted(set(self._listed_ids(shard)))]
 
     def _listed_ids(self, shard: int) -> Iterator[str]:
@@ -99,7 +102,7 @@ class Root:
                 continue
 
     def log(self, place: TopicPlace) -> commit.ManifestLog[TopicManifest]:
-        """The manifests of a topic."""
+        """Return the manifests of a topic."""
         return topic_manifest.topic_log(
             self.store,
             place.shard,
@@ -111,16 +114,19 @@ class Root:
         )
 
     def tip(self, place: TopicPlace) -> commit.Tip[TopicManifest] | None:
-        """The newest manifest of a topic, also of a deleted one; None when there never was one.
+        """Read the newest manifest of a topic, also of a deleted one.
 
-        Raises Damaged and the store's errors.
+        Returns None if there never was one. Raises Damaged and the store's errors.
         """
         return self.log(place).read_tip()
 
     # ---- shards
 
     def shard_tip(self, shard: int) -> commit.Tip[ShardManifest] | None:
-        """The newest manifest of a shard; None before its first owner. Raises Damaged and the store's errors."""
+        """Read the newest manifest of a shard.
+
+        Returns None before its first owner. Raises Damaged and the store's errors.
+        """
         log = shard_manifests.shard_log(
             self.store, shard, monotonic=_elapsed_s, sleep=time.sleep, jitter=random.random, new_id=_new_id
         )
@@ -128,7 +134,7 @@ class Root:
 
 
 def _elapsed_s() -> float:
-    """Seconds, counting while the machine is suspended where the system tells that."""
+    """Return monotonic time (seconds), which counts while the machine is suspended if the system supports that."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 

@@ -1,26 +1,17 @@
-"""Reads the checkpoints of shards and the sections above them while owners may be writing them.
-
-Owns: the order of these reads, and beginning again when what was still to be read may be gone or elsewhere.
-Does not own: the topics' manifests, which are read in between (`topic_reading`), how a log is read (`log_tails`), and
-what the sections say.
+"""Reads the checkpoints of shards and the sections above them while owners may be writing them, in this order.
 
     the shard's manifest, the checkpoint that it names, the sections above it
     the manifests of topics
     the sections that were written since
     the shard's manifest again
 
-In this order nothing is missed: what a manifest of a topic has is as new as the checkpoint or newer, and every section
-that was written before it is read. If another owner has come meanwhile, or slots behind those that were read may have
-been deleted, all of it is read again.
+In this order nothing is missed: a topic's manifest is as new as the checkpoint or newer, and every section that was
+written before it is read. If another owner has claimed the shard meanwhile, or slots behind those that were read may
+have been deleted, all of it is read again. Each log is read once for all shards.
 
-What the logs of daemons hold of shards, as somebody reads it who owns nothing while they are being written.
-
-Owns: how far a log goes now, and the sections of shards above a slot: each log read once for all shards.
-Does not own: which sections count and what makes a shard complete (`storage_backends.log_reading`), and reading again
-what changed meanwhile (the callers).
-
-Whatever is wrong here may be so because the manifest is old by now: an owner has deleted what nobody needs any more. So
-a caller that finds damage reads the manifest again before it believes it (`log_reading.judged`).
+Damage may have no other cause than that the manifest is old: an owner has deleted slots that are no longer needed.
+Therefore a caller that finds damage reads the manifest again before it believes it (`log_reading.judged`).
+`topic_reading` reads the manifests of topics.
 """
 
 from __future__ import annotations
@@ -43,13 +34,15 @@ from storage_backends.object_store import Damaged, NotFound, StoreError, StoreUn
 from storage_backends.slot_log import SlotLogs
 
 NO_NUMBER: Final = 0
-"""Of the log of an open range, where no range is open."""
+"""The end of the log of an open range, if no range is open"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ShardTail:
-    """The sections of a shard above a slot, by one manifest. `keys`: of the log slot of each. `last_slot`: the last
-    shard slot, or the one above which was read. `end`: how far the log of the open range was read.
+    """The sections of a shard above a slot, by one manifest.
+
+    `keys` name the log slot of each. `last_slot` is the last section number, or the one above which was read. `end` is
+    how far the log of the open range was read.
     """
 
     sections: tuple[DecodedSection, ...]
@@ -59,7 +52,10 @@ class ShardTail:
 
 
 def end_of(logs: SlotLogs, log_id: str) -> LogEnd:
-    """How far a log goes that a manifest names. Raises Damaged when its highest slot is not there or cannot be read."""
+    """Return how far a log goes that a manifest names.
+
+    Raises Damaged if its highest slot is missing or cannot be read.
+    """
     slots = logs.log(log_id)
     try:
         number = slots.highest()
@@ -76,9 +72,9 @@ def end_of(logs: SlotLogs, log_id: str) -> LogEnd:
 def read_tails(
     logs: SlotLogs, wanted: Iterable[tuple[ShardManifest, int]]
 ) -> dict[int, ShardTail | object_store.Damaged]:
-    """The tails of shards, each by its manifest and above a shard slot, or why it is not complete; by shard.
+    """Read the tails of shards, each by its manifest and above a section number.
 
-    Raises the store's errors.
+    Returns by shard the tail, or the error if it is not complete. Raises the store's errors.
     """
     tips = {tip.shard: (tip, from_slot) for tip, from_slot in wanted}
     ends: dict[str, LogEnd | object_store.Damaged] = {}
@@ -121,7 +117,7 @@ def _tail(read: ShardSections, from_slot: int, known: dict[str, LogEnd], end: in
 
 
 def read_tail(logs: SlotLogs, tip: ShardManifest, from_slot: int) -> ShardTail:
-    """The tail of one shard. Raises Damaged when it is not complete, and the store's errors."""
+    """Read the tail of one shard. Raises Damaged if it is not complete, and the store's errors."""
     found = read_tails(logs, [(tip, from_slot)])[tip.shard]
     if isinstance(found, object_store.Damaged):
         raise found
@@ -133,16 +129,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS_MAX: Final = 5
-"""How often a shard is read whose owner writes checkpoints faster than that."""
+"""Most readings of a shard whose owner writes checkpoints faster than that."""
 
 
 class _OvertakenError(Exception):
-    """What was to be read may be deleted, or written by another owner in another log."""
+    """The error if unread sections may be deleted, or written by another owner in another log."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Beginning:
-    """A shard as of its newest manifest: what its checkpoint has, and the sections above it."""
+    """A shard as of its newest manifest: its checkpoint, and the sections above it."""
 
     tip: ShardManifest
     loaded: LoadedCheckpoint
@@ -150,8 +146,10 @@ class Beginning:
 
 
 def begin_together(root: Root, shards: Iterable[int], executor: concurrent.futures.Executor) -> dict[int, Beginning]:
-    """The shards, by number, each log read once for all of them. A shard that cannot be read now is left out: who reads
-    it alone is told why. `executor`: as `ShardReading` has it.
+    """Read the shards, by number, each log once for all of them.
+
+    A shard that cannot be read now is left out; reading it alone raises the reason. `executor` is that of
+    `ShardReading`.
     """
 
     def loaded_of(shard: int) -> tuple[ShardManifest, LoadedCheckpoint] | None:
@@ -171,8 +169,10 @@ def begin_together(root: Root, shards: Iterable[int], executor: concurrent.futur
 
 
 class ShardReading:
-    """One shard. `only`: the topics that are asked for. `executor` reads slots; it must not be the one that runs this.
-    `begun`: what was read of the shard before, if it was.
+    """The reading of one shard.
+
+    `only` are the topics asked for. `executor` reads slots; it must not be the one that runs this. `begun` is what was
+    already read of the shard, if any.
     """
 
     def __init__(
@@ -189,32 +189,32 @@ class ShardReading:
         self._shard = shard
         self._only = only
         self._begun = begun
-        # What was written since.
+        # Sections written since
         self._more: list[ShardTail] = []
 
     @property
     def checkpoint_key(self) -> str:
-        """The checkpoint that was read; empty when there is none."""
+        """The key of the checkpoint that was read, or empty without one."""
         return "" if self._begun is None else self._begun.loaded.key
 
     @property
     def last_slot(self) -> int:
-        """The last shard slot that was read; 0 before the first."""
+        """The last section number that was read, or 0 before the first."""
         tails = self._tails()
         return tails[-1].last_slot if tails else BEFORE_THE_FIRST
 
     def slot_key(self, slot: int) -> str:
-        """The log slot in which a shard slot was found; the checkpoint for one that it carries over."""
+        """Return the key of the log slot with a section, or of the checkpoint for one that it carries over."""
         for tail in self._tails():
             if tail.sections and tail.sections[0].slot <= slot <= tail.last_slot:
                 return tail.keys[slot - tail.sections[0].slot]
         return self.checkpoint_key
 
     def around(self, read: Callable[[], T]) -> tuple[T, Mapping[str, TopicTail]]:
-        """What `read` gives, which reads manifests of topics, and what checkpoint and sections hold of the topics asked
-        for, by topic id: no manifest is older than the checkpoint, no section is missing that was written before it.
+        """Call `read`, which reads manifests of topics; return its result, and the tails of the topics asked for.
 
-        `read` may be called again. Raises Damaged naming the object, and the store's errors.
+        No manifest is older than the checkpoint, and no section is missing that was written before it. `read` may be
+        called again. Raises Damaged naming the object, and the store's errors.
         """
         for attempt in range(1, ATTEMPTS_MAX + 1):
             try:
@@ -255,7 +255,7 @@ class ShardReading:
         self._begun = Beginning(tip, loaded, tail)
 
     def _read_on(self) -> None:
-        """Reads the sections behind the last one that was read."""
+        """Read the sections behind the last one that was read."""
         begun = self._begun
         if begun is not None and begun.tip.open_range is not None:
             end, last_slot = self._tails()[-1].end, self.last_slot
@@ -271,7 +271,7 @@ class ShardReading:
             raise _OvertakenError
 
     def _is_overtaken(self) -> bool:
-        """Whether somebody else may have written since, or a slot behind those that were read may be deleted."""
+        """Return whether another owner may have written since, or a slot behind those that were read may be deleted."""
         now = self._tip()
         if self._begun is None or now is None:
             return now is not None
@@ -298,4 +298,4 @@ def _says_other_than(read_by: ShardManifest, now: ShardManifest) -> bool:
 
 
 def _ignored(key: str) -> None:
-    """That a checkpoint is damaged is logged where it is read."""
+    """Do nothing: a damaged checkpoint is logged where it is read."""

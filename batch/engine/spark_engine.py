@@ -1,14 +1,13 @@
-"""The engine whose tasks are tasks of Spark: exactly one for each piece of work, in one action.
-
-Owns: how work reaches the executors and results come back, the progress of a run, its cancelling, and what of a failure
-is said. Does not own: the session (`spark_session`), nor what a task does.
+"""Runs tasks as tasks of Spark: exactly one for each piece of work, in one action.
 
 A run is `range(n)` in n partitions through `mapInArrow`: no shuffle, so adaptive execution has nothing to coalesce, and
-row i is task i. The action runs in a thread of its own with a job group of its own, while the caller's thread looks how
-far it is. One action only: a second one over the same rows would do the work again.
+row i is task i. The action runs in a thread and a job group of its own, while the caller's thread watches its progress.
+One action only: a second one over the same rows would do the work again.
 
-Work that raises is not a failed task of Spark, which would do it again: what it raised travels to the driver in an
+Work that raises is not a failed task of Spark, which would do it again: its exception travels to the driver in an
 accumulator, which ends the run. Spark repeats only the tasks of workers that died.
+
+`batch.cli.options` alone uses this module, because importing it loads Spark.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _log = logging.getLogger(__name__)
 
 _RESULT_SCHEMA = "place long, result binary, attempt long"
 _LOOK_SECONDS = 0.1
-# A task that is cancelled ends when its worker is killed, 2 s after it was asked (spark.python.task.killTimeout).
+# A cancelled task ends when its worker is killed, 2 s after the request (spark.python.task.killTimeout).
 _CANCEL_SECONDS = 30
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What the work of a task raised: one line, and the whole trace of the worker."""
+    """The exception of a task: one line, and the whole trace of the worker."""
 
     place: int
     summary: str
@@ -61,10 +60,10 @@ class _Failures(AccumulatorParam[tuple[_Failure, ...]]):
 
 
 class SparkEngine:
-    """`engine.Engine` on Spark."""
+    """The `TaskEngine` on Spark."""
 
     def __init__(self, job: str, *, master: str | None = None, parallelism: int | None = None) -> None:
-        """The arguments are those of `spark_session.session`, which is opened on entering."""
+        """Take the arguments of `spark_session.session`, which is opened on entering."""
         self._open = contextlib.ExitStack()
         self._job, self._master, self._parallelism = job, master, parallelism
         self._session: SparkSession | None = None
@@ -72,7 +71,7 @@ class SparkEngine:
 
     @classmethod
     def of_session(cls, session: SparkSession) -> Self:
-        """An engine on a session that is open already, and stays so."""
+        """Make an engine on a session that is already open, and stays so."""
         made = cls(session.sparkContext.appName or "tarry")
         made._session = session
         return made
@@ -89,8 +88,8 @@ class SparkEngine:
 
     @property
     def parallelism(self) -> int:
-        """The cores that executors offer now; it grows while they start. The last number known, when Java is lost."""
-        with contextlib.suppress(*spark_session.LOST):  # the next run says so
+        """The cores that executors offer now, which grow while they start; the last known number if Java is lost."""
+        with contextlib.suppress(*spark_session.LOST):  # the next run reports it
             self._cores = max(1, self.session.sparkContext.defaultParallelism)
         return self._cores
 
@@ -107,7 +106,7 @@ class SparkEngine:
         self._open.close()
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T], done: Callable[[int], None]) -> Iterator[tuple[int, R]]:
-        """Does `work` for each task, as `Engine.run` says. Results are known when the last task has ended."""
+        """Do the tasks as `TaskEngine.run` says. Results are known when the last task has ended."""
         if not tasks:
             return
         context = self.session.sparkContext
@@ -136,7 +135,7 @@ class SparkEngine:
 
 
 class _Performer(Generic[T, R]):
-    """What a worker does with its one row: the work, or a note of why it could not be done."""
+    """The work of a worker on its one row: the task, or a note of its failure."""
 
     def __init__(
         self, work: Callable[[T], R], payloads: tuple[bytes, ...], failures: Accumulator[tuple[_Failure, ...]]
@@ -168,7 +167,7 @@ class _Performer(Generic[T, R]):
 
 
 class _Action:
-    """One action of Spark in a thread, in a job group that nobody else has."""
+    """One action of Spark in a thread, in a job group of its own."""
 
     def __init__(self, context: SparkContext, act: Callable[[], pyarrow.Table]) -> None:
         self._context, self._act = context, act
@@ -179,14 +178,11 @@ class _Action:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the action has ended, within that time."""
+        """Return whether the action has ended within that time (seconds)."""
         return self._ended.wait(seconds)
 
     def ended_tasks(self) -> int:
-        """How many of its tasks have ended.
-
-        :raises WorkFailed: Java is lost.
-        """
+        """Return how many of its tasks have ended. Raises WorkFailed if Java is lost."""
         with _loss_said():
             tracker = self._context.statusTracker()
             jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self._group)]
@@ -194,17 +190,15 @@ class _Action:
         return sum(stage.numCompletedTasks for stage in stages if stage is not None)
 
     def end(self) -> None:
-        """Cancels what still runs, and waits until it has ended."""
+        """Cancel the action if it still runs, and wait until it has ended."""
         if not self._ended.is_set():
-            with contextlib.suppress(*spark_session.LOST):  # then the action ends by itself, and its result says so
+            with contextlib.suppress(*spark_session.LOST):  # then the action ends without help, and its result says so
                 self._context.cancelJobGroup(self._group)
             if not self._ended.wait(_CANCEL_SECONDS):
                 _log.warning("a cancelled Spark action still runs after %d s", _CANCEL_SECONDS)
 
     def result(self) -> pyarrow.Table:
-        """
-        :raises WorkFailed: the action failed.
-        """
+        """Return the result of the action. Raises WorkFailed if it failed."""
         if isinstance(self._outcome, (PySparkException, *spark_session.LOST)):
             raise engine_port.WorkFailed(f"Spark gave up: {spark_session.first_line(self._outcome)}") from self._outcome
         if isinstance(self._outcome, BaseException):
@@ -223,9 +217,7 @@ class _Action:
 
 @contextlib.contextmanager
 def _loss_said() -> Iterator[None]:
-    """
-    :raises WorkFailed: Java is lost.
-    """
+    """Raise WorkFailed if Java is lost in the block."""
     try:
         yield
     except spark_session.LOST as failure:

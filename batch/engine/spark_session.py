@@ -1,15 +1,10 @@
-"""A session of Spark for one job: started with every setting that the jobs depend on, and ended with its Java.
+"""Opens a session of Spark for one job, with every setting that the jobs depend on, and ends it with its Java.
 
-Owns: which settings are ours and which are the operator's, the Python of the workers, and what is said when Spark does
-not start. Does not own: which Java (`java`), what is run (`spark_engine`).
+The caller, spark-submit or spark-defaults.conf choose the master, never this module; without any of them Spark takes
+this machine, `local[*]`. `java` finds Java.
 
-Where a job runs is never decided here: the master is the caller's, spark-submit's or spark-defaults.conf's. With none
-of these Spark itself takes this machine, `local[*]`.
-
-What is different in a driver that spark-submit started.
-
-Owns: whether it did, and the two outputs. Does not own: the session (`spark_session`), and the entry file
-(`deploy/spark/tarry_spark.py`).
+A driver that spark-submit started already has Java, and its two outputs joined; the entry file is
+`deploy/spark/tarry_spark.py`.
 """
 
 from __future__ import annotations
@@ -35,15 +30,16 @@ from batch.engine import engine_port, java
 
 
 def submitted() -> bool:
-    """Whether spark-submit started this process: then Java is there, and is not ours to end."""
+    """Return whether spark-submit started this process: then Java exists, and is not ours to end."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def separate_outputs() -> None:
-    """Gives standard error back: to the driver spark-submit gives one pipe for both outputs, whose other end it copies
-    to its own standard output, so that messages would stand among the results.
+    """Restore standard error in a driver of spark-submit.
 
-    Where there is no /proc, or spark-submit's standard error cannot be opened (a socket), both stay joined.
+    spark-submit gives the driver one pipe for both outputs and copies it to its own standard output, so that messages
+    would stand among the results. Both stay joined if there is no /proc, or spark-submit's standard error cannot be
+    opened (a socket).
     """
     if not submitted() or not os.path.samestat(os.fstat(1), os.fstat(2)):
         return
@@ -58,7 +54,7 @@ def separate_outputs() -> None:
 _log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-#: What the jobs depend on; no configuration changes it.
+#: Settings that the jobs depend on; no configuration changes them.
 REQUIRED = {
     # Due times are shown and cut into hours in UTC on every machine.
     "spark.sql.session.timeZone": "UTC",
@@ -72,10 +68,10 @@ REQUIRED = {
     # A job shows its own progress.
     "spark.ui.showConsoleProgress": "false",
 }
-#: What the operator may set otherwise.
+#: Settings that the operator may override
 DEFAULTS = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
-    # A crash in native code says where.
+    # A crash in native code shows its place.
     "spark.python.worker.faulthandler.enabled": "true",
     "spark.sql.execution.pyspark.udf.faulthandler.enabled": "true",
     # Our queries are a range and a function in Python: compiling them takes longer than running them.
@@ -85,37 +81,36 @@ DEFAULTS = {
     "spark.sql.catalogImplementation": "in-memory",
     "spark.log.level": "ERROR",
 }
-#: The operator may set these otherwise too; where everything is on this machine, nothing listens beyond it.
+#: Settings that the operator may override, too; if everything is on this machine, nothing listens beyond it.
 LOCAL_DEFAULTS = {
     "spark.ui.enabled": "false",
     "spark.driver.host": _LOOPBACK,
     "spark.driver.bindAddress": _LOOPBACK,
 }
-#: Options of a Java that is started here, unless the environment says otherwise: of the one that reads Spark's command
-#: line, and of the driver's. That one hands tasks around for some seconds, on the cores of those who do them: the first
-#: compiler is enough. Its collector is the operator's to choose: Java does not start when told of two.
+#: Options of a Java that is started here, unless the environment has its own: of the one that reads Spark's command
+#: line, and of the driver's. The driver's Java passes tasks around for some seconds, on the cores that do them: the
+#: first compiler is enough. The operator chooses its collector: Java does not start with two of them.
 _JAVA_OPTIONS = {
     "SPARK_LAUNCHER_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "SPARK_SUBMIT_OPTS": "-XX:TieredStopAtLevel=1",
 }
 _VARIABLES = ("JAVA_HOME", "PYSPARK_DRIVER_PYTHON", "PYSPARK_PYTHON", "SPARK_LOCAL_IP", *_JAVA_OPTIONS)
 _STOP_SECONDS = 30
-#: How a call ends when Java has died, or dies meanwhile.
+#: The errors of a call when Java has died, or dies meanwhile
 LOST = (Py4JError, OSError, EOFError)
 
 
 class SparkUnusable(engine_port.EngineUnusable):
-    """Spark did not start, or is not to be used in this way; the message says why."""
+    """The error if Spark did not start, or cannot be used in this way; it says why."""
 
 
 @contextlib.contextmanager
 def session(name: str, *, master: str | None = None, parallelism: int | None = None) -> Iterator[SparkSession]:
-    """A session that is this process's only one, stopped at the end, together with the Java that was started for it.
+    """Open the only session of this process; stop it at the end, with the Java that was started for it.
 
-    :param name: how the job is called in Spark's pages and logs.
-    :param master: a URL of Spark; None: the one of spark-submit or of spark-defaults.conf, else `local[*]`.
-    :param parallelism: tasks at once on this machine, instead of a master.
-    :raises SparkUnusable: no Java, no such master, or a master and a parallelism.
+    `name` is shown in Spark's pages and logs. `master` is a URL of Spark; if it is None, that of spark-submit or of
+    spark-defaults.conf applies, else `local[*]`. `parallelism` is the number of tasks at once on this machine, instead
+    of a master. Raises SparkUnusable without Java, for an unknown master, or for both a master and a parallelism.
     """
     if parallelism is not None:
         if master is not None or submitted():
@@ -145,7 +140,7 @@ def session(name: str, *, master: str | None = None, parallelism: int | None = N
 
 
 def first_line(failure: BaseException) -> str:
-    """What a failure says, without the stacks of the Java side, and without "Exception thrown in awaitResult"."""
+    """Return the first line of a failure, without the Java stacks and "Exception thrown in awaitResult"."""
     java_exception = getattr(failure, "java_exception", None)
     while java_exception is not None:
         text, cause = _first_line(java_exception.toString()), java_exception.getCause()
@@ -156,12 +151,12 @@ def first_line(failure: BaseException) -> str:
 
 
 def is_local(master: str) -> bool:
-    """Whether every process of this master is on this machine."""
+    """Return whether every process of this master is on this machine."""
     return master == "local" or master.startswith(("local[", "local-cluster["))
 
 
 def configured(conf: SparkConf, name: str, master: str | None) -> SparkConf:
-    """Completes what the operator configured with what the jobs need."""
+    """Add the settings of the jobs to the operator's configuration."""
     conf.setAppName(name)
     if master is not None:
         conf.setMaster(master)
@@ -175,7 +170,7 @@ def configured(conf: SparkConf, name: str, master: str | None) -> SparkConf:
 
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
-    """Gives back what a session changes in this process: variables, and what SIGINT does."""
+    """Restore after a session what it changes in this process: variables, and the handler of SIGINT."""
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     in_main_thread = threading.current_thread() is threading.main_thread()
     interrupted = signal.getsignal(signal.SIGINT)
@@ -192,7 +187,7 @@ def _as_before() -> Iterator[None]:
 
 
 def _start(name: str, master: str | None) -> SparkSession:
-    # Java is started first: only it knows what spark-submit and spark-defaults.conf say.
+    # Start Java first: only it knows the settings of spark-submit and spark-defaults.conf.
     SparkContext._ensure_initialized()
     conf = configured(SparkConf(_jvm=SparkContext._jvm), name, master)
     _choose_python(conf)
@@ -220,7 +215,7 @@ def _choose_java(directory: Path) -> None:
 
 
 def _choose_python(conf: SparkConf) -> None:
-    """The operator's Python for the workers; on this machine alone, else, the one that runs this."""
+    """Choose the operator's Python for the workers, else, on this machine alone, the one that runs this."""
     chosen = conf.get("spark.pyspark.python") or os.environ.get("PYSPARK_PYTHON")
     if chosen is None and is_local(conf.get("spark.master") or ""):
         chosen = sys.executable
@@ -232,7 +227,7 @@ def _choose_python(conf: SparkConf) -> None:
 def _stop(spark: SparkSession) -> None:
     try:
         with warnings.catch_warnings():
-            # Spark's own word for it.
+            # Spark's own warning about it
             warnings.filterwarnings("ignore", "Unable to cleanly shutdown Spark JVM process", RuntimeWarning)
             spark.stop()
     except LOST as failure:
@@ -244,7 +239,7 @@ def _end_java(started: bool) -> None:
     if not started or gateway is None:
         return
     gateway.shutdown()
-    # It ends when its standard input does.
+    # Java ends when its standard input does.
     gateway.proc.stdin.close()
     gateway.proc.wait(timeout=_STOP_SECONDS)
     SparkContext._gateway = SparkContext._jvm = None

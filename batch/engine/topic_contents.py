@@ -1,14 +1,12 @@
-"""What a topic holds as of a slot, as values.
-
-Owns: these values, the rows of a bucket by them, and what a subscription is owed.
-Does not own: how they are read from a store (`topic_reading`), and what jobs do with them.
+"""Defines what a topic holds as of a slot, as values.
 
     rows of a topic  =  of each live bucket those that are not gone, and those that are in no sealed bucket yet
     a subscription   =  is owed rows of the shared index and of its own ones (`formats.index_ids`) that it has not
                         acknowledged, those of the shared one only when they are due after its `since_ms`
 
-What comes due is not looked at: whether a row waits or is due follows from a clock. What is in a dispatcher's hand is
-in no store. All values are frozen, can be pickled, and hold columns and bitmaps, never an object for a row.
+These values do not say what is due, because that follows from a clock. They do not say what a dispatcher holds, because
+no store knows that. All values are frozen, can be pickled, and hold columns and bitmaps, never an object for a row.
+`topic_reading` reads them from a store.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from storage_backends.object_store import ObjectStore
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class BucketState:
-    """A live bucket of the manifest. `gone`: those of its positions whose rows are no more; `acknowledged`: of the
-    others those that a subscription acknowledged, by its id.
+    """A live bucket of the manifest.
 
-    What a quarantined bucket held is missing until it is added again: nobody is owed it, and `gone` is what was gone
-    when that was stored.
+    `gone` are those of its positions whose rows are gone. `acknowledged` has, by subscription id, those of the others
+    that a subscription acknowledged. The rows of a quarantined bucket are missing until they are added again: no
+    subscription is owed them, and `gone` is the stored state.
     """
 
     live: LiveBucket
@@ -48,7 +46,7 @@ class BucketState:
 
     @property
     def present_rows(self) -> int:
-        """Rows that are not gone, and can be read."""
+        """The number of rows that are not gone, and can be read."""
         return 0 if self.live.quarantined else self.live.rows - len(self.gone)
 
 
@@ -63,8 +61,9 @@ class UnsealedRows:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class NackedRows:
-    """Rows of an index that a subscription is owed and negatively acknowledged. `redeliver_at_ms`: u64[n], when each
-    comes back; what is past that is due.
+    """Rows of an index that a subscription is owed and negatively acknowledged.
+
+    `redeliver_at_ms` u64[n] says when each is redelivered; a row past that time is due.
     """
 
     index_id: int
@@ -74,7 +73,7 @@ class NackedRows:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class SubscriptionContents:
-    """A subscription as its manifest has it, what it negatively acknowledged, and its dead letters."""
+    """A subscription as its manifest has it, its negatively acknowledged rows, and its dead letters."""
 
     stored: Subscription
     nacked: tuple[NackedRows, ...]
@@ -102,10 +101,10 @@ class TopicContents:
 
 
 def rows_of(store: ObjectStore, bucket: BucketState) -> Rows:
-    """The rows of a bucket that are not gone, in due order. One read of the whole object; of a quarantined bucket
-    nothing is read.
+    """Read the rows of a bucket that are not gone, in due order, with one read of the whole object.
 
-    Raises Damaged; NotFound also when the bucket was merged or dropped and collected since: then the state is old.
+    Nothing is read of a quarantined bucket. Raises Damaged, and NotFound, also if the bucket was merged or dropped and
+    collected since: then the state is old.
     """
     if not bucket.present_rows:
         return Rows.empty()
@@ -118,8 +117,9 @@ def rows_of(store: ObjectStore, bucket: BucketState) -> Rows:
 def owed_mask(
     subscription: Subscription, index_id: int, rows: Rows, acknowledged: Mapping[int, PositionSet]
 ) -> npt.NDArray[np.bool_]:
-    """Which rows of an index a subscription is owed, due or not. `rows`: none of them gone; `acknowledged`: as the
-    bucket or the unsealed rows have it.
+    """Return a mask of the rows of an index that a subscription is owed, due or not.
+
+    None of the `rows` is gone; `acknowledged` is that of the bucket or of the unsealed rows.
     """
     if not index_ids.serves(index_id, subscription.subscription_id):
         return np.zeros(len(rows), np.bool_)

@@ -1,9 +1,8 @@
 """Reads what topics hold as of now from the store alone, while daemons may be serving them.
 
-Owns: the stored state of a topic (its manifest, or its part of the checkpoint where that is newer) as the events that
-everything later follows, and reading again what has changed meanwhile.
-Does not own: the values (`topic_state`), reading checkpoint and sections of a shard (`shard_reading`), and what the
-events come to (`replay`).
+The stored state of a topic (its manifest, or its part of the checkpoint if that is newer) becomes events that all later
+decisions follow; `replay` applies them. `shard_reading` reads checkpoint and sections. A topic that changed meanwhile
+is read again.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreE
 log = logging.getLogger(__name__)
 
 READS_MAX: Final = 16
-"""Requests to the store at once."""
+"""Requests to the store at once"""
 
 GROUP_TOPICS: Final = 256
-"""Manifests that are read together, before what was written since is read."""
+"""Manifests that are read together, before the sections written since are read"""
 
 SHARDS_TOGETHER: Final = 16
 """Shards that are begun together: each log is read once for all of them, and their sections are in memory at once."""
 
 ATTEMPTS_MAX: Final = 5
-"""How often a topic is read whose manifest changes while it is."""
+"""Most readings of a topic whose manifest changes meanwhile"""
 
 
 def read_states(
@@ -52,12 +51,12 @@ def read_states(
     *,
     failed: Callable[[TopicPlace, StoreError], None] | None = None,
 ) -> Iterator[TopicContents]:
-    """The topics at these places, None: all that are listed; by shard, one at a time. Topics that do not exist, or were
-    deleted, are left out.
+    """Yield the topics at these places, or all that are listed, by shard, one at a time.
 
-    `failed`: hears of a topic that cannot be read, and why; the others follow. It hears so of each topic of a shard
-    whose manifest, checkpoint or sections cannot be read. Without it the error is raised: Damaged with the key of the
-    object, NotFound for one that is missing though it is named, and the store's other errors.
+    Topics that do not exist, or were deleted, are left out. `failed` is called with a topic that cannot be read, and
+    the error; the others follow. It is called for each topic of a shard whose manifest, checkpoint or sections cannot
+    be read. Without it the error is raised: Damaged with the key of the object, NotFound for one that is named and
+    missing, and the store's other errors.
     """
     with concurrent.futures.ThreadPoolExecutor(READS_MAX, thread_name_prefix="reads") as executor:
         shards = range(root.shards) if places is None else sorted({place.shard for place in places})
@@ -107,7 +106,7 @@ _FoundTip: TypeAlias = commit.Tip[TopicManifest] | StoreError | None
 
 
 def _tips(root: Root, places: Sequence[TopicPlace], executor: concurrent.futures.Executor) -> list[_FoundTip]:
-    """The newest manifest of each topic, or why it cannot be read."""
+    """Read the newest manifest of each topic; return it, or the error."""
 
     def tip_of(place: TopicPlace) -> _FoundTip:
         try:
@@ -127,7 +126,7 @@ def _state_of(reading: ShardReading, place: TopicPlace, tip: _FoundTip, tail: To
         try:
             return _TopicReading(reading, place, tip, tail).state()
         except NotFound as error:
-            # What it names was replaced, and collected; or it is lost.
+            # An object that it names was replaced, and collected; or it is lost.
             newer, tails = reading.around(functools.partial(reading.root.tip, place))
             if attempt == ATTEMPTS_MAX or (newer is not None and newer.number == tip.number):
                 raise
@@ -192,7 +191,7 @@ class _TopicReading:
         return self._reading.root.log(self._place).key(self._tip.number)
 
     def _in_order(self, buckets: Iterator[BucketState]) -> tuple[BucketState, ...]:
-        """Puts buckets in the manifest's order; those of an index that is no more are left out."""
+        """Sort buckets in the manifest's order, without those of deleted indexes."""
         by_name = {bucket.live.object.name: bucket for bucket in buckets}
         return tuple(by_name[live.object.name] for live in self._manifest.live if live.object.name in by_name)
 
@@ -207,7 +206,7 @@ class _TopicReading:
     def _stored_buckets(
         self, stored: Progress, part: TopicPart | None, decisions: Decisions
     ) -> dict[int, list[BucketState]]:
-        """The live buckets by index, with what is stored of each and of those that were merged into it."""
+        """Return the live buckets by index, with the stored state of each and of those that were merged into it."""
         by_bucket = {each.bucket: each for each in stored.buckets}
         live_here = [live for live in self._manifest.live if decisions.has_index(live.subscription_id)]
         in_memory = {"", *(sealing.bucket for sealing in (part.sealing if part is not None else ()))}
@@ -235,7 +234,7 @@ class _TopicReading:
         return merge.bits_of(name, kept, Progress(buckets=named))
 
     def _stored_rows(self, part: TopicPart, stored: Progress, decisions: Decisions) -> dict[int, UnsealedRows]:
-        """The rows of mutable buckets, by index, as events and as they are if nothing else happens."""
+        """Record the rows of mutable buckets as events; return them by index as they are without other events."""
         by_bucket = {each.bucket: each for each in stored.buckets}
         kept: dict[int, list[tuple[Rows, dict[int, PositionSet]]]] = {}
         parts = [(index_ids.SHARED, part.mutable_rows, by_bucket.get(""))]
@@ -276,7 +275,7 @@ class _TopicReading:
             if each.dead_letters is not None:
                 decisions.dead_letters[number].came(redelivery_columns.decode_dead_letters(each.dead_letters))
 
-    # ---- what happened since
+    # ---- decisions since
 
     def _index(
         self, decisions: Decisions, index_id: int, buckets: list[BucketState], loose: UnsealedRows | None
@@ -285,7 +284,7 @@ class _TopicReading:
         lost = any(bucket.live.quarantined for bucket in buckets)
         if events.decided or (lost and events.nacked):
             return replay.replayed(events, buckets, decisions.subscriptions, self._positions)
-        # What is stored says all.
+        # The stored state is complete.
         return replay.IndexState(
             tuple(buckets),
             _unsealed(index_id, []) if loose is None else loose,

@@ -1,1 +1,1 @@
-"""The forecast: how many rows come due when, by topic."""
+"""Forecasts how many rows come due when, by topic."""

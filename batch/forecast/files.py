@@ -1,7 +1,7 @@
-"""Output files that are whole or not there.
+"""Writes output files that are either complete or absent.
 
-Owns: that a file which cannot be written is refused before the work begins, and that an existing one is replaced at
-once. Does not own: what is written.
+A file that cannot be written is refused before the work begins, and an existing one is replaced at once.
+`batch.cli.forecast` alone uses this module, which knows nothing of forecasts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Self
 
 
 class Unwritable(Exception):
-    """A file cannot be written; the message says which and why."""
+    """The error of a file that cannot be written; it says which and why."""
 
 
 class OutputFile:
-    """A file that comes to be when it is complete.
+    """A file that gets its name when it is complete.
 
-    Entering makes a temporary file beside it, under `temporary`; `complete` gives it its name; leaving without that
+    Entering makes a temporary file next to it, under `temporary`; `complete` gives it its name. Leaving without that
     removes it, and an existing file stays as it was.
     """
 
@@ -32,9 +32,7 @@ class OutputFile:
         self._complete = False
 
     def __enter__(self) -> Self:
-        """
-        :raises Unwritable: no such file can be made there.
-        """
+        """Make the temporary file. Raises Unwritable if that cannot be done there."""
         if self.path.is_dir():
             raise Unwritable(f"cannot write {self.path}: it is a directory")
         with self._refusing():
@@ -44,12 +42,9 @@ class OutputFile:
         return self
 
     def complete(self) -> None:
-        """What is in the temporary file is whole.
-
-        :raises Unwritable: it cannot be put in place.
-        """
+        """Put the temporary file, which is complete, in place. Raises Unwritable if that fails."""
         with self._refusing():
-            # A temporary file is its owner's alone; this one is as any other file.
+            # Only the owner may read a temporary file; this one becomes like any other file.
             self.temporary.chmod(0o666 & ~_umask())
             self.temporary.replace(self.path)
         self._complete = True

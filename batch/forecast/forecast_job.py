@@ -1,22 +1,9 @@
-"""A forecast of a root: the driver's side.
+"""Forecasts a root: reads topics in the driver, and counts their buckets in tasks on an engine.
 
-Owns: which buckets become tasks and how many go into one, and what is counted again.
-Does not own: what a topic holds (`batch.engine.topic_contents`) and what its counts make (`topic_count`), counting
-(`steps`, `counting_tasks`), the engines.
-
-Topics are read one after the other, and their tasks run in waves: what is in memory is the sets of one wave, and the
-counts. A bucket that is gone when a task comes to read it was merged meanwhile, or all of its rows are gone: its topic
-is read and counted again.
-
-The tasks of a forecast: counting buckets that must be read.
-
-Owns: reading what a count needs, and which failures are a task's result. Does not own: what it needs (`steps`), and
-which buckets a task has (`forecast_job`).
-
-What the counts of a topic make: who is owed what when.
-
-Owns: whose rows an index has, when what was negatively acknowledged comes back, and what waits for nothing but a
-dispatcher. Does not own: what a topic holds (`batch.engine.topic_contents`), counting buckets (`counting_tasks`).
+Topics are read one after the other, and their tasks run in waves: memory holds the sets of one wave, and the counts. A
+bucket that is gone when a task reads it was merged meanwhile, or all of its rows are gone: its topic is read and
+counted again. `TopicCount` says which subscriptions are owed which rows when; `steps` counts. `batch.cli.forecast`
+alone uses this module, which needs no command line.
 """
 
 from __future__ import annotations
@@ -47,7 +34,10 @@ from storage_backends.object_store import Damaged, NotFound, ObjectStore
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Part:
-    """A bucket to be counted. `topic`: the place of its topic in a list that the job keeps; `gone`: of its rows."""
+    """A bucket to count.
+
+    `topic` is its topic's index in a list that the job keeps; `gone` are its rows that are gone.
+    """
 
     topic: int
     live: LiveBucket
@@ -62,7 +52,7 @@ class Task:
 
 
 class Failure(enum.Enum):
-    """Why a bucket was not counted: it is not there (it may have been merged meanwhile), or cannot be read."""
+    """The reason for an uncounted bucket: it is missing (it may have been merged meanwhile), or cannot be read."""
 
     MISSING = 1
     DAMAGED = 2
@@ -78,7 +68,7 @@ class Uncounted:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Result:
-    """`counts`: (topic, index id, its rows in the buckets of this task)."""
+    """The result of a task. `counts` are (topic, index id, its rows in the buckets of this task)."""
 
     counts: tuple[tuple[int, int, Counts], ...]
     uncounted: tuple[Uncounted, ...]
@@ -86,7 +76,7 @@ class Result:
 
 
 def count(task: Task) -> Result:
-    """Counts the buckets of a task. Raises the store's errors other than `NotFound` and `Damaged`."""
+    """Count the buckets of a task. Raises the store's errors other than `NotFound` and `Damaged`."""
     store = store_of(task.settings)
     counts: dict[tuple[int, int], list[Counts]] = {}
     uncounted: list[Uncounted] = []
@@ -105,7 +95,7 @@ def count(task: Task) -> Result:
 
 
 def count_bucket(store: ObjectStore, steps: Steps, live: LiveBucket, gone: PositionSet) -> tuple[Counts, Effort]:
-    """The rows of one bucket that are not gone. Raises Damaged, NotFound and the store's other errors."""
+    """Count the rows of one bucket that are not gone. Raises Damaged, NotFound and the store's other errors."""
     table = bucket_reading.read_table(store, live)
     counting = BucketCount(steps, table.segments, gone)
     try:
@@ -117,15 +107,15 @@ def count_bucket(store: ObjectStore, steps: Steps, live: LiveBucket, gone: Posit
     return counting.counts(), effort
 
 
-# Counts of one index that are kept apart until they are added up.
+# Counts of one index that are kept apart before they are added up
 _PARTS_MAX = 32
 
 
 @dataclasses.dataclass(eq=False)
 class TopicCount:
-    """What is known of a topic so far: what its state says without reading a bucket, then what its buckets hold.
+    """The counts of a topic so far: from its state without reading a bucket, then from its buckets.
 
-    `subscriptions`: id -> name; `counts`: by index; `redeliveries`: by subscription.
+    `subscriptions` maps id to name; `counts` are by index, `redeliveries` by subscription.
     """
 
     place: TopicPlace
@@ -157,7 +147,7 @@ class TopicCount:
             parts[:] = [Counts.merged(parts)]
 
     def leave_out(self, live: LiveBucket, reason: str, *, damaged: bool) -> None:
-        """A bucket that cannot be counted."""
+        """Record a bucket that cannot be counted."""
         self.unread.append(Unread(self.name, live.object.name, live.rows, reason, damaged))
 
     def forecast(self) -> TopicForecast:
@@ -173,22 +163,23 @@ class TopicCount:
             topic=self.name,
             shard=self.place.shard,
             owed=tuple(owed),
-            # A clock that is behind the daemon's shows what came back as not due yet.
+            # If this clock is behind the daemon's, a redelivered row seems not due yet.
             overdue_rows=max(0, overdue_rows - self.waiting_rows),
             unread_rows=sum(each.rows for each in self.unread),
         )
 
 
 def redeliveries_of(steps: Steps, state: SubscriptionContents) -> Counts:
-    """What of a subscription's negatively acknowledged rows comes back when. What should have come back is overdue, and
-    counted among the rows.
+    """Count when a subscription's negatively acknowledged rows are redelivered.
+
+    Rows whose redelivery is overdue are counted among the rows.
     """
     found = Counts.merged([Counts.of(steps, steps.of(nacked.redeliver_at_ms)) for nacked in state.nacked])
     return dataclasses.replace(found, overdue_rows=0)
 
 
 def waiting_rows(state: TopicContents, steps: Steps) -> int:
-    """How many rows are due and wait for a redelivery, at every subscription that is owed them still."""
+    """Count the due rows that wait for a redelivery at every subscription that is still owed them."""
     waiting: dict[int, list[Rows]] = {}
     at: dict[tuple[int, int], PositionSet] = {}
     for subscription in state.subscriptions:
@@ -217,7 +208,7 @@ def _positions(rows: Rows) -> PositionSet:
 
 
 def _acknowledged(state: TopicContents, subscription_id: int) -> PositionSet:
-    """What a subscription acknowledged of the rows of the shared index that are not gone."""
+    """Return the positions in the shared index, not gone, that a subscription acknowledged."""
     found = NO_POSITIONS
     for bucket in state.buckets:
         if bucket.live.subscription_id == index_ids.SHARED and not bucket.live.quarantined:
@@ -232,16 +223,16 @@ def _acknowledged(state: TopicContents, subscription_id: int) -> PositionSet:
 _log = logging.getLogger(__name__)
 
 TASK_BYTES: Final = 4 << 20
-"""What the buckets of a task have together, unless it is one."""
+"""The size of the buckets of a task together, unless it has only one (bytes)"""
 
 BUCKET_BYTES: Final = 64 << 10
-"""What a bucket counts for beside its size: each takes requests of its own."""
+"""The cost of a bucket in addition to its size (bytes): each takes requests of its own."""
 
 WAVE_TASKS: Final = 512
 """Tasks that run together: their sets are in memory."""
 
 ATTEMPTS: Final = 3
-"""How often a topic is read whose buckets were merged while they were counted."""
+"""Most readings of a topic whose buckets were merged while they were counted"""
 
 
 def run(
@@ -252,12 +243,11 @@ def run(
     engine: TaskEngine,
     progress: Callable[[int, int], None],
 ) -> Forecast:
-    """The forecast of the topics in those places, None = of all.
+    """Forecast the topics in those places, or all topics.
 
-    What of a topic cannot be read is left out, and named in `Forecast.unread`. `progress`: told how many tasks have
-    ended, of how many that are known.
-
-    Raises WorkFailed, and the store's errors when the root cannot be listed or a task meets one other than damage.
+    Buckets and topics that cannot be read are left out, and named in `Forecast.unread`. `progress` is called with the
+    number of tasks that have ended, and of those known. Raises WorkFailed, and the store's errors if the root cannot be
+    listed or a task meets one other than damage.
     """
     job = _Job(root, settings, steps, engine, progress)
     for attempt in range(1, ATTEMPTS + 1):
@@ -287,7 +277,7 @@ class _Job:
         self.again: set[TopicPlace] = set()
 
     def count(self, places: Sequence[TopicPlace] | None, *, last: bool) -> None:
-        """Reads and counts topics. `last`: what is missing then is damage."""
+        """Read and count topics. In the `last` attempt a missing bucket is damage."""
         for place in places or ():
             # It may have been deleted since it was read before.
             self._topics.pop(place, None)
@@ -314,7 +304,7 @@ class _Job:
         )
 
     def _parts(self, state: TopicContents, topic: TopicCount, number: int) -> Iterator[Part]:
-        """The buckets that must be opened; the others are counted."""
+        """Yield the buckets that must be opened; count the others."""
         for bucket in state.buckets:
             live = bucket.live
             self._effort += Effort(buckets=1)
@@ -359,7 +349,7 @@ class _Job:
 
 
 class _Packer:
-    """Parts into tasks of about one size."""
+    """A packer of parts into tasks of about one size."""
 
     def __init__(self, settings: Settings, steps: Steps) -> None:
         self._settings, self._steps = settings, steps
@@ -367,7 +357,7 @@ class _Packer:
         self._size_bytes = 0
 
     def add(self, parts: Iterable[Part]) -> Iterator[Task]:
-        """The tasks that became full."""
+        """Yield the tasks that become full."""
         for part in parts:
             size_bytes = part.live.object.size_bytes + BUCKET_BYTES
             if self._size_bytes + size_bytes > TASK_BYTES:
@@ -376,7 +366,7 @@ class _Packer:
             self._size_bytes += size_bytes
 
     def rest(self) -> Iterator[Task]:
-        """The task of what is left, if anything is."""
+        """Yield the task of the remaining parts, if there are any."""
         if self._parts:
             yield Task(self._settings, self._steps, tuple(self._parts))
         self._parts, self._size_bytes = [], 0

@@ -1,18 +1,18 @@
-"""A forecast as a Parquet file.
+"""Writes a forecast as a Parquet file.
 
-Owns: its columns, and what the file says of itself. Does not own: the numbers (`result`).
-
-One row for each topic, whoever it is owed to, and step in which anything comes due:
+It has one row for each topic, owner of rows, and step in which any come due:
 
     topic         string              its name
     subscription  string, or null     null: the rows are owed to every subscription of the topic
-    due_from      timestamp(ms, UTC)  where the step begins
-    rows          int64               that come due in the step
-    redeliveries  int64               of what was negatively acknowledged
+    due_from      timestamp(ms, UTC)  the beginning of the step
+    rows          int64               rows that come due in the step
+    redeliveries  int64               redeliveries of negatively acknowledged rows
     deliveries    int64               rows, as often as there are subscriptions that are owed them, and redeliveries
 
 in the order of topic, subscription (null first) and due_from. The metadata of the file (`tarry.forecast`) is JSON:
 `as_of`, `step`, `until`, and the rows that no step has: `overdue_rows`, `beyond_rows`, `unread_rows`.
+
+`batch.cli.forecast` alone uses this module, because importing it takes as long as a small forecast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batch.forecast.result import STEP_NAMES, Forecast, Owed, TopicForecast, tim
 from batch.forecast.steps import Steps
 
 GROUP_ROWS: Final = 1 << 20
-"""Rows of a row group, about."""
+"""Rows of a row group, about"""
 
 METADATA_KEY: Final = b"tarry.forecast"
 
@@ -48,7 +48,7 @@ SCHEMA: Final = pyarrow.schema(
 
 
 def write(forecast: Forecast, path: Path) -> None:
-    """Writes the file, whatever is there."""
+    """Write the file, replacing an existing one."""
     schema = SCHEMA.with_metadata({METADATA_KEY: msgspec.json.encode(_about(forecast))})
     with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         for tables in _groups(forecast):
@@ -103,7 +103,7 @@ def _table(steps: Steps, topic: TopicForecast, owed: Owed) -> pyarrow.Table:
 
 
 def _same(value: str | None, rows: int) -> pyarrow.DictionaryArray:
-    """A column that has one value."""
+    """Return a column with one value."""
     if value is None:
         return pyarrow.nulls(rows, _NAMES)
     places = pyarrow.array(np.zeros(rows, np.int32))

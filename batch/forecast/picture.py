@@ -1,6 +1,6 @@
-"""A forecast as a picture.
+"""Draws a forecast as a PNG picture.
 
-Owns: the drawing, PNG. Does not own: the numbers (`result`).
+`batch.cli.forecast` alone uses this module, because importing it takes as long as a small forecast.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ WIDTH_PIXELS: Final = 1200
 HEIGHT_PIXELS: Final = 600
 BARS_MAX: Final = 200
 TOPICS_MAX: Final = 7
-"""Topics with a colour of their own: more are not told apart."""
+"""Topics with a colour of their own: more could not be distinguished."""
 
 _DPI: Final = 100
 _NAME_COLUMNS: Final = 26
-# Okabe and Ito's colours, which people tell apart who do not see all of them; the last is of all other topics.
+# Okabe and Ito's colours, which colour-blind people can distinguish; the last is that of all other topics.
 _COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _OTHERS: Final = "#B0B0B0"
 
 
 def write(forecast: Forecast, path: Path) -> None:
-    """Draws the rows of each bar, stacked by topic, and writes the file, whatever is there."""
+    """Draw the rows of each bar, stacked by topic, and write the file, replacing an existing one."""
     figure = Figure(figsize=(WIDTH_PIXELS / _DPI, HEIGHT_PIXELS / _DPI), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -47,7 +47,7 @@ def write(forecast: Forecast, path: Path) -> None:
 
 
 def _draw_bars(axes: Axes, forecast: Forecast, bars: Bars) -> I64:
-    """The height of each bar."""
+    """Draw the bars; return the height of each."""
     steps = forecast.steps
     heights = bars.rows(forecast.load, steps)
     edges = [_moment(begin_ms) for begin_ms in [*bars.begins_ms(), bars.begin_ms + bars.count * bars.width_ms]]
@@ -64,7 +64,7 @@ def _draw_bars(axes: Axes, forecast: Forecast, bars: Bars) -> I64:
     handles, names = [], []
     for name, rows, colour in layers:
         top = bottom + rows
-        # Its types know of no dates.
+        # Its types do not know dates.
         drawn = axes.stairs(top, edges, baseline=bottom, fill=True, color=colour, linewidth=0)  # type: ignore[arg-type]
         bottom = top
         handles.append(drawn)
@@ -75,7 +75,7 @@ def _draw_bars(axes: Axes, forecast: Forecast, bars: Bars) -> I64:
 
 
 def _add_legend(axes: Axes, handles: list[Any], names: list[str]) -> None:
-    """The topics beside the picture, in the order in which they are stacked."""
+    """Draw the topics next to the picture, in the order in which they are stacked."""
     # A name that begins with an underscore would be left out, and one with two dollars be taken for a formula.
     legend = axes.legend(
         handles[::-1],
@@ -114,7 +114,7 @@ def _name_axes(axes: Axes, forecast: Forecast, bars: Bars) -> None:
 
 
 def _mark_peak(axes: Axes, forecast: Forecast, bars: Bars, heights: I64) -> None:
-    """The busiest step, on the bar in which it is."""
+    """Mark the busiest step, on the bar that contains it."""
     steps = forecast.steps
     if forecast.peak is None:
         axes.set_ylim(0, 1)
@@ -143,7 +143,7 @@ def _moment(time_ms: int) -> datetime.datetime:
 
 
 def _drawable(name: str) -> str:
-    """A name as the font can draw it, and not too long."""
+    """Return a name that the font can draw and that is not too long."""
     known = matplotlib.ft2font.FT2Font(matplotlib.font_manager.findfont("DejaVu Sans")).get_charmap()
     drawn = "".join(char if ord(char) in known else "\u25a1" for char in name)
     return drawn if len(drawn) <= _NAME_COLUMNS else f"{drawn[: _NAME_COLUMNS - 1]}…"

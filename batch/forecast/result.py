@@ -1,7 +1,6 @@
-"""A forecast: what comes due when, for each topic and whoever is owed it, and what is asked of that most.
+"""Defines a forecast as values: which rows come due when, by topic and subscription, with totals and maxima.
 
-Owns: the values of a forecast, its totals, its busiest topics and steps.
-Does not own: how it was counted (`forecast_job`), and the forms it is written in (`text`, `parquet`, `picture`).
+`forecast_job` counts; `text`, `parquet` and `picture` present.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ STEP_NAMES = {MINUTE_MS: "minute", HOUR_MS: "hour"}
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Owed:
-    """What is owed to the subscription of that name alone, or, None, to all subscriptions of the topic: `rows` that
-    come due, and `redeliveries` of what was negatively acknowledged. `receivers`: how many subscriptions are handed a
-    row that comes due.
+    """The rows owed to one subscription, or to all subscriptions of the topic if `subscription` is None.
+
+    `rows` come due, and `redeliveries` are those of negatively acknowledged rows. `receivers` is how many subscriptions
+    a due row is delivered to.
     """
 
     subscription: str | None
@@ -35,8 +35,10 @@ class Owed:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class TopicForecast:
-    """A topic: `owed`, first what is owed to all; `overdue_rows`: due, not gone, and waiting for no redelivery;
-    `unread_rows`: of buckets that are quarantined or damaged, in no other number.
+    """The forecast of a topic.
+
+    `owed` begins with the rows owed to all. `overdue_rows` are due, not gone, and wait for no redelivery. `unread_rows`
+    are those of quarantined or damaged buckets, which no other number counts.
     """
 
     topic: str
@@ -47,7 +49,7 @@ class TopicForecast:
 
     @property
     def rows(self) -> int:
-        """Rows that come due within the horizon."""
+        """The rows that come due within the horizon."""
         return sum(owed.rows.rows_within for owed in self.owed)
 
     @property
@@ -56,18 +58,18 @@ class TopicForecast:
 
     @property
     def load(self) -> Counts:
-        """Rows that come due and redeliveries together."""
+        """The rows that come due and redeliveries together."""
         return Counts.merged([part for owed in self.owed for part in (owed.rows, owed.redeliveries)])
 
     @property
     def deliveries(self) -> int:
-        """How often something is handed out within the horizon, when everything is acknowledged at once."""
+        """The number of deliveries within the horizon, if everything is acknowledged at once."""
         return sum(owed.rows.rows_within * owed.receivers + owed.redeliveries.rows_within for owed in self.owed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unread:
-    """A bucket whose rows are in no count, and why."""
+    """A bucket whose rows are in no count, and the reason."""
 
     topic: str
     bucket: str
@@ -78,7 +80,7 @@ class Unread:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BusyStep:
-    """`topics`: those with the most rows in it, and how many, the most first."""
+    """A busy step. `topics` are those with the most rows in it, and how many, the most first."""
 
     step: int
     rows: int
@@ -87,7 +89,10 @@ class BusyStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Effort:
-    """What was read for it. `segments_read` of `segments`; buckets that lie within one step are not opened."""
+    """The reads of a forecast.
+
+    `segments_read` of `segments` were read; buckets that lie within one step are not opened.
+    """
 
     buckets: int = 0
     buckets_opened: int = 0
@@ -105,7 +110,7 @@ class Effort:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Forecast:
-    """`topics`: by name. The load is rows that come due and redeliveries together."""
+    """A forecast. `topics` are by name. Its load is the rows that come due and redeliveries together."""
 
     steps: Steps
     topics: tuple[TopicForecast, ...]
@@ -118,7 +123,7 @@ class Forecast:
 
     @property
     def rows(self) -> int:
-        """Rows that come due within the horizon."""
+        """The rows that come due within the horizon."""
         return sum(topic.rows for topic in self.topics)
 
     @property
@@ -135,7 +140,7 @@ class Forecast:
 
     @property
     def beyond_rows(self) -> int:
-        """How many rows come due at the end of the last step or later."""
+        """The rows that come due at the end of the last step or later."""
         return self.load.beyond_rows
 
     @property
@@ -144,7 +149,7 @@ class Forecast:
 
     @property
     def peak(self) -> tuple[int, int] | None:
-        """(step, its load) of the first step that has the most; None when nothing comes due."""
+        """The first step with the highest load, and that load, or None if nothing comes due."""
         load = self.load
         if not len(load.step):
             return None
@@ -152,7 +157,10 @@ class Forecast:
         return int(load.step[place]), int(load.rows[place])
 
     def busiest_topics(self, count: int) -> list[TopicForecast]:
-        """The topics with the most load within the horizon, and of equal ones those with the most overdue."""
+        """Return the topics with the most load within the horizon.
+
+        Among equal ones, those with the most overdue rows come first.
+        """
 
         def order(topic: TopicForecast) -> tuple[int, int, str]:
             return -topic.load.rows_within, -topic.overdue_rows, topic.topic
@@ -164,7 +172,7 @@ class Forecast:
         ]
 
     def busiest_steps(self, count: int, *, topics: int = 3) -> list[BusyStep]:
-        """The steps with the most load, the most first, the earlier of equal ones first."""
+        """Return the steps with the most load, the most first, the earlier of equal ones first."""
         load = self.load
         places = np.lexsort((load.step, -load.rows))[:count]
         steps = load.step[places]
@@ -180,7 +188,7 @@ class Forecast:
 
 
 def _rows_at(counts: Counts, steps: I64) -> tuple[list[int], list[int]]:
-    """The steps, and the rows of each."""
+    """Return the steps, and the rows of each."""
     if not len(counts.step):
         return steps.tolist(), [0] * len(steps)
     places = np.minimum(np.searchsorted(counts.step, steps), len(counts.step) - 1)
@@ -189,7 +197,10 @@ def _rows_at(counts: Counts, steps: I64) -> tuple[list[int], list[int]]:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Bars:
-    """Steps drawn together: bar i begins at `begin_ms + i * width_ms`; the first and the last may have fewer steps."""
+    """Steps drawn together.
+
+    Bar i begins at `begin_ms + i * width_ms`; the first and the last may have fewer steps.
+    """
 
     begin_ms: int
     width_ms: int
@@ -197,7 +208,10 @@ class Bars:
 
     @staticmethod
     def of(steps: Steps, bars_max: int) -> Bars:
-        """At most so many, and one, of the least width that people like; they begin at whole days, hours or minutes."""
+        """Make at most `bars_max` + 1 bars of the smallest round width.
+
+        They begin at whole days, hours or minutes.
+        """
         span_ms = steps.until_ms - steps.begin_ms(0)
         width_ms = next(width for width in _widths_ms(steps.step_ms) if width * bars_max >= span_ms)
         unit_ms = min(width_ms, DAY_MS)
@@ -211,7 +225,7 @@ class Bars:
         return (time_ms - self.begin_ms) // self.width_ms
 
     def rows(self, counts: Counts, steps: Steps) -> I64:
-        """i64[count]: the rows of each bar."""
+        """Return the rows of each bar, i64[count]."""
         places = (steps.begins_ms(counts.step) - self.begin_ms) // self.width_ms
         return np.bincount(places, counts.rows, self.count).astype(np.int64)
 
@@ -225,12 +239,12 @@ def _widths_ms(least_ms: int) -> Iterator[int]:
 
 
 def utc(time_ms: int) -> str:
-    """A time to the minute, as people and tables show it: `2026-11-21 14:05`. UTC."""
+    """Format a time to the minute for people and tables, in UTC: `2026-11-21 14:05`."""
     return f"{datetime.datetime.fromtimestamp(time_ms / 1000, datetime.UTC):%Y-%m-%d %H:%M}"
 
 
 def width_name(width_ms: int) -> str:
-    """`minute`, `15 minutes`, `2 hours`, `day`."""
+    """Format a width: `minute`, `15 minutes`, `2 hours`, `day`."""
     for unit_ms, unit in ((DAY_MS, "day"), (HOUR_MS, "hour"), (MINUTE_MS, "minute")):
         if width_ms % unit_ms == 0:
             number = width_ms // unit_ms
@@ -239,11 +253,11 @@ def width_name(width_ms: int) -> str:
 
 
 def timestamp(time_ms: int) -> str:
-    """A time as programs read it: RFC 3339, to the millisecond, UTC."""
+    """Format a time for programs: RFC 3339, to the millisecond, UTC."""
     moment = datetime.datetime.fromtimestamp(time_ms / 1000, datetime.UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def shown(name: str) -> str:
-    """A name of a topic as a line of text: what is not printable is escaped."""
+    """Format the name of a topic as a line of text, with unprintable characters escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)

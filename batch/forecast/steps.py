@@ -1,11 +1,8 @@
-"""How many rows come due in each minute or hour of the days to come.
+"""Counts how many rows come due in each minute or hour of the days to come.
 
-Owns: the steps of time, sparse counts over them, and which segments of a bucket must be read to count it.
-Does not own: reading (`counting_tasks`), whose rows are counted (`topic_count`), and how counts are shown.
-
-A bucket or segment that lies within one step counts by its number of rows: it is not read. Where rows of a bucket are
-gone, it is read from the front, since what comes due first is gone first, and no further than until all that is gone
-was found: from there on it is whole again.
+A bucket or segment that lies within one step counts by its number of rows and is not read. A bucket with rows that are
+gone is read from the front, because the rows that come due first are gone first, and only until all gone rows were
+found: the rest of it is whole. `forecast_job` reads.
 """
 
 from __future__ import annotations
@@ -26,15 +23,15 @@ MINUTE_MS = 60_000
 HOUR_MS = 60 * MINUTE_MS
 DAY_MS = 24 * HOUR_MS
 
-#: Steps that a forecast has at most: two years of minutes.
+#: The most steps of a forecast: two years of minutes
 STEPS_MAX = 731 * DAY_MS // MINUTE_MS
-#: Bytes of a bucket that are read at once, if the segment has no more.
+#: Bytes of a bucket that are read at once, if the segment is not larger
 READ_BYTES = 4 << 20
 
-#: The step of what is due already. What comes due behind the last step has the number behind the last.
+#: The step of rows that are already due. Rows that come due behind the last step have the number after it.
 OVERDUE = -1
 
-# Steps that are looked through for each number: that takes less time than to sort them.
+# Steps that are searched for each number: that takes less time than to sort them.
 _SPAN_PER_SLOT = 32
 
 I64 = npt.NDArray[np.int64]
@@ -42,9 +39,10 @@ I64 = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Steps:
-    """Step i, from 0 to count - 1: begin_ms(i) <= deliver_at_ms < begin_ms(i + 1). What is due by now is overdue.
+    """The steps of a forecast: step i, from 0 to count - 1, has begin_ms(i) <= deliver_at_ms < begin_ms(i + 1).
 
-    The steps begin at whole minutes or hours of UTC, the first one with that in which `now_ms` lies.
+    Rows that are due by now are overdue. The steps begin at whole minutes or hours of UTC, the first one with that in
+    which `now_ms` lies.
     """
 
     now_ms: int
@@ -67,11 +65,11 @@ class Steps:
 
     @property
     def until_ms(self) -> int:
-        """Where the last step ends; itself not included."""
+        """The end of the last step, exclusive."""
         return self.begin_ms(self.count)
 
     def of(self, times: U64) -> I64:
-        """The step of each time; `OVERDUE` and `count` for what is due by now and for what lies behind the last."""
+        """Return the step of each time: `OVERDUE` if it is due by now, `count` if it lies behind the last."""
         first = np.uint64(self.begin_ms(0))
         steps = np.minimum((np.maximum(times, first) - first) // np.uint64(self.step_ms), np.uint64(self.count))
         found: I64 = steps.astype(np.int64)
@@ -81,8 +79,9 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Counts:
-    """Rows by step: `rows[i]` of the step `step[i]`, ascending, no step twice and none without rows; and how many are
-    overdue, and how many come due behind the last step.
+    """The rows by step: `rows[i]` in the step `step[i]`, ascending, no step twice and none without rows.
+
+    Two more counts are the overdue rows, and those that come due behind the last step.
     """
 
     step: I64 = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
@@ -92,7 +91,10 @@ class Counts:
 
     @staticmethod
     def of(steps: Steps, slots: I64, rows: npt.NDArray[np.integer[Any]] | None = None) -> Counts:
-        """`slots`: as of `Steps.of`, in any order; `rows`: how many each of them stands for, one without."""
+        """Count slots as `Steps.of` returns them, in any order.
+
+        `rows` are those of each slot; without it each has one.
+        """
         if not len(slots):
             return Counts()
         step, found = _summed(slots, rows)
@@ -121,18 +123,18 @@ class Counts:
 
     @property
     def rows_within(self) -> int:
-        """Rows of all steps."""
+        """The rows of all steps."""
         return int(self.rows.sum())
 
     def dense(self, count: int) -> I64:
-        """i64[count]: the rows of each step."""
+        """Return the rows of each step, i64[count]."""
         rows = np.zeros(count, np.int64)
         rows[self.step] = self.rows
         return rows
 
 
 def _summed(slots: I64, rows: npt.NDArray[np.integer[Any]] | None) -> tuple[I64, I64]:
-    """The slots that have rows, ascending, and their rows. `rows`: of each slot, None = one."""
+    """Return the slots that have rows, ascending, and their rows. Without `rows` each slot given has one."""
     first = int(slots.min())
     span = int(slots.max()) - first + 1
     # Weights are floats, exact below 2^53: more rows than a store holds.
@@ -146,19 +148,19 @@ def _summed(slots: I64, rows: npt.NDArray[np.integer[Any]] | None) -> tuple[I64,
 
 
 def counted_at_once(steps: Steps, min_ms: int, max_ms: int, rows: int) -> Counts | None:
-    """The counts of so many rows that are due from `min_ms` to `max_ms`, if these lie within one step; else None."""
+    """Count rows that are due from `min_ms` to `max_ms`. Returns None unless these lie within one step."""
     first, last = steps.of(np.array([min_ms, max_ms], np.uint64)).tolist()
     return Counts.of(steps, np.array([first]), np.array([rows])) if first == last else None
 
 
 class BucketCount:
-    """Counting those rows of one bucket that are not gone.
+    """The count of those rows of one bucket that are not gone.
 
     while run := counting.needed(): counting.read(run, the rows of these segments); counting.counts()
     """
 
     def __init__(self, steps: Steps, segments: SegmentInfos, gone: PositionSet) -> None:
-        """`gone`: of this bucket's rows."""
+        """Begin the count; `gone` are the positions of this bucket's rows that are gone."""
         self._steps, self._segments, self._gone = steps, segments, gone
         self._first_step = steps.of(segments.min_deliver_at_ms)
         self._last_step = steps.of(segments.max_deliver_at_ms)
@@ -172,9 +174,9 @@ class BucketCount:
         return int(np.count_nonzero(~self._unread))
 
     def needed(self) -> list[SegmentInfo]:
-        """Consecutive segments that must be read next; empty when all is known.
+        """Return consecutive segments that must be read next, or none if all is known.
 
-        Raises FormatError when what is gone is not all in the bucket.
+        Raises FormatError if the bucket does not hold all gone rows.
         """
         if self._gone_left and self._next == len(self._segments):
             raise format_errors.FormatError("bucket", 0, f"{self._gone_left} of its rows that are gone are not in it")
@@ -199,7 +201,7 @@ class BucketCount:
         return run
 
     def read(self, run: Sequence[SegmentInfo], parts: Sequence[Rows]) -> None:
-        """What `needed` asked for."""
+        """Count the rows of the segments that `needed` returned."""
         self._next = run[-1].number
         self._unread[run[0].number - 1 : self._next] = False
         if not self._gone_left:
@@ -212,7 +214,7 @@ class BucketCount:
         self._parts.append(Counts.of(self._steps, self._steps.of(rows.deliver_at_ms[~gone])))
 
     def counts(self) -> Counts:
-        """Once nothing is needed any more."""
+        """Return the counts, once `needed` returns no segments."""
         slots, rows = self._first_step[self._unread], self._segments.rows[self._unread].astype(np.int64)
         if self._gone_left:
             # The rest lies within one step.

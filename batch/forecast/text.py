@@ -1,6 +1,6 @@
-"""A forecast for people and for programs: in the terminal, and as JSON.
+"""Presents a forecast in the terminal and as JSON.
 
-Owns: what is shown of it, and how. Does not own: the numbers (`result`).
+`batch.cli.forecast` alone uses this module, which needs no command line.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rich.text import Text
 from batch.forecast.result import STEP_NAMES, Bars, Forecast, TopicForecast, shown, timestamp, utc, width_name
 
 BARS_MAX: Final = 32
-"""Lines of the chart: what a screen has room for."""
+"""Lines of the chart: as many as fit on a screen"""
 
 _BAR_COLUMNS_MIN: Final = 10
-# Room for the names of topics, before numbers are left out; in this order.
+# Room for the names of topics before columns are left out, in this order
 _NAME_COLUMNS: Final = 24
 _SPARE_COLUMNS: Final = ("share", "beyond", "redeliveries", "deliveries", "from (UTC)")
 
 
 def print_forecast(forecast: Forecast, top: int, console: Console) -> None:
-    """The totals, a chart of all topics together, the `top` busiest topics and steps."""
+    """Print the totals, a chart of all topics together, and the `top` busiest topics and steps."""
     console.print(_totals(forecast))
     if forecast.peak is not None:
         console.print()
@@ -71,7 +71,7 @@ def _print_chart(forecast: Forecast, console: Console) -> None:
     day = ""
     for begin_ms, count in zip(bars.begins_ms(), rows, strict=True):
         date, time = utc(begin_ms).split()
-        # A single row is seen, too: an eighth of a column is the least that is drawn.
+        # A single row is visible, too: an eighth of a column is the least that is drawn.
         length = max(count, most / (8 * columns - 1)) if count else 0
         label = f"{date if date != day else '':10} {time}"
         grid.add_row(Text(label), f"{count:,}", Bar(most, 0, length, width=columns, color="cyan"))
@@ -81,7 +81,10 @@ def _print_chart(forecast: Forecast, console: Console) -> None:
 
 
 def _topics(forecast: Forecast, busiest: list[TopicForecast], columns_max: int) -> Table:
-    """`columns_max`: of the terminal; where they are too few, what is said elsewhere, too, is left out."""
+    """Make the table of topics.
+
+    If the terminal has fewer than the needed columns, spare columns are left out.
+    """
     columns = _columns_of_topics(forecast, busiest)
     name_columns = min(_NAME_COLUMNS, max(map(cells.cell_len, columns["topic"])))
     for spare in _SPARE_COLUMNS:
@@ -101,7 +104,7 @@ def _topics(forecast: Forecast, busiest: list[TopicForecast], columns_max: int) 
 
 
 def _columns_of_topics(forecast: Forecast, topics: list[TopicForecast]) -> dict[str, list[str]]:
-    """By their names; those of which all would be alike are left out."""
+    """Return the columns by their names, without those whose values would all be the same."""
     steps, total = forecast.steps, forecast.load.rows_within
     loads = [topic.load for topic in topics]
     peaks = [int(load.rows.argmax()) if len(load.rows) else None for load in loads]
@@ -145,8 +148,10 @@ def _step(forecast: Forecast) -> str:
 
 
 def document(forecast: Forecast, top: int) -> dict[str, Any]:
-    """The forecast as one JSON document; times are RFC 3339, UTC; `load` is rows and redeliveries together. Every step
-    of every topic is in the Parquet file only.
+    """Return the forecast as one JSON document.
+
+    Times are RFC 3339, UTC; `load` is rows and redeliveries together. Only the Parquet file has every step of every
+    topic.
     """
     steps = forecast.steps
     bars = Bars.of(steps, BARS_MAX)

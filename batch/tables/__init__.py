@@ -1,5 +1,4 @@
-"""A root as tables for analysts: `spark.read.format("tarry")`.
+"""Shows a root as tables for analysts: `spark.read.format("tarry")`.
 
-Owns: the format with its options, the tables `rows`, `buckets` and `backlog`, and what a query need not read of them.
-Does not own: what topics hold (`batch.engine.topic_reading`), and Spark. It only reads.
+The tables are `rows`, `buckets` and `backlog`. It only reads, and passes over parts that a query does not need.
 """

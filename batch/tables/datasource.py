@@ -1,17 +1,15 @@
-"""`spark.read.format("tarry")`: a root as tables for analysts.
-
-Owns: the options of the format, filters as Spark says them, and telling Spark what there is to read.
-Does not own: the tables (`tables`) and what is passed over (`pruning`).
+"""Implements `spark.read.format("tarry")`: a root as tables for analysts.
 
     datasource.register(spark)
     spark.read.format("tarry").option("store", "/var/lib/tarry").option("table", "rows").load()
 
-Spark refuses a source that takes filters while `spark.sql.python.filterPushdown.enabled` is off, so `register` looks at
-that. What is passed over by a filter is only what no row of which can satisfy it: Spark filters what is left in any
-case. But Spark 4.3 keeps what a filtered query was told to read for the next query of the same DataFrame, which then
-lacks rows without a word. So filters count only where the option `prune` says that there is one query.
+Spark refuses a source that takes filters while `spark.sql.python.filterPushdown.enabled` is off, so `register` checks
+that. A filter only passes over parts of which no row can satisfy it: Spark filters the rest in any case. But Spark 4.3
+keeps the parts of a filtered query for the next query of the same DataFrame, which then silently lacks rows. Therefore
+filters count only if the option `prune` says that there is one query.
 
-Neither options, nor parts, nor plans hold credentials: every process has its own, as its environment gives it.
+Neither options, nor parts, nor plans hold credentials: every process has its own, from its environment. `tables` reads
+the tables.
 """
 
 from __future__ import annotations
@@ -59,10 +57,12 @@ _MICROSECOND: Final = datetime.timedelta(microseconds=1)
 
 
 class TarryDataSource(DataSource):
-    """Options: `table` (`rows`, `buckets` or `backlog`; default `rows`); where the root is: `store` or the path of
-    `load` (a local path or `s3://bucket/prefix`), `config` (the daemon's file), `set.<section>.<key>` (one of its
-    settings); what of it: `topic` (one name) or `topics` (a JSON list of names); `prune` (`true` or `false`): the
-    DataFrame is for one query, whose filters decide what is read.
+    """The tables of a root.
+
+    The options are `table` (`rows`, `buckets` or `backlog`; default `rows`); the place of the root, as `store` or the
+    path of `load` (a local path or `s3://bucket/prefix`), `config` (the daemon's file) and `set.<section>.<key>` (one
+    of its settings); the topics, as `topic` (one name) or `topics` (a JSON list of names); and `prune` (`true` or
+    `false`), which says that the DataFrame is for one query, whose filters limit the reads.
     """
 
     def __init__(self, options: Mapping[str, str]) -> None:
@@ -108,7 +108,10 @@ class PushingTarryDataSource(TarryDataSource):
 
 
 def register(spark: SparkSession) -> None:
-    """Makes the format known to a session. To be called again when the session's `filterPushdown` was changed."""
+    """Register the format with a session.
+
+    Call it again after the session's `filterPushdown` was changed.
+    """
     pushing = str(spark.conf.get(PUSHDOWN)).lower() == "true"
     spark.dataSource.register(PushingTarryDataSource if pushing else TarryDataSource)
 
@@ -143,7 +146,7 @@ class _Reader(DataSourceReader):
         return [InputPartition(part) for part in tables.parts_of(self._table, root, self._topics, self._wanted)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        # Where there is no part Spark asks once, for nothing.
+        # Without any part Spark asks once, for nothing.
         if partition is None or partition.value is None:
             return
         yield from tables.read(partition.value, store_of(self._settings), self._wanted)
@@ -151,7 +154,7 @@ class _Reader(DataSourceReader):
 
 class _PushingReader(_Reader):
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Every filter is left to Spark as well: those of a column with a type of its own only narrow what is read."""
+        """Leave every filter to Spark as well; filters of a column that has a type of its own only narrow the reads."""
         for each in filters:
             self._wanted = narrowed(self._wanted, each, of_rows=self._table == "rows")
             yield each
@@ -161,8 +164,9 @@ class _PushingReader(_Reader):
 
 
 def narrowed(wanted: Wanted, condition: Filter, *, of_rows: bool) -> Wanted:
-    """What is wanted at most of a table when this condition holds, too. `of_rows`: of the table of rows; of the others
-    only topics are passed over.
+    """Return the limit on wanted rows when this condition holds, too.
+
+    With `of_rows` the table is that of rows; in the others only topics are passed over.
     """
     attribute = getattr(condition, "attribute", ())
     if attribute == ("topic",):
@@ -180,7 +184,7 @@ def narrowed(wanted: Wanted, condition: Filter, *, of_rows: bool) -> Wanted:
 
 
 def _values(condition: Filter) -> tuple[Any, ...] | None:
-    """The values of which the column has one; None: the condition does not say so."""
+    """Return the values of which the column must have one, or None if the condition does not say so."""
     match condition:
         case EqualTo() | EqualNullSafe() if condition.value is not None:
             return (condition.value,)
@@ -190,7 +194,7 @@ def _values(condition: Filter) -> tuple[Any, ...] | None:
 
 
 def _bounds(condition: Filter) -> tuple[Any, Any] | None:
-    """(first, last) that the column can be, None: no bound; None: the condition says nothing of that."""
+    """Return (first, last) of the column, each None without a bound, or None if the condition has no bounds."""
     match condition:
         case GreaterThan() | GreaterThanOrEqual():
             return condition.value, None
@@ -200,9 +204,7 @@ def _bounds(condition: Filter) -> tuple[Any, Any] | None:
 
 
 def _ranges(condition: Filter) -> Ranges:
-    """The ranges outside of which no value of a column, the bits of a u64, satisfies a filter; ALL where that is not
-    known.
-    """
+    """Return the ranges outside of which no value, the bits of a u64, satisfies a filter, or ALL if unknown."""
     values = _values(condition)
     if values is not None:
         return tuple(each for value in values if isinstance(value, int) for each in tables.of_bit_view(value, value))
@@ -214,8 +216,9 @@ def _ranges(condition: Filter) -> Ranges:
 
 
 def _times(condition: Filter) -> Ranges:
-    """The ranges in ms outside of which no timestamp satisfies a filter; ALL where that is not known. A timestamp is a
-    whole number of ms.
+    """Return the ranges (ms) outside of which no timestamp satisfies a filter, or ALL if unknown.
+
+    A timestamp is a whole number of milliseconds.
     """
     values = _values(condition)
     if values is not None:
@@ -235,7 +238,7 @@ def _times(condition: Filter) -> Ranges:
 
 
 def _micros(value: Any) -> int | None:
-    """Microseconds since 1970; None: it says no moment."""
+    """Return microseconds since 1970, or None if the value is no moment."""
     if not isinstance(value, datetime.datetime) or value.tzinfo is None:
         return None
     return (value - _EPOCH) // _MICROSECOND

@@ -1,17 +1,12 @@
-"""What analysts see of a root, as three tables: `rows`, `buckets` and `backlog`.
-
-Owns: the columns of each table, the parts in which it is read, and the columns of a part as Arrow batches.
-Does not own: what topics hold (`batch.engine.topic_reading`), which parts a query can pass over (`pruning`), and Spark
-(`datasource`).
+"""Reads a root as three tables, `rows`, `buckets` and `backlog`, in parts and as Arrow batches.
 
 A position is two u64, which Spark does not have: ledger and entry are their bits as a signed 64-bit integer, and so is
-every other u64 (`u64` orders and shows them). A timestamp is empty where its milliseconds are beyond the year 9999.
+every other u64 (`u64` orders and shows them). A timestamp is empty if its milliseconds are beyond the year 9999.
 
-What a query wants at most of the rows, and which buckets and segments have none of it.
+`Wanted` limits the rows that a query wants, as ranges of u64, and by the numbers of manifest and offset table finds
+buckets and segments without any. These are passed over; all other rows are filtered one by one.
 
-Owns: sets of u64 as ranges, and asking the manifest's and the table's numbers about them.
-Does not own: filters as Spark says them (`datasource`). Whatever is passed over here is wanted by no row: the rest is
-filtered row by row.
+`datasource` alone uses this module, which knows nothing of Spark.
 """
 
 from __future__ import annotations
@@ -40,13 +35,13 @@ I64_MIN: Final = -(1 << 63)
 I64_MAX: Final = (1 << 63) - 1
 
 Ranges = tuple[tuple[int, int], ...]
-"""(first, last), both included, in any order."""
+"""(first, last), both included, in any order"""
 
 ALL: Final[Ranges] = ((0, U64_MAX),)
 
 
 def of_bit_view(first: int, last: int) -> Ranges:
-    """The u64 whose bits, as a signed integer, are in a range, both ends included."""
+    """Return the u64 whose bits, as a signed integer, are in a range, both ends included."""
     first, last = max(first, I64_MIN), min(last, I64_MAX)
     if first > last:
         return ()
@@ -58,7 +53,7 @@ def of_bit_view(first: int, last: int) -> Ranges:
 
 
 def both(one: Ranges, other: Ranges) -> Ranges:
-    """What is in a range of both."""
+    """Intersect two sets of ranges."""
     found = ((max(a[0], b[0]), min(a[1], b[1])) for a in one for b in other)
     return tuple((first, last) for first, last in found if first <= last)
 
@@ -78,7 +73,10 @@ def _inside(ranges: Ranges, column: U64) -> npt.NDArray[np.bool_]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """`topics`: None is any. `ledger_id`, `deliver_at_ms`: in one of the ranges."""
+    """The limit on the rows that a query wants.
+
+    `topics` None means any. `ledger_id` and `deliver_at_ms` are in one of their ranges.
+    """
 
     topics: frozenset[str] | None = None
     ledger_id: Ranges = ALL
@@ -95,17 +93,17 @@ class Wanted:
         return dataclasses.replace(self, deliver_at_ms=both(self.deliver_at_ms, ranges))
 
     def may_have(self, live: LiveBucket) -> bool:
-        """Whether a row of the bucket may be wanted; its topic is."""
+        """Return whether a row of the bucket, whose topic is wanted, may be wanted."""
         return _meet(self.ledger_id, live.first_ledger_id, live.last_ledger_id) and self.may_be_due(
             live.min_deliver_at_ms, live.max_deliver_at_ms
         )
 
     def may_be_due(self, first_ms: int, last_ms: int) -> bool:
-        """Whether a row that is due between may be wanted."""
+        """Return whether a row that is due in between may be wanted."""
         return _meet(self.deliver_at_ms, first_ms, last_ms)
 
     def mask_of(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which rows are wanted; their topic is."""
+        """Return a mask of the wanted rows; their topic is wanted."""
         return _inside(self.ledger_id, rows.ledger_id) & _inside(self.deliver_at_ms, rows.deliver_at_ms)
 
 
@@ -113,20 +111,20 @@ EVERYTHING: Final = Wanted()
 
 
 PART_ROWS: Final = 200_000
-"""Rows from which on a part takes no further bucket."""
+"""Rows from which on a part takes no further bucket"""
 
 BATCH_ROWS: Final = 50_000
-"""Rows that are read together; a segment that has more is read by itself."""
+"""Rows that are read together; a larger segment is read alone."""
 
 TIMESTAMP_MS_MAX: Final = 253_402_300_799_999
-"""The last millisecond of the year 9999."""
+"""The last millisecond of the year 9999"""
 
 _TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table. `meaning`: as the documentation has it."""
+    """A column of a table. `meaning` is the text in the documentation."""
 
     name: str
     type: pa.DataType
@@ -200,7 +198,7 @@ def schema_of(table: str) -> pa.Schema:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Source:
-    """Rows of one index of a topic. `subscription`: whose; None: the shared one."""
+    """Rows of one index of a topic. `subscription` is its owner, or None for the shared index."""
 
     topic: str
     subscription: str | None
@@ -216,7 +214,7 @@ class RowsPart:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class BucketsPart:
-    """Topic, subscription, bucket and how many of its rows are gone."""
+    """Some buckets, each as topic, subscription, bucket, and number of gone rows."""
 
     buckets: tuple[tuple[str, str | None, LiveBucket, int], ...]
 
@@ -233,7 +231,7 @@ Part = RowsPart | BucketsPart | BacklogPart
 
 
 def parts_of(table: str, root: Root, topics: Sequence[str] | None, wanted: Wanted = EVERYTHING) -> list[Part]:
-    """The parts of a table, of these topics or (None) of all, without those in which there is nothing that is wanted.
+    """Return the parts of a table, of these topics or of all, without parts that have nothing wanted.
 
     Raises Damaged and the store's other errors.
     """
@@ -249,7 +247,7 @@ def parts_of(table: str, root: Root, topics: Sequence[str] | None, wanted: Wante
 
 
 def _grouped(sized: Iterator[tuple[Any, int]]) -> Iterator[tuple[Any, ...]]:
-    """Neighbours together until they have `PART_ROWS` rows."""
+    """Yield neighbours together until they have `PART_ROWS` rows."""
     group: list[Any] = []
     rows = 0
     for each, each_rows in sized:
@@ -296,9 +294,9 @@ def _owner(state: TopicContents, index_id: int) -> str | None:
 
 
 def read(part: Part, store: ObjectStore, wanted: Wanted = EVERYTHING) -> Iterator[pa.RecordBatch]:
-    """The batches of a part; of rows only segments in which there may be something that is wanted.
+    """Yield the batches of a part; of rows only segments that may have something wanted.
 
-    Raises Damaged, NotFound when a bucket was merged and collected since the parts were made, and the store's errors.
+    Raises Damaged, NotFound if a bucket was merged and collected since the parts were made, and the store's errors.
     """
     match part:
         case RowsPart():
@@ -324,7 +322,7 @@ def _rows_of(held: BucketState | UnsealedRows, store: ObjectStore, wanted: Wante
 
 
 def _runs(segments: Iterable[SegmentInfo], wanted: Wanted) -> Iterator[list[SegmentInfo]]:
-    """Neighbours that are wanted, as many as are read together."""
+    """Yield wanted neighbours, as many as are read together."""
     run: list[SegmentInfo] = []
     rows = 0
     for segment in segments:
@@ -398,7 +396,7 @@ def _buckets_batch(part: BucketsPart) -> pa.RecordBatch:
 
 
 class _Owed:
-    """What one subscription is owed, counted."""
+    """The rows that one subscription is owed, counted."""
 
     def __init__(self) -> None:
         self.rows = self.due_rows = 0
@@ -441,7 +439,10 @@ def _backlog_batch(part: BacklogPart, store: ObjectStore) -> pa.RecordBatch:
 
 
 def _owed(state: TopicContents, store: ObjectStore, now_ms: int) -> list[_Owed]:
-    """What each of the subscriptions is owed. Every bucket is read once, if anybody may be owed rows of it."""
+    """Count the rows that each subscription is owed.
+
+    Every bucket is read once, if any subscription may be owed rows of it.
+    """
     found = [_Owed() for _ in state.subscriptions]
     held: Sequence[BucketState | UnsealedRows] = (*state.buckets, *state.unsealed)
     for part in held:
@@ -463,12 +464,12 @@ def _owed(state: TopicContents, store: ObjectStore, now_ms: int) -> list[_Owed]:
 
 
 def bit_view(column: U64) -> pa.Array:
-    """The bits of each u64 as a signed integer."""
+    """Return the bits of each u64 as a signed integer."""
     return pa.array(np.ascontiguousarray(column).view(np.int64))
 
 
 def timestamps(times_ms: U64) -> pa.Array:
-    """Microseconds since 1970; null beyond the year 9999."""
+    """Return microseconds since 1970, null beyond the year 9999."""
     beyond = times_ms > np.uint64(TIMESTAMP_MS_MAX)
     micros = np.where(beyond, np.uint64(0), times_ms).astype(np.int64) * 1000
     return pa.array(micros, mask=beyond).cast(pa.timestamp("us")).cast(_TIMESTAMP)

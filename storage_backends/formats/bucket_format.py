@@ -1,7 +1,6 @@
-"""The bucket object: metadata, segments, offset table, footer.
+"""Encodes and decodes the bucket object: metadata, segments, offset table, footer.
 
-Owns: the bytes of a whole bucket, reading its parts by range, and every check of them.
-Does not own: the payload of a segment (`segment`), when a bucket is written, or which of its rows are gone.
+Parts of it can be read by range, and every read is checked. `segment` defines the payload of a segment.
 
     "TyBK" | u32 version | entry 0: SnapshotMetadata | entry 1..N: SnapshotSegment | offset table | footer
     entry   u32 payload length | u32 CRC32C of the payload | payload
@@ -9,7 +8,7 @@ Does not own: the payload of a segment (`segment`), when a bucket is written, or
     footer  u64 table offset | u64 table length | u32 CRC32C of the table | u32 version
             | u32 CRC32C of the footer before it | "TyBF"                                       little-endian
 
-The length in the table is of the whole entry; the CRC32C is that of the entry. Entries lie without gaps.
+The length in the table covers the whole entry; the CRC32C is that of the entry's payload. Entries lie without gaps.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MAGIC = b"TyBK"
 FOOTER_MAGIC = b"TyBF"
 _HEAD = struct.Struct("<4sI")
 _ENTRY = struct.Struct("<II")
-# As SegmentInfo, without the number.
+# The fields of SegmentInfo without the number
 _TABLE_ROW = np.dtype(
     [
         ("offset", "<u8"),
@@ -58,9 +57,10 @@ _COMPATIBLE_ENTRY_ID_END = 1 << 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """One row of the offset table: entry `number`, 0 is the metadata of the bucket and has the rows of all segments.
+    """One row of the offset table.
 
-    `offset` and `length` are of the whole entry in the object, `crc32c` of its payload.
+    Entry 0 is the metadata of the bucket and counts the rows of all segments. `offset` and `length` describe the whole
+    entry in the object, `crc32c` its payload.
     """
 
     number: int
@@ -77,7 +77,7 @@ class SegmentInfo:
 
 
 class SegmentInfos(Sequence[SegmentInfo]):
-    """The segments of a bucket, numbered from 1, in columns: a large topic has thousands of them in memory for good."""
+    """The segments of a bucket, numbered from 1, in columns: a large topic keeps thousands of them in memory."""
 
     __slots__ = ("_rows",)
 
@@ -86,7 +86,7 @@ class SegmentInfos(Sequence[SegmentInfo]):
 
     @staticmethod
     def of(infos: Iterable[SegmentInfo]) -> SegmentInfos:
-        """Makes a table of consecutive segments from number 1 on."""
+        """Make a table of consecutive segments from number 1 on."""
         return SegmentInfos(np.array([_table_row(info) for info in infos], _TABLE_ROW))
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class SegmentInfos(Sequence[SegmentInfo]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableRange:
-    """Where the offset table is, from the footer."""
+    """The range of the offset table, from the footer."""
 
     offset: int
     length: int
@@ -140,7 +140,7 @@ class BucketTable:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRows:
-    """Which rows of the bucket `source` a merge copied, by itself or by way of other merges."""
+    """The rows of the bucket `source` that a merge copied, directly or by way of other merges."""
 
     source: str
     positions: tuple[PositionBitmap, ...] = ()
@@ -148,8 +148,11 @@ class KeptRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketMetadata:
-    """Entry 0. `positions`: of all rows. `hash_low`, `hash_high`: see `rows.row_hash`. `subscription_id` 0 is the
-    shared index. `kept`: one for each source of a merged bucket, and for each source of a source, that has any.
+    """Entry 0.
+
+    `positions` are those of all rows. `hash_low` and `hash_high` are those of `row_hash`. `subscription_id` 0 is the
+    shared index. `kept` has one item for each source of a merged bucket, and for each source of a source, that has any
+    rows.
     """
 
     topic: str
@@ -163,7 +166,7 @@ class BucketMetadata:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedBucket:
-    """A bucket ready to be written, and what its manifest says of it. `compatible`: the form it has."""
+    """A bucket ready to be written, with its values for the manifest. `compatible` says which form it has."""
 
     body: bytes
     sha256: bytes
@@ -183,7 +186,10 @@ class EncodedBucket:
         return self.table.segments
 
     def live_bucket(self, name: str, *, base: int, subscription_id: int = 0, level: int = 0) -> LiveBucket:
-        """What a manifest says of the object of this name. `base`: the number of the manifest that it was begun at."""
+        """Return the manifest's entry for the object of this name.
+
+        `base` is the number of the manifest that the bucket was started from.
+        """
         return LiveBucket(
             object=ObjectReference(name=name, base=base, size_bytes=len(self.body), sha256=self.sha256),
             rows=self.rows,
@@ -210,13 +216,13 @@ def encode_bucket(
     kept: Sequence[KeptRows] = (),
     positions: tuple[PositionBitmap, ...] | None = None,
 ) -> EncodedBucket:
-    """The bucket of at least one row, in the order of `Rows.sorted_by_due`. `positions`: those of the rows, where they
-    are known.
+    """Encode the bucket of at least one row, in the order of `Rows.sorted_by_due`.
 
-    `compatible` asks for PIP-195's rows and bitmaps. Its bitmaps cannot hold entry ids from 2^32 on: a reader would
-    take such a position for absent. And it knows no messages of batches: it would take their entry ids for entries. A
-    bucket with either is written in columns instead, in which that reader sees no rows at all;
-    `EncodedBucket.compatible` says which form it became.
+    `positions` are those of the rows, if known. `compatible` asks for PIP-195's rows and bitmaps. Its bitmaps cannot
+    hold entry ids from 2^32 on: a reader would take such a position for absent. Nor does it know messages of batches:
+    it would take their entry ids for entries. A bucket with either is written in columns instead, in which that reader
+    sees no rows at all; `EncodedBucket.compatible` says which form it has. Raises ValueError for no rows, or rows in
+    another order.
     """
     if not len(rows):
         raise ValueError("a bucket has at least one row")
@@ -289,14 +295,20 @@ def _assemble(payloads: Sequence[bytes], rows: Sequence[Rows]) -> tuple[bytes, B
 
 
 def footer_range(size_bytes: int) -> tuple[int, int]:
-    """(offset, length) of the footer of a bucket of that size. Raises FormatError when it is too small for one."""
+    """Return offset and length (bytes) of the footer of a bucket of that size.
+
+    Raises FormatError if the size is too small for one.
+    """
     if size_bytes < _HEAD.size + FOOTER_BYTES:
         raise format_errors.FormatError("bucket", size_bytes, f"{size_bytes} bytes are too few for head and footer")
     return size_bytes - FOOTER_BYTES, FOOTER_BYTES
 
 
 def tail_range(size_bytes: int, segments: int) -> tuple[int, int]:
-    """(offset, length) of offset table and footer of a bucket of that size and so many segments."""
+    """Return offset and length (bytes) of offset table and footer, by the sizes of bucket and table.
+
+    Raises FormatError if the size is too small for so many segments.
+    """
     length = _TABLE_ROW.itemsize * (segments + 1) + FOOTER_BYTES
     if size_bytes < _HEAD.size + length:
         raise format_errors.FormatError("bucket", size_bytes, f"{size_bytes} bytes are too few for {segments} segments")
@@ -304,7 +316,7 @@ def tail_range(size_bytes: int, segments: int) -> tuple[int, int]:
 
 
 def decode_footer(data: bytes, size_bytes: int) -> TableRange:
-    """Where the table is. `data`: the bytes of `footer_range(size_bytes)`."""
+    """Decode the bytes of `footer_range(size_bytes)` into the range of the table. Raises FormatError."""
     start, length = footer_range(size_bytes)
     if len(data) != length:
         raise format_errors.FormatError("bucket footer", start, f"it has {length} bytes, these are {len(data)}")
@@ -324,7 +336,7 @@ def decode_footer(data: bytes, size_bytes: int) -> TableRange:
 
 
 def decode_table(data: bytes, table: TableRange) -> BucketTable:
-    """`data`: the bytes of the table's range."""
+    """Decode the bytes of the table's range. Raises FormatError."""
     what = "bucket offset table"
     if len(data) != table.length:
         raise format_errors.FormatError(what, table.offset, f"it has {table.length} bytes, these are {len(data)}")
@@ -344,12 +356,12 @@ def decode_table(data: bytes, table: TableRange) -> BucketTable:
         raise format_errors.FormatError(what, table.offset, f"the entries end at {end}, the table is at {table.offset}")
     if int(rows["rows"][0]) != int(rows["rows"][1:].sum(dtype=np.uint64)):
         raise format_errors.FormatError(what, table.offset, "the rows of the segments are not the rows of the bucket")
-    # A copy: what was read is not kept for it.
+    # Copy the rows, so that `data` need not stay in memory.
     return BucketTable(SegmentInfo(0, *rows[0].item()), SegmentInfos(rows[1:].copy()))
 
 
 def decode_tail(data: bytes, size_bytes: int) -> BucketTable:
-    """`data`: the bytes of `tail_range`. Raises FormatError also when the number of segments was another."""
+    """Decode the bytes of `tail_range`. Raises FormatError, also for another number of segments than assumed."""
     start, length = footer_range(size_bytes)
     if len(data) < length:
         raise format_errors.FormatError("bucket footer", start, f"it has {length} bytes, these are {len(data)}")
@@ -358,7 +370,7 @@ def decode_tail(data: bytes, size_bytes: int) -> BucketTable:
 
 
 def decode_metadata(entry: bytes, info: SegmentInfo) -> BucketMetadata:
-    """Entry 0, from the bytes of its range."""
+    """Decode entry 0 from the bytes of its range. Raises FormatError."""
     message = framing.parse(bucket_pb2.SnapshotMetadata, _payload(entry, info), info.what, info.offset + _ENTRY.size)
     if message.rows != info.rows:
         detail = f"it says {message.rows} rows, the offset table {info.rows}"
@@ -368,7 +380,10 @@ def decode_metadata(entry: bytes, info: SegmentInfo) -> BucketMetadata:
 
 
 def decode_segment(entry: bytes, info: SegmentInfo, zstd: zstandard.ZstdDecompressor | None = None) -> Rows:
-    """The rows of a segment of either form, from the bytes of its range. `zstd`: as of `segment.decode`."""
+    """Decode the rows of a segment of either form from the bytes of its range.
+
+    `zstd` is that of `segment.decode`. Raises FormatError.
+    """
     offset = info.offset + _ENTRY.size
     rows = segment.decode(_payload(entry, info), info.rows, what=info.what, offset=offset, zstd=zstd)
     if info.rows and (
@@ -395,7 +410,10 @@ def _payload(entry: bytes, info: SegmentInfo) -> bytes:
 
 
 def check_head(metadata: BucketMetadata, table: BucketTable, live: LiveBucket) -> None:
-    """For a read by range: raises FormatError when this is whole, and not the bucket that the manifest names."""
+    """Check after a read by range that metadata and table belong to the bucket that the manifest names.
+
+    Raises FormatError if not.
+    """
     found = (metadata.subscription_id, metadata.rows, metadata.hash_low, metadata.hash_high)
     named = (live.subscription_id, live.rows, live.hash_low, live.hash_high)
     if found != named:
@@ -405,9 +423,7 @@ def check_head(metadata: BucketMetadata, table: BucketTable, live: LiveBucket) -
 
 
 def check_table(table: BucketTable, live: LiveBucket) -> None:
-    """Where the table is all that was read: raises FormatError when its rows and times are not what
-    the manifest says.
-    """
+    """Check a table that was read alone against the rows and times in the manifest. Raises FormatError."""
     info = table.metadata
     found = (info.rows, info.min_deliver_at_ms, info.max_deliver_at_ms)
     named = (live.rows, live.min_deliver_at_ms, live.max_deliver_at_ms)
@@ -417,7 +433,10 @@ def check_table(table: BucketTable, live: LiveBucket) -> None:
 
 
 def decode_bucket(body: bytes) -> tuple[BucketMetadata, Rows]:
-    """Metadata and all rows in due order, from the whole object. Raises FormatError at the first part that is wrong."""
+    """Decode metadata and all rows in due order from the whole object.
+
+    Raises FormatError at the first part that is wrong.
+    """
     start, _ = footer_range(len(body))
     table_range = decode_footer(body[start:], len(body))
     magic, version = _HEAD.unpack_from(body)

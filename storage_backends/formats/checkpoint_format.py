@@ -1,10 +1,7 @@
-"""A shard checkpoint: the state of every topic that its manifest does not hold yet, as of a slot.
+"""Encodes and decodes a shard checkpoint: the state of every topic that its manifest does not hold yet.
 
-Owns: its values and its bytes.
-Does not own: when one is written, and which part of it still counts: a part whose topic has applied later slots does
-not.
-
-The object is the protobuf message Checkpoint in the frame of `framing`, magic "TyCP"; its columns are dense.
+The state is that as of one slot; the part of a topic that has applied later slots no longer counts. The object is the
+protobuf message Checkpoint in the frame of `framing`, magic "TyCP"; its columns are dense.
 """
 
 from __future__ import annotations
@@ -35,10 +32,10 @@ _WHAT = "checkpoint"
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class SealingPart:
-    """A bucket of the index `subscription_id` (`index_ids`) whose seal was cut at `slot` and is not known to be
-    committed. `bucket`: the key it is written under.
+    """A bucket whose seal was cut at `slot` and is not known to be committed.
 
-    When the topic has applied `slot`, the rows come from the bucket; else these are rows of the mutable bucket.
+    It belongs to the index `subscription_id` (`index_ids`), and `bucket` is the key it is written under. If the topic
+    has applied `slot`, the rows come from the bucket; else these are rows of the mutable bucket.
     """
 
     bucket: str
@@ -57,8 +54,9 @@ class OwnRows:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class CarriedSlot:
-    """The records of one slot that name one topic, in the order in which they are applied; not decoded where they were
-    read: what is wrong inside their columns is their topic's damage.
+    """The records of one slot that name one topic, in the order in which they are applied.
+
+    Records that were read are not decoded: damage inside their columns is damage of their topic.
     """
 
     slot: ShardSlot
@@ -67,12 +65,12 @@ class CarriedSlot:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicPart:
-    """A topic as of `slot`, None = the checkpoint's. `mutable_rows`: of the shared index; `own_rows`: of the indexes of
-    subscriptions, ascending by index. `progress`: of live and sealing buckets by key, of the shared index's mutable
-    bucket under the empty name, and of redeliveries.
+    """A topic as of `slot`, or as of the checkpoint's slot if that is None.
 
-    The part of a topic that was not loaded is carried over from the checkpoint before, with its `slot`; 0 when there is
-    no such state but the manifest's. `carried`: what the slots above that one decided on the topic, ascending.
+    `mutable_rows` are those of the shared index, `own_rows` those of the indexes of subscriptions, ascending by index.
+    `progress` covers live and sealing buckets by key, the shared index's mutable bucket under the empty name, and
+    redeliveries. The part of a topic that was not loaded is carried over from the checkpoint before, with its `slot`,
+    or with 0 if only the manifest has state. `carried` are the decisions on the topic in later slots, ascending.
     """
 
     topic_id: str
@@ -88,7 +86,7 @@ class TopicPart:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Checkpoint:
-    """The shard as of `slot`, written by the owner of `epoch`. `deletions`: None when there is nothing to say."""
+    """A shard as of `slot`, written by the owner of `epoch`. `deletions` is None if there are none."""
 
     shard: int
     epoch: int
@@ -103,7 +101,7 @@ class Checkpoint:
 
 
 def _check_slots(part: TopicPart, slot: ShardSlot) -> None:
-    """Raises ValueError when the part, and what it carries, cannot be those of a checkpoint of `slot`."""
+    """Raise ValueError if the part, or its carried slots, cannot belong to a checkpoint of `slot`."""
     reached = slot if part.slot is None else part.slot
     if reached > slot:
         raise ValueError(f"topic {part.topic!r} is as of slot {reached}, the checkpoint as of slot {slot}")
@@ -118,7 +116,7 @@ def _check_slots(part: TopicPart, slot: ShardSlot) -> None:
 
 
 def _check_own_rows(part: TopicPart) -> None:
-    """Raises ValueError when the rows of own indexes do not ascend by index, or name the shared one."""
+    """Raise ValueError if the rows of own indexes do not ascend by index, or name the shared one."""
     reached = 0
     for own in part.own_rows:
         if own.subscription_id <= reached:
@@ -152,7 +150,7 @@ def encode_checkpoint(value: Checkpoint) -> bytes:
                 slot_format.fill_record(carrier.records.add(), record)
     parts = [message.SerializeToString(deterministic=True)]
     for portion in deletion_format.portions(value.deletions) if value.deletions is not None else ():
-        # The bytes of messages, one behind the other, are those of a message that has the fields of all.
+        # The concatenated bytes of messages are those of a message with the fields of all.
         partial = checkpoint_pb2.Checkpoint()
         deletion_format.fill_state(partial.deletions, portion)
         parts.append(partial.SerializePartialToString(deterministic=True))
@@ -160,7 +158,7 @@ def encode_checkpoint(value: Checkpoint) -> bytes:
 
 
 def decode_checkpoint(data: bytes) -> Checkpoint:
-    """Raises FormatError on damage and UnsupportedVersion on a version that is not known here."""
+    """Decode a checkpoint. Raises FormatError on damage and UnsupportedVersion on an unknown version."""
     payload = framing.unframe(data, MAGIC, FORMAT_VERSION, _WHAT)
     message = framing.parse(checkpoint_pb2.Checkpoint, payload, _WHAT, framing.HEADER_BYTES)
     with format_errors.reading(_WHAT, framing.HEADER_BYTES):
@@ -205,7 +203,7 @@ def _carried(message: checkpoint_pb2.CarriedSlot, what: str) -> CarriedSlot:
     named = f"{what} carried slot {message.slot}"
     records = []
     for number, record in enumerate(message.records):
-        # A part of a message keeps the whole of it in memory, and this one may be kept for long.
+        # A part of a message keeps the whole of it in memory, and this part may stay for long.
         own = journal_pb2.Record()
         own.CopyFrom(record)
         records.append(slot_format.StoredRecord(own, f"{named} record {number}", framing.HEADER_BYTES))

@@ -1,7 +1,7 @@
-"""One column of integers as bytes.
+"""Encodes and decodes one column of integers.
 
-Owns: the byte form of a u64 or u32 column, plain (journal, checkpoint) and dense (bucket segments).
-Does not own: which columns make a row, nor the CRC around them.
+A u64 or u32 column has a plain form (log slots, checkpoints) and a dense one (bucket segments). The CRC is in the frame
+around the columns.
 
     u8 form | u64 base | body                                    little-endian
 
@@ -10,7 +10,7 @@ Does not own: which columns make a row, nor the CRC around them.
     bit 5  DELTAS   value[i] = base + offset[0] + ... + offset[i]; else value[i] = base + offset[i]
     bit 6  ZSTD     the body is one zstd frame, of rows * w bytes of content
     bit 7  is 0
-Width 0 has no body: every offset is 0. The number of rows is stored beside the column, not in it.
+Width 0 has no body: every offset is 0. The number of rows is stored next to the column, not in it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _ZSTD = 0x40
 _KNOWN = _WIDTH_MASK | _PLANES | _DELTAS | _ZSTD
 _U64_MAX = (1 << 64) - 1
 _U32_MAX = (1 << 32) - 1
-# Up to so many rows plain Python is faster than columns.
+# Up to this many rows plain Python is faster than columns.
 _FEW = 16
-# Below this a zstd frame costs more than it saves.
+# Bytes below which a zstd frame costs more than it saves.
 _ZSTD_BYTES_MIN = 32
 
 
 def size_max(rows: int) -> int:
-    """The most bytes that a plain column of so many rows takes."""
+    """Return the largest size of a plain column of so many rows (bytes)."""
     return HEADER_BYTES + 8 * rows
 
 
 def encode_u64(values: U64, zstd: zstandard.ZstdCompressor | None = None) -> bytes:
-    """The plain form, fast both ways; with a compressor the dense form, the smallest."""
+    """Encode the plain form, fast both ways, or, with a compressor, the dense form, the smallest."""
     if not len(values):
         return _HEADER.pack(0, 0)
     return _plain(values) if zstd is None else _dense(values, zstd)
@@ -72,8 +72,10 @@ def _plain_of_few(values: list[int]) -> bytes:
 
 
 def _dense(values: U64, zstd: zstandard.ZstdCompressor) -> bytes:
-    """Offsets from the minimum, or, where the values never fall, from the value before; byte planes, each a zstd block
-    of its own, so that a random plane does not spoil the statistics of the next one.
+    """Encode offsets from the minimum, or from the value before if the values never fall.
+
+    They are split into byte planes, each a zstd block of its own, so that a random plane does not spoil the statistics
+    of the next one.
     """
     form = _PLANES
     if bool((values[1:] >= values[:-1]).all()):
@@ -104,10 +106,11 @@ def decode_u64(
     offset: int = 0,
     zstd: zstandard.ZstdDecompressor | None = None,
 ) -> U64:
-    """The column of so many rows. `what` and `offset` (of the column in its object) are for the error. `zstd` saves
-    making a decompressor for each column; it must not be shared between threads.
+    """Decode a column of so many rows.
 
-    Raises FormatError when the bytes are not a column of exactly so many rows.
+    `what` and `offset` (of the column in its object) are for the error. `zstd` saves making a decompressor for each
+    column; it must not be shared between threads. Raises FormatError if the bytes are not a column of exactly so many
+    rows.
     """
     if len(data) < HEADER_BYTES:
         raise format_errors.FormatError(
@@ -128,7 +131,7 @@ def decode_u64(
     offsets = _from_planes(body, rows, width) if form & _PLANES else _from_row_major(body, rows, width)
     if form & _DELTAS:
         values = offsets.cumsum()
-        # So few rows of so small a width cannot add up to 2^64.
+        # These rows are too few, and of too small a width, to add up to 2^64.
         can_wrap = rows.bit_length() + 8 * width > 64
         wrapped = (can_wrap and bool((values[1:] < values[:-1]).any())) or int(values[-1]) > _U64_MAX - base
     else:

@@ -1,11 +1,8 @@
-"""Deletions of ledgers and offloaded objects of other systems (PIP-186): what a slot decides, and a shard's state.
+"""Encodes and decodes deletions of ledgers and offloaded objects (PIP-186): decisions, and a shard's state.
 
-Owns: the values, which mirror the messages of deletion.proto, and their translation.
-Does not own: what a decision comes to (`daemon.core.deletions`), slots (`slot_format`) and checkpoints
-(`checkpoint_format`).
-
-A decision says what was asked, not what came of it: that follows from the state in which it is applied, so that the
-order of the slots is the only order there is.
+The values mirror the messages of deletion.proto. A decision says what was asked, not what came of it: the result
+follows from the state in which it is applied, so the order of the slots is the only order. `daemon.core.deletions`
+applies decisions; `slot_format` and `checkpoint_format` hold them.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ S = TypeVar("S")
 
 
 class LedgerComponent(enum.IntEnum):
-    """What a ledger is for (PIP-186)."""
+    """The use of a ledger (PIP-186)."""
 
     MANAGED_LEDGER = 1
     MANAGED_CURSOR = 2
@@ -36,21 +33,21 @@ class LedgerComponent(enum.IntEnum):
 class LedgerType(enum.IntEnum):
     # Its owner deletes it.
     LEDGER = 1
-    # Objects in an object store.
+    # Objects in an object store
     OFFLOADED_LEDGER = 2
 
 
 class DeletionOutcome(enum.IntEnum):
-    # Not over.
+    # Not over
     PENDING = 0
     DELETED = 1
     ALREADY_GONE = 2
     IN_USE = 3
     METADATA_MISMATCH = 4
     MALFORMED = 5
-    # Tried too often: a dead letter.
+    # Tried too often: a dead letter
     GIVEN_UP = 6
-    # An attempt failed, another one follows. Of an answer only.
+    # An attempt failed and another follows; only an answer has this outcome.
     FAILED = 7
 
 
@@ -59,13 +56,13 @@ class InUseChange(enum.IntEnum):
     FORGET = 2
     # These, and no others of their type, are in use.
     REPLACE = 3
-    # What is in use of the type is all that is: the end of a REPLACE that was too long for one decision. No ledgers.
+    # The state of the type is complete: the end of a REPLACE that was too long for one decision. No ledgers.
     COMPLETE = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OffloadContext:
-    """Where an offloaded ledger is. `driver_metadata`: names and values, ascending by name."""
+    """The place of an offloaded ledger. `driver_metadata` are names and values, ascending by name."""
 
     uuid_msb: int
     uuid_lsb: int
@@ -75,7 +72,7 @@ class OffloadContext:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PendingDelete:
-    """What is to be deleted of a topic (PIP-186, PendingDeleteLedgerInfo). Two that are equal are one."""
+    """An object of a topic to delete (PIP-186, PendingDeleteLedgerInfo). Equal ones are the same."""
 
     component: LedgerComponent
     ledger_type: LedgerType
@@ -105,7 +102,10 @@ class BeginDeletes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletionAnswer:
-    """What came of an attempt. `retry_at_ms`, `maybe_deleted` (something may have been deleted): of one that FAILED."""
+    """The result of an attempt.
+
+    Only a FAILED one has `retry_at_ms`, and `maybe_deleted` if something may have been deleted.
+    """
 
     deletion_id: int
     outcome: DeletionOutcome
@@ -122,7 +122,7 @@ class AnswerDeletes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RetryDeletes:
-    """Dead letters that are pending again."""
+    """Dead letters that become pending again."""
 
     at_ms: int
     deletion_id: tuple[int, ...]
@@ -137,7 +137,7 @@ class PurgeDeletes:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class InUseLedgers:
-    """Ledgers of one type. u64[n] each; where both halves of the UUID are 0 a ledger has none."""
+    """Ledgers of one type, in columns u64[n]. Both halves of the UUID are 0 for a ledger without one."""
 
     ledger_type: LedgerType
     ledger_id: U64
@@ -156,7 +156,7 @@ class InUseLedgers:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ChangeInUse:
-    """What an owner says of ledgers of `topic`."""
+    """A change by an owner of the ledgers of `topic` that are in use."""
 
     topic: str
     change: InUseChange
@@ -169,9 +169,12 @@ RECORDS: Final = (RecordDeletes, BeginDeletes, AnswerDeletes, RetryDeletes, Purg
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deletion:
-    """A recorded delete. `begun`: an attempt has begun and was not answered. `maybe_deleted`: an attempt may have
-    deleted something. `ended_at_ms`: when it ended or was given up. `text`: what was said last. `held`: it ended since
-    its owner has said that the ledger is in use, and is pending again when that is taken back.
+    """A recorded delete.
+
+    `begun` means that an attempt has begun and has no answer, `maybe_deleted` that an attempt may have deleted
+    something. `ended_at_ms` is when it ended or was given up (Unix milliseconds). `text` is the last message. `held`
+    means that it ended because its owner reported the ledger in use; it becomes pending again when the owner withdraws
+    that.
     """
 
     deletion_id: int
@@ -190,7 +193,7 @@ class Deletion:
 
 
 class MadeWhenRead(Sequence[Deletion], Generic[S]):
-    """A deletion for each item of `source`, made by `make` whenever it is read: very many are never there at once."""
+    """A deletion for each item of `source`, made by `make` at each read, so that few exist at once."""
 
     def __init__(self, source: Sequence[S], make: Callable[[S], Deletion]) -> None:
         self._source = source
@@ -216,8 +219,9 @@ class MadeWhenRead(Sequence[Deletion], Generic[S]):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicInUse:
-    """What an owner says is in use of `topic`; of each type at most once. `complete`: types, ascending, of which it has
-    said all that is in use.
+    """The ledgers of `topic` that an owner reports in use, each type at most once.
+
+    `complete` are the types, ascending, for which the report is complete.
     """
 
     topic: str
@@ -227,8 +231,10 @@ class TopicInUse:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class DeletionState:
-    """The deletions of a shard as of a slot. `last_id`: the highest ever given. `deletions`: ascending by id; there may
-    be very many, so that the sequence may make each at the time it is read.
+    """The deletions of a shard as of a slot.
+
+    `last_id` is the highest ever given. `deletions` ascend by id; they may be so many that the sequence makes each at
+    the time it is read.
     """
 
     last_id: int = 0
@@ -266,12 +272,11 @@ _LEDGER_TYPE_OF: Final = {stored: ledger_type for ledger_type, stored in _LEDGER
 _COMPONENT_OF: Final = {stored: component for component, stored in _COMPONENTS.items()}
 _OUTCOME_OF: Final = {stored: outcome for outcome, stored in _OUTCOMES.items()}
 
-# Of one message: C code that cannot be interrupted makes bytes of it, and the values that it is made from are alive at
-# once.
+# Deletions in one message: C code encodes it without interruption, and all their values are alive at once.
 _PORTION_DELETIONS: Final = 1_000
 
 
-# Tags, lengths and numbers without texts and columns: upper bounds.
+# Tags, lengths and numbers without texts and columns: upper bounds (bytes)
 _RECORD_BYTES_MAX: Final = 64
 _DELETE_BYTES_MAX: Final = 64
 _PROPERTY_BYTES_MAX: Final = 16
@@ -280,7 +285,7 @@ _ID_BYTES_MAX: Final = 10
 
 
 def fill_record(message: deletion_pb2.DeletionRecord, record: DeletionRecord) -> None:
-    """Sets the message of a record."""
+    """Set the message of a record."""
     if isinstance(record, ChangeInUse):
         message.in_use.topic = record.topic
         message.in_use.change = _CHANGES[record.change]
@@ -292,7 +297,7 @@ def fill_record(message: deletion_pb2.DeletionRecord, record: DeletionRecord) ->
 
 
 def size_max(record: DeletionRecord) -> int:
-    """The most bytes that a record takes in a slot. Cheap: nothing is encoded."""
+    """Return an upper bound of a record's size in a slot (bytes). Cheap: nothing is encoded."""
     match record:
         case RecordDeletes():
             return _RECORD_BYTES_MAX + _text_bytes(record.topic) + sum(map(_delete_bytes, record.deletes))
@@ -319,7 +324,7 @@ def _text_bytes(text: str) -> int:
 
 
 def record_of(message: deletion_pb2.DeletionRecord, what: str, offset: int) -> DeletionRecord:
-    """Reads a decision on deletions. Raises FormatError."""
+    """Read a decision on deletions. Raises FormatError."""
     decision = message.WhichOneof("decision")
     if decision is None:
         raise format_errors.FormatError(what, offset, "a decision on deletions is of a kind that is not known here")
@@ -332,7 +337,7 @@ def record_of(message: deletion_pb2.DeletionRecord, what: str, offset: int) -> D
 
 
 def portions(state: DeletionState) -> Iterator[DeletionState]:
-    """The state in parts of few deletions each: messages of all of them, one behind the other, are its message."""
+    """Yield the state in parts of few deletions each; their messages, concatenated, are the state's message."""
     left = iter(state.deletions)
     yield DeletionState(state.last_id, tuple(itertools.islice(left, _PORTION_DELETIONS)), state.in_use)
     while deletions := tuple(itertools.islice(left, _PORTION_DELETIONS)):
@@ -340,7 +345,7 @@ def portions(state: DeletionState) -> Iterator[DeletionState]:
 
 
 def fill_state(message: deletion_pb2.DeletionState, state: DeletionState) -> None:
-    """Sets the message of a shard's state."""
+    """Set the message of a shard's state."""
     message.last_id = state.last_id
     for deletion in state.deletions:
         _add_deletion(message, deletion)
@@ -352,7 +357,7 @@ def fill_state(message: deletion_pb2.DeletionState, state: DeletionState) -> Non
 
 
 def state_of(message: deletion_pb2.DeletionState, what: str, offset: int) -> DeletionState:
-    """A state whose deletions are made from the message at the time they are read. Raises FormatError."""
+    """Return a state whose deletions are made from the message at the time they are read. Raises FormatError."""
     for each in message.deletions:
         if not (each.pending_delete.component and each.pending_delete.ledger_type):
             raise format_errors.FormatError(
@@ -370,7 +375,7 @@ def state_of(message: deletion_pb2.DeletionState, what: str, offset: int) -> Del
     return DeletionState(message.last_id, MadeWhenRead(message.deletions, _deletion_of), in_use)
 
 
-# By hand, in a fifth of the time of `mirror`: a checkpoint has very many.
+# Written by hand, in a fifth of the time of `mirror`: a checkpoint has very many.
 def _add_deletion(message: deletion_pb2.DeletionState, deletion: Deletion) -> None:
     delete, context = deletion.pending_delete, deletion.pending_delete.offload_context
     added = message.deletions.add(

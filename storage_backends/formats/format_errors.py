@@ -1,7 +1,6 @@
-"""What a decoder says of bytes it cannot read.
+"""Defines the errors of decoders: damaged bytes, and an unknown version.
 
-Owns: the error of damaged bytes and the error of a version that is not known here.
-Does not own: what follows from it (quarantine, refusal); the layers above decide.
+The layers above decide what follows (quarantine, refusal).
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from collections.abc import Iterator
 
 
 class FormatError(Exception):
-    """Stored bytes are damaged: truncated, altered, or not what they are taken for.
+    """The error of damaged bytes: truncated, altered, or of another kind than expected.
 
-    `what`: the part that was read, such as "journal slot". `offset`: where in the bytes given to the decoder the
-    part that is wrong begins. `detail`: what is wrong with it.
+    `what` names the part that was read, such as "journal slot". `offset` is where the wrong part begins in the bytes
+    given to the decoder. `detail` says what is wrong with it.
     """
 
     def __init__(self, what: str, offset: int, detail: str) -> None:
@@ -25,7 +24,7 @@ class FormatError(Exception):
 
 
 class UnsupportedVersion(FormatError):
-    """Stored bytes are of a format version that this release does not read.
+    """The error of a format version that this release does not read.
 
     `found` and `supported` are format versions.
     """
@@ -38,9 +37,10 @@ class UnsupportedVersion(FormatError):
 
 @contextlib.contextmanager
 def reading(what: str, offset: int) -> Iterator[None]:
-    """Whatever goes wrong while a value is made of stored bytes is their damage: bytes with the right checksum may
-    still say what makes no sense. Raises FormatError in place of anything else but MemoryError, which says nothing of
-    bytes.
+    """Treat any error while a value is made of stored bytes as their damage.
+
+    Bytes with the right checksum may still make no sense. Raises FormatError in place of any other error but
+    MemoryError, which says nothing about the bytes.
     """
     try:
         yield

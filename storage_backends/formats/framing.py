@@ -1,8 +1,7 @@
-"""The frame around every object that is one protobuf message: FORMAT, manifests, progress, properties, checkpoints,
-objects that were given up.
+"""Frames every object that is one protobuf message, and computes CRC32C.
 
-Owns: magic, version, length and CRC32C of such an object, and CRC32C itself.
-Does not own: the frames of sections and buckets, which carry more (`slot_format`, `bucket_format`).
+Such objects are FORMAT, manifests, progress, properties, checkpoints and dead objects. Sections and buckets have frames
+of their own, which carry more (`slot_format`, `bucket_format`).
 
     magic 4 | u32 version | u64 payload length | payload | u32 CRC32C of all before it          little-endian
 """
@@ -28,7 +27,7 @@ _TRAILER = struct.Struct("<I")
 
 
 def crc32c(*parts: bytes | memoryview) -> int:
-    """CRC32C (Castagnoli) of the parts, one after the other."""
+    """Compute the CRC32C (Castagnoli) of the concatenated parts."""
     value = 0
     for part in parts:
         value = google_crc32c.extend(value, part if isinstance(part, bytes) else bytes(part))
@@ -36,7 +35,7 @@ def crc32c(*parts: bytes | memoryview) -> int:
 
 
 def check_crc32c(data: bytes, stored: int, what: str, offset: int) -> None:
-    """Raises FormatError, naming `what` and `offset`, when `stored` is not the CRC32C of `data`."""
+    """Raise FormatError, naming `what` and `offset`, if `stored` is not the CRC32C of `data`."""
     computed = crc32c(data)
     if computed != stored:
         raise format_errors.FormatError(what, offset, f"CRC32C is {computed:#010x}, stored is {stored:#010x}")
@@ -48,7 +47,7 @@ def frame(magic: bytes, version: int, payload: bytes) -> bytes:
 
 
 def unframe(data: bytes, magic: bytes, version: int, what: str) -> bytes:
-    """The payload. Raises FormatError, UnsupportedVersion when only another release can read it."""
+    """Return the payload. Raises FormatError, or UnsupportedVersion if only another release can read it."""
     if len(data) < _HEADER.size + _TRAILER.size:
         raise format_errors.FormatError(what, len(data), f"it ends after {len(data)} bytes, inside header or trailer")
     found_magic, found_version, payload_bytes = _HEADER.unpack_from(data)
@@ -66,7 +65,7 @@ def unframe(data: bytes, magic: bytes, version: int, what: str) -> bytes:
 
 
 def parse(message_class: type[M], payload: bytes, what: str, offset: int) -> M:
-    """The message, all required fields present and all text UTF-8. Raises FormatError."""
+    """Parse a message; all required fields must be present and all text UTF-8. Raises FormatError."""
     message = message_class()
     try:
         message.ParseFromString(payload)
@@ -74,7 +73,7 @@ def parse(message_class: type[M], payload: bytes, what: str, offset: int) -> M:
         detail = f"not a {message_class.DESCRIPTOR.name}: {_first_wrong(message_class.DESCRIPTOR, payload)}"
         raise format_errors.FormatError(what, offset, f"{detail}; it begins with {payload[:8]!r}") from error
     if not message.IsInitialized():
-        untyped: Any = message  # its stubs do not know of the method
+        untyped: Any = message  # its stubs lack the method
         lacking = ", ".join(untyped.FindInitializationErrors()[:3])
         raise format_errors.FormatError(
             what, offset, f"{message_class.DESCRIPTOR.name} lacks a required field: {lacking}"
@@ -85,7 +84,7 @@ def parse(message_class: type[M], payload: bytes, what: str, offset: int) -> M:
     return message
 
 
-# Of the wire types with a fixed size: bytes.
+# Wire type -> size of its values (bytes), for types of a fixed size
 _FIXED_BYTES = {1: 8, 5: 4}
 _VARINT, _LENGTH = 0, 2
 _VARINT_BYTES_MAX = 10
@@ -93,7 +92,7 @@ _FIELD_NUMBER_MAX = 2**29 - 1
 
 
 def _first_wrong(of: Any, payload: bytes) -> str:
-    """Which field of a message it is, and at which byte of the payload, that a parser stops at."""
+    """Describe the field of a message, and its byte in the payload, at which a parser stops."""
     place = 0
     while place < len(payload):
         begin = place
@@ -118,7 +117,7 @@ def _first_wrong(of: Any, payload: bytes) -> str:
 
 
 def _varint(payload: bytes, place: int) -> tuple[int, int]:
-    """(value, the place behind it). One that is cut off, or too long, ends behind the payload."""
+    """Return the value and the place behind it, which is beyond the payload if it is cut off or too long."""
     value = 0
     for shift, byte in enumerate(payload[place : place + _VARINT_BYTES_MAX]):
         value |= (byte & 0x7F) << 7 * shift
@@ -136,12 +135,15 @@ def _parses(of: Any, payload: bytes) -> bool:
 
 
 _TextCheck = Callable[[Any], str]
-"""The name of a field of the message, or of a message in it, whose text is not UTF-8; empty when there is none."""
+"""A check that returns the name of a field, also in a nested message, whose text is not UTF-8, or an empty text"""
 
 
 @functools.cache
 def _text_check(of: Any) -> _TextCheck | None:
-    """None when no field of such a message can hold text. Text of proto2 that is not UTF-8 is read as bytes."""
+    """Make a check of text, or return None if no field can hold text.
+
+    Text of proto2 that is not UTF-8 is read as bytes.
+    """
     texts: list[tuple[str, bool]] = [
         (each.name, each.is_repeated) for each in of.fields if each.type == each.TYPE_STRING
     ]

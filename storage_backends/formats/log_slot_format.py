@@ -1,24 +1,19 @@
-"""A log slot: one group commit of a daemon, with at most one section for each shard.
+"""Encodes and decodes a log slot: one group commit of a daemon, with at most one section for each shard.
 
-Owns: the bytes of a log slot, and what in them is damaged by what.
-Does not own: the bytes of a section (`slot_format`), where a log lies (`slot_log`), what may follow what.
+`slot_format` defines the bytes of a section, `slot_log` is the port to the log.
 
     magic "TyLS" | u16 version | u8 kind | u8 0 | log id, 26 ASCII | u64 number | u32 entries | u16 bytes of the writer
     | u32 CRC32C of all before it, of the writer and of the entries
     | writer: three texts, u16 length and UTF-8 each; nothing in DATA and CLOSE
-    | an entry for each shard of the heads, by shard: u32 shard | u64 epoch | u64 last shard slot
+    | an entry for each shard of the heads, by shard: u32 shard | u64 epoch | u64 last section number
       | u32 offset, 0 without a section | u32 length | u32 CRC32C of the section
     | the sections, one behind the other                                                         little-endian
 
-A wrong bit in a section damages that section alone, one before the sections the whole slot. A slot that ends too early
-has lost the sections that lie behind its end.
+A wrong bit in a section damages that section alone; one before the sections damages the whole slot. A slot that ends
+too early has lost the sections that lie behind its end.
 
-The number of a slot of a shard: the clock of everything that the shard stores.
-
-Owns: the type, and what follows a number. Does not own: slots.
-
-Numbers are dense over all epochs of the shard. What is computed from one is a plain int, which is accepted as a slot
-nowhere.
+`ShardSlot` is the section number of a shard: the clock of everything that the shard stores, dense over all its epochs.
+Arithmetic on one gives a plain int, which type checks refuse as a section number.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ from storage_backends.formats import format_errors, framing
 FORMAT_VERSION: Final = 1
 MAGIC: Final = b"TyLS"
 SLOT_BYTES_MAX: Final = 256 * 1024 * 1024
-"""The longest slot. A daemon ends a slot long before; one decision may be longer than what it aims at."""
+"""The longest slot (bytes). A daemon ends a slot long before; one decision may exceed the size that it aims at."""
 
 _FIXED: Final = struct.Struct("<4sHBB26sQIH")
 _CRC: Final = struct.Struct("<I")
@@ -45,7 +40,7 @@ _ENTRY: Final = struct.Struct("<IQQIII")
 HEADER_BYTES: Final = _FIXED.size + _CRC.size
 _KIND_AT: Final = 6
 TEXT_BYTES_MAX: Final = 1_000
-"""The longest text that says who wrote a slot."""
+"""The longest text that says who wrote a slot (bytes)"""
 
 _WHAT: Final = "log slot"
 # A ULID: 26 digits of Crockford's base 32, which has no I, L, O and U.
@@ -53,8 +48,10 @@ _LOG_ID: Final = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
 
 
 class LogSlotKind(enum.IntEnum):
-    """OPEN is the first slot of a log and DATA what its owner writes; behind FENCE, which anybody may write, and CLOSE,
-    which its owner writes at the end, its owner writes no more.
+    """The kind of a log slot.
+
+    OPEN is the first slot of a log, and its owner writes DATA. Any process may write FENCE; the owner writes CLOSE at
+    the end. The owner writes nothing behind either.
     """
 
     OPEN = 1
@@ -64,26 +61,26 @@ class LogSlotKind(enum.IntEnum):
 
     @property
     def ends(self) -> bool:
-        """Whether it is the end of a log that stands as its highest slot."""
+        """True if a slot of this kind, as the highest of its log, is the log's end."""
         return self in (LogSlotKind.FENCE, LogSlotKind.CLOSE)
 
 
 class Head(NamedTuple):
-    """How far a log goes for one shard: the newest epoch, and the last shard slot of it."""
+    """The end of a log for one shard: the newest epoch, and its last section number."""
 
     epoch: int
     last_slot: int
 
 
 Heads: TypeAlias = Mapping[int, Head]
-"""By shard, for each of which the log ever had a section."""
+"""Heads by shard, one for each shard that ever had a section in the log"""
 
 NO_HEADS: Final[Heads] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Writer:
-    """Who wrote an OPEN or a FENCE. `address`: host:port. For people who look at a log."""
+    """The writer of an OPEN or a FENCE, for people who read a log. `address` is host:port."""
 
     daemon_id: str
     address: str
@@ -92,10 +89,10 @@ class Writer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogSlotHeader:
-    """What a log slot says before its sections. `number`: of the slot in its log, from 1 on. `heads`: after this slot.
-    `writer`: of OPEN and FENCE.
+    """The part of a log slot before its sections.
 
-    Raises ValueError for what no slot can be.
+    `number` is that of the slot in its log, from 1 on. `heads` are those after this slot. Only OPEN and FENCE have a
+    `writer`. Raises ValueError for values that no slot can have.
     """
 
     log_id: str
@@ -116,7 +113,7 @@ class LogSlotHeader:
 
 
 class _Place(NamedTuple):
-    """Where a section lies in the bytes of its slot."""
+    """The range of a section in the bytes of its slot."""
 
     offset: int
     length: int
@@ -133,11 +130,17 @@ class LogSlot:
 
     @property
     def shards(self) -> tuple[int, ...]:
-        """Those with a section here, ascending. A section is of epoch and shard slot `header.heads[shard]`."""
+        """The shards with a section here, ascending.
+
+        A section has the epoch and section number of `header.heads[shard]`.
+        """
         return tuple(self._places)
 
     def section(self, shard: int) -> bytes:
-        """The bytes of a section. Raises FormatError when they are damaged, KeyError when the shard has none here."""
+        """Return the bytes of a section.
+
+        Raises FormatError if they are damaged, KeyError if the shard has none here.
+        """
         place = self._places[shard]
         body = self._data[place.offset : place.offset + place.length]
         what = f"section of shard {shard} in slot {self.header.number} of log {self.header.log_id}"
@@ -149,14 +152,15 @@ class LogSlot:
 
 
 def is_log_id(log_id: str) -> bool:
-    """Whether it is a ULID as it is written: 26 characters."""
+    """Return whether it is a ULID in its written form of 26 characters."""
     return _LOG_ID.fullmatch(log_id) is not None
 
 
 def encode_log_slot(header: LogSlotHeader, sections: Mapping[int, bytes] = MappingProxyType({})) -> bytes:
-    """The bytes of a log slot. `sections` by shard, each of the epoch and shard slot that the heads have.
+    """Encode a log slot.
 
-    Raises ValueError when the slot is too long, and for sections that it cannot have.
+    `sections` are by shard, each of the epoch and section number in the heads. Raises ValueError if the slot is too
+    long, or cannot have these sections.
     """
     if bool(sections) != (header.kind is LogSlotKind.DATA):
         raise ValueError(f"{header.kind.name} with {len(sections)} sections: DATA has some, no other kind has any")
@@ -196,8 +200,9 @@ def encode_log_slot(header: LogSlotHeader, sections: Mapping[int, bytes] = Mappi
 
 
 class SlotIdentity(NamedTuple):
-    """What tells a slot from another one of its number. `fingerprint`: the CRC32C in its header, which covers the
-    CRC32C of each section.
+    """The distinction of a slot from others of its number.
+
+    `fingerprint` is the CRC32C in its header, which covers the CRC32C of each section.
     """
 
     kind: LogSlotKind
@@ -205,7 +210,7 @@ class SlotIdentity(NamedTuple):
 
 
 def identity_of(data: bytes) -> SlotIdentity:
-    """The identity of a slot by its first bytes; nothing is checked. Raises ValueError when they are no header."""
+    """Return the identity of a slot by its first bytes, unchecked. Raises ValueError if they are no header."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         raise ValueError(f"{data[:4]!r}, {len(data)} bytes: no log slot begins so")
     return SlotIdentity(LogSlotKind(data[_KIND_AT]), _fingerprint(data))
@@ -217,8 +222,9 @@ def _fingerprint(data: bytes) -> int:
 
 
 def decode_log_slot(data: bytes) -> LogSlot:
-    """A slot whose header and table are whole; of its sections nothing is looked at. Raises FormatError, and
-    UnsupportedVersion when only another release can read it.
+    """Decode a slot whose header and table are whole, without checking its sections.
+
+    Raises FormatError, or UnsupportedVersion if only another release can read it.
     """
     if len(data) < HEADER_BYTES:
         raise format_errors.FormatError(_WHAT, len(data), f"it ends after {len(data)} bytes, inside its header")
@@ -253,7 +259,7 @@ def decode_log_slot(data: bytes) -> LogSlot:
 
 
 def _decode_entries(data: bytes, begin: int, end: int) -> tuple[dict[int, Head], dict[int, _Place], int]:
-    """(heads, places of the sections, where the last section ends). Raises ValueError."""
+    """Return the heads, the places of the sections, and the end of the last section. Raises ValueError."""
     heads: dict[int, Head] = {}
     places: dict[int, _Place] = {}
     expected, before = end, -1
@@ -283,7 +289,7 @@ def _encode_writer(writer: Writer | None) -> bytes:
 
 
 def _decode_writer(data: bytes) -> Writer | None:
-    """Raises ValueError, struct.error."""
+    """Decode the writer. Raises ValueError, struct.error."""
     if not data:
         return None
     texts, place = [], 0
@@ -302,5 +308,5 @@ BEFORE_THE_FIRST: Final = ShardSlot(0)
 
 
 def next_after(slot: ShardSlot) -> ShardSlot:
-    """The number of the slot behind this one."""
+    """Return the section number after this one."""
     return ShardSlot(slot + 1)

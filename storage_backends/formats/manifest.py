@@ -1,10 +1,8 @@
-"""Manifests as values: of the root (FORMAT), of a shard, of a topic; what a topic manifest points to beside buckets:
-progress, which it may hold, and properties; and an object that was given up.
+"""Defines manifests as values, with their bytes: of the root (FORMAT), of a shard and of a topic.
 
-Owns: frozen mirrors of the messages of manifest.proto and their bytes.
-Does not own: what may follow what (`storage_backends.commit`, the operations), nor the keys (`names`).
-
-Each decoder raises FormatError on damage and UnsupportedVersion on a version that is not known here.
+A topic manifest points to buckets, and to progress and properties, which are values here, too; so is a dead object. All
+are frozen mirrors of the messages of manifest.proto. Each decoder raises FormatError on damage and UnsupportedVersion
+on an unknown version. `commit` and the operations decide what may follow what; `names` has the keys.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from storage_backends.formats.log_slot_format import Head, ShardSlot
 from storage_backends.formats.position_bitmap import PositionBitmap
 
 FORMAT_VERSION = 2
-# Of the frame of each of these objects but FORMAT, which has the version of the root.
+# The frame version of each of these objects but FORMAT, which has the version of the root
 _FRAME_VERSION = 1
 LINEAGE_MAX = 256
 ROOT_MAGIC = b"TyRF"
@@ -35,7 +33,7 @@ DEAD_OBJECT_MAGIC = b"TyDO"
 
 
 class LogForm(enum.IntEnum):
-    """How the logs of daemons are stored: an object for each slot, or files that are appended to."""
+    """The form of the logs of daemons: an object for each slot, or files that are appended to."""
 
     OBJECTS = 1
     FILES = 2
@@ -43,7 +41,7 @@ class LogForm(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RootFormat:
-    """FORMAT: what holds for the whole root. `root_id` is unique for each root."""
+    """FORMAT: the values that hold for the whole root. `root_id` is unique for each root."""
 
     format_version: int
     shards: int
@@ -54,9 +52,11 @@ class RootFormat:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestHead:
-    """What every manifest begins with. `lineage`: the newest commit ids, oldest first, its own included, at most 256.
-    `previous_sha256`: of the manifest before it, empty for the first. Objects with a base below `orphan_floor` may be
-    collected when no manifest names them.
+    """The beginning of every manifest.
+
+    `lineage` holds the newest commit ids, oldest first, its own included, at most 256. `previous_sha256` is that of the
+    manifest before it, empty for the first. Objects with a base below `orphan_floor` may be collected if no manifest
+    names them.
     """
 
     number: int
@@ -70,7 +70,7 @@ class ManifestHead:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectReference:
-    """An object by its key. `base`: the manifest number it was started from."""
+    """An object by its key. `base` is the number of the manifest it was started from."""
 
     name: str
     base: int
@@ -90,10 +90,11 @@ class Tombstone:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogRange:
-    """The sections of `epoch` with `first_slot` <= shard slot <= `last_slot` lie in the slots of the log with
-    `after` < number <= `through`. `through` and `last_slot` are None while the range is open: the epoch lasts.
+    """The range of a log that holds sections of `epoch`.
 
-    Raises ValueError when one of the two is None alone.
+    They are the sections with `first_slot` <= section number <= `last_slot`, in the slots of the log with `after` <
+    number <= `through`. `through` and `last_slot` are None while the range is open, which lasts as long as the epoch.
+    Raises ValueError if only one of the two is None.
     """
 
     log_id: str
@@ -108,7 +109,7 @@ class LogRange:
             raise ValueError(f"the range of epoch {self.epoch} goes through {self.through} to slot {self.last_slot}")
 
     def covers(self, log_id: str, number: int, head: Head) -> bool:
-        """Whether a section of epoch and shard slot `head`, in that slot of that log, is one of this range."""
+        """Return whether a section of epoch and number `head`, in that slot of that log, belongs to this range."""
         return (
             (self.log_id, self.epoch) == (log_id, head.epoch)
             and self.after < number
@@ -120,7 +121,10 @@ class LogRange:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCut:
-    """The checkpoint of shard slot `slot`. `at`: the last slot of the log `log_id` that was applied when it was cut."""
+    """The checkpoint of section number `slot`.
+
+    `at` is the last slot of the log `log_id` that was applied when it was cut.
+    """
 
     object: ObjectReference
     slot: int
@@ -130,13 +134,11 @@ class CheckpointCut:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardManifest:
-    """Who owns a shard, and where its sections lie: `ranges`, oldest first; the last is open while it is owned.
+    """The owner of a shard, and the `ranges` of its sections, oldest first; the last is open while it is owned.
 
-    Replay begins at `checkpoint`, or at `previous_checkpoint` where that is damaged, and at shard slot 0 without one.
-    `owner` is empty when the shard was released or given back. Owners of epochs below `settled_epoch` hand out nothing
-    any more.
-
-    Raises ValueError for an open range that is not the last.
+    Replay begins at `checkpoint`, at `previous_checkpoint` if that is damaged, or at section number 0 without one.
+    `owner` is empty if the shard was released or given back. Owners of epochs below `settled_epoch` deliver nothing any
+    longer. Raises ValueError for an open range that is not the last.
     """
 
     head: ManifestHead
@@ -157,7 +159,7 @@ class ShardManifest:
 
     @property
     def open_range(self) -> LogRange | None:
-        """The range of the owner; None when nobody owns the shard."""
+        """The range of the owner, or None if no daemon owns the shard."""
         return self.ranges[-1] if self.ranges and self.ranges[-1].through is None else None
 
     @property
@@ -170,25 +172,26 @@ class ShardManifest:
 
     @property
     def last_closed_slot(self) -> int:
-        """The last shard slot before an open range: of the last range, else of the checkpoint, else 0."""
+        """The last section number before an open range: of the last range, else of the checkpoint, else 0."""
         before = [each.last_slot for each in self.ranges if each.last_slot is not None]
         return before[-1] if before else self.checkpoint_slot
 
     def lowest_after(self, log_id: str) -> int | None:
-        """The number of the log behind which it is needed for this shard; None when no range names the log."""
+        """Return the log's number behind which this shard needs it, or None if no range names the log."""
         return min((each.after for each in self.ranges if each.log_id == log_id), default=None)
 
 
 def slot_of(checkpoint: CheckpointCut | None) -> int:
-    """The shard slot of a checkpoint; 0 without one."""
+    """Return the section number of a checkpoint, or 0 without one."""
     return 0 if checkpoint is None else checkpoint.slot
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LiveBucket:
-    """A bucket that holds rows of the index `subscription_id` (`index_ids`). `hash_low`, `hash_high`: see
-    `rows.row_hash`. `level` 0 was sealed from a mutable bucket. A quarantined bucket is not read and not deleted;
-    `damage` is what was found when it was quarantined.
+    """A bucket that holds rows of the index `subscription_id` (`index_ids`).
+
+    `hash_low` and `hash_high` are those of `row_hash`. `level` 0 was sealed from a mutable bucket. A quarantined bucket
+    is not read and not deleted; `damage` says why it was quarantined.
     """
 
     object: ObjectReference
@@ -210,7 +213,7 @@ class LiveBucket:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopicPolicy:
-    """What was set for a topic. None: the daemon's default holds."""
+    """The settings of a topic. A field that is None has the daemon's default."""
 
     delay_max_ms: int | None = None
     min_index_count_per_bucket: int | None = None
@@ -235,14 +238,14 @@ class TopicPolicy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopicDelayLevels:
-    """A topic's table of delays as it was set. `clamp`: a level above the last one is the last one."""
+    """A topic's table of delays as it was set. With `clamp`, a level above the last one is the last one."""
 
     table: str
     clamp: bool = True
 
 
 class RedeliveryKind(enum.IntEnum):
-    """How the delay of a redelivery follows from how often there was one."""
+    """The way in which the delay of a redelivery follows from the number of redeliveries."""
 
     CONSTANT = 1
     LINEAR = 2
@@ -253,10 +256,10 @@ class RedeliveryKind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RedeliveryPolicy:
-    """The delay of a redelivery by how often the position was negatively acknowledged. What its kind does not have is
-    0.
+    """The delay of a redelivery by how often the position was negatively acknowledged.
 
-    A constant delay is `initial_ms`. `max_ms` 0 = the limit on delays, `multiplier` 0 = 2.
+    A field that its kind does not use is 0. A constant delay is `initial_ms`. `max_ms` 0 means the limit on delays,
+    `multiplier` 0 means 2.
     """
 
     kind: RedeliveryKind
@@ -269,7 +272,7 @@ class RedeliveryPolicy:
 
 
 class HashSelector(enum.IntEnum):
-    """What decides which consumer has a hash slot."""
+    """The rule that assigns hash slots to consumers."""
 
     AUTO_SPLIT = 1
     CONSISTENT_HASHING = 2
@@ -277,7 +280,7 @@ class HashSelector(enum.IntEnum):
 
 
 class KeyOrder(enum.IntEnum):
-    """What keeps the order of keys when hash slots move from one consumer to another."""
+    """The rule that keeps the order of keys when hash slots move from one consumer to another."""
 
     DRAINING_HASHES = 1
     LAST_SENT_POSITION = 2
@@ -292,8 +295,9 @@ class NackOrder(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KeySharedPolicy:
-    """How KEY_SHARED streams share keys. `points_per_consumer` is of CONSISTENT_HASHING, `nack_block_max_ms` of
-    BLOCK_KEY.
+    """The way in which KEY_SHARED streams share keys.
+
+    `points_per_consumer` applies to CONSISTENT_HASHING, `nack_block_max_ms` to BLOCK_KEY.
     """
 
     selector: HashSelector = HashSelector.CONSISTENT_HASHING
@@ -306,8 +310,9 @@ class KeySharedPolicy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriptionPolicy:
-    """What was set for a subscription. None: the daemon's default holds, of `max_redeliver_count` and `ack_timeout_ms`
-    that there is none.
+    """The settings of a subscription.
+
+    A field that is None has the daemon's default; for `max_redeliver_count` and `ack_timeout_ms` that is no limit.
     """
 
     in_flight_rows_max: int | None = None
@@ -321,8 +326,10 @@ class SubscriptionPolicy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Subscription:
-    """A subscription in the manifest of its topic. It is owed the rows of the shared index with `deliver_at_ms` above
-    `since_ms`. A row that others acknowledged in slots up to `created_slot` may be gone: nobody waited for it then.
+    """A subscription in the manifest of its topic.
+
+    It is owed the rows of the shared index with `deliver_at_ms` above `since_ms`. A row that others acknowledged in
+    slots up to `created_slot` may be gone: no other subscription waited for it then.
     """
 
     subscription_id: int
@@ -332,7 +339,7 @@ class Subscription:
     policy: SubscriptionPolicy = SubscriptionPolicy()
 
 
-# What an application wrote into the policy of a subscription: (name, value) in the order of their names, no name twice.
+# Properties of a subscription: (name, value) in the order of their names, no name twice
 NamedValues = tuple[tuple[str, str], ...]
 
 
@@ -363,7 +370,7 @@ class Properties:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriptionProgress:
-    """What a subscription acknowledged in one bucket."""
+    """The positions that a subscription acknowledged in one bucket."""
 
     subscription_id: int
     positions: tuple[PositionBitmap, ...] = ()
@@ -371,8 +378,10 @@ class SubscriptionProgress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BucketProgress:
-    """What is gone from a bucket, and what its subscriptions acknowledged. `bucket` is its key, empty for the mutable
-    bucket. It may have been merged since: then this counts for those of its rows that were kept (`merge.bits_of`).
+    """The positions gone from a bucket, and those that its subscriptions acknowledged.
+
+    `bucket` is its key, empty for the mutable bucket. If it has been merged since, this counts for those of its rows
+    that were kept (`merge.bits_of`).
     """
 
     bucket: str
@@ -382,9 +391,7 @@ class BucketProgress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NackedRows:
-    """Positions of the index `index_id` that wait for their redelivery; columns of `rows` rows
-    (`redelivery_columns`).
-    """
+    """Positions of the index `index_id` that wait for redelivery; columns of `rows` rows (`redelivery_columns`)."""
 
     index_id: int
     rows: int
@@ -397,7 +404,7 @@ class NackedRows:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CountPlane:
-    """The positions of the index `index_id` whose redelivery count has the bit; 0 = the lowest."""
+    """The positions of the index `index_id` whose redelivery count has the bit; 0 is the lowest bit."""
 
     index_id: int
     bit: int
@@ -406,8 +413,9 @@ class CountPlane:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetters:
-    """Dead letters by ascending id; columns of `rows` rows (`redelivery_columns`). `text_index` is an index of
-    `texts`.
+    """Dead letters by ascending id; columns of `rows` rows (`redelivery_columns`).
+
+    `text_index` is an index of `texts`.
     """
 
     rows: int
@@ -426,8 +434,9 @@ class DeadLetters:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Redeliveries:
-    """What a subscription negatively acknowledged, and its dead letters. `last_dead_letter_id`: the highest ever
-    given.
+    """The negatively acknowledged rows of a subscription, and its dead letters.
+
+    `last_dead_letter_id` is the highest ever given.
     """
 
     subscription_id: int
@@ -448,8 +457,10 @@ class LevelRows:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Everything of a topic that is not rows, as of a slot: what is gone and acknowledged, and of what is left, what
-    comes back when, how often that happened, and by which delay levels it was added; and dead letters.
+    """The state of a topic apart from its rows, as of a slot.
+
+    It holds what is gone and acknowledged; for the rest, which rows are redelivered when, how often that happened, and
+    by which delay levels they were added; and dead letters.
     """
 
     buckets: tuple[BucketProgress, ...] = ()
@@ -461,8 +472,9 @@ class Progress:
 class TopicManifest:
     """The state of a topic as of slot `applied`: its live buckets and, inline or as an object, its progress.
 
-    `deleted`: there is no topic; the manifest stays, so that neither an incarnation nor a subscription's id is used
-    again. `delay_levels`: None = the daemon's. `properties_object`: None = no subscription has any.
+    `deleted` means that the topic does not exist; the manifest stays, so that neither an incarnation nor a
+    subscription's id is used again. `delay_levels` None means the daemon's. `properties_object` None means that no
+    subscription has any.
     """
 
     head: ManifestHead
@@ -484,14 +496,15 @@ class TopicManifest:
 
     @property
     def beside_buckets(self) -> tuple[ObjectReference, ...]:
-        """The objects that it lives on beside its live buckets."""
+        """The objects that it needs apart from its live buckets."""
         return tuple(each for each in (self.progress_object, self.properties_object) if each is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeadObject:
-    """An object, by its key, that could not be deleted in so many attempts and was given up. `error`: what the store
-    said last.
+    """An object, by its key, whose deletion failed `attempts` times and was given up.
+
+    `error` is the store's last message.
     """
 
     object: str
@@ -510,7 +523,7 @@ def encode_root_format(value: RootFormat) -> bytes:
 
 
 def decode_root_format(data: bytes) -> RootFormat:
-    """Raises UnsupportedVersion for a root of another version, whatever it says besides."""
+    """Decode FORMAT. Raises UnsupportedVersion for a root of another version, whatever else it says."""
     return _decode(RootFormat, ROOT_MAGIC, manifest_pb2.RootFormat, "FORMAT", data, FORMAT_VERSION)
 
 
@@ -531,9 +544,9 @@ def decode_topic_manifest(data: bytes) -> TopicManifest:
 
 
 class TopicManifestDecoder:
-    """Decodes manifests of one topic, most of which name the same objects: what occurred before is made once.
+    """A decoder of manifests of one topic, most of which name the same objects: each object is made once.
 
-    It remembers every part that occurred. As `decode_topic_manifest` otherwise.
+    It remembers every part that it has decoded. Apart from that it works as `decode_topic_manifest`.
     """
 
     def __init__(self) -> None:
@@ -562,7 +575,7 @@ def _made_once(cls: type[_Part], known: dict[bytes, _Part], message: protobuf.Me
 
 
 def encode_progress(value: Progress) -> bytes:
-    """The progress object of a topic whose progress is too large to be inline."""
+    """Encode the progress object of a topic whose progress is too large to be inline."""
     return _encode(PROGRESS_MAGIC, manifest_pb2.Progress(), value)
 
 
@@ -587,7 +600,7 @@ def decode_dead_object(data: bytes) -> DeadObject:
 
 
 def check_bytes(reference: ObjectReference, body: bytes, what: str) -> None:
-    """For a full read: raises FormatError when the bytes are not those that the reference names."""
+    """Check bytes that were read whole against the reference. Raises FormatError if they differ."""
     if len(body) != reference.size_bytes:
         detail = f"it has {len(body)} bytes, the manifest says {reference.size_bytes}"
         raise format_errors.FormatError(what, min(len(body), reference.size_bytes), detail)

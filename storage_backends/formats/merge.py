@@ -1,13 +1,11 @@
-"""Several buckets of one index as one, and what progress that names the former says of the latter.
+"""Merges several buckets of one index into one, and applies progress of the sources to the merged bucket.
 
-Owns: which rows a merge keeps, the merged bucket with its `kept`, the check that no row is lost or doubled, and the
-reading of progress through `kept`.
-Does not own: which buckets are merged, reading and writing them, and the commit (`topic_merge`).
+A merge drops only rows that are gone by the progress that it was planned with: it knows no clock, no trimming and no
+entitlement. A row that leaves its source between plan and commit, and any later progress that names a source, counts
+for the rows that `kept` says were copied from it. The `kept` of a source is carried on for those of its rows that were
+copied again, so that a name that is two merges old still has a meaning.
 
-A merge drops only what is gone by the progress that it was planned with: it knows no clock, no trimming and no
-entitlement. What leaves its sources between plan and commit, and whatever else names one of them afterwards, counts for
-the rows that `kept` says were copied from it. The `kept` of a source is carried on, for those of its rows that were
-copied again, so that a name that is two merges old still says something.
+A check ensures that no row is lost or doubled. `bucket_merging` reads and writes, `topic_manifest.Merge` commits.
 """
 
 from __future__ import annotations
@@ -27,22 +25,22 @@ _U64_MASK = (1 << 64) - 1
 
 
 class NotConserved(Exception):
-    """A row would be lost, or held twice: the merge must not be written."""
+    """The error of a merge that would lose a row or hold it twice, and must not be written."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Bits:
-    """What is gone from a bucket, and what each subscription that acknowledged anything acknowledged in it."""
+    """The positions gone from a bucket, and those acknowledged in it by each subscription that acknowledged any."""
 
     gone: PositionSet
     acknowledged: Mapping[int, PositionSet]
 
 
 def bits_of(bucket: str, kept: Sequence[KeptRows], progress: Progress) -> Bits:
-    """What progress says of the bucket of that name. `kept`: that of its metadata.
+    """Return what progress says about the bucket of that name.
 
-    Progress may name a source of the bucket, or a source of a source. Names that the bucket does not know are passed
-    over. Raises FormatError when a bitmap is none.
+    `kept` is that of its metadata. Progress may name a source of the bucket, or a source of a source. Names that the
+    bucket does not know are ignored. Raises FormatError for bytes that are no bitmap.
     """
     copied: dict[str, list[KeptRows | None]] = {bucket: [None]}
     for each in kept:
@@ -59,16 +57,17 @@ def bits_of(bucket: str, kept: Sequence[KeptRows], progress: Progress) -> Bits:
 
 
 def concerning(progress: Progress, buckets: Iterable[tuple[str, Sequence[KeptRows]]]) -> Progress:
-    """What progress says under the names that `bits_of` looks for: of each bucket its own and those in its `kept`.
+    """Return the progress under the names that `bits_of` looks for: each bucket's own and those in its `kept`.
 
-    Of some buckets among many, the bits are read from this: to look for each of them in all would take a product.
+    The bits of some buckets among many are read from the result: to search all progress for each bucket would take time
+    proportional to the product.
     """
     names = {name for bucket, kept in buckets for name in (bucket, *(each.source for each in kept))}
     return Progress(buckets=tuple(part for part in progress.buckets if part.bucket in names))
 
 
 def _within(part: BucketProgress, within: PositionSet | None) -> Bits:
-    """What a part of progress says; of those positions only, None = of all."""
+    """Return the bits of a part of progress, of those positions only, or of all if `within` is None."""
 
     def counting(positions: PositionSet) -> PositionSet:
         return positions if within is None else positions & within
@@ -94,9 +93,10 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Merged:
-    """What becomes of the sources. `encoded`: None when no row is left. `dropped`: by source, the positions that were
-    gone and not copied; `dropped_hash`: the hash of their rows. `level`: of the merged bucket. `rows`: of the merged
-    bucket, in due order.
+    """The result of a merge.
+
+    `encoded` is None if no row is left. `dropped` holds by source the positions that were gone and not copied,
+    `dropped_hash` the hash of their rows. `level` and `rows`, in due order, are those of the merged bucket.
     """
 
     encoded: EncodedBucket | None
@@ -109,7 +109,7 @@ class Merged:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Part:
-    """A source and what of it is copied."""
+    """A source, and which of its rows are copied."""
 
     source: Source
     kept: PositionSet
@@ -127,11 +127,11 @@ def merged(
     limits: SegmentLimits,
     compatible: bool,
 ) -> Merged:
-    """The sources, all of the index of `subscription_id`, as one bucket. `progress`: that of the manifest which the
-    merge is planned from. O(n log n): runs in a thread; its steps that hold the interpreter are short.
+    """Merge the sources, all of the index of `subscription_id`, into one bucket.
 
-    Raises FormatError, naming the source, when a source is not what the manifest or its metadata says; NotConserved
-    when a position is held by two sources, or the hashes do not balance.
+    `progress` is that of the manifest which the merge is planned from. O(n log n): runs in a thread; its steps that
+    hold the interpreter are short. Raises FormatError, naming the source, if a source contradicts the manifest or its
+    metadata, and NotConserved if two sources hold the same position, or the hashes do not balance.
     """
     progress = concerning(progress, ((source.name, source.metadata.kept) for source in sources))
     parts = [_part(source, progress, subscription_id) for source in sources]
@@ -163,7 +163,7 @@ def merged(
 
 
 def check_conserved(sources: Iterable[LiveBucket], written: tuple[int, int], dropped: tuple[int, int]) -> None:
-    """Raises NotConserved unless the hash of the sources' rows is that of what was written and dropped together."""
+    """Raise NotConserved unless the hash of the sources' rows is that of the rows written and dropped together."""
     before = _hash_sum((source.hash_low, source.hash_high) for source in sources)
     after = _hash_sum((written, dropped))
     if before != after:
@@ -213,8 +213,9 @@ def _disjoint_union(parts: Sequence[_Part]) -> PositionSet:
 
 
 def _kept(parts: Sequence[_Part]) -> tuple[KeptRows, ...]:
-    """The rows kept of each source, and of each source of a source, where rows were copied again; sources that kept
-    none are left out.
+    """Return the rows kept of each source, and of each source of a source.
+
+    Sources of which no row was kept are left out.
     """
     copied = [(part.source.name, part.kept) for part in parts]
     for part in parts:

@@ -1,15 +1,12 @@
-"""Frozen dataclasses that mirror protobuf messages field by field.
-
-Owns: filling a message from its dataclass and making the dataclass from a message; fields are matched by name.
-Does not own: the dataclasses (`manifest`, `bucket_format`, `checkpoint_format`) and the frame (`framing`).
+"""Converts between protobuf messages and frozen dataclasses that mirror them field by field, matched by name.
 
 A tuple stands for a repeated field, a tuple in it for a message of that many fields, in the order of their numbers. An
-absent field is None where the dataclass allows it; else a scalar has the message's default and a message the
-dataclass's. Not written are an empty repeated field, None, and what equals that default. A number that its `IntEnum`
-does not have is a ValueError.
+absent field is None if the dataclass allows it; else a scalar has the message's default and a message the dataclass's.
+Empty repeated fields, None, and values equal to that default are not written. A number that its `IntEnum` does not have
+is a ValueError.
 
-A manifest has thousands of entries of few kinds: how a kind is written and read is found out once, and what is written
-is handed over as a whole, which sets a message ten times as fast as field by field.
+A manifest has thousands of entries of few kinds: the plan to write and read a kind is made once, and the content is
+passed as a whole, which sets a message ten times as fast as field by field.
 """
 
 from __future__ import annotations
@@ -29,20 +26,20 @@ T = TypeVar("T")
 
 
 def fill(message: protobuf.Message, value: Any) -> None:
-    """Sets the fields of `message` from those of the dataclass `value` that have its names."""
+    """Set the fields of `message` from those of the dataclass `value` that have its names."""
     content = _content(message.DESCRIPTOR, value)
     if content:
         message.MergeFrom(type(message)(**content))
 
 
 def extend(repeated: Any, values: Iterable[Any]) -> None:
-    """Appends a message for each of the dataclasses to a repeated field."""
+    """Append a message for each of the dataclasses to a repeated field."""
     for value in values:
         fill(repeated.add(), value)
 
 
 def made_from(cls: type[T], message: protobuf.Message) -> T:
-    """The dataclass `cls` with the values of the fields of `message`."""
+    """Make the dataclass `cls` with the values of the fields of `message`."""
     mirrored: Any = cls
     made: T = _maker(mirrored, message.DESCRIPTOR)(message)
     return made
@@ -51,12 +48,13 @@ def made_from(cls: type[T], message: protobuf.Message) -> T:
 # ---- writing
 
 _ALWAYS = object()
-"""What no value equals: for fields that are written whatever they hold."""
+"""A value that equals no other: for fields that are always written"""
 
 
 class _Written(NamedTuple):
-    """A field that is written, unless its content is None or `absent`. `nested`: the descriptor of the message, or of
-    the messages of its items.
+    """A field that is written, unless its content is None or `absent`.
+
+    `nested` is the descriptor of the message, or of the messages of its items.
     """
 
     name: str
@@ -66,7 +64,7 @@ class _Written(NamedTuple):
 
 
 def _content(of: Any, value: Any) -> dict[str, Any]:
-    """What the constructor of the message takes: a dict stands for a message in it."""
+    """Return the arguments of the message's constructor; a dict stands for a nested message."""
     cls: Any = type(value)
     content: dict[str, Any] = {}
     for name, absent, nested, repeated in _written(cls, of):
@@ -109,12 +107,12 @@ def _written(cls: Any, of: Any) -> tuple[_Written, ...]:
 
 @functools.cache
 def _maker(cls: Any, of: Any) -> Callable[[protobuf.Message], Any]:
-    """Makes the dataclass from messages of this kind."""
+    """Return a function that makes the dataclass from messages of this kind."""
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
     names = tuple(field.name for field in fields)
     contents = operator.attrgetter(*names)
-    # The fields whose value is not simply what the message says.
+    # The fields whose value differs from the message's content
     readers = [
         (field.name, reader)
         for field in fields
@@ -132,7 +130,7 @@ def _maker(cls: Any, of: Any) -> Callable[[protobuf.Message], Any]:
 
 
 def _reader(field: dataclasses.Field[Any], stored: Any, hint: Any) -> Callable[[protobuf.Message, Any], Any] | None:
-    """What makes the value of the field from a message and what this says; None where that is the value."""
+    """Return a function from a message and its content to the field's value, or None if the content is the value."""
     name, kind, nested = field.name, stored.message_type, _nested(hint)
     if stored.is_repeated:
         return _items_reader(kind, nested)
@@ -163,7 +161,7 @@ def _items_reader(kind: Any, nested: type | None) -> Callable[[protobuf.Message,
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """What stands for an absent message."""
+    """Return the stand-in for an absent message."""
     return field.default if dataclasses.is_dataclass(field.default) else None
 
 
@@ -172,7 +170,7 @@ def _is_optional(hint: Any) -> bool:
 
 
 def _nested(hint: Any) -> type | None:
-    """The dataclass of a field's value or of the items of its tuple."""
+    """Return the dataclass of a field's value or of the items of its tuple, or None."""
     if typing.get_origin(hint) in (tuple, types.UnionType):
         found = [_nested(argument) for argument in typing.get_args(hint)]
         return next((cls for cls in found if cls is not None), None)

@@ -1,7 +1,6 @@
-"""The names of the objects of a root: one function for each line of the layout.
+"""Names the objects of a root: one function for each line of the layout.
 
-Owns: keys, their numbers, topic ids and the shard of a topic. A manifest refers to an object by its key.
-Does not own: listing and reading (`object_store`), and the order of keys: no code relies on it.
+A manifest refers to an object by its key. No code relies on the order of keys.
 
     FORMAT                                                      created once
     daemons/<daemon-id>                                         heartbeat
@@ -16,8 +15,8 @@ Does not own: listing and reading (`object_store`), and the order of keys: no co
     hints/merged/<ss>-<topic-id>                                a process that owns nothing may have merged there
     hints/merged-changed                                        changes after such hints
 
-Numbers have 20 digits, shards at least 2. `base` is the manifest number an object was started from; `unique` (a
-ULID) makes its name its own.
+Numbers have 20 digits, shards at least 2. `base` is the manifest number an object was started from; `unique` (a ULID)
+makes its name its own.
 """
 
 from __future__ import annotations
@@ -43,20 +42,21 @@ _NUMBERED = re.compile(r"(\d{20})(?:-[0-9A-Za-z_-]+)?")
 
 
 def topic_id(topic: str) -> str:
-    """The url-safe name of a topic in keys: base32, lower case, of the first 20 bytes of the SHA-256 of its UTF-8
-    name; 32 characters.
+    """Return the url-safe name of a topic in keys.
+
+    It is base32, lower case, of the first 20 bytes of the SHA-256 of its UTF-8 name; 32 characters.
     """
     digest = hashlib.sha256(topic.encode()).digest()[:_TOPIC_ID_HASH_BYTES]
     return base64.b32encode(digest).decode("ascii").lower()
 
 
 def is_topic_id(name: str) -> bool:
-    """Whether it can be what `topic_id` gives."""
+    """Return whether `topic_id` can return this name."""
     return _TOPIC_ID.fullmatch(name) is not None
 
 
 def shard_of(topic: str, shards: int) -> int:
-    """The shard of a topic: CRC32C of its UTF-8 name, modulo the number of shards of the root."""
+    """Return the shard of a topic: CRC32C of its UTF-8 name, modulo the number of shards of the root."""
     return int(google_crc32c.value(topic.encode())) % shards
 
 
@@ -69,7 +69,7 @@ def log_prefix(log_id: str) -> str:
 
 
 def log_slot_key(log_id: str, number: int) -> str:
-    """The key of a slot of a log; where slots are no objects it names the slot for people."""
+    """Return the key of a slot of a log; for logs in files it names the slot for people."""
     return numbered_key(log_prefix(log_id), number)
 
 
@@ -138,7 +138,7 @@ def dead_objects_prefix() -> str:
 
 
 def dead_object_key(object_name: str) -> str:
-    """Where it is recorded that the object of that key was given up."""
+    """Return the key of the record that the object of that key was given up."""
     return f"{_DEAD_OBJECTS_PREFIX}{object_name}"
 
 
@@ -147,7 +147,7 @@ def merge_hint_key(shard: int, topic_id: str) -> str:
 
 
 def merge_hint_of(key: str) -> tuple[int, str]:
-    """The shard and the topic id of a hint. Raises FormatError when the key is not of this layout."""
+    """Return the shard and the topic id of a hint. Raises FormatError if the key is not of this layout."""
     match = _MERGE_HINT.fullmatch(key)
     if match is None or merge_hint_key(int(match[1]), match[2]) != key:
         raise format_errors.FormatError(f"key {key!r}", 0, f"it is not {MERGE_HINTS_PREFIX}<ss>-<topic-id>")
@@ -159,9 +159,9 @@ def numbered_key(prefix: str, number: int) -> str:
 
 
 def number_of(key: str) -> int:
-    """The number in the last part of a key: of a manifest or slot its own, of another object its base.
+    """Return the number in the last part of a key: that of a manifest or slot, or the base of another object.
 
-    Raises FormatError when the key is not of this layout.
+    Raises FormatError if the key is not of this layout.
     """
     start = key.rfind("/") + 1
     match = _NUMBERED.fullmatch(key, start)
@@ -171,7 +171,7 @@ def number_of(key: str) -> int:
 
 
 def topic_id_of(key: str) -> str:
-    """The topic id in the key of an object of a topic. Raises FormatError when the key is not of this layout."""
+    """Return the topic id in the key of an object of a topic. Raises FormatError if the key is not of this layout."""
     parts = key.split("/")
     if len(parts) < 5 or parts[0] != "shards" or parts[2] != "topics" or not is_topic_id(parts[3]):
         raise format_errors.FormatError(f"key {key!r}", 0, "it does not begin with shards/<ss>/topics/<topic-id>/")

@@ -1,8 +1,7 @@
-"""Sets of positions: one Roaring bitmap for each page of 2^32 entry ids of a ledger.
+"""Holds sets of positions: one Roaring bitmap for each page of 2^32 entry ids of a ledger.
 
-Owns: `PositionBitmap`, its making from columns and back, what makes a list of them a set (they ascend by (ledger,
-page), no page twice), and `PositionSet`, such a set in memory, with its arithmetic.
-Does not own: the sets of keys of a topic in memory, which are `pyroaring.BitMap64`.
+`PositionBitmap` is the stored form; a list of them is a set if they ascend by (ledger, page), no page twice.
+`PositionSet` is such a set in memory, with its arithmetic.
 """
 
 from __future__ import annotations
@@ -31,13 +30,14 @@ _COOKIE_WITHOUT_RUNS = 12346
 _ARRAY_ROWS_MAX = 4096
 
 Place: TypeAlias = tuple[int, int]
-"""(ledger_id, page)."""
+"""(ledger_id, page)"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PositionBitmap:
-    """Entries of one page of a ledger: `page` is entry_id >> 32, `entries` the portable serialization of a 32-bit
-    Roaring bitmap of the low 32 bits.
+    """The entries of one page of a ledger.
+
+    `page` is entry_id >> 32, `entries` the portable serialization of a 32-bit Roaring bitmap of the low 32 bits.
     """
 
     ledger_id: int
@@ -46,12 +46,12 @@ class PositionBitmap:
 
     @staticmethod
     def of(ledger_id: int, page: int, bitmap: pyroaring.BitMap) -> PositionBitmap:
-        """Compacts the bitmap (`run_optimize`) in place."""
+        """Make it from a bitmap, which is compacted in place (`run_optimize`)."""
         bitmap.run_optimize()
         return PositionBitmap(ledger_id, page, bitmap.serialize())
 
     def bitmap(self) -> pyroaring.BitMap:
-        """Raises FormatError when `entries` is not exactly one bitmap."""
+        """Decode the bitmap. Raises FormatError if `entries` is not exactly one bitmap."""
         what = f"bitmap of ledger {self.ledger_id} page {self.page}"
         try:
             bitmap = pyroaring.BitMap.deserialize(self.entries)
@@ -62,13 +62,14 @@ class PositionBitmap:
         return bitmap
 
     def count(self) -> int:
-        """How many entries it has; of bytes that are no bitmap a number, or FormatError."""
+        """Return the number of entries. Bytes that are no bitmap give any number, or raise FormatError."""
         rows = self._array_rows()
         return len(self.bitmap()) if rows is None else rows
 
     def _array_rows(self) -> int | None:
-        """How many entries it has, told by its length, if it is one container that is an array: what most bitmaps are,
-        where there are many.
+        """Return the number of entries by the length, if it is one container that is an array, else None.
+
+        If there are many bitmaps, most have this form.
         """
         if len(self.entries) <= _ONE_ARRAY.size:
             return None
@@ -79,19 +80,19 @@ class PositionBitmap:
         return rows if len(self.entries) == _ONE_ARRAY.size + 2 * rows else None
 
     def entry_ids(self) -> U64:
-        """The entry ids, ascending."""
+        """Return the entry ids, ascending."""
         low = np.frombuffer(self.bitmap().to_array(), np.uint32)
         return low.astype(np.uint64) | np.uint64(self.page << PAGE_BITS)
 
 
 def bitmap_of(low_entry_ids: U64) -> pyroaring.BitMap:
-    """The bitmap of entry ids below 2^32, in any order."""
+    """Make the bitmap of entry ids below 2^32, in any order."""
     # An array('I') is taken 6 to 8 times faster than a numpy array.
     return pyroaring.BitMap(array.array("I", low_entry_ids.astype(np.uint32).tobytes()))
 
 
 def position_bitmaps(ledger_id: U64, entry_id: U64) -> tuple[PositionBitmap, ...]:
-    """The bitmaps of the positions of two columns, in any order, by ascending (ledger, page)."""
+    """Make the bitmaps of the positions of two columns, in any order, by ascending (ledger, page)."""
     if not len(ledger_id):
         return ()
     paged = bool(entry_id.max() > _LOW_MASK)
@@ -105,8 +106,9 @@ def position_bitmaps(ledger_id: U64, entry_id: U64) -> tuple[PositionBitmap, ...
 def _by_page(
     ledger_id: U64, entry_id: U64, *, paged: bool
 ) -> tuple[npt.NDArray[np.intp], list[tuple[Place, int, int]]]:
-    """The order by (ledger, page) of at least one position, and where in it each page starts and ends. `paged`: whether
-    an entry id has a page above 0.
+    """Return the order by (ledger, page) of at least one position, and start and end of each page in it.
+
+    `paged` says whether an entry id has a page above 0.
     """
     page = entry_id >> np.uint64(PAGE_BITS)
     order = np.lexsort((page, ledger_id)) if paged else _ledger_order(ledger_id)
@@ -128,7 +130,7 @@ def _ledger_order(ledger_id: U64) -> npt.NDArray[np.intp]:
 
 
 def positions_of(bitmaps: Iterable[PositionBitmap]) -> tuple[U64, U64]:
-    """(ledger_id, entry_id) of every position of the bitmaps, in their order."""
+    """Return (ledger_id, entry_id) of every position of the bitmaps, in their order."""
     entries = [(bitmap.ledger_id, bitmap.entry_ids()) for bitmap in bitmaps]
     if not entries:
         return np.empty(0, np.uint64), np.empty(0, np.uint64)
@@ -139,28 +141,28 @@ def positions_of(bitmaps: Iterable[PositionBitmap]) -> tuple[U64, U64]:
 
 
 def in_order(bitmaps: Sequence[PositionBitmap]) -> bool:
-    """Whether they ascend by (ledger, page), no page twice."""
+    """Return whether they ascend by (ledger, page), no page twice."""
     places = [(bitmap.ledger_id, bitmap.page) for bitmap in bitmaps]
     return all(first < second for first, second in itertools.pairwise(places))
 
 
 def count_of(bitmaps: Iterable[PositionBitmap]) -> int:
-    """How many positions they have; as `PositionBitmap.count`."""
+    """Count the positions of all bitmaps, each as `PositionBitmap.count` does."""
     return sum(bitmap.count() for bitmap in bitmaps)
 
 
 class PositionSet:
-    """Positions, as one bitmap for each page of a ledger, none of them empty. The set and its bitmaps never change."""
+    """An immutable set of positions, as one bitmap for each page of a ledger, none of them empty."""
 
     __slots__ = ("_pages",)
 
     def __init__(self, pages: Mapping[Place, pyroaring.BitMap]) -> None:
-        """The bitmaps are not copied and must not be changed afterwards."""
+        """Take over the bitmaps, which are not copied and must not be changed afterwards."""
         self._pages = {place: bitmap for place, bitmap in pages.items() if bitmap}
 
     @staticmethod
     def of(bitmaps: Iterable[PositionBitmap]) -> PositionSet:
-        """The union of the bitmaps, in any order. Raises FormatError when one is no bitmap."""
+        """Make the union of the bitmaps, in any order. Raises FormatError for bytes that are no bitmap."""
         pages: dict[Place, list[pyroaring.BitMap]] = {}
         for bitmap in bitmaps:
             pages.setdefault((bitmap.ledger_id, bitmap.page), []).append(bitmap.bitmap())
@@ -169,15 +171,15 @@ class PositionSet:
         )
 
     def bitmaps(self) -> tuple[PositionBitmap, ...]:
-        """Ascending by (ledger, page)."""
+        """Return the bitmaps, ascending by (ledger, page)."""
         return tuple(PositionBitmap.of(*place, self._pages[place].copy()) for place in sorted(self._pages))
 
     def items(self) -> ItemsView[Place, pyroaring.BitMap]:
-        """The bitmap of the low 32 bits of the entry ids of each page."""
+        """Return each page with the bitmap of the low 32 bits of its entry ids."""
         return self._pages.items()
 
     def mask_of(self, ledger_id: U64, entry_id: U64) -> npt.NDArray[np.bool_]:
-        """Which positions of two columns are in the set."""
+        """Return a mask of the positions of two columns that are in the set."""
         mask = np.zeros(len(ledger_id), np.bool_)
         if not self._pages or not len(mask):
             return mask
@@ -225,7 +227,7 @@ class PositionSet:
         return PositionSet(pages)
 
     def __le__(self, other: PositionSet) -> bool:
-        """Whether every position is in the other set too."""
+        """Return whether every position is in the other set too."""
         return all(place in other._pages and bitmap <= other._pages[place] for place, bitmap in self._pages.items())
 
 
@@ -233,10 +235,10 @@ NO_POSITIONS = PositionSet({})
 
 
 def _are_in(bitmap: pyroaring.BitMap, low_entry_ids: U64) -> npt.NDArray[np.bool_]:
-    """Which entry ids below 2^32, in any order, the bitmap has."""
+    """Return a mask of the entry ids below 2^32, in any order, that the bitmap has."""
     return np.isin(low_entry_ids.astype(np.uint32), np.frombuffer(bitmap.to_array(), np.uint32))
 
 
 def union_of(sets: Iterable[Iterable[PositionBitmap]]) -> tuple[PositionBitmap, ...]:
-    """The positions that are in any of the sets."""
+    """Return the positions that are in any of the sets."""
     return PositionSet.of(itertools.chain.from_iterable(sets)).bitmaps()

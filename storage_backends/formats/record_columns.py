@@ -1,14 +1,7 @@
-"""The decisions that a section holds, as columns.
+"""Defines the decisions in a section, as columns, and translates them to and from messages.
 
-Owns: the kinds of records and what each says.
-Does not own: their stored form (`record_messages`), slots (`slot_format`) and what a record does when it is applied.
-
-Records as messages: the form that they have in a slot, and where a checkpoint carries them.
-
-Owns: that translation, both ways.
-Does not own: the records (`record_columns`), slots and their checksum (`slot_format`).
-
-Columns are plain in a record; the rows of a checkpoint have the same message, dense.
+`slot_format` puts the messages into a section and adds the checksum. Columns are plain in a record; the rows of a
+checkpoint have the same message, dense.
 """
 
 from __future__ import annotations
@@ -30,22 +23,22 @@ from storage_backends.formats.row_columns import U32, U64, Rows
 
 class GoneReason(enum.IntEnum):
     UNSPECIFIED = 0
-    # The last subscription was deleted: what was due leaves.
+    # The last subscription was deleted: due rows leave.
     NO_SUBSCRIPTION = 1
-    # Trimmed, or cleared.
+    # Trimmed, or cleared
     TRIMMED = 2
     # It came due when every subscription had been created at or after its time.
     NOT_OWED = 3
-    # Cancelled before it was due.
+    # Cancelled before it was due
     CANCELLED = 4
 
 
 class DeadLetterReason(enum.IntEnum):
-    # Negatively acknowledged, or timed out, too often.
+    # Negatively acknowledged, or timed out, too often
     TOO_OFTEN = 1
     # A dispatcher rejected it.
     REJECTED = 2
-    # Its log was trimmed.
+    # Its message log was trimmed.
     TRIMMED = 3
 
 
@@ -55,7 +48,7 @@ class _OfRows:
 
     @property
     def row_count(self) -> int:
-        """How many rows the record names."""
+        """The number of rows that the record names."""
         return len(self.rows)
 
 
@@ -69,13 +62,16 @@ class _OfPositions:
 
     @property
     def row_count(self) -> int:
-        """How many positions the record names. As much work as its bitmaps are large."""
+        """The number of positions that the record names; it takes time in proportion to the size of the bitmaps."""
         return position_bitmap.count_of(self.positions)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AddRecord(_OfRows):
-    """Rows that were accepted into the index `subscription_id` (`index_ids`), by `delay_level`; 0 = by none."""
+    """Rows that were accepted into the index `subscription_id` (`index_ids`).
+
+    `delay_level` 0 means that they came without a delay level.
+    """
 
     topic_id: str
     incarnation: int
@@ -86,7 +82,7 @@ class AddRecord(_OfRows):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RescheduleRecord(_OfRows):
-    """Rows that take the place of those of their positions in the index `subscription_id`. None of them was due."""
+    """Rows that replace those of their positions in the index `subscription_id`. None of them was due."""
 
     topic_id: str
     incarnation: int
@@ -121,9 +117,9 @@ class GoneRecord(_OfPositions):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class WaiveRecord(_OfPositions):
-    """Positions that a subscription is owed no longer, due or not: they were trimmed for it.
+    """Positions that a subscription is no longer owed, due or not, because they were trimmed for it.
 
-    What nobody else is owed is named by a `GoneRecord` in the same slot.
+    A `GoneRecord` in the same slot names those that no other subscription is owed.
     """
 
     topic_id: str
@@ -136,8 +132,8 @@ class WaiveRecord(_OfPositions):
 class NackRecord(_OfRows):
     """Rows of an index that a subscription negatively acknowledged.
 
-    `redeliver_at_ms`: u64[n], when they come back; `redelivery_count`: u32[n], how often that happened to each, this
-    time included. `added`: the rows are new in the index, and due.
+    `redeliver_at_ms` u64[n] says when they are redelivered, `redelivery_count` u32[n] how often that happened to each,
+    this time included. With `added` the rows are new in the index, and due.
     """
 
     topic_id: str
@@ -156,11 +152,11 @@ class NackRecord(_OfRows):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class DeadLetterRecord(_OfRows):
-    """Positions that became dead letters of a subscription, and leave its backlog as if it had acknowledged them; of
-    those that were trimmed other records say that. They need not have rows in the index.
+    """Positions that became dead letters of a subscription and leave its backlog as if it had acknowledged them.
 
-    `redelivery_count`: u32[n], how often each was negatively acknowledged; `dead_letter_id`: u64[n], ascending;
-    `dead_at_ms`: u64[n]. `text`: what the dispatcher said.
+    Trimmed ones leave it by other records. The positions need not have rows in the index. `redelivery_count` u32[n]
+    says how often each was negatively acknowledged; `dead_letter_id` u64[n] ascends; `dead_at_ms` is u64[n]. `text` is
+    the dispatcher's message.
     """
 
     topic_id: str
@@ -180,15 +176,18 @@ class DeadLetterRecord(_OfRows):
 
     @property
     def leaves_backlog(self) -> bool:
-        """Whether the rows leave by this record. Trimmed ones leave by the `Gone` and `Waive` of its slot."""
+        """True if the rows leave by this record.
+
+        Trimmed ones leave by the `GoneRecord` and `WaiveRecord` of its slot.
+        """
         return self.reason is not DeadLetterReason.TRIMMED
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ReplayRecord(_OfRows):
-    """Dead letters that are delivered again: `rows` of an index of the subscription, not the shared one.
+    """Dead letters to deliver again, as `rows` of an index of the subscription, not the shared one.
 
-    `dead_letter_id`: u64[n], which dead letter each was.
+    `dead_letter_id` u64[n] says which dead letter each was.
     """
 
     topic_id: str
@@ -207,7 +206,7 @@ class ReplayRecord(_OfRows):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PurgeRecord:
-    """Dead letters, u64[n], that a subscription has no more."""
+    """Dead letters, u64[n], that a subscription no longer has."""
 
     topic_id: str
     incarnation: int
@@ -216,7 +215,7 @@ class PurgeRecord:
 
     @property
     def row_count(self) -> int:
-        """How many dead letters the record names."""
+        """The number of dead letters that the record names."""
         return len(self.dead_letter_id)
 
 
@@ -232,7 +231,7 @@ Record: TypeAlias = (
     | PurgeRecord
 )
 
-# The columns that a kind of record has beside its rows.
+# Kind of record -> its columns in addition to its rows
 COLUMNS: Final[Mapping[type[Any], tuple[str, ...]]] = MappingProxyType(
     {
         NackRecord: ("redeliver_at_ms", "redelivery_count"),
@@ -258,7 +257,7 @@ def _check_columns(record: NackRecord | DeadLetterRecord | ReplayRecord) -> None
             )
 
 
-# Messages that hold rows, with their key hashes.
+# Messages that hold rows, with their key hashes
 _RowsMessage: TypeAlias = (
     journal_pb2.Add
     | journal_pb2.Reschedule
@@ -285,7 +284,7 @@ _DEAD_LETTER_REASONS = {
 
 
 def fill(message: journal_pb2.Record, record: Record) -> None:
-    """Sets the message of a record."""
+    """Set the message of a record."""
     message.topic_id = record.topic_id
     message.incarnation = record.incarnation
     message.rows = record.row_count
@@ -362,7 +361,7 @@ def _fill_dead_letter(message: journal_pb2.DeadLetter, record: DeadLetterRecord)
 
 
 def fill_rows(message: _RowsMessage, rows: Rows, zstd: zstandard.ZstdCompressor | None = None) -> None:
-    """Sets the columns of rows: plain, or dense, with `zstd`."""
+    """Set the columns of rows: plain, or dense with `zstd`."""
     message.deliver_at_ms = column_format.encode_u64(rows.deliver_at_ms, zstd)
     message.ledger_id = column_format.encode_u64(rows.ledger_id, zstd)
     message.entry_id = column_format.encode_u64(rows.entry_id, zstd)
@@ -374,7 +373,10 @@ def fill_rows(message: _RowsMessage, rows: Rows, zstd: zstandard.ZstdCompressor 
 
 
 def record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
-    """The record of a message. `what` and `offset` (of the payload that holds it) are for the FormatError."""
+    """Make the record of a message.
+
+    `what` and `offset` (of the payload that holds it) are for the FormatError.
+    """
     with format_errors.reading(what, offset):
         return _record_of(message, what, offset)
 
@@ -464,7 +466,10 @@ def _dead_letter_of(message: journal_pb2.Record, what: str, offset: int) -> Dead
 
 
 def rows_of(message: _RowsMessage, rows: int, what: str, offset: int) -> Rows:
-    """The rows of a message. `what` and `offset` (of the payload that holds it) are for the FormatError."""
+    """Decode the rows of a message.
+
+    `what` and `offset` (of the payload that holds it) are for the FormatError.
+    """
     return Rows(
         _u64(message.deliver_at_ms, rows, f"{what} deliver_at_ms", offset),
         _u64(message.ledger_id, rows, f"{what} ledger_id", offset),

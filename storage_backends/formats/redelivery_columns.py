@@ -1,9 +1,7 @@
-"""What progress says of redeliveries, as columns.
+"""Encodes and decodes redeliveries and dead letters in progress, as columns.
 
-Owns: the bytes of the columns of `manifest.NackedRows` and `manifest.DeadLetters`, both ways, and their checks.
-Does not own: the messages that hold them (`manifest`), and what they are in memory (the daemon).
-
-Every column is dense. Work in proportion to the rows: it runs in an executor.
+They are the columns of `manifest.NackedRows` and `manifest.DeadLetters`, all dense. The work is in proportion to the
+rows: it runs in an executor.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _DEAD_LETTERS: Final = "dead letters"
 
 
 class DeadLetterColumns(NamedTuple):
-    """n dead letters by ascending id. `text_index`: an index of `texts` for each."""
+    """n dead letters by ascending id. `text_index` is an index of `texts` for each."""
 
     dead_letter_id: U64
     ledger_id: U64
@@ -43,7 +41,7 @@ class DeadLetterColumns(NamedTuple):
 def encode_nacked(
     index_id: int, rows: Rows, redeliver_at_ms: U64, zstd: zstandard.ZstdCompressor
 ) -> manifest.NackedRows:
-    """`redeliver_at_ms`: u64[n], when each of the rows comes back."""
+    """Encode rows that wait for redelivery. `redeliver_at_ms` u64[n] says when each is redelivered."""
     return manifest.NackedRows(
         index_id=index_id,
         rows=len(rows),
@@ -56,7 +54,7 @@ def encode_nacked(
 
 
 def decode_nacked(stored: manifest.NackedRows) -> tuple[Rows, U64]:
-    """(rows, redeliver_at_ms). Raises FormatError."""
+    """Decode (rows, redeliver_at_ms). Raises FormatError."""
     hashes = stored.key_hash
     rows = Rows(
         _u64(stored.deliver_at_ms, stored.rows, f"{_NACKED} deliver_at_ms"),
@@ -85,7 +83,7 @@ def encode_dead_letters(letters: DeadLetterColumns, zstd: zstandard.ZstdCompress
 
 
 def decode_dead_letters(stored: manifest.DeadLetters) -> DeadLetterColumns:
-    """Reads dead letters from a manifest. Raises FormatError."""
+    """Decode dead letters from a manifest. Raises FormatError."""
     rows = stored.rows
     letters = DeadLetterColumns(
         _u64(stored.dead_letter_id, rows, f"{_DEAD_LETTERS} dead_letter_id"),

@@ -1,7 +1,6 @@
-"""Rows as columns: the form in which positions travel from a request to the disk.
+"""Holds rows as columns: the form in which positions travel from a request to the disk.
 
-Owns: the `Rows` columns, their order and their hash.
-Does not own: encoding (`column_format`, `slot_format`, `bucket_format`) and what a row's state is.
+It has their order and their hash. `column_format`, `slot_format` and `bucket_format` encode them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Index = npt.NDArray[np.integer[Any]] | npt.NDArray[np.bool_] | slice
 
 _U64 = np.dtype(np.uint64)
 
-# Up to so many rows plain Python sorts faster than numpy.
+# Up to this many rows plain Python sorts faster than numpy.
 FEW_ROWS = 16
 # Rows hashed at a time: the working set stays in a core's cache.
 HASH_ROWS = 8192
@@ -30,7 +29,7 @@ _U64_MASK = (1 << 64) - 1
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Rows:
-    """n rows: `deliver_at_ms`, `ledger_id`, `entry_id` u64[n]; `key_hash` u32[n], None when no row has one.
+    """n rows: `deliver_at_ms`, `ledger_id`, `entry_id` u64[n]; `key_hash` u32[n], or None if no row has one.
 
     The columns are not copied and must not be changed afterwards.
     """
@@ -68,7 +67,7 @@ class Rows:
         return len(self.deliver_at_ms)
 
     def take(self, index: Index) -> Rows:
-        """The rows that an index array, a mask of n or a slice selects."""
+        """Return the rows that an index array, a mask of n or a slice selects."""
         return Rows(
             self.deliver_at_ms[index],
             self.ledger_id[index],
@@ -82,7 +81,7 @@ class Rows:
 
     @staticmethod
     def concat(parts: Sequence[Rows]) -> Rows:
-        """All rows of the parts, in their order. A part without key hashes counts as 0 beside one that has them."""
+        """Concatenate the parts. If any part has key hashes, the others count as having 0."""
         parts = [part for part in parts if len(part)]
         if not parts:
             return Rows.empty()
@@ -102,7 +101,7 @@ class Rows:
 
     @staticmethod
     def merged_by_due(parts: Sequence[Rows]) -> Rows:
-        """All rows of the parts in the order (deliver_at, ledger, entry); each part is in this order."""
+        """Merge the parts, each in the order (deliver_at, ledger, entry), into this order."""
         parts = [part for part in parts if len(part)]
         merged = None
         if len(parts) > 1 and all(part.key_hash is None for part in parts):
@@ -110,7 +109,7 @@ class Rows:
         return Rows.concat(parts).sorted_by_due() if merged is None else merged
 
     def in_position_order(self) -> bool:
-        """Whether (ledger, entry) never falls."""
+        """Return whether (ledger, entry) never falls."""
         ledger, entry = self.ledger_id, self.entry_id
         if len(self) < 2:
             return True
@@ -120,13 +119,13 @@ class Rows:
         return bool(((ledger[1:] > ledger[:-1]) | ((ledger[1:] == ledger[:-1]) & entry_rises)).all())
 
     def due_order(self) -> npt.NDArray[np.int64]:
-        """The index that sorts the rows by (deliver_at, ledger, entry); stable."""
+        """Return the index that sorts the rows by (deliver_at, ledger, entry); stable."""
         if len(self) <= FEW_ROWS:
             places = list(
                 zip(self.deliver_at_ms.tolist(), self.ledger_id.tolist(), self.entry_id.tolist(), strict=True)
             )
             return np.array(sorted(range(len(places)), key=places.__getitem__), np.int64)
-        # Where the rows stand in position order, their index stands for the position.
+        # If the rows are in position order, their index stands for the position.
         keys = [self.deliver_at_ms] if self.in_position_order() else [self.deliver_at_ms, self.ledger_id, self.entry_id]
         order = _packed_order(keys)
         if order is None:
@@ -134,7 +133,7 @@ class Rows:
         return order
 
     def sorted_by_due(self) -> Rows:
-        """The rows in the order (deliver_at, ledger, entry)."""
+        """Return the rows in the order (deliver_at, ledger, entry)."""
         return self.take(self.due_order())
 
 
@@ -143,9 +142,10 @@ _NO_ROWS = Rows(_NOTHING, _NOTHING, _NOTHING)
 
 
 def _packed_order(keys: Sequence[U64]) -> npt.NDArray[np.int64] | None:
-    """The stable order by the keys, the most significant first: one sort of one integer a row, offsets above the index.
+    """Return the stable order by the keys, the most significant first, or None if it cannot be packed.
 
-    None when offsets and index need more than 64 bits.
+    It sorts one integer a row, with the offsets above the index. Returns None if offsets and index need more than 64
+    bits.
     """
     rows = len(keys[0])
     if rows < 2:
@@ -170,9 +170,9 @@ def _packed_order(keys: Sequence[U64]) -> npt.NDArray[np.int64] | None:
 
 
 def _packed_merge(parts: Sequence[Rows]) -> Rows | None:
-    """Merges rows without key hashes as `Rows.merged_by_due` does: one integer a row is the row, and what is sorted.
+    """Merge rows without key hashes as `Rows.merged_by_due` does, by sorting one integer that holds each row.
 
-    None when the offsets need more than 64 bits.
+    Returns None if the offsets need more than 64 bits.
     """
     dues = _span([part.deliver_at_ms for part in parts])
     ledgers = _span([part.ledger_id for part in parts])
@@ -188,7 +188,7 @@ def _packed_merge(parts: Sequence[Rows]) -> Rows | None:
             place <<= np.uint64(bits)
             place |= column - np.uint64(least)
         start += len(part)
-    # Stable means by merging, which takes a third of the time where there are runs.
+    # numpy's stable sort merges, which takes a third of the time if there are runs.
     packed.sort(kind="stable")
     columns = []
     for least, bits in (entries, ledgers):
@@ -202,16 +202,16 @@ def _packed_merge(parts: Sequence[Rows]) -> Rows | None:
 
 
 def _span(columns: Sequence[U64]) -> tuple[int, int]:
-    """The least value of columns of at least one row, and how many bits the offsets from it take."""
+    """Return the least value of columns of at least one row, and how many bits the offsets from it take."""
     least = min(int(column.min()) for column in columns)
     return least, (max(int(column.max()) for column in columns) - least).bit_length()
 
 
 def row_hash(rows: Rows) -> tuple[int, int]:
-    """(low, high): two 64-bit mixes of each row, each summed over the rows modulo 2^64; no rows give (0, 0).
+    """Return (low, high): two 64-bit mixes of each row, each summed over the rows modulo 2^64.
 
-    The sum does not depend on the order of the rows: what went in and what came out of a seal or a merge compare by
-    one number. A row without key hash counts as one with 0.
+    No rows give (0, 0). The sum does not depend on the order of the rows, so the rows before and after a seal or a
+    merge compare by one number. A row without key hash counts as one with 0.
 
     mix(row): h = seed; for x in key_hash, ledger_id, entry_id, deliver_at_ms: h = (h ^ x) * multiplier, h ^= h >> 32.
     """

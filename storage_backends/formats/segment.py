@@ -1,7 +1,7 @@
-"""A segment: a time slice of a bucket's rows, and the payload of its entry.
+"""Cuts a bucket's rows into segments, slices of time, and encodes and decodes a segment's payload.
 
-Owns: where a bucket is cut, and the two forms of a segment's payload: columnar, and compatible (PIP-195's rows).
-Does not own: the entries, the offset table and the metadata of the bucket (`bucket_format`).
+The payload has two forms: columnar, and compatible (PIP-195's rows). `bucket_format` adds entries, offset table and
+metadata.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from storage_backends.formats import column_format, format_errors, framing
 from storage_backends.formats.generated import bucket_pb2
 from storage_backends.formats.row_columns import U64, Rows
 
-# Higher levels cost time and save nothing: what is left after the planes are split is random.
+# Higher levels cost time and save nothing: the planes that remain are random.
 ZSTD_LEVEL = 1
 _U64_MAX = (1 << 64) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentLimits:
-    """A segment ends before the row that is due more than `time_step_ms` after its first one, once it has `rows_min`
-    rows (0 = PIP-195's rule), and in any case with `rows_max` rows (-1 = no limit).
+    """The limits at which a segment ends.
+
+    It ends before the row that is due more than `time_step_ms` after its first one, once it has `rows_min` rows (0 is
+    PIP-195's rule), and in any case with `rows_max` rows (-1 means no limit).
     """
 
     time_step_ms: int = 300_000
@@ -41,7 +43,7 @@ class SegmentLimits:
 
 
 def cut(deliver_at_ms: U64, limits: SegmentLimits) -> list[tuple[int, int]]:
-    """(start, end) of each segment of an ascending column."""
+    """Return (start, end) of each segment of an ascending column."""
     rows = len(deliver_at_ms)
     segments = []
     start = 0
@@ -58,12 +60,12 @@ def cut(deliver_at_ms: U64, limits: SegmentLimits) -> list[tuple[int, int]]:
 
 
 def compressor() -> zstandard.ZstdCompressor:
-    """For the payloads of one bucket; not to be shared between threads."""
+    """Make a compressor for the payloads of one bucket; threads must not share it."""
     return zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False, write_content_size=True)
 
 
 def encode_columnar(rows: Rows, zstd: zstandard.ZstdCompressor) -> bytes:
-    """The payload in columns: small and fast; a reader of PIP-195 sees a segment without rows."""
+    """Encode the payload in columns: small and fast; a reader of PIP-195 sees a segment without rows."""
     message = bucket_pb2.SnapshotSegment(
         rows=len(rows),
         deliver_at_ms=column_format.encode_u64(rows.deliver_at_ms, zstd),
@@ -76,7 +78,7 @@ def encode_columnar(rows: Rows, zstd: zstandard.ZstdCompressor) -> bytes:
 
 
 def encode_compatible(rows: Rows) -> bytes:
-    """The payload as PIP-195's `repeated DelayedIndex`, formed column by column: no message object a row."""
+    """Encode the payload as PIP-195's `repeated DelayedIndex`, column by column, without a message object a row."""
     pieces: list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = []
     for field, values in ((1, rows.deliver_at_ms), (2, rows.ledger_id), (3, rows.entry_id)):
         pieces.append(_varints(values, tag=field << 3))
@@ -98,7 +100,10 @@ def encode_compatible(rows: Rows) -> bytes:
 
 
 def _varints(values: U64, tag: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """(bytes u8[n, 1 + w], length u8[n]): the tag and the varint of each value; bytes past the length mean nothing."""
+    """Return tag and varint of each value, u8[n, 1 + w], and its length, u8[n].
+
+    Bytes past the length have no meaning.
+    """
     width = max(1, (int(values.max()).bit_length() + 6) // 7)
     encoded = np.empty((len(values), 1 + width), np.uint8)
     encoded[:, 0] = tag
@@ -112,17 +117,17 @@ def _varints(values: U64, tag: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[
 
 
 def decompressor() -> zstandard.ZstdDecompressor:
-    """For the payloads of one bucket; not to be shared between threads."""
+    """Make a decompressor for the payloads of one bucket; threads must not share it."""
     return zstandard.ZstdDecompressor()
 
 
 def decode(
     payload: bytes, rows: int, *, what: str, offset: int, zstd: zstandard.ZstdDecompressor | None = None
 ) -> Rows:
-    """The rows of a payload of either form. `what` and `offset` (of the payload in the bucket) are for the error.
-    `zstd` saves making a decompressor for each segment.
+    """Decode the rows of a payload of either form.
 
-    Raises FormatError, which names the field that is wrong, also when it has not exactly so many rows.
+    `what` and `offset` (of the payload in the bucket) are for the error. `zstd` saves making a decompressor for each
+    segment. Raises FormatError, which names the wrong field, also for another number of rows.
     """
     message = framing.parse(bucket_pb2.SnapshotSegment, payload, what, offset)
     if wrong := _wrong_with(message, rows):
@@ -152,7 +157,7 @@ _COLUMNS = ("deliver_at_ms", "ledger_id", "entry_id")
 
 
 def _wrong_with(message: bucket_pb2.SnapshotSegment, rows: int) -> str:
-    """Why it is no segment of so many rows; empty when it is one."""
+    """Return why it is no segment of so many rows, or an empty text if it is one."""
     indexes = len(message.indexes)
     if not message.HasField("rows"):
         if indexes:

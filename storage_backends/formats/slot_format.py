@@ -1,8 +1,7 @@
-"""A section of a log slot: the decisions of one group commit in one shard, in columns.
+"""Encodes and decodes a section of a log slot: the decisions of one group commit in one shard, in columns.
 
-Owns: the bytes of a slot, and which records may be merged into one.
-Does not own: the records, which are named here too (`record_columns`; on deletions, `deletion_format`), their messages
-(`record_messages`), and when a slot is written.
+It also merges records, where their order allows it. `record_columns` defines the records and their messages,
+`deletion_format` those on deletions; both are named here, too.
 
     magic "TyJS" | u16 version | u8 kind | u8 0 | u32 shard | u64 epoch | u64 slot | u32 records | u64 payload length
     | u32 CRC32C of all before it and of the payload | payload: protobuf Slot                      little-endian
@@ -80,17 +79,17 @@ _HEADER = struct.Struct("<4sHBBIQQIQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC.size
 _WHAT = "journal slot"
-# The kind of every slot.
+# The kind of every slot
 _DATA = 1
-# Tags, lengths, incarnation, subscription, index, reason: an upper bound for a record without its columns or bitmaps.
+# Upper bound (bytes) of a record without columns and bitmaps: tags, lengths, incarnation, subscription, index, reason
 _RECORD_BYTES_MAX = 160
-# Tags, lengths, ledger, page, the head of the bitmap: an upper bound for a bitmap without its containers.
+# Upper bound (bytes) of a bitmap without its containers: tags, lengths, ledger, page, its head
 _BITMAP_BYTES_MAX = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """`records`: how many the slot holds."""
+    """The header of a section. `records` is how many it holds."""
 
     shard: int
     epoch: int
@@ -100,7 +99,7 @@ class SlotHeader:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class StoredRecord:
-    """A record that was read, whose columns are not decoded yet: they may never be asked for.
+    """A record that was read, whose columns are not decoded yet: they may never be needed.
 
     `what` and `offset` (of the payload that holds it) are for the FormatError.
     """
@@ -115,11 +114,11 @@ class StoredRecord:
 
     @property
     def row_count(self) -> int:
-        """How many rows the record names."""
+        """The number of rows that the record names."""
         return self.message.rows
 
     def decoded(self) -> Record:
-        """Decodes the record's columns. Raises FormatError."""
+        """Decode the record's columns. Raises FormatError."""
         return record_columns.record_of(self.message, self.what, self.offset)
 
 
@@ -127,8 +126,10 @@ AnyRecord: TypeAlias = Record | StoredRecord
 
 
 class StoredSlot(NamedTuple):
-    """What a slot holds, each in the order in which it is applied: decisions on topics, not decoded yet, and decisions
-    on the shard's deletions. The two are independent of each other.
+    """The content of a section, in the order in which it is applied.
+
+    It has decisions on topics, not decoded yet, and decisions on the shard's deletions; the two are independent of each
+    other.
     """
 
     header: SlotHeader
@@ -139,7 +140,7 @@ class StoredSlot(NamedTuple):
 def encode_slot(
     header: SlotHeader, records: Sequence[Record], deletion_records: Sequence[DeletionRecord] = ()
 ) -> bytes:
-    """The bytes of a slot. The records are written as they are; `SlotBuilder` merges them before."""
+    """Encode a section. The records are written as they are; `SlotBuilder` merges them before."""
     count = len(records) + len(deletion_records)
     if header.records != count:
         raise ValueError(f"the header says {header.records} records, there are {count}")
@@ -164,17 +165,18 @@ def encode_slot(
 
 
 def decode_slot(data: bytes) -> tuple[SlotHeader, tuple[Record, ...]]:
-    """Header and records on topics, in the order in which they are applied.
+    """Decode header and records on topics, in the order in which they are applied.
 
-    Raises FormatError on damage, UnsupportedVersion on a version that is not known here.
+    Raises FormatError on damage, UnsupportedVersion on an unknown version.
     """
     slot = read_slot(data)
     return slot.header, tuple(record.decoded() for record in slot.records)
 
 
 def read_slot(data: bytes) -> StoredSlot:
-    """Reads header and records of a slot, which are not decoded yet. Raises as `decode_slot`, which also finds damage
-    inside columns that have the right checksum.
+    """Read header and records of a section, without decoding the records.
+
+    Raises what `decode_slot` raises, which also finds damage inside columns that have the right checksum.
     """
     header, payload = _checked(data)
     message = framing.parse(journal_pb2.Slot, payload, _WHAT, HEADER_BYTES)
@@ -193,7 +195,7 @@ def read_slot(data: bytes) -> StoredSlot:
 
 
 def decode_header(data: bytes) -> SlotHeader:
-    """The header alone of a whole slot, which is checked in full."""
+    """Decode the header alone of a whole section, which is checked in full."""
     return _checked(data)[0]
 
 
@@ -219,7 +221,7 @@ def _checked(data: bytes) -> tuple[SlotHeader, bytes]:
 
 
 def fill_record(message: journal_pb2.Record, record: AnyRecord) -> None:
-    """Sets the message of a record, also of one that was read and never decoded."""
+    """Set the message of a record, also of one that was read and never decoded."""
     if isinstance(record, StoredRecord):
         message.CopyFrom(record.message)
     else:
@@ -228,7 +230,7 @@ def fill_record(message: journal_pb2.Record, record: AnyRecord) -> None:
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """Records that become one: of one kind, they differ in rows, columns and positions only."""
+    """Records that become one: they are of one kind and differ in rows, columns and positions only."""
 
     detail: tuple[object, ...]
     records: list[Record]
@@ -238,16 +240,16 @@ class _Group:
 
 
 def merge_key(record: Record) -> tuple[object, ...]:
-    """What records of one topic have in common that can be merged into one."""
+    """Return the values that records of one topic share if they can be merged into one."""
     return type(record), record.incarnation, record.subscription_id, *_detail(record)
 
 
 def merged(records: Sequence[Record]) -> Record:
-    """Records of one topic that have one `merge_key`, as one. At least one."""
+    """Merge at least one record of one topic and one `merge_key` into one."""
     first = records[0]
     if len(records) == 1:
         return first
-    # Of one kind: they have the same columns.
+    # Records of one kind have the same columns.
     alike: Sequence[Any] = records
     if isinstance(first, GoneRecord | WaiveRecord):
         return dataclasses.replace(first, positions=position_bitmap.union_of(record.positions for record in alike))
@@ -260,25 +262,26 @@ def merged(records: Sequence[Record]) -> Record:
 
 
 class SlotBuilder:
-    """Collects the records of one slot and merges those whose order among each other does not matter.
+    """A collector of the records of one section, which merges those whose relative order does not matter.
 
     The caller guarantees that the decisions of one slot on rows name different positions, and those on dead letters
-    different ones: they commute, and those that differ in nothing else become one record. A `WaiveRecord` and a
-    `GoneRecord` of another reason may name positions of any other: no record of another kind and of their topic is
-    moved across them. Nor is a `DeadLetterRecord` moved across another one of its subscription: their ids ascend.
+    different ones: they commute, and those that differ in nothing else become one record. A `WaiveRecord`, and a
+    `GoneRecord` of any reason but CANCELLED, may name positions of any other: no record of another kind and of their
+    topic is moved across them. Nor is a `DeadLetterRecord` moved across another one of its subscription: their ids
+    ascend.
     """
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []
         self._deletions: list[DeletionRecord] = []
-        # By topic, the groups since the last one that nothing is moved across, and what was appended last.
+        # Topic id -> the groups since the last barrier, and -> what was appended last
         self._open: dict[str, dict[tuple[object, ...], _Group]] = {}
         self._last: dict[str, type[Record] | None] = {}
         self._rows = 0
         self._size_bytes = HEADER_BYTES
 
     def __len__(self) -> int:
-        """How many records the slot will hold."""
+        """Return the number of records that the section will hold."""
         return len(self._groups) + len(self._deletions)
 
     @property
@@ -287,7 +290,7 @@ class SlotBuilder:
 
     @property
     def size_bytes(self) -> int:
-        """An upper bound of the size of the encoded slot."""
+        """An upper bound of the size of the encoded section (bytes)."""
         return self._size_bytes
 
     def append(self, record: Record) -> None:
@@ -312,17 +315,17 @@ class SlotBuilder:
         self._size_bytes += deletion_format.size_max(record)
 
     def freeze(self) -> tuple[Record, ...]:
-        """The merged records on topics, in the order in which they are to be applied."""
+        """Return the merged records on topics, in the order in which to apply them."""
         return tuple(group.merged() for group in self._groups)
 
     @property
     def deletions(self) -> tuple[DeletionRecord, ...]:
-        """The records on deletions, in the order in which they came."""
+        """The records on deletions, in the order in which they were appended."""
         return tuple(self._deletions)
 
 
 def _detail(record: Record) -> tuple[object, ...]:
-    """In what records of one kind, topic, incarnation and subscription differ and stay apart."""
+    """Return the values that keep records of one kind, topic, incarnation and subscription apart."""
     match record:
         case AddRecord():
             return (record.delay_level,)
@@ -339,14 +342,14 @@ def _detail(record: Record) -> tuple[object, ...]:
 
 
 def _barrier(record: Record) -> type[Record] | None:
-    """The kind of a record that nothing is moved across, None when it commutes with the others of its slot."""
+    """Return the kind of a record that no other is moved across, or None if it commutes with the others of its slot."""
     if isinstance(record, GoneRecord) and record.reason is GoneReason.CANCELLED:
         return None
     return type(record) if isinstance(record, GoneRecord | WaiveRecord) else None
 
 
 def size_max(record: Record) -> int:
-    """The most bytes that a record takes in a slot, by itself or as its share of a merged one."""
+    """Return an upper bound of a record's size (bytes) in a section, alone or as its share of a merged one."""
     size_bytes = _RECORD_BYTES_MAX + len(record.topic_id)
     if isinstance(record, GoneRecord | WaiveRecord):
         # An array of n entries may count for n runs in a union: twice its bytes.
